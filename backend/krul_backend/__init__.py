@@ -1,0 +1,1 @@
+"""Tensors, bytes and files of krul-sglang. Never imports sglang."""

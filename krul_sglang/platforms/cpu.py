@@ -1,0 +1,26 @@
+"""The real SGLang server on a machine with a CPU only."""
+
+from __future__ import annotations
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
+    """Plain PyTorch operators on the CPU: no ``sgl_kernel`` build and no other package is needed.
+
+    Meant for trying the plugin and for tests: the control flow (scheduler, radix cache, chunked prefill,
+    overlap order, tensor parallelism over gloo) is the one of a GPU server; the speed is not.
+    """
+
+    _enum = PlatformEnum.OOT
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def is_pin_memory_available(self) -> bool:
+        return False
