@@ -1,0 +1,23 @@
+"""What a user or a peer can cause, as typed exceptions."""
+
+from __future__ import annotations
+
+
+class KrulError(Exception):
+    """Base of every error that krul raises on purpose."""
+
+
+class ConfigError(KrulError):
+    """A configuration value that cannot be used: says which key, what was given, what is accepted."""
+
+
+class ManifestError(KrulError):
+    """A segment manifest that contradicts itself or the model it claims to belong to."""
+
+
+class CodecError(KrulError):
+    """A codec that is unknown, or a block that does not have the size its codec says."""
+
+
+class StoreClosedError(KrulError):
+    """The store was closed; nothing can be stored or restored any more."""

@@ -1,0 +1,105 @@
+"""What the store knows of a piece of KV: whose model, which tokens, how encoded, which bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from krul_backend.errors import ManifestError
+
+TokenIds = npt.NDArray[np.int32]
+
+FORMAT_VERSION = 1
+"""Version of the manifest and of every codec's block layout; part of each model's fingerprint."""
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Everything that must be equal for stored KV to be usable by a model runner.
+
+    ``config_digest`` covers the architecture, RoPE settings and the weights' identity as far as they can be
+    known; ``dtype`` is the KV pool's element type (``"bfloat16"``); ``num_kv_heads`` and the head sizes are
+    those of one tensor-parallel rank; ``page_size`` is in tokens.
+    """
+
+    name: str
+    config_digest: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    page_size: int
+    tp_rank: int
+    tp_size: int
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest over all fields and the format version: the namespace of every key of this model."""
+        fields = {key: value for key, value in vars(self).items() if key != "fingerprint"}
+        payload = orjson.dumps({"format": FORMAT_VERSION, **fields}, option=orjson.OPT_SORT_KEYS)
+        return hashlib.sha256(payload).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class SegmentManifest:
+    """Describes one immutable segment: the pages that one turn added to a conversation.
+
+    ``page_keys[i]`` is the chained hash of page ``i`` (it covers every token before it and the tenant's
+    namespace). ``parent_key`` is the key of the page right before the segment, None at the start of a
+    conversation. ``start_token`` is the absolute position of the first token. ``token_ids`` are the
+    ``len(page_keys) * page_size`` tokens themselves: a hit is confirmed by them, not by a hash alone.
+    ``layer_num_bytes[l]`` is the exact size of layer ``l``'s block as its codec wrote it.
+
+    Raises:
+        ManifestError: if the counts contradict each other.
+    """
+
+    model: ModelIdentity
+    page_keys: tuple[str, ...]
+    parent_key: str | None
+    start_token: int
+    token_ids: TokenIds
+    codec: str
+    layer_num_bytes: tuple[int, ...]
+    codec_params: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        page_size = self.model.page_size
+        if not self.page_keys:
+            raise ManifestError("a segment needs at least one page")
+        if len(set(self.page_keys)) != len(self.page_keys):
+            raise ManifestError("a segment names the same page twice")
+        if len(self.token_ids) != len(self.page_keys) * page_size:
+            raise ManifestError(
+                f"{len(self.page_keys)} pages of {page_size} tokens need "
+                f"{len(self.page_keys) * page_size} token ids, got {len(self.token_ids)}"
+            )
+        if self.start_token < 0 or self.start_token % page_size:
+            raise ManifestError(f"start_token {self.start_token} is not a multiple of page size {page_size}")
+        if (self.parent_key is None) != (self.start_token == 0):
+            raise ManifestError(
+                f"a segment at token {self.start_token} cannot have parent_key={self.parent_key!r}: "
+                "exactly the first segment of a conversation has none"
+            )
+        if len(self.layer_num_bytes) != self.model.num_layers:
+            raise ManifestError(
+                f"{len(self.layer_num_bytes)} layer blocks for a model of {self.model.num_layers} layers"
+            )
+        if any(num_bytes <= 0 for num_bytes in self.layer_num_bytes):
+            raise ManifestError(f"layer blocks must not be empty: {self.layer_num_bytes}")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layer blocks."""
+        return sum(self.layer_num_bytes)

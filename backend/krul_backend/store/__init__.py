@@ -1,0 +1,1 @@
+"""Stores: where segments live, behind one interface."""

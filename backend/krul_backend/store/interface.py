@@ -1,0 +1,169 @@
+"""The interface of a KV store: what the engine side may ask, whoever answers (in process, or a daemon)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+
+Block = npt.NDArray[np.uint8]
+"""A writable or read-only view of ``[num_bytes]`` bytes inside the arena."""
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Space for one segment that nobody can see yet: one block per layer, of exactly the bytes asked for.
+
+    The holder writes the blocks, then commits or aborts. Until then the bytes belong to the holder.
+    """
+
+    reservation_id: int
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class SegmentSlice:
+    """The pages ``[first_page, end_page)`` of one stored segment, pinned by a lease.
+
+    ``blocks[l]`` is the whole block of layer ``l``: the codec knows where in it a page lies.
+    """
+
+    segment_id: int
+    manifest: SegmentManifest
+    blocks: tuple[Block, ...]
+    first_page: int
+    end_page: int
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A restorable prefix: ``num_pages`` consecutive pages, verified and pinned until released.
+
+    ``slices`` are in conversation order and cover exactly the leased pages.
+    """
+
+    lease_id: int
+    num_pages: int
+    slices: tuple[SegmentSlice, ...]
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """A snapshot. Byte counts obey ``used_bytes + free_bytes == capacity_bytes`` at any moment.
+
+    ``used_bytes`` counts the arena's bytes as they are taken: committed blocks, reservations and alignment.
+    ``stored_bytes`` and ``stored_tokens`` count committed segments only, without alignment.
+    """
+
+    capacity_bytes: int
+    used_bytes: int
+    free_bytes: int
+    stored_bytes: int
+    stored_tokens: int
+    num_segments: int
+    num_pages: int
+    num_leases: int
+    num_reservations: int
+    committed_segments: int
+    evicted_segments: int
+    evicted_bytes: int
+    rejected_reservations: int
+    corrupted_segments: int
+    token_mismatches: int
+    lookups: int
+    hit_pages: int
+    missed_pages: int
+
+
+@dataclass(frozen=True)
+class SegmentInfo:
+    """One line of ``list``: a committed segment as an operator wants to see it."""
+
+    segment_id: int
+    model: str
+    fingerprint: str
+    start_token: int
+    num_tokens: int
+    num_bytes: int
+    codec: str
+    num_leases: int
+    idle_s: float
+
+
+class KVStore(ABC):
+    """Keeps encoded KV by page keys. Thread-safe: a scheduler thread and copy threads share one store.
+
+    Keys of different models never meet: each call names the model, whose fingerprint is part of every key.
+    """
+
+    @abstractmethod
+    def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
+        """The maximal runs of ``page_keys`` (as index ranges, ascending) that are not stored."""
+
+    @abstractmethod
+    def reserve(self, layer_num_bytes: Sequence[int]) -> Reservation | None:
+        """Take space for a segment, evicting idle segments if needed.
+
+        Returns None, and counts it, when the space cannot be had (larger than the arena, or everything
+        else is leased or reserved). Never takes the arena past its capacity. When it returns None nothing
+        was evicted in vain if that could be known beforehand.
+        """
+
+    @abstractmethod
+    def commit(self, reservation: Reservation, manifest: SegmentManifest) -> int:
+        """Publish a written reservation: checksums are taken now, then its pages become visible at once.
+
+        Pages that somebody else committed in the meantime keep their first copy; a segment that brings no
+        new page at all is dropped and its space freed. The blocks must not be written afterwards.
+
+        Returns the segment id.
+
+        Raises:
+            ManifestError: if the manifest's block sizes are not those reserved (the reservation is aborted).
+            KeyError: if the reservation is unknown or already settled.
+        """
+
+    @abstractmethod
+    def abort(self, reservation: Reservation) -> None:
+        """Give a reservation's space back. Aborting twice, or after a commit, is an error (KeyError)."""
+
+    @abstractmethod
+    def lease(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Lease | None:
+        """Pin the longest stored prefix of ``page_keys`` whose token ids and checksums are right.
+
+        ``token_ids`` are the ``len(page_keys) * page_size`` tokens that the keys stand for. The bytes of
+        every block are verified before the lease is given; a segment with a wrong checksum is taken out of
+        the index, counted, and freed as soon as no lease needs it. Returns None if not one page is usable.
+        A lease counts as use: its segments become the most recently used ones.
+        """
+
+    @abstractmethod
+    def release(self, lease: Lease) -> None:
+        """Unpin. Raises KeyError when the lease is unknown or released before."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats: ...
+
+    @abstractmethod
+    def list_segments(self) -> list[SegmentInfo]: ...
+
+    @abstractmethod
+    def verify(self) -> list[int]:
+        """Check every committed block; take bad segments out as ``lease`` does; return their ids."""
+
+    @abstractmethod
+    def clear(self, model: ModelIdentity | None = None) -> None:
+        """Forget every segment (of one model, or of all). Leased segments leave the index at once and their
+        space when the last lease is released. Reservations made before, for that model, may still be
+        written and committed by a copy thread: such a commit must not resurrect anything, so it drops the
+        segment instead (it returns an id, and nothing becomes visible)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the arena. Later calls raise StoreClosedError, except ``release`` and ``abort``, which do
+        nothing, so that a copy thread that ends late cannot fail."""

@@ -1,0 +1,1 @@
+"""Tiers: the memories and disks that hold encoded bytes."""
