@@ -22,5 +22,5 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def get_dispatch_key_name(self) -> str:
         return "native"
 
-    def is_pin_memory_available(self) -> bool:
+    def is_pin_memory_available(self, device: object = None) -> bool:
         return False
