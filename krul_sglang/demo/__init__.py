@@ -1,0 +1,1 @@
+"""``krul-sglang demo``: plays conversations against SGLang with and without krul, and compares."""

@@ -1,0 +1,274 @@
+"""One real SGLang server as a child process, which cannot outlive this one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from krul_backend.errors import KrulError
+
+CPU_ARGS = (
+    *("--device", "cpu"),
+    *("--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch"),
+    *("--mem-fraction-static", "0.2"),
+)
+"""What SGLang needs on a machine without a GPU."""
+
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+_STOP_TIMEOUT_S = 30.0
+
+
+class ServerError(KrulError):
+    """The server did not start, died, or answered with an error; carries the end of its log."""
+
+
+class ServerProcess:
+    """``python -m sglang.launch_server`` with a log file, from start to the end of its last process.
+
+    ::
+
+        with ServerProcess(model_path, args=["--page-size", "16"]) as server:
+            server.generate({"text": "Hello", "sampling_params": {"max_new_tokens": 8}})
+
+    The server and everything it starts live in their own session, so that Ctrl-C in a terminal reaches only
+    the caller, and under a supervisor (``supervisor.py``) that ends them when the caller ends, however it ends.
+
+    Args:
+        model_path: a checkpoint directory or a hub name. For a directory the hub is switched off.
+        port: TCP port on 127.0.0.1; None takes a free one.
+        args: further arguments of the server. A flag given here comes after the defaults, so it wins.
+        env: variables on top of this process's environment.
+        log_path: where stdout and stderr go; None takes a temporary file, deleted by a ``stop`` after a
+            start that succeeded, kept after one that failed.
+        ready_timeout_s: how long ``start`` may take.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        port: int | None = None,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+        ready_timeout_s: float = 300.0,
+    ) -> None:
+        self.port = find_free_port() if port is None else port
+        self.command = [
+            *(sys.executable, "-m", "sglang.launch_server"),
+            *("--model-path", str(model_path)),
+            *("--host", "127.0.0.1"),
+            *("--port", str(self.port)),
+            *default_device_args(),
+            *args,
+        ]
+        self.ready_timeout_s = ready_timeout_s
+        self.ready_after_s: float | None = None
+        self._env = {**os.environ, **_offline_env(model_path), **(env or {})}
+        self._owns_log = log_path is None
+        self._log_path = log_path
+        self._supervisor: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def command_line(self) -> str:
+        return shlex.join(self.command)
+
+    @property
+    def pid(self) -> int:
+        """The root of the process tree: the supervisor, whose child is the server."""
+        return self._require_started().pid
+
+    @property
+    def log_path(self) -> Path:
+        if self._log_path is None:
+            raise ServerError("the server was not started: it has no log yet")
+        return self._log_path
+
+    def log_text(self) -> str:
+        """All that the server has printed; empty before ``start`` and after ``stop`` of a temporary log."""
+        if self._log_path is None or not self._log_path.exists():
+            return ""
+        return self._log_path.read_text(encoding="utf-8", errors="replace")
+
+    def is_running(self) -> bool:
+        return self._supervisor is not None and self._supervisor.poll() is None
+
+    def start(self) -> None:
+        """Start the server and wait until it has answered a real request.
+
+        Raises:
+            ServerError: it ended, or was not ready within ``ready_timeout_s``. Nothing of it is left then.
+        """
+        if self._supervisor is not None:
+            raise ServerError("this server was started before; make a new ServerProcess")
+        started = time.monotonic()
+        try:
+            self._launch()
+            self._wait_until_ready(started + self.ready_timeout_s)
+        except BaseException:
+            # Also Ctrl-C while waiting. The log stays for the reader of the error.
+            self._owns_log = False
+            self.stop()
+            raise
+        self.ready_after_s = time.monotonic() - started
+
+    def stop(self) -> None:
+        """End the server and every process it started; returns when they are gone. May be called twice."""
+        if self._supervisor is None:
+            return
+        if self._supervisor.stdin is not None:
+            # The end of the lifeline: the supervisor does the rest.
+            with contextlib.suppress(BrokenPipeError):
+                self._supervisor.stdin.close()
+        try:
+            self._supervisor.wait(timeout=_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            _kill_tree(self._supervisor)
+        if self._owns_log and self._log_path is not None:
+            self._log_path.unlink(missing_ok=True)
+
+    def get_json(self, path: str, *, timeout_s: float = 60.0) -> Any:
+        """GET ``path`` and parse the answer. Raises ServerError for any answer but 200."""
+        return self._request("GET", path, None, timeout_s)
+
+    def post_json(self, path: str, payload: Mapping[str, Any], *, timeout_s: float = 600.0) -> Any:
+        """POST ``payload`` as JSON and parse the answer. Raises ServerError for any answer but 200."""
+        return self._request("POST", path, payload, timeout_s)
+
+    def server_info(self) -> dict[str, Any]:
+        """``GET /server_info``: the resolved arguments and, per data-parallel rank, ``internal_states``."""
+        info: dict[str, Any] = self.get_json("/server_info")
+        return info
+
+    def generate(self, payload: Mapping[str, Any], *, timeout_s: float = 600.0) -> dict[str, Any]:
+        """``POST /generate``: SGLang's own endpoint, with ``meta_info`` in the answer."""
+        answer: dict[str, Any] = self.post_json("/generate", payload, timeout_s=timeout_s)
+        return answer
+
+    def error(self, problem: str, *, num_log_lines: int = 20) -> ServerError:
+        """An error that says what is wrong and quotes the end of the log."""
+        lines = self.log_text().splitlines()[-num_log_lines:]
+        quoted = "\n".join(f"  | {line}" for line in lines) or "  | (empty)"
+        return ServerError(f"{problem}\n  command: {self.command_line}\n  log {self._log_path}:\n{quoted}")
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _launch(self) -> None:
+        if self._log_path is None:
+            descriptor, name = tempfile.mkstemp(prefix="krul-sglang-server-", suffix=".log")
+            os.close(descriptor)
+            self._log_path = Path(name)
+        with self._log_path.open("ab") as log:
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-P", str(_SUPERVISOR), *self.command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                start_new_session=True,
+            )
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        with httpx.Client(base_url=self.url, timeout=30.0, trust_env=False) as client:
+            while not _answers_ok(client, "/health_generate"):
+                self._check_alive(deadline)
+                time.sleep(0.25)
+            # SGLang's own warm-up can be switched off: the caller's first request must not pay for it.
+            while not _answers_ok(client, "/generate", _WARM_UP_REQUEST):
+                self._check_alive(deadline)
+                time.sleep(0.25)
+
+    def _check_alive(self, deadline: float) -> None:
+        status = self._require_started().poll()
+        if status is not None:
+            raise self.error(f"the SGLang server ended with status {status} before it was ready")
+        if time.monotonic() > deadline:
+            raise self.error(f"the SGLang server was not ready after {self.ready_timeout_s:.0f} s")
+
+    def _request(self, method: str, path: str, payload: Mapping[str, Any] | None, timeout_s: float) -> Any:
+        try:
+            # Proxy settings of the environment are not meant for 127.0.0.1.
+            with httpx.Client(base_url=self.url, timeout=timeout_s, trust_env=False) as client:
+                response = client.request(method, path, json=payload)
+        except httpx.HTTPError as error:
+            raise self.error(f"{method} {path} failed: {error or type(error).__name__}") from error
+        if response.status_code != 200:
+            raise self.error(f"{method} {path} answered {response.status_code}: {response.text[:500]}")
+        return response.json()
+
+    def _require_started(self) -> subprocess.Popen[bytes]:
+        if self._supervisor is None:
+            raise ServerError("the server was not started")
+        return self._supervisor
+
+
+_WARM_UP_REQUEST = {"input_ids": [1] * 8, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+
+
+def default_device_args() -> tuple[str, ...]:
+    """The arguments for this machine: ``CPU_ARGS`` where krul's CPU platform is the one in use, else none."""
+    from krul_sglang import platforms
+
+    return () if platforms.activate() is None else CPU_ARGS
+
+
+def find_free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on at this moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _offline_env(model_path: str | Path) -> dict[str, str]:
+    return {"HF_HUB_OFFLINE": "1"} if Path(model_path).is_dir() else {}
+
+
+def _answers_ok(client: httpx.Client, path: str, payload: Mapping[str, Any] | None = None) -> bool:
+    try:
+        response = client.get(path) if payload is None else client.post(path, json=payload)
+    except httpx.HTTPError:
+        return False
+    return response.status_code == 200
+
+
+def _kill_tree(root: subprocess.Popen[bytes]) -> None:
+    """The last resort, when the supervisor itself hangs."""
+    import psutil
+
+    processes: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        processes = psutil.Process(root.pid).children(recursive=True)
+    root.kill()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    root.wait()
+    psutil.wait_procs(processes, timeout=_STOP_TIMEOUT_S)

@@ -1,0 +1,135 @@
+"""A real SGLang server: ready, generating, and gone without a trace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from krul_sglang.demo.server import ServerError, ServerProcess
+from tests.tiny_model import build_tiny_model
+
+pytestmark = pytest.mark.server
+
+_SERVER_ARGS = ("--max-total-tokens", "1024", "--page-size", "16", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture(scope="module")
+def server(model_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(model_path, args=_SERVER_ARGS, ready_timeout_s=500) as server:
+        yield server
+
+
+def process_tree(pid: int) -> list[psutil.Process]:
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
+
+
+def names_left(tree: list[psutil.Process], timeout_s: float) -> list[str]:
+    """Command lines of the processes that are still there after ``timeout_s``; zombies do not count."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        alive = [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        if not alive or time.monotonic() > deadline:
+            return [" ".join(p.cmdline()) for p in alive]
+        time.sleep(0.1)
+
+
+def test_generates_deterministically_and_reports_its_pool(server: ServerProcess) -> None:
+    request = {
+        "input_ids": list(range(100, 300)),
+        "sampling_params": {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True},
+    }
+    first, second = server.generate(request), server.generate(request)
+    assert first["meta_info"]["prompt_tokens"] == 200
+    assert first["output_ids"] == second["output_ids"]
+    assert len(set(first["output_ids"])) > 6, (
+        "the tiny model repeats itself: equal answers would prove nothing"
+    )
+    # Whole pages of the prompt, but never its last token: 12 pages of 16.
+    assert second["meta_info"]["cached_tokens_details"] == {"device": 192, "host": 0}
+    assert server.server_info()["max_total_num_tokens"] == 1024
+
+
+def test_an_error_answer_names_the_request_and_quotes_the_log(server: ServerProcess) -> None:
+    with pytest.raises(ServerError, match=r"GET /no_such_path answered 404") as caught:
+        server.get_json("/no_such_path")
+    assert "The server is fired up" in str(caught.value) or " | " in str(caught.value)
+
+
+def test_a_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path, model_path: Path) -> None:
+    log_path = tmp_path / "server.log"
+    broken = ServerProcess(model_path, args=["--no-such-flag"], log_path=log_path, ready_timeout_s=300)
+    with pytest.raises(ServerError, match=r"ended with status 2 before it was ready") as caught:
+        broken.start()
+    assert "--no-such-flag" in str(caught.value)
+    assert not broken.is_running()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=lambda end: end.name)
+def test_a_killed_parent_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
+    """The parent runs a command that, like a server, has a child (which ignores SIGTERM); then it is killed."""
+    parent = tmp_path / "parent.py"
+    parent.write_text(
+        textwrap.dedent(
+            """
+            import sys, time
+            from krul_sglang.demo.server import ServerProcess
+
+            stubborn = "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+            command = f"import subprocess,sys,time; subprocess.Popen([sys.executable,'-c',{stubborn!r}]);"
+            command += "time.sleep(600)"
+            server = ServerProcess("no-model")
+            server.command = [sys.executable, "-c", command]
+            server._launch()
+            print(server.pid, flush=True)
+            time.sleep(600)
+            """
+        )
+    )
+    with subprocess.Popen([sys.executable, str(parent)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        supervisor_pid = int(process.stdout.readline())
+        deadline = time.monotonic() + 60
+        while len(tree := process_tree(supervisor_pid)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(tree) == 3, [p.cmdline() for p in tree]
+        os.kill(process.pid, end)
+        process.wait()
+    assert names_left(tree, timeout_s=60) == []
+
+
+def test_a_killed_supervisor_takes_the_server_with_it(model_path: Path, tmp_path: Path) -> None:
+    server = ServerProcess(model_path, args=_SERVER_ARGS, log_path=tmp_path / "log", ready_timeout_s=500)
+    server.start()
+    try:
+        tree = process_tree(server.pid)
+        assert len(tree) >= 4, "supervisor, server, scheduler, detokenizer"
+        os.kill(server.pid, signal.SIGKILL)
+        assert names_left(tree, timeout_s=60) == []
+    finally:
+        server.stop()
+
+
+def test_stop_ends_every_process_and_the_port(server: ServerProcess) -> None:
+    # Last in the file: it ends the server of the module.
+    tree = process_tree(server.pid)
+    assert len(tree) >= 4, "supervisor, server, scheduler, detokenizer"
+    server.stop()
+    assert names_left(tree, timeout_s=0) == []
+    with pytest.raises(ServerError, match="GET /server_info failed"):
+        server.server_info()
+    server.stop()  # a second stop is harmless
