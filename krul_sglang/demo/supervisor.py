@@ -2,7 +2,7 @@
 
 Started as a script by ``ServerProcess``: ``python -P supervisor.py COMMAND...``. Its standard input is a
 lifeline, a pipe whose other end only the parent holds. When the pipe reports end of file (the parent closed
-it, crashed, or was killed: the kernel closes it in every case), the command and all its descendants are ended.
+it, crashed, or was killed: the kernel closes it in every case), the command and its descendants are ended.
 
 The supervisor is a child subreaper: a descendant whose own parent has died becomes a child of the supervisor
 instead of escaping to init, so "all its descendants" stays exact even if the command's main process is gone.

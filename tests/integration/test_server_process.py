@@ -81,7 +81,7 @@ def test_a_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path, 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=lambda end: end.name)
 def test_a_killed_parent_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
-    """The parent runs a command that, like a server, has a child (which ignores SIGTERM); then it is killed."""
+    """The parent runs a command that, like a server, has a child (ignoring SIGTERM); then it is killed."""
     parent = tmp_path / "parent.py"
     parent.write_text(
         textwrap.dedent(

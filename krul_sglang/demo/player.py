@@ -1,0 +1,142 @@
+"""Plays conversations against one server, one request at a time, and measures each turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import openai
+
+from krul_backend.errors import KrulError
+from krul_sglang.demo.conversations import Conversation, Message
+
+Answers = dict[tuple[str, int], str]
+"""``answers[conversation_id, turn]``, turns counted from 1."""
+
+_REQUEST_TIMEOUT_S = 600.0
+
+
+class PlayError(KrulError):
+    """A request that got no answer: names the conversation and the turn."""
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """One answered turn. ``ttft_s``: from before the request is sent to the first piece of text.
+
+    ``device_tokens`` and ``host_tokens`` are the prompt tokens whose KV was found in the device pool and in
+    host memory; the other prompt tokens were computed.
+    """
+
+    conversation: str
+    turn: int
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    completion_tokens: int
+    ttft_s: float
+    total_s: float
+    answer: str
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.device_tokens - self.host_tokens
+
+
+def play_order(conversations: Sequence[Conversation]) -> Iterator[tuple[Conversation, int]]:
+    """Turn 1 of every conversation, then turn 2 of every conversation that has one, and so on.
+
+    Between two turns of a conversation all the others run, so that a small device pool has to give it up.
+    """
+    longest = max((len(conversation.turns) for conversation in conversations), default=0)
+    for turn in range(1, longest + 1):
+        for conversation in conversations:
+            if turn <= len(conversation.turns):
+                yield conversation, turn
+
+
+class Player:
+    """Asks one server through its OpenAI-compatible endpoint. Use as a context manager.
+
+    One request at a time: timings then mean something, and no batch composition changes the numerics.
+    """
+
+    def __init__(self, url: str, *, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._client = openai.OpenAI(
+            base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=_REQUEST_TIMEOUT_S
+        )
+
+    def __enter__(self) -> Player:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def warm_up(self) -> None:
+        """One request that no conversation shares a prefix with, so that the first turn pays for nothing."""
+        numbers = " ".join(str(number) for number in range(40))
+        self._ask("warm-up", 1, [{"role": "user", "content": numbers}])
+
+    def play(
+        self, conversations: Sequence[Conversation], reference_answers: Mapping[tuple[str, int], str] | None
+    ) -> Iterator[TurnResult]:
+        """Yield each turn as soon as it is answered, in ``play_order``.
+
+        The history of a prompt holds ``reference_answers``, whatever this server answered before, so that
+        several servers see identical prompts; None takes this server's own answers.
+        """
+        own_answers: Answers = {}
+        history = own_answers if reference_answers is None else reference_answers
+        for conversation, turn in play_order(conversations):
+            name = conversation.conversation_id
+            answers = {number: history[name, number] for number in range(1, turn)}
+            result = self._ask(name, turn, conversation.messages(turn, answers))
+            own_answers[name, turn] = result.answer
+            yield result
+
+    def _ask(self, conversation: str, turn: int, messages: list[Message]) -> TurnResult:
+        pieces: list[str] = []
+        first_piece_at: float | None = None
+        usage: Any = None
+        cached: dict[str, int] = {}
+        started = time.perf_counter()
+        try:
+            stream = self._client.chat.completions.create(
+                model="default",
+                messages=cast(Any, messages),
+                temperature=0.0,
+                max_tokens=self._max_tokens,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"return_cached_tokens_details": True},
+            )
+            for chunk in stream:
+                text = chunk.choices[0].delta.content if chunk.choices else None
+                if text:
+                    if first_piece_at is None:
+                        first_piece_at = time.perf_counter()
+                    pieces.append(text)
+                usage = chunk.usage or usage
+                # SGLang's extension: sent once, after the text, and only if anything was cached.
+                extension = (chunk.model_extra or {}).get("sglext") or {}
+                cached = extension.get("cached_tokens_details") or cached
+        except openai.OpenAIError as error:
+            raise PlayError(f"no answer to conversation {conversation!r}, turn {turn}: {error}") from error
+        ended = time.perf_counter()
+        if usage is None:
+            raise PlayError(f"the answer to conversation {conversation!r}, turn {turn} came without its usage")
+        return TurnResult(
+            conversation=conversation,
+            turn=turn,
+            prompt_tokens=usage.prompt_tokens,
+            device_tokens=cached.get("device", 0),
+            host_tokens=cached.get("host", 0),
+            completion_tokens=usage.completion_tokens,
+            # A model may end at once: the end of an empty answer is the first sign of it.
+            ttft_s=(ended if first_piece_at is None else first_piece_at) - started,
+            total_s=ended - started,
+            answer="".join(pieces),
+        )
