@@ -1,7 +1,62 @@
-"""Entry point of group ``sglang.srt.plugins``."""
+"""Entry point of group ``sglang.srt.plugins``: runs in every SGLang process, and changes nothing unless
+the server was started with ``--radix-cache-backend krul``."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
+from krul_backend.errors import KrulError
+
 
 def register() -> None:
-    """Register the ``krul`` radix cache backend (filled in below)."""
+    """Register the ``krul`` radix cache backend and the hooks it needs. Safe to call again."""
+    from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from krul_sglang.engine import factory, hook_targets
+
+    if get_radix_cache_factory(factory.BACKEND_NAME) is not None:
+        return
+    register_radix_cache_backend(factory.BACKEND_NAME, factory.build_cache)
+    HookRegistry.register(hook_targets.PREPARE_SERVER_ARGS, check_launch, HookType.AFTER)
+    HookRegistry.register(hook_targets.SCHEDULER_INIT, factory.select_linker, HookType.BEFORE)
+    HookRegistry.register(hook_targets.INTERNAL_STATE, factory.add_stats, HookType.AFTER)
+
+
+def check_launch(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook of ``prepare_server_args``: stop a wrong launch with one line, before anything starts.
+
+    The same checks run again in the scheduler, on resolved values, for servers started through Python.
+    """
+    from krul_sglang.engine.factory import BACKEND_NAME
+
+    if server_args.radix_cache_backend != BACKEND_NAME:
+        return
+    try:
+        _check(server_args)
+    except KrulError as error:
+        sys.exit(f"krul-sglang: {error}")
+
+
+def _check(server_args: Any) -> None:
+    from krul_backend.errors import ConfigError
+    from krul_sglang.config import FLAG, KrulConfig
+    from krul_sglang.engine.hook_targets import check_version
+    from krul_sglang.engine.unsupported import UnsupportedSetupError, check_flags, flags_of
+
+    check_version()
+    check_flags(flags_of(server_args))
+    if server_args.enable_unified_cache_external_linker:
+        raise UnsupportedSetupError(
+            "--radix-cache-backend krul does not run with --enable-unified-cache-external-linker: "
+            "it brings its own linker"
+        )
+    model_path = str(server_args.model_path)
+    if model_path.startswith(("/", "./", "../", "~")) and not Path(model_path).expanduser().exists():
+        raise ConfigError(f"--model-path {model_path}: no such file or directory")
+    flag_values = server_args.unified_cache_external_linker_config
+    if flag_values is not None and not isinstance(flag_values, dict):
+        raise ConfigError(f"{FLAG}: expected a JSON object, got {type(flag_values).__name__}")
+    KrulConfig.load(flag_values).host_memory_bytes(num_ranks=1)

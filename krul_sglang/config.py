@@ -1,0 +1,154 @@
+"""The configuration of krul: the only place for defaults."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from krul_backend.errors import ConfigError
+from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
+
+ENV_PREFIX = "KRUL_"
+CONFIG_FILE_VARIABLE = "KRUL_CONFIG"
+FLAG = "--unified-cache-external-linker-config"
+
+DEFAULT_HOST_MEMORY_SHARE = 0.25
+"""Part of the memory limit (cgroup, else physical) that ``host_memory = "auto"`` takes."""
+
+
+def _parse_host_memory(value: object) -> int | None:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError("not a size")
+    num_bytes = parse_bytes(value)
+    if num_bytes <= 0:
+        raise ValueError("not positive")
+    return num_bytes
+
+
+def _parse_share(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("not a number")
+    share = float(value)
+    if not 0.0 < share <= 1.0:
+        raise ValueError("out of range")
+    return share
+
+
+def _option(default: Any, parse: Callable[[object], Any], accepted: str, description: str) -> Any:
+    metadata = {"parse": parse, "accepted": accepted, "description": description}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class KrulConfig:
+    """What a user may set, with the defaults.
+
+    Sources, later ones win: the TOML file named by ``KRUL_CONFIG``, environment variables ``KRUL_<KEY>``,
+    the JSON object of SGLang's ``--unified-cache-external-linker-config``.
+    """
+
+    host_memory: int | None = _option(
+        None,
+        _parse_host_memory,
+        '"auto", or a positive size such as 8589934592, "8GiB" or "500MB"',
+        "Host memory in bytes for stored KV, all tensor-parallel ranks of this server together. "
+        f'"auto" takes {DEFAULT_HOST_MEMORY_SHARE:.0%} of the memory limit (cgroup, else physical).',
+    )
+    max_pending_share: float = _option(
+        0.25,
+        _parse_share,
+        "a number in (0, 1]",
+        "Largest part of the device pool that turns waiting to be stored may hold; a turn that would "
+        "exceed it is not stored, and counted.",
+    )
+
+    def host_memory_bytes(self, *, num_ranks: int) -> int:
+        """Arena bytes of one rank when ``num_ranks`` share this host.
+
+        Raises:
+            ConfigError: if the budget is larger than the memory limit of this machine or cgroup.
+        """
+        limit = memory_limit_bytes()
+        total = self.host_memory
+        if total is None:
+            total = int(limit * DEFAULT_HOST_MEMORY_SHARE)
+        if total > limit:
+            raise ConfigError(
+                f"host_memory = {format_bytes(total)} is larger than the memory of this machine or cgroup "
+                f"({format_bytes(limit)}); choose less, or \"auto\""
+            )
+        return total // num_ranks
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values that ``from_mapping`` accepts again."""
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
+        if values["host_memory"] is None:
+            values["host_memory"] = "auto"
+        return values
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object], source: str) -> KrulConfig:
+        """Defaults overridden by ``values``.
+
+        Raises:
+            ConfigError: names the key, what was given, what is accepted and ``source``.
+        """
+        return cls(**_parse_values(values, source))
+
+    @classmethod
+    def load(
+        cls, flag_values: Mapping[str, object] | None, env: Mapping[str, str] | None = None
+    ) -> KrulConfig:
+        """Merge file, environment and flag.
+
+        ``flag_values`` is the decoded JSON object of the flag, None when the flag is absent; ``env``
+        defaults to the process environment.
+
+        Raises:
+            ConfigError: on an unreadable file, an unknown key or a bad value, whichever comes first.
+        """
+        env = os.environ if env is None else env
+        merged: dict[str, Any] = {}
+        path = env.get(CONFIG_FILE_VARIABLE)
+        if path is not None:
+            merged.update(_parse_values(_read_toml(path), f"{CONFIG_FILE_VARIABLE}={path}"))
+        for name in sorted(env):
+            if name.startswith(ENV_PREFIX) and name != CONFIG_FILE_VARIABLE:
+                key = name.removeprefix(ENV_PREFIX).lower()
+                merged.update(_parse_values({key: env[name]}, f"environment variable {name}"))
+        if flag_values is not None:
+            merged.update(_parse_values(flag_values, FLAG))
+        return cls(**merged)
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{CONFIG_FILE_VARIABLE}={path}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{CONFIG_FILE_VARIABLE}={path}: is not TOML: {error}") from error
+
+
+def _parse_values(values: Mapping[str, object], source: str) -> dict[str, Any]:
+    options = {option.name: option for option in fields(KrulConfig)}
+    parsed = {}
+    for key, value in values.items():
+        option = options.get(key)
+        if option is None:
+            close = difflib.get_close_matches(key, options, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{source}: unknown key {key!r}{hint} (accepted: {', '.join(options)})")
+        try:
+            parsed[key] = option.metadata["parse"](value)
+        except ValueError as error:
+            accepted = option.metadata["accepted"]
+            raise ConfigError(f"{source}: {key} = {value!r} is not accepted: give {accepted}") from error
+    return parsed

@@ -1,0 +1,109 @@
+"""Builds krul's radix cache inside the scheduler, or stops the server with the reason."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import Any
+
+from krul_sglang.config import KrulConfig
+from krul_sglang.engine.hook_targets import SCHEDULER_INIT, IncompatibleEngineError, verify_engine
+from krul_sglang.engine.unsupported import check_flags, check_model
+
+logger = logging.getLogger(__name__)
+
+BACKEND_NAME = "krul"
+
+
+def select_linker(*args: Any, **kwargs: Any) -> None:
+    """BEFORE hook of ``Scheduler.__init__``: turn SGLang's external linker path on, with krul's linker.
+
+    The scheduler reads the leaf once, at the start of its constructor; the command line cannot set it
+    together with ``--radix-cache-backend``.
+    """
+    from sglang.srt.runtime_context import get_context, get_memory
+
+    memory = get_memory()
+    if memory.radix_cache_backend != BACKEND_NAME:
+        return
+    config = KrulConfig.load(memory.unified_cache_external_linker_config)
+    get_context().override(
+        BACKEND_NAME,
+        enable_unified_cache_external_linker=True,
+        unified_cache_external_linker_backend="dynamic",
+        unified_cache_external_linker_config=_linker_config({"options": config.as_dict()}),
+    )
+
+
+def build_cache(ctx: Any) -> Any:
+    """Factory behind ``--radix-cache-backend krul``; ``ctx`` is SGLang's ``TreeCacheBuildContext``.
+
+    Raises:
+        IncompatibleEngineError: another SGLang release, or hooks that are not in place.
+        UnsupportedSetupError: a server setting, model or pool that krul cannot serve.
+        ConfigError: a memory budget that this machine does not have.
+    """
+    verify_engine()
+
+    import torch
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+    from sglang.srt.runtime_context import get_context, get_memory
+
+    from krul_sglang.engine.kv_pool import DevicePool
+    from krul_sglang.engine.model_identity import build_model_identity
+    from krul_sglang.engine.radix_cache import KrulRadixCache
+
+    memory = get_memory()
+    if not memory.enable_unified_cache_external_linker:
+        raise IncompatibleEngineError(
+            f"the hook on {SCHEDULER_INIT} did not run; krul would never load or store anything"
+        )
+    resolved = get_context().resolved_server_args_dict()
+    check_flags(resolved)
+    check_model(
+        is_hybrid_swa=ctx.is_hybrid_swa,
+        is_hybrid_ssm=ctx.is_hybrid_ssm,
+        is_embedding=not ctx.model_config.is_generation,
+    )
+    pool = DevicePool(ctx.params.token_to_kv_pool_allocator.get_kvcache())
+    options = memory.unified_cache_external_linker_config["linker_extra_config"]["options"]
+    config = KrulConfig.from_mapping(options, "krul options")
+    # Ranks may see different cgroups; all take the smallest budget, so that they hold the same prefixes.
+    capacity = torch.tensor([config.host_memory_bytes(num_ranks=ctx.tp_size * resolved["dp_size"])])
+    if ctx.tp_size > 1:
+        torch.distributed.all_reduce(
+            capacity, op=torch.distributed.ReduceOp.MIN, group=ctx.params.tp_cache_group
+        )
+    model = build_model_identity(
+        ctx.model_config,
+        pool.shape,
+        num_layers=pool.num_layers,
+        page_size=ctx.params.page_size,
+        tp_rank=ctx.tp_rank,
+        tp_size=ctx.tp_size,
+    )
+    if ctx.tp_rank == 0:
+        logger.info("krul: configuration %s", config.as_dict())
+    get_context().override(
+        BACKEND_NAME,
+        unified_cache_external_linker_config=_linker_config(
+            {"options": options, "model": asdict(model), "capacity_bytes": int(capacity.item())}
+        ),
+    )
+    return create_unified_radix_cache(ctx, cache_class=KrulRadixCache)
+
+
+def _linker_config(extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "linker": "KrulLinker",
+        "linker_module_path": "krul_sglang.engine.linker",
+        "linker_extra_config": extra,
+    }
+
+
+def add_stats(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
+    """AFTER hook of ``get_internal_state``: ``/server_info`` shows krul's counters under ``"krul"``."""
+    stats = getattr(controller.scheduler.tree_cache, "krul_stats", None)
+    if stats is not None:
+        result.internal_state[BACKEND_NAME] = stats()
+    return result

@@ -1,0 +1,123 @@
+"""What of SGLang's internals krul hooks or relies on, in one table, and the check that it is still there.
+
+SGLang logs and swallows errors of plugin load and of hook application, so a renamed target would run the
+server without krul. ``verify_engine`` is therefore called where an exception does stop the server: in the
+radix cache factory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from dataclasses import dataclass
+
+from krul_backend.errors import KrulError
+
+SUPPORTED_SGLANG = ("0.5.23",)
+
+PREPARE_SERVER_ARGS = "sglang.srt.server_args.prepare_server_args"
+SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
+INTERNAL_STATE = (
+    "sglang.srt.managers.scheduler_components.internal_state."
+    "SchedulerInternalStateController.get_internal_state"
+)
+
+
+class IncompatibleEngineError(KrulError):
+    """The installed SGLang is not one that this release of krul was tested with."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A callable of the engine. ``parameters`` are the names that krul passes or overrides, in order."""
+
+    path: str
+    parameters: tuple[str, ...]
+    hooked: bool = False
+
+
+_WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
+_LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinker"
+_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_COUNTER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.LayerWiseLoadCounter"
+
+TARGETS = (
+    Target(PREPARE_SERVER_ARGS, ("argv",), hooked=True),
+    Target(SCHEDULER_INIT, ("self", "server_args"), hooked=True),
+    Target(INTERNAL_STATE, ("self", "recv_req"), hooked=True),
+    Target("sglang.srt.mem_cache.registry.create_unified_radix_cache", ("ctx", "cache_class")),
+    Target(f"{_CACHE}.init_cache_linker", ("self", "cache_linker")),
+    Target(f"{_CACHE}.checkpoint_into_tree", ("self", "req", "up_to", "kwargs")),
+    Target(f"{_CACHE}.path_device_indices", ("self", "node")),
+    Target(f"{_CACHE}.evict", ("self", "params")),
+    Target(f"{_CACHE}.evict_for_alloc", ("self", "params")),
+    Target(f"{_CACHE}.inc_lock_ref", ("self", "node_id")),
+    Target(f"{_CACHE}.dec_lock_ref", ("self", "node_id", "params")),
+    Target(f"{_WRAPPER}.match", ("self", "key", "req", "result")),
+    Target(f"{_WRAPPER}.load_back", ("self", "req")),
+    Target(f"{_WRAPPER}.offload_nodes", ("self", "node_ids")),
+    Target(f"{_WRAPPER}.release_request", ("self", "rid")),
+    Target(f"{_LINKER}.lookup", ("self", "rid", "transfers")),
+    Target(f"{_LINKER}.load", ("self", "rid", "transfers")),
+    Target(f"{_LINKER}.finish_layer_wise_loading", ("self", "counter_index")),
+    Target(f"{_COUNTER}.complete", ("self", "index", "layer")),
+    Target(f"{_COUNTER}.fail", ("self", "index", "error")),
+)
+
+
+def check_version() -> None:
+    """Raises IncompatibleEngineError unless the installed SGLang is a supported release."""
+    import sglang
+
+    if sglang.__version__ not in SUPPORTED_SGLANG:
+        raise IncompatibleEngineError(
+            f"SGLang {sglang.__version__} is installed; this release of krul-sglang supports "
+            f"{', '.join(SUPPORTED_SGLANG)} (pip install 'sglang=={SUPPORTED_SGLANG[-1]}')"
+        )
+
+
+def check_signatures(targets: tuple[Target, ...] = TARGETS) -> None:
+    """Raises IncompatibleEngineError if a target is gone or no longer takes the expected parameters."""
+    for target in targets:
+        try:
+            function = pkgutil.resolve_name(_with_colon(target.path))
+        except (ImportError, AttributeError) as error:
+            raise IncompatibleEngineError(_describe(target, "does not exist")) from error
+        found = tuple(inspect.signature(function).parameters)
+        wanted = iter(found)
+        if not all(name in wanted for name in target.parameters):
+            raise IncompatibleEngineError(
+                _describe(target, f"takes ({', '.join(found)}), expected ({', '.join(target.parameters)})")
+            )
+
+
+def check_hooks_installed(targets: tuple[Target, ...] = TARGETS) -> None:
+    """Raises IncompatibleEngineError if a hook was registered and yet SGLang did not apply it."""
+    for target in targets:
+        if target.hooked and not hasattr(pkgutil.resolve_name(_with_colon(target.path)), "__wrapped__"):
+            raise IncompatibleEngineError(
+                _describe(target, "is not hooked: SGLang logged why when it loaded its plugins")
+            )
+
+
+def verify_engine() -> None:
+    """All checks. Raises IncompatibleEngineError with one line that names what is wrong."""
+    check_version()
+    check_signatures()
+    check_hooks_installed()
+
+
+def _with_colon(path: str) -> str:
+    """``package.module:Class.method``: the form that ``pkgutil.resolve_name`` splits without guessing."""
+    parts = path.split(".")
+    first_class = next((i for i, part in enumerate(parts) if part[:1].isupper()), len(parts) - 1)
+    return ".".join(parts[:first_class]) + ":" + ".".join(parts[first_class:])
+
+
+def _describe(target: Target, what: str) -> str:
+    import sglang
+
+    return (
+        f"SGLang {sglang.__version__}: {target.path} {what}; "
+        f"this release of krul-sglang supports {', '.join(SUPPORTED_SGLANG)}"
+    )

@@ -1,0 +1,180 @@
+"""SGLang's cache linker interface on top of a krul store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from krul_backend.codec.raw import RawCodec
+from krul_backend.memory import format_bytes
+from krul_backend.segment import ModelIdentity, TokenIds
+from krul_backend.store.host_store import HostStore
+from krul_backend.store.interface import Lease
+from krul_sglang.config import KrulConfig
+from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.loading import LayerWiseLoader, Load
+from krul_sglang.engine.offload import Turn, TurnOffloader
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HeldLease:
+    """What a waiting request was promised: the lease, and the page keys it was given for."""
+
+    first_key: str
+    num_keys: int
+    lease: Lease
+
+
+class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
+    """Moves KV between the device pool and a krul store for one rank's radix cache.
+
+    Life of a request: ``expect_tokens`` + ``lookup`` (each scheduling round; the first one pins a lease),
+    ``load`` (the lease moves to the loader), ``start_layer_wise_loading``, ``finish_layer_wise_loading``;
+    when its turn ends, ``offload_turn``. ``release`` ends a lease of a request that does not load.
+    """
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Iterable[Any],
+        extra_config: dict[str, Any],
+        forward_stream: Any = None,
+    ) -> None:
+        """Called by SGLang's linker factory; ``extra_config`` is what ``factory.py`` put together."""
+        self.config = KrulConfig.from_mapping(extra_config["options"], "krul linker options")
+        self.model = ModelIdentity(**extra_config["model"])
+        kv_pool = params.token_to_kv_pool_allocator.get_kvcache()
+        self.forward_stream = forward_stream
+        self.pools = {PoolName.KV: kv_pool}
+        self._pool = DevicePool(kv_pool)
+        self._store = HostStore(extra_config["capacity_bytes"])
+        codec = RawCodec()
+        self._offloader = TurnOffloader(
+            self._store,
+            self.model,
+            self._pool,
+            codec,
+            max_pending_tokens=int(self._pool.num_tokens * self.config.max_pending_share),
+        )
+        self._loader = LayerWiseLoader(self._store, self._pool, codec, forward_stream)
+        self._leases: dict[str, HeldLease] = {}
+        self._expected_tokens: dict[str, TokenIds] = {}
+        logger.info(
+            "krul: rank %d/%d keeps up to %s of KV on host memory (about %d tokens of %s)",
+            self.model.tp_rank,
+            self.model.tp_size,
+            format_bytes(extra_config["capacity_bytes"]),
+            extra_config["capacity_bytes"]
+            // (codec.layer_num_bytes(self._pool.shape, 1) * self._pool.num_layers),
+            self.model.name,
+        )
+
+    @property
+    def layer_done_counter(self) -> Any:
+        return self._loader.counter
+
+    # ---- restore ----
+
+    def expect_tokens(self, rid: str, token_ids: TokenIds) -> None:
+        """State the tokens that the keys of the next ``lookup`` of ``rid`` stand for."""
+        self._expected_tokens[rid] = token_ids
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """Every restorable prefix length in pages. Verifies and pins on the first call of a request."""
+        keys = transfers[0].keys
+        token_ids = self._expected_tokens.pop(rid)
+        held = self._leases.get(rid)
+        if held is None or held.first_key != keys[0] or held.num_keys != len(keys):
+            self.release(rid)
+            lease = self._store.lease(self.model, keys, token_ids)
+            if lease is None:
+                return []
+            held = HeldLease(keys[0], len(keys), lease)
+            self._leases[rid] = held
+        return list(range(1, held.lease.num_pages + 1))
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Queue the leased pages for ``transfers[0].device_indices``; False makes SGLang recompute."""
+        transfer = transfers[0]
+        held = self._leases.pop(rid, None)
+        if held is None:
+            return False
+        slots = transfer.device_indices
+        if held.first_key != transfer.keys[0] or len(slots) > held.lease.num_pages * self.model.page_size:
+            self._store.release(held.lease)
+            return False
+        self._loader.queue(rid, Load(held.lease, slots))
+        return True
+
+    def start_layer_wise_loading(self) -> int:
+        return self._loader.start()
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return self._loader.finish(counter_index)
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return self._loader.cancel(rid)
+
+    def release(self, rid: str) -> None:
+        """Give up what a lookup pinned for ``rid``, if anything."""
+        self._expected_tokens.pop(rid, None)
+        held = self._leases.pop(rid, None)
+        if held is not None:
+            self._store.release(held.lease)
+
+    # ---- store ----
+
+    def offload_turn(self, page_keys: list[str], token_ids: TokenIds, slots: torch.Tensor) -> None:
+        """Store a finished turn (see ``Turn``); completes through ``pop_completed_offload``."""
+        self._offloader.submit(Turn(page_keys, token_ids, slots, self.record_offload_ready()))
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Not how krul is fed: nodes know neither positions nor token ids. See ``offload_turn``."""
+        raise RuntimeError("KrulLinker stores whole turns; it needs KrulRadixCache (--radix-cache-backend krul)")
+
+    def wait_for_offloads(self) -> None:
+        """Block until every submitted turn has completed."""
+        self._offloader.wait()
+
+    def num_completed_offloads(self) -> int:
+        return self._offloader.num_completed()
+
+    def pop_completed_offload(self) -> bool:
+        return self._offloader.pop_completed()
+
+    # ---- lifecycle ----
+
+    def reset(self) -> None:
+        """Forget everything of this model: after a flush (new weights, say) old KV must not come back."""
+        self._offloader.discard_all()
+        self._loader.discard_all()
+        for rid in list(self._leases):
+            self.release(rid)
+        self._expected_tokens.clear()
+        self._store.clear(self.model)
+
+    def close(self) -> None:
+        self._offloader.close()
+        self._loader.close()
+        for rid in list(self._leases):
+            self.release(rid)
+        self._store.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this rank, as plain values: the store's, the offloader's and the loader's."""
+        return {
+            **asdict(self._store.stats()),
+            "offload": {**asdict(self._offloader.counters), "pending": self._offloader.num_pending()},
+            "load": {**asdict(self._loader.counters), "pending": self._loader.num_pending()},
+            "waiting_leases": len(self._leases),
+        }

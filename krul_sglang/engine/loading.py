@@ -1,0 +1,153 @@
+"""Restoring leased pages into device slots, layer by layer, off the scheduler thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from krul_backend.codec.interface import Codec
+from krul_backend.store.interface import KVStore, Lease
+from krul_sglang.engine.copy_stream import CopyStream
+from krul_sglang.engine.kv_pool import DevicePool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Load:
+    """The first ``len(slots)`` tokens of a lease go to ``slots`` (int64, on the pool's device)."""
+
+    lease: Lease
+    slots: torch.Tensor
+
+
+@dataclass
+class LoadCounters:
+    requests: int = 0
+    tokens: int = 0
+    num_bytes: int = 0
+    failed_batches: int = 0
+
+
+class LayerWiseLoader:
+    """Fills the slots of queued loads; the forward waits for each layer through ``counter``.
+
+    A load owns its lease: it is released when the load has ended, well or not, or is cancelled.
+    """
+
+    def __init__(self, store: KVStore, pool: DevicePool, codec: Codec, forward_stream: Any) -> None:
+        from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
+
+        self.counters = LoadCounters()
+        self.counter = LayerWiseLoadCounter(pool.num_layers)
+        self._store = store
+        self._pool = pool
+        self._codec = codec
+        self._forward_stream = forward_stream
+        self._queued: dict[str, Load] = {}
+        self._running: dict[int, Any] = {}
+        self._stream = CopyStream(pool.device)
+        self._worker = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="krul-load", initializer=self._stream.bind_thread
+        )
+
+    def queue(self, rid: str, load: Load) -> None:
+        self._queued[rid] = load
+
+    def cancel(self, rid: str) -> bool:
+        """Take back a load that has not started; False if there is none."""
+        load = self._queued.pop(rid, None)
+        if load is None:
+            return False
+        self._store.release(load.lease)
+        return True
+
+    def start(self) -> int:
+        """Start everything queued as one batch. Returns its counter index, -1 if nothing was queued."""
+        if not self._queued:
+            return -1
+        loads = tuple(self._queued.values())
+        self._queued.clear()
+        index: int = self.counter.update_producer()
+        self._running[index] = self._worker.submit(self._run, index, loads, self._slots_free())
+        return index
+
+    def finish(self, index: int) -> bool:
+        """Wait until batch ``index`` has stopped writing; True when every layer landed."""
+        landed: bool = self.counter.finish(index)
+        running = self._running.pop(index, None)
+        if running is not None:
+            running.result()
+        return landed
+
+    def num_pending(self) -> int:
+        return len(self._queued) + len(self._running)
+
+    def discard_all(self) -> None:
+        """Cancel what is queued and wait for what runs."""
+        for rid in list(self._queued):
+            self.cancel(rid)
+        for index in list(self._running):
+            self.finish(index)
+        self.counter.reset()
+
+    def close(self) -> None:
+        self.discard_all()
+        self._worker.shutdown(wait=True)
+
+    def _slots_free(self) -> list[Any]:
+        """The event after which nobody reads or writes the slots' earlier owners' KV any more."""
+        if self._forward_stream is None or self._pool.device.type != "cuda":
+            return []
+        event = torch.cuda.Event()
+        event.record(self._forward_stream)
+        return [event]
+
+    def _run(self, index: int, loads: Sequence[Load], slots_free: Sequence[Any]) -> None:
+        try:
+            with self._stream.active(slots_free):
+                for layer in range(self._pool.num_layers):
+                    for load in loads:
+                        for slots, k_host, v_host in self._layer_pieces(load, layer):
+                            self._pool.scatter(layer, slots, k_host, v_host)
+                    self._stream.synchronize()
+                    self.counter.complete(index, layer)
+            self._count(loads)
+        except BaseException as error:
+            self.counters.failed_batches += 1
+            logger.exception("krul: loading %d request(s) failed", len(loads))
+            self.counter.fail(index, error)
+        finally:
+            for load in loads:
+                self._store.release(load.lease)
+
+    def _layer_pieces(
+        self, load: Load, layer: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Slots, keys and values of one layer of a load: one piece per segment, in token order."""
+        taken = 0
+        for piece in load.lease.slices:
+            page_size = piece.manifest.model.page_size
+            first_token = piece.first_page * page_size
+            num_tokens = min((piece.end_page - piece.first_page) * page_size, len(load.slots) - taken)
+            if num_tokens <= 0:
+                return
+            k_host, v_host = self._codec.layer_views(
+                torch.from_numpy(piece.blocks[layer]), self._pool.shape, piece.manifest.num_tokens
+            )
+            rows = slice(first_token, first_token + num_tokens)
+            yield load.slots[taken : taken + num_tokens], k_host[rows], v_host[rows]
+            taken += num_tokens
+
+    def _count(self, loads: Sequence[Load]) -> None:
+        num_tokens = sum(len(load.slots) for load in loads)
+        self.counters.requests += len(loads)
+        self.counters.tokens += num_tokens
+        self.counters.num_bytes += self._pool.num_layers * self._codec.layer_num_bytes(
+            self._pool.shape, num_tokens
+        )

@@ -1,0 +1,181 @@
+"""Storing a finished turn: device slots -> codec -> reserved arena blocks -> commit, off the scheduler thread."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from krul_backend.codec.interface import Codec
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.store.interface import KVStore
+from krul_sglang.engine.copy_stream import CopyStream
+from krul_sglang.engine.kv_pool import DevicePool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A conversation as it stands when a turn ends: whole pages from its first token on.
+
+    ``page_keys[i]`` is the chained hash of page ``i``, ``token_ids`` the ``len(page_keys) * page_size``
+    tokens, ``slots`` (int64, same length, on the pool's device) where their KV lies. ``ready`` are the events
+    after which the slots hold the KV. Whoever submits a turn keeps its slots locked until it is popped.
+    """
+
+    page_keys: Sequence[str]
+    token_ids: TokenIds
+    slots: torch.Tensor
+    ready: Sequence[Any]
+
+
+@dataclass
+class OffloadCounters:
+    turns: int = 0
+    segments: int = 0
+    tokens: int = 0
+    skipped_turns: int = 0
+    failed_turns: int = 0
+
+
+class TurnOffloader:
+    """Stores what the store does not hold yet of each submitted turn, in order, on one worker thread.
+
+    Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
+    ranks pair their completions by order.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        model: ModelIdentity,
+        pool: DevicePool,
+        codec: Codec,
+        *,
+        max_pending_tokens: int,
+    ) -> None:
+        self.counters = OffloadCounters()
+        self._store = store
+        self._model = model
+        self._pool = pool
+        self._codec = codec
+        self._max_pending_tokens = max_pending_tokens
+        self._pending_tokens = 0
+        self._queue: deque[tuple[Future[bool], int]] = deque()
+        self._stream = CopyStream(pool.device)
+        self._worker = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="krul-offload", initializer=self._stream.bind_thread
+        )
+
+    def submit(self, turn: Turn) -> None:
+        """Queue a turn. Pages that are stored already are never read or encoded again."""
+        self.counters.turns += 1
+        page_size = self._model.page_size
+        missing = sum(map(len, self._store.find_missing(self._model, turn.page_keys))) * page_size
+        # A lone turn is always taken, however long it is: it cannot starve the pool more than its own
+        # request did while it ran.
+        if missing and self._pending_tokens and self._pending_tokens + missing > self._max_pending_tokens:
+            self.counters.skipped_turns += 1
+            self._queue.append((_completed(False), 0))
+        elif missing:
+            self._pending_tokens += missing
+            self._queue.append((self._worker.submit(self._store_turn, turn), missing))
+        else:
+            self._queue.append((_completed(True), 0))
+
+    def num_completed(self) -> int:
+        """Completed turns at the front of the queue: those that ``pop_completed`` can take now."""
+        count = 0
+        for future, _ in self._queue:
+            if not future.done():
+                break
+            count += 1
+        return count
+
+    def num_pending(self) -> int:
+        return len(self._queue)
+
+    def pop_completed(self) -> bool:
+        """Take the oldest completion: whether every page of that turn is stored now."""
+        future, num_tokens = self._queue.popleft()
+        self._pending_tokens -= num_tokens
+        return future.result()
+
+    def wait(self) -> None:
+        """Block until every submitted turn can be popped."""
+        wait_for_futures([future for future, _ in self._queue])
+
+    def discard_all(self) -> None:
+        """Wait until no slot is read any more and forget all completions."""
+        for future, _ in self._queue:
+            future.cancel()
+        self.wait()
+        self._queue.clear()
+        self._pending_tokens = 0
+
+    def close(self) -> None:
+        self.discard_all()
+        self._worker.shutdown(wait=True)
+
+    def _store_turn(self, turn: Turn) -> bool:
+        try:
+            # Asked again here: an earlier turn in the queue may have stored a common prefix meanwhile.
+            stored = [
+                self._store_run(turn, run)
+                for run in self._store.find_missing(self._model, turn.page_keys)
+            ]
+        except Exception:
+            self.counters.failed_turns += 1
+            logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
+            return False
+        if not all(stored):
+            self.counters.skipped_turns += 1
+        return all(stored)
+
+    def _store_run(self, turn: Turn, run: range) -> bool:
+        """Store one run of missing pages as a segment; False if there is no space for it."""
+        page_size = self._model.page_size
+        start, end = run.start * page_size, run.stop * page_size
+        layer_num_bytes = [
+            self._codec.layer_num_bytes(self._pool.shape, end - start)
+        ] * self._pool.num_layers
+        reservation = self._store.reserve(layer_num_bytes)
+        if reservation is None:
+            return False
+        try:
+            slots = turn.slots[start:end]
+            with self._stream.active(turn.ready):
+                for layer, block in enumerate(reservation.blocks):
+                    k_host, v_host = self._codec.layer_views(
+                        torch.from_numpy(block), self._pool.shape, end - start
+                    )
+                    self._pool.gather(layer, slots, k_host, v_host)
+        except BaseException:
+            self._store.abort(reservation)
+            raise
+        manifest = SegmentManifest(
+            model=self._model,
+            page_keys=tuple(turn.page_keys[run.start : run.stop]),
+            parent_key=turn.page_keys[run.start - 1] if run.start else None,
+            start_token=start,
+            token_ids=turn.token_ids[start:end].copy(),
+            codec=self._codec.name,
+            layer_num_bytes=tuple(layer_num_bytes),
+        )
+        self._store.commit(reservation, manifest)
+        self.counters.segments += 1
+        self.counters.tokens += end - start
+        return True
+
+
+def _completed(result: bool) -> Future[bool]:
+    future: Future[bool] = Future()
+    future.set_result(result)
+    return future

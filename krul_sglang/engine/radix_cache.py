@@ -1,0 +1,127 @@
+"""SGLang's unified radix cache, with turns instead of inserts as the unit of storing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
+    UnifiedCacheLinkerWrapper,
+    _PendingOffload,
+)
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from krul_sglang.engine.linker import KrulLinker
+
+
+class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
+    """Drives a ``KrulLinker`` for one radix cache."""
+
+    cache_linker: KrulLinker
+
+    def match(self, key: Any, req: Any, result: Any) -> Any:
+        # What an earlier round promised may not hold any more (the device prefix moved).
+        self.hit_markers.pop(req.rid, None)
+        page_size = self.cache.page_size
+        start = result.device_prefix_len
+        end = len(key) // page_size * page_size
+        if start < end:
+            self.cache_linker.expect_tokens(
+                req.rid, np.asarray(key.token_ids[start:end], dtype=np.int32)
+            )
+        result = super().match(key, req, result)
+        if req.rid not in self.hit_markers:
+            self.cache_linker.release(req.rid)
+        return result
+
+    def load_back(self, req: Any) -> tuple[int, Any]:
+        try:
+            return super().load_back(req)  # type: ignore[no-any-return]
+        finally:
+            # Anything the load did not take over (no slots free, load refused) is not needed any more.
+            self.cache_linker.release(req.rid)
+
+    def offload_nodes(self, node_ids: Sequence[Any]) -> None:
+        """Inserts (prompt chunks, split prefixes) are not stored: the turn is, when it ends."""
+
+    def offload_turn(self, req: Any) -> None:
+        """Store the path that ``req``'s last insert ended on, and keep it locked until that is done."""
+        cache = self.cache
+        node = req.last_node
+        if node == cache.root_node_handle(req.extra_key):
+            return
+        page_keys = [*cache.tree_core.get_prefix_hash_values(node), *cache.tree_core.get_hash_values(node)]
+        num_tokens = len(page_keys) * cache.page_size
+        token_ids = np.asarray(req.full_untruncated_fill_ids[:num_tokens], dtype=np.int32)
+        slots = cache.path_device_indices(node)
+        assert len(slots) == len(token_ids) == num_tokens, (len(slots), len(token_ids), num_tokens)
+        lock_params = cache.inc_lock_ref(node).to_dec_params()
+        try:
+            self.cache_linker.offload_turn(page_keys, token_ids, slots)
+        except BaseException:
+            cache.dec_lock_ref(node, lock_params)
+            raise
+        self.pending_offloads.append(_PendingOffload(node, lock_params, []))
+
+    def settle_offloads(self) -> None:
+        """Wait for every pending offload and unlock its nodes.
+
+        Tensor-parallel ranks call this at the same point, so their queues stay in step: all are empty after.
+        """
+        self.cache_linker.wait_for_offloads()
+        self.commit_completed_offloads(self.take_completed_offloads(len(self.pending_offloads)))
+
+    def release_request(self, rid: str) -> None:
+        super().release_request(rid)
+        self.cache_linker.release(rid)
+
+
+class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+    """The radix cache behind ``--radix-cache-backend krul``."""
+
+    linker: KrulLinkerWrapper | None
+
+    def init_cache_linker(self, cache_linker: KrulLinker) -> None:
+        self.linker = KrulLinkerWrapper(self, cache_linker)
+
+    def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Insert as SGLang does; at the end of a turn also store it."""
+        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        if self.linker is not None and not self.disable and _turn_ended_well(req):
+            self.linker.offload_turn(req)
+
+    def evict(self, params: Any) -> Any:
+        return self._evict_despite_offloads(params, super().evict)
+
+    def evict_for_alloc(self, params: Any, **kwargs: Any) -> Any:
+        evict = partial(super().evict_for_alloc, **kwargs)
+        return self._evict_despite_offloads(params, evict)
+
+    def _evict_despite_offloads(self, params: Any, evict: Callable[[Any], Any]) -> Any:
+        """Evict; if turns that wait to be stored hold the memory that is needed, wait for them once.
+
+        The alternative would be worse than a short wait: SGLang would retract or abort running requests.
+        """
+        result = evict(params)
+        missing = params.num_tokens - result.num_tokens_evicted
+        if missing > 0 and self.linker is not None and self.linker.pending_offloads:
+            self.linker.settle_offloads()
+            result.num_tokens_evicted += evict(EvictParams(num_tokens=missing)).num_tokens_evicted
+        return result
+
+    def krul_stats(self) -> dict[str, Any]:
+        assert self.linker is not None
+        return self.linker.cache_linker.stats()
+
+
+def _turn_ended_well(req: Any) -> bool:
+    """Whether this insert is the last one of a turn that the next turn can build on.
+
+    Aborted requests are left alone: what made them abort may have touched their KV.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return req.finished() and not isinstance(req.finished_reason, FINISH_ABORT)

@@ -1,0 +1,16 @@
+"""Fixtures of the tests that start real servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_model import build_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoint directories of the tiny random model by element type."""
+    root = tmp_path_factory.mktemp("tiny-models")
+    return {dtype: build_tiny_model(root / dtype, dtype=dtype) for dtype in ("float32", "bfloat16")}

@@ -1,0 +1,86 @@
+"""What the server tests share: prompts, requests, and the state that must be left behind."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from krul_sglang.demo.server import ServerProcess
+
+KRUL = ("--radix-cache-backend", "krul")
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+"""Makes SGLang's own idle check end the server when a slot or a lock leaks."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    device_tokens: int
+    host_tokens: int
+
+
+def random_prompt(seed: object, num_tokens: int) -> list[int]:
+    """Token ids above the special tokens of the tiny model."""
+    rng = random.Random(repr(seed))
+    return [rng.randrange(300, 500) for _ in range(num_tokens)]
+
+
+def request_payload(input_ids: list[int], *, max_new_tokens: int = 16, **fields: Any) -> dict[str, Any]:
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, **fields}
+
+
+def ask(server: ServerProcess, input_ids: list[int], **fields: Any) -> Answer:
+    result = server.generate(request_payload(input_ids, **fields))
+    meta = result["meta_info"]
+    cached = meta.get("cached_tokens_details") or {"device": 0, "host": 0}
+    return Answer(
+        output_ids=tuple(result["output_ids"]),
+        logprobs=tuple(entry[0] for entry in meta["output_token_logprobs"]),
+        device_tokens=cached["device"],
+        host_tokens=cached["host"],
+    )
+
+
+def push_out(server: ServerProcess, *, num_tokens: int, seed: object) -> None:
+    """Fill the device pool with other prompts, so that everything idle is evicted from it."""
+    length = 600
+    for i in range(num_tokens // length + 1):
+        ask(server, random_prompt(("noise", seed, i), length), max_new_tokens=2)
+
+
+def krul_stats(server: ServerProcess) -> dict[str, Any]:
+    stats: dict[str, Any] = server.server_info()["internal_states"][0]["krul"]
+    return stats
+
+
+def settled_stats(server: ServerProcess, timeout_s: float = 30.0) -> dict[str, Any]:
+    """Krul's counters once no copy is under way."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        stats = krul_stats(server)
+        if not stats["offload"]["pending"] and not stats["load"]["pending"]:
+            return stats
+        assert time.monotonic() < deadline, f"copies never ended: {stats}"
+        time.sleep(0.05)
+
+
+def assert_nothing_left_behind(server: ServerProcess) -> None:
+    """No lease, lock, reservation or slot outlives the requests, and the bytes add up."""
+    stats = settled_stats(server)
+    assert stats["num_leases"] == 0
+    assert stats["waiting_leases"] == 0
+    assert stats["num_reservations"] == 0
+    assert stats["used_bytes"] + stats["free_bytes"] == stats["capacity_bytes"]
+    assert stats["stored_bytes"] <= stats["used_bytes"] <= stats["capacity_bytes"]
+    assert stats["offload"]["failed_turns"] == 0
+    assert stats["load"]["failed_batches"] == 0
+    # The idle check of SGLang (strict here) has run by now: a leak would have ended the server.
+    ask(server, random_prompt("alive", 20), max_new_tokens=1)
+    settled_stats(server)
+    log = server.log_text()
+    for sign in ("memory leak", "use-after-free", "double free", "Traceback"):
+        assert sign not in log, sign

@@ -1,0 +1,237 @@
+"""One server with a small pool and a small arena: isolation, partial hits, budget, faults, aborts."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from krul_sglang.demo.server import ServerProcess
+from tests.integration.scenario import (
+    KRUL,
+    STRICT,
+    ask,
+    assert_nothing_left_behind,
+    krul_stats,
+    push_out,
+    random_prompt,
+    request_payload,
+    settled_stats,
+)
+
+PAGE_SIZE = 16
+POOL_TOKENS = 2048
+TOKEN_BYTES = 1024  # 4 layers x 2 KV heads x 16 channels x (K, V) x 4 bytes
+HOST_BYTES = 6000 * TOKEN_BYTES
+
+
+@pytest.fixture(scope="module")
+def server(tiny_models: dict[str, Path]) -> Iterator[ServerProcess]:
+    args = (
+        *("--dtype", "float32"),
+        *("--page-size", str(PAGE_SIZE)),
+        *("--max-total-tokens", str(POOL_TOKENS)),
+        *("--unified-cache-external-linker-config", f'{{"host_memory": {HOST_BYTES}}}'),
+        "--enable-cache-report",
+        *KRUL,
+    )
+    with ServerProcess(tiny_models["float32"], args=args, env=STRICT) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(server: ServerProcess) -> Iterator[None]:
+    flush(server)
+    yield
+    assert_nothing_left_behind(server)
+
+
+def flush(server: ServerProcess) -> None:
+    settled_stats(server)
+    assert httpx.post(f"{server.url}/flush_cache", timeout=60, trust_env=False).status_code == 200
+
+
+def test_the_budget_is_the_one_configured(server: ServerProcess) -> None:
+    assert krul_stats(server)["capacity_bytes"] == HOST_BYTES
+
+
+def test_stored_bytes_are_the_raw_bytes_of_the_pages(server: ServerProcess) -> None:
+    ask(server, random_prompt("bytes", 333), max_new_tokens=10)
+    stats = settled_stats(server)
+    # The last output token is never fed back, so 342 tokens have KV: 21 whole pages.
+    assert stats["stored_tokens"] == 336
+    assert stats["stored_bytes"] == 336 * TOKEN_BYTES
+    assert stats["num_segments"] == 1
+
+
+@pytest.mark.parametrize("field", ["cache_salt", "extra_key"])
+def test_tenants_with_the_same_text_never_share(server: ServerProcess, field: str) -> None:
+    prompt = random_prompt(("tenants", field), 600)
+    ask(server, prompt, **{field: "tenant-a"})
+    push_out(server, num_tokens=POOL_TOKENS, seed=field)
+    assert ask(server, prompt, **{field: "tenant-b"}).host_tokens == 0
+    assert ask(server, prompt).host_tokens == 0
+    again = ask(server, prompt, **{field: "tenant-a"})
+    assert (again.device_tokens, again.host_tokens) == (0, 592)
+
+
+def test_partial_hit_on_device_and_host(server: ServerProcess) -> None:
+    prompt = random_prompt("partial", 700)
+    cold = ask(server, prompt)
+    push_out(server, num_tokens=POOL_TOKENS, seed="partial")
+    short = ask(server, prompt[:330], max_new_tokens=1)
+    assert (short.device_tokens, short.host_tokens) == (0, 320)
+    whole = ask(server, prompt)
+    assert (whole.device_tokens, whole.host_tokens) == (320, 368)
+    assert whole.output_ids == cold.output_ids
+
+
+def test_a_turn_is_stored_once_and_grows_by_segments(server: ServerProcess) -> None:
+    history = random_prompt("grows", 400)
+    segments = []
+    for turn in range(4):
+        answer = ask(server, history)
+        history += [*answer.output_ids, *random_prompt(("more", turn), 60)]
+        push_out(server, num_tokens=POOL_TOKENS, seed=("grows", turn))
+        ask(server, random_prompt("other", 20), max_new_tokens=1)
+        segments.append(settled_stats(server)["offload"]["tokens"])
+    # The noise is the same number of tokens each time; each turn adds its own new pages and no old ones.
+    added = [after - before for before, after in zip(segments, segments[1:], strict=False)]
+    assert len(set(added)) <= 2
+    assert max(added) - min(added) <= PAGE_SIZE
+
+
+def test_flush_leaves_nothing_stale(server: ServerProcess) -> None:
+    prompt = random_prompt("flush", 500)
+    cold = ask(server, prompt)
+    flush(server)
+    stats = settled_stats(server)
+    assert (stats["num_segments"], stats["stored_bytes"], stats["used_bytes"]) == (0, 0, 0)
+    again = ask(server, prompt)
+    assert (again.device_tokens, again.host_tokens) == (0, 0)
+    assert again.output_ids == cold.output_ids
+
+
+def test_a_full_arena_lets_whole_conversations_go_in_order(server: ServerProcess) -> None:
+    prompts = [random_prompt(("full", i), 600) for i in range(14)]
+    evicted_before = krul_stats(server)["evicted_segments"]
+    for prompt in prompts:
+        ask(server, prompt, max_new_tokens=1)
+        stats = settled_stats(server)
+        assert stats["used_bytes"] <= HOST_BYTES
+    assert stats["evicted_segments"] - evicted_before == len(prompts) - HOST_BYTES // (592 * TOKEN_BYTES)
+    push_out(server, num_tokens=POOL_TOKENS, seed="full")
+    assert ask(server, prompts[0], max_new_tokens=1).host_tokens == 0
+    # Four of the noise prompts took the place of four more; the newest of ours are still there.
+    assert ask(server, prompts[-1], max_new_tokens=1).host_tokens == 592
+
+
+def test_a_corrupted_block_is_a_miss_and_not_an_answer(server: ServerProcess) -> None:
+    prompt = random_prompt("corrupt", 600)
+    cold = ask(server, prompt)
+    push_out(server, num_tokens=POOL_TOKENS, seed="corrupt")
+    before = settled_stats(server)
+    flip_bytes_of_the_arena(server)
+    again = ask(server, prompt)
+    assert (again.device_tokens, again.host_tokens) == (0, 0)
+    assert again.output_ids == cold.output_ids
+    assert again.logprobs == cold.logprobs
+    after = settled_stats(server)
+    assert after["corrupted_segments"] == before["corrupted_segments"] + 1
+    # The bad copy is gone and the fresh one restores again.
+    push_out(server, num_tokens=POOL_TOKENS, seed="corrupt again")
+    assert ask(server, prompt).host_tokens == 592
+
+
+def test_disconnect_while_a_restored_request_decodes(server: ServerProcess) -> None:
+    prompt = random_prompt("disconnect", 600)
+    ask(server, prompt)
+    push_out(server, num_tokens=POOL_TOKENS, seed="disconnect")
+    payload = request_payload(prompt, max_new_tokens=1000, stream=True)
+    with httpx.stream("POST", f"{server.url}/generate", json=payload, timeout=60, trust_env=False) as reply:
+        next(reply.iter_lines())
+    wait_until_idle(server)
+    push_out(server, num_tokens=POOL_TOKENS, seed="after disconnect")
+    assert ask(server, prompt).host_tokens == 592
+
+
+def test_abort_of_waiting_and_running_requests(server: ServerProcess) -> None:
+    prompts = [random_prompt(("abort", i), 600) for i in range(6)]
+    for prompt in prompts:
+        ask(server, prompt, max_new_tokens=1)
+    push_out(server, num_tokens=POOL_TOKENS, seed="abort")
+
+    def run(index: int) -> int:
+        payload = request_payload(prompts[index], max_new_tokens=600, rid=f"abort-{index}")
+        return httpx.post(f"{server.url}/generate", json=payload, timeout=120, trust_env=False).status_code
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        # 600 + 600 tokens each: the pool holds one or two at a time, the others wait with a lease.
+        futures = [pool.submit(run, index) for index in range(len(prompts))]
+        time.sleep(1.0)
+        for index in range(len(prompts)):
+            server_post(server, "/abort_request", {"rid": f"abort-{index}"})
+            time.sleep(0.05)
+        for future in futures:
+            future.result()
+    wait_until_idle(server)
+
+
+def test_many_conversations_at_once_in_a_pool_for_two(server: ServerProcess) -> None:
+    errors: list[str] = []
+    lock = threading.Lock()
+
+    def converse(index: int) -> int:
+        history = random_prompt(("many", index), 350)
+        host_tokens = 0
+        for turn in range(4):
+            try:
+                answer = ask(server, history, max_new_tokens=24)
+            except Exception as error:
+                with lock:
+                    errors.append(str(error))
+                return host_tokens
+            host_tokens += answer.host_tokens
+            history += [*answer.output_ids, *random_prompt(("turn", index, turn), 40)]
+        return host_tokens
+
+    with ThreadPoolExecutor(8) as pool:
+        host_tokens = sum(pool.map(converse, range(8)))
+    assert errors == []
+    assert host_tokens > 0
+
+
+def server_post(server: ServerProcess, path: str, payload: dict[str, object]) -> None:
+    assert httpx.post(f"{server.url}{path}", json=payload, timeout=60, trust_env=False).status_code == 200
+
+
+def wait_until_idle(server: ServerProcess, timeout_s: float = 60.0) -> None:
+    """The server answers a new request at once when nothing runs any more; its counters then settle."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        stats = settled_stats(server)
+        if stats["num_leases"] == 0:
+            return
+        assert time.monotonic() < deadline, stats
+        time.sleep(0.1)
+
+
+def flip_bytes_of_the_arena(server: ServerProcess) -> None:
+    """Invert one byte in every 512 of the arena, from outside, as a stray write would."""
+    for process in psutil.Process(server.pid).children(recursive=True):
+        directory = Path(f"/proc/{process.pid}/fd")
+        for entry in directory.iterdir():
+            if entry.is_symlink() and "memfd:krul-arena" in os.readlink(entry):
+                with entry.open("r+b") as file, mmap.mmap(file.fileno(), HOST_BYTES) as arena:
+                    for offset in range(0, HOST_BYTES, 512):
+                        arena[offset] ^= 0xFF
+                return
+    raise AssertionError("no process of the server holds an arena")
