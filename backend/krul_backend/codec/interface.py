@@ -11,7 +11,10 @@ import torch
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Shape of one layer's KV on one rank: ``k [T, num_kv_heads, k_head_dim]``, ``v [T, num_kv_heads, v_head_dim]``."""
+    """Shape of one layer's KV on one rank.
+
+    ``k [T, num_kv_heads, k_head_dim]``, ``v [T, num_kv_heads, v_head_dim]``.
+    """
 
     num_kv_heads: int
     k_head_dim: int

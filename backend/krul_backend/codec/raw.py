@@ -28,9 +28,7 @@ class RawCodec(Codec):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         expected = self.layer_num_bytes(shape, num_tokens)
         if block.numel() != expected:
-            raise CodecError(
-                f"a raw block of {num_tokens} tokens has {expected} bytes, got {block.numel()}"
-            )
+            raise CodecError(f"a raw block of {num_tokens} tokens has {expected} bytes, got {block.numel()}")
         k_bytes = num_tokens * shape.k_token_bytes
         k = block[:k_bytes].view(shape.dtype).view(num_tokens, shape.num_kv_heads, shape.k_head_dim)
         v = block[k_bytes:].view(shape.dtype).view(num_tokens, shape.num_kv_heads, shape.v_head_dim)

@@ -56,8 +56,11 @@ class Lease:
 class StoreStats:
     """A snapshot. Byte counts obey ``used_bytes + free_bytes == capacity_bytes`` at any moment.
 
-    ``used_bytes`` counts the arena's bytes as they are taken: committed blocks, reservations and alignment.
-    ``stored_bytes`` and ``stored_tokens`` count committed segments only, without alignment.
+    ``used_bytes`` counts the arena's bytes as they are taken: committed blocks, reservations, segments that
+    left the index but are still leased, and alignment. ``stored_bytes`` and ``stored_tokens`` count the
+    committed segments in the index only, without alignment; ``num_pages`` counts a page once, however many
+    segments hold it. ``lookups`` counts calls of ``lease``, ``hit_pages`` and ``missed_pages`` the pages that
+    they asked for.
     """
 
     capacity_bytes: int
@@ -112,6 +115,9 @@ class KVStore(ABC):
         Returns None, and counts it, when the space cannot be had (larger than the arena, or everything
         else is leased or reserved). Never takes the arena past its capacity. When it returns None nothing
         was evicted in vain if that could be known beforehand.
+
+        Raises:
+            ValueError: if there is no block, or one of no bytes.
         """
 
     @abstractmethod
@@ -119,9 +125,10 @@ class KVStore(ABC):
         """Publish a written reservation: checksums are taken now, then its pages become visible at once.
 
         Pages that somebody else committed in the meantime keep their first copy; a segment that brings no
-        new page at all is dropped and its space freed. The blocks must not be written afterwards.
+        new page at all is dropped and its space freed. The blocks must not be written from the call on: an
+        implementation may make the reservation's arrays read-only. The token ids are copied.
 
-        Returns the segment id.
+        Returns the segment id (of a dropped segment, too: an id that nothing has).
 
         Raises:
             ManifestError: if the manifest's block sizes are not those reserved (the reservation is aborted).
@@ -136,10 +143,16 @@ class KVStore(ABC):
     def lease(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Lease | None:
         """Pin the longest stored prefix of ``page_keys`` whose token ids and checksums are right.
 
-        ``token_ids`` are the ``len(page_keys) * page_size`` tokens that the keys stand for. The bytes of
-        every block are verified before the lease is given; a segment with a wrong checksum is taken out of
-        the index, counted, and freed as soon as no lease needs it. Returns None if not one page is usable.
-        A lease counts as use: its segments become the most recently used ones.
+        ``token_ids`` are the ``len(page_keys) * page_size`` tokens that the keys stand for. The first key may
+        be anywhere in its conversation; each further slice must start at the position where the one before
+        it ended. The prefix ends before a page whose token ids or position contradict its key, which is
+        counted in ``token_mismatches``. The bytes of every block are verified before the lease is given; a
+        segment with a wrong checksum is taken out of the index, counted, and freed as soon as no lease needs
+        it. Returns None if not one page is usable. A lease counts as use: its segments become the most
+        recently used ones.
+
+        Raises:
+            ValueError: if ``token_ids`` does not have ``len(page_keys) * page_size`` elements.
         """
 
     @abstractmethod

@@ -1,0 +1,168 @@
+"""From page keys to the segments that hold the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from krul_backend.segment import ModelIdentity, TokenIds
+from krul_backend.store.stored_segment import StoredSegment
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """Pages ``[first_page, end_page)`` of one segment."""
+
+    segment: StoredSegment
+    first_page: int
+    end_page: int
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """The longest indexed prefix of a request, in conversation order.
+
+    ``is_contradicted`` says that the key after the prefix is indexed, but for other tokens or for another
+    position in the conversation.
+    """
+
+    runs: tuple[PageRun, ...]
+    is_contradicted: bool
+
+
+class PageIndex:
+    """``(model fingerprint, page key) -> (segment, page in it)``. Not thread-safe: its store holds the lock.
+
+    A page has one entry, its first copy's. A later segment that also holds the page is entered with its other
+    pages only.
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[str, dict[str, tuple[StoredSegment, int]]] = {}
+
+    @property
+    def num_pages(self) -> int:
+        return sum(len(pages) for pages in self._pages.values())
+
+    def add(self, segment: StoredSegment) -> int:
+        """Enter the pages that are not indexed yet. Returns how many those are."""
+        manifest = segment.manifest
+        pages = self._pages.setdefault(manifest.model.fingerprint, {})
+        num_before = len(pages)
+        for page, key in enumerate(manifest.page_keys):
+            pages.setdefault(key, (segment, page))
+        return len(pages) - num_before
+
+    def remove(self, segment: StoredSegment) -> None:
+        """Take out the entries that point to ``segment``."""
+        fingerprint = segment.manifest.model.fingerprint
+        pages = self._pages[fingerprint]
+        for key in segment.manifest.page_keys:
+            entry = pages.get(key)
+            if entry is not None and entry[0] is segment:
+                del pages[key]
+        if not pages:
+            del self._pages[fingerprint]
+
+    def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
+        """The maximal runs of ``page_keys`` without an entry, as ascending index ranges."""
+        pages = self._pages.get(model.fingerprint, {})
+        missing: list[range] = []
+        run_start: int | None = None
+        for i, key in enumerate(page_keys):
+            if key in pages:
+                if run_start is not None:
+                    missing.append(range(run_start, i))
+                    run_start = None
+            elif run_start is None:
+                run_start = i
+        if run_start is not None:
+            missing.append(range(run_start, len(page_keys)))
+        return missing
+
+    def match_prefix(
+        self, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
+    ) -> PrefixMatch:
+        """Walk ``page_keys`` from the first as long as they are indexed, for these tokens, without a gap.
+
+        ``token_ids``: ``[len(page_keys) * page_size]``. The position of the first page is not known here (the
+        request may start anywhere in the conversation); each later run must start where the one before it
+        ended. Keys and tokens are compared a run at a time: a conversation has few segments and many pages.
+        """
+        pages = self._pages.get(model.fingerprint, {})
+        page_size = model.page_size
+        runs: list[PageRun] = []
+        next_token: int | None = None
+        i = 0
+        while i < len(page_keys):
+            entry = pages.get(page_keys[i])
+            if entry is None:
+                break
+            segment, first_page = entry
+            manifest = segment.manifest
+            start_token = manifest.start_token + first_page * page_size
+            if next_token is not None and start_token != next_token:
+                return PrefixMatch(tuple(runs), is_contradicted=True)
+            num_pages = _num_equal_keys(page_keys, i, manifest.page_keys, first_page)
+            num_right = _num_equal_pages(
+                token_ids[i * page_size : (i + num_pages) * page_size],
+                manifest.token_ids[first_page * page_size : (first_page + num_pages) * page_size],
+                page_size,
+            )
+            if num_right:
+                runs.append(PageRun(segment, first_page, first_page + num_right))
+            if num_right < num_pages:
+                return PrefixMatch(tuple(runs), is_contradicted=True)
+            i += num_pages
+            next_token = start_token + num_pages * page_size
+        return PrefixMatch(tuple(runs), is_contradicted=False)
+
+    def path_to(self, segment: StoredSegment) -> list[StoredSegment]:
+        """The indexed segments that ``segment`` continues, in conversation order, ``segment`` last.
+
+        Followed through the index at each call, not kept: what comes before a segment may be evicted and
+        stored again as another segment.
+        """
+        pages = self._pages.get(segment.manifest.model.fingerprint, {})
+        path = [segment]
+        seen = {segment.segment_id}
+        while True:
+            before = self._page_before(path[-1], pages)
+            # Segments that share pages can name each other; a path visits each of them once.
+            if before is None or before.segment_id in seen:
+                return path[::-1]
+            path.append(before)
+            seen.add(before.segment_id)
+
+    @staticmethod
+    def _page_before(
+        segment: StoredSegment, pages: dict[str, tuple[StoredSegment, int]]
+    ) -> StoredSegment | None:
+        """Holder of the page right before the first page that is indexed as this segment's own."""
+        key_before = segment.manifest.parent_key
+        for key in segment.manifest.page_keys:
+            entry = pages.get(key)
+            if entry is None or entry[0] is segment:
+                break
+            key_before = key
+        entry = pages.get(key_before) if key_before is not None else None
+        return entry[0] if entry is not None else None
+
+
+def _num_equal_keys(left: tuple[str, ...], left_start: int, right: tuple[str, ...], right_start: int) -> int:
+    """Length of the common run of two key sequences from the given positions on."""
+    num_pages = min(len(left) - left_start, len(right) - right_start)
+    left_run = left[left_start : left_start + num_pages]
+    right_run = right[right_start : right_start + num_pages]
+    if left_run == right_run:
+        return num_pages
+    return next(i for i in range(num_pages) if left_run[i] != right_run[i])
+
+
+def _num_equal_pages(left: TokenIds, right: TokenIds, page_size: int) -> int:
+    """Leading pages whose token ids are all equal; both are ``[num_pages * page_size]``."""
+    if np.array_equal(left, right):
+        return len(left) // page_size
+    return int(np.argmax(left != right)) // page_size

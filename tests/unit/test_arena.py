@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from krul_backend.tiers.arena import ALIGNMENT_BYTES, DramArena, aligned_num_bytes
+from krul_backend.tiers.free_extents import FreeExtents
+
+
+def test_a_fresh_arena_is_one_free_extent() -> None:
+    arena = DramArena(10 * ALIGNMENT_BYTES + 7)
+    assert arena.capacity_bytes == 10 * ALIGNMENT_BYTES
+    assert (arena.free_bytes, arena.used_bytes, arena.largest_free) == (640, 0, 640)
+    assert arena.buffer.nbytes == 640
+    assert arena.buffer.ctypes.data % ALIGNMENT_BYTES == 0
+
+
+def test_alignment_is_accounted_and_the_view_is_exact() -> None:
+    arena = DramArena(1024)
+    extent = arena.allocate(65)
+    assert extent is not None
+    assert arena.used_bytes == 128
+    view = arena.view(extent)
+    assert view.shape == (65,)
+    view[:] = 7
+    assert int(arena.buffer.sum()) == 65 * 7
+
+
+def test_best_fit_leaves_the_large_range_whole() -> None:
+    arena = DramArena(64 * 10)
+    extents = [arena.allocate(size) for size in (128, 64, 192, 64)]
+    assert all(extents)
+    arena.free(extents[0])  # [0, 128)
+    arena.free(extents[2])  # [192, 384), and [448, 640) is free as well
+    best = arena.allocate(100)
+    assert best is not None
+    assert best.offset == 0
+    assert arena.largest_free == 192
+
+
+def test_what_does_not_fit_is_none_and_takes_nothing() -> None:
+    arena = DramArena(256)
+    held = arena.allocate(64)
+    assert held is not None
+    assert arena.allocate(193) is None
+    assert arena.allocate_all((128, 128)) is None
+    assert arena.free_bytes == 192
+    assert arena.allocate(192) is not None
+    assert arena.largest_free == 0
+
+
+def test_all_or_nothing_places_the_largest_first() -> None:
+    arena = DramArena(64 * 6)
+    extents = arena.allocate_all((64, 64, 64, 64, 64, 64))
+    assert extents is not None
+    for i in (0, 1, 3):
+        arena.free(extents[i])  # free: [0, 128) and [192, 256)
+    placed = arena.allocate_all((64, 128))
+    assert placed is not None
+    assert [extent.offset for extent in placed] == [192, 0]
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1])
+def test_empty_extents_are_refused(num_bytes: int) -> None:
+    with pytest.raises(ValueError, match="at least one byte"):
+        DramArena(256).allocate(num_bytes)
+
+
+@pytest.mark.parametrize("capacity_bytes", [-64, 0, 63])
+def test_an_arena_too_small_for_one_extent_is_refused(capacity_bytes: int) -> None:
+    with pytest.raises(ValueError, match="at least 64 bytes"):
+        DramArena(capacity_bytes)
+
+
+def test_double_free_foreign_and_stale_extents_raise() -> None:
+    arena, other = DramArena(256), DramArena(256)
+    extent, foreign = arena.allocate(64), other.allocate(64)
+    assert extent is not None
+    assert foreign is not None
+    with pytest.raises(ValueError, match="not held"):
+        arena.free(foreign)
+    arena.free(extent)
+    with pytest.raises(ValueError, match="not held"):
+        arena.free(extent)
+    with pytest.raises(ValueError, match="not held"):
+        arena.view(extent)
+    again = arena.allocate(64)
+    assert again is not None
+    assert again.offset == extent.offset
+    with pytest.raises(ValueError, match="not held"):
+        arena.free(extent)
+    assert arena.used_bytes == 64
+
+
+def test_a_view_outlives_its_arena() -> None:
+    arena = DramArena(4096)
+    extent = arena.allocate(4096)
+    assert extent is not None
+    view = arena.view(extent)
+    view[:] = 9
+    del arena, extent
+    assert int(view.sum()) == 9 * 4096
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.booleans(), st.integers(1, 400), st.integers(0, 10**6)), max_size=80),
+)
+def test_any_history_keeps_the_extents_apart_and_the_totals_right(
+    steps: list[tuple[bool, int, int]],
+) -> None:
+    arena = DramArena(4096)
+    held: dict[int, tuple[object, int]] = {}
+    for step, (is_free, num_bytes, choice) in enumerate(steps):
+        if is_free and held:
+            tag = sorted(held)[choice % len(held)]
+            extent, value = held.pop(tag)
+            assert (arena.view(extent) == value).all()  # type: ignore[arg-type]
+            arena.free(extent)  # type: ignore[arg-type]
+        else:
+            largest = arena.largest_free
+            extent = arena.allocate(num_bytes)
+            assert (extent is None) == (aligned_num_bytes(num_bytes) > largest)
+            if extent is not None:
+                assert extent.offset % ALIGNMENT_BYTES == 0
+                # Each extent gets its own value: a later write that overlaps it would be seen above.
+                arena.view(extent)[:] = step % 256
+                held[step] = (extent, step % 256)
+        taken = sum(aligned_num_bytes(extent.num_bytes) for extent, _ in held.values())  # type: ignore[attr-defined]
+        assert arena.used_bytes == taken
+        assert arena.used_bytes + arena.free_bytes == arena.capacity_bytes
+    for extent, value in held.values():
+        assert (arena.view(extent) == value).all()  # type: ignore[arg-type]
+        arena.free(extent)  # type: ignore[arg-type]
+    assert arena.num_free_ranges == 1
+    assert arena.largest_free == arena.free_bytes == arena.capacity_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12),
+    freed=st.sets(st.integers(0, 11)),
+    wanted=st.lists(st.integers(1, 80), min_size=1, max_size=6),
+)
+def test_trying_on_free_extents_changes_nothing_and_tells_the_truth(
+    sizes: list[int], freed: set[int], wanted: list[int]
+) -> None:
+    free_extents = FreeExtents(200)
+    offsets = [free_extents.take(size) for size in sizes]
+    for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if i in freed and offset is not None:
+            free_extents.give(offset, size)
+    before = (dict(free_extents._size_at), list(free_extents._by_size), free_extents.free_bytes)
+    twin = free_extents.copy()
+    fits = free_extents.fits_all(wanted)
+    assert (dict(free_extents._size_at), list(free_extents._by_size), free_extents.free_bytes) == before
+    placed = twin.take_all(wanted)
+    assert (placed is not None) == fits
+    assert (dict(free_extents._size_at), list(free_extents._by_size), free_extents.free_bytes) == before
+    if placed is not None:
+        taken = np.zeros(200, dtype=int)
+        for offset, size in zip(placed, wanted, strict=True):
+            taken[offset : offset + size] += 1
+        for offset, size in twin._size_at.items():
+            taken[offset : offset + size] += 1
+        assert taken.max() == 1

@@ -1,0 +1,811 @@
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_builders import (
+    PAGE_SIZE,
+    fill,
+    flip_byte,
+    lease_pages,
+    make_manifest,
+    make_model,
+    offset_in,
+    page_keys,
+    put,
+    stored_ids,
+    tokens_of,
+)
+
+from krul_backend.errors import ManifestError, StoreClosedError
+from krul_backend.store.host_store import HostStore
+from krul_backend.store.interface import Lease
+
+MODEL = make_model()
+
+
+@pytest.fixture
+def store() -> Iterator[HostStore]:
+    store = HostStore(4096)
+    yield store
+    store.close()
+
+
+def test_what_was_written_comes_back(store: HostStore) -> None:
+    segment_id, written = put(store, "c", 0, 3)
+    lease = lease_pages(store, "c", 0, 3)
+    assert lease is not None
+    assert lease.num_pages == 3
+    (piece,) = lease.slices
+    assert (piece.segment_id, piece.first_page, piece.end_page) == (segment_id, 0, 3)
+    assert piece.manifest.page_keys == page_keys("c", 0, 3)
+    assert tuple(block.tobytes() for block in piece.blocks) == written
+    assert not any(block.flags.writeable for block in piece.blocks)
+
+
+def test_byte_counts(store: HostStore) -> None:
+    put(store, "c", 0, 3, sizes=(100, 60))
+    reservation = store.reserve((65,))
+    assert reservation is not None
+    stats = store.stats()
+    assert (stats.stored_bytes, stats.stored_tokens, stats.num_pages) == (160, 12, 3)
+    assert stats.used_bytes == 128 + 64 + 128
+    assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes == 4096
+    assert (stats.num_segments, stats.num_reservations, stats.committed_segments) == (1, 1, 1)
+    store.abort(reservation)
+    assert store.stats().used_bytes == 128 + 64
+
+
+def test_nobody_sees_a_segment_before_its_commit(store: HostStore) -> None:
+    reservation = store.reserve((100, 60))
+    assert reservation is not None
+    assert [block.nbytes for block in reservation.blocks] == [100, 60]
+    assert store.find_missing(MODEL, page_keys("c", 0, 2)) == [range(2)]
+    assert lease_pages(store, "c", 0, 2) is None
+    store.commit(reservation, make_manifest("c", 0, 2, (100, 60)))
+    assert store.find_missing(MODEL, page_keys("c", 0, 2)) == []
+
+
+def test_missing_pages_come_as_maximal_runs(store: HostStore) -> None:
+    put(store, "c", 2, 4)
+    put(store, "c", 6, 7)
+    assert store.find_missing(MODEL, page_keys("c", 0, 9)) == [range(2), range(4, 6), range(7, 9)]
+    assert store.find_missing(MODEL, page_keys("c", 2, 4)) == []
+    assert store.find_missing(MODEL, ()) == []
+
+
+def test_a_lease_crosses_segments_and_ends_at_the_first_gap(store: HostStore) -> None:
+    first, _ = put(store, "c", 0, 2)
+    second, _ = put(store, "c", 2, 5)
+    put(store, "c", 6, 8)
+    lease = lease_pages(store, "c", 0, 8)
+    assert lease is not None
+    assert lease.num_pages == 5
+    assert [(s.segment_id, s.first_page, s.end_page) for s in lease.slices] == [
+        (first, 0, 2),
+        (second, 0, 3),
+    ]
+    stats = store.stats()
+    assert (stats.lookups, stats.hit_pages, stats.missed_pages) == (1, 5, 3)
+
+
+def test_a_lease_can_start_and_end_inside_segments(store: HostStore) -> None:
+    put(store, "c", 0, 4)
+    put(store, "c", 4, 8)
+    lease = lease_pages(store, "c", 1, 6)
+    assert lease is not None
+    assert [(s.first_page, s.end_page) for s in lease.slices] == [(1, 4), (0, 2)]
+    assert lease.num_pages == 5
+
+
+def test_a_request_that_branches_off_gets_the_common_pages(store: HostStore) -> None:
+    put(store, "c", 0, 6)
+    keys = (*page_keys("c", 0, 2), *page_keys("other", 2, 6))
+    lease = store.lease(MODEL, keys, tokens_of(keys))
+    assert lease is not None
+    assert lease.num_pages == 2
+
+
+def test_a_miss_is_none_and_counted(store: HostStore) -> None:
+    assert lease_pages(store, "c", 0, 4) is None
+    assert store.lease(MODEL, (), np.zeros(0, np.int32)) is None
+    stats = store.stats()
+    assert (stats.lookups, stats.hit_pages, stats.missed_pages, stats.num_leases) == (2, 0, 4, 0)
+
+
+@pytest.mark.parametrize("token", range(0, 6 * PAGE_SIZE, 3))
+def test_a_wrong_token_ends_the_prefix_before_its_page(store: HostStore, token: int) -> None:
+    put(store, "c", 0, 4)
+    put(store, "c", 4, 6)
+    keys = page_keys("c", 0, 6)
+    token_ids = tokens_of(keys)
+    token_ids[token] += 1
+    lease = store.lease(MODEL, keys, token_ids)
+    assert (lease.num_pages if lease is not None else 0) == token // PAGE_SIZE
+    assert store.stats().token_mismatches == 1
+    # Nothing is wrong with the stored segment itself.
+    assert store.stats().num_segments == 2
+    assert lease_pages(store, "c", 0, 6) is not None
+
+
+def test_token_ids_of_the_wrong_length_are_an_error(store: HostStore) -> None:
+    with pytest.raises(ValueError, match="2 pages of 4 tokens"):
+        store.lease(MODEL, page_keys("c", 0, 2), np.zeros(7, np.int32))
+
+
+def test_changing_the_callers_token_ids_later_changes_nothing(store: HostStore) -> None:
+    reservation = store.reserve((100, 60))
+    assert reservation is not None
+    manifest = make_manifest("c", 0, 2, (100, 60))
+    store.commit(reservation, manifest)
+    manifest.token_ids[:] = 0
+    assert lease_pages(store, "c", 0, 2) is not None
+
+
+def test_a_slice_at_another_position_ends_the_prefix(store: HostStore) -> None:
+    put(store, "c", 0, 2)
+    reservation = store.reserve((100, 60))
+    assert reservation is not None
+    # Claims to follow page 1, but four pages further on.
+    manifest = dataclasses.replace(make_manifest("c", 2, 4, (100, 60)), start_token=6 * PAGE_SIZE)
+    store.commit(reservation, manifest)
+    lease = lease_pages(store, "c", 0, 4)
+    assert lease is not None
+    assert lease.num_pages == 2
+    assert store.stats().token_mismatches == 1
+    alone = lease_pages(store, "c", 2, 4)
+    assert alone is not None
+    assert alone.num_pages == 2
+
+
+def test_models_never_meet(store: HostStore) -> None:
+    other = dataclasses.replace(MODEL, tp_rank=1)
+    put(store, "c", 0, 2)
+    assert lease_pages(store, "c", 0, 2, other) is None
+    assert store.find_missing(other, page_keys("c", 0, 2)) == [range(2)]
+    _, written = put(store, "c", 0, 2, model=other, seed=5)
+    lease = lease_pages(store, "c", 0, 2, other)
+    assert lease is not None
+    assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
+    store.release(lease)
+    store.clear(other)
+    assert lease_pages(store, "c", 0, 2, other) is None
+    assert lease_pages(store, "c", 0, 2) is not None
+
+
+def test_tenants_never_meet(store: HostStore) -> None:
+    # A tenant is part of every page key: equal tokens, other keys.
+    put(store, "tenant-a", 0, 2)
+    keys = page_keys("tenant-b", 0, 2)
+    assert store.lease(MODEL, keys, tokens_of(page_keys("tenant-a", 0, 2))) is None
+    assert store.stats().token_mismatches == 0
+
+
+# Commit
+
+
+def test_pages_committed_by_another_keep_their_first_copy(store: HostStore) -> None:
+    reservations = [store.reserve((100, 60)) for _ in range(2)]
+    assert all(reservations)
+    written = [fill(reservation, seed) for seed, reservation in enumerate(reservations)]
+    first = store.commit(reservations[0], make_manifest("c", 0, 3, (100, 60)))
+    second = store.commit(reservations[1], make_manifest("c", 0, 3, (100, 60)))
+    assert first != second
+    assert stored_ids(store) == [first]
+    assert store.stats().used_bytes == 128 + 64
+    assert store.stats().committed_segments == 1
+    lease = lease_pages(store, "c", 0, 3)
+    assert lease is not None
+    assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written[0]
+
+
+def test_a_segment_with_one_new_page_stays(store: HostStore) -> None:
+    first, _ = put(store, "c", 0, 3)
+    second, _ = put(store, "c", 1, 4)
+    assert stored_ids(store) == [first, second]
+    assert store.stats().num_pages == 4
+    lease = lease_pages(store, "c", 0, 4)
+    assert lease is not None
+    assert [(s.segment_id, s.first_page, s.end_page) for s in lease.slices] == [
+        (first, 0, 3),
+        (second, 2, 3),
+    ]
+
+
+def test_two_threads_that_commit_the_same_pages_leave_one_segment(store: HostStore) -> None:
+    reservations = [store.reserve((100, 60)) for _ in range(8)]
+    start = threading.Barrier(8)
+
+    def commit(reservation: object) -> None:
+        start.wait()
+        store.commit(reservation, make_manifest("c", 0, 3, (100, 60)))  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=commit, args=(reservation,)) for reservation in reservations]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stats = store.stats()
+    assert (stats.num_segments, stats.used_bytes, stats.num_reservations) == (1, 192, 0)
+
+
+@pytest.mark.parametrize("sizes", [(100, 61), (60, 100)])
+def test_other_sizes_than_reserved_are_refused_and_freed(store: HostStore, sizes: tuple[int, ...]) -> None:
+    reservation = store.reserve((100, 60))
+    assert reservation is not None
+    with pytest.raises(ManifestError, match="differ from the reserved"):
+        store.commit(reservation, make_manifest("c", 0, 1, sizes))
+    stats = store.stats()
+    assert (stats.used_bytes, stats.num_reservations, stats.num_segments) == (0, 0, 0)
+    with pytest.raises(KeyError):
+        store.abort(reservation)
+
+
+def test_a_reservation_is_settled_once(store: HostStore) -> None:
+    committed, aborted = store.reserve((100, 60)), store.reserve((100, 60))
+    assert committed is not None
+    assert aborted is not None
+    manifest = make_manifest("c", 0, 1, (100, 60))
+    store.commit(committed, manifest)
+    store.abort(aborted)
+    for reservation in (committed, aborted):
+        with pytest.raises(KeyError, match="unknown, committed or aborted"):
+            store.commit(reservation, manifest)
+        with pytest.raises(KeyError, match="unknown, committed or aborted"):
+            store.abort(reservation)
+        # A late write of the holder's cannot reach bytes that are somebody else's by now.
+        with pytest.raises(ValueError, match="read-only"):
+            reservation.blocks[0][0] = 1
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (64, -1)])
+def test_empty_reservations_are_refused(store: HostStore, sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="at least one byte"):
+        store.reserve(sizes)
+
+
+# Eviction
+
+
+def test_space_is_made_from_the_least_recently_used(store: HostStore) -> None:
+    ids = [put(store, f"c{i}", 0, 1, sizes=(960, 64))[0] for i in range(4)]
+    assert store.stats().free_bytes == 0
+    lease = lease_pages(store, "c0", 0, 1)
+    assert lease is not None
+    store.release(lease)
+    new, _ = put(store, "new", 0, 1, sizes=(960, 64))
+    assert sorted(stored_ids(store)) == sorted({*ids, new} - {ids[1]})
+    stats = store.stats()
+    assert (stats.evicted_segments, stats.evicted_bytes) == (1, 1024)
+
+
+def test_tails_leave_before_heads_and_whole_segments_leave(store: HostStore) -> None:
+    turns = [put(store, "long", i, i + 1, sizes=(448, 64))[0] for i in range(6)]
+    recent, _ = put(store, "recent", 0, 1, sizes=(960, 64))
+    survivors = [set(turns)]
+    for i in range(5):
+        put(store, f"new{i}", 0, 1, sizes=(448, 64))
+        survivors.append(set(turns) & set(stored_ids(store)))
+        assert survivors[-1] == set(turns[: 5 - i])
+        stats = store.stats()
+        assert stats.num_pages == stats.num_segments
+    assert recent in stored_ids(store)
+
+
+def test_committing_a_turn_keeps_the_head_of_its_conversation(store: HostStore) -> None:
+    head, _ = put(store, "old", 0, 1, sizes=(960, 64))
+    other, _ = put(store, "other", 0, 1, sizes=(960, 64))
+    tail, _ = put(store, "old", 1, 2, sizes=(960, 64))
+    last, _ = put(store, "more", 0, 2, sizes=(960, 64))
+    new, _ = put(store, "new", 0, 1, sizes=(960, 64))
+    assert set(stored_ids(store)) == {head, tail, last, new}
+    assert other not in stored_ids(store)
+
+
+def test_leasing_from_the_middle_keeps_what_comes_before(store: HostStore) -> None:
+    head, _ = put(store, "c", 0, 1, sizes=(960, 64))
+    tail, _ = put(store, "c", 1, 2, sizes=(960, 64))
+    for i in range(2):
+        put(store, f"x{i}", 0, 1, sizes=(960, 64))
+    lease = lease_pages(store, "c", 1, 2)
+    assert lease is not None
+    store.release(lease)
+    put(store, "y", 0, 1, sizes=(1984, 64))
+    assert {head, tail} < set(stored_ids(store))
+
+
+@settings(max_examples=40, deadline=None)
+@given(history=st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 400)), max_size=60))
+def test_a_stored_conversation_never_has_a_hole(history: list[tuple[int, bool, int]]) -> None:
+    """Conversations that grow a turn at a time, from what is left of them: what is stored is a prefix."""
+    store = HostStore(2048)
+    for step, (conversation, is_lease, num_bytes) in enumerate(history):
+        name = f"c{conversation}"
+        keys = page_keys(name, 0, 64)
+        missing = store.find_missing(MODEL, keys)
+        if is_lease:
+            lease = store.lease(MODEL, keys, tokens_of(keys))
+            if lease is not None:
+                store.release(lease)
+        else:
+            turn = missing[0].start
+            reservation = store.reserve((num_bytes, 64))
+            assert reservation is not None
+            # Making room may have cut off this conversation's own end.
+            if store.find_missing(MODEL, keys)[0].start == turn:
+                fill(reservation, step)
+                store.commit(reservation, make_manifest(name, turn, turn + 1, (num_bytes, 64)))
+            else:
+                store.abort(reservation)
+        for other in range(4):
+            runs = store.find_missing(MODEL, page_keys(f"c{other}", 0, 64))
+            assert len(runs) == 1
+            assert runs[0].stop == 64
+
+
+def test_a_reservation_larger_than_the_arena_evicts_nothing(store: HostStore) -> None:
+    put(store, "c", 0, 1)
+    assert store.reserve((4097,)) is None
+    assert store.reserve((2048, 2049)) is None
+    stats = store.stats()
+    assert (stats.rejected_reservations, stats.evicted_segments, stats.num_segments) == (2, 0, 1)
+    assert (stats.num_reservations, stats.used_bytes) == (0, 192)
+
+
+def test_a_reservation_that_pinned_bytes_leave_no_room_for_evicts_nothing(store: HostStore) -> None:
+    put(store, "leased", 0, 1, sizes=(960, 64))
+    put(store, "idle", 0, 1, sizes=(960, 64))
+    lease = lease_pages(store, "leased", 0, 1)
+    reserved = store.reserve((1024,))
+    assert lease is not None
+    assert reserved is not None
+    assert store.reserve((1024, 1025)) is None
+    assert store.stats().evicted_segments == 0
+    assert store.reserve((1024, 1024)) is not None
+    assert store.stats().evicted_segments == 1
+    assert stored_ids(store) == [lease.slices[0].segment_id]
+
+
+def test_a_reservation_that_fragmentation_leaves_no_room_for_evicts_nothing() -> None:
+    store = HostStore(64 * 8)
+    for i in range(4):
+        put(store, f"c{i}", 0, 1, sizes=(64, 64))
+    # Eight blocks in order: 0 0 1 1 2 2 3 3. With 1 and 3 pinned no gap is wider than two blocks.
+    leases = [lease_pages(store, f"c{i}", 0, 1) for i in (1, 3)]
+    assert all(leases)
+    assert store.reserve((192,)) is None
+    assert store.stats().evicted_segments == 0
+    assert store.stats().num_segments == 4
+    assert store.reserve((128, 128)) is not None
+    assert store.stats().evicted_segments == 2
+
+
+def test_fragmentation_costs_as_many_evictions_as_real_extents_need() -> None:
+    store = HostStore(64 * 8)
+    for i in range(4):
+        put(store, f"c{i}", 0, 1, sizes=(64, 64))
+    lease = lease_pages(store, "c1", 0, 1)
+    assert lease is not None
+    store.release(lease)
+    # In order 0, 2, 3, 1: after 0 and 2 there are 256 bytes free, but only 3 makes 256 of them adjacent.
+    assert store.reserve((256,)) is not None
+    assert store.stats().evicted_segments == 3
+    assert stored_ids(store) == [lease.slices[0].segment_id]
+
+
+# Leases, zombies, clear, close
+
+
+def test_leased_segments_are_never_evicted(store: HostStore) -> None:
+    _, written = put(store, "c", 0, 1, sizes=(960, 64))
+    lease = lease_pages(store, "c", 0, 1)
+    assert lease is not None
+    for i in range(6):
+        put(store, f"x{i}", 0, 1, sizes=(960, 64), seed=i + 1)
+    assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
+    assert lease.slices[0].segment_id in stored_ids(store)
+
+
+def test_release_is_once(store: HostStore) -> None:
+    put(store, "c", 0, 1)
+    lease = lease_pages(store, "c", 0, 1)
+    assert lease is not None
+    assert store.stats().num_leases == 1
+    store.release(lease)
+    assert store.stats().num_leases == 0
+    with pytest.raises(KeyError):
+        store.release(lease)
+
+
+def test_a_cleared_segment_keeps_its_bytes_until_the_last_release(store: HostStore) -> None:
+    _, written = put(store, "c", 0, 2)
+    leases = [lease_pages(store, "c", 0, 2) for _ in range(2)]
+    store.clear()
+    assert lease_pages(store, "c", 0, 2) is None
+    stats = store.stats()
+    assert (stats.num_segments, stats.num_pages, stats.stored_bytes, stats.used_bytes) == (0, 0, 0, 192)
+    # The arena's other bytes are reused, these are not.
+    filler = store.reserve((4096 - 192,))
+    assert filler is not None
+    fill(filler, 9)
+    assert store.reserve((1,)) is None
+    for lease in leases:
+        assert lease is not None
+        assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
+        assert store.stats().used_bytes == 4096
+        store.release(lease)
+    store.abort(filler)
+    assert store.stats().used_bytes == 0
+
+
+def test_the_same_pages_can_be_stored_again_beside_their_zombie(store: HostStore) -> None:
+    put(store, "c", 0, 2, seed=1)
+    old = lease_pages(store, "c", 0, 2)
+    store.clear()
+    _, written = put(store, "c", 0, 2, seed=2)
+    new = lease_pages(store, "c", 0, 2)
+    assert old is not None
+    assert new is not None
+    assert tuple(block.tobytes() for block in new.slices[0].blocks) == written
+    store.release(old)
+    assert lease_pages(store, "c", 0, 2) is not None
+    assert store.stats().used_bytes == 192
+
+
+@pytest.mark.parametrize("model", [None, MODEL])
+def test_clear_drops_what_was_reserved_before_it(store: HostStore, model: object) -> None:
+    before = store.reserve((100, 60))
+    assert before is not None
+    store.clear(model)  # type: ignore[arg-type]
+    after = store.reserve((100, 60))
+    assert after is not None
+    fill(before, 1)
+    dropped = store.commit(before, make_manifest("c", 0, 2, (100, 60)))
+    assert dropped not in stored_ids(store)
+    assert lease_pages(store, "c", 0, 2) is None
+    kept = store.commit(after, make_manifest("c", 0, 2, (100, 60)))
+    assert stored_ids(store) == [kept]
+    assert store.stats().used_bytes == 192
+
+
+def test_clearing_another_model_drops_nothing(store: HostStore) -> None:
+    reservation = store.reserve((100, 60))
+    assert reservation is not None
+    store.clear(make_model("another"))
+    segment_id = store.commit(reservation, make_manifest("c", 0, 2, (100, 60)))
+    assert stored_ids(store) == [segment_id]
+
+
+def test_a_closed_store_says_so_but_lets_late_threads_end(store: HostStore) -> None:
+    _, written = put(store, "c", 0, 2)
+    lease = lease_pages(store, "c", 0, 2)
+    reservation, other = store.reserve((100, 60)), store.reserve((100, 60))
+    assert lease is not None
+    assert reservation is not None
+    assert other is not None
+    store.close()
+    store.close()
+    # Views stay mapped: a copy that is under way neither crashes nor reads anything else.
+    reservation.blocks[0][:] = 1
+    assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
+    store.release(lease)
+    store.abort(reservation)
+    store.abort(reservation)
+    for call in (
+        lambda: store.find_missing(MODEL, ()),
+        lambda: store.reserve((1,)),
+        lambda: store.commit(other, make_manifest("c", 0, 1, (100, 60))),
+        lambda: lease_pages(store, "c", 0, 2),
+        store.stats,
+        store.list_segments,
+        store.verify,
+        store.clear,
+        lambda: store.buffer,
+    ):
+        with pytest.raises(StoreClosedError):
+            call()
+
+
+def test_list_shows_what_an_operator_wants() -> None:
+    now_s = 100.0
+    store = HostStore(4096, clock=lambda: now_s)
+    first, _ = put(store, "c", 0, 2)
+    second, _ = put(store, "c", 2, 3, sizes=(10, 20))
+    now_s = 107.0
+    lease = lease_pages(store, "c", 0, 2)
+    assert lease is not None
+    now_s = 110.0
+    one, two = store.list_segments()
+    assert (one.segment_id, one.start_token, one.num_tokens, one.num_bytes) == (first, 0, 8, 160)
+    assert (two.segment_id, two.start_token, two.num_tokens, two.num_bytes) == (second, 8, 4, 30)
+    assert (one.idle_s, two.idle_s) == (3.0, 10.0)
+    assert (one.num_leases, two.num_leases) == (1, 0)
+    assert (one.model, one.fingerprint, one.codec) == ("tiny", MODEL.fingerprint, "raw")
+
+
+# Damage
+
+
+def damage(store: HostStore, conversation: str, first: int, end: int, layer: int, byte: int) -> None:
+    lease = lease_pages(store, conversation, first, end)
+    assert lease is not None
+    flip_byte(store, offset_in(store, lease.slices[0].blocks[layer]) + byte)
+    store.release(lease)
+
+
+@pytest.mark.parametrize(("layer", "byte"), [(0, 0), (0, 99), (1, 0), (1, 59)])
+def test_a_damaged_byte_is_a_miss_and_hurts_no_other_segment(store: HostStore, layer: int, byte: int) -> None:
+    first, first_written = put(store, "c", 0, 2, seed=1)
+    put(store, "c", 2, 4, seed=2)
+    third, _ = put(store, "c", 4, 6, seed=3)
+    other, _ = put(store, "d", 0, 2, seed=4)
+    damage(store, "c", 2, 4, layer, byte)
+    lease = lease_pages(store, "c", 0, 6)
+    assert lease is not None
+    assert lease.num_pages == 2
+    assert tuple(block.tobytes() for block in lease.slices[0].blocks) == first_written
+    assert stored_ids(store) == [first, third, other]
+    stats = store.stats()
+    assert (stats.corrupted_segments, stats.num_segments, stats.used_bytes) == (1, 3, 3 * 192)
+    assert store.find_missing(MODEL, page_keys("c", 0, 6)) == [range(2, 4)]
+    # The hole can be filled again.
+    put(store, "c", 2, 4, seed=5)
+    healed = lease_pages(store, "c", 0, 6)
+    assert healed is not None
+    assert healed.num_pages == 6
+
+
+def test_a_damaged_first_segment_is_a_whole_miss(store: HostStore) -> None:
+    put(store, "c", 0, 2)
+    damage(store, "c", 0, 2, 0, 50)
+    assert lease_pages(store, "c", 0, 2) is None
+    stats = store.stats()
+    assert (stats.corrupted_segments, stats.used_bytes, stats.num_leases) == (1, 0, 0)
+    assert stats.missed_pages == 2
+
+
+def test_a_damaged_segment_takes_only_its_own_pages_along(store: HostStore) -> None:
+    first, _ = put(store, "c", 0, 3)
+    second, _ = put(store, "c", 1, 4)
+    damage(store, "c", 3, 4, 0, 0)
+    assert store.verify() == [second]
+    assert stored_ids(store) == [first]
+    assert store.find_missing(MODEL, page_keys("c", 0, 4)) == [range(3, 4)]
+    assert store.stats().num_pages == 3
+
+
+def test_damage_under_a_lease_is_freed_at_its_release(store: HostStore) -> None:
+    put(store, "c", 0, 2)
+    lease = lease_pages(store, "c", 0, 2)
+    assert lease is not None
+    flip_byte(store, offset_in(store, lease.slices[0].blocks[1]))
+    assert lease_pages(store, "c", 0, 2) is None
+    assert lease_pages(store, "c", 0, 2) is None
+    stats = store.stats()
+    assert (stats.corrupted_segments, stats.num_segments, stats.used_bytes) == (1, 0, 192)
+    store.release(lease)
+    assert store.stats().used_bytes == 0
+
+
+def test_verify_takes_out_exactly_the_damaged_segments(store: HostStore) -> None:
+    ids = [put(store, f"c{i}", 0, 1, seed=i)[0] for i in range(5)]
+    assert store.verify() == []
+    damage(store, "c1", 0, 1, 0, 3)
+    damage(store, "c4", 0, 1, 1, 3)
+    assert store.verify() == [ids[1], ids[4]]
+    assert stored_ids(store) == [ids[0], ids[2], ids[3]]
+    assert store.verify() == []
+    assert store.stats().corrupted_segments == 2
+    assert store.stats().used_bytes == 3 * 192
+
+
+# Races
+
+
+class Gate:
+    """Stands in for the checksum: the first call waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.checksum = 0
+
+    def __call__(self, block: object) -> int:
+        if not self.entered.is_set():
+            self.entered.set()
+            assert self.go_on.wait(10)
+        return self.checksum
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate = Gate()
+    monkeypatch.setattr("krul_backend.store.host_store.block_checksum", gate)
+    monkeypatch.setattr("krul_backend.store.stored_segment.block_checksum", gate)
+    return gate
+
+
+@pytest.fixture
+def passed_gate(gate: Gate) -> Gate:
+    """A gate that is open for the commits of the set-up."""
+    gate.entered.set()
+    return gate
+
+
+def run_until_gate(gate: Gate, call: object) -> tuple[threading.Thread, list[object]]:
+    results: list[object] = []
+
+    def record() -> None:
+        try:
+            results.append(call())  # type: ignore[operator]
+        except Exception as error:
+            results.append(error)
+
+    gate.entered.clear()
+    thread = threading.Thread(target=record)
+    thread.start()
+    assert gate.entered.wait(10)
+    return thread, results
+
+
+def finish(gate: Gate, thread: threading.Thread) -> None:
+    gate.go_on.set()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_checksums_are_taken_without_the_lock(store: HostStore, gate: Gate) -> None:
+    reservation = store.reserve((100, 60))
+    assert reservation is not None
+    manifest = make_manifest("c", 0, 1, (100, 60))
+    thread, results = run_until_gate(gate, lambda: store.commit(reservation, manifest))
+    # The store answers, shows nothing yet, and keeps the bytes; nobody else can settle the reservation.
+    assert store.find_missing(MODEL, page_keys("c", 0, 1)) == [range(1)]
+    assert store.stats().used_bytes == 192
+    with pytest.raises(KeyError):
+        store.abort(reservation)
+    finish(gate, thread)
+    assert stored_ids(store) == results
+
+
+def test_clear_during_a_commit_drops_it(store: HostStore, gate: Gate) -> None:
+    reservation = store.reserve((100, 60))
+    assert reservation is not None
+    manifest = make_manifest("c", 0, 1, (100, 60))
+    thread, results = run_until_gate(gate, lambda: store.commit(reservation, manifest))
+    store.clear()
+    finish(gate, thread)
+    assert isinstance(results[0], int)
+    stats = store.stats()
+    assert (stats.num_segments, stats.used_bytes) == (0, 0)
+
+
+def test_a_segment_under_verification_is_not_evicted(store: HostStore, passed_gate: Gate) -> None:
+    put(store, "c", 0, 1, sizes=(960, 64))
+    thread, results = run_until_gate(passed_gate, lambda: lease_pages(store, "c", 0, 1))
+    assert store.reserve((4096,)) is None
+    finish(passed_gate, thread)
+    assert isinstance(results[0], Lease)
+    assert store.reserve((4096,)) is None
+    store.release(results[0])
+    assert store.reserve((4096,)) is not None
+
+
+def test_clear_during_a_verification_leaves_a_zombie(store: HostStore, passed_gate: Gate) -> None:
+    put(store, "c", 0, 1)
+    thread, results = run_until_gate(passed_gate, lambda: lease_pages(store, "c", 0, 1))
+    store.clear()
+    assert store.stats().used_bytes == 192
+    finish(passed_gate, thread)
+    (lease,) = results
+    assert isinstance(lease, Lease)
+    assert store.stats().used_bytes == 192
+    store.release(lease)
+    assert store.stats().used_bytes == 0
+    # The policy did not get the removed segment back.
+    put(store, "d", 0, 1, sizes=(4032, 64))
+    assert store.reserve((4096,)) is not None
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.parametrize("call", ["lease", "verify", "commit"])
+def test_close_during_a_verification(
+    store: HostStore, passed_gate: Gate, call: str, is_damaged: bool
+) -> None:
+    put(store, "c", 0, 1)
+    put(store, "c", 1, 2)
+    reservation = store.reserve((100, 60))
+    assert reservation is not None
+    calls = {
+        "lease": lambda: lease_pages(store, "c", 0, 2),
+        "verify": store.verify,
+        "commit": lambda: store.commit(reservation, make_manifest("d", 0, 1, (100, 60))),
+    }
+    thread, results = run_until_gate(passed_gate, calls[call])
+    store.close()
+    passed_gate.checksum = int(is_damaged)
+    finish(passed_gate, thread)
+    assert isinstance(results[0], StoreClosedError)
+
+
+def test_an_interrupted_verification_leaves_no_pin(store: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store, "c", 0, 1)
+
+    def interrupt(block: object) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("krul_backend.store.stored_segment.block_checksum", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lease_pages(store, "c", 0, 1)
+        with pytest.raises(KeyboardInterrupt):
+            store.verify()
+    assert store.reserve((4096,)) is not None
+
+
+def test_threads_that_do_everything_at_once_never_see_wrong_bytes() -> None:
+    store = HostStore(48 * 1024)
+    stop_at = time.monotonic() + 1.5
+    failures: list[str] = []
+    num_leases = [0] * 4
+
+    def content(conversation: str, page: int, layer: int) -> int:
+        return (hash((conversation, page, layer)) & 0xFF) | 1
+
+    def work(worker: int) -> None:
+        rng = np.random.default_rng(worker)
+        while time.monotonic() < stop_at:
+            name = f"c{rng.integers(6)}"
+            first = int(rng.integers(0, 5))
+            if rng.random() < 0.5:
+                sizes = tuple(int(size) for size in rng.integers(500, 4000, 2))
+                reservation = store.reserve(sizes)
+                if reservation is None:
+                    continue
+                for layer, block in enumerate(reservation.blocks):
+                    block[:] = content(name, first, layer)
+                if rng.random() < 0.1:
+                    store.abort(reservation)
+                else:
+                    store.commit(reservation, make_manifest(name, first, first + 1, sizes))
+            elif rng.random() < 0.02:
+                store.clear()
+            else:
+                lease = lease_pages(store, name, first, 6)
+                if lease is None:
+                    continue
+                num_leases[worker] += 1
+                for piece in lease.slices:
+                    page = piece.manifest.start_token // PAGE_SIZE
+                    for layer, block in enumerate(piece.blocks):
+                        if not (block == content(name, page, layer)).all():
+                            failures.append(f"{name} page {page} layer {layer}")
+                store.release(lease)
+            stats = store.stats()
+            if stats.used_bytes + stats.free_bytes != stats.capacity_bytes:
+                failures.append(f"{stats}")
+
+    def guarded(worker: int) -> None:
+        try:
+            work(worker)
+        except Exception as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=guarded, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    stats = store.stats()
+    assert min(num_leases) > 0
+    assert stats.evicted_segments > 0
+    assert (stats.corrupted_segments, stats.num_leases, stats.num_reservations) == (0, 0, 0)
+    store.clear()
+    assert store.stats().used_bytes == 0
+    assert store.reserve((48 * 1024,)) is not None
