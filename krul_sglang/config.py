@@ -82,7 +82,7 @@ class KrulConfig:
         if total > limit:
             raise ConfigError(
                 f"host_memory = {format_bytes(total)} is larger than the memory of this machine or cgroup "
-                f"({format_bytes(limit)}); choose less, or \"auto\""
+                f'({format_bytes(limit)}); choose less, or "auto"'
             )
         return total // num_ranks
 

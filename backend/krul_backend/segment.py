@@ -47,7 +47,7 @@ class ModelIdentity:
         return hashlib.sha256(payload).hexdigest()[:32]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SegmentManifest:
     """Describes one immutable segment: the pages that one turn added to a conversation.
 

@@ -127,7 +127,9 @@ class Player:
             raise PlayError(f"no answer to conversation {conversation!r}, turn {turn}: {error}") from error
         ended = time.perf_counter()
         if usage is None:
-            raise PlayError(f"the answer to conversation {conversation!r}, turn {turn} came without its usage")
+            raise PlayError(
+                f"the answer to conversation {conversation!r}, turn {turn} came without its usage"
+            )
         return TurnResult(
             conversation=conversation,
             turn=turn,

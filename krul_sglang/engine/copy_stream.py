@@ -14,7 +14,9 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = (
+            torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        )
 
     def bind_thread(self) -> None:
         """Call once in the worker thread, before its first copy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import asdict
 from typing import Any
 
@@ -74,6 +75,8 @@ def build_cache(ctx: Any) -> Any:
         torch.distributed.all_reduce(
             capacity, op=torch.distributed.ReduceOp.MIN, group=ctx.params.tp_cache_group
         )
+    # Leased blocks are read-only arrays on purpose; torch has no read-only tensors and would warn.
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     model = build_model_identity(
         ctx.model_config,
         pool.shape,

@@ -140,7 +140,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Not how krul is fed: nodes know neither positions nor token ids. See ``offload_turn``."""
-        raise RuntimeError("KrulLinker stores whole turns; it needs KrulRadixCache (--radix-cache-backend krul)")
+        raise RuntimeError(
+            "KrulLinker stores whole turns; it needs KrulRadixCache (--radix-cache-backend krul)"
+        )
 
     def wait_for_offloads(self) -> None:
         """Block until every submitted turn has completed."""

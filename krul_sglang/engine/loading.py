@@ -104,7 +104,7 @@ class LayerWiseLoader:
         """The event after which nobody reads or writes the slots' earlier owners' KV any more."""
         if self._forward_stream is None or self._pool.device.type != "cuda":
             return []
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._forward_stream)
         return [event]
 

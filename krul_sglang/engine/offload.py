@@ -1,4 +1,4 @@
-"""Storing a finished turn: device slots -> codec -> reserved arena blocks -> commit, off the scheduler thread."""
+"""Storing a finished turn, off the scheduler thread: device slots, codec, reserved blocks, commit."""
 
 from __future__ import annotations
 
@@ -128,8 +128,7 @@ class TurnOffloader:
         try:
             # Asked again here: an earlier turn in the queue may have stored a common prefix meanwhile.
             stored = [
-                self._store_run(turn, run)
-                for run in self._store.find_missing(self._model, turn.page_keys)
+                self._store_run(turn, run) for run in self._store.find_missing(self._model, turn.page_keys)
             ]
         except Exception:
             self.counters.failed_turns += 1
@@ -143,9 +142,7 @@ class TurnOffloader:
         """Store one run of missing pages as a segment; False if there is no space for it."""
         page_size = self._model.page_size
         start, end = run.start * page_size, run.stop * page_size
-        layer_num_bytes = [
-            self._codec.layer_num_bytes(self._pool.shape, end - start)
-        ] * self._pool.num_layers
+        layer_num_bytes = [self._codec.layer_num_bytes(self._pool.shape, end - start)] * self._pool.num_layers
         reservation = self._store.reserve(layer_num_bytes)
         if reservation is None:
             return False

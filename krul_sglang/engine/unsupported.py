@@ -90,8 +90,7 @@ def check_flags(values: Mapping[str, Any]) -> None:
         value = values[rule.field]
         if rule.applies(value):
             raise UnsupportedSetupError(
-                f"--radix-cache-backend krul does not run with {rule.flag} "
-                f"(set to {value!r}): {rule.reason}"
+                f"--radix-cache-backend krul does not run with {rule.flag} (set to {value!r}): {rule.reason}"
             )
 
 
@@ -100,6 +99,8 @@ def check_model(*, is_hybrid_swa: bool, is_hybrid_ssm: bool, is_embedding: bool)
     if is_hybrid_swa:
         raise UnsupportedSetupError("--radix-cache-backend krul: sliding-window models are not supported yet")
     if is_hybrid_ssm:
-        raise UnsupportedSetupError("--radix-cache-backend krul: Mamba and hybrid models are not supported yet")
+        raise UnsupportedSetupError(
+            "--radix-cache-backend krul: Mamba and hybrid models are not supported yet"
+        )
     if is_embedding:
         raise UnsupportedSetupError("--radix-cache-backend krul: embedding models have no turns to restore")

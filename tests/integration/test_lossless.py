@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +63,7 @@ def play(server: ServerProcess, *, evict: bool) -> tuple[list[list[int]], list[A
 
 
 @pytest.fixture(scope="module", params=MODES)
-def played(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Iterator[Played]:
+def played(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Played:
     mode = MODES[request.param]
     args = (*mode.args, "--dtype", mode.dtype, "--page-size", str(PAGE_SIZE), "--enable-cache-report")
     env = dict(mode.env)
@@ -75,7 +74,7 @@ def played(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Iter
     with ServerProcess(model, args=small, env={**env, **STRICT}) as server:
         _, restored = play(server, evict=True)
         assert_nothing_left_behind(server)
-    yield Played(prompts, kept, restored)
+    return Played(prompts, kept, restored)
 
 
 def test_control_kept_the_conversation_on_the_device(played: Played) -> None:

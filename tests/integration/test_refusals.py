@@ -14,11 +14,17 @@ from tests.integration.scenario import KRUL
 CONFIG = "--unified-cache-external-linker-config"
 
 CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "unknown key": ((CONFIG, '{"host_memmory": "1GiB"}'), ("unknown key 'host_memmory'", "did you mean 'host_memory'")),
+    "unknown key": (
+        (CONFIG, '{"host_memmory": "1GiB"}'),
+        ("unknown key 'host_memmory'", "did you mean 'host_memory'"),
+    ),
     "negative budget": ((CONFIG, '{"host_memory": "-1GiB"}'), ("host_memory = '-1GiB'", "positive size")),
     "budget over the machine": ((CONFIG, '{"host_memory": "100TiB"}'), ("larger than the memory",)),
     "second tier": (("--enable-hierarchical-cache",), ("--enable-hierarchical-cache",)),
-    "second linker": (("--enable-unified-cache-external-linker",), ("--enable-unified-cache-external-linker",)),
+    "second linker": (
+        ("--enable-unified-cache-external-linker",),
+        ("--enable-unified-cache-external-linker",),
+    ),
 }
 
 
@@ -53,7 +59,9 @@ def test_a_missing_model_path_is_named() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_server_whose_hooks_are_missing_does_not_serve(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_server_whose_hooks_are_missing_does_not_serve(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
     """As after an engine upgrade that renamed a hook's target: SGLang itself would only log it and go on."""
     (tmp_path / "sitecustomize.py").write_text(
         "from krul_sglang.engine import hook_targets\n"

@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 
 from krul_sglang.engine import hook_targets
-from krul_sglang.engine.hook_targets import IncompatibleEngineError, Target, check_hooks_installed, check_signatures
+from krul_sglang.engine.hook_targets import (
+    IncompatibleEngineError,
+    Target,
+    check_hooks_installed,
+    check_signatures,
+)
 
 
 def test_the_installed_release_has_every_target() -> None:
@@ -25,7 +30,9 @@ def test_a_renamed_target_is_named() -> None:
 
 def test_changed_parameters_are_named() -> None:
     path = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree"
-    with pytest.raises(IncompatibleEngineError, match=r"takes \(self, req, up_to, kwargs\), expected \(self, token\)"):
+    with pytest.raises(
+        IncompatibleEngineError, match=r"takes \(self, req, up_to, kwargs\), expected \(self, token\)"
+    ):
         check_signatures((Target(path, ("self", "token")),))
 
 

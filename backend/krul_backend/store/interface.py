@@ -15,7 +15,7 @@ Block = npt.NDArray[np.uint8]
 """A writable or read-only view of ``[num_bytes]`` bytes inside the arena."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reservation:
     """Space for one segment that nobody can see yet: one block per layer, of exactly the bytes asked for.
 
@@ -26,7 +26,7 @@ class Reservation:
     blocks: tuple[Block, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SegmentSlice:
     """The pages ``[first_page, end_page)`` of one stored segment, pinned by a lease.
 
@@ -40,7 +40,7 @@ class SegmentSlice:
     end_page: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lease:
     """A restorable prefix: ``num_pages`` consecutive pages, verified and pinned until released.
 

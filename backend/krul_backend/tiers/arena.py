@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class Extent:
 
 
 class DramArena:
-    """Best-fit allocator over one anonymous shared mapping. Not thread-safe: its store holds the lock.
+    """Best-fit allocator over one memory file, mapped shared. Not thread-safe: its store holds the lock.
 
     The operating system backs a page of the mapping with memory at the first write to it, so an empty arena
     costs nothing; freed extents stay backed. The memory goes back when the arena and the last view are gone.
@@ -54,7 +55,7 @@ class DramArena:
         capacity_bytes -= capacity_bytes % ALIGNMENT_BYTES
         if capacity_bytes <= 0:
             raise ValueError(f"an arena needs at least {ALIGNMENT_BYTES} bytes, got {capacity_bytes}")
-        self._buffer = np.frombuffer(mmap.mmap(-1, capacity_bytes), dtype=np.uint8)
+        self._buffer = np.frombuffer(_map_memory_file(capacity_bytes), dtype=np.uint8)
         self._free = FreeExtents(capacity_bytes)
         self._live: dict[int, Extent] = {}
 
@@ -135,3 +136,13 @@ class DramArena:
     def _check_live(self, extent: Extent) -> None:
         if self._live.get(extent.offset) is not extent:
             raise ValueError(f"{extent} is not held in this arena: freed before, or another arena's")
+
+
+def _map_memory_file(num_bytes: int) -> mmap.mmap:
+    """A shared mapping of a new, nameless file in memory; it lives as long as the mapping does."""
+    descriptor = os.memfd_create("krul-arena", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        return mmap.mmap(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
