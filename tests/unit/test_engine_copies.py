@@ -1,0 +1,228 @@
+"""Offloader and loader against a real store and a pool in this process, without a server."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from krul_backend.codec.raw import RawCodec
+from krul_backend.segment import ModelIdentity
+from krul_backend.store.host_store import HostStore
+from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.loading import LayerWiseLoader, Load
+from krul_sglang.engine.offload import Turn, TurnOffloader
+
+PAGE_SIZE = 4
+NUM_LAYERS = 3
+NUM_SLOTS = 64
+TOKEN_BYTES = NUM_LAYERS * 2 * 2 * 16 * 4  # layers x (K, V) x heads x channels x float32
+
+
+def make_pool() -> Any:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = MHATokenToKVPool(
+        size=NUM_SLOTS,
+        page_size=PAGE_SIZE,
+        dtype=torch.float32,
+        head_num=2,
+        head_dim=16,
+        layer_num=NUM_LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    return pool
+
+
+class Bench:
+    """A pool, a store, and what moves KV between them."""
+
+    def __init__(self, *, capacity_bytes: int = 1 << 20, max_pending_tokens: int = 16) -> None:
+        self.sglang_pool = make_pool()
+        self.pool = DevicePool(self.sglang_pool)
+        self.store = HostStore(capacity_bytes)
+        self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
+        self.offloader = TurnOffloader(
+            self.store, self.model, self.pool, RawCodec(), max_pending_tokens=max_pending_tokens
+        )
+        self.loader = LayerWiseLoader(self.store, self.pool, RawCodec(), None)
+
+    def close(self) -> None:
+        self.offloader.close()
+        self.loader.close()
+        self.store.close()
+
+    def turn(self, name: str, num_pages: int, first_slot: int = 0) -> Turn:
+        num_tokens = num_pages * PAGE_SIZE
+        return Turn(
+            page_keys=[f"{name}-{page}" for page in range(num_pages)],
+            token_ids=np.arange(num_tokens, dtype=np.int32),
+            slots=torch.arange(first_slot, first_slot + num_tokens),
+            ready=[],
+        )
+
+    def store_turn(self, turn: Turn) -> bool:
+        self.offloader.submit(turn)
+        self.offloader.wait()
+        return self.offloader.pop_completed()
+
+    def rows(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        return [buffer[slots].clone() for buffer in (*self.sglang_pool.k_buffer, *self.sglang_pool.v_buffer)]
+
+
+@pytest.fixture
+def bench() -> Any:
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+def test_stored_rows_come_back_to_other_slots_bit_for_bit(bench: Bench) -> None:
+    turn = bench.turn("a", 3)
+    turn = Turn(turn.page_keys, turn.token_ids, torch.randperm(NUM_SLOTS)[:12], [])
+    before = bench.rows(turn.slots)
+    assert bench.store_turn(turn)
+    lease = bench.store.lease(bench.model, turn.page_keys, turn.token_ids)
+    assert lease is not None
+    targets = torch.randperm(NUM_SLOTS)[:12]
+    bench.loader.queue("r", Load(lease, targets))
+    index = bench.loader.start()
+    assert bench.loader.finish(index)
+    for old, new in zip(before, bench.rows(targets), strict=True):
+        assert torch.equal(old, new)
+    assert bench.store.stats().num_leases == 0
+
+
+def test_a_load_over_several_segments_from_the_middle_of_the_first(bench: Bench) -> None:
+    whole = bench.turn("a", 5)
+    first = Turn(whole.page_keys[:3], whole.token_ids[:12], whole.slots[:12], [])
+    assert bench.store_turn(first)
+    assert bench.store_turn(whole)
+    assert bench.store.stats().num_segments == 2
+    lease = bench.store.lease(bench.model, whole.page_keys[1:], whole.token_ids[4:])
+    assert lease is not None
+    assert lease.num_pages == 4
+    before = bench.rows(whole.slots[4:16])
+    targets = torch.arange(40, 52)  # one page less than leased: ranks may agree on less
+    bench.loader.queue("r", Load(lease, targets))
+    assert bench.loader.finish(bench.loader.start())
+    for old, new in zip(before, bench.rows(targets), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_only_missing_pages_are_stored(bench: Bench) -> None:
+    assert bench.store_turn(bench.turn("a", 2))
+    assert bench.store_turn(bench.turn("a", 5))
+    assert bench.store_turn(bench.turn("a", 5))
+    assert bench.offloader.counters.tokens == 5 * PAGE_SIZE
+    assert bench.offloader.counters.segments == 2
+    starts = [info.start_token for info in bench.store.list_segments()]
+    assert sorted(starts) == [0, 2 * PAGE_SIZE]
+    assert bench.store.stats().stored_bytes == 5 * PAGE_SIZE * TOKEN_BYTES
+
+
+def test_two_turns_in_the_queue_store_their_common_prefix_once(bench: Bench) -> None:
+    with Blocked(bench.offloader):
+        bench.offloader.submit(bench.turn("a", 2))
+        bench.offloader.submit(bench.turn("a", 2))
+    bench.offloader.wait()
+    assert [bench.offloader.pop_completed(), bench.offloader.pop_completed()] == [True, True]
+    assert bench.offloader.counters.segments == 1
+
+
+def test_too_much_pending_is_skipped_counted_and_completed_in_order(bench: Bench) -> None:
+    with Blocked(bench.offloader):
+        bench.offloader.submit(bench.turn("a", 3))  # 12 of 16 pending tokens
+        bench.offloader.submit(bench.turn("b", 2))  # would make 20: skipped
+        bench.offloader.submit(bench.turn("c", 1))  # makes 16: taken
+        assert bench.offloader.num_completed() == 0
+    bench.offloader.wait()
+    assert bench.offloader.num_completed() == 3
+    assert [bench.offloader.pop_completed() for _ in range(3)] == [True, False, True]
+    assert bench.offloader.counters.skipped_turns == 1
+    assert bench.store.stats().num_pages == 4
+    # The next one finds room again.
+    assert bench.store_turn(bench.turn("b", 2))
+
+
+def test_a_turn_longer_than_the_bound_is_taken_when_it_is_alone(bench: Bench) -> None:
+    assert bench.store_turn(bench.turn("long", 8))
+
+
+def test_no_space_in_the_arena_is_skipped_and_counted() -> None:
+    bench = Bench(capacity_bytes=2 * PAGE_SIZE * TOKEN_BYTES)
+    assert not bench.store_turn(bench.turn("a", 3))
+    assert bench.offloader.counters.skipped_turns == 1
+    assert bench.store.stats().used_bytes == 0
+    assert bench.store_turn(bench.turn("b", 2))
+    bench.close()
+
+
+def test_a_failing_copy_leaves_no_reservation(bench: Bench) -> None:
+    turn = bench.turn("a", 2)
+    bad = Turn(turn.page_keys, turn.token_ids, turn.slots + NUM_SLOTS, [])  # slots outside of the pool
+    assert not bench.store_turn(bad)
+    assert bench.offloader.counters.failed_turns == 1
+    stats = bench.store.stats()
+    assert (stats.num_reservations, stats.used_bytes) == (0, 0)
+    assert bench.store_turn(turn)
+
+
+def test_a_failing_load_is_reported_and_leaves_no_lease(bench: Bench) -> None:
+    turn = bench.turn("a", 2)
+    assert bench.store_turn(turn)
+    lease = bench.store.lease(bench.model, turn.page_keys, turn.token_ids)
+    assert lease is not None
+    bench.loader.queue("r", Load(lease, turn.slots + NUM_SLOTS * 2))
+    assert not bench.loader.finish(bench.loader.start())
+    assert bench.loader.counters.failed_batches == 1
+    assert bench.store.stats().num_leases == 0
+
+
+def test_cancel_and_discard_release_leases(bench: Bench) -> None:
+    turn = bench.turn("a", 2)
+    assert bench.store_turn(turn)
+    for rid in ("r1", "r2"):
+        lease = bench.store.lease(bench.model, turn.page_keys, turn.token_ids)
+        assert lease is not None
+        bench.loader.queue(rid, Load(lease, turn.slots))
+    assert bench.loader.cancel("r1")
+    assert not bench.loader.cancel("r1")
+    assert bench.store.stats().num_leases == 1
+    bench.loader.discard_all()
+    assert bench.store.stats().num_leases == 0
+    assert bench.loader.start() == -1
+
+
+def test_discarded_offloads_neither_complete_nor_reappear(bench: Bench) -> None:
+    with Blocked(bench.offloader):
+        for name in "abc":
+            bench.offloader.submit(bench.turn(name, 1))
+        thread = threading.Thread(target=bench.offloader.discard_all)
+        thread.start()
+    thread.join()
+    assert bench.offloader.num_completed() == 0
+    assert bench.offloader.num_pending() == 0
+    bench.store.clear(bench.model)
+    assert bench.store.stats().used_bytes == 0
+
+
+class Blocked:
+    """Keeps an offloader's worker busy, so that what is submitted inside waits in its queue."""
+
+    def __init__(self, offloader: TurnOffloader) -> None:
+        self._worker = offloader._worker
+        self._go_on = threading.Event()
+
+    def __enter__(self) -> None:
+        self._worker.submit(self._go_on.wait)
+
+    def __exit__(self, *args: object) -> None:
+        self._go_on.set()
