@@ -24,6 +24,8 @@ CPU_ARGS = (
     *("--attention-backend", "torch_native"),
     *("--sampling-backend", "pytorch"),
     *("--mem-fraction-static", "0.2"),
+    # An idle scheduler would otherwise keep one of few cores busy with polling.
+    "--sleep-on-idle",
 )
 """What SGLang needs on a machine without a GPU."""
 

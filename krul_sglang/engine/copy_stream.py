@@ -28,15 +28,17 @@ class CopyStream:
 
     @contextmanager
     def active(self, ready: Sequence[Any] = ()) -> Iterator[None]:
-        """Copies inside run after the events ``ready`` and have finished when the block is left normally."""
+        """Copies inside run after the events ``ready``; they have ended when the block is left."""
         if self._stream is None:
             yield
             return
         for event in ready:
             self._stream.wait_event(event)
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self._stream.synchronize()
 
     def synchronize(self) -> None:
         """Wait for the copies queued so far."""

@@ -70,7 +70,8 @@ def build_cache(ctx: Any) -> Any:
     options = memory.unified_cache_external_linker_config["linker_extra_config"]["options"]
     config = KrulConfig.from_mapping(options, "krul options")
     # Ranks may see different cgroups; all take the smallest budget, so that they hold the same prefixes.
-    capacity = torch.tensor([config.host_memory_bytes(num_ranks=ctx.tp_size * resolved["dp_size"])])
+    num_ranks_here = max(1, ctx.tp_size * resolved["dp_size"] // resolved["nnodes"])
+    capacity = torch.tensor([config.host_memory_bytes(num_ranks=num_ranks_here)])
     if ctx.tp_size > 1:
         torch.distributed.all_reduce(
             capacity, op=torch.distributed.ReduceOp.MIN, group=ctx.params.tp_cache_group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -66,9 +66,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             codec,
             max_pending_tokens=int(self._pool.num_tokens * self.config.max_pending_share),
         )
-        self._loader = LayerWiseLoader(self._store, self._pool, codec, forward_stream)
+        self._loader = LayerWiseLoader(self._store, self._pool, codec)
         self._leases: dict[str, HeldLease] = {}
-        self._expected_tokens: dict[str, TokenIds] = {}
+        self._expected_tokens: dict[str, Callable[[], TokenIds]] = {}
         logger.info(
             "krul: rank %d/%d keeps up to %s of KV on host memory (about %d tokens of %s)",
             self.model.tp_rank,
@@ -85,8 +85,11 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # ---- restore ----
 
-    def expect_tokens(self, rid: str, token_ids: TokenIds) -> None:
-        """State the tokens that the keys of the next ``lookup`` of ``rid`` stand for."""
+    def expect_tokens(self, rid: str, token_ids: Callable[[], TokenIds]) -> None:
+        """State the tokens that the keys of the next ``lookup`` of ``rid`` stand for.
+
+        Called for only when the lookup really asks the store, which is not in every scheduling round.
+        """
         self._expected_tokens[rid] = token_ids
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
@@ -96,7 +99,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         held = self._leases.get(rid)
         if held is None or held.first_key != keys[0] or held.num_keys != len(keys):
             self.release(rid)
-            lease = self._store.lease(self.model, keys, token_ids)
+            lease = self._store.lease(self.model, keys, token_ids())
             if lease is None:
                 return []
             held = HeldLease(keys[0], len(keys), lease)
@@ -117,7 +120,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return True
 
     def start_layer_wise_loading(self) -> int:
-        return self._loader.start()
+        return self._loader.start(self.record_offload_ready())
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         return self._loader.finish(counter_index)

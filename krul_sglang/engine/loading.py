@@ -40,7 +40,7 @@ class LayerWiseLoader:
     A load owns its lease: it is released when the load has ended, well or not, or is cancelled.
     """
 
-    def __init__(self, store: KVStore, pool: DevicePool, codec: Codec, forward_stream: Any) -> None:
+    def __init__(self, store: KVStore, pool: DevicePool, codec: Codec) -> None:
         from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 
         self.counters = LoadCounters()
@@ -48,7 +48,6 @@ class LayerWiseLoader:
         self._store = store
         self._pool = pool
         self._codec = codec
-        self._forward_stream = forward_stream
         self._queued: dict[str, Load] = {}
         self._running: dict[int, Any] = {}
         self._stream = CopyStream(pool.device)
@@ -67,14 +66,17 @@ class LayerWiseLoader:
         self._store.release(load.lease)
         return True
 
-    def start(self) -> int:
-        """Start everything queued as one batch. Returns its counter index, -1 if nothing was queued."""
+    def start(self, ready: Sequence[Any] = ()) -> int:
+        """Start everything queued as one batch. Returns its counter index, -1 if nothing was queued.
+
+        ``ready``: events after which the slot indices are computed and their earlier owners' KV is not used.
+        """
         if not self._queued:
             return -1
         loads = tuple(self._queued.values())
         self._queued.clear()
         index: int = self.counter.update_producer()
-        self._running[index] = self._worker.submit(self._run, index, loads, self._slots_free())
+        self._running[index] = self._worker.submit(self._run, index, loads, ready)
         return index
 
     def finish(self, index: int) -> bool:
@@ -100,17 +102,9 @@ class LayerWiseLoader:
         self.discard_all()
         self._worker.shutdown(wait=True)
 
-    def _slots_free(self) -> list[Any]:
-        """The event after which nobody reads or writes the slots' earlier owners' KV any more."""
-        if self._forward_stream is None or self._pool.device.type != "cuda":
-            return []
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._forward_stream)
-        return [event]
-
-    def _run(self, index: int, loads: Sequence[Load], slots_free: Sequence[Any]) -> None:
+    def _run(self, index: int, loads: Sequence[Load], ready: Sequence[Any]) -> None:
         try:
-            with self._stream.active(slots_free):
+            with self._stream.active(ready):
                 for layer in range(self._pool.num_layers):
                     for load in loads:
                         for slots, k_host, v_host in self._layer_pieces(load, layer):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -34,6 +35,14 @@ class Turn:
     token_ids: TokenIds
     slots: torch.Tensor
     ready: Sequence[Any]
+
+
+class Outcome(Enum):
+    """How a turn ended: every page of it is stored; there was no room; something went wrong."""
+
+    STORED = auto()
+    SKIPPED = auto()
+    FAILED = auto()
 
 
 @dataclass
@@ -68,7 +77,7 @@ class TurnOffloader:
         self._codec = codec
         self._max_pending_tokens = max_pending_tokens
         self._pending_tokens = 0
-        self._queue: deque[tuple[Future[bool], int]] = deque()
+        self._queue: deque[tuple[Future[Outcome], int]] = deque()
         self._stream = CopyStream(pool.device)
         self._worker = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="krul-offload", initializer=self._stream.bind_thread
@@ -82,13 +91,12 @@ class TurnOffloader:
         # A lone turn is always taken, however long it is: it cannot starve the pool more than its own
         # request did while it ran.
         if missing and self._pending_tokens and self._pending_tokens + missing > self._max_pending_tokens:
-            self.counters.skipped_turns += 1
-            self._queue.append((_completed(False), 0))
+            self._queue.append((_completed(Outcome.SKIPPED), 0))
         elif missing:
             self._pending_tokens += missing
             self._queue.append((self._worker.submit(self._store_turn, turn), missing))
         else:
-            self._queue.append((_completed(True), 0))
+            self._queue.append((_completed(Outcome.STORED), 0))
 
     def num_completed(self) -> int:
         """Completed turns at the front of the queue: those that ``pop_completed`` can take now."""
@@ -106,7 +114,10 @@ class TurnOffloader:
         """Take the oldest completion: whether every page of that turn is stored now."""
         future, num_tokens = self._queue.popleft()
         self._pending_tokens -= num_tokens
-        return future.result()
+        outcome = future.result()
+        self.counters.skipped_turns += outcome is Outcome.SKIPPED
+        self.counters.failed_turns += outcome is Outcome.FAILED
+        return outcome is Outcome.STORED
 
     def wait(self) -> None:
         """Block until every submitted turn can be popped."""
@@ -124,19 +135,16 @@ class TurnOffloader:
         self.discard_all()
         self._worker.shutdown(wait=True)
 
-    def _store_turn(self, turn: Turn) -> bool:
+    def _store_turn(self, turn: Turn) -> Outcome:
         try:
             # Asked again here: an earlier turn in the queue may have stored a common prefix meanwhile.
             stored = [
                 self._store_run(turn, run) for run in self._store.find_missing(self._model, turn.page_keys)
             ]
         except Exception:
-            self.counters.failed_turns += 1
             logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
-            return False
-        if not all(stored):
-            self.counters.skipped_turns += 1
-        return all(stored)
+            return Outcome.FAILED
+        return Outcome.STORED if all(stored) else Outcome.SKIPPED
 
     def _store_run(self, turn: Turn, run: range) -> bool:
         """Store one run of missing pages as a segment; False if there is no space for it."""
@@ -172,7 +180,7 @@ class TurnOffloader:
         return True
 
 
-def _completed(result: bool) -> Future[bool]:
-    future: Future[bool] = Future()
-    future.set_result(result)
+def _completed(outcome: Outcome) -> Future[Outcome]:
+    future: Future[Outcome] = Future()
+    future.set_result(outcome)
     return future

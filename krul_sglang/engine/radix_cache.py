@@ -29,7 +29,9 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         start = result.device_prefix_len
         end = len(key) // page_size * page_size
         if start < end:
-            self.cache_linker.expect_tokens(req.rid, np.asarray(key.token_ids[start:end], dtype=np.int32))
+            self.cache_linker.expect_tokens(
+                req.rid, lambda: np.asarray(key.token_ids[start:end], dtype=np.int32)
+            )
         result = super().match(key, req, result)
         if req.rid not in self.hit_markers:
             self.cache_linker.release(req.rid)

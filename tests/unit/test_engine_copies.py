@@ -52,7 +52,7 @@ class Bench:
         self.offloader = TurnOffloader(
             self.store, self.model, self.pool, RawCodec(), max_pending_tokens=max_pending_tokens
         )
-        self.loader = LayerWiseLoader(self.store, self.pool, RawCodec(), None)
+        self.loader = LayerWiseLoader(self.store, self.pool, RawCodec())
 
     def close(self) -> None:
         self.offloader.close()

@@ -1,0 +1,89 @@
+"""Writes the README's tables from the JSON files of the benchmarks: ``python -m benchmarks.readme``.
+
+Each table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->``.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+DEMO_RESULT = ROOT / "benchmarks" / "results" / "demo-cpu.json"
+
+
+def demo_table(result: dict[str, Any]) -> str:
+    """The demo's comparison: what returning turns cost with and without krul, by prompt length."""
+    rows = [row for row in result["rows"] if row["turn"] > 1]
+    lines = [
+        "| prompt of a returning turn | turns | from krul | TTFT without krul | TTFT with krul | ratio |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for low, high in ((0, 512), (512, 1024), (1024, 1 << 30)):
+        chosen = [row for row in rows if low < row["prompt_tokens"] <= high]
+        if chosen:
+            text = f"up to {high} tokens" if high < 1 << 30 else f"more than {low} tokens"
+            lines.append(_demo_line(text, chosen))
+    lines += [_demo_line("any length", rows), "", _demo_notes(result, rows)]
+    return "\n".join(lines)
+
+
+def _demo_notes(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    summary, machine = result["summary"], result["machine"]
+    cpu, cores, sglang = machine["cpu"], machine["cores"], result["versions"]["sglang"]
+    num_conversations = len({row["conversation"] for row in rows})
+    first, baseline_first = summary["median_first_ttft_s"], summary["baseline_median_first_ttft_s"]
+    source = DEMO_RESULT.relative_to(ROOT)
+    return " ".join(
+        (
+            f"Medians over {len(rows)} returning turns of {num_conversations} conversations.",
+            "Answers equal to those of a server that never evicted:",
+            f"{summary['answers_equal']} of {summary['answers']}.",
+            f"Recall of facts from earlier turns: {summary['recall']:.0%} with krul,",
+            f"{summary['baseline_recall']:.0%} without.",
+            f"Kept on the host: {summary['bytes_stored'] / 2**20:.0f} MiB",
+            f"for {summary['tokens_stored']} tokens (raw codec).",
+            f"First turns, which krul cannot help, took {_ms(first)} with it and {_ms(baseline_first)} without:",
+            "the noise of the machine.",
+            f"Machine: {cpu}, {cores} cores, no GPU; the bundled model in {result['configuration']['dtype']};",
+            f"SGLang {sglang}. Source: [`{source}`]({source}).",
+        )
+    )
+
+
+def _demo_line(text: str, rows: list[dict[str, Any]]) -> str:
+    prompt = sum(row["prompt_tokens"] for row in rows)
+    restored = sum(row["host_tokens"] for row in rows)
+    without = statistics.median(row["baseline_ttft_s"] for row in rows)
+    with_krul = statistics.median(row["ttft_s"] for row in rows)
+    return (
+        f"| {text} | {len(rows)} | {restored / prompt:.0%} of tokens | {_ms(without)} | {_ms(with_krul)} | "
+        f"{without / with_krul:.2f}x |"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms"
+
+
+def render(readme: str, tables: dict[str, str]) -> str:
+    """``readme`` with each table in its place. Raises ValueError if a place is missing."""
+    for name, table in tables.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if not pattern.search(readme):
+            raise ValueError(f"README.md has no place <!-- {name} --> ... <!-- /{name} -->")
+        readme = pattern.sub(lambda match, table=table: f"{match[1]}{table}\n{match[2]}", readme)
+    return readme
+
+
+def tables() -> dict[str, str]:
+    return {"demo": demo_table(orjson.loads(DEMO_RESULT.read_bytes()))}
+
+
+if __name__ == "__main__":
+    README.write_text(render(README.read_text(encoding="utf-8"), tables()), encoding="utf-8")
