@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -43,9 +43,14 @@ class _OneLineErrors(TyperGroup):
             _fail(error.format_message(), error.exit_code)
         except KrulError as error:
             _fail(str(error), EXIT_FAILED)
-        except KeyboardInterrupt:
-            _fail("interrupted", EXIT_INTERRUPTED)
         sys.exit(status if isinstance(status, int) else 0)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            # Here, because versions of typer differ in what they make of it further out.
+            _fail("interrupted", EXIT_INTERRUPTED)
 
 
 app = typer.Typer(
@@ -250,7 +255,7 @@ def selftest(
     raise typer.Exit(0 if result.passed else EXIT_FAILED)
 
 
-def _fail(message: str, status: int) -> None:
+def _fail(message: str, status: int) -> NoReturn:
     """Print the first line of ``message`` as the error, what follows (a quoted log) below it, and exit."""
     typer.echo(f"krul-sglang: error: {message}", err=True)
     sys.exit(status)

@@ -241,11 +241,11 @@ def write_json(result: SelftestResult, path: Path) -> None:
 
 def _read_limits(client: httpx.Client) -> ServerLimits:
     info = _request(client, "GET", "/server_info")
-    try:
-        limits = ServerLimits(info["max_total_num_tokens"], info["max_req_input_len"], info["page_size"])
-        states = info["internal_states"]
-    except (KeyError, TypeError):
-        raise CannotRunError(f"{client.base_url} answers, but not as an SGLang server does") from None
+    numbers = [info.get(name) for name in ("max_total_num_tokens", "max_req_input_len", "page_size")]
+    states = info.get("internal_states")
+    if not all(isinstance(number, int) for number in numbers) or not isinstance(states, list):
+        raise CannotRunError(f"{client.base_url} answers, but not as an SGLang server does")
+    limits = ServerLimits(*numbers)
     if info.get("radix_cache_backend") != "krul" and not any("krul" in state for state in states):
         raise CannotRunError(
             f"the server at {client.base_url} runs without krul; start it with --radix-cache-backend krul"
