@@ -241,7 +241,9 @@ def write_json(result: SelftestResult, path: Path) -> None:
 
 def _read_limits(client: httpx.Client) -> ServerLimits:
     info = _request(client, "GET", "/server_info")
-    numbers = [info.get(name) for name in ("max_total_num_tokens", "max_req_input_len", "page_size")]
+    numbers: list[Any] = [
+        info.get(name) for name in ("max_total_num_tokens", "max_req_input_len", "page_size")
+    ]
     states = info.get("internal_states")
     if not all(isinstance(number, int) for number in numbers) or not isinstance(states, list):
         raise CannotRunError(f"{client.base_url} answers, but not as an SGLang server does")

@@ -179,6 +179,8 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         ("  the same for the baseline", _seconds(summary.baseline_median_ttft_s)),
         ("median TTFT of restored turns", _seconds(summary.median_restored_ttft_s)),
         ("  the same for the baseline", _seconds(summary.baseline_median_restored_ttft_s)),
+        ("median TTFT of first turns (control)", _seconds(summary.median_first_ttft_s)),
+        ("  the same for the baseline", _seconds(summary.baseline_median_first_ttft_s)),
         ("stored in host memory", _stored(summary)),
     ]
 

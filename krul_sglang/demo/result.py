@@ -12,6 +12,9 @@ from krul_sglang.demo.player import TurnResult
 
 TurnKey = tuple[str, int]
 
+MAX_DRIFT = 1.3
+"""Up to this ratio the two servers count as equally fast at the same work."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -43,7 +46,9 @@ class Row:
 class Summary:
     """Medians are over returning turns (turn 2 and later); recall is over turns that expect something.
 
-    ``*_restored_*`` medians are over the returning turns that took something from host memory.
+    ``*_restored_*`` medians are over the returning turns that took something from host memory. The
+    ``*_first_*`` medians are the control: first turns are the same work on both servers, which run one after
+    the other, so a difference between them is the machine's.
     """
 
     answers: int
@@ -58,8 +63,18 @@ class Summary:
     baseline_median_ttft_s: float | None
     median_restored_ttft_s: float | None
     baseline_median_restored_ttft_s: float | None
+    median_first_ttft_s: float | None
+    baseline_median_first_ttft_s: float | None
     bytes_stored: int | None
     tokens_stored: int | None
+
+    @property
+    def drift(self) -> float | None:
+        """How many times slower (>= 1) one server was than the other at the same work, the first turns."""
+        if self.median_first_ttft_s is None or self.baseline_median_first_ttft_s is None:
+            return None
+        ratio = self.median_first_ttft_s / self.baseline_median_first_ttft_s
+        return max(ratio, 1 / ratio)
 
     @property
     def passed(self) -> bool:
@@ -96,6 +111,7 @@ def make_row(
 def summarize(rows: Sequence[Row], *, bytes_stored: int | None, tokens_stored: int | None) -> Summary:
     returning = [row for row in rows if row.turn >= 2]
     restored = [row for row in rows if row.host_tokens > 0]
+    first = [row for row in rows if row.turn == 1]
     asked = [row for row in rows if row.expected is not None]
     return Summary(
         answers=len(rows),
@@ -110,6 +126,8 @@ def summarize(rows: Sequence[Row], *, bytes_stored: int | None, tokens_stored: i
         baseline_median_ttft_s=_median([row.baseline_ttft_s for row in returning]),
         median_restored_ttft_s=_median([row.ttft_s for row in restored]),
         baseline_median_restored_ttft_s=_median([row.baseline_ttft_s for row in restored]),
+        median_first_ttft_s=_median([row.ttft_s for row in first]),
+        baseline_median_first_ttft_s=_median([row.baseline_ttft_s for row in first]),
         bytes_stored=bytes_stored,
         tokens_stored=tokens_stored,
     )
@@ -135,7 +153,7 @@ def verdict(summary: Summary, rows: Sequence[Row]) -> str:
         f"returning turns were restored, and the median first token of a returning turn came after "
         f"{format_seconds(summary.median_ttft_s)} with krul and "
         f"{format_seconds(summary.baseline_median_ttft_s)} without: "
-        f"{_compare(summary.median_ttft_s, summary.baseline_median_ttft_s)}."
+        f"{_compare(summary.median_ttft_s, summary.baseline_median_ttft_s)}{_warn_of_drift(summary)}."
     )
 
 
@@ -164,6 +182,15 @@ def _compare(with_krul_s: float, without_s: float) -> str:
     if with_krul_s > without_s:
         return f"krul is {with_krul_s / without_s:.2f} times SLOWER here"
     return "no difference"
+
+
+def _warn_of_drift(summary: Summary) -> str:
+    if summary.drift is None or summary.drift <= MAX_DRIFT:
+        return ""
+    return (
+        f" (but first turns, the same work on both servers, differ by a factor of {summary.drift:.2f}: this "
+        "machine is too busy for its times to mean much)"
+    )
 
 
 def _share(flags: Sequence[bool]) -> float | None:

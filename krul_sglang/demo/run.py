@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ from krul_backend.errors import KrulError
 from krul_sglang.demo import environment
 from krul_sglang.demo.conversations import Conversation
 from krul_sglang.demo.log_follower import LogFollower
-from krul_sglang.demo.player import Answers, Player, TurnResult
+from krul_sglang.demo.player import Answers, Player, PlayError, TurnResult
 from krul_sglang.demo.result import Row, Summary, TurnKey, make_row, stored_amounts, summarize, verdict
 from krul_sglang.demo.server import ServerProcess, default_device_args
 from krul_sglang.demo.sizing import PoolSizes, needed_pool_tokens
@@ -100,8 +100,7 @@ def run_demo(
     """Play ``conversations`` against the three servers.
 
     Raises:
-        ServerError: a server did not start.
-        PlayError: a server did not answer.
+        ServerError: a server did not start, or did not answer.
         DemoError: a pool has another size than asked for, or a conversation grew beyond the small pool.
     """
     by_name = {conversation.conversation_id: conversation for conversation in conversations}
@@ -127,7 +126,7 @@ def run_demo(
             player = stack.enter_context(Player(server.url, max_tokens=config.max_tokens))
             player.warm_up()
             reporter.phase_ready(phase, server.ready_after_s or 0.0)
-            for result in player.play(conversations, answers):
+            for result in _quoting_the_log(server, player.play(conversations, answers)):
                 key = (result.conversation, result.turn)
                 results[phase][key] = result
                 reporter.turn_answered(phase, result)
@@ -183,6 +182,14 @@ def write_json(result: DemoResult, path: Path) -> None:
     temporary.replace(path)
 
 
+def _quoting_the_log(server: ServerProcess, results: Iterable[TurnResult]) -> Iterator[TurnResult]:
+    """A turn without an answer is the server's failure: say what it printed, while its log exists."""
+    try:
+        yield from results
+    except PlayError as error:
+        raise server.error(str(error)) from error
+
+
 def _check_pool(phase: str, server: ServerProcess, pools: PoolSizes) -> None:
     asked = pools.reference_tokens if phase == "reference" else pools.device_tokens
     got = server.server_info().get("max_total_num_tokens")
@@ -193,7 +200,7 @@ def _check_pool(phase: str, server: ServerProcess, pools: PoolSizes) -> None:
         )
 
 
-def _check_lengths(results: Any, config: DemoConfig, pools: PoolSizes) -> None:
+def _check_lengths(results: Iterable[TurnResult], config: DemoConfig, pools: PoolSizes) -> None:
     """The upper bounds hold for text that a tokenizer encodes as the model wrote it, which is not certain."""
     longest = max(result.prompt_tokens for result in results) + config.max_tokens
     needed = needed_pool_tokens(longest, page_size=config.page_size)

@@ -86,6 +86,7 @@ def test_summary_counts_and_medians() -> None:
     assert (summary.median_ttft_s, summary.baseline_median_ttft_s) == (0.2, 0.6)
     assert summary.median_restored_ttft_s == pytest.approx(0.15)
     assert summary.baseline_median_restored_ttft_s == pytest.approx(0.55)
+    assert (summary.median_first_ttft_s, summary.baseline_median_first_ttft_s) == (9.0, 9.0)
     assert (summary.bytes_stored, summary.tokens_stored) == (1000, 10)
     assert not summary.passed
 
@@ -117,6 +118,14 @@ def test_the_verdict_says_what_was_measured_or_why_it_failed(rows: list[Row], se
     text = verdict(summarize(rows, bytes_stored=None, tokens_stored=None), rows)
     assert sentence in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(("ttft_s", "warned"), [(1.0, False), (1.25, False), (1.6, True), (0.5, True)])
+def test_the_verdict_warns_when_the_same_work_took_different_times(ttft_s: float, warned: bool) -> None:
+    rows = [row(turn=1, ttft_s=ttft_s, baseline_ttft_s=1.0), row(host=16)]
+    text = verdict(summarize(rows, bytes_stored=None, tokens_stored=None), rows)
+    assert ("too busy" in text) is warned
+    assert "4.00 times sooner" in text
 
 
 def test_stored_amounts_add_bytes_and_take_the_most_tokens() -> None:
