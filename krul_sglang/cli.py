@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from krul_backend.errors import KrulError
+from krul_backend.errors import ConfigError, KrulError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -20,7 +20,6 @@ _ASSETS = Path(__file__).parent / "assets"
 _REFERENCE_MODEL = _ASSETS / "reference-model"
 _BUNDLED_CONVERSATIONS = _ASSETS / "conversations.json"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_MEMORY_SIZE = re.compile(r"auto|[1-9]\d*(\.\d+)?\s*([kmgt]i?)?b?", re.IGNORECASE)
 
 # typer ships its own copy of click since 0.26 and uses the installed one before: take the class it raises.
 _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -139,10 +138,7 @@ def demo(
     _check_positive("--device-tokens", device_tokens)
     _check_positive("--page-size", page_size)
     _check_positive("--max-tokens", max_tokens)
-    if _MEMORY_SIZE.fullmatch(host_memory.strip()) is None:
-        raise UsageError(
-            f"--host-memory {host_memory!r} is not a size; expected something like 512MiB or 8GiB"
-        )
+    _check_host_memory(host_memory)
     _check_writable(json_file)
     model = _resolve_model(model_path)
     conversations_path = (
@@ -264,6 +260,15 @@ def _fail(message: str, status: int) -> NoReturn:
 def _check_positive(option: str, value: float | None) -> None:
     if value is not None and not value > 0:
         raise UsageError(f"{option} {value} is not possible; expected a number greater than 0")
+
+
+def _check_host_memory(host_memory: str) -> None:
+    from krul_sglang.config import KrulConfig
+
+    try:
+        KrulConfig.from_mapping({"host_memory": host_memory}, "--host-memory")
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
 
 
 def _check_writable(json_file: Path | None) -> None:

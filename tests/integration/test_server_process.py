@@ -84,7 +84,9 @@ def test_a_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path, 
 
 
 def test_the_player_reads_where_the_prompt_came_from(server: ServerProcess) -> None:
-    conversation = Conversation("a", (UserTurn("Ada keeps the number 4821. " * 20), UserTurn("Which number?")))
+    conversation = Conversation(
+        "a", (UserTurn("Ada keeps the number 4821. " * 20), UserTurn("Which number?"))
+    )
     with Player(server.url, max_tokens=8) as player:
         player.warm_up()
         first, second = player.play([conversation], {("a", 1): "The number is 4821."})
