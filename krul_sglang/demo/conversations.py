@@ -42,7 +42,7 @@ class Conversation:
     system: str | None = None
 
     def messages(self, turn: int, answers: Mapping[int, str]) -> list[Message]:
-        """What is sent for ``turn`` (1-based); ``answers[t]`` is the assistant's answer to each turn before."""
+        """What is sent for ``turn`` (1-based); ``answers[t]`` is the answer to each turn before it."""
         messages: list[Message] = []
         if self.system is not None:
             messages.append({"role": "system", "content": self.system})
@@ -70,9 +70,9 @@ class ConversationFile:
 def load_conversations(path: Path) -> ConversationFile:
     """Read a JSON list of entries, or one entry per line (JSONL).
 
-    An entry is ``{"conversations": [{"from", "value"}]}`` (ShareGPT) or ``{"messages": [{"role", "content"}]}``
-    (OpenAI), with an optional ``id``. A user turn may also carry ``expected`` and ``kind``. The assistant's turns
-    in the file are not used.
+    An entry is ``{"conversations": [{"from", "value"}]}`` (ShareGPT) or
+    ``{"messages": [{"role", "content"}]}`` (OpenAI), with an optional ``id``. A user turn may also carry
+    ``expected`` and ``kind``. The assistant's turns in the file are not used.
 
     Raises:
         ConversationError: for a file that is missing, not JSON, or has another shape.

@@ -46,7 +46,7 @@ class ServerProcess:
             server.generate({"text": "Hello", "sampling_params": {"max_new_tokens": 8}})
 
     The server and everything it starts live in their own session, so that Ctrl-C in a terminal reaches only
-    the caller, and under a supervisor (``supervisor.py``) that ends them when the caller ends, however it ends.
+    the caller, and under a supervisor (``supervisor.py``) that ends them when the caller ends, in any way.
 
     Args:
         model_path: a checkpoint directory or a hub name. For a directory the hub is switched off.

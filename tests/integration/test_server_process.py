@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from krul_sglang.demo.server import ServerError, ServerProcess
+from krul_sglang import selftest
+from krul_sglang.demo.conversations import Conversation, UserTurn
+from krul_sglang.demo.player import Player, PlayError
+from krul_sglang.demo.server import ServerError, ServerProcess, find_free_port
 from tests.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.server
@@ -77,6 +81,77 @@ def test_a_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path, 
         broken.start()
     assert "--no-such-flag" in str(caught.value)
     assert not broken.is_running()
+
+
+def test_the_player_reads_where_the_prompt_came_from(server: ServerProcess) -> None:
+    conversation = Conversation(
+        "a", (UserTurn("Ada keeps the number 4821. " * 20), UserTurn("Which number?"))
+    )
+    with Player(server.url, max_tokens=8) as player:
+        player.warm_up()
+        first, second = player.play([conversation], {("a", 1): "The number is 4821."})
+        repeated, _ = player.play([conversation], None)
+    assert (first.turn, first.device_tokens, first.host_tokens) == (1, 0, 0)
+    assert first.computed_tokens == first.prompt_tokens > 64
+    # The second prompt begins with the first one, whose whole pages are on the device.
+    assert second.device_tokens >= first.prompt_tokens // 16 * 16 - 16
+    assert second.host_tokens == 0
+    assert second.computed_tokens == second.prompt_tokens - second.device_tokens > 0
+    assert 0 < first.ttft_s <= first.total_s
+    assert first.completion_tokens == 8
+    assert repeated.answer == first.answer != ""
+
+
+def test_a_player_without_a_server_names_the_turn() -> None:
+    with (
+        Player(f"http://127.0.0.1:{find_free_port()}", max_tokens=8) as player,
+        pytest.raises(PlayError, match=r"no answer to conversation 'a', turn 1"),
+    ):
+        list(player.play([Conversation("a", (UserTurn("Hello"),))], None))
+
+
+def test_the_probe_refuses_a_server_without_krul(server: ServerProcess) -> None:
+    with pytest.raises(selftest.CannotRunError, match="runs without krul"):
+        selftest.run_selftest(selftest.SelftestConfig(server.url))
+
+
+def test_the_probe_fails_on_a_server_that_only_evicts(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken for a krul server, a plain one loses the prompt: noise really evicts, and the probe can fail."""
+    limits = selftest.ServerLimits(pool_tokens=1024, max_input_tokens=1018, page_size=16)
+    monkeypatch.setattr(selftest, "_read_limits", lambda client: limits)
+    result = selftest.run_selftest(selftest.SelftestConfig(server.url))
+    assert (result.again.prompt_tokens, result.again.device_tokens, result.again.host_tokens) == (600, 0, 0)
+    assert result.equal
+    assert len(set(result.cold.output_ids)) > 12
+    assert len(result.again.top_logprobs) == 24
+    assert result.verdict.startswith("FAILED: the second run took only 0 of 600 prompt tokens")
+
+
+def test_an_interrupted_demo_exits_with_130_and_leaves_no_process(tmp_path: Path, model_path: Path) -> None:
+    conversations = tmp_path / "conversations.json"
+    turns = [{"role": "user", "content": "The harbour of Lund is small. " * 9}] * 2
+    conversations.write_text(json.dumps([{"messages": turns}] * 3))
+    command = [sys.executable, "-m", "krul_sglang.cli", "demo", "--model-path", str(model_path)]
+    with subprocess.Popen(
+        [*command, "--conversations", str(conversations)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert any("reference: a pool that holds everything: starting" in line for line in lines)
+        deadline = time.monotonic() + 60
+        while len(tree := process_tree(process.pid)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(tree) >= 3, "demo, supervisor, server"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "krul-sglang: error: interrupted"
+    assert names_left(tree, timeout_s=30) == []
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=lambda end: end.name)

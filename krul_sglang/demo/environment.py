@@ -1,0 +1,55 @@
+"""Where and with what a result was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that decide about a result."""
+    packages = {name: metadata.version(name) for name in ("torch", "sglang")}
+    from krul_sglang import __version__
+
+    return {"python": platform.python_version(), **packages, "krul_sglang": __version__}
+
+
+def machine() -> dict[str, str | int | None]:
+    import torch
+
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+        "system": platform.platform(),
+        "load_average_1min": round(os.getloadavg()[0]),
+    }
+
+
+def git_revision() -> str | None:
+    """The revision of the checkout that this package runs from; None for an installed one."""
+    try:
+        answer = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return answer.stdout.strip()
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

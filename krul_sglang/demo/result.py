@@ -1,0 +1,201 @@
+"""What the demo measured: one row per turn, and the summary of all rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from krul_sglang.demo.conversations import Conversation
+from krul_sglang.demo.player import TurnResult
+
+TurnKey = tuple[str, int]
+
+MAX_DRIFT = 1.3
+"""Up to this ratio the two servers count as equally fast at the same work."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One turn on the krul server, beside the same prompt on the two servers without krul.
+
+    ``device_tokens + host_tokens + computed_tokens == prompt_tokens``. ``correct`` and ``baseline_correct``
+    say whether the answer contains ``expected``, and are None where nothing is expected.
+    """
+
+    conversation: str
+    turn: int
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    computed_tokens: int
+    ttft_s: float
+    baseline_ttft_s: float
+    reference_ttft_s: float
+    answer: str
+    answer_equal: bool
+    baseline_answer_equal: bool
+    kind: str | None
+    expected: str | None
+    correct: bool | None
+    baseline_correct: bool | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Medians are over returning turns (turn 2 and later); recall is over turns that expect something.
+
+    ``*_restored_*`` medians are over the returning turns that took something from host memory. The
+    ``*_first_*`` medians are the control: first turns are the same work on both servers, which run one after
+    the other, so a difference between them is the machine's.
+    """
+
+    answers: int
+    answers_equal: int
+    baseline_answers_equal: int
+    returning_turns: int
+    restored_turns: int
+    host_hit_tokens: int
+    recall: float | None
+    baseline_recall: float | None
+    median_ttft_s: float | None
+    baseline_median_ttft_s: float | None
+    median_restored_ttft_s: float | None
+    baseline_median_restored_ttft_s: float | None
+    median_first_ttft_s: float | None
+    baseline_median_first_ttft_s: float | None
+    bytes_stored: int | None
+    tokens_stored: int | None
+
+    @property
+    def drift(self) -> float | None:
+        """How many times slower (>= 1) one server was than the other at the same work, the first turns."""
+        if self.median_first_ttft_s is None or self.baseline_median_first_ttft_s is None:
+            return None
+        ratio = self.median_first_ttft_s / self.baseline_median_first_ttft_s
+        return max(ratio, 1 / ratio)
+
+    @property
+    def passed(self) -> bool:
+        return self.restored_turns > 0 and self.answers_equal == self.answers
+
+
+def make_row(
+    conversation: Conversation, krul: TurnResult, *, baseline: TurnResult, reference: TurnResult
+) -> Row:
+    """Join the three results of one turn; all three must be of the same conversation and turn."""
+    keys = {(result.conversation, result.turn) for result in (krul, baseline, reference)}
+    assert keys == {(conversation.conversation_id, krul.turn)}, keys
+    asked = conversation.turns[krul.turn - 1]
+    return Row(
+        conversation=krul.conversation,
+        turn=krul.turn,
+        prompt_tokens=krul.prompt_tokens,
+        device_tokens=krul.device_tokens,
+        host_tokens=krul.host_tokens,
+        computed_tokens=krul.computed_tokens,
+        ttft_s=krul.ttft_s,
+        baseline_ttft_s=baseline.ttft_s,
+        reference_ttft_s=reference.ttft_s,
+        answer=krul.answer,
+        answer_equal=krul.answer == reference.answer,
+        baseline_answer_equal=baseline.answer == reference.answer,
+        kind=asked.kind,
+        expected=asked.expected,
+        correct=None if asked.expected is None else asked.expected in krul.answer,
+        baseline_correct=None if asked.expected is None else asked.expected in baseline.answer,
+    )
+
+
+def summarize(rows: Sequence[Row], *, bytes_stored: int | None, tokens_stored: int | None) -> Summary:
+    returning = [row for row in rows if row.turn >= 2]
+    restored = [row for row in rows if row.host_tokens > 0]
+    first = [row for row in rows if row.turn == 1]
+    asked = [row for row in rows if row.expected is not None]
+    return Summary(
+        answers=len(rows),
+        answers_equal=sum(row.answer_equal for row in rows),
+        baseline_answers_equal=sum(row.baseline_answer_equal for row in rows),
+        returning_turns=len(returning),
+        restored_turns=len(restored),
+        host_hit_tokens=sum(row.host_tokens for row in rows),
+        recall=_share([bool(row.correct) for row in asked]),
+        baseline_recall=_share([bool(row.baseline_correct) for row in asked]),
+        median_ttft_s=_median([row.ttft_s for row in returning]),
+        baseline_median_ttft_s=_median([row.baseline_ttft_s for row in returning]),
+        median_restored_ttft_s=_median([row.ttft_s for row in restored]),
+        baseline_median_restored_ttft_s=_median([row.baseline_ttft_s for row in restored]),
+        median_first_ttft_s=_median([row.ttft_s for row in first]),
+        baseline_median_first_ttft_s=_median([row.baseline_ttft_s for row in first]),
+        bytes_stored=bytes_stored,
+        tokens_stored=tokens_stored,
+    )
+
+
+def verdict(summary: Summary, rows: Sequence[Row]) -> str:
+    """One plain sentence: what was measured, or why the demo failed."""
+    if summary.restored_turns == 0:
+        return (
+            f"FAILED: not one of the {summary.returning_turns} returning turns took anything from krul; "
+            "either nothing had left the device pool, or the krul server stored nothing (see its log)."
+        )
+    if not summary.passed:
+        first = next(row for row in rows if not row.answer_equal)
+        return (
+            f"FAILED: {summary.answers - summary.answers_equal} of {summary.answers} answers differ from the "
+            f"server that never evicts (first: conversation {first.conversation}, turn {first.turn})."
+        )
+    assert summary.median_ttft_s is not None
+    assert summary.baseline_median_ttft_s is not None
+    return (
+        f"All {summary.answers} answers are equal; {summary.restored_turns} of {summary.returning_turns} "
+        f"returning turns were restored, and the median first token of a returning turn came after "
+        f"{format_seconds(summary.median_ttft_s)} with krul and "
+        f"{format_seconds(summary.baseline_median_ttft_s)} without: "
+        f"{_compare(summary.median_ttft_s, summary.baseline_median_ttft_s)}{_warn_of_drift(summary)}."
+    )
+
+
+def stored_amounts(server_info: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """``(bytes, tokens)`` that krul has stored: bytes of all ranks together, tokens of the fullest rank.
+
+    Reads ``internal_states[i]["krul"]``, which is one mapping or a list with one mapping per rank; None for
+    what is not there.
+    """
+    ranks: list[Mapping[str, Any]] = []
+    for state in server_info.get("internal_states") or []:
+        krul = state.get("krul")
+        ranks += krul if isinstance(krul, list) else [] if krul is None else [krul]
+    num_bytes = [rank["stored_bytes"] for rank in ranks if "stored_bytes" in rank]
+    num_tokens = [rank["stored_tokens"] for rank in ranks if "stored_tokens" in rank]
+    return (sum(num_bytes) if num_bytes else None, max(num_tokens) if num_tokens else None)
+
+
+def format_seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1.0 else f"{1000 * seconds:.0f} ms"
+
+
+def _compare(with_krul_s: float, without_s: float) -> str:
+    if with_krul_s < without_s:
+        return f"{without_s / with_krul_s:.2f} times sooner with krul"
+    if with_krul_s > without_s:
+        return f"krul is {with_krul_s / without_s:.2f} times SLOWER here"
+    return "no difference"
+
+
+def _warn_of_drift(summary: Summary) -> str:
+    if summary.drift is None or summary.drift <= MAX_DRIFT:
+        return ""
+    return (
+        f" (but first turns, the same work on both servers, differ by a factor of {summary.drift:.2f}: this "
+        "machine is too busy for its times to mean much)"
+    )
+
+
+def _share(flags: Sequence[bool]) -> float | None:
+    return sum(flags) / len(flags) if flags else None
+
+
+def _median(samples: Sequence[float]) -> float | None:
+    return statistics.median(samples) if samples else None

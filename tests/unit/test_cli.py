@@ -1,0 +1,203 @@
+"""Bad input: one line on stderr, the right exit status, no traceback, and no server started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from krul_backend.errors import KrulError
+from krul_sglang import cli
+from krul_sglang.demo.sizing import PoolSizes
+from tests.tiny_model import build_tiny_model
+
+CONVERSATIONS = [
+    {"messages": [{"role": "user", "content": "Please remember the number 4821."}] * 2},
+    {"messages": [{"role": "user", "content": "The harbour of Lund is small."}] * 2},
+]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("tiny"), num_layers=1, max_positions=2048)
+
+
+@pytest.fixture
+def conversations(tmp_path: Path) -> Path:
+    path = tmp_path / "conversations.json"
+    path.write_text(json.dumps(CONVERSATIONS))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a server would have been started")
+
+    monkeypatch.setattr("krul_sglang.demo.run.run_demo", refuse)
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(arg) for arg in args])
+
+
+def assert_one_line(result: Result, status: int, *parts: str) -> None:
+    assert result.exit_code == status, result.output
+    assert isinstance(result.exception, SystemExit | None), repr(result.exception)
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("krul-sglang: error: ")
+    for part in parts:
+        assert part in lines[0]
+
+
+@pytest.mark.parametrize(
+    "option", ["--turns", "--num-conversations", "--device-tokens", "--page-size", "--max-tokens"]
+)
+@pytest.mark.parametrize("value", ["0", "-3"])
+def test_numbers_must_be_positive(option: str, value: str) -> None:
+    assert_one_line(run("demo", option, value), 2, f"{option} {value}", "greater than 0")
+
+
+def test_a_number_must_be_one() -> None:
+    assert_one_line(run("demo", "--turns", "many"), 2, "--turns", "integer")
+
+
+@pytest.mark.parametrize("args", [["bogus"], ["demo", "--bogus"], ["selftest"]])
+def test_unknown_commands_and_options_are_one_line_too(args: list[str]) -> None:
+    assert_one_line(run(*args), 2)
+
+
+@pytest.mark.parametrize("size", ["", "lots", "-1GiB", "0", "12 parsecs"])
+def test_host_memory_must_be_a_size(size: str) -> None:
+    assert_one_line(run("demo", "--host-memory", size), 2, "--host-memory", "a positive size such as")
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "./missing", "../missing", "a/b/c", "~/missing-model"])
+def test_a_local_model_path_must_exist(path: str) -> None:
+    assert_one_line(run("demo", "--model-path", path), 2, f"--model-path {path} is not a directory")
+
+
+def test_a_model_directory_must_hold_a_model(tmp_path: Path) -> None:
+    assert_one_line(run("demo", "--model-path", tmp_path), 2, "has no config.json")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B"])
+def test_hub_names_pass(name: str) -> None:
+    assert cli._resolve_model(name) == name
+
+
+def test_a_missing_reference_model_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cli, "_REFERENCE_MODEL", tmp_path / "reference-model")
+    assert_one_line(run("demo"), 2, "without reference-model", "--model-path")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "no such file"),
+        ("nonsense", "not JSON"),
+        ('{"items": []}', "expected a list of entries, got an object"),
+        ('[{"conversations": [{"from": "human"}]}]', "entry 0, turn 0: expected a key 'value'"),
+        ("[]", "no entry has a user turn"),
+    ],
+)
+def test_conversations_must_have_the_right_shape(
+    tmp_path: Path, model_path: Path, content: str | None, problem: str
+) -> None:
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_text(content)
+    assert_one_line(run("demo", "--model-path", model_path, "--conversations", path), 2, str(path), problem)
+
+
+def test_a_pool_that_is_too_small_says_what_is_needed(model_path: Path, conversations: Path) -> None:
+    result = run(
+        "demo", "--model-path", model_path, "--conversations", conversations, "--device-tokens", "32"
+    )
+    assert_one_line(result, 2, "--device-tokens 32 is too small", "at least")
+
+
+def test_a_pool_that_nothing_would_leave_is_refused(model_path: Path, conversations: Path) -> None:
+    result = run(
+        "demo", "--model-path", model_path, "--conversations", conversations, "--device-tokens", "99999"
+    )
+    assert_one_line(result, 2, "nothing would leave it")
+
+
+def test_a_conversation_longer_than_the_context_is_refused(model_path: Path, conversations: Path) -> None:
+    result = run("demo", "--model-path", model_path, "--conversations", conversations, "--max-tokens", "2000")
+    assert_one_line(result, 2, "the model's context is 2048")
+
+
+def test_the_directory_of_the_json_file_must_exist(tmp_path: Path) -> None:
+    assert_one_line(run("demo", "--json", tmp_path / "no" / "out.json"), 2, "does not exist")
+    assert_one_line(run("demo", "--json", tmp_path), 2, "is a directory")
+
+
+def test_too_few_conversations_are_said_and_taken(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, conversations: Path
+) -> None:
+    """Good input arrives at the run: the default pool, and the chosen conversations."""
+    arrived: list[Any] = []
+
+    def stop_here(config: Any, pools: PoolSizes, chosen: Any, reporter: Any, *, verbose: bool) -> None:
+        arrived.extend([config, pools, chosen, verbose])
+        raise KrulError("stopped by the test")
+
+    monkeypatch.setattr("krul_sglang.demo.run.run_demo", stop_here)
+    many = ["--conversations", conversations, "--num-conversations", 5, "--turns", 1, "--verbose"]
+    result = run("demo", "--model-path", model_path, *many, "--max-tokens", 500, "--server-arg=--tp=2")
+    assert_one_line(result, 1, "stopped by the test")
+    assert "has only 2 usable conversations: all are taken" in result.stdout
+    config, pools, chosen, verbose = arrived
+    assert [len(conversation.turns) for conversation in chosen] == [1, 1]
+    assert pools.longest_tokens < pools.device_tokens < pools.total_tokens
+    assert f"device pool: {pools.device_tokens} tokens" in result.stdout
+    assert (config.server_args, config.max_tokens, config.page_size, verbose) == (("--tp=2",), 500, 16, True)
+
+
+def test_an_interrupt_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, conversations: Path
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("krul_sglang.demo.run.run_demo", interrupt)
+    result = run("demo", "--model-path", model_path, "--conversations", conversations, "--max-tokens", "500")
+    assert_one_line(result, 130, "interrupted")
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (["--url", "127.0.0.1:30000"], "is not an address"),
+        (["--url", "http://127.0.0.1:1", "--prompt-tokens", "0"], "--prompt-tokens 0"),
+        (["--url", "http://127.0.0.1:1", "--max-noise-tokens", "-1"], "--max-noise-tokens -1"),
+        (["--url", "http://127.0.0.1:1", "--timeout", "nan"], "--timeout nan"),
+        (["--url", "http://127.0.0.1:1", "--min-host-share", "1.5"], "--min-host-share 1.5"),
+        (["--url", "http://127.0.0.1:1", "--json", "/no/such/dir/file"], "does not exist"),
+        (["--url", "http://127.0.0.1:1"], "cannot be reached"),
+        (["--url", "http://[oops"], "cannot be reached"),
+    ],
+)
+def test_selftest_input(args: list[str], problem: str) -> None:
+    assert_one_line(run("selftest", *args), 2, problem)
+
+
+def test_help_and_version_load_nothing_heavy() -> None:
+    program = (
+        "import sys; from typer.testing import CliRunner; from krul_sglang import cli;"
+        "commands = (['--help'], ['demo', '--help'], ['--version'], []);"
+        "results = [CliRunner().invoke(cli.app, command) for command in commands];"
+        "heavy = {'torch', 'sglang', 'openai', 'transformers', 'httpx'} & set(sys.modules);"
+        "assert [r.exit_code for r in results] == [0, 0, 0, 0], [r.output for r in results];"
+        "assert 'selftest' in results[0].output and 'selftest' in results[3].output;"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
