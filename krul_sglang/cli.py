@@ -17,8 +17,8 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 _ASSETS = Path(__file__).parent / "assets"
-_REFERENCE_MODEL = _ASSETS / "reference-model"
-_BUNDLED_CONVERSATIONS = _ASSETS / "conversations.json"
+REFERENCE_MODEL = _ASSETS / "reference-model"
+BUNDLED_CONVERSATIONS = _ASSETS / "conversations.json"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 # typer ships its own copy of click since 0.26 and uses the installed one before: take the class it raises.
@@ -142,7 +142,7 @@ def demo(
     _check_writable(json_file)
     model = _resolve_model(model_path)
     conversations_path = (
-        _bundled(_BUNDLED_CONVERSATIONS, "--conversations") if conversations is None else conversations
+        _bundled(BUNDLED_CONVERSATIONS, "--conversations") if conversations is None else conversations
     )
 
     from krul_sglang.demo.conversations import ConversationError, load_conversations
@@ -210,7 +210,7 @@ def selftest(
     ] = 1_000_000,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for the whole probe.")] = 600.0,
     api_key: Annotated[
-        str | None, typer.Option(envvar="KRUL_SGLANG_API_KEY", help="The server's --api-key.")
+        str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.")
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything measured to FILE.")
@@ -283,7 +283,7 @@ def _check_writable(json_file: Path | None) -> None:
 def _resolve_model(model_path: str | None) -> str:
     """A directory with a model, or a hub name as it is (which only the hub can check)."""
     if model_path is None:
-        return str(_bundled(_REFERENCE_MODEL, "--model-path"))
+        return str(_bundled(REFERENCE_MODEL, "--model-path"))
     directory = Path(model_path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():

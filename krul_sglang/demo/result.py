@@ -158,18 +158,16 @@ def verdict(summary: Summary, rows: Sequence[Row]) -> str:
 
 
 def stored_amounts(server_info: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """``(bytes, tokens)`` that krul has stored: bytes of all ranks together, tokens of the fullest rank.
+    """``(bytes, tokens)`` that krul has stored; ``(None, None)`` for a server without krul.
 
-    Reads ``internal_states[i]["krul"]``, which is one mapping or a list with one mapping per rank; None for
-    what is not there.
+    ``internal_states`` has one entry per data-parallel replica, with the counters of its rank 0: every other
+    tensor-parallel rank holds as many bytes of the same tokens.
     """
-    ranks: list[Mapping[str, Any]] = []
-    for state in server_info.get("internal_states") or []:
-        krul = state.get("krul")
-        ranks += krul if isinstance(krul, list) else [] if krul is None else [krul]
-    num_bytes = [rank["stored_bytes"] for rank in ranks if "stored_bytes" in rank]
-    num_tokens = [rank["stored_tokens"] for rank in ranks if "stored_tokens" in rank]
-    return (sum(num_bytes) if num_bytes else None, max(num_tokens) if num_tokens else None)
+    replicas = [state["krul"] for state in server_info["internal_states"] if "krul" in state]
+    if not replicas:
+        return None, None
+    num_bytes = sum(replica["stored_bytes"] * replica["tp_size"] for replica in replicas)
+    return num_bytes, sum(replica["stored_tokens"] for replica in replicas)
 
 
 def format_seconds(seconds: float) -> str:

@@ -178,6 +178,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def stats(self) -> dict[str, Any]:
         """Counters of this rank, as plain values: the store's, the offloader's and the loader's."""
         return {
+            "tp_rank": self.model.tp_rank,
+            "tp_size": self.model.tp_size,
             **asdict(self._store.stats()),
             "offload": {**asdict(self._offloader.counters), "pending": self._offloader.num_pending()},
             "load": {**asdict(self._loader.counters), "pending": self._loader.num_pending()},

@@ -93,7 +93,7 @@ def test_hub_names_pass(name: str) -> None:
 
 
 def test_a_missing_reference_model_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cli, "_REFERENCE_MODEL", tmp_path / "reference-model")
+    monkeypatch.setattr(cli, "REFERENCE_MODEL", tmp_path / "reference-model")
     assert_one_line(run("demo"), 2, "without reference-model", "--model-path")
 
 

@@ -128,14 +128,13 @@ def test_the_verdict_warns_when_the_same_work_took_different_times(ttft_s: float
     assert "4.00 times sooner" in text
 
 
-def test_stored_amounts_add_bytes_and_take_the_most_tokens() -> None:
-    rank = {"stored_bytes": 1000, "stored_tokens": 64}
-    assert stored_amounts({"internal_states": [{"krul": rank}]}) == (1000, 64)
-    ranks = [rank, {"stored_bytes": 900, "stored_tokens": 80}]
-    assert stored_amounts({"internal_states": [{"krul": ranks}]}) == (1900, 80)
-    assert stored_amounts({"internal_states": [{"krul": one} for one in ranks]}) == (1900, 80)
+def test_stored_amounts_are_those_of_all_ranks_and_replicas() -> None:
+    one = {"stored_bytes": 1000, "stored_tokens": 64, "tp_size": 1}
+    two = {"stored_bytes": 900, "stored_tokens": 80, "tp_size": 2}
+    assert stored_amounts({"internal_states": [{"krul": one}]}) == (1000, 64)
+    assert stored_amounts({"internal_states": [{"krul": two}]}) == (1800, 80)
+    assert stored_amounts({"internal_states": [{"krul": one}, {"krul": two}]}) == (2800, 144)
     assert stored_amounts({"internal_states": [{}]}) == (None, None)
-    assert stored_amounts({}) == (None, None)
 
 
 def demo_result(rows: list[Row]) -> DemoResult:
