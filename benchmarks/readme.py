@@ -51,7 +51,8 @@ def _demo_notes(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             f"First turns, which krul cannot help, took {_ms(first)} with it and {_ms(baseline_first)}",
             "without: the noise of the machine.",
             f"Machine: {cpu}, {cores} cores, no GPU;",
-            f"the bundled model in {result['configuration']['dtype']}; SGLang {sglang}. Source: [`{source}`]({source}).",
+            f"the bundled model in {result['configuration']['dtype']}; SGLang {sglang}.",
+            f"Source: [`{source}`]({source}).",
         )
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shlex
 import socket
 import subprocess
@@ -31,6 +32,7 @@ CPU_ARGS = (
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _STOP_TIMEOUT_S = 30.0
+_PORTS = range(20_000, 32_000)
 
 
 class ServerError(KrulError):
@@ -242,11 +244,17 @@ def default_device_args() -> tuple[str, ...]:
 
 
 def find_free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on at this moment."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """A TCP port of 127.0.0.1 that nobody listens on at this moment.
+
+    Below the range from which the kernel takes ports for connections and for binds to port 0: a server binds
+    its port only after a minute of imports, by when one of those may well have been given to somebody else.
+    """
+    candidates = random.SystemRandom().sample(_PORTS, k=100)
+    for port in candidates:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError(f"found no free port among 100 of {_PORTS.start} to {_PORTS.stop - 1}")
 
 
 def _offline_env(model_path: str | Path) -> dict[str, str]:
