@@ -227,23 +227,28 @@ class DialogueWriter:
         reply = " Noted, thank you." if states else " Thanks, I have read it."
         return Turn(user, (Span(reply, SpanKind.ACKNOWLEDGEMENT),), None)
 
-    def demo_turn(self, num_statements: int, num_words: int, kind: Kind | None) -> Turn | None:
-        """A turn with statements, distractor text and a question of `kind` about an earlier turn.
+    def demo_turn(
+        self, num_statements: int, num_words: int, kinds: tuple[Kind, ...], asked: frozenset[str] = frozenset()
+    ) -> Turn | None:
+        """A turn with statements, distractor text and a question about an earlier turn.
 
-        None if nothing of that kind was stated earlier; the writer must then be discarded.
+        The question is of the first of `kinds` that can be asked without wanting a value in `asked`; no
+        kinds means no question. None if no question is possible; the writer must then be discarded.
         """
         body: list[tuple[Span, ...]] = [self._state_something() for _ in range(num_statements)]
         text = Span(" " + self._filler(self._rng, num_words), SpanKind.USER)
         body.insert(self._rng.choice((0, len(body))), (text,))
-        question = None if kind is None else self.question(kind, self._num_turns)
-        if kind is not None and question is None:
-            return None
-        return self.turn_of(body, num_statements > 0, question)
+        if not kinds:
+            return self.turn_of(body, num_statements > 0, None)
+        for kind in kinds:
+            question = self.question(kind, self._num_turns)
+            if question is not None and question.values[-1] not in asked:
+                return self.turn_of(body, num_statements > 0, question)
+        return None
 
-    def ask_turn(self, kind: Kind) -> Turn | None:
-        """A turn that only asks a question of `kind`; None if there is none to ask."""
-        question = self.question(kind, self._num_turns)
-        return None if question is None else self.turn_of([], False, question)
+    def question_now(self, kind: Kind) -> Question | None:
+        """A question of `kind` about any turn so far, without adding a turn; None if there is none."""
+        return self.question(kind, self._num_turns)
 
 
 def message_text(spans: tuple[Span, ...]) -> str:

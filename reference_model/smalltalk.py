@@ -54,7 +54,7 @@ _SLOTS: dict[str, tuple[str, ...]] = {
         "it was ten minutes late", "every seat was taken", "it stopped between two stations",
         "it arrived early for once", "the heating did not work", "the driver was singing",
     ),
-    "animal": ("a stray cat", "two crows", "a hedgehog", "the neighbour's dog", "a swarm of bees", "a snail"),
+    "animal": ("a stray cat", "a lonely crow", "a hedgehog", "the neighbour's dog", "a swarm of bees", "a snail"),
     "deed": (
         "was sitting on the doorstep", "crossed the street", "slept under the bench",
         "looked at us for a while", "was busy in the hedge", "made a surprising noise",
@@ -81,7 +81,7 @@ _TEMPLATES = (
     "I always carry {object}, since {weather} {time}.",
     "A friend lent me {object} {time}, and {feeling}.",
     "Most people think about {dish} when they are hungry, but I think about {activity}.",
-    "There is a long queue at {place} whenever {weather}.",
+    "There was a long queue at {place}, and {weather}.",
     "For {dish} you only need an hour, as long as you {step}.",
     "The course about {topic} took place at {place}, and {feeling}.",
     "While {activity} I forgot the time, and {transport} was gone.",
@@ -99,7 +99,8 @@ def sentence(rng: random.Random) -> str:
     while "{" in template:
         before, _, rest = template.partition("{")
         slot, _, template = rest.partition("}")
-        parts += [before, rng.choice(_SLOTS[slot])]
+        unused = [words for words in _SLOTS[slot] if words not in parts]
+        parts += [before, rng.choice(unused)]
     text = "".join(parts) + template
     return text[0].upper() + text[1:]
 
