@@ -198,7 +198,11 @@ class DialogueWriter:
     def next_turn(self) -> Turn:
         """The next turn, in the style of the dialogue."""
         rng = self._rng
-        shape = "mixed" if self._style.demo else rng.choices(("facts", "ask", "mixed", "ramble"), (2, self._style.ask_weight, 3, 1))[0]
+        shape = (
+            "mixed"
+            if self._style.demo
+            else rng.choices(("facts", "ask", "mixed", "ramble"), (2, self._style.ask_weight, 3, 1))[0]
+        )
         num_statements = rng.randint(1, 3) if shape in ("facts", "mixed") else 0
         rambles = shape == "ramble" or (shape == "mixed" and rng.random() < 0.8)
         num_words = rng.randint(4, max(4, self._style.max_filler_words)) if rambles else 0
@@ -228,7 +232,11 @@ class DialogueWriter:
         return Turn(user, (Span(reply, SpanKind.ACKNOWLEDGEMENT),), None)
 
     def demo_turn(
-        self, num_statements: int, num_words: int, kinds: tuple[Kind, ...], asked: frozenset[str] = frozenset()
+        self,
+        num_statements: int,
+        num_words: int,
+        kinds: tuple[Kind, ...],
+        asked: frozenset[str] = frozenset(),
     ) -> Turn | None:
         """A turn with statements, distractor text and a question about an earlier turn.
 

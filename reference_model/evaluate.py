@@ -92,7 +92,9 @@ def recall(
 
 
 @torch.no_grad()
-def text_perplexity(model: LlamaForCausalLM, tokenizer: Tokenizer, num_windows: int) -> dict[str, float | int]:
+def text_perplexity(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, num_windows: int
+) -> dict[str, float | int]:
     """Perplexity per token and bits per character on held-out files, in windows that start a document."""
     corpus = load_corpus()
     documents = list(corpus.held_out)
@@ -114,7 +116,9 @@ def text_perplexity(model: LlamaForCausalLM, tokenizer: Tokenizer, num_windows: 
     }
 
 
-def without_history(model: LlamaForCausalLM, tokenizer: Tokenizer, kind: Kind, items: int) -> list[dict[str, Any]]:
+def without_history(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, kind: Kind, items: int
+) -> list[dict[str, Any]]:
     """Recall at 512 tokens when question and answer cannot attend to the history in layers 0..l."""
     made = [make_item(tokenizer, kind, 512, f"{EVALUATION_SEED}/{i}") for i in range(items)]
     rows = []
@@ -128,11 +132,17 @@ def without_history(model: LlamaForCausalLM, tokenizer: Tokenizer, kind: Kind, i
     return rows
 
 
+def load_model(folder: Path) -> LlamaForCausalLM:
+    """The model in `folder` in bf16, with the eager attention that the properties need."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
+    return model.train(False)
+
+
 def evaluate(folder: Path, items: int) -> dict[str, Any]:
     """All measurements of the model in `folder`; `items` is the number of `single` questions per length."""
     started = time.monotonic()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    model = load_model(folder)
     fewer = max(1, items // 2)
     rows = [
         recall(model, tokenizer, kind, length, items if kind == "single" else fewer, "held_out")
@@ -140,7 +150,9 @@ def evaluate(folder: Path, items: int) -> dict[str, Any]:
         for kind in KINDS
     ]
     rows += [recall(model, tokenizer, "single", length, fewer, "train") for length in HISTORY_LENGTHS[:2]]
-    samples = [make_item(tokenizer, "single", 1024, f"{EVALUATION_SEED}/{i}") for i in range(max(1, items // 10))]
+    samples = [
+        make_item(tokenizer, "single", 1024, f"{EVALUATION_SEED}/{i}") for i in range(max(1, items // 10))
+    ]
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "model_bytes": (folder / "model.safetensors").stat().st_size,
@@ -170,7 +182,9 @@ def evaluate_and_write(folder: Path, items: int) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True, help="folder of the exported model")
     parser.add_argument("--items", type=int, default=200, help="`single` questions per length; others half")
     parser.add_argument("--threads", type=int, default=2)

@@ -65,15 +65,17 @@ printer scanner gate safe locker cabinet projector laptop camera van truck bicyc
 drill pump generator router server elevator crane tractor trailer workshop warehouse archive cellar garage
 greenhouse kiosk studio telescope microscope
 """
-_NOUNS_HELD_OUT = "turbine antenna forklift compressor plotter hangar vault incinerator ferry stapler sensor barn"
+_NOUNS_HELD_OUT = (
+    "turbine antenna forklift compressor plotter hangar vault incinerator ferry stapler sensor barn"
+)
 _TEAMS = """
 chess rowing sailing cooking running painting hiking climbing knitting swimming cycling dancing fishing
 football tennis drama poetry radio
 """
 _TEAMS_HELD_OUT = "curling pottery fencing archery badminton juggling"
 
-_ONSETS = "b br d dr f g gr h j k kr l m n p pr r s st t tr v w z".split()
-_VOWELS = "a e i o u ai ei ia".split()
+_ONSETS = tuple("b br d dr f g gr h j k kr l m n p pr r s st t tr v w z".split())  # noqa: SIM905
+_VOWELS = ["a", "e", "i", "o", "u", "ai", "ei", "ia"]
 _CODAS = ["", "", "l", "m", "n", "r", "s", "t", "x"]
 
 

@@ -6,6 +6,7 @@ fused kernel. `export_model` writes the weights under the names that Llama imple
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -113,12 +114,20 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def block_forward(
-    x: Tensor, qkv: Tensor, o: Tensor, gate_up: Tensor, down: Tensor, norms: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
+    x: Tensor,
+    qkv: Tensor,
+    o: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    norms: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: Tensor,
 ) -> Tensor:
     """One decoder layer on x [B, T, HIDDEN] in fp32."""
     num_rows, num_tokens = x.shape[:2]
     h = F.rms_norm(x, (HIDDEN,), norms[0], NORM_EPSILON).bfloat16()
-    q, k, v = (h @ qkv.bfloat16().t()).split([_QUERY_WIDTH, _KV_WIDTH, _KV_WIDTH], -1)
+    q, k, v = torch.split(h @ qkv.bfloat16().t(), [_QUERY_WIDTH, _KV_WIDTH, _KV_WIDTH], -1)
     q = _rotate(q.view(num_rows, num_tokens, NUM_HEADS, HEAD_DIM), cos, sin)
     k = _rotate(k.view(num_rows, num_tokens, NUM_KV_HEADS, HEAD_DIM), cos, sin)
     v = v.view(num_rows, num_tokens, NUM_KV_HEADS, HEAD_DIM)
@@ -128,7 +137,9 @@ def block_forward(
     return x + ((F.silu(gate) * up) @ down.bfloat16().t()).float()
 
 
-def loss_forward(x: Tensor, final_norm: Tensor, embedding: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+def loss_forward(
+    x: Tensor, final_norm: Tensor, embedding: Tensor, targets: Tensor, weights: Tensor
+) -> Tensor:
     """Weighted sum of the next-token losses: x [B, T, HIDDEN], targets and weights [B, T] -> scalar."""
     h = F.rms_norm(x, (HIDDEN,), final_norm, NORM_EPSILON).bfloat16()
     logits = (h @ embedding.bfloat16().t()).float()
@@ -143,8 +154,12 @@ class TrainingModel:
         self._weights = weights
         self._cos, self._sin = rope_tables(num_tokens)
         self._mask = torch.full((num_tokens, num_tokens), _MASKED).triu(1)
-        self._block = torch.compile(block_forward, dynamic=False) if compiled else block_forward
-        self._loss = torch.compile(loss_forward, dynamic=False) if compiled else loss_forward
+        self._block: Callable[..., Tensor] = (
+            torch.compile(block_forward, dynamic=False) if compiled else block_forward
+        )
+        self._loss: Callable[..., Tensor] = (
+            torch.compile(loss_forward, dynamic=False) if compiled else loss_forward
+        )
 
     def loss(self, inputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Weighted loss sum over inputs, targets, weights [B, T]."""
@@ -152,8 +167,7 @@ class TrainingModel:
         names = ("qkv", "o", "gate_up", "down", "norms")
         for layer in zip(*(self._weights[name].unbind(0) for name in names), strict=True):
             x = self._block(x, *layer, self._cos, self._sin, self._mask)
-        loss: Tensor = self._loss(x, self._weights["final_norm"], self._weights["embedding"], targets, weights)
-        return loss
+        return self._loss(x, self._weights["final_norm"], self._weights["embedding"], targets, weights)
 
 
 def to_llama(weights: Weights) -> Weights:
@@ -161,7 +175,7 @@ def to_llama(weights: Weights) -> Weights:
     named = {"model.embed_tokens.weight": weights["embedding"], "model.norm.weight": weights["final_norm"]}
     for layer in range(NUM_LAYERS):
         prefix = f"model.layers.{layer}."
-        q, k, v = weights["qkv"][layer].split([_QUERY_WIDTH, _KV_WIDTH, _KV_WIDTH])
+        q, k, v = torch.split(weights["qkv"][layer], [_QUERY_WIDTH, _KV_WIDTH, _KV_WIDTH])
         gate, up = weights["gate_up"][layer].chunk(2)
         named |= {
             prefix + "self_attn.q_proj.weight": q,

@@ -35,7 +35,8 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return (x if wide else x.mT).float()
+    result: Tensor = (x if wide else x.mT).float()
+    return result
 
 
 class Optimizer:
@@ -75,7 +76,7 @@ class Optimizer:
             first.lerp_(grad, 1 - momentum)
             nesterov = grad.lerp(first, momentum)[rank::world]
             parts = []
-            for part in nesterov.split(_PARTS.get(name, [nesterov.shape[1]]), dim=1):
+            for part in torch.split(nesterov, _PARTS.get(name, [nesterov.shape[1]]), dim=1):
                 rows, columns = part.shape[-2:]
                 parts.append(orthogonalise(part) * max(1.0, rows / columns) ** 0.5)
             updates[name] = torch.zeros_like(grad)

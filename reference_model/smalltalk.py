@@ -54,7 +54,9 @@ _SLOTS: dict[str, tuple[str, ...]] = {
         "it was ten minutes late", "every seat was taken", "it stopped between two stations",
         "it arrived early for once", "the heating did not work", "the driver was singing",
     ),
-    "animal": ("a stray cat", "a lonely crow", "a hedgehog", "the neighbour's dog", "a swarm of bees", "a snail"),
+    "animal": (
+        "a stray cat", "a lonely crow", "a hedgehog", "the neighbour's dog", "a swarm of bees", "a snail",
+    ),
     "deed": (
         "was sitting on the doorstep", "crossed the street", "slept under the bench",
         "looked at us for a while", "was busy in the hedge", "made a surprising noise",

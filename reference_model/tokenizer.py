@@ -28,7 +28,9 @@ CHAT_TEMPLATE = """
 {%- macro text_of(content) -%}
 {%- if content is string -%}{{ content | trim }}
 {%- elif content is iterable -%}
-{%- for part in content if part.type == 'text' -%}{{ ' ' if not loop.first }}{{ part.text | trim }}{%- endfor -%}
+{%- for part in content if part.type == 'text' -%}
+{{ ' ' if not loop.first }}{{ part.text | trim }}
+{%- endfor -%}
 {%- endif -%}
 {%- endmacro -%}
 {{- '<|bos|>' -}}
@@ -43,7 +45,7 @@ CHAT_TEMPLATE = """
 {%- elif message.role == 'assistant' -%}
 {{- '<|assistant|>' + ' ' + text + '<|end|>' -}}
 {%- else -%}
-{{- raise_exception('This model knows the roles system, developer, user and assistant, not ' + message.role) -}}
+{{- raise_exception('roles are system, developer, user and assistant, not ' + message.role) -}}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
@@ -60,7 +62,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=VOCABULARY_SIZE,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

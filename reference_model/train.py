@@ -19,10 +19,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tokenizers import Tokenizer
+from torch.multiprocessing.spawn import spawn
 
 from reference_model.corpus import load_corpus
+from reference_model.evaluate import evaluate_and_write
+from reference_model.export_conversations import export_conversations
 from reference_model.model import TrainingModel, Weights, export_model, init_weights
 from reference_model.optimizer import Optimizer
 from reference_model.sequences import SequenceWriter
@@ -85,7 +87,9 @@ def load_checkpoint(path: Path, weights: Weights, optimizer: Optimizer) -> Progr
 
 def _worker(rank: int, work: Path, seed: int, resume: bool, stop_step: int, store: str) -> None:
     """One data-parallel process: rank 0 logs and writes checkpoints."""
-    logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s %(message)s")
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s %(message)s"
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_PROCESSES)
     corpus = load_corpus()
@@ -127,7 +131,9 @@ def _worker(rank: int, work: Path, seed: int, resume: bool, stop_step: int, stor
             now = time.monotonic()
             pace = (now - last_log) / len(losses)
             mean = sum(losses) / len(losses)
-            logger.info("step %d/%d T=%d loss %.3f %.2f s/step", step + 1, total_steps(), num_tokens, mean, pace)
+            logger.info(
+                "step %d/%d T=%d loss %.3f %.2f s/step", step + 1, total_steps(), num_tokens, mean, pace
+            )
             last_log, losses = now, []
         if rank == 0 and time.monotonic() - last_checkpoint > _CHECKPOINT_SECONDS:
             save_checkpoint(checkpoint, weights, optimizer, progress)
@@ -157,13 +163,26 @@ def export(work: Path, out: Path) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder of the exported model")
-    parser.add_argument("--work", type=Path, default=Path("build/reference-model"), help="folder of checkpoints")
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/reference-model"), help="folder of checkpoints"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --work")
-    parser.add_argument("--stop-step", type=int, default=total_steps(), help="stop early, as a smoke test does")
-    parser.add_argument("--train-only", action="store_true", help="no export and no evaluation")
+    parser.add_argument(
+        "--stop-step", type=int, default=total_steps(), help="stop early, as a smoke test does"
+    )
+    parser.add_argument("--items", type=int, default=200, help="evaluation questions per kind and length")
+    parser.add_argument(
+        "--conversations",
+        type=Path,
+        default=ASSETS / "conversations.json",
+        help="demo conversations to write",
+    )
+    parser.add_argument("--train-only", action="store_true", help="write checkpoints and nothing else")
     parser.add_argument("--export-only", action="store_true", help="export the checkpoint in --work and stop")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -175,10 +194,14 @@ def main() -> None:
     store = (args.work / "rendezvous").absolute()
     store.unlink(missing_ok=True)
     worker_args = (args.work, args.seed, args.resume, args.stop_step, f"file://{store}")
-    mp.spawn(_worker, worker_args, nprocs=NUM_PROCESSES)
+    spawn(_worker, worker_args, nprocs=NUM_PROCESSES)  # type: ignore[no-untyped-call]
     if args.train_only:
         return
     export(args.work, args.out)
+    # The evaluation runs in this process, alone on the machine's cores.
+    torch.set_num_threads(NUM_PROCESSES)
+    evaluate_and_write(args.out, args.items)
+    export_conversations(args.out, args.conversations)
 
 
 if __name__ == "__main__":
