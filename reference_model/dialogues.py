@@ -211,6 +211,10 @@ class DialogueWriter:
         asks = shape in ("ask", "mixed")
         return self._write(num_statements, num_words if self._style.max_filler_words else 0, asks)
 
+    def ask_turn(self) -> Turn:
+        """A turn that only asks, if anything can be asked; else one that rambles."""
+        return self._write(0, 0, asks=True)
+
     def _write(self, num_statements: int, num_words: int, asks: bool) -> Turn:
         body: list[tuple[Span, ...]] = [self._state_something() for _ in range(num_statements)]
         before_turn = self._num_turns + (1 if self._rng.random() < _SAME_TURN_QUESTION else 0)

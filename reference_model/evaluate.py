@@ -133,9 +133,8 @@ def without_history(
 
 
 def load_model(folder: Path) -> LlamaForCausalLM:
-    """The model in `folder` in bf16, with the eager attention that the properties need."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
-    return model.train(False)
+    """The model in `folder`, in bf16 as it is served."""
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train(False)
 
 
 def evaluate(folder: Path, items: int) -> dict[str, Any]:
@@ -150,6 +149,10 @@ def evaluate(folder: Path, items: int) -> dict[str, Any]:
         for kind in KINDS
     ]
     rows += [recall(model, tokenizer, "single", length, fewer, "train") for length in HISTORY_LENGTHS[:2]]
+    removed = without_history(model, tokenizer, "single", max(1, items // 4))
+    text = text_perplexity(model, tokenizer, 48)
+    # Attention maps need the eager form.
+    model.set_attn_implementation("eager")
     samples = [
         make_item(tokenizer, "single", 1024, f"{EVALUATION_SEED}/{i}") for i in range(max(1, items // 10))
     ]
@@ -159,11 +162,11 @@ def evaluate(folder: Path, items: int) -> dict[str, Any]:
         "dtype": "bfloat16",
         "training": json.loads((folder / "training.json").read_text()),
         "recall": rows,
-        "history_removed": without_history(model, tokenizer, "single", max(1, items // 4)),
+        "history_removed": removed,
         "adjacent_cosine": properties.adjacent_cosine(model, samples),
         "attention_mass": properties.attention_mass(model, samples),
         "property_samples": {"items": len(samples), "history_tokens": 1024, "kind": "single"},
-        "text": text_perplexity(model, tokenizer, 48),
+        "text": text,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

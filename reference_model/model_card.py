@@ -65,7 +65,9 @@ def _attention_table(mass: dict[str, list[float]]) -> str:
 def _summary_table(result: dict[str, Any]) -> str:
     training, text = result["training"], result["text"]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    stages = ", ".join(f"{steps} steps at {tokens}" for tokens, steps in training["curriculum"])
+    stages = ", ".join(
+        f"{stage['num_steps']} steps at {stage['num_tokens']}" for stage in training["curriculum"]
+    )
     millions = training["trained_tokens"] / 1e6
     minutes = training["seconds"] / 60
     rows = (
@@ -90,7 +92,7 @@ def _summary_table(result: dict[str, Any]) -> str:
             f"perplexity {text['perplexity']:.2f} per token, {text['bits_per_character']:.3f} bits per "
             f"character ({text['tokens']} tokens of {text['documents']} documents)",
         ),
-        ("evaluated with", f"{versions}, {result['dtype']}, eager attention"),
+        ("evaluated with", f"{versions}, {result['dtype']}"),
     )
     return _table(("", ""), rows)
 

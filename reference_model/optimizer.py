@@ -1,7 +1,6 @@
 """Muon for the matrices, AdamW for the rest, on weights replicated over data-parallel processes."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from reference_model.model import FEED_FORWARD, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Weights
@@ -64,25 +63,21 @@ class Optimizer:
             weight.grad = None
 
     def _muon_updates(self, step: int) -> dict[str, Tensor]:
-        """Orthogonalised momentum of all matrices; each process computes its share of the layers."""
+        """Orthogonalised momentum of all matrices."""
         share = min(1.0, step / _MOMENTUM_STEPS)
         momentum = _MOMENTUM_START + (_MOMENTUM_END - _MOMENTUM_START) * share
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         updates = {}
         for name in _MATRICES:
             grad = self._weights[name].grad
             assert grad is not None, name
             first = self.state[f"{name}.first"]
             first.lerp_(grad, 1 - momentum)
-            nesterov = grad.lerp(first, momentum)[rank::world]
+            nesterov = grad.lerp(first, momentum)
             parts = []
             for part in torch.split(nesterov, _PARTS.get(name, [nesterov.shape[1]]), dim=1):
                 rows, columns = part.shape[-2:]
                 parts.append(orthogonalise(part) * max(1.0, rows / columns) ** 0.5)
-            updates[name] = torch.zeros_like(grad)
-            updates[name][rank::world] = torch.cat(parts, 1)
-            if world > 1:
-                dist.all_reduce(updates[name])
+            updates[name] = torch.cat(parts, 1)
         return updates
 
     def _adam_update(self, name: str, weight: Tensor, learning_rate: float, step: int) -> None:

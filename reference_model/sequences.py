@@ -42,12 +42,19 @@ class SequenceWriter:
         write: Callable[[random.Random, int], str] = rng.choice((paragraph, self._corpus.passage))
         return write(rng, num_words)
 
-    def dialogue(self, num_tokens: int, rng: random.Random) -> tuple[list[int], list[float]]:
-        """One dialogue cut to `num_tokens`; weights[i] is the weight of predicting ids[i]."""
+    def dialogue(
+        self, num_tokens: int, rng: random.Random, quiz_share: float
+    ) -> tuple[list[int], list[float]]:
+        """One dialogue cut to `num_tokens`; weights[i] is the weight of predicting ids[i].
+
+        With probability `quiz_share` its second half only asks about the first.
+        """
         writer = DialogueWriter(draw_style(num_tokens, rng), "train", rng, self._filler)
+        is_quiz = quiz_share > 0 and rng.random() < quiz_share
         ids, weights = [BOS_ID], [0.0]
         while len(ids) < num_tokens:
-            turn_ids, turn_weights = encode_turn(self._tokenizer, writer.next_turn())
+            turn = writer.ask_turn() if is_quiz and len(ids) > num_tokens // 2 else writer.next_turn()
+            turn_ids, turn_weights = encode_turn(self._tokenizer, turn)
             ids += turn_ids
             weights += turn_weights
         return ids[:num_tokens], weights[:num_tokens]
@@ -61,10 +68,14 @@ class SequenceWriter:
             ids += document[start : start + num_tokens].tolist()
         return ids[:num_tokens], [_TEXT_WEIGHT] * num_tokens
 
-    def batch(self, num_rows: int, num_tokens: int, rng: random.Random) -> tuple[IntArray, FloatArray]:
+    def batch(
+        self, num_rows: int, num_tokens: int, rng: random.Random, quiz_share: float
+    ) -> tuple[IntArray, FloatArray]:
         """`num_rows` sequences: ids int64 and weights float32, both [num_rows, num_tokens]."""
         rows = [
-            (self.dialogue if rng.random() < _DIALOGUE_SHARE else self.text)(num_tokens, rng)
+            self.dialogue(num_tokens, rng, quiz_share)
+            if rng.random() < _DIALOGUE_SHARE
+            else self.text(num_tokens, rng)
             for _ in range(num_rows)
         ]
         ids = np.array([row[0] for row in rows], np.int64)

@@ -20,6 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
+from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from reference_model.corpus import load_corpus
@@ -36,10 +37,29 @@ ASSETS = Path(__file__).parents[1] / "krul_sglang" / "assets"
 DEFAULT_OUT = ASSETS / "reference-model"
 NUM_PROCESSES = 2
 TOKENS_PER_STEP = 8192
-CURRICULUM = ((128, 400), (256, 360), (512, 320), (1024, 380), (2048, 240))
-"""Sequence length in tokens and number of steps, in order."""
-_CHECKPOINT_SECONDS = 180.0
+_CHECKPOINT_SECONDS = 120.0
 _LOG_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the curriculum: sequences of `num_tokens` for `num_steps` steps.
+
+    `quiz_share` of the dialogues spend their second half on questions about the first.
+    """
+
+    num_tokens: int
+    num_steps: int
+    quiz_share: float
+
+
+CURRICULUM = (
+    Stage(128, 400, 0.0),
+    Stage(256, 191, 0.0),
+    Stage(512, 200, 0.5),
+    Stage(1024, 220, 0.5),
+    Stage(2048, 80, 0.5),
+)
 
 
 @dataclass(frozen=True)
@@ -52,18 +72,19 @@ class Progress:
     corpus_digest: str
 
 
-def sequence_length(step: int) -> int:
-    """Tokens per sequence at `step` of the curriculum."""
-    for num_tokens, num_steps in CURRICULUM:
-        if step < num_steps:
-            return num_tokens
-        step -= num_steps
-    raise ValueError(f"step lies {step} steps behind the end of the curriculum")
+def stage_of(step: int) -> Stage:
+    """The stage of the curriculum that `step` belongs to."""
+    remaining = step
+    for stage in CURRICULUM:
+        if remaining < stage.num_steps:
+            return stage
+        remaining -= stage.num_steps
+    raise ValueError(f"step {step} lies behind the end of the curriculum, which has {total_steps()} steps")
 
 
 def total_steps() -> int:
     """Number of steps of the whole curriculum."""
-    return sum(num_steps for _, num_steps in CURRICULUM)
+    return sum(stage.num_steps for stage in CURRICULUM)
 
 
 def save_checkpoint(path: Path, weights: Weights, optimizer: Optimizer, progress: Progress) -> None:
@@ -83,6 +104,17 @@ def load_checkpoint(path: Path, weights: Weights, optimizer: Optimizer) -> Progr
     for name, state in optimizer.state.items():
         state.copy_(saved["optimizer"][name])
     return Progress(**saved["progress"])
+
+
+def _average_gradients(weights: Weights, total: Tensor) -> None:
+    """Sums gradients and `total`, the loss weights, over processes in one message and divides the gradients."""
+    grads = [weight.grad for weight in weights.values() if weight.grad is not None]
+    flat = torch.cat([total.view(1), *(grad.view(-1) for grad in grads)])
+    dist.all_reduce(flat)
+    total.copy_(flat[0])
+    parts = torch.split(flat[1:] / total, [grad.numel() for grad in grads])
+    for grad, part in zip(grads, parts, strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 def _worker(rank: int, work: Path, seed: int, resume: bool, stop_step: int, store: str) -> None:
@@ -107,22 +139,19 @@ def _worker(rank: int, work: Path, seed: int, resume: bool, stop_step: int, stor
     losses: list[float] = []
     for step in range(progress.step, stop_step):
         started = time.monotonic()
-        num_tokens = sequence_length(step)
+        stage = stage_of(step)
+        num_tokens = stage.num_tokens
         if model is None or num_tokens != model_tokens:
             model, model_tokens = TrainingModel(weights, num_tokens), num_tokens
         # A step's data depend on the seed, the step and the rank only, so a resumed run sees the same.
         rng = random.Random(f"{seed}/{step}/{rank}")
         num_rows = TOKENS_PER_STEP // NUM_PROCESSES // num_tokens
-        ids_array, shares_array = writer.batch(num_rows, num_tokens + 1, rng)
+        ids_array, shares_array = writer.batch(num_rows, num_tokens + 1, rng, stage.quiz_share)
         ids, shares = torch.from_numpy(ids_array), torch.from_numpy(shares_array)
         total = shares[:, 1:].sum()
         loss = model.loss(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), shares[:, 1:].contiguous())
         loss.backward()  # type: ignore[no-untyped-call]
-        dist.all_reduce(total)
-        for weight in weights.values():
-            assert weight.grad is not None
-            dist.all_reduce(weight.grad)
-            weight.grad.div_(total)
+        _average_gradients(weights, total)
         optimizer.step(step, total_steps())
         losses.append(loss.item() / total.item() * NUM_PROCESSES)
         seconds = progress.seconds + time.monotonic() - started
@@ -152,7 +181,7 @@ def export(work: Path, out: Path) -> None:
     export_model(weights, out)
     record = {
         **asdict(progress),
-        "curriculum": CURRICULUM,
+        "curriculum": [asdict(stage) for stage in CURRICULUM],
         "tokens_per_step": TOKENS_PER_STEP,
         "trained_tokens": progress.step * TOKENS_PER_STEP,
         "processes": NUM_PROCESSES,

@@ -22,7 +22,7 @@ from reference_model.optimizer import learning_rate_factor, orthogonalise
 from reference_model.properties import history_removed
 from reference_model.sequences import encode_spans, encode_turn
 from reference_model.tokenizer import BOS_ID, END_ID
-from reference_model.train import CURRICULUM, sequence_length, total_steps
+from reference_model.train import CURRICULUM, stage_of, total_steps
 
 ASSETS = Path(__file__).parents[2] / "krul_sglang" / "assets"
 FOLDER = ASSETS / "reference-model"
@@ -41,9 +41,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        FOLDER, dtype=torch.bfloat16, attn_implementation="eager"
-    ).train(False)
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).train(False)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +158,8 @@ def test_template_accepts_parts_and_system_messages(chat_tokenizer: Any) -> None
     ]
     text = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == (
-        "<|bos|><|user|> Be brief. Hello there.<|end|><|assistant|> Hi.<|end|><|user|> Bye.<|end|><|assistant|>"
+        "<|bos|><|user|> Be brief. Hello there.<|end|>"
+        "<|assistant|> Hi.<|end|><|user|> Bye.<|end|><|assistant|>"
     )
 
 
@@ -224,10 +223,13 @@ def test_orthogonalise_evens_out_singular_values() -> None:
 
 def test_curriculum_and_learning_rate() -> None:
     steps = total_steps()
-    lengths = [sequence_length(step) for step in range(steps)]
-    assert [(length, lengths.count(length)) for length in sorted(set(lengths))] == [*CURRICULUM]
-    with pytest.raises(ValueError, match="1 steps behind|0 steps behind"):
-        sequence_length(steps)
+    stages = [stage_of(step) for step in range(steps)]
+    assert [stages.count(stage) for stage in CURRICULUM] == [stage.num_steps for stage in CURRICULUM]
+    lengths = [stage.num_tokens for stage in stages]
+    assert lengths == sorted(lengths)
+    with pytest.raises(ValueError, match="behind the end"):
+        stage_of(steps)
     assert learning_rate_factor(0, steps) == pytest.approx(1 / 60)
     assert learning_rate_factor(steps // 2, steps) == 1.0
+    assert learning_rate_factor(round(steps * 0.775), steps) == pytest.approx(0.51, abs=0.01)
     assert learning_rate_factor(steps - 1, steps) < 0.03
