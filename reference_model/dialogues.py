@@ -110,7 +110,7 @@ class DialogueWriter:
         self._rng.shuffle(self._pending)
 
     def _plan_teams(self) -> None:
-        for team in self._rng.sample(self._words.teams, self._rng.randint(1, 2)):
+        for team in dict.fromkeys(self._rng.sample(self._words.teams, self._rng.randint(1, 2))):
             for person in self._draw_people(self._rng.randint(1, _MAX_TEAM)):
                 self._pending.insert(self._rng.randint(0, len(self._pending)), (person, team))
 

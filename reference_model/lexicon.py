@@ -5,11 +5,13 @@ dialogue. Colours are shared: there are too few of them to split.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-Split = Literal["train", "held_out"]
+Split = Literal["train", "train_wide", "held_out"]
+"""`train_wide` is `train` with invented animals, nouns, teams and passphrase words as well, so that a model
+learns to repeat words it has never seen."""
 
 _PEOPLE = """
 Alma Anton Astrid Basil Beatrix Bruno Carla Cedric Clara Conrad Dalia Damian Daria Dennis Edith Elias
@@ -104,6 +106,23 @@ def _invented_names(count: int, seed: int) -> list[str]:
     return list(names)
 
 
+def _widened(words: Lexicon) -> Lexicon:
+    """`words` with its short lists repeated and as many invented words again, lower case."""
+    invented = [name.lower() for name in _invented_names(1200, seed=21)]
+    half = len(invented) // 4
+
+    def widen(known: tuple[str, ...], part: int) -> tuple[str, ...]:
+        return known * max(1, half // len(known)) + tuple(invented[part * half : (part + 1) * half])
+
+    return replace(
+        words,
+        animals=widen(words.animals, 0),
+        words=widen(words.words, 1),
+        nouns=widen(words.nouns, 2),
+        teams=widen(words.teams, 3),
+    )
+
+
 @cache
 def lexicon(split: Split) -> Lexicon:
     """The word lists of `split`; the two splits share only colours and adjectives."""
@@ -112,6 +131,8 @@ def lexicon(split: Split) -> Lexicon:
     invented = [name for name in invented if name not in taken]
     held_out_names, train_names = invented[:60], invented[200:]
     held_out_cities, more_cities = invented[60:80], invented[80:200]
+    if split == "train_wide":
+        return _widened(lexicon("train"))
     if split == "train":
         # The known names are repeated so that about half of the draws are words seen elsewhere.
         people = _PEOPLE.split() * 10 + train_names

@@ -195,7 +195,10 @@ def to_llama(weights: Weights) -> Weights:
 def export_model(weights: Weights, folder: Path) -> None:
     """Writes config.json, generation_config.json and model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(to_llama(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "model.safetensors"
+    save_file(to_llama(weights), path, metadata={"format": "pt"})
+    # safetensors writes files that only their owner can read
+    path.chmod(0o644)
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
     generation = {
         "bos_token_id": BOS_ID,

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from reference_model.corpus import Corpus
 from reference_model.dialogues import DialogueWriter, Turn, draw_style
 from reference_model.facts import Span, SpanKind
+from reference_model.lexicon import Split
 from reference_model.smalltalk import paragraph
 from reference_model.tokenizer import ASSISTANT_ID, BOS_ID, END_ID, USER_ID
 
@@ -43,13 +44,13 @@ class SequenceWriter:
         return write(rng, num_words)
 
     def dialogue(
-        self, num_tokens: int, rng: random.Random, quiz_share: float
+        self, num_tokens: int, rng: random.Random, quiz_share: float, split: Split
     ) -> tuple[list[int], list[float]]:
         """One dialogue cut to `num_tokens`; weights[i] is the weight of predicting ids[i].
 
         With probability `quiz_share` its second half only asks about the first.
         """
-        writer = DialogueWriter(draw_style(num_tokens, rng), "train", rng, self._filler)
+        writer = DialogueWriter(draw_style(num_tokens, rng), split, rng, self._filler)
         is_quiz = quiz_share > 0 and rng.random() < quiz_share
         ids, weights = [BOS_ID], [0.0]
         while len(ids) < num_tokens:
@@ -69,11 +70,11 @@ class SequenceWriter:
         return ids[:num_tokens], [_TEXT_WEIGHT] * num_tokens
 
     def batch(
-        self, num_rows: int, num_tokens: int, rng: random.Random, quiz_share: float
+        self, num_rows: int, num_tokens: int, rng: random.Random, quiz_share: float, split: Split
     ) -> tuple[IntArray, FloatArray]:
         """`num_rows` sequences: ids int64 and weights float32, both [num_rows, num_tokens]."""
         rows = [
-            self.dialogue(num_tokens, rng, quiz_share)
+            self.dialogue(num_tokens, rng, quiz_share, split)
             if rng.random() < _DIALOGUE_SHARE
             else self.text(num_tokens, rng)
             for _ in range(num_rows)

@@ -26,6 +26,7 @@ from torch.multiprocessing.spawn import spawn
 from reference_model.corpus import load_corpus
 from reference_model.evaluate import evaluate_and_write
 from reference_model.export_conversations import export_conversations
+from reference_model.lexicon import Split
 from reference_model.model import TrainingModel, Weights, export_model, init_weights
 from reference_model.optimizer import Optimizer
 from reference_model.sequences import SequenceWriter
@@ -51,14 +52,15 @@ class Stage:
     num_tokens: int
     num_steps: int
     quiz_share: float
+    split: Split = "train"
 
 
 CURRICULUM = (
     Stage(128, 400, 0.0),
     Stage(256, 191, 0.0),
-    Stage(512, 200, 0.5),
-    Stage(1024, 220, 0.5),
-    Stage(2048, 80, 0.5),
+    Stage(512, 199, 0.5),
+    Stage(1024, 221, 0.5, "train_wide"),
+    Stage(2048, 80, 0.5, "train_wide"),
 )
 
 
@@ -107,7 +109,7 @@ def load_checkpoint(path: Path, weights: Weights, optimizer: Optimizer) -> Progr
 
 
 def _average_gradients(weights: Weights, total: Tensor) -> None:
-    """Sums gradients and `total`, the loss weights, over processes in one message and divides the gradients."""
+    """Sums gradients and `total`, the loss weights, over processes in one message; divides the gradients."""
     grads = [weight.grad for weight in weights.values() if weight.grad is not None]
     flat = torch.cat([total.view(1), *(grad.view(-1) for grad in grads)])
     dist.all_reduce(flat)
@@ -146,7 +148,7 @@ def _worker(rank: int, work: Path, seed: int, resume: bool, stop_step: int, stor
         # A step's data depend on the seed, the step and the rank only, so a resumed run sees the same.
         rng = random.Random(f"{seed}/{step}/{rank}")
         num_rows = TOKENS_PER_STEP // NUM_PROCESSES // num_tokens
-        ids_array, shares_array = writer.batch(num_rows, num_tokens + 1, rng, stage.quiz_share)
+        ids_array, shares_array = writer.batch(num_rows, num_tokens + 1, rng, stage.quiz_share, stage.split)
         ids, shares = torch.from_numpy(ids_array), torch.from_numpy(shares_array)
         total = shares[:, 1:].sum()
         loss = model.loss(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), shares[:, 1:].contiguous())

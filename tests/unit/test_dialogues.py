@@ -11,7 +11,7 @@ import pytest
 
 from reference_model.dialogues import DialogueWriter, Style, Turn, draw_style, message_text
 from reference_model.facts import KINDS, Kind, SpanKind
-from reference_model.lexicon import lexicon
+from reference_model.lexicon import Split, lexicon
 
 STYLE = Style(max_filler_words=20, demo=False, ask_weight=6, links=True, teams=True, corrections=0.3)
 
@@ -133,8 +133,9 @@ def test_demo_questions_ask_about_earlier_turns_only() -> None:
             history += message_text(turn.user) + "\n"
 
 
-def test_splits_share_no_names_or_values() -> None:
-    train, held_out = lexicon("train"), lexicon("held_out")
+@pytest.mark.parametrize("split", ["train", "train_wide"])
+def test_splits_share_no_names_or_values(split: Split) -> None:
+    train, held_out = lexicon(split), lexicon("held_out")
     for field in ("people", "cities", "animals", "words", "nouns", "teams"):
         assert len(getattr(held_out, field)) >= 6
         assert not set(getattr(train, field)) & set(getattr(held_out, field)), field
