@@ -1,5 +1,7 @@
 """Muon for the matrices, AdamW for the rest, on weights replicated over data-parallel processes."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,8 @@ from reference_model.model import FEED_FORWARD, HEAD_DIM, NUM_HEADS, NUM_KV_HEAD
 _MUON_LR, _MUON_DECAY = 0.02, 0.1
 _ADAM_LR, _ADAM_BETAS, _ADAM_EPSILON = 5e-3, (0.9, 0.95), 1e-10
 _MOMENTUM_START, _MOMENTUM_END, _MOMENTUM_STEPS = 0.85, 0.95, 300
-_WARMUP_STEPS, _DECAY_SHARE, _FINAL_SHARE = 60, 0.45, 0.02
+LEARNING_RATE_KNOTS = ((-1, 0.0), (59, 1.0), (600, 1.0), (1045, 0.112), (1065, 0.6), (1340, 0.02))
+"""Steps and shares: warm-up, plateau, decay, a second rise with the invented words, and a last decay."""
 # Quintic iteration that drives all singular values towards 1 (Jordan et al., "Muon", 2024).
 _NEWTON_SCHULZ, _ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 _MATRICES = ("qkv", "o", "gate_up", "down")
@@ -17,12 +20,12 @@ _Q, _KV = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
 _PARTS: dict[str, list[int]] = {"qkv": [_Q, _KV, _KV], "gate_up": [FEED_FORWARD, FEED_FORWARD]}
 
 
-def learning_rate_factor(step: int, num_steps: int) -> float:
-    """Linear warm-up, plateau, then linear decay over the last 45% of the steps down to 2%."""
-    warmup = min(1.0, (step + 1) / _WARMUP_STEPS)
-    decay_steps = _DECAY_SHARE * num_steps
-    remaining = min(1.0, (num_steps - step) / decay_steps)
-    return warmup * (_FINAL_SHARE + (1 - _FINAL_SHARE) * remaining)
+def learning_rate_factor(step: int) -> float:
+    """Share of the full learning rate at `step`: linear between `LEARNING_RATE_KNOTS`, constant behind."""
+    for (start, before), (end, after) in pairwise(LEARNING_RATE_KNOTS):
+        if step < end:
+            return before + (after - before) * (step - start) / (end - start)
+    return LEARNING_RATE_KNOTS[-1][1]
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
@@ -50,9 +53,9 @@ class Optimizer:
                 self.state[f"{name}.second"] = torch.zeros_like(weight, requires_grad=False)
 
     @torch.no_grad()
-    def step(self, step: int, num_steps: int) -> None:
+    def step(self, step: int) -> None:
         """One update from the `grad` of each weight; the gradients are cleared."""
-        factor = learning_rate_factor(step, num_steps)
+        factor = learning_rate_factor(step)
         updates = self._muon_updates(step)
         for name, weight in self._weights.items():
             if name in updates:

@@ -60,7 +60,9 @@ CURRICULUM = (
     Stage(256, 191, 0.0),
     Stage(512, 199, 0.5),
     Stage(1024, 221, 0.5, "train_wide"),
-    Stage(2048, 80, 0.5, "train_wide"),
+    Stage(2048, 34, 0.5, "train_wide"),
+    Stage(1024, 205, 0.5, "train_wide"),
+    Stage(2048, 90, 0.5, "train_wide"),
 )
 
 
@@ -154,7 +156,7 @@ def _worker(rank: int, work: Path, seed: int, resume: bool, stop_step: int, stor
         loss = model.loss(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), shares[:, 1:].contiguous())
         loss.backward()  # type: ignore[no-untyped-call]
         _average_gradients(weights, total)
-        optimizer.step(step, total_steps())
+        optimizer.step(step)
         losses.append(loss.item() / total.item() * NUM_PROCESSES)
         seconds = progress.seconds + time.monotonic() - started
         progress = replace(progress, step=step + 1, seconds=seconds)
