@@ -1,0 +1,1 @@
+"""The reference model: a small Llama trained here to recall facts from earlier turns."""
