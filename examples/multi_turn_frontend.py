@@ -16,13 +16,13 @@ History = list[tuple[str, str]]
 
 
 @sgl.function  # type: ignore[untyped-decorator]
-def next_turn(state: Any, history: History, text: str) -> None:
+def next_turn(s: Any, history: History, text: str) -> None:
     """The conversation so far, one more user message, and the model's answer to it."""
     for user_text, answer in history:
-        state += sgl.user(user_text)
-        state += sgl.assistant(answer)
-    state += sgl.user(text)
-    state += sgl.assistant(sgl.gen("answer", max_tokens=32, temperature=0))
+        s += sgl.user(user_text)
+        s += sgl.assistant(answer)
+    s += sgl.user(text)
+    s += sgl.assistant(sgl.gen("answer", max_tokens=32, temperature=0))
 
 
 def main(url: str) -> None:
