@@ -23,7 +23,8 @@ from transformers import LlamaForCausalLM
 
 from reference_model import properties
 from reference_model.corpus import load_corpus
-from reference_model.evaluation_items import Item, make_item
+from reference_model.evaluation_items import Item, items_of_conversation, make_item
+from reference_model.export_conversations import BUNDLED_COUNT, BUNDLED_SEED, write_conversations
 from reference_model.facts import KINDS, Kind
 from reference_model.lexicon import Split
 from reference_model.model_card import write_model_card
@@ -132,6 +133,17 @@ def without_history(
     return rows
 
 
+def bundled_recall(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Recall of the questions in the demo conversations, by kind."""
+    scores: dict[Kind, list[Score]] = {kind: [] for kind in KINDS}
+    for conversation in write_conversations(tokenizer, BUNDLED_SEED, BUNDLED_COUNT):
+        for item in items_of_conversation(tokenizer, conversation["conversations"]):
+            scores[item.kind].append(score(model, item))
+    rows = [{"kind": kind, **summarise(scores[kind])} for kind in KINDS]
+    logger.info("bundled %s", rows)
+    return rows
+
+
 def load_model(folder: Path) -> LlamaForCausalLM:
     """The model in `folder`, in bf16 as it is served."""
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train(False)
@@ -149,6 +161,7 @@ def evaluate(folder: Path, items: int) -> dict[str, Any]:
         for kind in KINDS
     ]
     rows += [recall(model, tokenizer, "single", length, fewer, "train") for length in HISTORY_LENGTHS[:2]]
+    bundled = bundled_recall(model, tokenizer)
     removed = without_history(model, tokenizer, "single", max(1, items // 4))
     text = text_perplexity(model, tokenizer, 48)
     # Attention maps need the eager form.
@@ -162,6 +175,7 @@ def evaluate(folder: Path, items: int) -> dict[str, Any]:
         "dtype": "bfloat16",
         "training": json.loads((folder / "training.json").read_text()),
         "recall": rows,
+        "bundled_conversations": bundled,
         "history_removed": removed,
         "adjacent_cosine": properties.adjacent_cosine(model, samples),
         "attention_mass": properties.attention_mass(model, samples),

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -74,3 +75,28 @@ def make_item(
         ids.append(END_ID)
         return Item(kind, tuple(ids), question_start, answer_start, tuple(value_positions))
     raise ValueError(f"no {kind!r} question fits into {history_tokens} tokens of history")
+
+
+def items_of_conversation(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[Item]:
+    """The questions of a ShareGPT conversation, each after the reference answers before it."""
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    items: list[Item] = []
+    ids = [BOS_ID]
+    for human, reply in zip(messages[::2], messages[1::2], strict=True):
+        question_start = len(ids)
+        ids += [USER_ID, *encode(" " + human["value"]), END_ID, ASSISTANT_ID]
+        answer_start = len(ids)
+        if "expected" not in human:
+            ids += [*encode(" " + reply["value"]), END_ID]
+            continue
+        before, _, _ = (" " + reply["value"]).partition(" " + human["expected"])
+        value_start = answer_start + len(encode(before))
+        value_end = value_start + len(encode(" " + human["expected"]))
+        ids += [*encode(" " + reply["value"]), END_ID]
+        positions = tuple(range(value_start, value_end))
+        items.append(Item(human["kind"], tuple(ids), question_start, answer_start, positions))
+    return items

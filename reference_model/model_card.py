@@ -32,6 +32,20 @@ def _recall_table(rows: list[dict[str, Any]]) -> str:
     return _table(header, cells)
 
 
+def _bundled_table(rows: list[dict[str, Any]]) -> str:
+    cells = [
+        (
+            row["kind"],
+            row["items"],
+            _percent(row["answer_exact_match"]),
+            _percent(row["value_exact_match"]),
+            f"{row['value_nll']:.3f}",
+        )
+        for row in rows
+    ]
+    return _table(("question", "questions", "answer EM", "value EM", "value NLL"), cells)
+
+
 def _removed_table(rows: list[dict[str, Any]]) -> str:
     cells = [
         (
@@ -137,6 +151,10 @@ hop.
 The same with the words of the training split, other seeds:
 
 {_recall_table(seen)}
+
+The questions of the demo conversations (700 to 1300 tokens; values of the last hop only):
+
+{_bundled_table(result["bundled_conversations"])}
 
 ## Where recall lives
 

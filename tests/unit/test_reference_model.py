@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from reference_model.dialogues import DialogueWriter, Turn, draw_style, message_text
 from reference_model.evaluate import score
-from reference_model.evaluation_items import make_item
+from reference_model.evaluation_items import items_of_conversation, make_item
 from reference_model.export_conversations import MAX_TOKENS, MIN_TOKENS, write_conversations
 from reference_model.model import TrainingModel, export_model, init_weights
 from reference_model.model_card import model_card
@@ -186,6 +186,9 @@ def test_bundled_conversations_are_those_of_the_generator(tokenizer: Tokenizer, 
     assert bundled == write_conversations(tokenizer, "bundled", 24)
     roles = {"human": "user", "gpt": "assistant"}
     for conversation in bundled:
+        for item in items_of_conversation(tokenizer, conversation["conversations"]):
+            value = tokenizer.decode([item.ids[position] for position in item.value_positions])
+            assert value.strip() in {message.get("expected") for message in conversation["conversations"]}
         messages = [
             {"role": roles[message["from"]], "content": message["value"]}
             for message in conversation["conversations"]
