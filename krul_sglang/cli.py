@@ -166,7 +166,7 @@ def demo(
     from rich.console import Console
 
     from krul_sglang.demo.report import make_reporter, print_result
-    from krul_sglang.demo.run import DemoConfig, default_dtype, run_demo, write_json
+    from krul_sglang.demo.run import DemoConfig, default_dtype, run_demo
 
     config = DemoConfig(
         model_path=model,
@@ -194,7 +194,7 @@ def demo(
         result = run_demo(config, pools, chosen, reporter, verbose=verbose)
     print_result(console, result)
     if json_file is not None:
-        write_json(result, json_file)
+        _write_json(result.to_json(), json_file)
     raise typer.Exit(0 if result.summary.passed else EXIT_FAILED)
 
 
@@ -247,7 +247,7 @@ def selftest(
         raise UsageError(str(error)) from error
     typer.echo(result.verdict)
     if json_file is not None:
-        probe.write_json(result, json_file)
+        _write_json(result.to_json(), json_file)
     raise typer.Exit(0 if result.passed else EXIT_FAILED)
 
 
@@ -278,6 +278,13 @@ def _check_writable(json_file: Path | None) -> None:
         raise UsageError(f"--json {json_file} is a directory; expected a file name")
     if not json_file.absolute().parent.is_dir():
         raise UsageError(f"--json {json_file}: the directory {json_file.absolute().parent} does not exist")
+
+
+def _write_json(value: Any, path: Path) -> None:
+    # Imported late: ``--help`` needs no JSON library.
+    from krul_sglang.json_file import write_json
+
+    write_json(value, path)
 
 
 def _resolve_model(model_path: str | None) -> str:

@@ -13,11 +13,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 
 from krul_backend.errors import KrulError
 
@@ -229,14 +227,6 @@ def run_selftest(config: SelftestConfig, *, api_key: str | None = None) -> Selft
         time.sleep(min(_STORE_DELAY_S, config.timeout_s))
         _make_noise(client, salt, vocabulary, noise_tokens, limits, deadline)
         return SelftestResult(config, limits, cold, _ask(client, prompt), noise_tokens)
-
-
-def write_json(result: SelftestResult, path: Path) -> None:
-    """Write the result in one step: readers see the whole file or none."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
-    temporary.write_bytes(orjson.dumps(result.to_json(), option=options))
-    temporary.replace(path)
 
 
 def _read_limits(client: httpx.Client) -> ServerLimits:

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import orjson
@@ -172,14 +171,6 @@ def server_args(phase: str, config: DemoConfig, pools: PoolSizes) -> list[str]:
 def default_dtype() -> str:
     """float32 where only a CPU is at hand (bfloat16 is slower there), else what the model's config says."""
     return "float32" if default_device_args() else "auto"
-
-
-def write_json(result: DemoResult, path: Path) -> None:
-    """Write the result in one step: readers see the whole file or none."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    temporary.write_bytes(orjson.dumps(result.to_json(), option=options))
-    temporary.replace(path)
 
 
 def _quoting_the_log(server: ServerProcess, results: Iterable[TurnResult]) -> Iterator[TurnResult]:

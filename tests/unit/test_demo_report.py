@@ -14,8 +14,9 @@ from krul_sglang.demo.conversations import Conversation, UserTurn
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.demo.report import LiveReporter, PlainReporter, make_reporter, print_result
 from krul_sglang.demo.result import Row, make_row, stored_amounts, summarize, verdict
-from krul_sglang.demo.run import DemoConfig, DemoResult, server_args, write_json
+from krul_sglang.demo.run import DemoConfig, DemoResult, server_args
 from krul_sglang.demo.sizing import PoolSizes
+from krul_sglang.json_file import write_json
 
 CONVERSATION = Conversation("ada", (UserTurn("The code is 4821."), UserTurn("Which code?", "4821", "recall")))
 POOLS = PoolSizes(device_tokens=512, reference_tokens=4096, longest_tokens=300, total_tokens=900)
@@ -150,7 +151,7 @@ def demo_result(rows: list[Row]) -> DemoResult:
 
 def test_json_has_rows_summary_and_circumstances(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    write_json(demo_result([row(host=160)]), path)
+    write_json(demo_result([row(host=160)]).to_json(), path)
     written = json.loads(path.read_text())
     assert list(tmp_path.iterdir()) == [path], "the temporary file is gone"
     names = "conversation turn prompt_tokens device_tokens host_tokens computed_tokens ttft_s baseline_ttft_s"
