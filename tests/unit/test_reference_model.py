@@ -17,6 +17,7 @@ from reference_model.dialogues import DialogueWriter, Turn, draw_style, message_
 from reference_model.evaluate import score
 from reference_model.evaluation_items import items_of_conversation, make_item
 from reference_model.export_conversations import MAX_TOKENS, MIN_TOKENS, write_conversations
+from reference_model.lexicon import Split
 from reference_model.model import TrainingModel, export_model, init_weights
 from reference_model.model_card import model_card
 from reference_model.optimizer import LEARNING_RATE_KNOTS, learning_rate_factor, orthogonalise
@@ -169,16 +170,20 @@ def test_template_refuses_unknown_roles(chat_tokenizer: Any) -> None:
         chat_tokenizer.apply_chat_template([{"role": "wizard", "content": "x"}], tokenize=False)
 
 
-def test_recalls_facts_at_512_tokens_and_not_without_history(model: Any, tokenizer: Tokenizer) -> None:
-    items = [make_item(tokenizer, "single", 512, f"unit test {i}") for i in range(24)]
-    assert sum(score(model, item).answer_matches for item in items) >= 20
-    blind = 0
-    for item in items[:8]:
+@pytest.mark.parametrize(("split", "least"), [("train", 20), ("held_out", 14)])
+def test_recalls_facts_at_512_tokens(model: Any, tokenizer: Tokenizer, split: Split, least: int) -> None:
+    """Of 24 questions; the evaluation in the model card has the exact rates."""
+    items = [make_item(tokenizer, "single", 512, f"unit test {i}", split) for i in range(24)]
+    assert sum(score(model, item).answer_matches for item in items) >= least
+
+
+def test_recalls_nothing_without_history(model: Any, tokenizer: Tokenizer) -> None:
+    items = [make_item(tokenizer, "single", 512, f"unit test {i}", "train") for i in range(8)]
+    before = [score(model, item) for item in items]
+    for item in items:
         with history_removed(model, list(range(12)), item):
-            blind += score(model, item).value_matches
-    assert blind == 0
-    # The hooks are gone: the same item is answered as before.
-    assert score(model, items[0]) == score(model, items[0])
+            assert not score(model, item).value_matches
+    assert [score(model, item) for item in items] == before
 
 
 def test_bundled_conversations_are_those_of_the_generator(tokenizer: Tokenizer, chat_tokenizer: Any) -> None:
