@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-Split = Literal["train", "train_wide", "held_out"]
-"""`train_wide` is `train` with invented animals, nouns, teams and passphrase words as well, so that a model
-learns to repeat words it has never seen."""
+Split = Literal["train", "train_wide", "train_open", "held_out"]
+"""`train_wide` is `train` with invented animals, nouns, teams and passphrase words as well; `train_open` has
+thousands of ordinary words in all lists (see `open_lexicon`). Both are there so that a model learns to repeat
+words it has never seen in their place."""
 
 _PEOPLE = """
 Alma Anton Astrid Basil Beatrix Bruno Carla Cedric Clara Conrad Dalia Damian Daria Dennis Edith Elias
@@ -46,7 +47,9 @@ fox otter badger heron falcon rabbit turtle beaver wolf lynx raven sparrow dolph
 donkey horse goat lamb panda tiger lion zebra koala moose eagle owl pigeon salmon crab spider beetle
 hamster squirrel hedgehog penguin swan
 """
-_ANIMALS_HELD_OUT = "leopard gecko walrus ostrich buffalo parrot cricket mole toad stork jaguar ferret"
+_ANIMALS_HELD_OUT = (
+    "leopard gecko walrus ostrich buffalo parrot cricket mole toad stork jaguar ferret"
+)
 _WORDS = """
 river candle north garden copper window silent market bridge summer winter letter castle button forest
 mirror planet rocket sugar pepper table violin hammer anchor island desert valley thunder feather pocket
@@ -67,9 +70,7 @@ printer scanner gate safe locker cabinet projector laptop camera van truck bicyc
 drill pump generator router server elevator crane tractor trailer workshop warehouse archive cellar garage
 greenhouse kiosk studio telescope microscope
 """
-_NOUNS_HELD_OUT = (
-    "turbine antenna forklift compressor plotter hangar vault incinerator ferry stapler sensor barn"
-)
+_NOUNS_HELD_OUT = "turbine antenna forklift compressor plotter hangar vault incinerator ferry stapler sensor barn"
 _TEAMS = """
 chess rowing sailing cooking running painting hiking climbing knitting swimming cycling dancing fishing
 football tennis drama poetry radio
@@ -101,7 +102,9 @@ def _invented_names(count: int, seed: int) -> list[str]:
     names: dict[str, None] = {}
     while len(names) < count:
         num_syllables = rng.choice((2, 2, 3))
-        name = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(num_syllables))
+        name = "".join(
+            rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(num_syllables)
+        )
         names[(name + rng.choice(_CODAS)).capitalize()] = None
     return list(names)
 
@@ -112,7 +115,9 @@ def _widened(words: Lexicon) -> Lexicon:
     half = len(invented) // 4
 
     def widen(known: tuple[str, ...], part: int) -> tuple[str, ...]:
-        return known * max(1, half // len(known)) + tuple(invented[part * half : (part + 1) * half])
+        return known * max(1, half // len(known)) + tuple(
+            invented[part * half : (part + 1) * half]
+        )
 
     return replace(
         words,
@@ -123,9 +128,52 @@ def _widened(words: Lexicon) -> Lexicon:
     )
 
 
+def held_out_words() -> frozenset[str]:
+    """Every word of the held-out lists, in lower case."""
+    words = lexicon("held_out")
+    lists = (
+        words.people,
+        words.cities,
+        words.animals,
+        words.words,
+        words.nouns,
+        words.teams,
+    )
+    return frozenset(word.lower() for part in lists for word in part)
+
+
+def open_lexicon(vocabulary: tuple[str, ...]) -> Lexicon:
+    """`train_wide` with ordinary words in every list, so that what a word is says nothing about it.
+
+    `vocabulary`: lower-case words; those of the held-out lists are left out. A known name or word is drawn
+    about every third time.
+    """
+    words = lexicon("train_wide")
+    ordinary = tuple(word for word in vocabulary if word not in held_out_words())
+    capitalised = tuple(word.capitalize() for word in ordinary)
+
+    def mixed(known: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+        return known * max(1, len(others) // (2 * len(known))) + others
+
+    return replace(
+        words,
+        people=mixed(words.people, capitalised),
+        cities=mixed(words.cities, capitalised),
+        animals=mixed(words.animals, ordinary),
+        words=mixed(words.words, ordinary),
+        nouns=mixed(words.nouns, ordinary),
+        teams=mixed(words.teams, ordinary),
+    )
+
+
 @cache
 def lexicon(split: Split) -> Lexicon:
-    """The word lists of `split`; the two splits share only colours and adjectives."""
+    """The word lists of `split`; the two splits share only colours and adjectives.
+
+    Raises ValueError for `train_open`, whose words come from a corpus: see `open_lexicon`.
+    """
+    if split == "train_open":
+        raise ValueError("the words of train_open come from a corpus: use open_lexicon")
     invented = _invented_names(1800, seed=20)
     taken = set((_PEOPLE + _PEOPLE_HELD_OUT + _CITIES + _CITIES_HELD_OUT).split())
     invented = [name for name in invented if name not in taken]
