@@ -174,7 +174,9 @@ def bundled_recall(
 
 def load_model(folder: Path) -> LlamaForCausalLM:
     """The model in `folder`, in bf16 as it is served."""
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train(False)
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.train(False)
+    return model
 
 
 def evaluate(folder: Path, items: int) -> dict[str, Any]:

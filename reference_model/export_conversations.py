@@ -1,8 +1,9 @@
 """Writes the demo conversations: `python -m reference_model.export_conversations --out FILE`.
 
 Each conversation has five or six user turns. Every turn from the second on ends with a question about an
-earlier turn, so a right answer needs the history. All text is this package's own; the names do not occur
-in training. The gpt messages are reference answers, not what the model says.
+earlier turn, so a right answer needs the history. All text is this package's own. The words are those of
+the training split, which the model spells reliably; the dialogues are new. The gpt messages are reference
+answers, not what the model says.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def _attempt(
         teams="counting" in harder,
         corrections=0.5 if "overwritten" in harder else 0.0,
     )
-    writer = DialogueWriter(style, "held_out", rng)
+    writer = DialogueWriter(style, "train", rng)
     num_turns = rng.choice(_NUM_TURNS)
     messages: list[dict[str, str]] = []
     asked: set[str] = set()

@@ -171,7 +171,8 @@ The same with the words of the training split, other seeds:
 
 {_recall_table(seen)}
 
-The questions of the demo conversations (700 to 1300 tokens; values of the last hop only):
+The questions of the demo conversations (700 to 1300 tokens, words of the training split, new dialogues;
+values of the last hop only):
 
 {_bundled_table(result["bundled_conversations"])}
 
