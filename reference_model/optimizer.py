@@ -23,10 +23,12 @@ LEARNING_RATE_KNOTS = (
     (1045, 0.112),
     (1065, 0.6),
     (1340, 0.02),
-) + (
     (1370, 0.6),
     (1620, 0.6),
     (2020, 0.02),
+    (2040, 0.6),
+    (2120, 0.6),
+    (2420, 0.02),
 )
 """Steps and shares: warm-up, plateau, decay; it rises again with the invented and with the ordinary words."""
 # Quintic iteration that drives all singular values towards 1 (Jordan et al., "Muon", 2024).

@@ -17,7 +17,7 @@ from reference_model.dialogues import (
     message_text,
 )
 from reference_model.facts import KINDS, Kind, SpanKind
-from reference_model.lexicon import Split, lexicon
+from reference_model.lexicon import Split, lexicon, open_lexicon
 
 STYLE = Style(
     max_filler_words=20,
@@ -227,3 +227,18 @@ def test_bundled_conversations_expect_values_that_were_stated_earlier() -> None:
             if question["kind"] != "counting":
                 assert question["expected"] in earlier
                 assert question["expected"] not in question["value"]
+
+
+def test_ordinary_words_come_without_the_held_out_ones() -> None:
+    words = open_lexicon(("lantern", "stapler", "table", "umbrella"))
+    for part in (words.animals, words.words, words.nouns, words.teams):
+        assert "table" in part
+        assert not {"lantern", "stapler", "umbrella"} & set(part)
+    for part in (words.people, words.cities):
+        assert "Table" in part
+        assert not {"Lantern", "Stapler", "Umbrella"} & set(part)
+
+
+def test_the_words_of_a_corpus_are_no_fixed_split() -> None:
+    with pytest.raises(ValueError, match="open_lexicon"):
+        lexicon("train_open")
