@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-Split = Literal["train", "train_wide", "train_open", "held_out"]
+Split = Literal["train", "train_wide", "train_open", "train_pieces", "held_out"]
 """`train_wide` is `train` with invented animals, nouns, teams and passphrase words as well; `train_open` has
-thousands of ordinary words in all lists (see `open_lexicon`). Both are there so that a model learns to repeat
-words it has never seen in their place."""
+thousands of ordinary words in all lists, `train_pieces` also words put together from a tokenizer's pieces (see
+`open_lexicon`). They are there so that a model learns to repeat words it has never seen in their place."""
 
 _PEOPLE = """
 Alma Anton Astrid Basil Beatrix Bruno Carla Cedric Clara Conrad Dalia Damian Daria Dennis Edith Elias
@@ -142,15 +142,29 @@ def held_out_words() -> frozenset[str]:
     return frozenset(word.lower() for part in lists for word in part)
 
 
+def words_of_pieces(pieces: tuple[str, ...], count: int, seed: int) -> tuple[str, ...]:
+    """`count` invented words that begin with every piece about equally often.
+
+    `pieces`: the alphabetic tokens of a tokenizer, with a space in front of those that begin a word. A word
+    of which the first piece is rare in text could otherwise not be repeated: its embedding was never needed.
+    """
+    rng = random.Random(seed)
+    starts = [piece[1:] for piece in pieces if piece.startswith(" ")]
+    others = [piece for piece in pieces if not piece.startswith(" ") and piece.islower()]
+    words = (starts[i % len(starts)] + "".join(rng.sample(others, rng.randint(0, 2))) for i in range(count))
+    return tuple(word for word in dict.fromkeys(words) if 3 <= len(word) <= 14)
+
+
 def open_lexicon(vocabulary: tuple[str, ...]) -> Lexicon:
     """`train_wide` with ordinary words in every list, so that what a word is says nothing about it.
 
-    `vocabulary`: lower-case words; those of the held-out lists are left out. A known name or word is drawn
-    about every third time.
+    `vocabulary`: words; those of the held-out lists are left out. Names and cities take them capitalised, the
+    other lists in lower case. A known name or word is drawn about every third time.
     """
     words = lexicon("train_wide")
-    ordinary = tuple(word for word in vocabulary if word not in held_out_words())
-    capitalised = tuple(word.capitalize() for word in ordinary)
+    kept = [word for word in vocabulary if word.lower() not in held_out_words()]
+    ordinary = tuple(word for word in kept if word.islower())
+    capitalised = tuple(word.capitalize() if word.islower() else word for word in kept)
 
     def mixed(known: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
         return known * max(1, len(others) // (2 * len(known))) + others
@@ -170,10 +184,10 @@ def open_lexicon(vocabulary: tuple[str, ...]) -> Lexicon:
 def lexicon(split: Split) -> Lexicon:
     """The word lists of `split`; the two splits share only colours and adjectives.
 
-    Raises ValueError for `train_open`, whose words come from a corpus: see `open_lexicon`.
+    Raises ValueError for `train_open` and `train_pieces`, whose words come from a corpus and a tokenizer.
     """
-    if split == "train_open":
-        raise ValueError("the words of train_open come from a corpus: use open_lexicon")
+    if split in ("train_open", "train_pieces"):
+        raise ValueError(f"the words of {split} come from elsewhere: use open_lexicon")
     invented = _invented_names(1800, seed=20)
     taken = set((_PEOPLE + _PEOPLE_HELD_OUT + _CITIES + _CITIES_HELD_OUT).split())
     invented = [name for name in invented if name not in taken]

@@ -26,9 +26,9 @@ LEARNING_RATE_KNOTS = (
     (1370, 0.6),
     (1620, 0.6),
     (2020, 0.02),
-    (2040, 0.6),
-    (2120, 0.6),
-    (2420, 0.02),
+    (2035, 0.6),
+    (2110, 0.6),
+    (2340, 0.02),
 )
 """Steps and shares: warm-up, plateau, decay; it rises again with the invented and with the ordinary words."""
 # Quintic iteration that drives all singular values towards 1 (Jordan et al., "Muon", 2024).

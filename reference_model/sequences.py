@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from reference_model.corpus import Corpus
 from reference_model.dialogues import DialogueWriter, Turn, draw_style
 from reference_model.facts import Span, SpanKind
-from reference_model.lexicon import Split, open_lexicon
+from reference_model.lexicon import Lexicon, Split, open_lexicon, words_of_pieces
 from reference_model.smalltalk import paragraph
-from reference_model.tokenizer import ASSISTANT_ID, BOS_ID, END_ID, USER_ID
+from reference_model.tokenizer import ASSISTANT_ID, BOS_ID, END_ID, USER_ID, alphabetic_pieces
 
 WEIGHTS: dict[SpanKind, float] = {
     SpanKind.USER: 0.1,
@@ -23,6 +23,7 @@ WEIGHTS: dict[SpanKind, float] = {
 }
 _TEXT_WEIGHT = 1.0
 _DIALOGUE_SHARE = 0.8
+_NUM_WORDS_OF_PIECES = 9000
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -34,7 +35,12 @@ class SequenceWriter:
     def __init__(self, tokenizer: Tokenizer, corpus: Corpus) -> None:
         self._tokenizer = tokenizer
         self._corpus = corpus
-        self._open_words = open_lexicon(corpus.vocabulary())
+        vocabulary = corpus.vocabulary()
+        pieces = words_of_pieces(alphabetic_pieces(tokenizer), _NUM_WORDS_OF_PIECES, seed=22)
+        self._words: dict[Split, Lexicon] = {
+            "train_open": open_lexicon(vocabulary),
+            "train_pieces": open_lexicon(vocabulary + pieces),
+        }
         self._documents = [
             np.array([BOS_ID, *ids], np.int64) for ids in self._encode(corpus.train)
         ]
@@ -63,7 +69,7 @@ class SequenceWriter:
         With probability `quiz_share` its second half only asks about the first. `answer_weight` is the weight
         of the tokens of an answer around the value.
         """
-        words = self._open_words if split == "train_open" else split
+        words = self._words.get(split, split)
         writer = DialogueWriter(draw_style(num_tokens, rng), words, rng, self._filler)
         is_quiz = quiz_share > 0 and rng.random() < quiz_share
         ids, weights = [BOS_ID], [0.0]

@@ -7,6 +7,7 @@ depend on what follows it: the ids of a generated answer are the ids of that ans
 
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -119,3 +120,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "special_tokens_map.json").write_text(
         json.dumps(special, indent=2) + "\n"
     )
+
+
+def alphabetic_pieces(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The tokens that are ASCII letters only, sorted; one that begins a word has its space in front."""
+    pieces = (token.replace("\u0120", " ") for token in tokenizer.get_vocab())
+    return tuple(sorted(piece for piece in pieces if re.fullmatch(r" ?[A-Za-z][a-z]*", piece)))

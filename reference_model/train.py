@@ -69,8 +69,9 @@ CURRICULUM = (
     Stage(512, 220, 0.5, "train_open", 1.0),
     Stage(1024, 400, 0.5, "train_open", 1.0),
     Stage(2048, 60, 0.5, "train_open", 1.0),
-    Stage(512, 280, 0.7, "train_open", 1.0),
-    Stage(1024, 120, 0.7, "train_open", 1.0),
+    Stage(512, 150, 0.6, "train_pieces", 1.0),
+    Stage(1024, 130, 0.6, "train_pieces", 1.0),
+    Stage(2048, 40, 0.6, "train_pieces", 1.0),
 )
 
 

@@ -17,7 +17,7 @@ from reference_model.dialogues import (
     message_text,
 )
 from reference_model.facts import KINDS, Kind, SpanKind
-from reference_model.lexicon import Split, lexicon, open_lexicon
+from reference_model.lexicon import Split, lexicon, open_lexicon, words_of_pieces
 
 STYLE = Style(
     max_filler_words=20,
@@ -239,6 +239,16 @@ def test_ordinary_words_come_without_the_held_out_ones() -> None:
         assert not {"Lantern", "Stapler", "Umbrella"} & set(part)
 
 
-def test_the_words_of_a_corpus_are_no_fixed_split() -> None:
+@pytest.mark.parametrize("split", ["train_open", "train_pieces"])
+def test_the_words_of_a_corpus_or_tokenizer_are_no_fixed_split(split: Split) -> None:
     with pytest.raises(ValueError, match="open_lexicon"):
-        lexicon("train_open")
+        lexicon(split)
+
+
+def test_words_of_pieces_begin_with_every_piece() -> None:
+    pieces = (" wal", " jo", " P", "let", "ung", "ard")
+    words = words_of_pieces(pieces, 300, seed=0)
+    assert all(any(word.startswith(start) for word in words) for start in ("wal", "jo", "P"))
+    assert all(word.startswith(("wal", "jo", "P")) for word in words)
+    assert len(set(words)) == len(words)
+    assert "P" not in words, "one letter is no word"
