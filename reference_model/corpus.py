@@ -9,10 +9,19 @@ import hashlib
 import random
 import re
 import sysconfig
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-_SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "__pycache__"}
+_SKIPPED_FOLDERS = {
+    "site-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "encodings",
+    "__pycache__",
+}
 _HELD_OUT_SHARE = 20
 _MIN_CHARACTERS = 400
 
@@ -27,9 +36,22 @@ class Corpus:
     held_out_passages: tuple[str, ...]
     digest: str
 
-    def passage(self, rng: random.Random, num_words: int, held_out: bool = False) -> str:
+    def vocabulary(self) -> tuple[str, ...]:
+        """Ordinary lower-case words of the training prose that occur there more than once, sorted."""
+        counts = Counter(
+            word
+            for text in self.train_passages
+            for word in re.findall(r"\b[a-z]{3,10}\b", text)
+        )
+        return tuple(sorted(word for word, count in counts.items() if count > 1))
+
+    def passage(
+        self, rng: random.Random, num_words: int, held_out: bool = False
+    ) -> str:
         """About `num_words` words from a random docstring, on one line."""
-        words = rng.choice(self.held_out_passages if held_out else self.train_passages).split()
+        words = rng.choice(
+            self.held_out_passages if held_out else self.train_passages
+        ).split()
         start = rng.randint(0, max(0, len(words) - num_words))
         return " ".join(words[start : start + num_words])
 
@@ -40,7 +62,11 @@ def _is_held_out(name: str) -> bool:
 
 def _docstrings(source: str) -> list[str]:
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, nodes)]
+    found = [
+        ast.get_docstring(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, nodes)
+    ]
     return [text for text in found if text and len(text) >= _MIN_CHARACTERS // 4]
 
 
@@ -61,8 +87,16 @@ def load_corpus() -> Corpus:
         held_out = _is_held_out(name)
         if name.startswith("pydoc_data/"):
             # One long dictionary of prose: its strings are documents of their own.
-            strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
-            texts = [text for text in strings if isinstance(text, str) and len(text) >= _MIN_CHARACTERS]
+            strings = [
+                node.value
+                for node in ast.walk(ast.parse(source))
+                if isinstance(node, ast.Constant)
+            ]
+            texts = [
+                text
+                for text in strings
+                if isinstance(text, str) and len(text) >= _MIN_CHARACTERS
+            ]
             documents[False] += texts
             passages[False] += texts
             continue
@@ -72,7 +106,10 @@ def load_corpus() -> Corpus:
         prose = "\n\n".join(docstrings)
         if len(prose) >= _MIN_CHARACTERS:
             documents[held_out].append(prose)
-    tidy = {key: tuple(re.sub(r"[ \t]+\n", "\n", text) for text in texts) for key, texts in documents.items()}
+    tidy = {
+        key: tuple(re.sub(r"[ \t]+\n", "\n", text) for text in texts)
+        for key, texts in documents.items()
+    }
     return Corpus(
         train=tidy[False],
         held_out=tidy[True],

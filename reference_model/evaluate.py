@@ -24,7 +24,11 @@ from transformers import LlamaForCausalLM
 from reference_model import properties
 from reference_model.corpus import load_corpus
 from reference_model.evaluation_items import Item, items_of_conversation, make_item
-from reference_model.export_conversations import BUNDLED_COUNT, BUNDLED_SEED, write_conversations
+from reference_model.export_conversations import (
+    BUNDLED_COUNT,
+    BUNDLED_SEED,
+    write_conversations,
+)
 from reference_model.facts import KINDS, Kind
 from reference_model.lexicon import Split
 from reference_model.model_card import write_model_card
@@ -57,12 +61,16 @@ def score(model: LlamaForCausalLM, item: Item) -> Score:
     ids = torch.tensor(item.ids)
     num_answer_tokens = len(ids) - item.answer_start
     # position i predicts token i + 1
-    logits = model(ids[None], logits_to_keep=num_answer_tokens + 1).logits[0, :-1].float()
+    logits = (
+        model(ids[None], logits_to_keep=num_answer_tokens + 1).logits[0, :-1].float()
+    )
     answer = ids[item.answer_start :]
     is_best = logits.argmax(-1) == answer
     losses = F.cross_entropy(logits, answer, reduction="none")
     value = torch.tensor(item.value_positions) - item.answer_start
-    return Score(bool(is_best.all()), bool(is_best[value].all()), float(losses[value].mean()))
+    return Score(
+        bool(is_best.all()), bool(is_best[value].all()), float(losses[value].mean())
+    )
 
 
 def summarise(scores: Iterable[Score]) -> dict[str, float | int]:
@@ -70,22 +78,36 @@ def summarise(scores: Iterable[Score]) -> dict[str, float | int]:
     rows = list(scores)
     return {
         "items": len(rows),
-        "answer_exact_match": round(sum(row.answer_matches for row in rows) / len(rows), 4),
-        "value_exact_match": round(sum(row.value_matches for row in rows) / len(rows), 4),
+        "answer_exact_match": round(
+            sum(row.answer_matches for row in rows) / len(rows), 4
+        ),
+        "value_exact_match": round(
+            sum(row.value_matches for row in rows) / len(rows), 4
+        ),
         "value_nll": round(sum(row.value_nll for row in rows) / len(rows), 4),
     }
 
 
 def recall(
-    model: LlamaForCausalLM, tokenizer: Tokenizer, kind: Kind, history_tokens: int, items: int, split: Split
+    model: LlamaForCausalLM,
+    tokenizer: Tokenizer,
+    kind: Kind,
+    history_tokens: int,
+    items: int,
+    split: Split,
 ) -> dict[str, Any]:
     """Recall of `kind` at one length of history."""
-    made = [make_item(tokenizer, kind, history_tokens, f"{EVALUATION_SEED}/{i}", split) for i in range(items)]
+    made = [
+        make_item(tokenizer, kind, history_tokens, f"{EVALUATION_SEED}/{i}", split)
+        for i in range(items)
+    ]
     result = {
         "kind": kind,
         "split": split,
         "history_tokens": history_tokens,
-        "mean_history_tokens": round(sum(item.question_start for item in made) / items, 1),
+        "mean_history_tokens": round(
+            sum(item.question_start for item in made) / items, 1
+        ),
         **summarise(score(model, item) for item in made),
     }
     logger.info("%s", result)
@@ -102,7 +124,9 @@ def text_perplexity(
     random.Random(EVALUATION_SEED).shuffle(documents)
     nats, tokens, characters = 0.0, 0, 0
     for document in documents[:num_windows]:
-        window = tokenizer.encode(document, add_special_tokens=False).ids[:_TEXT_WINDOW_TOKENS]
+        window = tokenizer.encode(document, add_special_tokens=False).ids[
+            :_TEXT_WINDOW_TOKENS
+        ]
         ids = torch.tensor([BOS_ID, *window])
         logits = model(ids[None]).logits[0, :-1].float()
         nats += float(F.cross_entropy(logits, ids[1:], reduction="sum"))
@@ -121,7 +145,9 @@ def without_history(
     model: LlamaForCausalLM, tokenizer: Tokenizer, kind: Kind, items: int
 ) -> list[dict[str, Any]]:
     """Recall at 512 tokens when question and answer cannot attend to the history in layers 0..l."""
-    made = [make_item(tokenizer, kind, 512, f"{EVALUATION_SEED}/{i}") for i in range(items)]
+    made = [
+        make_item(tokenizer, kind, 512, f"{EVALUATION_SEED}/{i}") for i in range(items)
+    ]
     rows = []
     for last in range(model.config.num_hidden_layers):
         scores = []
@@ -133,7 +159,9 @@ def without_history(
     return rows
 
 
-def bundled_recall(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def bundled_recall(
+    model: LlamaForCausalLM, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
     """Recall of the questions in the demo conversations, by kind."""
     scores: dict[Kind, list[Score]] = {kind: [] for kind in KINDS}
     for conversation in write_conversations(tokenizer, BUNDLED_SEED, BUNDLED_COUNT):
@@ -146,7 +174,9 @@ def bundled_recall(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[s
 
 def load_model(folder: Path) -> LlamaForCausalLM:
     """The model in `folder`, in bf16 as it is served."""
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train(False)
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.train(False)
+    return model
 
 
 def evaluate(folder: Path, items: int) -> dict[str, Any]:
@@ -156,18 +186,29 @@ def evaluate(folder: Path, items: int) -> dict[str, Any]:
     model = load_model(folder)
     fewer = max(1, items // 2)
     rows = [
-        recall(model, tokenizer, kind, length, items if kind == "single" else fewer, "held_out")
+        recall(
+            model,
+            tokenizer,
+            kind,
+            length,
+            items if kind == "single" else fewer,
+            "held_out",
+        )
         for length in HISTORY_LENGTHS
         for kind in KINDS
     ]
-    rows += [recall(model, tokenizer, "single", length, fewer, "train") for length in HISTORY_LENGTHS[:2]]
+    rows += [
+        recall(model, tokenizer, "single", length, fewer, "train")
+        for length in HISTORY_LENGTHS[:2]
+    ]
     bundled = bundled_recall(model, tokenizer)
     removed = without_history(model, tokenizer, "single", max(1, items // 4))
     text = text_perplexity(model, tokenizer, 48)
     # Attention maps need the eager form.
     model.set_attn_implementation("eager")
     samples = [
-        make_item(tokenizer, "single", 1024, f"{EVALUATION_SEED}/{i}") for i in range(max(1, items // 10))
+        make_item(tokenizer, "single", 1024, f"{EVALUATION_SEED}/{i}")
+        for i in range(max(1, items // 10))
     ]
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -179,7 +220,11 @@ def evaluate(folder: Path, items: int) -> dict[str, Any]:
         "history_removed": removed,
         "adjacent_cosine": properties.adjacent_cosine(model, samples),
         "attention_mass": properties.attention_mass(model, samples),
-        "property_samples": {"items": len(samples), "history_tokens": 1024, "kind": "single"},
+        "property_samples": {
+            "items": len(samples),
+            "history_tokens": 1024,
+            "kind": "single",
+        },
         "text": text,
         "versions": {
             "python": platform.python_version(),
@@ -202,8 +247,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="folder of the exported model")
-    parser.add_argument("--items", type=int, default=200, help="`single` questions per length; others half")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="folder of the exported model"
+    )
+    parser.add_argument(
+        "--items",
+        type=int,
+        default=200,
+        help="`single` questions per length; others half",
+    )
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

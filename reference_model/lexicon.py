@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-Split = Literal["train", "train_wide", "held_out"]
-"""`train_wide` is `train` with invented animals, nouns, teams and passphrase words as well, so that a model
-learns to repeat words it has never seen."""
+Split = Literal["train", "train_wide", "train_open", "train_pieces", "held_out"]
+"""`train_wide` is `train` with invented animals, nouns, teams and passphrase words as well; `train_open` has
+thousands of ordinary words in all lists, `train_pieces` also words put together from a tokenizer's pieces (see
+`open_lexicon`). They are there so that a model learns to repeat words it has never seen in their place."""
 
 _PEOPLE = """
 Alma Anton Astrid Basil Beatrix Bruno Carla Cedric Clara Conrad Dalia Damian Daria Dennis Edith Elias
@@ -46,7 +47,9 @@ fox otter badger heron falcon rabbit turtle beaver wolf lynx raven sparrow dolph
 donkey horse goat lamb panda tiger lion zebra koala moose eagle owl pigeon salmon crab spider beetle
 hamster squirrel hedgehog penguin swan
 """
-_ANIMALS_HELD_OUT = "leopard gecko walrus ostrich buffalo parrot cricket mole toad stork jaguar ferret"
+_ANIMALS_HELD_OUT = (
+    "leopard gecko walrus ostrich buffalo parrot cricket mole toad stork jaguar ferret"
+)
 _WORDS = """
 river candle north garden copper window silent market bridge summer winter letter castle button forest
 mirror planet rocket sugar pepper table violin hammer anchor island desert valley thunder feather pocket
@@ -67,9 +70,7 @@ printer scanner gate safe locker cabinet projector laptop camera van truck bicyc
 drill pump generator router server elevator crane tractor trailer workshop warehouse archive cellar garage
 greenhouse kiosk studio telescope microscope
 """
-_NOUNS_HELD_OUT = (
-    "turbine antenna forklift compressor plotter hangar vault incinerator ferry stapler sensor barn"
-)
+_NOUNS_HELD_OUT = "turbine antenna forklift compressor plotter hangar vault incinerator ferry stapler sensor barn"
 _TEAMS = """
 chess rowing sailing cooking running painting hiking climbing knitting swimming cycling dancing fishing
 football tennis drama poetry radio
@@ -101,7 +102,9 @@ def _invented_names(count: int, seed: int) -> list[str]:
     names: dict[str, None] = {}
     while len(names) < count:
         num_syllables = rng.choice((2, 2, 3))
-        name = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(num_syllables))
+        name = "".join(
+            rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(num_syllables)
+        )
         names[(name + rng.choice(_CODAS)).capitalize()] = None
     return list(names)
 
@@ -112,7 +115,9 @@ def _widened(words: Lexicon) -> Lexicon:
     half = len(invented) // 4
 
     def widen(known: tuple[str, ...], part: int) -> tuple[str, ...]:
-        return known * max(1, half // len(known)) + tuple(invented[part * half : (part + 1) * half])
+        return known * max(1, half // len(known)) + tuple(
+            invented[part * half : (part + 1) * half]
+        )
 
     return replace(
         words,
@@ -123,9 +128,66 @@ def _widened(words: Lexicon) -> Lexicon:
     )
 
 
+def held_out_words() -> frozenset[str]:
+    """Every word of the held-out lists, in lower case."""
+    words = lexicon("held_out")
+    lists = (
+        words.people,
+        words.cities,
+        words.animals,
+        words.words,
+        words.nouns,
+        words.teams,
+    )
+    return frozenset(word.lower() for part in lists for word in part)
+
+
+def words_of_pieces(pieces: tuple[str, ...], count: int, seed: int) -> tuple[str, ...]:
+    """`count` invented words that begin with every piece about equally often.
+
+    `pieces`: the alphabetic tokens of a tokenizer, with a space in front of those that begin a word. A word
+    of which the first piece is rare in text could otherwise not be repeated: its embedding was never needed.
+    """
+    rng = random.Random(seed)
+    starts = [piece[1:] for piece in pieces if piece.startswith(" ")]
+    others = [piece for piece in pieces if not piece.startswith(" ") and piece.islower()]
+    words = (starts[i % len(starts)] + "".join(rng.sample(others, rng.randint(0, 2))) for i in range(count))
+    return tuple(word for word in dict.fromkeys(words) if 3 <= len(word) <= 14)
+
+
+def open_lexicon(vocabulary: tuple[str, ...]) -> Lexicon:
+    """`train_wide` with ordinary words in every list, so that what a word is says nothing about it.
+
+    `vocabulary`: words; those of the held-out lists are left out. Names and cities take them capitalised, the
+    other lists in lower case. A known name or word is drawn about every third time.
+    """
+    words = lexicon("train_wide")
+    kept = [word for word in vocabulary if word.lower() not in held_out_words()]
+    ordinary = tuple(word for word in kept if word.islower())
+    capitalised = tuple(word.capitalize() if word.islower() else word for word in kept)
+
+    def mixed(known: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+        return known * max(1, len(others) // (2 * len(known))) + others
+
+    return replace(
+        words,
+        people=mixed(words.people, capitalised),
+        cities=mixed(words.cities, capitalised),
+        animals=mixed(words.animals, ordinary),
+        words=mixed(words.words, ordinary),
+        nouns=mixed(words.nouns, ordinary),
+        teams=mixed(words.teams, ordinary),
+    )
+
+
 @cache
 def lexicon(split: Split) -> Lexicon:
-    """The word lists of `split`; the two splits share only colours and adjectives."""
+    """The word lists of `split`; the two splits share only colours and adjectives.
+
+    Raises ValueError for `train_open` and `train_pieces`, whose words come from a corpus and a tokenizer.
+    """
+    if split in ("train_open", "train_pieces"):
+        raise ValueError(f"the words of {split} come from elsewhere: use open_lexicon")
     invented = _invented_names(1800, seed=20)
     taken = set((_PEOPLE + _PEOPLE_HELD_OUT + _CITIES + _CITIES_HELD_OUT).split())
     invented = [name for name in invented if name not in taken]

@@ -28,7 +28,15 @@ def _recall_table(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    header = ("question", "history up to", "mean history", "questions", "answer EM", "value EM", "value NLL")
+    header = (
+        "question",
+        "history up to",
+        "mean history",
+        "questions",
+        "answer EM",
+        "value EM",
+        "value NLL",
+    )
     return _table(header, cells)
 
 
@@ -43,7 +51,9 @@ def _bundled_table(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    return _table(("question", "questions", "answer EM", "value EM", "value NLL"), cells)
+    return _table(
+        ("question", "questions", "answer EM", "value EM", "value NLL"), cells
+    )
 
 
 def _removed_table(rows: list[dict[str, Any]]) -> str:
@@ -56,7 +66,9 @@ def _removed_table(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    return _table(("layers without history", "answer EM", "value EM", "value NLL"), cells)
+    return _table(
+        ("layers without history", "answer EM", "value EM", "value NLL"), cells
+    )
 
 
 def _cosine_table(cosine: dict[str, list[float]]) -> str:
@@ -65,22 +77,29 @@ def _cosine_table(cosine: dict[str, list[float]]) -> str:
         (f"{pair}, {pair + 1}", *(f"{cosine[name][pair]:.3f}" for name in names))
         for pair in range(len(cosine["k"]))
     ]
-    return _table(("layers", "K mean cos", "K mean abs cos", "V mean cos", "V mean abs cos"), cells)
+    return _table(
+        ("layers", "K mean cos", "K mean abs cos", "V mean cos", "V mean abs cos"),
+        cells,
+    )
 
 
 def _attention_table(mass: dict[str, list[float]]) -> str:
     names = ("first_token", "first_10_percent", "last_10_percent")
     cells = [
-        (layer, *(f"{mass[name][layer]:.3f}" for name in names)) for layer in range(len(mass["first_token"]))
+        (layer, *(f"{mass[name][layer]:.3f}" for name in names))
+        for layer in range(len(mass["first_token"]))
     ]
     return _table(("layer", "first token", "first 10%", "last 10%"), cells)
 
 
 def _summary_table(result: dict[str, Any]) -> str:
     training, text = result["training"], result["text"]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    versions = ", ".join(
+        f"{name} {version}" for name, version in result["versions"].items()
+    )
     stages = ", ".join(
-        f"{stage['num_steps']} steps at {stage['num_tokens']}" for stage in training["curriculum"]
+        f"{stage['num_steps']} steps at {stage['num_tokens']}"
+        for stage in training["curriculum"]
     )
     millions = training["trained_tokens"] / 1e6
     minutes = training["seconds"] / 60
@@ -152,7 +171,8 @@ The same with the words of the training split, other seeds:
 
 {_recall_table(seen)}
 
-The questions of the demo conversations (700 to 1300 tokens; values of the last hop only):
+The questions of the demo conversations (700 to 1300 tokens, words of the training split, new dialogues;
+values of the last hop only):
 
 {_bundled_table(result["bundled_conversations"])}
 

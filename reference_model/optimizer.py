@@ -5,19 +5,41 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from reference_model.model import FEED_FORWARD, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Weights
+from reference_model.model import (
+    FEED_FORWARD,
+    HEAD_DIM,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    Weights,
+)
 
 _MUON_LR, _MUON_DECAY = 0.02, 0.1
 _ADAM_LR, _ADAM_BETAS, _ADAM_EPSILON = 5e-3, (0.9, 0.95), 1e-10
 _MOMENTUM_START, _MOMENTUM_END, _MOMENTUM_STEPS = 0.85, 0.95, 300
-LEARNING_RATE_KNOTS = ((-1, 0.0), (59, 1.0), (600, 1.0), (1045, 0.112), (1065, 0.6), (1340, 0.02))
-"""Steps and shares: warm-up, plateau, decay, a second rise with the invented words, and a last decay."""
+LEARNING_RATE_KNOTS = (
+    (-1, 0.0),
+    (59, 1.0),
+    (600, 1.0),
+    (1045, 0.112),
+    (1065, 0.6),
+    (1340, 0.02),
+    (1370, 0.6),
+    (1620, 0.6),
+    (2020, 0.02),
+    (2035, 0.6),
+    (2110, 0.6),
+    (2340, 0.02),
+)
+"""Steps and shares: warm-up, plateau, decay; it rises again with the invented and with the ordinary words."""
 # Quintic iteration that drives all singular values towards 1 (Jordan et al., "Muon", 2024).
 _NEWTON_SCHULZ, _ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 _MATRICES = ("qkv", "o", "gate_up", "down")
 _Q, _KV = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
 # Fused matrices are orthogonalised part by part.
-_PARTS: dict[str, list[int]] = {"qkv": [_Q, _KV, _KV], "gate_up": [FEED_FORWARD, FEED_FORWARD]}
+_PARTS: dict[str, list[int]] = {
+    "qkv": [_Q, _KV, _KV],
+    "gate_up": [FEED_FORWARD, FEED_FORWARD],
+}
 
 
 def learning_rate_factor(step: int) -> float:
@@ -50,7 +72,9 @@ class Optimizer:
         for name, weight in weights.items():
             self.state[f"{name}.first"] = torch.zeros_like(weight, requires_grad=False)
             if name not in _MATRICES:
-                self.state[f"{name}.second"] = torch.zeros_like(weight, requires_grad=False)
+                self.state[f"{name}.second"] = torch.zeros_like(
+                    weight, requires_grad=False
+                )
 
     @torch.no_grad()
     def step(self, step: int) -> None:
@@ -77,13 +101,17 @@ class Optimizer:
             first.lerp_(grad, 1 - momentum)
             nesterov = grad.lerp(first, momentum)
             parts = []
-            for part in torch.split(nesterov, _PARTS.get(name, [nesterov.shape[1]]), dim=1):
+            for part in torch.split(
+                nesterov, _PARTS.get(name, [nesterov.shape[1]]), dim=1
+            ):
                 rows, columns = part.shape[-2:]
                 parts.append(orthogonalise(part) * max(1.0, rows / columns) ** 0.5)
             updates[name] = torch.cat(parts, 1)
         return updates
 
-    def _adam_update(self, name: str, weight: Tensor, learning_rate: float, step: int) -> None:
+    def _adam_update(
+        self, name: str, weight: Tensor, learning_rate: float, step: int
+    ) -> None:
         grad = weight.grad
         assert grad is not None, name
         beta1, beta2 = _ADAM_BETAS

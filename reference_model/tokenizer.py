@@ -7,10 +7,19 @@ depend on what follows it: the ids of a generated answer are the ids of that ans
 
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    trainers,
+)
 
 from reference_model.corpus import Corpus
 from reference_model.dialogues import DialogueWriter, draw_style, message_text
@@ -64,7 +73,10 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=VOCABULARY_SIZE,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        special_tokens=[
+            AddedToken(token, special=True, normalized=False)
+            for token in SPECIAL_TOKENS
+        ],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -72,7 +84,9 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def training_texts(corpus: Corpus, seed: int, num_dialogues: int = 4000) -> Iterator[str]:
+def training_texts(
+    corpus: Corpus, seed: int, num_dialogues: int = 4000
+) -> Iterator[str]:
     """Texts for the BPE: dialogues of the training split and a sample of the corpus."""
     rng = random.Random(seed)
     for _ in range(num_dialogues):
@@ -103,4 +117,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     special = {**names, "additional_special_tokens": [USER, ASSISTANT]}
-    (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps(special, indent=2) + "\n"
+    )
+
+
+def alphabetic_pieces(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The tokens that are ASCII letters only, sorted; one that begins a word has its space in front."""
+    pieces = (token.replace("\u0120", " ") for token in tokenizer.get_vocab())
+    return tuple(sorted(piece for piece in pieces if re.fullmatch(r" ?[A-Za-z][a-z]*", piece)))

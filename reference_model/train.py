@@ -26,10 +26,11 @@ from torch.multiprocessing.spawn import spawn
 from reference_model.corpus import load_corpus
 from reference_model.evaluate import evaluate_and_write
 from reference_model.export_conversations import export_conversations
+from reference_model.facts import SpanKind
 from reference_model.lexicon import Split
 from reference_model.model import TrainingModel, Weights, export_model, init_weights
 from reference_model.optimizer import Optimizer
-from reference_model.sequences import SequenceWriter
+from reference_model.sequences import WEIGHTS, SequenceWriter
 from reference_model.tokenizer import save_tokenizer, train_tokenizer, training_texts
 
 logger = logging.getLogger(__name__)
@@ -46,13 +47,15 @@ _LOG_STEPS = 10
 class Stage:
     """A part of the curriculum: sequences of `num_tokens` for `num_steps` steps.
 
-    `quiz_share` of the dialogues spend their second half on questions about the first.
+    `quiz_share` of the dialogues spend their second half on questions about the first. `answer_weight` is the
+    loss weight of the tokens of an answer around the value.
     """
 
     num_tokens: int
     num_steps: int
     quiz_share: float
     split: Split = "train"
+    answer_weight: float = WEIGHTS[SpanKind.ANSWER]
 
 
 CURRICULUM = (
@@ -63,6 +66,12 @@ CURRICULUM = (
     Stage(2048, 34, 0.5, "train_wide"),
     Stage(1024, 205, 0.5, "train_wide"),
     Stage(2048, 90, 0.5, "train_wide"),
+    Stage(512, 220, 0.5, "train_open", 1.0),
+    Stage(1024, 400, 0.5, "train_open", 1.0),
+    Stage(2048, 60, 0.5, "train_open", 1.0),
+    Stage(512, 150, 0.6, "train_pieces", 1.0),
+    Stage(1024, 130, 0.6, "train_pieces", 1.0),
+    Stage(2048, 40, 0.6, "train_pieces", 1.0),
 )
 
 
@@ -83,7 +92,9 @@ def stage_of(step: int) -> Stage:
         if remaining < stage.num_steps:
             return stage
         remaining -= stage.num_steps
-    raise ValueError(f"step {step} lies behind the end of the curriculum, which has {total_steps()} steps")
+    raise ValueError(
+        f"step {step} lies behind the end of the curriculum, which has {total_steps()} steps"
+    )
 
 
 def total_steps() -> int:
@@ -91,11 +102,20 @@ def total_steps() -> int:
     return sum(stage.num_steps for stage in CURRICULUM)
 
 
-def save_checkpoint(path: Path, weights: Weights, optimizer: Optimizer, progress: Progress) -> None:
+def save_checkpoint(
+    path: Path, weights: Weights, optimizer: Optimizer, progress: Progress
+) -> None:
     """Writes a checkpoint; a crash in between leaves the previous one."""
     temporary = path.with_suffix(".tmp")
     tensors = {name: weight.detach() for name, weight in weights.items()}
-    torch.save({"weights": tensors, "optimizer": optimizer.state, "progress": asdict(progress)}, temporary)
+    torch.save(
+        {
+            "weights": tensors,
+            "optimizer": optimizer.state,
+            "progress": asdict(progress),
+        },
+        temporary,
+    )
     temporary.replace(path)
 
 
@@ -121,15 +141,22 @@ def _average_gradients(weights: Weights, total: Tensor) -> None:
         grad.copy_(part.view_as(grad))
 
 
-def _worker(rank: int, work: Path, seed: int, resume: bool, stop_step: int, store: str) -> None:
+def _worker(
+    rank: int, work: Path, seed: int, resume: bool, stop_step: int, store: str
+) -> None:
     """One data-parallel process: rank 0 logs and writes checkpoints."""
     logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s %(message)s"
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        format="%(asctime)s %(message)s",
     )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_PROCESSES)
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=NUM_PROCESSES
+    )
     corpus = load_corpus()
-    writer = SequenceWriter(Tokenizer.from_file(str(work / "tokenizer" / "tokenizer.json")), corpus)
+    writer = SequenceWriter(
+        Tokenizer.from_file(str(work / "tokenizer" / "tokenizer.json")), corpus
+    )
     weights = init_weights(seed)
     optimizer = Optimizer(weights)
     progress = Progress(0, 0.0, seed, corpus.digest)
@@ -150,10 +177,21 @@ def _worker(rank: int, work: Path, seed: int, resume: bool, stop_step: int, stor
         # A step's data depend on the seed, the step and the rank only, so a resumed run sees the same.
         rng = random.Random(f"{seed}/{step}/{rank}")
         num_rows = TOKENS_PER_STEP // NUM_PROCESSES // num_tokens
-        ids_array, shares_array = writer.batch(num_rows, num_tokens + 1, rng, stage.quiz_share, stage.split)
+        ids_array, shares_array = writer.batch(
+            num_rows,
+            num_tokens + 1,
+            rng,
+            stage.quiz_share,
+            stage.split,
+            stage.answer_weight,
+        )
         ids, shares = torch.from_numpy(ids_array), torch.from_numpy(shares_array)
         total = shares[:, 1:].sum()
-        loss = model.loss(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), shares[:, 1:].contiguous())
+        loss = model.loss(
+            ids[:, :-1].contiguous(),
+            ids[:, 1:].contiguous(),
+            shares[:, 1:].contiguous(),
+        )
         loss.backward()  # type: ignore[no-untyped-call]
         _average_gradients(weights, total)
         optimizer.step(step)
@@ -165,7 +203,12 @@ def _worker(rank: int, work: Path, seed: int, resume: bool, stop_step: int, stor
             pace = (now - last_log) / len(losses)
             mean = sum(losses) / len(losses)
             logger.info(
-                "step %d/%d T=%d loss %.3f %.2f s/step", step + 1, total_steps(), num_tokens, mean, pace
+                "step %d/%d T=%d loss %.3f %.2f s/step",
+                step + 1,
+                total_steps(),
+                num_tokens,
+                mean,
+                pace,
             )
             last_log, losses = now, []
         if rank == 0 and time.monotonic() - last_checkpoint > _CHECKPOINT_SECONDS:
@@ -199,31 +242,55 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder of the exported model")
     parser.add_argument(
-        "--work", type=Path, default=Path("build/reference-model"), help="folder of checkpoints"
+        "--out", type=Path, default=DEFAULT_OUT, help="folder of the exported model"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("build/reference-model"),
+        help="folder of checkpoints",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --work")
     parser.add_argument(
-        "--stop-step", type=int, default=total_steps(), help="stop early, as a smoke test does"
+        "--resume", action="store_true", help="continue from the checkpoint in --work"
     )
-    parser.add_argument("--items", type=int, default=200, help="evaluation questions per kind and length")
+    parser.add_argument(
+        "--stop-step",
+        type=int,
+        default=total_steps(),
+        help="stop early, as a smoke test does",
+    )
+    parser.add_argument(
+        "--items",
+        type=int,
+        default=200,
+        help="evaluation questions per kind and length",
+    )
     parser.add_argument(
         "--conversations",
         type=Path,
         default=ASSETS / "conversations.json",
         help="demo conversations to write",
     )
-    parser.add_argument("--train-only", action="store_true", help="write checkpoints and nothing else")
-    parser.add_argument("--export-only", action="store_true", help="export the checkpoint in --work and stop")
+    parser.add_argument(
+        "--train-only", action="store_true", help="write checkpoints and nothing else"
+    )
+    parser.add_argument(
+        "--export-only",
+        action="store_true",
+        help="export the checkpoint in --work and stop",
+    )
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if args.export_only:
         export(args.work, args.out)
         return
     if not (args.resume and (args.work / "tokenizer" / "tokenizer.json").exists()):
-        save_tokenizer(train_tokenizer(training_texts(load_corpus(), args.seed)), args.work / "tokenizer")
+        save_tokenizer(
+            train_tokenizer(training_texts(load_corpus(), args.seed)),
+            args.work / "tokenizer",
+        )
     store = (args.work / "rendezvous").absolute()
     store.unlink(missing_ok=True)
     worker_args = (args.work, args.seed, args.resume, args.stop_step, f"file://{store}")

@@ -9,11 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from reference_model.dialogues import DialogueWriter, Style, Turn, draw_style, message_text
+from reference_model.dialogues import (
+    DialogueWriter,
+    Style,
+    Turn,
+    draw_style,
+    message_text,
+)
 from reference_model.facts import KINDS, Kind, SpanKind
-from reference_model.lexicon import Split, lexicon
+from reference_model.lexicon import Split, lexicon, open_lexicon, words_of_pieces
 
-STYLE = Style(max_filler_words=20, demo=False, ask_weight=6, links=True, teams=True, corrections=0.3)
+STYLE = Style(
+    max_filler_words=20,
+    demo=False,
+    ask_weight=6,
+    links=True,
+    teams=True,
+    corrections=0.3,
+)
 
 
 def write(seed: int, num_turns: int = 25, style: Style = STYLE) -> list[Turn]:
@@ -42,7 +55,9 @@ def values_of(subject: str, attribute: str, text: str) -> list[str]:
         rf"{attribute} of {name}(?: has changed, it)? is(?: now)? (?:the )?([\w ]+)",
         rf"As for {name}, the {attribute} is (?:the )?([\w ]+)",
     )
-    hits = [hit for pattern in patterns for hit in re.finditer(pattern, text, re.IGNORECASE)]
+    hits = [
+        hit for pattern in patterns for hit in re.finditer(pattern, text, re.IGNORECASE)
+    ]
     return [hit[1] for hit in sorted(hits, key=lambda hit: hit.start())]
 
 
@@ -102,14 +117,21 @@ def test_counting_counts_the_people_named_so_far() -> None:
     assert len(questions) > 20
     for texts, turn in questions:
         assert turn.question is not None
-        hit = re.search(r"joined the (\w+) team\?", message_text(turn.question.question))
+        hit = re.search(
+            r"joined the (\w+) team\?", message_text(turn.question.question)
+        )
         assert hit is not None
         people = re.findall(rf"(\w+) joined the {hit[1]} team\.", "\n".join(texts))
         assert len(people) == len(set(people)) == int(turn.question.values[0])
 
 
 def test_single_questions_are_the_most_frequent_kind() -> None:
-    kinds = Counter(turn.question.kind for seed in range(60) for turn in write(seed) if turn.question)
+    kinds = Counter(
+        turn.question.kind
+        for seed in range(60)
+        for turn in write(seed)
+        if turn.question
+    )
     assert set(kinds) == set(KINDS)
     assert kinds["single"] > kinds.total() / 2
 
@@ -120,7 +142,14 @@ def test_same_seed_same_dialogue() -> None:
 
 
 def test_demo_questions_ask_about_earlier_turns_only() -> None:
-    style = Style(max_filler_words=20, demo=True, ask_weight=0, links=False, teams=False, corrections=0.0)
+    style = Style(
+        max_filler_words=20,
+        demo=True,
+        ask_weight=0,
+        links=False,
+        teams=False,
+        corrections=0.0,
+    )
     for seed in range(20):
         writer = DialogueWriter(style, "held_out", random.Random(seed))
         history = ""
@@ -158,13 +187,20 @@ def test_answer_values_are_marked() -> None:
         for turn in write(seed):
             if turn.question is None:
                 continue
-            marked = [span.text.strip() for span in turn.assistant if span.kind is SpanKind.ANSWER_VALUE]
+            marked = [
+                span.text.strip()
+                for span in turn.assistant
+                if span.kind is SpanKind.ANSWER_VALUE
+            ]
             assert tuple(marked) == turn.question.values
 
 
 def test_longer_dialogues_ramble_longer() -> None:
     words = {
-        tokens: max(draw_style(tokens, random.Random(seed)).max_filler_words for seed in range(50))
+        tokens: max(
+            draw_style(tokens, random.Random(seed)).max_filler_words
+            for seed in range(50)
+        )
         for tokens in (128, 2048)
     }
     assert words[2048] > 4 * words[128]
@@ -177,13 +213,42 @@ def test_bundled_conversations_expect_values_that_were_stated_earlier() -> None:
     assert len({conversation["id"] for conversation in conversations}) == 24
     for conversation in conversations:
         messages = conversation["conversations"]
-        assert [message["from"] for message in messages] == ["human", "gpt"] * (len(messages) // 2)
+        assert [message["from"] for message in messages] == ["human", "gpt"] * (
+            len(messages) // 2
+        )
         human = messages[::2]
         assert len(human) in (5, 6)
         assert "expected" not in human[0]
-        for index, (question, answer) in enumerate(zip(human[1:], messages[3::2], strict=True), 1):
+        for index, (question, answer) in enumerate(
+            zip(human[1:], messages[3::2], strict=True), 1
+        ):
             assert question["expected"] in answer["value"]
             earlier = " ".join(message["value"] for message in human[:index])
             if question["kind"] != "counting":
                 assert question["expected"] in earlier
                 assert question["expected"] not in question["value"]
+
+
+def test_ordinary_words_come_without_the_held_out_ones() -> None:
+    words = open_lexicon(("lantern", "stapler", "table", "umbrella"))
+    for part in (words.animals, words.words, words.nouns, words.teams):
+        assert "table" in part
+        assert not {"lantern", "stapler", "umbrella"} & set(part)
+    for part in (words.people, words.cities):
+        assert "Table" in part
+        assert not {"Lantern", "Stapler", "Umbrella"} & set(part)
+
+
+@pytest.mark.parametrize("split", ["train_open", "train_pieces"])
+def test_the_words_of_a_corpus_or_tokenizer_are_no_fixed_split(split: Split) -> None:
+    with pytest.raises(ValueError, match="open_lexicon"):
+        lexicon(split)
+
+
+def test_words_of_pieces_begin_with_every_piece() -> None:
+    pieces = (" wal", " jo", " P", "let", "ung", "ard")
+    words = words_of_pieces(pieces, 300, seed=0)
+    assert all(any(word.startswith(start) for word in words) for start in ("wal", "jo", "P"))
+    assert all(word.startswith(("wal", "jo", "P")) for word in words)
+    assert len(set(words)) == len(words)
+    assert "P" not in words, "one letter is no word"

@@ -16,10 +16,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from reference_model.dialogues import DialogueWriter, Turn, draw_style, message_text
 from reference_model.evaluate import score
 from reference_model.evaluation_items import items_of_conversation, make_item
-from reference_model.export_conversations import MAX_TOKENS, MIN_TOKENS, write_conversations
+from reference_model.export_conversations import (
+    MAX_TOKENS,
+    MIN_TOKENS,
+    write_conversations,
+)
+from reference_model.lexicon import Split
 from reference_model.model import TrainingModel, export_model, init_weights
 from reference_model.model_card import model_card
-from reference_model.optimizer import LEARNING_RATE_KNOTS, learning_rate_factor, orthogonalise
+from reference_model.optimizer import (
+    LEARNING_RATE_KNOTS,
+    learning_rate_factor,
+    orthogonalise,
+)
 from reference_model.properties import history_removed
 from reference_model.sequences import encode_spans, encode_turn
 from reference_model.tokenizer import BOS_ID, END_ID
@@ -42,7 +51,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).train(False)
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).train(
+        False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +68,9 @@ def tokenizer() -> Tokenizer:
 
 def chat_ids(chat_tokenizer: Any, messages: Messages) -> list[int]:
     """Token ids of the prompt that a server builds from `messages`."""
-    text = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = chat_tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
     ids: list[int] = chat_tokenizer.encode(text, add_special_tokens=False)
     return ids
 
@@ -79,7 +92,9 @@ def test_shape_and_size(model: Any) -> None:
     assert (FOLDER / "model.safetensors").stat().st_size < 12e6
 
 
-def test_template_is_the_format_of_training(chat_tokenizer: Any, tokenizer: Tokenizer) -> None:
+def test_template_is_the_format_of_training(
+    chat_tokenizer: Any, tokenizer: Tokenizer
+) -> None:
     """The prompt that the template builds is what the model was trained on, token for token."""
     for seed in range(40):
         messages: Messages = []
@@ -89,22 +104,30 @@ def test_template_is_the_format_of_training(chat_tokenizer: Any, tokenizer: Toke
             messages.append({"role": "user", "content": message_text(turn.user)})
             prompt = chat_ids(chat_tokenizer, messages)
             assert prompt == (expected + turn_ids)[: len(prompt)]
-            messages.append({"role": "assistant", "content": message_text(turn.assistant)})
+            messages.append(
+                {"role": "assistant", "content": message_text(turn.assistant)}
+            )
             expected += turn_ids
             assert chat_ids(chat_tokenizer, messages)[:-1] == expected
 
 
-def test_reference_answers_are_stable_prefixes(chat_tokenizer: Any, tokenizer: Tokenizer) -> None:
+def test_reference_answers_are_stable_prefixes(
+    chat_tokenizer: Any, tokenizer: Tokenizer
+) -> None:
     """Answer ids, decoded, sent back and encoded again, are the same ids at the same place."""
     for seed in range(40, 80):
         messages: Messages = []
         for turn in dialogue(seed):
             messages.append({"role": "user", "content": message_text(turn.user)})
             prompt = chat_ids(chat_tokenizer, messages)
-            answer = [id_ for ids, _ in encode_spans(tokenizer, turn.assistant) for id_ in ids] + [END_ID]
+            answer = [
+                id_ for ids, _ in encode_spans(tokenizer, turn.assistant) for id_ in ids
+            ] + [END_ID]
             text = chat_tokenizer.decode(answer, skip_special_tokens=True)
             messages.append({"role": "assistant", "content": text})
-            following = chat_ids(chat_tokenizer, [*messages, {"role": "user", "content": "Thanks."}])
+            following = chat_ids(
+                chat_tokenizer, [*messages, {"role": "user", "content": "Thanks."}]
+            )
             assert following[: len(prompt) + len(answer)] == prompt + answer
 
 
@@ -118,13 +141,20 @@ def test_generated_answers_are_stable_prefixes(chat_tokenizer: Any, model: Any) 
             prompt = chat_ids(chat_tokenizer, messages)
             inputs = torch.tensor([prompt])
             output = model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=40, do_sample=False
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=40,
+                do_sample=False,
             )[0].tolist()
             assert output[-1] == END_ID, chat_tokenizer.decode(output)
-            text = chat_tokenizer.decode(output[len(prompt) :], skip_special_tokens=True)
+            text = chat_tokenizer.decode(
+                output[len(prompt) :], skip_special_tokens=True
+            )
             assert text.startswith(" ")
             messages.append({"role": "assistant", "content": text})
-            following = chat_ids(chat_tokenizer, [*messages, {"role": "user", "content": "Thanks."}])
+            following = chat_ids(
+                chat_tokenizer, [*messages, {"role": "user", "content": "Thanks."}]
+            )
             assert following[: len(output)] == output
 
 
@@ -150,14 +180,20 @@ def test_digits_are_single_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_template_accepts_parts_and_system_messages(chat_tokenizer: Any) -> None:
-    parts = [{"type": "text", "text": "Hello "}, {"type": "image_url"}, {"type": "text", "text": "there."}]
+    parts = [
+        {"type": "text", "text": "Hello "},
+        {"type": "image_url"},
+        {"type": "text", "text": "there."},
+    ]
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": parts},
         {"role": "assistant", "content": " Hi. "},
         {"role": "user", "content": "Bye."},
     ]
-    text = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = chat_tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
     assert text == (
         "<|bos|><|user|> Be brief. Hello there.<|end|>"
         "<|assistant|> Hi.<|end|><|user|> Bye.<|end|><|assistant|>"
@@ -166,29 +202,47 @@ def test_template_accepts_parts_and_system_messages(chat_tokenizer: Any) -> None
 
 def test_template_refuses_unknown_roles(chat_tokenizer: Any) -> None:
     with pytest.raises(Exception, match="not wizard"):
-        chat_tokenizer.apply_chat_template([{"role": "wizard", "content": "x"}], tokenize=False)
+        chat_tokenizer.apply_chat_template(
+            [{"role": "wizard", "content": "x"}], tokenize=False
+        )
 
 
-def test_recalls_facts_at_512_tokens_and_not_without_history(model: Any, tokenizer: Tokenizer) -> None:
-    items = [make_item(tokenizer, "single", 512, f"unit test {i}") for i in range(24)]
-    assert sum(score(model, item).answer_matches for item in items) >= 20
-    blind = 0
-    for item in items[:8]:
+@pytest.mark.parametrize(("split", "least"), [("train", 22), ("held_out", 20)])
+def test_recalls_facts_at_512_tokens(
+    model: Any, tokenizer: Tokenizer, split: Split, least: int
+) -> None:
+    """Of 24 questions; the evaluation in the model card has the exact rates."""
+    items = [
+        make_item(tokenizer, "single", 512, f"unit test {i}", split) for i in range(24)
+    ]
+    assert sum(score(model, item).answer_matches for item in items) >= least
+
+
+def test_recalls_nothing_without_history(model: Any, tokenizer: Tokenizer) -> None:
+    items = [
+        make_item(tokenizer, "single", 512, f"unit test {i}", "train") for i in range(8)
+    ]
+    before = [score(model, item) for item in items]
+    for item in items:
         with history_removed(model, list(range(12)), item):
-            blind += score(model, item).value_matches
-    assert blind == 0
-    # The hooks are gone: the same item is answered as before.
-    assert score(model, items[0]) == score(model, items[0])
+            assert not score(model, item).value_matches
+    assert [score(model, item) for item in items] == before
 
 
-def test_bundled_conversations_are_those_of_the_generator(tokenizer: Tokenizer, chat_tokenizer: Any) -> None:
+def test_bundled_conversations_are_those_of_the_generator(
+    tokenizer: Tokenizer, chat_tokenizer: Any
+) -> None:
     bundled = json.loads((ASSETS / "conversations.json").read_text())
     assert bundled == write_conversations(tokenizer, "bundled", 24)
     roles = {"human": "user", "gpt": "assistant"}
     for conversation in bundled:
         for item in items_of_conversation(tokenizer, conversation["conversations"]):
-            value = tokenizer.decode([item.ids[position] for position in item.value_positions])
-            assert value.strip() in {message.get("expected") for message in conversation["conversations"]}
+            value = tokenizer.decode(
+                [item.ids[position] for position in item.value_positions]
+            )
+            assert value.strip() in {
+                message.get("expected") for message in conversation["conversations"]
+            }
         messages = [
             {"role": roles[message["from"]], "content": message["value"]}
             for message in conversation["conversations"]
@@ -200,7 +254,12 @@ def test_model_card_shows_the_recorded_evaluation() -> None:
     result = json.loads((FOLDER / "evaluation.json").read_text())
     assert (FOLDER / "README.md").read_text() == model_card(result)
     measured = {(row["kind"], row["history_tokens"]) for row in result["recall"]}
-    assert {("single", 512), ("single", 1024), ("single", 2000), ("two_hop", 1024)} <= measured
+    assert {
+        ("single", 512),
+        ("single", 1024),
+        ("single", 2000),
+        ("two_hop", 1024),
+    } <= measured
 
 
 def test_training_form_computes_the_exported_model(tmp_path: Path) -> None:
@@ -211,8 +270,12 @@ def test_training_form_computes_the_exported_model(tmp_path: Path) -> None:
     ids = torch.randint(4, 2048, (2, 301), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = exported(ids[:, :-1]).logits
-        expected = F.cross_entropy(logits.reshape(-1, 2048), ids[:, 1:].reshape(-1), reduction="sum")
-        actual = TrainingModel(weights, 300, compiled=False).loss(ids[:, :-1], ids[:, 1:], torch.ones(2, 300))
+        expected = F.cross_entropy(
+            logits.reshape(-1, 2048), ids[:, 1:].reshape(-1), reduction="sum"
+        )
+        actual = TrainingModel(weights, 300, compiled=False).loss(
+            ids[:, :-1], ids[:, 1:], torch.ones(2, 300)
+        )
     assert actual.item() == pytest.approx(expected.item(), rel=1e-3)
 
 
@@ -231,7 +294,7 @@ def test_curriculum_and_learning_rate() -> None:
     assert [(stage, len(list(group))) for stage, group in groupby(stages)] == [
         (stage, stage.num_steps) for stage in CURRICULUM
     ]
-    assert steps * TOKENS_PER_STEP == pytest.approx(11e6, rel=0.01)
+    assert steps * TOKENS_PER_STEP == pytest.approx(19.2e6, rel=0.01)
     with pytest.raises(ValueError, match="behind the end"):
         stage_of(steps)
     assert LEARNING_RATE_KNOTS[-1][0] == steps
