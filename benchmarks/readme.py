@@ -75,10 +75,10 @@ def _ms(seconds: float) -> str:
 def render(readme: str, tables: dict[str, str]) -> str:
     """``readme`` with each table in its place. Raises ValueError if a place is missing."""
     for name, table in tables.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if not pattern.search(readme):
+        place = re.search(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", readme, re.DOTALL)
+        if place is None:
             raise ValueError(f"README.md has no place <!-- {name} --> ... <!-- /{name} -->")
-        readme = pattern.sub(lambda match, table=table: f"{match[1]}{table}\n{match[2]}", readme)
+        readme = f"{readme[: place.start()]}{table}\n{readme[place.end() :]}"
     return readme
 
 

@@ -39,19 +39,13 @@ class Corpus:
     def vocabulary(self) -> tuple[str, ...]:
         """Ordinary lower-case words of the training prose that occur there more than once, sorted."""
         counts = Counter(
-            word
-            for text in self.train_passages
-            for word in re.findall(r"\b[a-z]{3,10}\b", text)
+            word for text in self.train_passages for word in re.findall(r"\b[a-z]{3,10}\b", text)
         )
         return tuple(sorted(word for word, count in counts.items() if count > 1))
 
-    def passage(
-        self, rng: random.Random, num_words: int, held_out: bool = False
-    ) -> str:
+    def passage(self, rng: random.Random, num_words: int, held_out: bool = False) -> str:
         """About `num_words` words from a random docstring, on one line."""
-        words = rng.choice(
-            self.held_out_passages if held_out else self.train_passages
-        ).split()
+        words = rng.choice(self.held_out_passages if held_out else self.train_passages).split()
         start = rng.randint(0, max(0, len(words) - num_words))
         return " ".join(words[start : start + num_words])
 
@@ -62,11 +56,7 @@ def _is_held_out(name: str) -> bool:
 
 def _docstrings(source: str) -> list[str]:
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [
-        ast.get_docstring(node)
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, nodes)
-    ]
+    found = [ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, nodes)]
     return [text for text in found if text and len(text) >= _MIN_CHARACTERS // 4]
 
 
@@ -87,16 +77,8 @@ def load_corpus() -> Corpus:
         held_out = _is_held_out(name)
         if name.startswith("pydoc_data/"):
             # One long dictionary of prose: its strings are documents of their own.
-            strings = [
-                node.value
-                for node in ast.walk(ast.parse(source))
-                if isinstance(node, ast.Constant)
-            ]
-            texts = [
-                text
-                for text in strings
-                if isinstance(text, str) and len(text) >= _MIN_CHARACTERS
-            ]
+            strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+            texts = [text for text in strings if isinstance(text, str) and len(text) >= _MIN_CHARACTERS]
             documents[False] += texts
             passages[False] += texts
             continue
@@ -106,10 +88,7 @@ def load_corpus() -> Corpus:
         prose = "\n\n".join(docstrings)
         if len(prose) >= _MIN_CHARACTERS:
             documents[held_out].append(prose)
-    tidy = {
-        key: tuple(re.sub(r"[ \t]+\n", "\n", text) for text in texts)
-        for key, texts in documents.items()
-    }
+    tidy = {key: tuple(re.sub(r"[ \t]+\n", "\n", text) for text in texts) for key, texts in documents.items()}
     return Corpus(
         train=tidy[False],
         held_out=tidy[True],

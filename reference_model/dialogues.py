@@ -61,9 +61,7 @@ def draw_style(num_tokens: int, rng: random.Random) -> Style:
     demo = rng.random() < 0.4
     longest = max(8, num_tokens // 12)
     return Style(
-        max_filler_words=rng.choice((longest // 2, longest))
-        if demo
-        else rng.choice((0, 8, longest // 2)),
+        max_filler_words=rng.choice((longest // 2, longest)) if demo else rng.choice((0, 8, longest // 2)),
         demo=demo,
         ask_weight=rng.choice((4, 12)),
         links=num_tokens >= 200 and rng.random() < 0.45,
@@ -123,22 +121,16 @@ class DialogueWriter:
         """Three or four people with a thing each, all things with one attribute in common."""
         verb = facts.draw_link_verb(self._rng)
         count = min(self._rng.randint(3, 4), len(self._people), len(self._things))
-        for person, thing in zip(
-            self._rng.sample(self._people, count), self._things[:count], strict=True
-        ):
+        for person, thing in zip(self._rng.sample(self._people, count), self._things[:count], strict=True):
             self._pending.append(Link(person, verb, thing))
             value = facts.draw_value(self._link_attribute, self._words, self._rng)
             self._pending.append(Fact(thing, self._link_attribute, value))
         self._rng.shuffle(self._pending)
 
     def _plan_teams(self) -> None:
-        for team in dict.fromkeys(
-            self._rng.sample(self._words.teams, self._rng.randint(1, 2))
-        ):
+        for team in dict.fromkeys(self._rng.sample(self._words.teams, self._rng.randint(1, 2))):
             for person in self._draw_people(self._rng.randint(1, _MAX_TEAM)):
-                self._pending.insert(
-                    self._rng.randint(0, len(self._pending)), (person, team)
-                )
+                self._pending.insert(self._rng.randint(0, len(self._pending)), (person, team))
 
     def _state_something(self) -> tuple[Span, ...]:
         """The next planned statement, a correction of an earlier value, or a new fact."""
@@ -153,9 +145,7 @@ class DialogueWriter:
             person, team = item
             self._members.setdefault(team, []).append((person, self._num_turns))
             return facts.state_member(person, team, rng)
-        earlier = [
-            entry for entry in self._stated.values() if entry.turn < self._num_turns
-        ]
+        earlier = [entry for entry in self._stated.values() if entry.turn < self._num_turns]
         if earlier and rng.random() < self._style.corrections:
             old = rng.choice(earlier).fact
             value = facts.draw_value(old.attribute, self._words, rng)
@@ -165,9 +155,7 @@ class DialogueWriter:
     def _new_fact(self) -> Fact:
         """A fact about a pair of subject and attribute that has no value yet and is not planned."""
         taken = set(self._stated) | {
-            (item.subject, item.attribute.name)
-            for item in self._pending
-            if isinstance(item, Fact)
+            (item.subject, item.attribute.name) for item in self._pending if isinstance(item, Fact)
         }
         for _ in range(40):
             subject, attribute = self._draw_subject()
@@ -184,9 +172,7 @@ class DialogueWriter:
 
     def _draw_subject(self) -> tuple[str, Attribute]:
         if self._rng.random() < 0.6:
-            return self._rng.choice(self._people), self._rng.choice(
-                self._person_attributes
-            )
+            return self._rng.choice(self._people), self._rng.choice(self._person_attributes)
         return self._rng.choice(self._things), self._rng.choice(self._thing_attributes)
 
     def _record(self, fact: Fact) -> tuple[Span, ...]:
@@ -228,9 +214,7 @@ class DialogueWriter:
         possible = [kind for kind in KINDS if questions[kind] is not None]
         if not possible:
             return None
-        kind = self._rng.choices(possible, [_KIND_WEIGHTS[kind] for kind in possible])[
-            0
-        ]
+        kind = self._rng.choices(possible, [_KIND_WEIGHTS[kind] for kind in possible])[0]
         return questions[kind]
 
     def next_turn(self) -> Turn:
@@ -239,33 +223,23 @@ class DialogueWriter:
         shape = (
             "mixed"
             if self._style.demo
-            else rng.choices(
-                ("facts", "ask", "mixed", "ramble"), (2, self._style.ask_weight, 3, 1)
-            )[0]
+            else rng.choices(("facts", "ask", "mixed", "ramble"), (2, self._style.ask_weight, 3, 1))[0]
         )
         num_statements = rng.randint(1, 3) if shape in ("facts", "mixed") else 0
         rambles = shape == "ramble" or (shape == "mixed" and rng.random() < 0.8)
-        num_words = (
-            rng.randint(4, max(4, self._style.max_filler_words)) if rambles else 0
-        )
+        num_words = rng.randint(4, max(4, self._style.max_filler_words)) if rambles else 0
         if shape in ("ask", "mixed") and self._num_turns == 0:
             num_statements = rng.randint(2, 3)
         asks = shape in ("ask", "mixed")
-        return self._write(
-            num_statements, num_words if self._style.max_filler_words else 0, asks
-        )
+        return self._write(num_statements, num_words if self._style.max_filler_words else 0, asks)
 
     def ask_turn(self) -> Turn:
         """A turn that only asks, if anything can be asked; else one that rambles."""
         return self._write(0, 0, asks=True)
 
     def _write(self, num_statements: int, num_words: int, asks: bool) -> Turn:
-        body: list[tuple[Span, ...]] = [
-            self._state_something() for _ in range(num_statements)
-        ]
-        before_turn = self._num_turns + (
-            1 if self._rng.random() < _SAME_TURN_QUESTION else 0
-        )
+        body: list[tuple[Span, ...]] = [self._state_something() for _ in range(num_statements)]
+        before_turn = self._num_turns + (1 if self._rng.random() < _SAME_TURN_QUESTION else 0)
         question = self._any_question(before_turn) if asks else None
         if not body and question is None:
             num_words = max(num_words, 6)
@@ -274,9 +248,7 @@ class DialogueWriter:
             body.insert(self._rng.choice((0, len(body))), (text,))
         return self.turn_of(body, num_statements > 0, question)
 
-    def turn_of(
-        self, body: list[tuple[Span, ...]], states: bool, question: Question | None
-    ) -> Turn:
+    def turn_of(self, body: list[tuple[Span, ...]], states: bool, question: Question | None) -> Turn:
         """Closes a turn that consists of `body` and then `question`."""
         self._num_turns += 1
         user = tuple(span for part in body for span in part)
@@ -297,9 +269,7 @@ class DialogueWriter:
         The question is of the first of `kinds` that can be asked without wanting a value in `asked`; no
         kinds means no question. None if no question is possible; the writer must then be discarded.
         """
-        body: list[tuple[Span, ...]] = [
-            self._state_something() for _ in range(num_statements)
-        ]
+        body: list[tuple[Span, ...]] = [self._state_something() for _ in range(num_statements)]
         text = Span(" " + self._filler(self._rng, num_words), SpanKind.USER)
         body.insert(self._rng.choice((0, len(body))), (text,))
         if not kinds:

@@ -61,16 +61,12 @@ def score(model: LlamaForCausalLM, item: Item) -> Score:
     ids = torch.tensor(item.ids)
     num_answer_tokens = len(ids) - item.answer_start
     # position i predicts token i + 1
-    logits = (
-        model(ids[None], logits_to_keep=num_answer_tokens + 1).logits[0, :-1].float()
-    )
+    logits = model(ids[None], logits_to_keep=num_answer_tokens + 1).logits[0, :-1].float()
     answer = ids[item.answer_start :]
     is_best = logits.argmax(-1) == answer
     losses = F.cross_entropy(logits, answer, reduction="none")
     value = torch.tensor(item.value_positions) - item.answer_start
-    return Score(
-        bool(is_best.all()), bool(is_best[value].all()), float(losses[value].mean())
-    )
+    return Score(bool(is_best.all()), bool(is_best[value].all()), float(losses[value].mean()))
 
 
 def summarise(scores: Iterable[Score]) -> dict[str, float | int]:
@@ -78,12 +74,8 @@ def summarise(scores: Iterable[Score]) -> dict[str, float | int]:
     rows = list(scores)
     return {
         "items": len(rows),
-        "answer_exact_match": round(
-            sum(row.answer_matches for row in rows) / len(rows), 4
-        ),
-        "value_exact_match": round(
-            sum(row.value_matches for row in rows) / len(rows), 4
-        ),
+        "answer_exact_match": round(sum(row.answer_matches for row in rows) / len(rows), 4),
+        "value_exact_match": round(sum(row.value_matches for row in rows) / len(rows), 4),
         "value_nll": round(sum(row.value_nll for row in rows) / len(rows), 4),
     }
 
@@ -97,17 +89,12 @@ def recall(
     split: Split,
 ) -> dict[str, Any]:
     """Recall of `kind` at one length of history."""
-    made = [
-        make_item(tokenizer, kind, history_tokens, f"{EVALUATION_SEED}/{i}", split)
-        for i in range(items)
-    ]
+    made = [make_item(tokenizer, kind, history_tokens, f"{EVALUATION_SEED}/{i}", split) for i in range(items)]
     result = {
         "kind": kind,
         "split": split,
         "history_tokens": history_tokens,
-        "mean_history_tokens": round(
-            sum(item.question_start for item in made) / items, 1
-        ),
+        "mean_history_tokens": round(sum(item.question_start for item in made) / items, 1),
         **summarise(score(model, item) for item in made),
     }
     logger.info("%s", result)
@@ -124,9 +111,7 @@ def text_perplexity(
     random.Random(EVALUATION_SEED).shuffle(documents)
     nats, tokens, characters = 0.0, 0, 0
     for document in documents[:num_windows]:
-        window = tokenizer.encode(document, add_special_tokens=False).ids[
-            :_TEXT_WINDOW_TOKENS
-        ]
+        window = tokenizer.encode(document, add_special_tokens=False).ids[:_TEXT_WINDOW_TOKENS]
         ids = torch.tensor([BOS_ID, *window])
         logits = model(ids[None]).logits[0, :-1].float()
         nats += float(F.cross_entropy(logits, ids[1:], reduction="sum"))
@@ -145,9 +130,7 @@ def without_history(
     model: LlamaForCausalLM, tokenizer: Tokenizer, kind: Kind, items: int
 ) -> list[dict[str, Any]]:
     """Recall at 512 tokens when question and answer cannot attend to the history in layers 0..l."""
-    made = [
-        make_item(tokenizer, kind, 512, f"{EVALUATION_SEED}/{i}") for i in range(items)
-    ]
+    made = [make_item(tokenizer, kind, 512, f"{EVALUATION_SEED}/{i}") for i in range(items)]
     rows = []
     for last in range(model.config.num_hidden_layers):
         scores = []
@@ -159,9 +142,7 @@ def without_history(
     return rows
 
 
-def bundled_recall(
-    model: LlamaForCausalLM, tokenizer: Tokenizer
-) -> list[dict[str, Any]]:
+def bundled_recall(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Recall of the questions in the demo conversations, by kind."""
     scores: dict[Kind, list[Score]] = {kind: [] for kind in KINDS}
     for conversation in write_conversations(tokenizer, BUNDLED_SEED, BUNDLED_COUNT):
@@ -197,18 +178,14 @@ def evaluate(folder: Path, items: int) -> dict[str, Any]:
         for length in HISTORY_LENGTHS
         for kind in KINDS
     ]
-    rows += [
-        recall(model, tokenizer, "single", length, fewer, "train")
-        for length in HISTORY_LENGTHS[:2]
-    ]
+    rows += [recall(model, tokenizer, "single", length, fewer, "train") for length in HISTORY_LENGTHS[:2]]
     bundled = bundled_recall(model, tokenizer)
     removed = without_history(model, tokenizer, "single", max(1, items // 4))
     text = text_perplexity(model, tokenizer, 48)
     # Attention maps need the eager form.
     model.set_attn_implementation("eager")
     samples = [
-        make_item(tokenizer, "single", 1024, f"{EVALUATION_SEED}/{i}")
-        for i in range(max(1, items // 10))
+        make_item(tokenizer, "single", 1024, f"{EVALUATION_SEED}/{i}") for i in range(max(1, items // 10))
     ]
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -247,9 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model", type=Path, required=True, help="folder of the exported model"
-    )
+    parser.add_argument("--model", type=Path, required=True, help="folder of the exported model")
     parser.add_argument(
         "--items",
         type=int,

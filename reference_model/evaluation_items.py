@@ -77,17 +77,11 @@ def make_item(
                 value_positions += range(len(ids), len(ids) + len(span_ids))
             ids += span_ids
         ids.append(END_ID)
-        return Item(
-            kind, tuple(ids), question_start, answer_start, tuple(value_positions)
-        )
-    raise ValueError(
-        f"no {kind!r} question fits into {history_tokens} tokens of history"
-    )
+        return Item(kind, tuple(ids), question_start, answer_start, tuple(value_positions))
+    raise ValueError(f"no {kind!r} question fits into {history_tokens} tokens of history")
 
 
-def items_of_conversation(
-    tokenizer: Tokenizer, messages: list[dict[str, Any]]
-) -> list[Item]:
+def items_of_conversation(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[Item]:
     """The questions of a ShareGPT conversation, each after the reference answers before it."""
 
     def encode(text: str) -> list[int]:
@@ -108,7 +102,5 @@ def items_of_conversation(
         value_end = value_start + len(encode(" " + human["expected"]))
         ids += [*encode(" " + reply["value"]), END_ID]
         positions = tuple(range(value_start, value_end))
-        items.append(
-            Item(human["kind"], tuple(ids), question_start, answer_start, positions)
-        )
+        items.append(Item(human["kind"], tuple(ids), question_start, answer_start, positions))
     return items

@@ -29,14 +29,10 @@ Conversation = dict[str, Any]
 """ShareGPT: `id` and `conversations`; a human turn that asks has `expected` and `kind` as well."""
 
 
-def write_conversation(
-    name: str, tokenizer: Tokenizer, harder: tuple[Kind, ...], seed: str
-) -> Conversation:
+def write_conversation(name: str, tokenizer: Tokenizer, harder: tuple[Kind, ...], seed: str) -> Conversation:
     """One conversation of MIN_TOKENS to MAX_TOKENS tokens that has a question of each kind in `harder`."""
     for attempt in range(2000):
-        conversation = _attempt(
-            name, tokenizer, harder, random.Random(f"{seed}/{name}/{attempt}")
-        )
+        conversation = _attempt(name, tokenizer, harder, random.Random(f"{seed}/{name}/{attempt}"))
         if conversation is not None:
             return conversation
     raise ValueError(f"found no conversation {name!r} with the kinds {harder!r}")
@@ -64,9 +60,7 @@ def _attempt(
         wanted = harder if index >= num_turns - 1 - len(harder) else ()
         kinds: tuple[Kind, ...] = (*wanted, "single") if index else ()
         num_words = rng.randint(*_FILLER_WORDS)
-        turn = writer.demo_turn(
-            rng.randint(2, 3) if index < 3 else 1, num_words, kinds, frozenset(asked)
-        )
+        turn = writer.demo_turn(rng.randint(2, 3) if index < 3 else 1, num_words, kinds, frozenset(asked))
         if turn is None:
             return None
         num_tokens += len(encode_turn(tokenizer, turn)[0])
@@ -82,9 +76,7 @@ def _attempt(
     return {"id": name, "conversations": messages}
 
 
-def write_conversations(
-    tokenizer: Tokenizer, seed: str, count: int
-) -> list[Conversation]:
+def write_conversations(tokenizer: Tokenizer, seed: str, count: int) -> list[Conversation]:
     """`count` conversations; other seeds give other conversations of the same kind."""
     return [
         write_conversation(
@@ -103,9 +95,7 @@ def export_conversations(
     """Writes `count` conversations to `out`; `model` is the folder of the tokenizer that counts tokens."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(
-        json.dumps(write_conversations(tokenizer, seed, count), indent=1) + "\n"
-    )
+    out.write_text(json.dumps(write_conversations(tokenizer, seed, count), indent=1) + "\n")
 
 
 def main() -> None:
@@ -113,13 +103,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model", type=Path, required=True, help="folder of the exported model"
-    )
+    parser.add_argument("--model", type=Path, required=True, help="folder of the exported model")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument(
-        "--seed", default=BUNDLED_SEED, help="other seeds give held-out conversations"
-    )
+    parser.add_argument("--seed", default=BUNDLED_SEED, help="other seeds give held-out conversations")
     parser.add_argument("--count", type=int, default=BUNDLED_COUNT)
     args = parser.parse_args()
     export_conversations(args.model, args.out, args.seed, args.count)

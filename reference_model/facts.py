@@ -144,9 +144,7 @@ def _capitalised(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _fill(
-    template: str, fact: Fact, plain: SpanKind, value: SpanKind
-) -> tuple[Span, ...]:
+def _fill(template: str, fact: Fact, plain: SpanKind, value: SpanKind) -> tuple[Span, ...]:
     """Spans of `template` with the fact filled in; the value is a span of its own."""
     before, _, after = template.replace("{V}", "{v}").partition("{v}")
     fields = {
@@ -195,9 +193,7 @@ def ask_two_hop(link: Link, fact: Fact) -> Question:
     """
     text = _TWO_HOP_QUESTION.format(a=fact.attribute.name, p=link.person, r=link.verb)
     start, thing, middle, value, end = _TWO_HOP_ANSWER
-    middle = (
-        middle.format(a=fact.attribute.name) + " " + fact.attribute.article
-    ).rstrip()
+    middle = (middle.format(a=fact.attribute.name) + " " + fact.attribute.article).rstrip()
     answer = (
         Span(" " + start.format(p=link.person, r=link.verb), SpanKind.ANSWER),
         Span(" " + thing.format(t=link.thing), SpanKind.ANSWER_VALUE),

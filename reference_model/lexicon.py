@@ -10,9 +10,9 @@ from functools import cache
 from typing import Literal
 
 Split = Literal["train", "train_wide", "train_open", "train_pieces", "held_out"]
-"""`train_wide` is `train` with invented animals, nouns, teams and passphrase words as well; `train_open` has
-thousands of ordinary words in all lists, `train_pieces` also words put together from a tokenizer's pieces (see
-`open_lexicon`). They are there so that a model learns to repeat words it has never seen in their place."""
+"""`train_wide` is `train` with invented animals, nouns, teams and passphrase words as well. `train_open` has
+thousands of ordinary words in all lists, `train_pieces` also words put together from a tokenizer's pieces
+(see `open_lexicon`). They are there so that a model learns to repeat words it has never seen."""
 
 _PEOPLE = """
 Alma Anton Astrid Basil Beatrix Bruno Carla Cedric Clara Conrad Dalia Damian Daria Dennis Edith Elias
@@ -47,9 +47,7 @@ fox otter badger heron falcon rabbit turtle beaver wolf lynx raven sparrow dolph
 donkey horse goat lamb panda tiger lion zebra koala moose eagle owl pigeon salmon crab spider beetle
 hamster squirrel hedgehog penguin swan
 """
-_ANIMALS_HELD_OUT = (
-    "leopard gecko walrus ostrich buffalo parrot cricket mole toad stork jaguar ferret"
-)
+_ANIMALS_HELD_OUT = "leopard gecko walrus ostrich buffalo parrot cricket mole toad stork jaguar ferret"
 _WORDS = """
 river candle north garden copper window silent market bridge summer winter letter castle button forest
 mirror planet rocket sugar pepper table violin hammer anchor island desert valley thunder feather pocket
@@ -70,7 +68,9 @@ printer scanner gate safe locker cabinet projector laptop camera van truck bicyc
 drill pump generator router server elevator crane tractor trailer workshop warehouse archive cellar garage
 greenhouse kiosk studio telescope microscope
 """
-_NOUNS_HELD_OUT = "turbine antenna forklift compressor plotter hangar vault incinerator ferry stapler sensor barn"
+_NOUNS_HELD_OUT = (
+    "turbine antenna forklift compressor plotter hangar vault incinerator ferry stapler sensor barn"
+)
 _TEAMS = """
 chess rowing sailing cooking running painting hiking climbing knitting swimming cycling dancing fishing
 football tennis drama poetry radio
@@ -102,9 +102,7 @@ def _invented_names(count: int, seed: int) -> list[str]:
     names: dict[str, None] = {}
     while len(names) < count:
         num_syllables = rng.choice((2, 2, 3))
-        name = "".join(
-            rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(num_syllables)
-        )
+        name = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(num_syllables))
         names[(name + rng.choice(_CODAS)).capitalize()] = None
     return list(names)
 
@@ -115,9 +113,7 @@ def _widened(words: Lexicon) -> Lexicon:
     half = len(invented) // 4
 
     def widen(known: tuple[str, ...], part: int) -> tuple[str, ...]:
-        return known * max(1, half // len(known)) + tuple(
-            invented[part * half : (part + 1) * half]
-        )
+        return known * max(1, half // len(known)) + tuple(invented[part * half : (part + 1) * half])
 
     return replace(
         words,

@@ -84,52 +84,33 @@ def init_weights(seed: int) -> Weights:
 
 def rope_tables(num_tokens: int) -> tuple[Tensor, Tensor]:
     """Cosine and sine, each [num_tokens, 1, HEAD_DIM / 2] in fp32."""
-    inverse = ROPE_THETA ** (
-        -torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM
-    )
+    inverse = ROPE_THETA ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
     angles = torch.arange(num_tokens, dtype=torch.float32)[:, None] * inverse
     return angles.cos()[:, None], angles.sin()[:, None]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, -1)
-    return torch.cat(
-        [first * cos - second * sin, second * cos + first * sin], -1
-    ).bfloat16()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).bfloat16()
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Causal attention of q [B, T, 4, 64] over k, v [B, T, 2, 64] -> [B, T, 256]; mask [T, T] is added."""
     num_rows, num_tokens = q.shape[:2]
     # [B, T, 4, 64] -> [B, 2, 2, T, 64]: query heads grouped by their KV head
-    q = q.view(num_rows, num_tokens, NUM_KV_HEADS, _GROUP, HEAD_DIM).permute(
-        0, 2, 3, 1, 4
-    )
+    q = q.view(num_rows, num_tokens, NUM_KV_HEADS, _GROUP, HEAD_DIM).permute(0, 2, 3, 1, 4)
     k, v = k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3)
     blocks = []
     for start in range(0, num_tokens, _QUERY_BLOCK):
         end = min(start + _QUERY_BLOCK, num_tokens)
-        block = q[:, :, :, start:end].reshape(
-            num_rows, NUM_KV_HEADS, _GROUP * (end - start), HEAD_DIM
-        )
+        block = q[:, :, :, start:end].reshape(num_rows, NUM_KV_HEADS, _GROUP * (end - start), HEAD_DIM)
         scores = (block @ k[:, :, :end].transpose(-1, -2)).float() * HEAD_DIM**-0.5
-        scores = (
-            scores.view(num_rows, NUM_KV_HEADS, _GROUP, end - start, end)
-            + mask[start:end, :end]
-        )
+        scores = scores.view(num_rows, NUM_KV_HEADS, _GROUP, end - start, end) + mask[start:end, :end]
         shares = torch.softmax(scores, -1).bfloat16()
         shares = shares.view(num_rows, NUM_KV_HEADS, _GROUP * (end - start), end)
-        blocks.append(
-            (shares @ v[:, :, :end]).view(
-                num_rows, NUM_KV_HEADS, _GROUP, end - start, HEAD_DIM
-            )
-        )
+        blocks.append((shares @ v[:, :, :end]).view(num_rows, NUM_KV_HEADS, _GROUP, end - start, HEAD_DIM))
     # [B, 2, 2, T, 64] -> [B, T, 256]
-    return (
-        torch.cat(blocks, 3)
-        .permute(0, 3, 1, 2, 4)
-        .reshape(num_rows, num_tokens, _QUERY_WIDTH)
-    )
+    return torch.cat(blocks, 3).permute(0, 3, 1, 2, 4).reshape(num_rows, num_tokens, _QUERY_WIDTH)
 
 
 def block_forward(
@@ -146,9 +127,7 @@ def block_forward(
     """One decoder layer on x [B, T, HIDDEN] in fp32."""
     num_rows, num_tokens = x.shape[:2]
     h = F.rms_norm(x, (HIDDEN,), norms[0], NORM_EPSILON).bfloat16()
-    q, k, v = torch.split(
-        h @ qkv.bfloat16().t(), [_QUERY_WIDTH, _KV_WIDTH, _KV_WIDTH], -1
-    )
+    q, k, v = torch.split(h @ qkv.bfloat16().t(), [_QUERY_WIDTH, _KV_WIDTH, _KV_WIDTH], -1)
     q = _rotate(q.view(num_rows, num_tokens, NUM_HEADS, HEAD_DIM), cos, sin)
     k = _rotate(k.view(num_rows, num_tokens, NUM_KV_HEADS, HEAD_DIM), cos, sin)
     v = v.view(num_rows, num_tokens, NUM_KV_HEADS, HEAD_DIM)
@@ -164,18 +143,14 @@ def loss_forward(
     """Weighted sum of the next-token losses: x [B, T, HIDDEN], targets and weights [B, T] -> scalar."""
     h = F.rms_norm(x, (HIDDEN,), final_norm, NORM_EPSILON).bfloat16()
     logits = (h @ embedding.bfloat16().t()).float()
-    losses = F.cross_entropy(
-        logits.view(-1, VOCABULARY_SIZE), targets.reshape(-1), reduction="none"
-    )
+    losses = F.cross_entropy(logits.view(-1, VOCABULARY_SIZE), targets.reshape(-1), reduction="none")
     return (losses * weights.reshape(-1)).sum()
 
 
 class TrainingModel:
     """Compiled forward for one sequence length; reads the weights it is given, owns none."""
 
-    def __init__(
-        self, weights: Weights, num_tokens: int, compiled: bool = True
-    ) -> None:
+    def __init__(self, weights: Weights, num_tokens: int, compiled: bool = True) -> None:
         self._weights = weights
         self._cos, self._sin = rope_tables(num_tokens)
         self._mask = torch.full((num_tokens, num_tokens), _MASKED).triu(1)
@@ -190,13 +165,9 @@ class TrainingModel:
         """Weighted loss sum over inputs, targets, weights [B, T]."""
         x = self._weights["embedding"][inputs]
         names = ("qkv", "o", "gate_up", "down", "norms")
-        for layer in zip(
-            *(self._weights[name].unbind(0) for name in names), strict=True
-        ):
+        for layer in zip(*(self._weights[name].unbind(0) for name in names), strict=True):
             x = self._block(x, *layer, self._cos, self._sin, self._mask)
-        return self._loss(
-            x, self._weights["final_norm"], self._weights["embedding"], targets, weights
-        )
+        return self._loss(x, self._weights["final_norm"], self._weights["embedding"], targets, weights)
 
 
 def to_llama(weights: Weights) -> Weights:
@@ -207,9 +178,7 @@ def to_llama(weights: Weights) -> Weights:
     }
     for layer in range(NUM_LAYERS):
         prefix = f"model.layers.{layer}."
-        q, k, v = torch.split(
-            weights["qkv"][layer], [_QUERY_WIDTH, _KV_WIDTH, _KV_WIDTH]
-        )
+        q, k, v = torch.split(weights["qkv"][layer], [_QUERY_WIDTH, _KV_WIDTH, _KV_WIDTH])
         gate, up = weights["gate_up"][layer].chunk(2)
         named |= {
             prefix + "self_attn.q_proj.weight": q,
@@ -223,10 +192,7 @@ def to_llama(weights: Weights) -> Weights:
             prefix + "post_attention_layernorm.weight": weights["norms"][layer, 1],
         }
     # clone: some of these are views of one tensor, which safetensors refuses
-    return {
-        name: weight.detach().bfloat16().clone().contiguous()
-        for name, weight in named.items()
-    }
+    return {name: weight.detach().bfloat16().clone().contiguous() for name, weight in named.items()}
 
 
 def export_model(weights: Weights, folder: Path) -> None:
@@ -244,6 +210,4 @@ def export_model(weights: Weights, folder: Path) -> None:
         "do_sample": False,
         "max_new_tokens": 64,
     }
-    (folder / "generation_config.json").write_text(
-        json.dumps(generation, indent=2) + "\n"
-    )
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -51,9 +51,7 @@ def _bundled_table(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    return _table(
-        ("question", "questions", "answer EM", "value EM", "value NLL"), cells
-    )
+    return _table(("question", "questions", "answer EM", "value EM", "value NLL"), cells)
 
 
 def _removed_table(rows: list[dict[str, Any]]) -> str:
@@ -66,9 +64,7 @@ def _removed_table(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    return _table(
-        ("layers without history", "answer EM", "value EM", "value NLL"), cells
-    )
+    return _table(("layers without history", "answer EM", "value EM", "value NLL"), cells)
 
 
 def _cosine_table(cosine: dict[str, list[float]]) -> str:
@@ -86,20 +82,16 @@ def _cosine_table(cosine: dict[str, list[float]]) -> str:
 def _attention_table(mass: dict[str, list[float]]) -> str:
     names = ("first_token", "first_10_percent", "last_10_percent")
     cells = [
-        (layer, *(f"{mass[name][layer]:.3f}" for name in names))
-        for layer in range(len(mass["first_token"]))
+        (layer, *(f"{mass[name][layer]:.3f}" for name in names)) for layer in range(len(mass["first_token"]))
     ]
     return _table(("layer", "first token", "first 10%", "last 10%"), cells)
 
 
 def _summary_table(result: dict[str, Any]) -> str:
     training, text = result["training"], result["text"]
-    versions = ", ".join(
-        f"{name} {version}" for name, version in result["versions"].items()
-    )
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     stages = ", ".join(
-        f"{stage['num_steps']} steps at {stage['num_tokens']}"
-        for stage in training["curriculum"]
+        f"{stage['num_steps']} steps at {stage['num_tokens']}" for stage in training["curriculum"]
     )
     millions = training["trained_tokens"] / 1e6
     minutes = training["seconds"] / 60

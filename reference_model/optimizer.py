@@ -72,9 +72,7 @@ class Optimizer:
         for name, weight in weights.items():
             self.state[f"{name}.first"] = torch.zeros_like(weight, requires_grad=False)
             if name not in _MATRICES:
-                self.state[f"{name}.second"] = torch.zeros_like(
-                    weight, requires_grad=False
-                )
+                self.state[f"{name}.second"] = torch.zeros_like(weight, requires_grad=False)
 
     @torch.no_grad()
     def step(self, step: int) -> None:
@@ -101,17 +99,13 @@ class Optimizer:
             first.lerp_(grad, 1 - momentum)
             nesterov = grad.lerp(first, momentum)
             parts = []
-            for part in torch.split(
-                nesterov, _PARTS.get(name, [nesterov.shape[1]]), dim=1
-            ):
+            for part in torch.split(nesterov, _PARTS.get(name, [nesterov.shape[1]]), dim=1):
                 rows, columns = part.shape[-2:]
                 parts.append(orthogonalise(part) * max(1.0, rows / columns) ** 0.5)
             updates[name] = torch.cat(parts, 1)
         return updates
 
-    def _adam_update(
-        self, name: str, weight: Tensor, learning_rate: float, step: int
-    ) -> None:
+    def _adam_update(self, name: str, weight: Tensor, learning_rate: float, step: int) -> None:
         grad = weight.grad
         assert grad is not None, name
         beta1, beta2 = _ADAM_BETAS

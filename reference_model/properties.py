@@ -18,9 +18,7 @@ def _rounded(values: Tensor) -> list[float]:
 
 
 @torch.no_grad()
-def adjacent_cosine(
-    model: LlamaForCausalLM, items: list[Item]
-) -> dict[str, list[float]]:
+def adjacent_cosine(model: LlamaForCausalLM, items: list[Item]) -> dict[str, list[float]]:
     """Cosine of K (after rotary embedding) and of V between layers l and l + 1.
 
     Cosines are taken per token and KV head over the 64 channels and averaged, signed and absolute; each
@@ -34,18 +32,14 @@ def adjacent_cosine(
             ("v", torch.stack([layer.values for layer in cache.layers])),
         ):
             # [L, 1, 2, T, 64] -> [L - 1, 2 * T]
-            cosines = torch.cosine_similarity(
-                states[:-1].float(), states[1:].float(), dim=-1
-            ).flatten(1)
+            cosines = torch.cosine_similarity(states[:-1].float(), states[1:].float(), dim=-1).flatten(1)
             for key, values in ((name, cosines), (f"{name}_absolute", cosines.abs())):
                 sums[key] = sums.get(key, torch.zeros(len(values))) + values.mean(1)
     return {key: _rounded(value / len(items)) for key, value in sums.items()}
 
 
 @torch.no_grad()
-def attention_mass(
-    model: LlamaForCausalLM, items: list[Item]
-) -> dict[str, dict[str, list[float]]]:
+def attention_mass(model: LlamaForCausalLM, items: list[Item]) -> dict[str, dict[str, list[float]]]:
     """Share of attention on parts of each query's own causal context, per layer, averaged over heads.
 
     Keys: the first token, the first 10% and the last 10% of the positions the query can see. Queries:
@@ -81,9 +75,7 @@ def attention_mass(
 
 
 @contextmanager
-def history_removed(
-    model: LlamaForCausalLM, layers: list[int], item: Item
-) -> Iterator[None]:
+def history_removed(model: LlamaForCausalLM, layers: list[int], item: Item) -> Iterator[None]:
     """Within the context, question and answer of `item` cannot attend to its history in `layers`."""
     num_tokens, start = len(item.ids), item.question_start
     blocked = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
@@ -97,9 +89,7 @@ def history_removed(
         return args, {**kwargs, "attention_mask": mask}
 
     handles = [
-        model.model.layers[layer].self_attn.register_forward_pre_hook(
-            replace_mask, with_kwargs=True
-        )
+        model.model.layers[layer].self_attn.register_forward_pre_hook(replace_mask, with_kwargs=True)
         for layer in layers
     ]
     try:

@@ -41,19 +41,13 @@ class SequenceWriter:
             "train_open": open_lexicon(vocabulary),
             "train_pieces": open_lexicon(vocabulary + pieces),
         }
-        self._documents = [
-            np.array([BOS_ID, *ids], np.int64) for ids in self._encode(corpus.train)
-        ]
+        self._documents = [np.array([BOS_ID, *ids], np.int64) for ids in self._encode(corpus.train)]
 
     def _encode(self, texts: tuple[str, ...]) -> list[list[int]]:
-        return [
-            encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))
-        ]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
     def _filler(self, rng: random.Random, num_words: int) -> str:
-        write: Callable[[random.Random, int], str] = rng.choice(
-            (paragraph, self._corpus.passage)
-        )
+        write: Callable[[random.Random, int], str] = rng.choice((paragraph, self._corpus.passage))
         return write(rng, num_words)
 
     def dialogue(
@@ -74,19 +68,13 @@ class SequenceWriter:
         is_quiz = quiz_share > 0 and rng.random() < quiz_share
         ids, weights = [BOS_ID], [0.0]
         while len(ids) < num_tokens:
-            turn = (
-                writer.ask_turn()
-                if is_quiz and len(ids) > num_tokens // 2
-                else writer.next_turn()
-            )
+            turn = writer.ask_turn() if is_quiz and len(ids) > num_tokens // 2 else writer.next_turn()
             turn_ids, turn_weights = encode_turn(self._tokenizer, turn, answer_weight)
             ids += turn_ids
             weights += turn_weights
         return ids[:num_tokens], weights[:num_tokens]
 
-    def text(
-        self, num_tokens: int, rng: random.Random
-    ) -> tuple[list[int], list[float]]:
+    def text(self, num_tokens: int, rng: random.Random) -> tuple[list[int], list[float]]:
         """A window of one document, or a whole document followed by others if it is too short."""
         ids: list[int] = []
         while len(ids) < num_tokens:
@@ -115,17 +103,10 @@ class SequenceWriter:
         return ids, np.array([row[1] for row in rows], np.float32)
 
 
-def encode_spans(
-    tokenizer: Tokenizer, spans: tuple[Span, ...]
-) -> list[tuple[list[int], SpanKind]]:
+def encode_spans(tokenizer: Tokenizer, spans: tuple[Span, ...]) -> list[tuple[list[int], SpanKind]]:
     """Token ids of each span. Spans break at word boundaries, so this equals encoding the whole text."""
-    encodings = tokenizer.encode_batch_fast(
-        [span.text for span in spans], add_special_tokens=False
-    )
-    return [
-        (encoding.ids, span.kind)
-        for encoding, span in zip(encodings, spans, strict=True)
-    ]
+    encodings = tokenizer.encode_batch_fast([span.text for span in spans], add_special_tokens=False)
+    return [(encoding.ids, span.kind) for encoding, span in zip(encodings, spans, strict=True)]
 
 
 def encode_turn(

@@ -73,10 +73,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=VOCABULARY_SIZE,
-        special_tokens=[
-            AddedToken(token, special=True, normalized=False)
-            for token in SPECIAL_TOKENS
-        ],
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -84,9 +81,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def training_texts(
-    corpus: Corpus, seed: int, num_dialogues: int = 4000
-) -> Iterator[str]:
+def training_texts(corpus: Corpus, seed: int, num_dialogues: int = 4000) -> Iterator[str]:
     """Texts for the BPE: dialogues of the training split and a sample of the corpus."""
     rng = random.Random(seed)
     for _ in range(num_dialogues):
@@ -117,9 +112,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     special = {**names, "additional_special_tokens": [USER, ASSISTANT]}
-    (folder / "special_tokens_map.json").write_text(
-        json.dumps(special, indent=2) + "\n"
-    )
+    (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")
 
 
 def alphabetic_pieces(tokenizer: Tokenizer) -> tuple[str, ...]:

@@ -92,9 +92,7 @@ def stage_of(step: int) -> Stage:
         if remaining < stage.num_steps:
             return stage
         remaining -= stage.num_steps
-    raise ValueError(
-        f"step {step} lies behind the end of the curriculum, which has {total_steps()} steps"
-    )
+    raise ValueError(f"step {step} lies behind the end of the curriculum, which has {total_steps()} steps")
 
 
 def total_steps() -> int:
@@ -102,9 +100,7 @@ def total_steps() -> int:
     return sum(stage.num_steps for stage in CURRICULUM)
 
 
-def save_checkpoint(
-    path: Path, weights: Weights, optimizer: Optimizer, progress: Progress
-) -> None:
+def save_checkpoint(path: Path, weights: Weights, optimizer: Optimizer, progress: Progress) -> None:
     """Writes a checkpoint; a crash in between leaves the previous one."""
     temporary = path.with_suffix(".tmp")
     tensors = {name: weight.detach() for name, weight in weights.items()}
@@ -141,22 +137,16 @@ def _average_gradients(weights: Weights, total: Tensor) -> None:
         grad.copy_(part.view_as(grad))
 
 
-def _worker(
-    rank: int, work: Path, seed: int, resume: bool, stop_step: int, store: str
-) -> None:
+def _worker(rank: int, work: Path, seed: int, resume: bool, stop_step: int, store: str) -> None:
     """One data-parallel process: rank 0 logs and writes checkpoints."""
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
         format="%(asctime)s %(message)s",
     )
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=NUM_PROCESSES
-    )
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_PROCESSES)
     corpus = load_corpus()
-    writer = SequenceWriter(
-        Tokenizer.from_file(str(work / "tokenizer" / "tokenizer.json")), corpus
-    )
+    writer = SequenceWriter(Tokenizer.from_file(str(work / "tokenizer" / "tokenizer.json")), corpus)
     weights = init_weights(seed)
     optimizer = Optimizer(weights)
     progress = Progress(0, 0.0, seed, corpus.digest)
@@ -242,9 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--out", type=Path, default=DEFAULT_OUT, help="folder of the exported model"
-    )
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder of the exported model")
     parser.add_argument(
         "--work",
         type=Path,
@@ -252,9 +240,7 @@ def main() -> None:
         help="folder of checkpoints",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--resume", action="store_true", help="continue from the checkpoint in --work"
-    )
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --work")
     parser.add_argument(
         "--stop-step",
         type=int,
@@ -273,9 +259,7 @@ def main() -> None:
         default=ASSETS / "conversations.json",
         help="demo conversations to write",
     )
-    parser.add_argument(
-        "--train-only", action="store_true", help="write checkpoints and nothing else"
-    )
+    parser.add_argument("--train-only", action="store_true", help="write checkpoints and nothing else")
     parser.add_argument(
         "--export-only",
         action="store_true",

@@ -55,9 +55,7 @@ def values_of(subject: str, attribute: str, text: str) -> list[str]:
         rf"{attribute} of {name}(?: has changed, it)? is(?: now)? (?:the )?([\w ]+)",
         rf"As for {name}, the {attribute} is (?:the )?([\w ]+)",
     )
-    hits = [
-        hit for pattern in patterns for hit in re.finditer(pattern, text, re.IGNORECASE)
-    ]
+    hits = [hit for pattern in patterns for hit in re.finditer(pattern, text, re.IGNORECASE)]
     return [hit[1] for hit in sorted(hits, key=lambda hit: hit.start())]
 
 
@@ -117,21 +115,14 @@ def test_counting_counts_the_people_named_so_far() -> None:
     assert len(questions) > 20
     for texts, turn in questions:
         assert turn.question is not None
-        hit = re.search(
-            r"joined the (\w+) team\?", message_text(turn.question.question)
-        )
+        hit = re.search(r"joined the (\w+) team\?", message_text(turn.question.question))
         assert hit is not None
         people = re.findall(rf"(\w+) joined the {hit[1]} team\.", "\n".join(texts))
         assert len(people) == len(set(people)) == int(turn.question.values[0])
 
 
 def test_single_questions_are_the_most_frequent_kind() -> None:
-    kinds = Counter(
-        turn.question.kind
-        for seed in range(60)
-        for turn in write(seed)
-        if turn.question
-    )
+    kinds = Counter(turn.question.kind for seed in range(60) for turn in write(seed) if turn.question)
     assert set(kinds) == set(KINDS)
     assert kinds["single"] > kinds.total() / 2
 
@@ -187,20 +178,13 @@ def test_answer_values_are_marked() -> None:
         for turn in write(seed):
             if turn.question is None:
                 continue
-            marked = [
-                span.text.strip()
-                for span in turn.assistant
-                if span.kind is SpanKind.ANSWER_VALUE
-            ]
+            marked = [span.text.strip() for span in turn.assistant if span.kind is SpanKind.ANSWER_VALUE]
             assert tuple(marked) == turn.question.values
 
 
 def test_longer_dialogues_ramble_longer() -> None:
     words = {
-        tokens: max(
-            draw_style(tokens, random.Random(seed)).max_filler_words
-            for seed in range(50)
-        )
+        tokens: max(draw_style(tokens, random.Random(seed)).max_filler_words for seed in range(50))
         for tokens in (128, 2048)
     }
     assert words[2048] > 4 * words[128]
@@ -213,15 +197,11 @@ def test_bundled_conversations_expect_values_that_were_stated_earlier() -> None:
     assert len({conversation["id"] for conversation in conversations}) == 24
     for conversation in conversations:
         messages = conversation["conversations"]
-        assert [message["from"] for message in messages] == ["human", "gpt"] * (
-            len(messages) // 2
-        )
+        assert [message["from"] for message in messages] == ["human", "gpt"] * (len(messages) // 2)
         human = messages[::2]
         assert len(human) in (5, 6)
         assert "expected" not in human[0]
-        for index, (question, answer) in enumerate(
-            zip(human[1:], messages[3::2], strict=True), 1
-        ):
+        for index, (question, answer) in enumerate(zip(human[1:], messages[3::2], strict=True), 1):
             assert question["expected"] in answer["value"]
             earlier = " ".join(message["value"] for message in human[:index])
             if question["kind"] != "counting":

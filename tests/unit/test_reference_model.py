@@ -51,9 +51,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).train(
-        False
-    )
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).train(False)
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +66,7 @@ def tokenizer() -> Tokenizer:
 
 def chat_ids(chat_tokenizer: Any, messages: Messages) -> list[int]:
     """Token ids of the prompt that a server builds from `messages`."""
-    text = chat_tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True
-    )
+    text = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids: list[int] = chat_tokenizer.encode(text, add_special_tokens=False)
     return ids
 
@@ -92,9 +88,7 @@ def test_shape_and_size(model: Any) -> None:
     assert (FOLDER / "model.safetensors").stat().st_size < 12e6
 
 
-def test_template_is_the_format_of_training(
-    chat_tokenizer: Any, tokenizer: Tokenizer
-) -> None:
+def test_template_is_the_format_of_training(chat_tokenizer: Any, tokenizer: Tokenizer) -> None:
     """The prompt that the template builds is what the model was trained on, token for token."""
     for seed in range(40):
         messages: Messages = []
@@ -104,30 +98,22 @@ def test_template_is_the_format_of_training(
             messages.append({"role": "user", "content": message_text(turn.user)})
             prompt = chat_ids(chat_tokenizer, messages)
             assert prompt == (expected + turn_ids)[: len(prompt)]
-            messages.append(
-                {"role": "assistant", "content": message_text(turn.assistant)}
-            )
+            messages.append({"role": "assistant", "content": message_text(turn.assistant)})
             expected += turn_ids
             assert chat_ids(chat_tokenizer, messages)[:-1] == expected
 
 
-def test_reference_answers_are_stable_prefixes(
-    chat_tokenizer: Any, tokenizer: Tokenizer
-) -> None:
+def test_reference_answers_are_stable_prefixes(chat_tokenizer: Any, tokenizer: Tokenizer) -> None:
     """Answer ids, decoded, sent back and encoded again, are the same ids at the same place."""
     for seed in range(40, 80):
         messages: Messages = []
         for turn in dialogue(seed):
             messages.append({"role": "user", "content": message_text(turn.user)})
             prompt = chat_ids(chat_tokenizer, messages)
-            answer = [
-                id_ for ids, _ in encode_spans(tokenizer, turn.assistant) for id_ in ids
-            ] + [END_ID]
+            answer = [id_ for ids, _ in encode_spans(tokenizer, turn.assistant) for id_ in ids] + [END_ID]
             text = chat_tokenizer.decode(answer, skip_special_tokens=True)
             messages.append({"role": "assistant", "content": text})
-            following = chat_ids(
-                chat_tokenizer, [*messages, {"role": "user", "content": "Thanks."}]
-            )
+            following = chat_ids(chat_tokenizer, [*messages, {"role": "user", "content": "Thanks."}])
             assert following[: len(prompt) + len(answer)] == prompt + answer
 
 
@@ -147,14 +133,10 @@ def test_generated_answers_are_stable_prefixes(chat_tokenizer: Any, model: Any) 
                 do_sample=False,
             )[0].tolist()
             assert output[-1] == END_ID, chat_tokenizer.decode(output)
-            text = chat_tokenizer.decode(
-                output[len(prompt) :], skip_special_tokens=True
-            )
+            text = chat_tokenizer.decode(output[len(prompt) :], skip_special_tokens=True)
             assert text.startswith(" ")
             messages.append({"role": "assistant", "content": text})
-            following = chat_ids(
-                chat_tokenizer, [*messages, {"role": "user", "content": "Thanks."}]
-            )
+            following = chat_ids(chat_tokenizer, [*messages, {"role": "user", "content": "Thanks."}])
             assert following[: len(output)] == output
 
 
@@ -191,9 +173,7 @@ def test_template_accepts_parts_and_system_messages(chat_tokenizer: Any) -> None
         {"role": "assistant", "content": " Hi. "},
         {"role": "user", "content": "Bye."},
     ]
-    text = chat_tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True
-    )
+    text = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == (
         "<|bos|><|user|> Be brief. Hello there.<|end|>"
         "<|assistant|> Hi.<|end|><|user|> Bye.<|end|><|assistant|>"
@@ -202,26 +182,18 @@ def test_template_accepts_parts_and_system_messages(chat_tokenizer: Any) -> None
 
 def test_template_refuses_unknown_roles(chat_tokenizer: Any) -> None:
     with pytest.raises(Exception, match="not wizard"):
-        chat_tokenizer.apply_chat_template(
-            [{"role": "wizard", "content": "x"}], tokenize=False
-        )
+        chat_tokenizer.apply_chat_template([{"role": "wizard", "content": "x"}], tokenize=False)
 
 
 @pytest.mark.parametrize(("split", "least"), [("train", 22), ("held_out", 20)])
-def test_recalls_facts_at_512_tokens(
-    model: Any, tokenizer: Tokenizer, split: Split, least: int
-) -> None:
+def test_recalls_facts_at_512_tokens(model: Any, tokenizer: Tokenizer, split: Split, least: int) -> None:
     """Of 24 questions; the evaluation in the model card has the exact rates."""
-    items = [
-        make_item(tokenizer, "single", 512, f"unit test {i}", split) for i in range(24)
-    ]
+    items = [make_item(tokenizer, "single", 512, f"unit test {i}", split) for i in range(24)]
     assert sum(score(model, item).answer_matches for item in items) >= least
 
 
 def test_recalls_nothing_without_history(model: Any, tokenizer: Tokenizer) -> None:
-    items = [
-        make_item(tokenizer, "single", 512, f"unit test {i}", "train") for i in range(8)
-    ]
+    items = [make_item(tokenizer, "single", 512, f"unit test {i}", "train") for i in range(8)]
     before = [score(model, item) for item in items]
     for item in items:
         with history_removed(model, list(range(12)), item):
@@ -229,20 +201,14 @@ def test_recalls_nothing_without_history(model: Any, tokenizer: Tokenizer) -> No
     assert [score(model, item) for item in items] == before
 
 
-def test_bundled_conversations_are_those_of_the_generator(
-    tokenizer: Tokenizer, chat_tokenizer: Any
-) -> None:
+def test_bundled_conversations_are_those_of_the_generator(tokenizer: Tokenizer, chat_tokenizer: Any) -> None:
     bundled = json.loads((ASSETS / "conversations.json").read_text())
     assert bundled == write_conversations(tokenizer, "bundled", 24)
     roles = {"human": "user", "gpt": "assistant"}
     for conversation in bundled:
         for item in items_of_conversation(tokenizer, conversation["conversations"]):
-            value = tokenizer.decode(
-                [item.ids[position] for position in item.value_positions]
-            )
-            assert value.strip() in {
-                message.get("expected") for message in conversation["conversations"]
-            }
+            value = tokenizer.decode([item.ids[position] for position in item.value_positions])
+            assert value.strip() in {message.get("expected") for message in conversation["conversations"]}
         messages = [
             {"role": roles[message["from"]], "content": message["value"]}
             for message in conversation["conversations"]
@@ -270,12 +236,8 @@ def test_training_form_computes_the_exported_model(tmp_path: Path) -> None:
     ids = torch.randint(4, 2048, (2, 301), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = exported(ids[:, :-1]).logits
-        expected = F.cross_entropy(
-            logits.reshape(-1, 2048), ids[:, 1:].reshape(-1), reduction="sum"
-        )
-        actual = TrainingModel(weights, 300, compiled=False).loss(
-            ids[:, :-1], ids[:, 1:], torch.ones(2, 300)
-        )
+        expected = F.cross_entropy(logits.reshape(-1, 2048), ids[:, 1:].reshape(-1), reduction="sum")
+        actual = TrainingModel(weights, 300, compiled=False).loss(ids[:, :-1], ids[:, 1:], torch.ones(2, 300))
     assert actual.item() == pytest.approx(expected.item(), rel=1e-3)
 
 
