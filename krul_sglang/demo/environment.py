@@ -32,6 +32,11 @@ def machine() -> dict[str, str | int | None]:
     }
 
 
+def without_cwd(text: str) -> str:
+    """``text`` with paths below the working directory made relative to it, so that results can be shared."""
+    return text.replace(f"{Path.cwd()}{os.sep}", "")
+
+
 def git_revision() -> str | None:
     """The revision of the checkout that this package runs from; None for an installed one."""
     try:

@@ -60,13 +60,20 @@ class DemoResult:
         return verdict(self.summary, self.rows)
 
     def to_json(self) -> dict[str, Any]:
+        config = {
+            name: environment.without_cwd(value) if isinstance(value, str) else value
+            for name, value in {**asdict(self.config), **asdict(self.pools)}.items()
+        }
+        commands = {
+            phase: environment.without_cwd(command) for phase, command in self.server_commands.items()
+        }
         return {
             "rows": [asdict(row) for row in self.rows],
             "summary": {**asdict(self.summary), "passed": self.summary.passed, "verdict": self.verdict},
             "samples": {phase: [asdict(turn) for turn in turns] for phase, turns in self.samples.items()},
-            "configuration": {**asdict(self.config), **asdict(self.pools)},
-            "command": shlex.join(sys.argv),
-            "server_commands": self.server_commands,
+            "configuration": config,
+            "command": environment.without_cwd(shlex.join(sys.argv)),
+            "server_commands": commands,
             "git_revision": environment.git_revision(),
             "versions": environment.versions(),
             "machine": environment.machine(),

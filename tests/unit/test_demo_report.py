@@ -211,3 +211,13 @@ def test_a_terminal_gets_the_whole_table_at_the_end_even_when_it_is_taller_than_
     text = console.file.getvalue()  # type: ignore[attr-defined]
     final_table = text[text.rindex("turn by turn") :]
     assert [f"conversation-{number} " in final_table for number in range(30)] == [True] * 30
+
+
+def test_paths_below_the_working_directory_are_written_relative_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = DemoConfig(model_path=str(tmp_path / "model"), conversations_path="/elsewhere/file.json")
+    result = replace(demo_result([row(host=160)]), config=config)
+    written = result.to_json()["configuration"]
+    assert (written["model_path"], written["conversations_path"]) == ("model", "/elsewhere/file.json")
