@@ -49,7 +49,7 @@ def _demo_notes(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             f"Kept on the host: {summary['bytes_stored'] / 2**20:.0f} MiB",
             f"for {summary['tokens_stored']} tokens (raw codec).",
             f"First turns, which krul cannot help, took {_ms(first)} with it and {_ms(baseline_first)}",
-            "without: the noise of the machine.",
+            "without: set the ratios against that.",
             f"Machine: {cpu}, {cores} cores, no GPU;",
             f"the bundled model in {result['configuration']['dtype']}; SGLang {sglang}.",
             f"Source: [`{source}`]({source}).",
