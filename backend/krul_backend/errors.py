@@ -21,3 +21,7 @@ class CodecError(KrulError):
 
 class StoreClosedError(KrulError):
     """The store was closed; nothing can be stored or restored any more."""
+
+
+class StrategyError(KrulError):
+    """A compression strategy that a model of this many layers cannot follow, or an unknown name."""

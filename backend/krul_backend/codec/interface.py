@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,6 +29,21 @@ class LayerShape:
     @property
     def v_token_bytes(self) -> int:
         return self.num_kv_heads * self.v_head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """Keys ``k [T, num_kv_heads, k_head_dim]`` and values ``v [T, num_kv_heads, v_head_dim]`` of one layer.
+
+    In the pool's dtype, on any device. Keys carry their rotary embedding, as attention sees them.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+ReadLayer = Callable[[int], LayerKV]
+"""Reads one layer's KV of a segment; called again for the same layer, it reads again."""
 
 
 class Codec(ABC):

@@ -1,0 +1,146 @@
+"""What a strategy decides: for each layer its partner or none, and its precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from krul_backend.errors import StrategyError
+
+
+class Precision(Enum):
+    """How the elements of stored vectors are kept.
+
+    ``NATIVE`` is the pool's own element type (bf16 as a rule): nothing is lost. ``INT0`` keeps the mean of
+    each channel over a group of tokens and nothing else.
+    """
+
+    NATIVE = "native"
+    INT8 = "int8"
+    INT4 = "int4"
+    INT2 = "int2"
+    INT0 = "int0"
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of one code; None for the pool's own element type."""
+        return None if self is Precision.NATIVE else int(self.value.removeprefix("int"))
+
+
+Pair = tuple[int, int]
+"""Two layers ``(i, j)``, ``i < j``, that keep one direction per token and head."""
+
+
+@dataclass(frozen=True)
+class LayerStrategy:
+    """``partner`` is the layer to share directions with, None for a layer on its own."""
+
+    precision: Precision = Precision.NATIVE
+    partner: int | None = None
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One entry per layer. Partners name each other and have one precision.
+
+    Raises:
+        StrategyError: no layer at all, a partner out of range, a layer paired with itself, overlapping pairs,
+            or partners of different precision.
+    """
+
+    layers: tuple[LayerStrategy, ...]
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise StrategyError("a strategy needs at least one layer")
+        for i, layer in enumerate(self.layers):
+            j = layer.partner
+            if j is None:
+                continue
+            if not 0 <= j < len(self.layers):
+                raise StrategyError(f"layer {i} is paired with layer {j} of {len(self.layers)} layers")
+            if i == j:
+                raise StrategyError(f"layer {i} is paired with itself")
+            other = self.layers[j]
+            if other.partner != i:
+                raise StrategyError(f"layer {i} is paired with layer {j}, and that one with {other.partner}")
+            if other.precision is not layer.precision:
+                raise StrategyError(
+                    f"layers {i} and {j} share directions at {layer.precision.value} and "
+                    f"{other.precision.value}: a pair has one precision"
+                )
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The shared pairs ``(i, j)`` with ``i < j``, by ``i``."""
+        return tuple(
+            (i, layer.partner)
+            for i, layer in enumerate(self.layers)
+            if layer.partner is not None and i < layer.partner
+        )
+
+    @property
+    def units(self) -> tuple[tuple[int, ...], ...]:
+        """What is encoded together: ``(i, j)`` for a pair, ``(i,)`` for a layer alone; by first layer."""
+        return tuple(
+            (i,) if layer.partner is None else (i, layer.partner)
+            for i, layer in enumerate(self.layers)
+            if layer.partner is None or i < layer.partner
+        )
+
+    @property
+    def is_lossless(self) -> bool:
+        return all(layer == LayerStrategy() for layer in self.layers)
+
+    @classmethod
+    def from_pairs(
+        cls,
+        num_layers: int,
+        pairs: Iterable[Pair] = (),
+        precision: Precision | Sequence[Precision] = Precision.NATIVE,
+    ) -> Strategy:
+        """``precision`` is one for all layers, or one per layer.
+
+        Raises:
+            StrategyError: see the class; also for pairs that overlap or name a layer out of range.
+        """
+        precisions = [precision] * num_layers if isinstance(precision, Precision) else list(precision)
+        if len(precisions) != num_layers:
+            raise StrategyError(f"{len(precisions)} precisions for {num_layers} layers")
+        partners: dict[int, int] = {}
+        for i, j in pairs:
+            for layer, partner in ((i, j), (j, i)):
+                if not 0 <= layer < num_layers:
+                    raise StrategyError(f"pair ({i}, {j}) names a layer out of range 0..{num_layers - 1}")
+                if layer in partners:
+                    raise StrategyError(f"pair ({i}, {j}): layer {layer} is in two pairs")
+                partners[layer] = partner
+        return cls(tuple(LayerStrategy(precisions[i], partners.get(i)) for i in range(num_layers)))
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Plain values that ``from_json`` accepts."""
+        return [{"precision": layer.precision.value, "partner": layer.partner} for layer in self.layers]
+
+    @classmethod
+    def from_json(cls, layers: Sequence[Mapping[str, Any]]) -> Strategy:
+        """Raises StrategyError for anything but what ``to_json`` writes."""
+        parsed = []
+        for layer in layers:
+            if not isinstance(layer, Mapping) or set(layer) != {"precision", "partner"}:
+                raise StrategyError(f"a layer of a strategy has precision and partner, got {layer!r}")
+            partner = layer["partner"]
+            if partner is not None and (isinstance(partner, bool) or not isinstance(partner, int)):
+                raise StrategyError(f"partner {partner!r} is not a layer")
+            parsed.append(LayerStrategy(parse_precision(layer["precision"]), partner))
+        return cls(tuple(parsed))
+
+
+def parse_precision(name: object) -> Precision:
+    """Raises StrategyError for an unknown name."""
+    try:
+        return Precision(name)
+    except ValueError:
+        accepted = ", ".join(precision.value for precision in Precision)
+        raise StrategyError(f"precision {name!r} is unknown (accepted: {accepted})") from None
