@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import tomllib
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
+from krul_backend.strategy.strategy import Precision
 
 ENV_PREFIX = "KRUL_"
 CONFIG_FILE_VARIABLE = "KRUL_CONFIG"
@@ -21,9 +23,11 @@ DEFAULT_HOST_MEMORY_SHARE = 0.25
 """Part of the memory limit (cgroup, else physical) that ``host_memory = "auto"`` takes."""
 
 
-def _parse_host_memory(value: object) -> int | None:
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return None
+STRATEGIES = ("none", "budget", "krul", "matching", "minicache", "krul-fixed", "random")
+PRECISIONS = tuple(precision.value for precision in Precision)
+
+
+def _parse_size(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError("not a size")
     num_bytes = parse_bytes(value)
@@ -32,13 +36,56 @@ def _parse_host_memory(value: object) -> int | None:
     return num_bytes
 
 
-def _parse_share(value: object) -> float:
+def _parse_host_memory(value: object) -> int | None:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return None
+    return _parse_size(value)
+
+
+def _parse_number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("not a number")
-    share = float(value)
+    return float(value)
+
+
+def _parse_share(value: object) -> float:
+    share = _parse_number(value)
     if not 0.0 < share <= 1.0:
         raise ValueError("out of range")
     return share
+
+
+def _parse_unit_interval(value: object) -> float:
+    number = _parse_number(value)
+    if not 0.0 <= number <= 1.0:
+        raise ValueError("out of range")
+    return number
+
+
+def _parse_positive(value: object) -> float:
+    number = _parse_number(value)
+    if not 0.0 < number < math.inf:
+        raise ValueError("out of range")
+    return number
+
+
+def _parse_query_rows(value: object) -> int:
+    number = _parse_number(value)
+    if not number.is_integer() or not 16 <= number <= 1024:
+        raise ValueError("out of range")
+    return int(number)
+
+
+def _parse_strategy(value: object) -> str:
+    if value not in STRATEGIES:
+        raise ValueError("unknown")
+    return str(value)
+
+
+def _parse_precision(value: object) -> str:
+    if value not in PRECISIONS:
+        raise ValueError("unknown")
+    return str(value)
 
 
 def _option(default: Any, parse: Callable[[object], Any], accepted: str, description: str) -> Any:
@@ -68,6 +115,64 @@ class KrulConfig:
         "Largest part of the device pool that turns waiting to be stored may hold; a turn that would "
         "exceed it is not stored, and counted.",
     )
+
+    strategy: str = _option(
+        "none",
+        _parse_strategy,
+        "one of " + ", ".join(STRATEGIES),
+        "How it is decided which layers share their KV, and at which precision each is stored.",
+    )
+    precision: str = _option(
+        "native",
+        _parse_precision,
+        "one of " + ", ".join(PRECISIONS),
+        'Precision of stored vectors; "native" is the KV pool\'s own element type. The strategy "budget" '
+        "chooses it by itself.",
+    )
+    r_l: float = _option(
+        0.5,
+        _parse_unit_interval,
+        "a number in [0, 1]",
+        "Share of all layers that the sharing strategies put into pairs.",
+    )
+    gamma: float = _option(
+        0.6,
+        _parse_unit_interval,
+        "a number in [0, 1]",
+        "A layer shares only if at least so much of its attention goes to the first and last tenth of what "
+        "it sees.",
+    )
+    error_budget: float = _option(
+        0.01,
+        _parse_positive,
+        "a positive number",
+        'For the strategy "budget": the damage allowed, as the mean divergence of next-token distributions '
+        "in nats.",
+    )
+    probe_share: float = _option(
+        0.05,
+        _parse_unit_interval,
+        "a number in [0, 1]",
+        'For the strategy "budget": share of turns after which an idle server measures what its compression '
+        "does to the model's answers.",
+    )
+    query_rows: int = _option(
+        64,
+        _parse_query_rows,
+        "a whole number from 16 to 1024",
+        "Query vectors kept of each turn for attention statistics, half of them from the prompt.",
+    )
+    query_memory: int = _option(
+        256 << 20,
+        _parse_size,
+        'a positive size such as 268435456 or "256MiB"',
+        "Device memory in bytes for those query vectors, per rank; requests beyond it are not recorded.",
+    )
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether the strategy is chosen from a conversation's own attention."""
+        return self.strategy in ("budget", "krul", "matching")
 
     def host_memory_bytes(self, *, num_ranks: int) -> int:
         """Arena bytes of one rank when ``num_ranks`` share this host.

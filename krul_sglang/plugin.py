@@ -22,6 +22,7 @@ def register() -> None:
     register_radix_cache_backend(factory.BACKEND_NAME, factory.build_cache)
     HookRegistry.register(hook_targets.PREPARE_SERVER_ARGS, check_launch, HookType.AFTER)
     HookRegistry.register(hook_targets.SCHEDULER_INIT, factory.select_linker, HookType.BEFORE)
+    HookRegistry.register(hook_targets.INIT_ATTENTION, factory.attach_capture, HookType.AFTER)
     HookRegistry.register(hook_targets.INTERNAL_STATE, factory.add_stats, HookType.AFTER)
 
 

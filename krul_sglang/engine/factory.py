@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import asdict
 from typing import Any
 
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.hook_targets import SCHEDULER_INIT, IncompatibleEngineError, verify_engine
+from krul_sglang.engine.hook_targets import (
+    INIT_ATTENTION,
+    SCHEDULER_INIT,
+    IncompatibleEngineError,
+    verify_engine,
+)
 from krul_sglang.engine.unsupported import check_flags, check_model
 
 logger = logging.getLogger(__name__)
@@ -16,7 +20,7 @@ logger = logging.getLogger(__name__)
 BACKEND_NAME = "krul"
 
 
-def select_linker(*args: Any, **kwargs: Any) -> None:
+def select_linker(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE hook of ``Scheduler.__init__``: turn SGLang's external linker path on, with krul's linker.
 
     The scheduler reads the leaf once, at the start of its constructor; the command line cannot set it
@@ -27,13 +31,37 @@ def select_linker(*args: Any, **kwargs: Any) -> None:
     memory = get_memory()
     if memory.radix_cache_backend != BACKEND_NAME:
         return
-    config = KrulConfig.load(memory.unified_cache_external_linker_config)
+    scheduler.krul_config = KrulConfig.load(memory.unified_cache_external_linker_config)
     get_context().override(
         BACKEND_NAME,
         enable_unified_cache_external_linker=True,
         unified_cache_external_linker_backend="dynamic",
-        unified_cache_external_linker_config=_linker_config({"options": config.as_dict()}),
+        unified_cache_external_linker_config={
+            "linker": "KrulLinker",
+            "linker_module_path": "krul_sglang.engine.linker",
+            "linker_extra_config": {"options": scheduler.krul_config.as_dict()},
+        },
     )
+
+
+def attach_capture(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """AFTER hook of ``Scheduler.init_all_attention_backends``: record queries for attention statistics.
+
+    It must come before CUDA graphs are captured, which the cache's factory does not; the factory finds
+    configuration and capture at the model runner.
+    """
+    config: KrulConfig | None = getattr(scheduler, "krul_config", None)
+    if config is not None:
+        runner = scheduler.tp_worker.model_runner
+        runner.krul_config = config
+        runner.krul_query_capture = None
+        if config.needs_attention:
+            from krul_sglang.engine.query_capture import attach_query_capture
+
+            runner.krul_query_capture = attach_query_capture(
+                runner, num_rows=config.query_rows, max_bytes=config.query_memory
+            )
+    return result
 
 
 def build_cache(ctx: Any) -> Any:
@@ -50,14 +78,19 @@ def build_cache(ctx: Any) -> Any:
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
     from sglang.srt.runtime_context import get_context, get_memory
 
+    from krul_sglang.engine.agreement import RankAgreement
     from krul_sglang.engine.kv_pool import DevicePool
+    from krul_sglang.engine.linker import EngineParts
     from krul_sglang.engine.model_identity import build_model_identity
     from krul_sglang.engine.radix_cache import KrulRadixCache
+    from krul_sglang.engine.rotary import read_rotary_table
 
-    memory = get_memory()
-    if not memory.enable_unified_cache_external_linker:
+    runner = ctx.tp_worker.model_runner
+    config: KrulConfig | None = getattr(runner, "krul_config", None)
+    if config is None or not get_memory().enable_unified_cache_external_linker:
         raise IncompatibleEngineError(
-            f"the hook on {SCHEDULER_INIT} did not run; krul would never load or store anything"
+            f"the hooks on {SCHEDULER_INIT} and {INIT_ATTENTION} did not run; "
+            "krul would never load or store anything"
         )
     resolved = get_context().resolved_server_args_dict()
     check_flags(resolved)
@@ -67,8 +100,6 @@ def build_cache(ctx: Any) -> Any:
         is_embedding=not ctx.model_config.is_generation,
     )
     pool = DevicePool(ctx.params.token_to_kv_pool_allocator.get_kvcache())
-    options = memory.unified_cache_external_linker_config["linker_extra_config"]["options"]
-    config = KrulConfig.from_mapping(options, "krul options")
     # Ranks may see different cgroups; all take the smallest budget, so that they hold the same prefixes.
     num_ranks_here = max(1, ctx.tp_size * resolved["dp_size"] // resolved["nnodes"])
     capacity = torch.tensor([config.host_memory_bytes(num_ranks=num_ranks_here)])
@@ -88,21 +119,16 @@ def build_cache(ctx: Any) -> Any:
     )
     if ctx.tp_rank == 0:
         logger.info("krul: configuration %s", config.as_dict())
-    get_context().override(
-        BACKEND_NAME,
-        unified_cache_external_linker_config=_linker_config(
-            {"options": options, "model": asdict(model), "capacity_bytes": int(capacity.item())}
-        ),
+    # The linker is made by SGLang, which hands on nothing of ours but these parameters.
+    ctx.params.krul_parts = EngineParts(
+        config=config,
+        model=model,
+        capacity_bytes=int(capacity.item()),
+        rotary=read_rotary_table(runner.model),
+        capture=runner.krul_query_capture,
+        agreement=RankAgreement.create(ctx.tp_size),
     )
     return create_unified_radix_cache(ctx, cache_class=KrulRadixCache)
-
-
-def _linker_config(extra: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "linker": "KrulLinker",
-        "linker_module_path": "krul_sglang.engine.linker",
-        "linker_extra_config": extra,
-    }
 
 
 def add_stats(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:

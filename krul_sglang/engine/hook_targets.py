@@ -17,6 +17,7 @@ SUPPORTED_SGLANG = ("0.5.23",)
 
 PREPARE_SERVER_ARGS = "sglang.srt.server_args.prepare_server_args"
 SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
+INIT_ATTENTION = "sglang.srt.managers.scheduler.Scheduler.init_all_attention_backends"
 INTERNAL_STATE = (
     "sglang.srt.managers.scheduler_components.internal_state."
     "SchedulerInternalStateController.get_internal_state"
@@ -44,6 +45,7 @@ _COUNTER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.LayerWiseLoa
 TARGETS = (
     Target(PREPARE_SERVER_ARGS, ("argv",), hooked=True),
     Target(SCHEDULER_INIT, ("self", "server_args"), hooked=True),
+    Target(INIT_ATTENTION, ("self",), hooked=True),
     Target(INTERNAL_STATE, ("self", "recv_req"), hooked=True),
     Target("sglang.srt.mem_cache.registry.create_unified_radix_cache", ("ctx", "cache_class")),
     Target(f"{_CACHE}.init_cache_linker", ("self", "cache_linker")),

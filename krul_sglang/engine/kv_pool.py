@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_sglang.engine.unsupported import UnsupportedSetupError
 
 _SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -46,18 +46,17 @@ class DevicePool:
         _, num_kv_heads, k_head_dim = self._k_buffer[0].shape
         self.shape = LayerShape(num_kv_heads, k_head_dim, self._v_buffer[0].shape[-1], pool.dtype)
 
-    def gather(self, layer: int, slots: torch.Tensor, k_host: torch.Tensor, v_host: torch.Tensor) -> None:
-        """Copy the rows ``slots`` (int64 ``[T]``, on the pool's device) of one layer to host tensors.
+    def gather(self, layer: int, slots: torch.Tensor) -> LayerKV:
+        """The rows ``slots`` (int64 ``[T]``, on the pool's device) of one layer, copied, on that device."""
+        return LayerKV(
+            self._k_buffer[layer].index_select(0, slots), self._v_buffer[layer].index_select(0, slots)
+        )
 
-        ``k_host [T, H, Dk]``, ``v_host [T, H, Dv]``. On a GPU the copy is queued on the current stream.
-        """
-        for buffer, host in ((self._k_buffer[layer], k_host), (self._v_buffer[layer], v_host)):
-            if self.device.type == "cpu":
-                torch.index_select(buffer, 0, slots, out=host)
-            else:
-                host.copy_(buffer.index_select(0, slots), non_blocking=True)
+    def gather_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """The keys alone: ``[T, num_kv_heads, k_head_dim]``."""
+        return self._k_buffer[layer].index_select(0, slots)
 
-    def scatter(self, layer: int, slots: torch.Tensor, k_host: torch.Tensor, v_host: torch.Tensor) -> None:
-        """The inverse of ``gather``: write host rows into the pool's slots of one layer."""
-        for buffer, host in ((self._k_buffer[layer], k_host), (self._v_buffer[layer], v_host)):
-            buffer.index_copy_(0, slots, host.to(self.device, non_blocking=True))
+    def scatter(self, layer: int, slots: torch.Tensor, rows: LayerKV) -> None:
+        """The inverse of ``gather``: write rows (on any device) into the pool's slots of one layer."""
+        for buffer, values in ((self._k_buffer[layer], rows.k), (self._v_buffer[layer], rows.v)):
+            buffer.index_copy_(0, slots, values.to(self.device, non_blocking=True))

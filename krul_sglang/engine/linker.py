@@ -11,17 +11,38 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from krul_backend.codec.raw import RawCodec
+from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.memory import format_bytes
 from krul_backend.segment import ModelIdentity, TokenIds
 from krul_backend.store.host_store import HostStore
 from krul_backend.store.interface import Lease
 from krul_sglang.config import KrulConfig
+from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.loading import LayerWiseLoader, Load
-from krul_sglang.engine.offload import Turn, TurnOffloader
+from krul_sglang.engine.offload import TurnOffloader
+from krul_sglang.engine.query_capture import QueryCapture
+from krul_sglang.engine.strategy_choice import StrategyChooser
+from krul_sglang.engine.turn import Turn
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What ``factory.py`` found out about this rank's engine; SGLang hands it on as ``params.krul_parts``.
+
+    ``capacity_bytes`` of host memory; ``rotary`` is None if keys must keep their rotary embedding, ``capture``
+    if no attention is observed.
+    """
+
+    config: KrulConfig
+    model: ModelIdentity
+    capacity_bytes: int
+    rotary: RotaryTable | None
+    capture: QueryCapture | None
+    agreement: RankAgreement
 
 
 @dataclass(frozen=True)
@@ -47,35 +68,41 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         params: Any,
         *,
         components: Iterable[Any],
-        extra_config: dict[str, Any],
+        extra_config: Any,
         forward_stream: Any = None,
     ) -> None:
-        """Called by SGLang's linker factory; ``extra_config`` is what ``factory.py`` put together."""
-        self.config = KrulConfig.from_mapping(extra_config["options"], "krul linker options")
-        self.model = ModelIdentity(**extra_config["model"])
+        """Called by SGLang's linker factory; ``params.krul_parts`` are ``EngineParts``."""
+        parts: EngineParts = params.krul_parts
+        self.model = parts.model
         kv_pool = params.token_to_kv_pool_allocator.get_kvcache()
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: kv_pool}
         self._pool = DevicePool(kv_pool)
-        self._store = HostStore(extra_config["capacity_bytes"])
-        codec = RawCodec()
+        self._store = HostStore(parts.capacity_bytes)
+        self._capture = parts.capture
+        codec = SegmentCodec(self._pool.shape, self._pool.num_layers, parts.rotary)
+        self._chooser = StrategyChooser(
+            make_selector(parts.config), self._pool, parts.agreement, num_heads=self._pool.shape.num_kv_heads
+        )
         self._offloader = TurnOffloader(
             self._store,
             self.model,
             self._pool,
             codec,
-            max_pending_tokens=int(self._pool.num_tokens * self.config.max_pending_share),
+            self._chooser,
+            max_pending_tokens=int(self._pool.num_tokens * parts.config.max_pending_share),
         )
         self._loader = LayerWiseLoader(self._store, self._pool, codec)
         self._leases: dict[str, HeldLease] = {}
         self._expected_tokens: dict[str, Callable[[], TokenIds]] = {}
+        shape = self._pool.shape
+        token_bytes = (shape.k_token_bytes + shape.v_token_bytes) * self._pool.num_layers
         logger.info(
-            "krul: rank %d/%d keeps up to %s of KV on host memory (about %d tokens of %s)",
+            "krul: rank %d/%d keeps up to %s of KV on host memory (%d tokens of %s before compression)",
             self.model.tp_rank,
             self.model.tp_size,
-            format_bytes(extra_config["capacity_bytes"]),
-            extra_config["capacity_bytes"]
-            // (codec.layer_num_bytes(self._pool.shape, 1) * self._pool.num_layers),
+            format_bytes(parts.capacity_bytes),
+            parts.capacity_bytes // token_bytes,
             self.model.name,
         )
 
@@ -120,7 +147,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return True
 
     def start_layer_wise_loading(self) -> int:
-        return self._loader.start(self.record_offload_ready())
+        # Called before every prefill batch: events are recorded only when there is something to load.
+        ready = self.record_offload_ready() if self._loader.num_queued() else ()
+        return self._loader.start(ready)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         return self._loader.finish(counter_index)
@@ -137,9 +166,15 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # ---- store ----
 
-    def offload_turn(self, page_keys: list[str], token_ids: TokenIds, slots: torch.Tensor) -> None:
-        """Store a finished turn (see ``Turn``); completes through ``pop_completed_offload``."""
-        self._offloader.submit(Turn(page_keys, token_ids, slots, self.record_offload_ready()))
+    def offload_turn(
+        self, page_keys: list[str], token_ids: TokenIds, slots: torch.Tensor, *, rid: str, request_slot: int
+    ) -> None:
+        """Store a finished turn (see ``Turn``); completes through ``pop_completed_offload``.
+
+        ``rid`` and ``request_slot`` (its row in SGLang's request pool) name the request whose turn it was.
+        """
+        rows = None if self._capture is None else self._capture.take(rid, request_slot)
+        self._offloader.submit(Turn(page_keys, token_ids, slots, self.record_offload_ready(), rows))
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Not how krul is fed: nodes know neither positions nor token ids. See ``offload_turn``."""
@@ -182,6 +217,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "tp_size": self.model.tp_size,
             **asdict(self._store.stats()),
             "offload": {**asdict(self._offloader.counters), "pending": self._offloader.num_pending()},
+            "compression": self._chooser.counters.as_dict(),
             "load": {**asdict(self._loader.counters), "pending": self._loader.num_pending()},
             "waiting_leases": len(self._leases),
         }

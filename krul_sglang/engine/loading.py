@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from krul_backend.codec.interface import Codec
-from krul_backend.store.interface import KVStore, Lease
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.store.interface import KVStore, Lease, SegmentSlice
 from krul_sglang.engine.copy_stream import CopyStream
 from krul_sglang.engine.kv_pool import DevicePool
 
@@ -40,7 +40,7 @@ class LayerWiseLoader:
     A load owns its lease: it is released when the load has ended, well or not, or is cancelled.
     """
 
-    def __init__(self, store: KVStore, pool: DevicePool, codec: Codec) -> None:
+    def __init__(self, store: KVStore, pool: DevicePool, codec: SegmentCodec) -> None:
         from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 
         self.counters = LoadCounters()
@@ -87,6 +87,9 @@ class LayerWiseLoader:
             running.result()
         return landed
 
+    def num_queued(self) -> int:
+        return len(self._queued)
+
     def num_pending(self) -> int:
         return len(self._queued) + len(self._running)
 
@@ -105,13 +108,13 @@ class LayerWiseLoader:
     def _run(self, index: int, loads: Sequence[Load], ready: Sequence[Any]) -> None:
         try:
             with self._stream.active(ready):
+                pieces = [_pieces_of(load, self._codec) for load in loads]
                 for layer in range(self._pool.num_layers):
-                    for load in loads:
-                        for slots, k_host, v_host in self._layer_pieces(load, layer):
-                            self._pool.scatter(layer, slots, k_host, v_host)
+                    for load, of_load in zip(loads, pieces, strict=True):
+                        self._load_layer(layer, load, of_load)
                     self._stream.synchronize()
                     self.counter.complete(index, layer)
-            self._count(loads)
+            self._count(loads, pieces)
         except BaseException as error:
             self.counters.failed_batches += 1
             logger.exception("krul: loading %d request(s) failed", len(loads))
@@ -120,28 +123,66 @@ class LayerWiseLoader:
             for load in loads:
                 self._store.release(load.lease)
 
-    def _layer_pieces(
-        self, load: Load, layer: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Slots, keys and values of one layer of a load: one piece per segment, in token order."""
-        taken = 0
-        for piece in load.lease.slices:
-            page_size = piece.manifest.model.page_size
-            first_token = piece.first_page * page_size
-            num_tokens = min((piece.end_page - piece.first_page) * page_size, len(load.slots) - taken)
-            if num_tokens <= 0:
-                return
-            k_host, v_host = self._codec.layer_views(
-                torch.from_numpy(piece.blocks[layer]), self._pool.shape, piece.manifest.num_tokens
+    def _load_layer(self, layer: int, load: Load, pieces: Sequence[_Piece]) -> None:
+        for piece in pieces:
+            rows = piece.decoder.decode(
+                layer, piece.blocks_of(layer, self._pool.device), piece.first_token, piece.end_token
             )
-            rows = slice(first_token, first_token + num_tokens)
-            yield load.slots[taken : taken + num_tokens], k_host[rows], v_host[rows]
-            taken += num_tokens
+            self._pool.scatter(layer, load.slots[piece.first_slot :][: len(rows.k)], rows)
 
-    def _count(self, loads: Sequence[Load]) -> None:
-        num_tokens = sum(len(load.slots) for load in loads)
+    def _count(self, loads: Sequence[Load], pieces: Sequence[Sequence[_Piece]]) -> None:
         self.counters.requests += len(loads)
-        self.counters.tokens += num_tokens
-        self.counters.num_bytes += self._pool.num_layers * self._codec.layer_num_bytes(
-            self._pool.shape, num_tokens
+        self.counters.tokens += sum(len(load.slots) for load in loads)
+        self.counters.num_bytes += sum(piece.num_bytes for of_load in pieces for piece in of_load)
+
+
+class _Piece:
+    """The part of a load that comes from one segment: its tokens ``[first_token, end_token)``.
+
+    They go to the load's slots from ``first_slot`` on. A block that a later layer needs again (the shared
+    directions of a pair) stays on the device until then.
+    """
+
+    def __init__(self, source: SegmentSlice, codec: SegmentCodec, *, first_slot: int, num_tokens: int) -> None:
+        manifest = source.manifest
+        self.decoder = codec.open(
+            manifest.codec_params, start_token=manifest.start_token, num_tokens=manifest.num_tokens
         )
+        self.first_slot = first_slot
+        self.first_token = source.first_page * manifest.model.page_size
+        self.end_token = self.first_token + num_tokens
+        self._blocks = source.blocks
+        self._last_use = {
+            needed: layer for layer in range(len(source.blocks)) for needed in self.decoder.sources(layer)
+        }
+        self._on_device: dict[int, torch.Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(block) for block in self._blocks)
+
+    def blocks_of(self, layer: int, device: torch.device) -> dict[int, torch.Tensor]:
+        """The blocks that ``layer`` is decoded from, on ``device``."""
+        needed = {}
+        for source in self.decoder.sources(layer):
+            block = self._on_device.pop(source, None)
+            if block is None:
+                block = torch.from_numpy(self._blocks[source]).to(device, non_blocking=True)
+            if self._last_use[source] > layer:
+                self._on_device[source] = block
+            needed[source] = block
+        return needed
+
+
+def _pieces_of(load: Load, codec: SegmentCodec) -> list[_Piece]:
+    """One piece per segment, in token order, as far as the load has slots."""
+    pieces: list[_Piece] = []
+    taken = 0
+    for source in load.lease.slices:
+        num_leased = (source.end_page - source.first_page) * source.manifest.model.page_size
+        num_tokens = min(num_leased, len(load.slots) - taken)
+        if num_tokens <= 0:
+            break
+        pieces.append(_Piece(source, codec, first_slot=taken, num_tokens=num_tokens))
+        taken += num_tokens
+    return pieces

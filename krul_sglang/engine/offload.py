@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
 
 import torch
 
-from krul_backend.codec.interface import Codec
-from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore
+from krul_backend.strategy.strategy import Strategy
 from krul_sglang.engine.copy_stream import CopyStream
 from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.strategy_choice import StrategyChooser
+from krul_sglang.engine.turn import Turn
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A conversation as it stands when a turn ends: whole pages from its first token on.
-
-    ``page_keys[i]`` is the chained hash of page ``i``, ``token_ids`` the ``len(page_keys) * page_size``
-    tokens, ``slots`` (int64, same length, on the pool's device) where their KV lies. ``ready`` are the events
-    after which the slots hold the KV. Whoever submits a turn keeps its slots locked until it is popped.
-    """
-
-    page_keys: Sequence[str]
-    token_ids: TokenIds
-    slots: torch.Tensor
-    ready: Sequence[Any]
 
 
 class Outcome(Enum):
@@ -50,6 +37,7 @@ class OffloadCounters:
     turns: int = 0
     segments: int = 0
     tokens: int = 0
+    num_bytes: int = 0
     skipped_turns: int = 0
     failed_turns: int = 0
 
@@ -66,7 +54,8 @@ class TurnOffloader:
         store: KVStore,
         model: ModelIdentity,
         pool: DevicePool,
-        codec: Codec,
+        codec: SegmentCodec,
+        chooser: StrategyChooser,
         *,
         max_pending_tokens: int,
     ) -> None:
@@ -75,6 +64,7 @@ class TurnOffloader:
         self._model = model
         self._pool = pool
         self._codec = codec
+        self._chooser = chooser
         self._max_pending_tokens = max_pending_tokens
         self._pending_tokens = 0
         self._queue: deque[tuple[Future[Outcome], int]] = deque()
@@ -90,13 +80,10 @@ class TurnOffloader:
         missing = sum(map(len, self._store.find_missing(self._model, turn.page_keys))) * page_size
         # A lone turn is always taken, however long it is: it cannot starve the pool more than its own
         # request did while it ran.
-        if missing and self._pending_tokens and self._pending_tokens + missing > self._max_pending_tokens:
-            self._queue.append((_completed(Outcome.SKIPPED), 0))
-        elif missing:
-            self._pending_tokens += missing
-            self._queue.append((self._worker.submit(self._store_turn, turn), missing))
-        else:
-            self._queue.append((_completed(Outcome.STORED), 0))
+        has_room = not self._pending_tokens or self._pending_tokens + missing <= self._max_pending_tokens
+        num_tokens = missing if has_room else 0
+        self._pending_tokens += num_tokens
+        self._queue.append((self._worker.submit(self._store_turn, turn, has_room), num_tokens))
 
     def num_completed(self) -> int:
         """Completed turns at the front of the queue: those that ``pop_completed`` can take now."""
@@ -135,33 +122,42 @@ class TurnOffloader:
         self.discard_all()
         self._worker.shutdown(wait=True)
 
-    def _store_turn(self, turn: Turn) -> Outcome:
+    def _store_turn(self, turn: Turn, has_room: bool) -> Outcome:
         try:
-            # Asked again here: an earlier turn in the queue may have stored a common prefix meanwhile.
-            stored = [
-                self._store_run(turn, run) for run in self._store.find_missing(self._model, turn.page_keys)
-            ]
+            with self._stream.active(turn.ready):
+                # Without room, too: ranks choose together, and each of them must take part.
+                strategy = self._chooser.choose(turn if has_room else None)
+                if not has_room:
+                    return Outcome.SKIPPED
+                # Asked again here: an earlier turn in the queue may have stored a common prefix meanwhile.
+                missing = self._store.find_missing(self._model, turn.page_keys)
+                stored = [self._store_run(turn, run, strategy) for run in missing]
         except Exception:
             logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
             return Outcome.FAILED
+        finally:
+            if turn.rows is not None:
+                turn.rows.release()
         return Outcome.STORED if all(stored) else Outcome.SKIPPED
 
-    def _store_run(self, turn: Turn, run: range) -> bool:
+    def _store_run(self, turn: Turn, run: range, strategy: Strategy) -> bool:
         """Store one run of missing pages as a segment; False if there is no space for it."""
         page_size = self._model.page_size
         start, end = run.start * page_size, run.stop * page_size
-        layer_num_bytes = [self._codec.layer_num_bytes(self._pool.shape, end - start)] * self._pool.num_layers
-        reservation = self._store.reserve(layer_num_bytes)
+
+        def read(layer: int) -> LayerKV:
+            return self._pool.gather(layer, turn.slots[start:end])
+
+        encoding = self._codec.prepare(strategy, read, start_token=start, num_tokens=end - start)
+        reservation = self._store.reserve(encoding.layer_num_bytes)
         if reservation is None:
             return False
         try:
-            slots = turn.slots[start:end]
-            with self._stream.active(turn.ready):
-                for layer, block in enumerate(reservation.blocks):
-                    k_host, v_host = self._codec.layer_views(
-                        torch.from_numpy(block), self._pool.shape, end - start
-                    )
-                    self._pool.gather(layer, slots, k_host, v_host)
+            for unit in strategy.units:
+                encoded = self._codec.encode_unit(encoding, unit, [read(layer) for layer in unit])
+                for layer, block in zip(unit, encoded, strict=True):
+                    torch.from_numpy(reservation.blocks[layer]).copy_(block, non_blocking=True)
+            self._stream.synchronize()
         except BaseException:
             self._store.abort(reservation)
             raise
@@ -172,15 +168,11 @@ class TurnOffloader:
             start_token=start,
             token_ids=turn.token_ids[start:end].copy(),
             codec=self._codec.name,
-            layer_num_bytes=tuple(layer_num_bytes),
+            layer_num_bytes=encoding.layer_num_bytes,
+            codec_params=encoding.params,
         )
         self._store.commit(reservation, manifest)
         self.counters.segments += 1
         self.counters.tokens += end - start
+        self.counters.num_bytes += manifest.num_bytes
         return True
-
-
-def _completed(outcome: Outcome) -> Future[Outcome]:
-    future: Future[Outcome] = Future()
-    future.set_result(outcome)
-    return future

@@ -60,7 +60,9 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         assert len(slots) == len(token_ids) == num_tokens, (len(slots), len(token_ids), num_tokens)
         lock_params = cache.inc_lock_ref(node).to_dec_params()
         try:
-            self.cache_linker.offload_turn(page_keys, token_ids, slots)
+            self.cache_linker.offload_turn(
+                page_keys, token_ids, slots, rid=req.rid, request_slot=req.kv.req_pool_idx
+            )
         except BaseException:
             cache.dec_lock_ref(node, lock_params)
             raise

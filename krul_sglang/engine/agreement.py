@@ -1,0 +1,42 @@
+"""How tensor-parallel ranks come to one result from what each of them measured on its own heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankAgreement:
+    """Collectives of the threads that store turns, on a group of their own.
+
+    A group of its own, because the scheduler threads use theirs at the same time. Every rank stores the same
+    turns in the same order and makes the same calls for each. ``group`` is None for a single rank.
+    """
+
+    def __init__(self, group: Any | None, num_ranks: int) -> None:
+        self._group = group
+        self._num_ranks = num_ranks
+
+    @classmethod
+    def create(cls, num_ranks: int) -> RankAgreement:
+        """Called by all ranks at the same point of their start."""
+        return cls(dist.new_group(backend="gloo") if num_ranks > 1 else None, num_ranks)
+
+    def gather(self, values: torch.Tensor | None, shape: Sequence[int]) -> list[torch.Tensor] | None:
+        """Every rank's ``values`` (float64 of ``shape``, on the CPU) by rank; None if one has nothing."""
+        if self._group is None:
+            return None if values is None else [values]
+        # One tensor: a flag that there are values, then the values.
+        size = 1 + int(torch.Size(shape).numel())
+        mine = torch.zeros(size, dtype=torch.float64)
+        if values is not None:
+            mine[0] = 1.0
+            mine[1:] = values.flatten()
+        gathered = [torch.zeros_like(mine) for _ in range(self._num_ranks)]
+        dist.all_gather(gathered, mine, group=self._group)
+        if not all(of_rank[0] for of_rank in gathered):
+            return None
+        return [of_rank[1:].view(*shape) for of_rank in gathered]

@@ -1,0 +1,114 @@
+"""Runs the last tokens of a conversation again on a history that somebody hands in: true, or decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from krul_backend.codec.interface import LayerKV
+
+
+class HistoryAttention(AttentionBackend):  # type: ignore[misc]
+    """Causal attention of ``W`` consecutive tokens over a history given layer by layer, and over themselves.
+
+    Reads no slots and writes none. ``history(layer)`` has the ``num_history`` tokens before them. Layers that
+    ``damaged`` names are computed a second time with its KV, and that result goes on; ``errors[layer]`` is
+    then ``||out - out_damaged||^2 / ||out||^2`` over tokens and heads.
+    """
+
+    def __init__(
+        self,
+        num_history: int,
+        num_tokens: int,
+        history: Callable[[int], LayerKV],
+        damaged: Callable[[int], LayerKV | None],
+        device: torch.device,
+    ) -> None:
+        self.errors: dict[int, float] = {}
+        self._history = history
+        self._damaged = damaged
+        # [W, num_history + W]: token t sees the history and the tokens up to itself.
+        self._mask = torch.ones(num_tokens, num_history + num_tokens, dtype=torch.bool, device=device).tril(
+            num_history
+        )
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Nothing to plan: one sequence, its mask is known."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        index = layer.layer_id
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        own = LayerKV(
+            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+        )
+        output = self._attend(queries, self._history(index), own, layer.scaling)
+        damaged = self._damaged(index)
+        if damaged is not None:
+            true_output = output
+            output = self._attend(queries, damaged, own, layer.scaling)
+            difference = (output.float() - true_output.float()).square().sum()
+            self.errors[index] = float(difference / true_output.float().square().sum())
+        return output
+
+    def _attend(self, q: torch.Tensor, history: LayerKV, own: LayerKV, scaling: float) -> torch.Tensor:
+        keys = torch.cat([history.k, own.k]).transpose(0, 1)
+        values = torch.cat([history.v, own.v]).transpose(0, 1)
+        # [H, W, D] over [Hkv, T, D] -> [H, W, Dv] -> [W, H * Dv]
+        output = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=self._mask,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        return output[0].transpose(0, 1).flatten(1)
+
+
+@torch.no_grad()
+def probe_forward(
+    model_runner: Any,
+    token_ids: torch.Tensor,
+    first_position: int,
+    attention: HistoryAttention,
+    unrecorded: AbstractContextManager[None],
+) -> torch.Tensor:
+    """Logits ``[W, vocabulary]`` (float32) of ``token_ids`` ``[W]`` at ``first_position`` and after.
+
+    A decode batch of ``W`` rows to the model, so that each row gets logits; attention makes them one sequence.
+    Where a model writes KV itself, it writes to slot 0, which SGLang keeps for padding.
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    from sglang.srt.runtime_context import get_model
+
+    num_tokens = len(token_ids)
+    device = token_ids.device
+    positions = torch.arange(first_position, first_position + num_tokens, device=device)
+    nowhere = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=num_tokens,
+        input_ids=token_ids,
+        req_pool_indices=nowhere,
+        seq_lens=positions + 1,
+        seq_lens_cpu=(positions + 1).cpu(),
+        seq_lens_sum=int((positions + 1).sum()),
+        out_cache_loc=nowhere,
+        positions=positions,
+    )
+    with (
+        unrecorded,
+        get_model().override(shared_experts=model_runner.model.shared_experts_config),
+        forward_context(ForwardContext(attn_backend=attention), forward_batch=batch),
+    ):
+        output = model_runner.model.forward(token_ids, positions, batch)
+    return output.next_token_logits.float()

@@ -1,0 +1,142 @@
+"""Which strategy a finished turn is stored with: its conversation's attention, and what is made of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.sampled import SampledEstimator
+from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.strategy.interface import Evidence, StrategySelector
+from krul_backend.strategy.strategy import Strategy
+from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.turn import Turn
+
+logger = logging.getLogger(__name__)
+
+_MAX_CONVERSATIONS = 1024
+
+
+class ConversationStatistics:
+    """Attention statistics of conversations by the key of the last page that they cover.
+
+    The least recently grown conversations are forgotten first; theirs start again from nothing.
+    """
+
+    def __init__(self, max_conversations: int = _MAX_CONVERSATIONS) -> None:
+        self._max_conversations = max_conversations
+        self._by_last_page: OrderedDict[str, AttentionStatistics] = OrderedDict()
+
+    def extend(self, page_keys: Sequence[str], turn: AttentionStatistics) -> AttentionStatistics:
+        """Add a turn to the conversation whose pages are ``page_keys``; returns the sum of all its turns.
+
+        Earlier turns are kept too: a conversation may branch at any of them.
+        """
+        earlier = next(
+            (self._by_last_page[key] for key in reversed(page_keys) if key in self._by_last_page), None
+        )
+        total = turn if earlier is None else earlier + turn
+        self._by_last_page[page_keys[-1]] = total
+        self._by_last_page.move_to_end(page_keys[-1])
+        while len(self._by_last_page) > self._max_conversations:
+            self._by_last_page.popitem(last=False)
+        return total
+
+
+class StrategyChooser:
+    """Chooses the strategy of each finished turn. All ranks choose the same, from all heads.
+
+    Used by one thread. ``counters`` count chosen strategies: how many turns, and how often each pair and each
+    precision of a layer.
+    """
+
+    def __init__(
+        self, selector: StrategySelector, pool: DevicePool, agreement: RankAgreement, *, num_heads: int
+    ) -> None:
+        self.counters = ChoiceCounters()
+        self._selector = selector
+        self._pool = pool
+        self._agreement = agreement
+        self._num_heads = num_heads
+        self._conversations = ConversationStatistics()
+
+    def choose(self, turn: Turn | None) -> Strategy:
+        """The strategy for ``turn``; called on every rank, with None where the turn is not stored."""
+        mine = None
+        try:
+            mine = None if turn is None or turn.rows is None else self._observe(turn, turn.rows.read())
+        except Exception:
+            # The other ranks wait for this one: without its heads, all choose without statistics.
+            logger.exception("krul: attention statistics of a turn failed")
+        statistics = self._agree(mine)
+        if turn is not None and statistics is not None:
+            statistics = self._conversations.extend(turn.page_keys, statistics)
+        strategy = self._selector.select(Evidence(self._pool.num_layers, statistics))
+        if turn is not None:
+            self.counters.add(strategy)
+            logger.debug(
+                "krul: %d tokens are stored as pairs %s, precisions %s",
+                len(turn.token_ids),
+                strategy.pairs,
+                [layer.precision.value for layer in strategy.layers],
+            )
+        return strategy
+
+    def _observe(self, turn: Turn, rows: QueryRows) -> AttentionStatistics | None:
+        """Statistics of this rank's heads over the rows of one turn that lie inside its whole pages."""
+        inside = rows.positions < len(turn.token_ids)
+        if not bool(inside.any()):
+            return None
+        rows = QueryRows(rows.queries[:, inside], rows.positions[inside], rows.kv_heads, rows.scaling)
+
+        def read_keys(layer: int) -> torch.Tensor:
+            return self._pool.gather_keys(layer, turn.slots)
+
+        estimator = SampledEstimator(self._pool.num_layers, len(rows.positions))
+        estimator.add(rows, read_keys)
+        return estimator.finish(read_keys)
+
+    def _agree(self, mine: AttentionStatistics | None) -> AttentionStatistics | None:
+        num_layers = self._pool.num_layers
+        shape = (self._num_heads * num_layers**2 + num_layers + 1,)
+        flat = None
+        if mine is not None:
+            flat = torch.cat(
+                [mine.squared_distance.flatten(), mine.ir_mass, torch.tensor([float(mine.num_rows)])]
+            )
+        parts = self._agreement.gather(flat, shape)
+        if parts is None:
+            return None
+        return AttentionStatistics.concatenate_heads(
+            [
+                AttentionStatistics(
+                    part[: -num_layers - 1].view(self._num_heads, num_layers, num_layers),
+                    part[-num_layers - 1 : -1],
+                    int(part[-1]),
+                )
+                for part in parts
+            ]
+        )
+
+
+class ChoiceCounters:
+    """How often what was chosen."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.pairs: Counter[str] = Counter()
+        self.precisions: Counter[str] = Counter()
+
+    def add(self, strategy: Strategy) -> None:
+        self.turns += 1
+        self.pairs.update(f"{i}-{j}" for i, j in strategy.pairs)
+        self.precisions.update(layer.precision.value for layer in strategy.layers)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"turns": self.turns, "pairs": dict(self.pairs), "precisions": dict(self.precisions)}

@@ -1,0 +1,29 @@
+"""A finished turn: what is stored, and what its compression is chosen from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from krul_backend.segment import TokenIds
+from krul_sglang.engine.query_capture import CapturedRows
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A conversation as it stands when a turn ends: whole pages from its first token on.
+
+    ``page_keys[i]`` is the chained hash of page ``i``, ``token_ids`` the ``len(page_keys) * page_size``
+    tokens, ``slots`` (int64, same length, on the pool's device) where their KV lies. ``ready`` are the events
+    after which the slots hold the KV. ``rows`` is what was recorded of the turn's attention, if anything.
+    Whoever submits a turn keeps its slots locked until it is popped; the offloader releases ``rows``.
+    """
+
+    page_keys: Sequence[str]
+    token_ids: TokenIds
+    slots: torch.Tensor
+    ready: Sequence[Any]
+    rows: CapturedRows | None = None
