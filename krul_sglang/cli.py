@@ -107,6 +107,13 @@ def demo(
     host_memory: Annotated[
         str, typer.Option(help="Host memory for krul, such as 512MiB or 8GiB.")
     ] = "512MiB",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="One more option of krul's configuration, as --option strategy=budget. Repeatable.",
+        ),
+    ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 48,
     dtype: Annotated[
@@ -131,14 +138,17 @@ def demo(
     same prompts: turn 1 of every conversation, then turn 2 of every conversation, and so on, so that between
     two turns of a conversation the others push it out of the pool.
 
-    Exit status: 0 if krul restored at least one turn and every answer equals the reference's, else 1.
+    Exit status: 0 if krul restored at least one turn and every answer equals the reference's, else 1. With a
+    strategy or a precision that compresses, recall must be the baseline's (up to 2 points less) instead.
     """
     _check_positive("--turns", turns)
     _check_positive("--num-conversations", num_conversations)
     _check_positive("--device-tokens", device_tokens)
     _check_positive("--page-size", page_size)
     _check_positive("--max-tokens", max_tokens)
-    _check_host_memory(host_memory)
+    options = _parse_options(option or [])
+    _check_krul_values({"host_memory": host_memory}, "--host-memory")
+    _check_krul_values(options, "--option")
     _check_writable(json_file)
     model = _resolve_model(model_path)
     conversations_path = (
@@ -174,6 +184,7 @@ def demo(
         max_tokens=max_tokens,
         page_size=page_size,
         host_memory=host_memory.strip(),
+        krul_options=options,
         dtype=default_dtype() if dtype is None else dtype,
         server_args=tuple(server_arg or ()),
     )
@@ -262,11 +273,19 @@ def _check_positive(option: str, value: float | None) -> None:
         raise UsageError(f"{option} {value} is not possible; expected a number greater than 0")
 
 
-def _check_host_memory(host_memory: str) -> None:
+def _parse_options(options: list[str]) -> dict[str, str]:
+    pairs = [option.partition("=") for option in options]
+    for name, equals, _ in pairs:
+        if not name or not equals:
+            raise UsageError(f"--option {name!r}: give KEY=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
+def _check_krul_values(values: dict[str, str], source: str) -> None:
     from krul_sglang.config import KrulConfig
 
     try:
-        KrulConfig.from_mapping({"host_memory": host_memory}, "--host-memory")
+        KrulConfig.from_mapping(values, source)
     except ConfigError as error:
         raise UsageError(str(error)) from error
 

@@ -170,6 +170,11 @@ class KrulConfig:
     )
 
     @property
+    def is_lossless(self) -> bool:
+        """Whether restored KV is to the bit what was stored."""
+        return self.strategy == "none" and self.precision == Precision.NATIVE.value
+
+    @property
     def needs_attention(self) -> bool:
         """Whether the strategy is chosen from a conversation's own attention."""
         return self.strategy in ("budget", "krul", "matching")

@@ -14,11 +14,21 @@ from typing import Any, Protocol
 import orjson
 
 from krul_backend.errors import KrulError
+from krul_sglang.config import KrulConfig
 from krul_sglang.demo import environment
 from krul_sglang.demo.conversations import Conversation
 from krul_sglang.demo.log_follower import LogFollower
 from krul_sglang.demo.player import Answers, Player, PlayError, TurnResult
-from krul_sglang.demo.result import Row, Summary, TurnKey, make_row, stored_amounts, summarize, verdict
+from krul_sglang.demo.result import (
+    Row,
+    Summary,
+    TurnKey,
+    krul_states,
+    make_row,
+    stored_amounts,
+    summarize,
+    verdict,
+)
 from krul_sglang.demo.server import ServerProcess, default_device_args
 from krul_sglang.demo.sizing import PoolSizes, needed_pool_tokens
 
@@ -31,13 +41,18 @@ class DemoError(KrulError):
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What all three servers share, and how they are asked. ``dtype`` None: see ``default_dtype``."""
+    """What all three servers share, and how they are asked.
+
+    ``krul_options`` are further keys of ``KrulConfig`` for the krul server. ``dtype`` None: see
+    ``default_dtype``.
+    """
 
     model_path: str
     conversations_path: str
     max_tokens: int = 48
     page_size: int = 16
     host_memory: str = "512MiB"
+    krul_options: dict[str, str] = field(default_factory=dict)
     dtype: str | None = None
     server_args: tuple[str, ...] = ()
     ready_timeout_s: float = 600.0
@@ -51,6 +66,7 @@ class DemoResult:
     summary: Summary
     samples: dict[str, list[TurnResult]]
     server_commands: dict[str, str]
+    krul_states: list[dict[str, Any]]
     config: DemoConfig
     pools: PoolSizes
     timestamp: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -74,6 +90,7 @@ class DemoResult:
             "configuration": config,
             "command": environment.without_cwd(shlex.join(sys.argv)),
             "server_commands": commands,
+            "krul": self.krul_states,
             "git_revision": environment.git_revision(),
             "versions": environment.versions(),
             "machine": environment.machine(),
@@ -114,7 +131,7 @@ def run_demo(
     answers: Answers | None = None
     rows: list[Row] = []
     commands: dict[str, str] = {}
-    stored: tuple[int | None, int | None] = (None, None)
+    states: list[dict[str, Any]] = []
     for phase in PHASES:
         server = ServerProcess(
             config.model_path,
@@ -146,13 +163,18 @@ def run_demo(
                     rows.append(row)
                     reporter.row_finished(row)
             if phase == "krul":
-                stored = stored_amounts(server.server_info())
+                states = krul_states(server.server_info())
         if phase == "reference":
             answers = {key: result.answer for key, result in results[phase].items()}
             _check_lengths(results[phase].values(), config, pools)
     return DemoResult(
         rows=tuple(rows),
-        summary=summarize(rows, bytes_stored=stored[0], tokens_stored=stored[1]),
+        summary=summarize(
+            rows,
+            stored=stored_amounts(states),
+            lossless=KrulConfig.from_mapping(krul_values(config), "the demo's options").is_lossless,
+        ),
+        krul_states=states,
         samples={phase: list(turns.values()) for phase, turns in results.items()},
         server_commands=commands,
         config=config,
@@ -170,9 +192,14 @@ def server_args(phase: str, config: DemoConfig, pools: PoolSizes) -> list[str]:
         *("--max-total-tokens", str(num_tokens)),
     ]
     if phase == "krul":
-        krul_config = orjson.dumps({"host_memory": config.host_memory}).decode()
+        krul_config = orjson.dumps(krul_values(config)).decode()
         args += ["--radix-cache-backend", "krul", "--unified-cache-external-linker-config", krul_config]
     return args
+
+
+def krul_values(config: DemoConfig) -> dict[str, str]:
+    """The krul server's configuration, as ``KrulConfig.from_mapping`` takes it."""
+    return {"host_memory": config.host_memory, **config.krul_options}
 
 
 def default_dtype() -> str:

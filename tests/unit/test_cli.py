@@ -78,6 +78,19 @@ def test_host_memory_must_be_a_size(size: str) -> None:
     assert_one_line(run("demo", "--host-memory", size), 2, "--host-memory", "a positive size such as")
 
 
+@pytest.mark.parametrize(
+    ("option", "parts"),
+    [
+        ("strategy", ("--option 'strategy'", "KEY=VALUE")),
+        ("strategy=best", ("--option: strategy = 'best'", "budget")),
+        ("strategie=krul", ("unknown key 'strategie'", "did you mean 'strategy'?")),
+        ("r_l=2", ("r_l = '2'", "a number in [0, 1]")),
+    ],
+)
+def test_options_of_krul_are_checked_before_anything_starts(option: str, parts: tuple[str, ...]) -> None:
+    assert_one_line(run("demo", "--option", option), 2, *parts)
+
+
 @pytest.mark.parametrize("path", ["/no/such/model", "./missing", "../missing", "a/b/c", "~/missing-model"])
 def test_a_local_model_path_must_exist(path: str) -> None:
     assert_one_line(run("demo", "--model-path", path), 2, f"--model-path {path} is not a directory")

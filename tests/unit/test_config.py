@@ -12,7 +12,8 @@ GIB = 1 << 30
 
 def test_defaults() -> None:
     config = KrulConfig.load(None, env={})
-    assert config == KrulConfig(host_memory=None, max_pending_share=0.25)
+    assert config == KrulConfig()
+    assert (config.host_memory, config.strategy, config.precision) == (None, "none", "native")
 
 
 def test_later_sources_win(tmp_path: Path) -> None:
@@ -37,6 +38,17 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"max_pending_share": 1.5}, ("max_pending_share = 1.5",)),
         ({"max_pending_share": "half"}, ("max_pending_share = 'half'",)),
         ({"max_pending_share": [1]}, ("max_pending_share = [1]",)),
+        ({"strategy": "best"}, ("strategy = 'best'", "minicache")),
+        ({"strategy": ["krul"]}, ("strategy = ['krul']",)),
+        ({"precision": "int3"}, ("precision = 'int3'", "native, int8, int4, int2")),
+        ({"r_l": -0.1}, ("r_l = -0.1", "[0, 1]")),
+        ({"gamma": "nan"}, ("gamma = 'nan'",)),
+        ({"error_budget": 0}, ("error_budget = 0", "positive")),
+        ({"error_budget": "inf"}, ("error_budget = 'inf'",)),
+        ({"probe_share": 2}, ("probe_share = 2",)),
+        ({"query_rows": 17.5}, ("query_rows = 17.5", "whole number")),
+        ({"query_rows": 8}, ("query_rows = 8",)),
+        ({"query_memory": 0}, ("query_memory = 0",)),
     ],
 )
 def test_bad_values_name_key_given_and_accepted(values: dict[str, object], wanted: tuple[str, ...]) -> None:

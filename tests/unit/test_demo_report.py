@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,7 +14,15 @@ from rich.console import Console
 from krul_sglang.demo.conversations import Conversation, UserTurn
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.demo.report import LiveReporter, PlainReporter, make_reporter, print_result
-from krul_sglang.demo.result import Row, make_row, stored_amounts, summarize, verdict
+from krul_sglang.demo.result import (
+    Row,
+    StoredAmounts,
+    krul_states,
+    make_row,
+    stored_amounts,
+    summarize,
+    verdict,
+)
 from krul_sglang.demo.run import DemoConfig, DemoResult, server_args
 from krul_sglang.demo.sizing import PoolSizes
 from krul_sglang.json_file import write_json
@@ -79,7 +88,7 @@ def test_summary_counts_and_medians() -> None:
         row(ttft_s=0.9, baseline_ttft_s=0.7),
     ]
     rows[3] = replace(rows[3], answer_equal=False, correct=False)
-    summary = summarize(rows, bytes_stored=1000, tokens_stored=10)
+    summary = summarize(rows, stored=StoredAmounts(1000, 10), lossless=True)
     assert (summary.answers, summary.answers_equal, summary.baseline_answers_equal) == (4, 3, 0)
     assert (summary.returning_turns, summary.restored_turns, summary.host_hit_tokens) == (3, 2, 240)
     assert summary.recall == pytest.approx(2 / 3)
@@ -93,7 +102,7 @@ def test_summary_counts_and_medians() -> None:
 
 
 def test_summary_of_first_turns_only_has_no_medians_and_no_recall() -> None:
-    summary = summarize([row(turn=1)], bytes_stored=None, tokens_stored=None)
+    summary = summarize([row(turn=1)], stored=None, lossless=True)
     assert summary.median_ttft_s is None
     assert summary.recall is None
     assert not summary.passed
@@ -116,7 +125,7 @@ def test_summary_of_first_turns_only_has_no_medians_and_no_recall() -> None:
     ],
 )
 def test_the_verdict_says_what_was_measured_or_why_it_failed(rows: list[Row], sentence: str) -> None:
-    text = verdict(summarize(rows, bytes_stored=None, tokens_stored=None), rows)
+    text = verdict(summarize(rows, stored=None, lossless=True), rows)
     assert sentence in text
     assert "\n" not in text
 
@@ -124,26 +133,31 @@ def test_the_verdict_says_what_was_measured_or_why_it_failed(rows: list[Row], se
 @pytest.mark.parametrize(("ttft_s", "warned"), [(1.0, False), (1.25, False), (1.6, True), (0.5, True)])
 def test_the_verdict_warns_when_the_same_work_took_different_times(ttft_s: float, warned: bool) -> None:
     rows = [row(turn=1, ttft_s=ttft_s, baseline_ttft_s=1.0), row(host=16)]
-    text = verdict(summarize(rows, bytes_stored=None, tokens_stored=None), rows)
+    text = verdict(summarize(rows, stored=None, lossless=True), rows)
     assert ("too busy" in text) is warned
     assert "4.00 times sooner" in text
+
+
+def stored_of(states: list[dict[str, Any]]) -> StoredAmounts | None:
+    return stored_amounts(krul_states({"internal_states": states}))
 
 
 def test_stored_amounts_are_those_of_all_ranks_and_replicas() -> None:
     one = {"stored_bytes": 1000, "stored_tokens": 64, "tp_size": 1}
     two = {"stored_bytes": 900, "stored_tokens": 80, "tp_size": 2}
-    assert stored_amounts({"internal_states": [{"krul": one}]}) == (1000, 64)
-    assert stored_amounts({"internal_states": [{"krul": two}]}) == (1800, 80)
-    assert stored_amounts({"internal_states": [{"krul": one}, {"krul": two}]}) == (2800, 144)
-    assert stored_amounts({"internal_states": [{}]}) == (None, None)
+    assert stored_of([{"krul": one}]) == StoredAmounts(1000, 64)
+    assert stored_of([{"krul": two}]) == StoredAmounts(1800, 80)
+    assert stored_of([{"krul": one}, {"krul": two}]) == StoredAmounts(2800, 144)
+    assert stored_of([{}]) is None
 
 
 def demo_result(rows: list[Row]) -> DemoResult:
     return DemoResult(
         rows=tuple(rows),
-        summary=summarize(rows, bytes_stored=2**20, tokens_stored=64),
+        summary=summarize(rows, stored=StoredAmounts(2**20, 64), lossless=True),
         samples={"krul": [turn_result()]},
         server_commands={"krul": "python -m sglang.launch_server"},
+        krul_states=[{"stored_bytes": 2**20, "stored_tokens": 64, "tp_size": 1}],
         config=DemoConfig(model_path="model", conversations_path="file.json"),
         pools=POOLS,
     )
@@ -162,6 +176,29 @@ def test_json_has_rows_summary_and_circumstances(tmp_path: Path) -> None:
     assert {"python", "torch", "sglang", "krul_sglang"} <= set(written["versions"])
     assert {"cpu", "cores", "memory_bytes", "device"} <= set(written["machine"])
     assert written["samples"]["krul"][0]["ttft_s"] == 0.1
+
+
+def test_compressed_answers_are_judged_by_recall() -> None:
+    same_fact = replace(row(host=16), answer_equal=False)
+    kept = [same_fact, replace(row(host=16), correct=True, baseline_correct=True)]
+    assert summarize(kept, stored=None, lossless=False).passed
+    assert not summarize(kept, stored=None, lossless=True).passed
+    lost = [replace(same_fact, correct=False, baseline_correct=True)]
+    summary = summarize(lost, stored=None, lossless=False)
+    assert not summary.passed
+    assert "recall is 0% with krul and 100% without" in verdict(summary, lost)
+
+
+def test_options_of_krul_reach_its_server_alone() -> None:
+    config = DemoConfig(
+        model_path="m", conversations_path="c", krul_options={"strategy": "krul", "r_l": "0.25"}
+    )
+    assert json.loads(server_args("krul", config, POOLS)[-1]) == {
+        "host_memory": "512MiB",
+        "strategy": "krul",
+        "r_l": "0.25",
+    }
+    assert "krul" not in server_args("baseline", config, POOLS)
 
 
 def test_the_three_servers_differ_in_the_pool_and_in_krul_only() -> None:

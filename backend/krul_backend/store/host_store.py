@@ -238,6 +238,7 @@ class HostStore(KVStore):
                     num_tokens=segment.manifest.num_tokens,
                     num_bytes=segment.manifest.num_bytes,
                     codec=segment.manifest.codec,
+                    codec_params=segment.manifest.codec_params,
                     num_leases=segment.num_leases,
                     idle_s=now_s - segment.last_used_s,
                 )

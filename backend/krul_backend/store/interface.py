@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +86,10 @@ class StoreStats:
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """One line of ``list``: a committed segment as an operator wants to see it."""
+    """One line of ``list``: a committed segment as an operator wants to see it.
+
+    ``codec_params`` are the manifest's: the strategy it was stored with, among others. Never change them.
+    """
 
     segment_id: int
     model: str
@@ -94,6 +98,7 @@ class SegmentInfo:
     num_tokens: int
     num_bytes: int
     codec: str
+    codec_params: Mapping[str, Any]
     num_leases: int
     idle_s: float
 
