@@ -131,6 +131,13 @@ def build_cache(ctx: Any) -> Any:
     return create_unified_radix_cache(ctx, cache_class=KrulRadixCache)
 
 
+def probe_when_idle(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE hook of ``Scheduler.on_idle``: time that no request needs."""
+    probe = getattr(scheduler.tree_cache, "probe_when_idle", None)
+    if probe is not None and scheduler.is_fully_idle():
+        probe()
+
+
 def add_stats(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
     """AFTER hook of ``get_internal_state``: ``/server_info`` shows krul's counters under ``"krul"``."""
     stats = getattr(controller.scheduler.tree_cache, "krul_stats", None)

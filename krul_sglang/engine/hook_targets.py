@@ -18,6 +18,7 @@ SUPPORTED_SGLANG = ("0.5.23",)
 PREPARE_SERVER_ARGS = "sglang.srt.server_args.prepare_server_args"
 SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
 INIT_ATTENTION = "sglang.srt.managers.scheduler.Scheduler.init_all_attention_backends"
+ON_IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 INTERNAL_STATE = (
     "sglang.srt.managers.scheduler_components.internal_state."
     "SchedulerInternalStateController.get_internal_state"
@@ -46,6 +47,8 @@ TARGETS = (
     Target(PREPARE_SERVER_ARGS, ("argv",), hooked=True),
     Target(SCHEDULER_INIT, ("self", "server_args"), hooked=True),
     Target(INIT_ATTENTION, ("self",), hooked=True),
+    Target(ON_IDLE, ("self",), hooked=True),
+    Target("sglang.srt.managers.scheduler.Scheduler.is_fully_idle", ("self",)),
     Target(INTERNAL_STATE, ("self", "recv_req"), hooked=True),
     Target("sglang.srt.mem_cache.registry.create_unified_radix_cache", ("ctx", "cache_class")),
     Target(f"{_CACHE}.init_cache_linker", ("self", "cache_linker")),

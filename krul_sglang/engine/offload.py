@@ -12,6 +12,7 @@ from enum import Enum, auto
 import torch
 
 from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.parameters import CODEC_NAME
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore
@@ -111,9 +112,11 @@ class TurnOffloader:
         wait_for_futures([future for future, _ in self._queue])
 
     def discard_all(self) -> None:
-        """Wait until no slot is read any more and forget all completions."""
-        for future, _ in self._queue:
-            future.cancel()
+        """Wait until no slot is read any more and forget all completions.
+
+        Turns that have not begun are stored too: ranks would not cancel the same ones, and wait for each
+        other.
+        """
         self.wait()
         self._queue.clear()
         self._pending_tokens = 0
@@ -167,7 +170,7 @@ class TurnOffloader:
             parent_key=turn.page_keys[run.start - 1] if run.start else None,
             start_token=start,
             token_ids=turn.token_ids[start:end].copy(),
-            codec=self._codec.name,
+            codec=CODEC_NAME,
             layer_num_bytes=encoding.layer_num_bytes,
             codec_params=encoding.params,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,23 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from krul_sglang.engine.linker import KrulLinker
+from krul_sglang.engine.turn import StoredPath
+
+
+@dataclass(frozen=True)
+class _ProbeCandidate:
+    """A stored path that stays on the device, locked, until the server is idle or needs the memory."""
+
+    node: Any
+    lock_params: Any
+    turn: StoredPath
 
 
 class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
     """Drives a ``KrulLinker`` for one radix cache."""
 
     cache_linker: KrulLinker
+    _probe_candidate: _ProbeCandidate | None = None
 
     def match(self, key: Any, req: Any, result: Any) -> Any:
         # What an earlier round promised may not hold any more (the device prefix moved).
@@ -67,6 +79,33 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             cache.dec_lock_ref(node, lock_params)
             raise
         self.pending_offloads.append(_PendingOffload(node, lock_params, []))
+        if self._probe_candidate is None and self.cache_linker.wants_probe():
+            self._probe_candidate = _ProbeCandidate(
+                node, cache.inc_lock_ref(node).to_dec_params(), StoredPath(page_keys, token_ids, slots)
+            )
+
+    def probe_when_idle(self) -> None:
+        """Called when no request runs or waits: let the linker probe a stored path, if one is kept for it."""
+        candidate = self._probe_candidate
+        if candidate is not None and not self.pending_offloads:
+            try:
+                self.cache_linker.probe(candidate.turn)
+            finally:
+                self.drop_probe_candidate()
+
+    def drop_probe_candidate(self) -> None:
+        candidate, self._probe_candidate = self._probe_candidate, None
+        if candidate is not None:
+            self.cache.dec_lock_ref(candidate.node, candidate.lock_params)
+
+    def reset(self) -> None:
+        self.drop_probe_candidate()
+        super().reset()
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether paths are locked that nothing but krul needs."""
+        return bool(self.pending_offloads) or self._probe_candidate is not None
 
     def settle_offloads(self) -> None:
         """Wait for every pending offload and unlock its nodes.
@@ -109,10 +148,16 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """
         result = evict(params)
         missing = params.num_tokens - result.num_tokens_evicted
-        if missing > 0 and self.linker is not None and self.linker.pending_offloads:
+        if missing > 0 and self.linker is not None and self.linker.holds_memory:
+            self.linker.drop_probe_candidate()
             self.linker.settle_offloads()
             result.num_tokens_evicted += evict(EvictParams(num_tokens=missing)).num_tokens_evicted
         return result
+
+    def probe_when_idle(self) -> None:
+        """Called when no request runs or waits."""
+        if self.linker is not None:
+            self.linker.probe_when_idle()
 
     def krul_stats(self) -> dict[str, Any]:
         assert self.linker is not None

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.attention.rows import QueryRows
-from krul_backend.attention.sampled import SampledEstimator
+from krul_backend.attention.rows import QueryRows, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.strategy.interface import Evidence, StrategySelector
 from krul_backend.strategy.strategy import Strategy
@@ -98,9 +97,7 @@ class StrategyChooser:
         def read_keys(layer: int) -> torch.Tensor:
             return self._pool.gather_keys(layer, turn.slots)
 
-        estimator = SampledEstimator(self._pool.num_layers, len(rows.positions))
-        estimator.add(rows, read_keys)
-        return estimator.finish(read_keys)
+        return accumulate(rows, read_keys)
 
     def _agree(self, mine: AttentionStatistics | None) -> AttentionStatistics | None:
         num_layers = self._pool.num_layers

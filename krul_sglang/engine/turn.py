@@ -13,6 +13,18 @@ from krul_sglang.engine.query_capture import CapturedRows
 
 
 @dataclass(frozen=True)
+class StoredPath:
+    """Whole pages from the first token on that are stored, and in the device pool as well.
+
+    ``page_keys``, ``token_ids`` and ``slots`` are those of a ``Turn``.
+    """
+
+    page_keys: Sequence[str]
+    token_ids: TokenIds
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Turn:
     """A conversation as it stands when a turn ends: whole pages from its first token on.
 

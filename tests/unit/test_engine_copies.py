@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -9,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from krul_backend.codec.raw import RawCodec
+from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.host_store import HostStore
+from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.loading import LayerWiseLoader, Load
-from krul_sglang.engine.offload import Turn, TurnOffloader
+from krul_sglang.engine.offload import TurnOffloader
+from krul_sglang.engine.turn import Turn
 
 PAGE_SIZE = 4
 NUM_LAYERS = 3
@@ -41,6 +45,28 @@ def make_pool() -> Any:
     return pool
 
 
+class FixedChooser:
+    """Chooses one strategy for every turn, and remembers for which it was asked."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.asked: list[Turn | None] = []
+
+    def choose(self, turn: Turn | None) -> Strategy:
+        self.asked.append(turn)
+        return self.strategy
+
+
+class FakeRows:
+    """Captured rows that only count their releases."""
+
+    def __init__(self) -> None:
+        self.releases = 0
+
+    def release(self) -> None:
+        self.releases += 1
+
+
 class Bench:
     """A pool, a store, and what moves KV between them."""
 
@@ -49,10 +75,12 @@ class Bench:
         self.pool = DevicePool(self.sglang_pool)
         self.store = HostStore(capacity_bytes)
         self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
+        codec = SegmentCodec(self.pool.shape, NUM_LAYERS, rotary=None)
+        self.chooser = FixedChooser(Strategy.from_pairs(NUM_LAYERS))
         self.offloader = TurnOffloader(
-            self.store, self.model, self.pool, RawCodec(), max_pending_tokens=max_pending_tokens
+            self.store, self.model, self.pool, codec, self.chooser, max_pending_tokens=max_pending_tokens
         )
-        self.loader = LayerWiseLoader(self.store, self.pool, RawCodec())
+        self.loader = LayerWiseLoader(self.store, self.pool, codec)
 
     def close(self) -> None:
         self.offloader.close()
@@ -98,6 +126,66 @@ def test_stored_rows_come_back_to_other_slots_bit_for_bit(bench: Bench) -> None:
     for old, new in zip(before, bench.rows(targets), strict=True):
         assert torch.equal(old, new)
     assert bench.store.stats().num_leases == 0
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Strategy.from_pairs(NUM_LAYERS, [(0, 2)]),
+        Strategy.from_pairs(NUM_LAYERS, [(1, 2)], Precision.INT8),
+        Strategy.from_pairs(NUM_LAYERS, [], [Precision.INT4, Precision.NATIVE, Precision.INT2]),
+    ],
+)
+def test_compressed_rows_come_back_as_the_codec_decodes_them(bench: Bench, strategy: Strategy) -> None:
+    """Over two segments, from the middle of the first one on: what a direct round trip gives, bit for bit."""
+    whole = bench.turn("a", 10)
+    bench.chooser.strategy = strategy
+    assert bench.store_turn(Turn(whole.page_keys[:6], whole.token_ids[:24], whole.slots[:24], []))
+    assert bench.store_turn(whole)
+    expected = [decoded(bench, strategy, whole.slots[start:end], start) for start, end in ((0, 24), (24, 40))]
+    lease = bench.store.lease(bench.model, whole.page_keys[2:], whole.token_ids[8:])
+    assert lease is not None
+    targets = torch.randperm(NUM_SLOTS)[:32]
+    bench.loader.queue("r", Load(lease, targets))
+    assert bench.loader.finish(bench.loader.start())
+    for layer in range(NUM_LAYERS):
+        loaded = bench.pool.gather(layer, targets)
+        assert torch.equal(loaded.k, torch.cat([part[layer].k for part in expected])[8:])
+        assert torch.equal(loaded.v, torch.cat([part[layer].v for part in expected])[8:])
+    assert bench.store.stats().stored_bytes < 40 * TOKEN_BYTES
+    assert bench.offloader.counters.num_bytes == bench.store.stats().stored_bytes
+    assert bench.loader.counters.num_bytes == bench.store.stats().stored_bytes
+
+
+def decoded(bench: Bench, strategy: Strategy, slots: torch.Tensor, start: int) -> list[LayerKV]:
+    """All layers of the rows ``slots``, encoded and decoded without a store."""
+    codec = SegmentCodec(bench.pool.shape, NUM_LAYERS, rotary=None)
+    kv = [bench.pool.gather(layer, slots) for layer in range(NUM_LAYERS)]
+    encoding = codec.prepare(strategy, kv.__getitem__, start_token=start, num_tokens=len(slots))
+    blocks: dict[int, torch.Tensor] = {}
+    for unit in strategy.units:
+        encoded = codec.encode_unit(encoding, unit, [kv[layer] for layer in unit])
+        blocks.update(zip(unit, encoded, strict=True))
+    decoder = codec.open(encoding.params, start_token=start, num_tokens=len(slots))
+    return [decoder.decode(layer, blocks, 0, len(slots)) for layer in range(NUM_LAYERS)]
+
+
+def test_every_turn_is_put_to_the_chooser_and_gives_its_rows_back(bench: Bench) -> None:
+    rows = [FakeRows() for _ in range(4)]
+    turns = [
+        dataclasses.replace(bench.turn(name, num_pages), rows=of_turn)
+        for (name, num_pages), of_turn in zip((("a", 3), ("b", 2), ("a", 3), ("x", 1)), rows, strict=True)
+    ]
+    turns[3] = dataclasses.replace(turns[3], slots=turns[3].slots + 2 * NUM_SLOTS)  # fails
+    with Blocked(bench.offloader):
+        for turn in turns:
+            bench.offloader.submit(turn)
+    bench.offloader.wait()
+    completed = [bench.offloader.pop_completed() for _ in turns]
+    assert completed == [True, False, False, False]
+    # Without room a rank takes part in the choice with nothing.
+    assert bench.chooser.asked == [turns[0], None, None, turns[3]]
+    assert [of_turn.releases for of_turn in rows] == [1, 1, 1, 1]
 
 
 def test_a_load_over_several_segments_from_the_middle_of_the_first(bench: Bench) -> None:

@@ -1,0 +1,182 @@
+"""Chooses strategies within an error budget, measuring on each conversation only what it is about to choose."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.codec.interface import ReadLayer
+from krul_backend.strategy.budget import BudgetSelector
+from krul_backend.strategy.damage import DamageMeter, MeasuredUnit, RoundTrip, Unit, nearest_pairs
+from krul_backend.strategy.interface import Evidence, UnitOption
+from krul_backend.strategy.sensitivity import LayerError, SensitivityTable
+from krul_backend.strategy.strategy import Precision, Strategy
+
+logger = logging.getLogger(__name__)
+
+Agree = Callable[[Sequence[float] | None], Sequence[float] | None]
+"""Mean over tensor-parallel ranks of equally many numbers; None if one rank has none."""
+
+UnitAndPrecision = tuple[Unit, Precision]
+
+SURVEY_TURNS = 4
+SURVEY_INTERVAL = 32
+"""All options are measured on the first turns, and then on every so-manieth."""
+
+_MAX_ROUNDS = 4
+_LEARNING_RATE = 0.2
+
+
+@dataclass(frozen=True)
+class ConversationKV:
+    """What a conversation's damage is measured on.
+
+    ``rows`` lie inside the tokens that ``read`` returns; ``round_trip`` encodes and decodes them.
+    """
+
+    rows: QueryRows
+    read: ReadLayer
+    round_trip: RoundTrip
+
+
+@dataclass
+class _Typical:
+    """What earlier conversations say of an option: mean logarithm of each layer's error, bytes per token."""
+
+    log_errors: list[float]
+    num_bytes: float
+
+
+class BudgetedChoice:
+    """The fewest bytes whose damage, measured on the conversation itself, stays within ``limit`` nats.
+
+    Measuring every option of every turn would cost more than it is worth: only a survey turn does. On other
+    turns the options' errors are first taken from earlier conversations, a choice is made, the chosen units
+    are measured on this conversation, and if they are worse than thought it is chosen again. What is chosen
+    in the end was measured on this conversation; if no such choice is found in a few rounds, what was not
+    measured is left out, and native KV, which costs nothing, takes its place.
+
+    Ranks of one model call it with the same statistics in the same order, and choose the same: errors go
+    through ``agree``.
+    """
+
+    def __init__(
+        self,
+        meter: DamageMeter,
+        table: SensitivityTable,
+        *,
+        limit: float,
+        native_token_bytes: float,
+        max_pairs: int,
+        agree: Agree,
+    ) -> None:
+        self._meter = meter
+        self._table = table
+        self._limit = limit
+        self._selector = BudgetSelector(limit, native_token_bytes)
+        self._native_token_bytes = native_token_bytes
+        self._max_pairs = max_pairs
+        self._agree = agree
+        self._typical: dict[UnitAndPrecision, _Typical] = {}
+        self._num_turns = 0
+
+    def choose(self, statistics: AttentionStatistics, kv: ConversationKV) -> Strategy:
+        """The strategy for one conversation. Native throughout if it cannot be measured."""
+        num_layers = self._table.num_layers
+        pairs = nearest_pairs(statistics, self._max_pairs)
+        candidates = self._meter.units_of(num_layers, pairs)
+        number, self._num_turns = self._num_turns, self._num_turns + 1
+        measured: dict[UnitAndPrecision, MeasuredUnit] = {}
+        if number < SURVEY_TURNS or number % SURVEY_INTERVAL == 0:
+            if not self._measure(candidates, kv, measured):
+                return Strategy.from_pairs(num_layers)
+            return self._select(measured, candidates)
+        for _ in range(_MAX_ROUNDS):
+            strategy = self._select(measured, candidates, is_guessing=True)
+            unmeasured = [key for key in _keys_of(strategy) if key not in measured]
+            if not unmeasured:
+                return strategy
+            if not self._measure(unmeasured, kv, measured):
+                return Strategy.from_pairs(num_layers)
+            if self._damage_of(strategy, measured) <= self._limit:
+                return strategy
+        return self._select(measured, candidates)
+
+    def _select(
+        self,
+        measured: dict[UnitAndPrecision, MeasuredUnit],
+        candidates: Sequence[UnitAndPrecision],
+        *,
+        is_guessing: bool = False,
+    ) -> Strategy:
+        options = [unit.option for unit in measured.values()]
+        if is_guessing:
+            options += [
+                self._guess(key, self._typical[key])
+                for key in candidates
+                if key not in measured and key in self._typical
+            ]
+        return self._selector.select(Evidence(self._table.num_layers, options=options))
+
+    def _guess(self, key: UnitAndPrecision, typical: _Typical) -> UnitOption:
+        unit, precision = key
+        errors = [math.exp(value) for value in typical.log_errors]
+        damage = self._meter.damage_of(unit, precision, errors)
+        return UnitOption(unit, precision, typical.num_bytes, damage)
+
+    def _damage_of(self, strategy: Strategy, measured: dict[UnitAndPrecision, MeasuredUnit]) -> float:
+        return sum(measured[key].option.damage for key in _keys_of(strategy))
+
+    def _measure(
+        self,
+        units: Sequence[UnitAndPrecision],
+        kv: ConversationKV,
+        measured: dict[UnitAndPrecision, MeasuredUnit],
+    ) -> bool:
+        """Add what the units cost on this conversation; False if one of the ranks could not measure."""
+        found: list[MeasuredUnit] | None = None
+        try:
+            found = self._meter.measure(units, kv.rows, kv.read, kv.round_trip)
+        except Exception:
+            logger.exception("krul: the damage of a turn's compression could not be measured")
+        errors = self._agree(None if found is None else [e.error for unit in found for e in unit.errors])
+        if found is None or errors is None:
+            return False
+        values = iter(errors)
+        for unit in found:
+            agreed = self._meter.with_errors(unit, [next(values) for _ in unit.errors])
+            key = (unit.option.unit, unit.option.precision)
+            measured[key] = agreed
+            self._learn(key, agreed)
+        return True
+
+    def _learn(self, key: UnitAndPrecision, unit: MeasuredUnit) -> None:
+        if not all(0 < error.error < math.inf for error in unit.errors):
+            return
+        logs = [math.log(error.error) for error in unit.errors]
+        typical = self._typical.get(key)
+        if typical is not None:
+            logs = [
+                old + _LEARNING_RATE * (new - old) for old, new in zip(typical.log_errors, logs, strict=True)
+            ]
+        self._typical[key] = _Typical(logs, unit.option.num_bytes)
+
+    def errors_of(self, strategy: Strategy) -> list[tuple[Unit, list[LayerError]]]:
+        """What is typical of each compressed unit of a strategy, as far as known: candidates for a probe."""
+        known = []
+        for unit, precision in _keys_of(strategy):
+            typical = self._typical.get((unit, precision))
+            if typical is not None:
+                errors = [math.exp(value) for value in typical.log_errors]
+                known.append((unit, self._meter.layer_errors(unit, precision, errors)))
+        return known
+
+
+def _keys_of(strategy: Strategy) -> list[UnitAndPrecision]:
+    """The compressed units of a strategy; native layers alone cost nothing and need no measurement."""
+    keys = [(unit, strategy.layers[unit[0]].precision) for unit in strategy.units]
+    return [(unit, precision) for unit, precision in keys if len(unit) > 1 or precision is not Precision.NATIVE]
