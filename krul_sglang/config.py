@@ -13,6 +13,7 @@ from typing import Any
 
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
+from krul_backend.strategy.registry import SELECTOR_NAMES
 from krul_backend.strategy.strategy import Precision
 
 ENV_PREFIX = "KRUL_"
@@ -23,8 +24,7 @@ DEFAULT_HOST_MEMORY_SHARE = 0.25
 """Part of the memory limit (cgroup, else physical) that ``host_memory = "auto"`` takes."""
 
 
-STRATEGIES = ("none", "budget", "krul", "matching", "minicache", "krul-fixed", "random")
-PRECISIONS = tuple(precision.value for precision in Precision)
+PRECISIONS = tuple(precision.value for precision in Precision if precision is not Precision.INT0)
 
 
 def _parse_size(value: object) -> int:
@@ -76,8 +76,14 @@ def _parse_query_rows(value: object) -> int:
     return int(number)
 
 
+def _parse_path(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("not a path")
+    return value
+
+
 def _parse_strategy(value: object) -> str:
-    if value not in STRATEGIES:
+    if value not in SELECTOR_NAMES:
         raise ValueError("unknown")
     return str(value)
 
@@ -119,7 +125,7 @@ class KrulConfig:
     strategy: str = _option(
         "none",
         _parse_strategy,
-        "one of " + ", ".join(STRATEGIES),
+        "one of " + ", ".join(SELECTOR_NAMES),
         "How it is decided which layers share their KV, and at which precision each is stored.",
     )
     precision: str = _option(
@@ -167,6 +173,13 @@ class KrulConfig:
         _parse_size,
         'a positive size such as 268435456 or "256MiB"',
         "Device memory in bytes for those query vectors, per rank; requests beyond it are not recorded.",
+    )
+
+    cache_dir: str = _option(
+        "~/.cache/krul-sglang",
+        _parse_path,
+        "a path",
+        "Where what was learned of a model (its sensitivity to compression) is kept between runs.",
     )
 
     @property

@@ -40,3 +40,16 @@ class RankAgreement:
         if not all(of_rank[0] for of_rank in gathered):
             return None
         return [of_rank[1:].view(*shape) for of_rank in gathered]
+
+    def broadcast(self, content: bytes) -> bytes:
+        """The first rank's bytes, on every rank."""
+        if self._group is None:
+            return content
+        size = torch.tensor([len(content)])
+        dist.broadcast(size, src=0, group=self._group)
+        buffer = torch.zeros(int(size.item()), dtype=torch.uint8)
+        if dist.get_rank(self._group) == 0:
+            buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if len(buffer):
+            dist.broadcast(buffer, src=0, group=self._group)
+        return buffer.numpy().tobytes()

@@ -127,6 +127,7 @@ def build_cache(ctx: Any) -> Any:
         rotary=read_rotary_table(runner.model),
         capture=runner.krul_query_capture,
         agreement=RankAgreement.create(ctx.tp_size),
+        model_runner=runner,
     )
     return create_unified_radix_cache(ctx, cache_class=KrulRadixCache)
 

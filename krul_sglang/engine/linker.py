@@ -17,14 +17,18 @@ from krul_backend.memory import format_bytes
 from krul_backend.segment import ModelIdentity, TokenIds
 from krul_backend.store.host_store import HostStore
 from krul_backend.store.interface import Lease
+from krul_backend.strategy.registry import SelectorOptions, make_selector
+from krul_backend.strategy.strategy import Precision
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.error_budget import ErrorBudget, table_path
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.loading import LayerWiseLoader, Load
 from krul_sglang.engine.offload import TurnOffloader
+from krul_sglang.engine.probing import Prober
 from krul_sglang.engine.query_capture import QueryCapture
-from krul_sglang.engine.strategy_choice import StrategyChooser
-from krul_sglang.engine.turn import Turn
+from krul_sglang.engine.strategy_choice import SelectorDecision, StrategyChooser
+from krul_sglang.engine.turn import StoredPath, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +47,7 @@ class EngineParts:
     rotary: RotaryTable | None
     capture: QueryCapture | None
     agreement: RankAgreement
+    model_runner: Any
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,21 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._store = HostStore(parts.capacity_bytes)
         self._capture = parts.capture
         codec = SegmentCodec(self._pool.shape, self._pool.num_layers, parts.rotary)
+        self._budget = self._make_budget(parts, codec) if parts.config.strategy == "budget" else None
         self._chooser = StrategyChooser(
-            make_selector(parts.config), self._pool, parts.agreement, num_heads=self._pool.shape.num_kv_heads
+            self._make_selector_decision(parts.config) if self._budget is None else self._budget,
+            self._pool,
+            parts.agreement,
+            num_heads=self._pool.shape.num_kv_heads,
+        )
+        self._prober = Prober(
+            parts.model_runner,
+            parts.capture,
+            self._pool,
+            codec,
+            self._store,
+            self.model,
+            params.tp_cache_group if self.model.tp_size > 1 else None,
         )
         self._offloader = TurnOffloader(
             self._store,
@@ -105,6 +123,28 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             parts.capacity_bytes // token_bytes,
             self.model.name,
         )
+
+    def _make_budget(self, parts: EngineParts, codec: SegmentCodec) -> ErrorBudget:
+        return ErrorBudget(
+            limit=parts.config.error_budget,
+            probe_share=parts.config.probe_share,
+            table_path=table_path(parts.config.cache_dir, self.model),
+            model=self.model,
+            pool=self._pool,
+            codec=codec,
+            agreement=parts.agreement,
+        )
+
+    def _make_selector_decision(self, config: KrulConfig) -> SelectorDecision:
+        shape = self._pool.shape
+        options = SelectorOptions(
+            gamma=config.gamma,
+            layer_ratio=config.r_l,
+            precision=Precision(config.precision),
+            error_limit=config.error_budget,
+            native_token_bytes=shape.k_token_bytes + shape.v_token_bytes,
+        )
+        return SelectorDecision(make_selector(config.strategy, options), self._pool.num_layers)
 
     @property
     def layer_done_counter(self) -> Any:
@@ -192,6 +232,20 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def pop_completed_offload(self) -> bool:
         return self._offloader.pop_completed()
 
+    # ---- probes ----
+
+    def wants_probe(self) -> bool:
+        """Whether the turn just submitted should stay on the device for ``probe``. Asked once per turn."""
+        return self._budget is not None and self._budget.wants_probe()
+
+    def probe(self, path: StoredPath) -> None:
+        """Measure what compression does to a stored conversation. On every rank at once, while idle."""
+        if self._budget is None:
+            return
+        outcome = self._prober.probe(path, self._budget.choose_layers)
+        if outcome is not None:
+            self._budget.learn(outcome.strategy, outcome.errors, outcome.kl)
+
     # ---- lifecycle ----
 
     def reset(self) -> None:
@@ -217,7 +271,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "tp_size": self.model.tp_size,
             **asdict(self._store.stats()),
             "offload": {**asdict(self._offloader.counters), "pending": self._offloader.num_pending()},
-            "compression": self._chooser.counters.as_dict(),
+            "compression": {
+                **self._chooser.counters.as_dict(),
+                "budget": None if self._budget is None else self._budget.as_dict(),
+            },
             "load": {**asdict(self._loader.counters), "pending": self._loader.num_pending()},
             "waiting_leases": len(self._leases),
         }

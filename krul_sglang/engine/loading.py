@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.store.interface import KVStore, Lease, SegmentSlice
+from krul_backend.store.interface import KVStore, Lease
 from krul_sglang.engine.copy_stream import CopyStream
 from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.segment_reader import SegmentReader, open_readers
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +109,17 @@ class LayerWiseLoader:
     def _run(self, index: int, loads: Sequence[Load], ready: Sequence[Any]) -> None:
         try:
             with self._stream.active(ready):
-                pieces = [_pieces_of(load, self._codec) for load in loads]
+                readers = [open_readers(load.lease, self._codec, len(load.slots)) for load in loads]
                 for layer in range(self._pool.num_layers):
-                    for load, of_load in zip(loads, pieces, strict=True):
-                        self._load_layer(layer, load, of_load)
+                    for load, of_load in zip(loads, readers, strict=True):
+                        first = 0
+                        for reader in of_load:
+                            slots = load.slots[first : first + reader.num_tokens]
+                            self._pool.scatter(layer, slots, reader.read(layer, self._pool.device))
+                            first += reader.num_tokens
                     self._stream.synchronize()
                     self.counter.complete(index, layer)
-            self._count(loads, pieces)
+            self._count(loads, readers)
         except BaseException as error:
             self.counters.failed_batches += 1
             logger.exception("krul: loading %d request(s) failed", len(loads))
@@ -123,66 +128,7 @@ class LayerWiseLoader:
             for load in loads:
                 self._store.release(load.lease)
 
-    def _load_layer(self, layer: int, load: Load, pieces: Sequence[_Piece]) -> None:
-        for piece in pieces:
-            rows = piece.decoder.decode(
-                layer, piece.blocks_of(layer, self._pool.device), piece.first_token, piece.end_token
-            )
-            self._pool.scatter(layer, load.slots[piece.first_slot :][: len(rows.k)], rows)
-
-    def _count(self, loads: Sequence[Load], pieces: Sequence[Sequence[_Piece]]) -> None:
+    def _count(self, loads: Sequence[Load], readers: Sequence[Sequence[SegmentReader]]) -> None:
         self.counters.requests += len(loads)
         self.counters.tokens += sum(len(load.slots) for load in loads)
-        self.counters.num_bytes += sum(piece.num_bytes for of_load in pieces for piece in of_load)
-
-
-class _Piece:
-    """The part of a load that comes from one segment: its tokens ``[first_token, end_token)``.
-
-    They go to the load's slots from ``first_slot`` on. A block that a later layer needs again (the shared
-    directions of a pair) stays on the device until then.
-    """
-
-    def __init__(self, source: SegmentSlice, codec: SegmentCodec, *, first_slot: int, num_tokens: int) -> None:
-        manifest = source.manifest
-        self.decoder = codec.open(
-            manifest.codec_params, start_token=manifest.start_token, num_tokens=manifest.num_tokens
-        )
-        self.first_slot = first_slot
-        self.first_token = source.first_page * manifest.model.page_size
-        self.end_token = self.first_token + num_tokens
-        self._blocks = source.blocks
-        self._last_use = {
-            needed: layer for layer in range(len(source.blocks)) for needed in self.decoder.sources(layer)
-        }
-        self._on_device: dict[int, torch.Tensor] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(len(block) for block in self._blocks)
-
-    def blocks_of(self, layer: int, device: torch.device) -> dict[int, torch.Tensor]:
-        """The blocks that ``layer`` is decoded from, on ``device``."""
-        needed = {}
-        for source in self.decoder.sources(layer):
-            block = self._on_device.pop(source, None)
-            if block is None:
-                block = torch.from_numpy(self._blocks[source]).to(device, non_blocking=True)
-            if self._last_use[source] > layer:
-                self._on_device[source] = block
-            needed[source] = block
-        return needed
-
-
-def _pieces_of(load: Load, codec: SegmentCodec) -> list[_Piece]:
-    """One piece per segment, in token order, as far as the load has slots."""
-    pieces: list[_Piece] = []
-    taken = 0
-    for source in load.lease.slices:
-        num_leased = (source.end_page - source.first_page) * source.manifest.model.page_size
-        num_tokens = min(num_leased, len(load.slots) - taken)
-        if num_tokens <= 0:
-            break
-        pieces.append(_Piece(source, codec, first_slot=taken, num_tokens=num_tokens))
-        taken += num_tokens
-    return pieces
+        self.counters.num_bytes += sum(reader.num_bytes for of_load in readers for reader in of_load)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import zlib
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -48,6 +50,34 @@ class ConversationStatistics:
         return total
 
 
+class Decision(ABC):
+    """Makes a strategy of a turn's evidence; on every rank the same, if the statistics are."""
+
+    @abstractmethod
+    def decide(
+        self, turn: Turn | None, statistics: AttentionStatistics | None, rows: QueryRows | None
+    ) -> Strategy:
+        """``turn`` is None on a rank that does not store it: there ``statistics`` are None on all ranks.
+
+        ``rows`` are this rank's, of this turn, None if there are none; ``statistics`` are of all heads and
+        all turns of the conversation.
+        """
+
+
+class SelectorDecision(Decision):
+    """Leaves it to a selector, which looks at statistics alone."""
+
+    def __init__(self, selector: StrategySelector, num_layers: int) -> None:
+        self._selector = selector
+        self._num_layers = num_layers
+
+    def decide(
+        self, turn: Turn | None, statistics: AttentionStatistics | None, rows: QueryRows | None
+    ) -> Strategy:
+        seed = 0 if turn is None else zlib.crc32(turn.page_keys[0].encode())
+        return self._selector.select(Evidence(self._num_layers, statistics, conversation_seed=seed))
+
+
 class StrategyChooser:
     """Chooses the strategy of each finished turn. All ranks choose the same, from all heads.
 
@@ -56,10 +86,10 @@ class StrategyChooser:
     """
 
     def __init__(
-        self, selector: StrategySelector, pool: DevicePool, agreement: RankAgreement, *, num_heads: int
+        self, decision: Decision, pool: DevicePool, agreement: RankAgreement, *, num_heads: int
     ) -> None:
         self.counters = ChoiceCounters()
-        self._selector = selector
+        self._decision = decision
         self._pool = pool
         self._agreement = agreement
         self._num_heads = num_heads
@@ -67,16 +97,18 @@ class StrategyChooser:
 
     def choose(self, turn: Turn | None) -> Strategy:
         """The strategy for ``turn``; called on every rank, with None where the turn is not stored."""
-        mine = None
+        rows, mine = None, None
         try:
-            mine = None if turn is None or turn.rows is None else self._observe(turn, turn.rows.read())
+            if turn is not None and turn.rows is not None:
+                rows = _inside(turn.rows.read(), len(turn.token_ids))
+                mine = self._observe(turn, rows)
         except Exception:
             # The other ranks wait for this one: without its heads, all choose without statistics.
             logger.exception("krul: attention statistics of a turn failed")
         statistics = self._agree(mine)
         if turn is not None and statistics is not None:
             statistics = self._conversations.extend(turn.page_keys, statistics)
-        strategy = self._selector.select(Evidence(self._pool.num_layers, statistics))
+        strategy = self._decision.decide(turn, statistics, rows)
         if turn is not None:
             self.counters.add(strategy)
             logger.debug(
@@ -88,16 +120,10 @@ class StrategyChooser:
         return strategy
 
     def _observe(self, turn: Turn, rows: QueryRows) -> AttentionStatistics | None:
-        """Statistics of this rank's heads over the rows of one turn that lie inside its whole pages."""
-        inside = rows.positions < len(turn.token_ids)
-        if not bool(inside.any()):
+        """Statistics of this rank's heads over the rows of one turn."""
+        if not rows.num_rows:
             return None
-        rows = QueryRows(rows.queries[:, inside], rows.positions[inside], rows.kv_heads, rows.scaling)
-
-        def read_keys(layer: int) -> torch.Tensor:
-            return self._pool.gather_keys(layer, turn.slots)
-
-        return accumulate(rows, read_keys)
+        return accumulate(rows, lambda layer: self._pool.gather_keys(layer, turn.slots))
 
     def _agree(self, mine: AttentionStatistics | None) -> AttentionStatistics | None:
         num_layers = self._pool.num_layers
@@ -120,6 +146,12 @@ class StrategyChooser:
                 for part in parts
             ]
         )
+
+
+def _inside(rows: QueryRows, num_tokens: int) -> QueryRows:
+    """The rows among the first ``num_tokens`` tokens: the last, incomplete page of a turn is not stored."""
+    inside = rows.positions < num_tokens
+    return QueryRows(rows.queries[:, inside], rows.positions[inside], rows.kv_heads, rows.scaling)
 
 
 class ChoiceCounters:

@@ -18,8 +18,8 @@ from krul_backend.strategy.strategy import Precision, Strategy
 
 logger = logging.getLogger(__name__)
 
-Agree = Callable[[Sequence[float] | None], Sequence[float] | None]
-"""Mean over tensor-parallel ranks of equally many numbers; None if one rank has none."""
+Agree = Callable[[Sequence[float] | None, int], Sequence[float] | None]
+"""Mean over tensor-parallel ranks of so many numbers each; None if one rank has none."""
 
 UnitAndPrecision = tuple[Unit, Precision]
 
@@ -143,7 +143,8 @@ class BudgetedChoice:
             found = self._meter.measure(units, kv.rows, kv.read, kv.round_trip)
         except Exception:
             logger.exception("krul: the damage of a turn's compression could not be measured")
-        errors = self._agree(None if found is None else [e.error for unit in found for e in unit.errors])
+        mine = None if found is None else [error.error for unit in found for error in unit.errors]
+        errors = self._agree(mine, sum(len(unit) for unit, _ in units))
         if found is None or errors is None:
             return False
         values = iter(errors)

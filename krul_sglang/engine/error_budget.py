@@ -1,0 +1,174 @@
+"""The strategy ``budget`` in the engine: measured damage, and probes that teach what it costs."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.codec.round_trip import UnitRoundTrip
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.errors import SensitivityError
+from krul_backend.segment import ModelIdentity
+from krul_backend.strategy.budgeted_choice import BudgetedChoice, ConversationKV
+from krul_backend.strategy.damage import DamageMeter
+from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
+from krul_backend.strategy.strategy import Precision, Strategy
+from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.strategy_choice import Decision
+from krul_sglang.engine.turn import Turn
+
+logger = logging.getLogger(__name__)
+
+_PRECISIONS = (Precision.INT8, Precision.INT4, Precision.INT2, Precision.INT0)
+_PAIR_PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.INT2)
+
+
+class ErrorBudget(Decision):
+    """Stores each turn in the fewest bytes whose damage, measured on that conversation, stays in the budget.
+
+    ``decide`` runs on the thread that stores turns. ``wants_probe``, ``choose_layers`` and ``learn`` run on
+    the scheduler's, the latter two while no turn is being stored; what was learned is taken in by the next
+    ``decide``, so that the table has one owner.
+
+    ``table_path`` is where the table of this model is kept between runs; the first rank reads and writes it.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: float,
+        probe_share: float,
+        table_path: Path,
+        model: ModelIdentity,
+        pool: DevicePool,
+        codec: SegmentCodec,
+        agreement: RankAgreement,
+    ) -> None:
+        self._pool = pool
+        self._codec = codec
+        self._agreement = agreement
+        self._probe_share = probe_share
+        self._table_path = table_path
+        self._is_first_rank = model.tp_rank == 0
+        self._table = _load_table(table_path, model, agreement)
+        self._choice = BudgetedChoice(
+            DamageMeter(self._table, single_precisions=_PRECISIONS, pair_precisions=_PAIR_PRECISIONS),
+            self._table,
+            limit=limit,
+            native_token_bytes=pool.shape.k_token_bytes + pool.shape.v_token_bytes,
+            max_pairs=pool.num_layers,
+            agree=self._mean_over_ranks,
+        )
+        self._outcomes: deque[tuple[Sequence[LayerError], float]] = deque()
+        self._probes_due = 0.0
+        self.num_probes = 0
+        self.last_kl: float | None = None
+
+    def decide(
+        self, turn: Turn | None, statistics: AttentionStatistics | None, rows: QueryRows | None
+    ) -> Strategy:
+        self._take_in_outcomes()
+        if turn is None or statistics is None or rows is None:
+            return Strategy.from_pairs(self._pool.num_layers)
+        slots = turn.slots
+        return self._choice.choose(
+            statistics,
+            ConversationKV(
+                rows=rows,
+                read=lambda layer: self._pool.gather(layer, slots),
+                round_trip=UnitRoundTrip(self._codec, start_token=0),
+            ),
+        )
+
+    def wants_probe(self) -> bool:
+        """Asked once per stored turn: every turn while the model is unknown, then a share of them."""
+        if self._probe_share == 0:
+            return False
+        self._probes_due += 1.0 if self._is_model_unknown() else self._probe_share
+        if self._probes_due < 1.0:
+            return False
+        self._probes_due -= 1.0
+        return True
+
+    def choose_layers(self, strategy: Strategy) -> list[int]:
+        """Which of the compressed layers to probe: the unit, or all of them, that teaches most."""
+        units = self._choice.errors_of(strategy)
+        candidates = [errors for _, errors in units]
+        if len(candidates) > 1:
+            candidates.append([error for errors in candidates for error in errors])
+        chosen = self._table.next_probe(candidates)
+        return [] if chosen is None else [error.layer for error in candidates[chosen]]
+
+    def learn(self, strategy: Strategy, errors: dict[int, float], kl: float) -> None:
+        """Take in a probe in which the layers of ``errors``, stored by ``strategy``, were decoded."""
+        self.num_probes += 1
+        self.last_kl = kl
+        kinds = {
+            layer: DamageKind.of(unit, strategy.layers[layer].precision)
+            for unit in strategy.units
+            for layer in unit
+        }
+        self._outcomes.append(([LayerError(layer, kinds[layer], e) for layer, e in errors.items()], kl))
+        logger.debug("krul: probe of layers %s: KL %.2g nats", list(errors), kl)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"probes": self.num_probes, "last_kl": self.last_kl, "spread": self._table.spread}
+
+    def _is_model_unknown(self) -> bool:
+        return any(
+            self._table.confidence(layer, DamageKind.ROUNDING) < 1.0 for layer in range(self._pool.num_layers)
+        )
+
+    def _take_in_outcomes(self) -> None:
+        if not self._outcomes:
+            return
+        while self._outcomes:
+            self._table.update(*self._outcomes.popleft())
+        if self._is_first_rank:
+            try:
+                self._table_path.parent.mkdir(parents=True, exist_ok=True)
+                self._table.save(self._table_path)
+            except OSError as error:
+                logger.warning("krul: %s could not be written: %s", self._table_path, error)
+
+    def _mean_over_ranks(self, values: Sequence[float] | None, count: int) -> list[float] | None:
+        mine = None if values is None else torch.tensor(values, dtype=torch.float64)
+        of_ranks = self._agreement.gather(mine, (count,))
+        if of_ranks is None:
+            return None
+        mean: list[float] = torch.stack(of_ranks).mean(0).tolist()
+        return mean
+
+
+def table_path(cache_dir: str, model: ModelIdentity) -> Path:
+    """One file for each model and element type, whatever the page size and the number of ranks."""
+    return Path(cache_dir).expanduser() / "sensitivity" / f"{_table_model(model)}.json"
+
+
+def _table_model(model: ModelIdentity) -> str:
+    return f"{model.config_digest[:32]}-{model.dtype}"
+
+
+def _load_table(path: Path, model: ModelIdentity, agreement: RankAgreement) -> SensitivityTable:
+    """The first rank's table, on every rank; a fresh one if there is none that can be used."""
+    content = b""
+    if model.tp_rank == 0:
+        try:
+            content = path.read_bytes()
+        except OSError:
+            logger.info("krul: how sensitive this model is to compression is not known yet; probes will tell")
+    content = agreement.broadcast(content)
+    if content:
+        try:
+            return SensitivityTable.parse(content, _table_model(model), model.num_layers)
+        except SensitivityError as error:
+            logger.warning("krul: %s: %s", path, error)
+    return SensitivityTable(_table_model(model), model.num_layers)
