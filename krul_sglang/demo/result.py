@@ -82,7 +82,7 @@ class Summary:
 
     @property
     def passed(self) -> bool:
-        """Something was restored, and answers are the reference's; or, compressed, recall is the baseline's."""
+        """Something was restored, and answers are the reference's (recall the baseline's, if compressed)."""
         if self.lossless or self.recall is None or self.baseline_recall is None:
             return self.restored_turns > 0 and self.answers_equal == self.answers
         return self.restored_turns > 0 and self.recall >= self.baseline_recall - MAX_RECALL_LOSS

@@ -100,10 +100,9 @@ class ErrorBudget(Decision):
 
     def choose_layers(self, strategy: Strategy) -> list[int]:
         """Which of the compressed layers to probe: the unit, or all of them, that teaches most."""
-        units = self._choice.errors_of(strategy)
-        candidates = [errors for _, errors in units]
+        candidates = self._choice.errors_of(strategy)
         if len(candidates) > 1:
-            candidates.append([error for errors in candidates for error in errors])
+            candidates.append(tuple(error for errors in candidates for error in errors))
         chosen = self._table.next_probe(candidates)
         return [] if chosen is None else [error.layer for error in candidates[chosen]]
 

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 class EngineParts:
     """What ``factory.py`` found out about this rank's engine; SGLang hands it on as ``params.krul_parts``.
 
-    ``capacity_bytes`` of host memory; ``rotary`` is None if keys must keep their rotary embedding, ``capture``
-    if no attention is observed.
+    ``capacity_bytes`` of host memory; ``rotary`` is None if keys must keep their rotary embedding,
+    ``capture`` if no attention is observed.
     """
 
     config: KrulConfig

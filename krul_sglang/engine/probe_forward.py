@@ -83,8 +83,8 @@ def probe_forward(
 ) -> torch.Tensor:
     """Logits ``[W, vocabulary]`` (float32) of ``token_ids`` ``[W]`` at ``first_position`` and after.
 
-    A decode batch of ``W`` rows to the model, so that each row gets logits; attention makes them one sequence.
-    Where a model writes KV itself, it writes to slot 0, which SGLang keeps for padding.
+    To the model it is a decode batch of ``W`` rows, so that each row gets logits; attention makes them one
+    sequence. Where a model writes KV itself, it writes to slot 0, which SGLang keeps for padding.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -111,4 +111,5 @@ def probe_forward(
         forward_context(ForwardContext(attn_backend=attention), forward_batch=batch),
     ):
         output = model_runner.model.forward(token_ids, positions, batch)
-    return output.next_token_logits.float()
+    logits: torch.Tensor = output.next_token_logits.float()
+    return logits

@@ -40,9 +40,7 @@ def read_rotary_table(model: Any) -> RotaryTable | None:
         cos, sin = module.cos_sin_cache.float().chunk(2, dim=-1)
         table = RotaryTable(cos, sin, is_neox=module.is_neox_style)
     if table is None or not _undoes(table, module):
-        logger.warning(
-            "krul: keys keep their rotary embedding: %s cannot be undone", type(module).__name__
-        )
+        logger.warning("krul: keys keep their rotary embedding: %s cannot be undone", type(module).__name__)
         return None
     return table
 

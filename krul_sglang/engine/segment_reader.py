@@ -13,7 +13,8 @@ from krul_backend.strategy.strategy import Strategy
 class SegmentReader:
     """The first ``num_tokens`` tokens of one leased slice. Layers are read in ascending order.
 
-    ``strategy`` is what the segment was encoded with. A block that a later layer needs again (the shared directions of a pair) stays on the device until then.
+    ``strategy`` is what the segment was encoded with. A block that a later layer needs again (the shared
+    directions of a pair) stays on the device until then.
 
     Raises:
         CodecError: the manifest's parameters are none that ``codec`` can decode.

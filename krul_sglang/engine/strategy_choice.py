@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from krul_backend.attention.rows import QueryRows, accumulate
-from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.attention.statistics import AttentionStatistics, concatenate_heads
 from krul_backend.strategy.interface import Evidence, StrategySelector
 from krul_backend.strategy.strategy import Strategy
 from krul_sglang.engine.agreement import RankAgreement
@@ -136,7 +136,7 @@ class StrategyChooser:
         parts = self._agreement.gather(flat, shape)
         if parts is None:
             return None
-        return AttentionStatistics.concatenate_heads(
+        return concatenate_heads(
             [
                 AttentionStatistics(
                     part[: -num_layers - 1].view(self._num_heads, num_layers, num_layers),

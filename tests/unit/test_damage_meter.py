@@ -150,24 +150,20 @@ def test_the_meter_measures_each_layer_and_pair_at_each_precision() -> None:
         max_rows=3,
         deviations=0.5,
     )
-    measured = meter.measure(rows, storage.read, storage.round_trip, pairs=[(1, 2), (0, 1)])
-    units = [(m.option.unit, m.option.precision) for m in measured]
+    units = meter.units_of(NUM_LAYERS, [(1, 2), (0, 1)])
+    measured = meter.measure(units, rows, storage.read, storage.round_trip)
     singles = [(0,), (1,), (2,)]
     assert units == [
-        *((unit, p) for unit in singles for p in (Precision.NATIVE, Precision.INT8, Precision.INT2)),
+        *((unit, p) for unit in singles for p in (Precision.INT8, Precision.INT2)),
         ((1, 2), Precision.INT4),
         ((0, 1), Precision.INT4),
     ]
     assert storage.reads == [0, 1, 2, 1, 2, 0, 1]
-    assert storage.trips == [unit for unit in units if unit[1] is not Precision.NATIVE]
+    assert storage.trips == units == [(m.option.unit, m.option.precision) for m in measured]
     last_rows = range(NUM_ROWS - 3, NUM_ROWS)
     for m in measured:
         option = m.option
         assert [error.layer for error in m.errors] == list(option.unit)
-        if option.precision is Precision.NATIVE:
-            assert option.damage == 0
-            assert option.num_bytes == KV_HEADS * (HEAD_DIM + V_HEAD_DIM) * 2
-            continue
         assert option.num_bytes == 100 * (option.precision.bits or 0) / NUM_TOKENS
         amount = AMOUNTS[option.precision] * len(option.unit)
         for error in m.errors:
@@ -176,6 +172,18 @@ def test_the_meter_measures_each_layer_and_pair_at_each_precision() -> None:
             assert error.error == pytest.approx(expected, rel=1e-3)
             assert error.kind is (DamageKind.MERGING if len(option.unit) == 2 else DamageKind.ROUNDING)
         assert option.damage == pytest.approx(sum(table.predict(e, 0.5) for e in m.errors))
+        doubled = meter.with_errors(m, [2 * error.error for error in m.errors])
+        assert doubled.option.damage == pytest.approx(2 * option.damage)
+        assert (doubled.option.unit, doubled.option.num_bytes) == (option.unit, option.num_bytes)
+
+
+def test_only_what_was_asked_for_is_measured() -> None:
+    storage = FakeStorage()
+    units = [((2,), Precision.INT4), ((0, 1), Precision.INT8), ((0,), Precision.INT2)]
+    meter = DamageMeter(SensitivityTable("m", NUM_LAYERS))
+    measured = meter.measure(units, make_rows(), storage.read, storage.round_trip)
+    assert [(m.option.unit, m.option.precision) for m in measured] == units == storage.trips
+    assert meter.measure([], make_rows(), storage.read, storage.round_trip) == []
 
 
 def test_a_round_trip_that_breaks_numbers_rules_the_option_out() -> None:
@@ -187,21 +195,22 @@ def test_a_round_trip_that_breaks_numbers_rules_the_option_out() -> None:
         return [LayerKV(kv.k * math.nan, kv.v) for kv in layers], 1
 
     meter = DamageMeter(SensitivityTable("m", NUM_LAYERS), single_precisions=(Precision.INT4,))
-    measured = meter.measure(make_rows(), storage.read, broken)
-    assert [m.option.damage for m in measured] == [0, math.inf] * NUM_LAYERS
+    measured = meter.measure(meter.units_of(NUM_LAYERS, []), make_rows(), storage.read, broken)
+    assert [m.option.damage for m in measured] == [math.inf] * NUM_LAYERS
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:
     storage = FakeStorage()
     meter = DamageMeter(SensitivityTable("m", NUM_LAYERS))
     rows = make_rows()
+    units = meter.units_of(NUM_LAYERS, [])
     beyond = QueryRows(rows.queries, rows.positions + 1, rows.kv_heads, rows.scaling)
     with pytest.raises(StrategyError, match="position 12 of 12 tokens"):
-        meter.measure(beyond, storage.read, storage.round_trip)
+        meter.measure(units, beyond, storage.read, storage.round_trip)
     with pytest.raises(StrategyError, match="rows of 2 layers for 3 layers"):
-        meter.measure(make_rows(num_layers=2), storage.read, storage.round_trip)
+        meter.measure(units, make_rows(num_layers=2), storage.read, storage.round_trip)
     with pytest.raises(StrategyError, match="without query rows"):
-        meter.measure(make_rows(num_rows=0), storage.read, storage.round_trip)
+        meter.measure(units, make_rows(num_rows=0), storage.read, storage.round_trip)
     with pytest.raises(StrategyError, match="on 0 rows"):
         DamageMeter(SensitivityTable("m", 1), max_rows=0)
 

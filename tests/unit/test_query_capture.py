@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,9 +152,7 @@ def test_one_of_many_decoded_tokens_is_kept_and_the_oldest_go_first() -> None:
         engine.decode(("a", 5, 10 + step))
     positions = [p for p in assert_rows_are("a", engine.take("a", 5)) if p >= 10]
     assert len(positions) == 8
-    assert {later - earlier for earlier, later in zip(positions, positions[1:], strict=False)} == {
-        DECODE_INTERVAL
-    }
+    assert {later - earlier for earlier, later in itertools.pairwise(positions)} == {DECODE_INTERVAL}
     assert positions[-1] > num_steps - DECODE_INTERVAL
 
 

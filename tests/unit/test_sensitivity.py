@@ -227,7 +227,7 @@ def test_a_saved_table_predicts_and_learns_as_before(tmp_path: Path) -> None:
     table.save(path)
     table.save(path)
     assert list(tmp_path.iterdir()) == [path]
-    again = SensitivityTable.load(path, "m", NUM_LAYERS)
+    again = SensitivityTable.parse(path.read_bytes(), "m", NUM_LAYERS)
     for _ in range(2):
         for layer in range(NUM_LAYERS):
             for kind in DamageKind:
@@ -244,7 +244,7 @@ def test_files_that_are_not_this_table_are_refused(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     for model, num_layers in (("other", NUM_LAYERS), ("m", NUM_LAYERS + 1)):
         with pytest.raises(SensitivityError):
-            SensitivityTable.load(path, model, num_layers)
+            SensitivityTable.parse(path.read_bytes(), model, num_layers)
     first_row = content["sensitivities"]["rounding"][0]
     damaged = [
         "",
@@ -263,4 +263,4 @@ def test_files_that_are_not_this_table_are_refused(tmp_path: Path) -> None:
     for text in damaged:
         path.write_text(text)
         with pytest.raises(SensitivityError, match=r"table\.json"):
-            SensitivityTable.load(path, "m", NUM_LAYERS)
+            SensitivityTable.parse(path.read_bytes(), "m", NUM_LAYERS)

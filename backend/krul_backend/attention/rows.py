@@ -92,7 +92,7 @@ def attention_rows(
     kv_heads: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """Attention weights of one layer: fp32 ``[H, R, T]``; a row is a distribution over tokens ``<= position``.
+    """Attention weights of one layer: fp32 ``[H, R, T]``; a row is a distribution over ``<= position``.
 
     ``queries [R, H, D]``, ``keys [T, Hkv, D]`` in any dtype; all on one device.
     """

@@ -1,17 +1,23 @@
-"""Chooses strategies within an error budget, measuring on each conversation only what it is about to choose."""
+"""Strategies within an error budget; on each conversation only what is about to be chosen is measured."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from krul_backend.attention.rows import QueryRows
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import ReadLayer
 from krul_backend.strategy.budget import BudgetSelector
-from krul_backend.strategy.damage import DamageMeter, MeasuredUnit, RoundTrip, Unit, nearest_pairs
+from krul_backend.strategy.damage import (
+    DamageMeter,
+    MeasuredUnit,
+    RoundTrip,
+    UnitAndPrecision,
+    nearest_pairs,
+)
 from krul_backend.strategy.interface import Evidence, UnitOption
 from krul_backend.strategy.sensitivity import LayerError, SensitivityTable
 from krul_backend.strategy.strategy import Precision, Strategy
@@ -20,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 Agree = Callable[[Sequence[float] | None, int], Sequence[float] | None]
 """Mean over tensor-parallel ranks of so many numbers each; None if one rank has none."""
-
-UnitAndPrecision = tuple[Unit, Precision]
 
 SURVEY_TURNS = 4
 SURVEY_INTERVAL = 32
@@ -166,18 +170,18 @@ class BudgetedChoice:
             ]
         self._typical[key] = _Typical(logs, unit.option.num_bytes)
 
-    def errors_of(self, strategy: Strategy) -> list[tuple[Unit, list[LayerError]]]:
+    def errors_of(self, strategy: Strategy) -> list[tuple[LayerError, ...]]:
         """What is typical of each compressed unit of a strategy, as far as known: candidates for a probe."""
         known = []
         for unit, precision in _keys_of(strategy):
             typical = self._typical.get((unit, precision))
             if typical is not None:
                 errors = [math.exp(value) for value in typical.log_errors]
-                known.append((unit, self._meter.layer_errors(unit, precision, errors)))
+                known.append(self._meter.layer_errors(unit, precision, errors))
         return known
 
 
 def _keys_of(strategy: Strategy) -> list[UnitAndPrecision]:
     """The compressed units of a strategy; native layers alone cost nothing and need no measurement."""
     keys = [(unit, strategy.layers[unit[0]].precision) for unit in strategy.units]
-    return [(unit, precision) for unit, precision in keys if len(unit) > 1 or precision is not Precision.NATIVE]
+    return [key for key in keys if len(key[0]) > 1 or key[1] is not Precision.NATIVE]

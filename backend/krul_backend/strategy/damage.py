@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,12 @@ from krul_backend.strategy.interface import UnitOption
 from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
 from krul_backend.strategy.strategy import Pair, Precision
 
-RoundTrip = Callable[[tuple[int, ...], Precision, Sequence[LayerKV]], tuple[Sequence[LayerKV], int]]
+Unit = tuple[int, ...]
+"""A layer alone ``(i,)``, or a pair ``(i, j)``."""
+
+UnitAndPrecision = tuple[Unit, Precision]
+
+RoundTrip = Callable[[Unit, Precision, Sequence[LayerKV]], tuple[Sequence[LayerKV], int]]
 """Encodes and decodes one unit: ``(unit, precision, its layers) -> (its layers decoded, bytes stored)``."""
 
 
@@ -96,15 +102,24 @@ class DamageMeter:
         self._max_rows = max_rows
         self._deviations = deviations
 
+    def units_of(self, num_layers: int, pairs: Sequence[Pair]) -> list[UnitAndPrecision]:
+        """Every layer alone and each of ``pairs``, at the precisions of this meter; native alone left out."""
+        units: list[UnitAndPrecision] = []
+        for layer in range(num_layers):
+            units += [((layer,), precision) for precision in self._single_precisions]
+        for pair in pairs:
+            units += [(pair, precision) for precision in self._pair_precisions]
+        return units
+
     @torch.no_grad()
     def measure(
-        self, rows: QueryRows, read: ReadLayer, round_trip: RoundTrip, pairs: Sequence[Pair] = ()
+        self, units: Sequence[UnitAndPrecision], rows: QueryRows, read: ReadLayer, round_trip: RoundTrip
     ) -> list[MeasuredUnit]:
-        """Every layer alone, native included, and each of ``pairs``, at the meter's precisions.
+        """What each of ``units`` costs, in their order.
 
         ``rows`` may lie on another device than the KV; positions are below the number of tokens that
-        ``read`` returns. Layers are read once, then once more per pair; one layer's or pair's KV is held at
-        a time. Waits for the device once, at the end.
+        ``read`` returns. The KV of a unit is read once for all its precisions that follow each other, and
+        held no longer; true outputs are computed once per layer. Waits for the device once, at the end.
 
         Raises:
             StrategyError: no rows, rows beyond the tokens, or another number of layers than the table has.
@@ -114,35 +129,53 @@ class DamageMeter:
             raise StrategyError(f"query rows of {rows.queries.shape[0]} layers for {num_layers} layers")
         if rows.positions.numel() == 0:
             raise StrategyError("damage cannot be measured without query rows")
-        units: list[tuple[tuple[int, ...], Precision, float]] = []
+        true_outputs: dict[int, Tensor] = {}
+        found: list[tuple[UnitAndPrecision, float]] = []
         errors: list[Tensor] = []
-        true_outputs: list[Tensor] = []
-        for layer in range(num_layers):
-            kv = read(layer)
-            if int(rows.positions.max()) >= kv.k.shape[0]:
-                raise StrategyError(
-                    f"a query row at position {int(rows.positions.max())} of {kv.k.shape[0]} tokens"
-                )
-            true_outputs.append(self._output(rows, layer, kv))
-            units.append(((layer,), Precision.NATIVE, _token_bytes(kv)))
-            errors.append(true_outputs[layer].new_zeros(1))
-            for unit, precision, decoded, num_bytes in _trips(
-                (layer,), self._single_precisions, [kv], round_trip
-            ):
-                units.append((unit, precision, num_bytes))
-                errors.append(self._errors(rows, unit, decoded, true_outputs))
-        for pair in pairs:
-            layers = [read(layer) for layer in pair]
-            for unit, precision, decoded, num_bytes in _trips(
-                pair, self._pair_precisions, layers, round_trip
-            ):
-                units.append((unit, precision, num_bytes))
-                errors.append(self._errors(rows, unit, decoded, true_outputs))
-        values = iter(torch.cat(errors).tolist())
+        for unit, of_unit in itertools.groupby(units, key=lambda item: item[0]):
+            layers = [self._read(layer, rows, read) for layer in unit]
+            for layer, kv in zip(unit, layers, strict=True):
+                if layer not in true_outputs:
+                    true_outputs[layer] = self._output(rows, layer, kv)
+            for _, precision in of_unit:
+                decoded, num_bytes = round_trip(unit, precision, layers)
+                found.append(((unit, precision), num_bytes / layers[0].k.shape[0]))
+                errors += [
+                    relative_squared_error(true_outputs[layer], self._output(rows, layer, kv))
+                    for layer, kv in zip(unit, decoded, strict=True)
+                ]
+        values = iter(torch.stack(errors).tolist() if errors else [])
         return [
-            self._measured(unit, precision, num_bytes, [next(values) for _ in unit])
-            for unit, precision, num_bytes in units
+            self._measured(unit, precision, num_bytes, [_finite_or_infinity(next(values)) for _ in unit])
+            for (unit, precision), num_bytes in found
         ]
+
+    def with_errors(self, measured: MeasuredUnit, errors: Sequence[float]) -> MeasuredUnit:
+        """The same unit with other errors of its layers: the mean over ranks, say."""
+        option = measured.option
+        return self._measured(option.unit, option.precision, option.num_bytes, errors)
+
+    def layer_errors(
+        self, unit: Unit, precision: Precision, errors: Sequence[float]
+    ) -> tuple[LayerError, ...]:
+        """``errors`` of a unit's layers, with the kind of damage that they are."""
+        kind = DamageKind.of(unit, precision)
+        return tuple(LayerError(layer, kind, error) for layer, error in zip(unit, errors, strict=True))
+
+    def damage_of(self, unit: Unit, precision: Precision, errors: Sequence[float]) -> float:
+        """Predicted KL in nats of a unit whose layers have these errors."""
+        return sum(
+            self._table.predict(error, self._deviations)
+            for error in self.layer_errors(unit, precision, errors)
+        )
+
+    def _read(self, layer: int, rows: QueryRows, read: ReadLayer) -> LayerKV:
+        kv = read(layer)
+        if int(rows.positions.max()) >= kv.k.shape[0]:
+            raise StrategyError(
+                f"a query row at position {int(rows.positions.max())} of {kv.k.shape[0]} tokens"
+            )
+        return kv
 
     def _output(self, rows: QueryRows, layer: int, kv: LayerKV) -> Tensor:
         device = kv.k.device
@@ -154,40 +187,11 @@ class DamageMeter:
             kv,
         )
 
-    def _errors(
-        self, rows: QueryRows, unit: tuple[int, ...], decoded: Sequence[LayerKV], true_outputs: list[Tensor]
-    ) -> Tensor:
-        """The error of each layer of the unit, ``[len(unit)]``."""
-        return torch.stack(
-            [
-                relative_squared_error(true_outputs[layer], self._output(rows, layer, kv))
-                for layer, kv in zip(unit, decoded, strict=True)
-            ]
-        )
-
     def _measured(
-        self, unit: tuple[int, ...], precision: Precision, num_bytes: float, values: list[float]
+        self, unit: Unit, precision: Precision, num_bytes: float, errors: Sequence[float]
     ) -> MeasuredUnit:
-        kind = DamageKind.of(unit, precision)
-        errors = tuple(
-            LayerError(layer, kind, _finite_or_infinity(value))
-            for layer, value in zip(unit, values, strict=True)
-        )
-        damage = sum(self._table.predict(error, self._deviations) for error in errors)
-        return MeasuredUnit(UnitOption(unit, precision, num_bytes, damage), errors)
-
-
-def _trips(
-    unit: tuple[int, ...], precisions: Sequence[Precision], layers: Sequence[LayerKV], round_trip: RoundTrip
-) -> Iterator[tuple[tuple[int, ...], Precision, Sequence[LayerKV], float]]:
-    """The unit decoded at each precision, with its bytes per token."""
-    for precision in precisions:
-        decoded, num_bytes = round_trip(unit, precision, layers)
-        yield unit, precision, decoded, num_bytes / layers[0].k.shape[0]
-
-
-def _token_bytes(kv: LayerKV) -> float:
-    return float((kv.k.nbytes + kv.v.nbytes) / kv.k.shape[0])
+        option = UnitOption(unit, precision, num_bytes, self.damage_of(unit, precision, errors))
+        return MeasuredUnit(option, self.layer_errors(unit, precision, errors))
 
 
 def _finite_or_infinity(value: float) -> float:

@@ -207,15 +207,15 @@ class SensitivityTable:
         temporary.replace(path)
 
     @classmethod
-    def load(cls, path: Path, model: str, num_layers: int) -> SensitivityTable:
-        """The table that ``save`` wrote.
+    def parse(cls, text: bytes, model: str, num_layers: int) -> SensitivityTable:
+        """The table that ``save`` wrote, from the content of its file.
 
         Raises:
             SensitivityError: not such a file, another format, or learned on another model.
-            OSError: the file cannot be read.
         """
+        path = "the sensitivity table"
         try:
-            content = orjson.loads(path.read_bytes())
+            content = orjson.loads(text)
         except orjson.JSONDecodeError as error:
             raise SensitivityError(f"{path} is not JSON: {error}") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
