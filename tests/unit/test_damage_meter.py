@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from strategy_builders import make_statistics
 
 from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import LayerKV
 from krul_backend.errors import StrategyError
 from krul_backend.strategy.damage import DamageMeter, attention_output_error, nearest_pairs
@@ -219,4 +220,5 @@ def test_nearest_pairs_come_first() -> None:
     distances = [[0.0, 3.0, 1.0], [3.0, 0.0, 2.0], [1.0, 2.0, 0.0]]
     statistics = make_statistics(distances, [0.0] * 3)
     assert nearest_pairs(statistics, 2) == [(0, 2), (1, 2)]
+    assert nearest_pairs(AttentionStatistics.zero(3, 1), 2) == []
     assert nearest_pairs(statistics, 99) == [(0, 2), (1, 2), (0, 1)]

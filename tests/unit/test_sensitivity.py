@@ -184,7 +184,7 @@ def test_the_least_known_layer_is_probed_first() -> None:
     cells = [(error.layer, error.kind) for error in asked]
     assert len(set(cells[:6])) == 6
     assert {cells.count(cell) for cell in cells} == {3}
-    # 1e-9 cannot be measured; of the others the smaller damage is asked.
+    # 1e-9 cannot be measured; of the others the one closer to a typical budget is asked.
     assert {error.error for error in asked} == {0.1}
 
 

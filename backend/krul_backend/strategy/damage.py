@@ -65,7 +65,7 @@ def attention_output_error(
 
 def nearest_pairs(statistics: AttentionStatistics, max_pairs: int) -> list[Pair]:
     """The ``max_pairs`` pairs of layers with the most similar attention, nearest first."""
-    layers = list(range(statistics.ir_mass.numel()))
+    layers = list(range(statistics.num_layers))
     return [pair for _, pair in pair_distances(statistics, layers)[:max_pairs]]
 
 

@@ -35,6 +35,8 @@ KL_FLOOR_NATS = 1e-6
 """Below this a measured KL is rounding noise of the model's own arithmetic."""
 KL_SATURATED_NATS = 0.5
 """Above this KL no longer grows with the error: it only says that the damage is at least so large."""
+PROBE_TARGET_NATS = 0.01
+"""Where probes teach best: the size of a budget, and far from the floor even if predicted far too high."""
 
 
 class DamageKind(Enum):
@@ -161,8 +163,7 @@ class SensitivityTable:
 
         A candidate is what one probe would damage: the errors of one unit at one precision, or of a whole
         strategy. Those whose KL is expected to be unmeasurably small or saturated are left out; among equals
-        the smallest prediction wins, since probes at small damage are where budgets are. None if no
-        candidate is left.
+        the one closest to ``PROBE_TARGET_NATS`` wins. None if no candidate is left.
         """
         best: tuple[float, float, int] | None = None
         for index, errors in enumerate(candidates):
@@ -174,7 +175,7 @@ class SensitivityTable:
                 self._belief(error).variance * (part / predicted) ** 2
                 for error, part in zip(errors, parts, strict=True)
             )
-            rank = (-unknown, predicted, index)
+            rank = (-unknown, abs(math.log(predicted / PROBE_TARGET_NATS)), index)
             if best is None or rank < best:
                 best = rank
         return None if best is None else best[2]
