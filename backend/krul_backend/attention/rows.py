@@ -9,8 +9,10 @@ import torch
 
 from krul_backend.attention.statistics import AttentionStatistics
 
-BLOCK_BYTES = 32 << 20
-"""Memory of the attention weights that are held at a time."""
+CPU_BLOCK_BYTES = 8 << 20
+"""Attention weights that are held at a time on a CPU: about what stays in its caches."""
+DEVICE_BLOCK_BYTES = 256 << 20
+"""The same on a GPU, where few large operations are faster than many small ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +94,7 @@ def attention_rows(
     kv_heads: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """Attention weights of one layer: fp32 ``[H, R, T]``; a row is a distribution over tokens ``<= position``.
+    """Attention weights of one layer: fp32 ``[H, R, T]``; rows are distributions over tokens ``<= position``.
 
     ``queries [R, H, D]``, ``keys [T, Hkv, D]`` in any dtype; all on one device.
     """
@@ -105,18 +107,20 @@ def attention_rows(
 
 
 def accumulate(
-    rows: QueryRows, read_keys: ReadKeys, *, block_bytes: int = BLOCK_BYTES
+    rows: QueryRows, read_keys: ReadKeys, *, block_bytes: int | None = None
 ) -> AttentionStatistics:
     """Reduce all rows, on the device of the queries.
 
     Works through blocks of rows and heads whose weights in all layers take at most ``block_bytes`` (one row
     of one head is the least), so the memory does not grow with the number of rows; each block reads the keys
-    of every layer once.
+    of every layer once. The default depends on the device.
     """
     total = AttentionStatistics.zero(rows.num_layers, rows.num_heads)
     if rows.num_rows == 0:
         return total
     device = rows.queries.device
+    if block_bytes is None:
+        block_bytes = CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
     positions = rows.positions.cpu()
     num_tokens = int(positions.max()) + 1
     squared_distance = total.squared_distance.to(device)
