@@ -113,7 +113,7 @@ def accumulate(
 
     Works through blocks of rows and heads whose weights in all layers take at most ``block_bytes`` (one row
     of one head is the least), so the memory does not grow with the number of rows; each block reads the keys
-    of every layer once. The default depends on the device.
+    of every layer once. The softmax takes a few layers' share more. The default depends on the device.
     """
     total = AttentionStatistics.zero(rows.num_layers, rows.num_heads)
     if rows.num_rows == 0:
@@ -130,6 +130,8 @@ def accumulate(
         weights = _weights(rows, row_block, heads, num_visible, read_keys)
         squared_distance[heads] += _squared_distances(weights)
         ir_mass += _initial_recent(weights, positions[row_block].to(device))
+        # Or two blocks are held while the next one is computed.
+        del weights
     # Rounding can leave a tiny negative sum where two layers attend alike.
     return AttentionStatistics(squared_distance.clamp(min=0).cpu(), ir_mass.cpu(), rows.num_rows)
 
@@ -178,5 +180,6 @@ def _initial_recent(weights: torch.Tensor, positions: torch.Tensor) -> torch.Ten
     token = torch.arange(weights.shape[3], device=weights.device)
     # Tokens after the row's own are in neither part: their weight is zero.
     is_initial_or_recent = (token < tenth) | (token >= num_seen - tenth)  # [r, t]
-    per_layer = torch.einsum("hlrt,rt->lr", weights, is_initial_or_recent.float())
-    return per_layer.double().sum(dim=1)
+    # Heads first: an einsum would lay out all weights once more.
+    masses = weights.sum(dim=0).mul_(is_initial_or_recent).sum(dim=2)  # [L, r]
+    return masses.double().sum(dim=1)
