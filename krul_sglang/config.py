@@ -163,15 +163,15 @@ class KrulConfig:
         "does to the model's answers.",
     )
     query_rows: int = _option(
-        64,
+        256,
         _parse_query_rows,
         "a whole number from 16 to 1024",
         "Query vectors kept of each turn for attention statistics, half of them from the prompt.",
     )
     query_memory: int = _option(
-        256 << 20,
+        512 << 20,
         _parse_size,
-        'a positive size such as 268435456 or "256MiB"',
+        'a positive size such as 536870912 or "512MiB"',
         "Device memory in bytes for those query vectors, per rank; requests beyond it are not recorded.",
     )
 

@@ -118,6 +118,10 @@ class ErrorBudget(Decision):
         self._outcomes.append(([LayerError(layer, kinds[layer], e) for layer, e in errors.items()], kl))
         logger.debug("krul: probe of layers %s: KL %.2g nats", list(errors), kl)
 
+    def stop_probes(self) -> None:
+        """What is known stays; nothing is added."""
+        self._probe_share = 0.0
+
     def as_dict(self) -> dict[str, Any]:
         return {"probes": self.num_probes, "last_kl": self.last_kl, "spread": self._table.spread}
 

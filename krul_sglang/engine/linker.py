@@ -242,7 +242,12 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Measure what compression does to a stored conversation. On every rank at once, while idle."""
         if self._budget is None:
             return
-        outcome = self._prober.probe(path, self._budget.choose_layers)
+        try:
+            outcome = self._prober.probe(path, self._budget.choose_layers)
+        except Exception:
+            logger.exception("krul: a probe failed; there will be no more")
+            self._budget.stop_probes()
+            return
         if outcome is not None:
             self._budget.learn(outcome.strategy, outcome.errors, outcome.kl)
 

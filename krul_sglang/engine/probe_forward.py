@@ -86,7 +86,7 @@ def probe_forward(
     To the model it is a decode batch of ``W`` rows, so that each row gets logits; attention makes them one
     sequence. Where a model writes KV itself, it writes to slot 0, which SGLang keeps for padding.
     """
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
     from sglang.srt.runtime_context import get_model
 
@@ -104,6 +104,7 @@ def probe_forward(
         seq_lens_sum=int((positions + 1).sum()),
         out_cache_loc=nowhere,
         positions=positions,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
     )
     with (
         unrecorded,

@@ -1,0 +1,1 @@
+"""Figures, drawn from the JSON files of the benchmarks. Only these modules need matplotlib."""
