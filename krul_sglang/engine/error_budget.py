@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,35 @@ from krul_backend.codec.round_trip import UnitRoundTrip
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.errors import SensitivityError
 from krul_backend.segment import ModelIdentity
-from krul_backend.strategy.budgeted_choice import BudgetedChoice, ConversationKV
+from krul_backend.strategy.budgeted_choice import BudgetedChoice, ConversationKV, errors_of
 from krul_backend.strategy.damage import DamageMeter
-from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
+from krul_backend.strategy.sensitivity import DamageKind, SensitivityTable
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.probing import Prober
 from krul_sglang.engine.strategy_choice import Decision
-from krul_sglang.engine.turn import Turn
+from krul_sglang.engine.turn import StoredPath, Turn
 
 logger = logging.getLogger(__name__)
 
+_PROBES_WHILE_UNKNOWN = 4
+_MAX_FIRST_PROBES = 200
+"""A layer whose damage never shows would otherwise keep the model unknown for ever."""
+
 _PRECISIONS = (Precision.INT8, Precision.INT4, Precision.INT2, Precision.INT0)
-_PAIR_PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.INT2)
+_PAIR_PROBES_WHILE_UNKNOWN = 4
+_MAX_FIRST_PROBES = 200
+"""A layer whose damage never shows would otherwise keep the model unknown for ever."""
+
+_PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.INT2)
 
 
 class ErrorBudget(Decision):
     """Stores each turn in the fewest bytes whose damage, measured on that conversation, stays in the budget.
 
-    ``decide`` runs on the thread that stores turns. ``wants_probe``, ``choose_layers`` and ``learn`` run on
-    the scheduler's, the latter two while no turn is being stored; what was learned is taken in by the next
-    ``decide``, so that the table has one owner.
+    ``decide`` runs on the thread that stores turns. ``wants_probe`` and ``probe`` run on the scheduler's, the
+    latter only while no turn is being stored, so that the table has one owner at a time.
 
     ``table_path`` is where the table of this model is kept between runs; the first rank reads and writes it.
     """
@@ -50,8 +57,14 @@ class ErrorBudget(Decision):
         model: ModelIdentity,
         pool: DevicePool,
         codec: SegmentCodec,
+        prober: Prober,
         agreement: RankAgreement,
     ) -> None:
+        self.num_probes = 0
+        self.last_kl: float | None = None
+        self._prober = prober
+        self._last_strategy: Strategy | None = None
+        self._probes_due = 0.0
         self._pool = pool
         self._codec = codec
         self._agreement = agreement
@@ -67,19 +80,14 @@ class ErrorBudget(Decision):
             max_pairs=pool.num_layers,
             agree=self._mean_over_ranks,
         )
-        self._outcomes: deque[tuple[Sequence[LayerError], float]] = deque()
-        self._probes_due = 0.0
-        self.num_probes = 0
-        self.last_kl: float | None = None
 
     def decide(
         self, turn: Turn | None, statistics: AttentionStatistics | None, rows: QueryRows | None
     ) -> Strategy:
-        self._take_in_outcomes()
         if turn is None or statistics is None or rows is None:
             return Strategy.from_pairs(self._pool.num_layers)
         slots = turn.slots
-        return self._choice.choose(
+        self._last_strategy = self._choice.choose(
             statistics,
             ConversationKV(
                 rows=rows,
@@ -87,6 +95,7 @@ class ErrorBudget(Decision):
                 round_trip=UnitRoundTrip(self._codec, start_token=0),
             ),
         )
+        return self._last_strategy
 
     def wants_probe(self) -> bool:
         """Asked once per stored turn: every turn while the model is unknown, then a share of them."""
@@ -98,25 +107,27 @@ class ErrorBudget(Decision):
         self._probes_due -= 1.0
         return True
 
-    def choose_layers(self, strategy: Strategy) -> list[int]:
-        """Which of the compressed layers to probe: the unit, or all of them, that teaches most."""
-        candidates = self._choice.errors_of(strategy)
-        if len(candidates) > 1:
-            candidates.append(tuple(error for errors in candidates for error in errors))
-        chosen = self._table.next_probe(candidates)
-        return [] if chosen is None else [error.layer for error in candidates[chosen]]
-
-    def learn(self, strategy: Strategy, errors: dict[int, float], kl: float) -> None:
-        """Take in a probe in which the layers of ``errors``, stored by ``strategy``, were decoded."""
-        self.num_probes += 1
-        self.last_kl = kl
-        kinds = {
-            layer: DamageKind.of(unit, strategy.layers[layer].precision)
-            for unit in strategy.units
-            for layer in unit
-        }
-        self._outcomes.append(([LayerError(layer, kinds[layer], e) for layer, e in errors.items()], kl))
-        logger.debug("krul: probe of layers %s: KL %.2g nats", list(errors), kl)
+    def probe(self, path: StoredPath) -> None:
+        """Try what teaches most on a conversation that is stored: a unit alone, or the last whole strategy."""
+        opened = self._prober.open(path)
+        if opened is None:
+            return
+        for _ in range(_PROBES_WHILE_UNKNOWN if self._is_model_unknown() else 1):
+            strategy = self._choice.next_probe(self._last_strategy)
+            if strategy is None:
+                break
+            outcome = opened.run(strategy)
+            self.num_probes += 1
+            self.last_kl = outcome.kl
+            self._table.update(errors_of(strategy, outcome.errors), outcome.kl)
+            logger.debug(
+                "krul: probe of %s: errors %s, KL %.2g nats",
+                {layer: strategy.layers[layer].precision.value for layer in outcome.errors},
+                {layer: f"{error:.2g}" for layer, error in outcome.errors.items()},
+                outcome.kl,
+            )
+        if self._is_first_rank:
+            self._save_table()
 
     def stop_probes(self) -> None:
         """What is known stays; nothing is added."""
@@ -126,21 +137,18 @@ class ErrorBudget(Decision):
         return {"probes": self.num_probes, "last_kl": self.last_kl, "spread": self._table.spread}
 
     def _is_model_unknown(self) -> bool:
-        return any(
-            self._table.confidence(layer, DamageKind.ROUNDING) < 1.0 for layer in range(self._pool.num_layers)
+        return self.num_probes < _MAX_FIRST_PROBES and any(
+            self._table.confidence(layer, kind) < 1.0
+            for kind in DamageKind
+            for layer in range(self._pool.num_layers)
         )
 
-    def _take_in_outcomes(self) -> None:
-        if not self._outcomes:
-            return
-        while self._outcomes:
-            self._table.update(*self._outcomes.popleft())
-        if self._is_first_rank:
-            try:
-                self._table_path.parent.mkdir(parents=True, exist_ok=True)
-                self._table.save(self._table_path)
-            except OSError as error:
-                logger.warning("krul: %s could not be written: %s", self._table_path, error)
+    def _save_table(self) -> None:
+        try:
+            self._table_path.parent.mkdir(parents=True, exist_ok=True)
+            self._table.save(self._table_path)
+        except OSError as error:
+            logger.warning("krul: %s could not be written: %s", self._table_path, error)
 
     def _mean_over_ranks(self, values: Sequence[float] | None, count: int) -> list[float] | None:
         mine = None if values is None else torch.tensor(values, dtype=torch.float64)

@@ -86,21 +86,16 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._store = HostStore(parts.capacity_bytes)
         self._capture = parts.capture
         codec = SegmentCodec(self._pool.shape, self._pool.num_layers, parts.rotary)
-        self._budget = self._make_budget(parts, codec) if parts.config.strategy == "budget" else None
+        self._budget = None
+        if parts.config.strategy == "budget":
+            self._budget = self._make_budget(
+                parts, codec, params.tp_cache_group if self.model.tp_size > 1 else None
+            )
         self._chooser = StrategyChooser(
             self._make_selector_decision(parts.config) if self._budget is None else self._budget,
             self._pool,
             parts.agreement,
             num_heads=self._pool.shape.num_kv_heads,
-        )
-        self._prober = Prober(
-            parts.model_runner,
-            parts.capture,
-            self._pool,
-            codec,
-            self._store,
-            self.model,
-            params.tp_cache_group if self.model.tp_size > 1 else None,
         )
         self._offloader = TurnOffloader(
             self._store,
@@ -124,7 +119,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self.model.name,
         )
 
-    def _make_budget(self, parts: EngineParts, codec: SegmentCodec) -> ErrorBudget:
+    def _make_budget(self, parts: EngineParts, codec: SegmentCodec, group: Any | None) -> ErrorBudget:
         return ErrorBudget(
             limit=parts.config.error_budget,
             probe_share=parts.config.probe_share,
@@ -132,6 +127,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             model=self.model,
             pool=self._pool,
             codec=codec,
+            prober=Prober(parts.model_runner, parts.capture, self._pool, codec, group),
             agreement=parts.agreement,
         )
 
@@ -243,13 +239,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._budget is None:
             return
         try:
-            outcome = self._prober.probe(path, self._budget.choose_layers)
+            self._budget.probe(path)
         except Exception:
             logger.exception("krul: a probe failed; there will be no more")
             self._budget.stop_probes()
-            return
-        if outcome is not None:
-            self._budget.learn(outcome.strategy, outcome.errors, outcome.kl)
 
     # ---- lifecycle ----
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from krul_backend.attention.rows import QueryRows
@@ -19,7 +19,7 @@ from krul_backend.strategy.damage import (
     nearest_pairs,
 )
 from krul_backend.strategy.interface import Evidence, UnitOption
-from krul_backend.strategy.sensitivity import LayerError, SensitivityTable
+from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
 from krul_backend.strategy.strategy import Precision, Strategy
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,10 @@ class _Typical:
 
     log_errors: list[float]
     num_bytes: float
+
+    @property
+    def errors(self) -> list[float]:
+        return [math.exp(value) for value in self.log_errors]
 
 
 class BudgetedChoice:
@@ -128,8 +132,7 @@ class BudgetedChoice:
 
     def _guess(self, key: UnitAndPrecision, typical: _Typical) -> UnitOption:
         unit, precision = key
-        errors = [math.exp(value) for value in typical.log_errors]
-        damage = self._meter.damage_of(unit, precision, errors)
+        damage = self._meter.damage_of(unit, precision, typical.errors)
         return UnitOption(unit, precision, typical.num_bytes, damage)
 
     def _damage_of(self, strategy: Strategy, measured: dict[UnitAndPrecision, MeasuredUnit]) -> float:
@@ -170,15 +173,41 @@ class BudgetedChoice:
             ]
         self._typical[key] = _Typical(logs, unit.option.num_bytes)
 
-    def errors_of(self, strategy: Strategy) -> list[tuple[LayerError, ...]]:
-        """What is typical of each compressed unit of a strategy, as far as known: candidates for a probe."""
-        known = []
-        for unit, precision in _keys_of(strategy):
-            typical = self._typical.get((unit, precision))
-            if typical is not None:
-                errors = [math.exp(value) for value in typical.log_errors]
-                known.append(self._meter.layer_errors(unit, precision, errors))
-        return known
+    def next_probe(self, last_strategy: Strategy | None) -> Strategy | None:
+        """The strategy whose damage, measured end to end, would teach most; None if nothing would.
+
+        A single unit at some precision, or ``last_strategy`` as a whole.
+        """
+        num_layers = self._table.num_layers
+        strategies, candidates = [], []
+        for (unit, precision), typical in self._typical.items():
+            pairs = [(unit[0], unit[1])] if len(unit) == 2 else []
+            precisions = [precision if layer in unit else Precision.NATIVE for layer in range(num_layers)]
+            strategies.append(Strategy.from_pairs(num_layers, pairs, precisions))
+            candidates.append(self._meter.layer_errors(unit, precision, typical.errors))
+        if last_strategy is not None and all(key in self._typical for key in _keys_of(last_strategy)):
+            strategies.append(last_strategy)
+            candidates.append(
+                tuple(
+                    error
+                    for unit, precision in _keys_of(last_strategy)
+                    for error in self._meter.layer_errors(
+                        unit, precision, self._typical[unit, precision].errors
+                    )
+                )
+            )
+        chosen = self._table.next_probe(candidates)
+        return None if chosen is None else strategies[chosen]
+
+
+def errors_of(strategy: Strategy, errors: Mapping[int, float]) -> list[LayerError]:
+    """Measured errors of layers of a strategy, each with the kind of damage that it is."""
+    return [
+        LayerError(layer, DamageKind.of(unit, strategy.layers[layer].precision), errors[layer])
+        for unit in strategy.units
+        for layer in unit
+        if layer in errors
+    ]
 
 
 def _keys_of(strategy: Strategy) -> list[UnitAndPrecision]:
