@@ -32,11 +32,7 @@ _MAX_FIRST_PROBES = 200
 """A layer whose damage never shows would otherwise keep the model unknown for ever."""
 
 _PRECISIONS = (Precision.INT8, Precision.INT4, Precision.INT2, Precision.INT0)
-_PAIR_PROBES_WHILE_UNKNOWN = 4
-_MAX_FIRST_PROBES = 200
-"""A layer whose damage never shows would otherwise keep the model unknown for ever."""
-
-_PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.INT2)
+_PAIR_PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.INT2)
 
 
 class ErrorBudget(Decision):
@@ -108,7 +104,7 @@ class ErrorBudget(Decision):
         return True
 
     def probe(self, path: StoredPath) -> None:
-        """Try what teaches most on a conversation that is stored: a unit alone, or the last whole strategy."""
+        """Try what teaches most on a stored conversation: a unit alone, or the last whole strategy."""
         opened = self._prober.open(path)
         if opened is None:
             return
