@@ -27,7 +27,7 @@ from krul_sglang.engine.turn import StoredPath, Turn
 
 logger = logging.getLogger(__name__)
 
-_PROBES_WHILE_UNKNOWN = 4
+_PROBES_WHILE_UNKNOWN = 8
 _MAX_FIRST_PROBES = 200
 """A layer whose damage never shows would otherwise keep the model unknown for ever."""
 

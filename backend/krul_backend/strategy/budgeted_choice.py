@@ -84,7 +84,7 @@ class BudgetedChoice:
     ) -> None:
         self._meter = meter
         self._table = table
-        self._limit = limit
+        self.limit = limit
         self._selector = BudgetSelector(limit, native_token_bytes)
         self._native_token_bytes = native_token_bytes
         self._max_pairs = max_pairs
@@ -110,7 +110,7 @@ class BudgetedChoice:
                 return strategy
             if not self._measure(unmeasured, kv, measured):
                 return Strategy.from_pairs(num_layers)
-            if self._damage_of(strategy, measured) <= self._limit:
+            if self._damage_of(strategy, measured) <= self.limit:
                 return strategy
         return self._select(measured, candidates)
 

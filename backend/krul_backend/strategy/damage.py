@@ -96,7 +96,7 @@ class DamageMeter:
     ) -> None:
         if max_rows < 1:
             raise StrategyError(f"damage cannot be measured on {max_rows} rows")
-        self._table = table
+        self.table = table
         self._single_precisions = tuple(single_precisions)
         self._pair_precisions = tuple(pair_precisions)
         self._max_rows = max_rows
@@ -124,7 +124,7 @@ class DamageMeter:
         Raises:
             StrategyError: no rows, rows beyond the tokens, or another number of layers than the table has.
         """
-        num_layers = self._table.num_layers
+        num_layers = self.table.num_layers
         if rows.queries.shape[0] != num_layers:
             raise StrategyError(f"query rows of {rows.queries.shape[0]} layers for {num_layers} layers")
         if rows.positions.numel() == 0:
@@ -165,7 +165,7 @@ class DamageMeter:
     def damage_of(self, unit: Unit, precision: Precision, errors: Sequence[float]) -> float:
         """Predicted KL in nats of a unit whose layers have these errors."""
         return sum(
-            self._table.predict(error, self._deviations)
+            self.table.predict(error, self._deviations)
             for error in self.layer_errors(unit, precision, errors)
         )
 

@@ -1,0 +1,211 @@
+"""Choices within an error budget on conversations whose damage is known by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from strategy_builders import make_statistics
+
+from krul_backend.attention.rows import QueryRows
+from krul_backend.codec.interface import LayerKV
+from krul_backend.strategy.budgeted_choice import (
+    SURVEY_INTERVAL,
+    SURVEY_TURNS,
+    BudgetedChoice,
+    ConversationKV,
+    errors_of,
+)
+from krul_backend.strategy.damage import DamageMeter
+from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
+from krul_backend.strategy.strategy import Precision, Strategy
+
+NUM_LAYERS, NUM_TOKENS, NATIVE_BYTES = 3, 24, 64.0
+STATISTICS = make_statistics([[0.0, 1.0, 2.0], [1.0, 0.0, 3.0], [2.0, 3.0, 0.0]], [1.0, 1.0, 1.0])
+PRECISIONS = (Precision.INT8, Precision.INT4)
+NOISE = {Precision.INT8: 1e-3, Precision.INT4: 3e-2}
+NUM_UNITS = NUM_LAYERS * len(PRECISIONS) + 1 * len(PRECISIONS)
+"""Every layer alone and the nearest pair, at both precisions."""
+
+
+class Conversation:
+    """KV, rows, and round trips that add ``factor`` times the noise of the precision; counts them."""
+
+    def __init__(self, factor: float = 1.0, factor_of_layer: dict[int, float] | None = None) -> None:
+        generator = torch.Generator().manual_seed(4)
+        self.layers = [
+            LayerKV(
+                torch.randn(NUM_TOKENS, 1, 8, generator=generator),
+                torch.randn(NUM_TOKENS, 1, 8, generator=generator),
+            )
+            for _ in range(NUM_LAYERS)
+        ]
+        self.rows = QueryRows(
+            torch.randn(NUM_LAYERS, 6, 1, 8, generator=generator),
+            torch.arange(NUM_TOKENS - 6, NUM_TOKENS),
+            torch.zeros(1, dtype=torch.int64),
+            0.35,
+        )
+        self._factors = {layer: factor for layer in range(NUM_LAYERS)} | (factor_of_layer or {})
+        self.trips: list[tuple[tuple[int, ...], Precision]] = []
+
+    @property
+    def kv(self) -> ConversationKV:
+        return ConversationKV(self.rows, self.layers.__getitem__, self.round_trip)
+
+    def round_trip(
+        self, unit: tuple[int, ...], precision: Precision, layers: Sequence[LayerKV]
+    ) -> tuple[Sequence[LayerKV], int]:
+        self.trips.append((unit, precision))
+        generator = torch.Generator().manual_seed(5)
+        decoded = []
+        for layer, kv in zip(unit, layers, strict=True):
+            size = NOISE[precision] * self._factors[layer] * (100 if len(unit) == 2 else 1)
+            decoded.append(LayerKV(kv.k, kv.v + size * torch.randn(kv.v.shape, generator=generator)))
+        bits = precision.bits
+        assert bits is not None
+        return decoded, NUM_TOKENS * 2 * bits
+
+
+def known_table() -> SensitivityTable:
+    """Every layer costs about one nat per unit of error, and that is known well."""
+    table = SensitivityTable("m", NUM_LAYERS)
+    for _ in range(60):
+        for layer in range(NUM_LAYERS):
+            for kind in DamageKind:
+                table.update([LayerError(layer, kind, 0.01)], 0.01)
+    return table
+
+
+class Chooser:
+    """A choice for one rank, with its meter and what it asked the other ranks."""
+
+    def __init__(self, limit: float, other_rank: float | None = 1.0) -> None:
+        self.meter = DamageMeter(known_table(), single_precisions=PRECISIONS, pair_precisions=PRECISIONS)
+        self.other_rank = other_rank
+        self.choice = BudgetedChoice(
+            self.meter,
+            self.meter.table,
+            limit=limit,
+            native_token_bytes=NATIVE_BYTES,
+            max_pairs=1,
+            agree=self.agree,
+        )
+
+    def agree(self, values: Sequence[float] | None, count: int) -> Sequence[float] | None:
+        """Another rank measures ``other_rank`` times as much, or nothing at all."""
+        assert values is None or len(values) == count
+        if values is None or self.other_rank is None:
+            return None
+        return [value * (1 + self.other_rank) / 2 for value in values]
+
+    def choose(self, conversation: Conversation) -> Strategy:
+        return self.choice.choose(STATISTICS, conversation.kv)
+
+    def damage(self, strategy: Strategy, conversation: Conversation) -> float:
+        """What the strategy's units cost on this conversation, measured anew."""
+        units = [
+            (unit, strategy.layers[unit[0]].precision)
+            for unit in strategy.units
+            if len(unit) == 2 or strategy.layers[unit[0]].precision is not Precision.NATIVE
+        ]
+        measured = self.meter.measure(units, conversation.rows, conversation.kv.read, conversation.round_trip)
+        return sum(unit.option.damage for unit in measured)
+
+
+def precisions(strategy: Strategy) -> list[Precision]:
+    return [layer.precision for layer in strategy.layers]
+
+
+def test_first_turns_measure_every_option_and_later_ones_only_what_is_chosen() -> None:
+    chooser = Chooser(limit=0.03)
+    counts = []
+    for _ in range(SURVEY_INTERVAL + 1):
+        conversation = Conversation()
+        strategy = chooser.choose(conversation)
+        counts.append(len(conversation.trips))
+        assert chooser.damage(strategy, conversation) <= chooser.choice.limit
+    assert counts[:SURVEY_TURNS] == [NUM_UNITS] * SURVEY_TURNS
+    assert set(counts[SURVEY_TURNS:SURVEY_INTERVAL]) == {NUM_LAYERS}
+    assert counts[SURVEY_INTERVAL] == NUM_UNITS
+
+
+def test_a_larger_budget_stores_less() -> None:
+    chosen = [precisions(Chooser(limit).choose(Conversation())) for limit in (1e-9, 1e-3, 0.1)]
+    assert chosen == [[Precision.NATIVE] * 3, [Precision.INT8] * 3, [Precision.INT4] * 3]
+
+
+def test_a_conversation_worse_than_the_typical_one_is_stored_with_more_care() -> None:
+    chooser = Chooser(limit=0.03)
+    for _ in range(SURVEY_TURNS + 3):
+        assert precisions(chooser.choose(Conversation())) == [Precision.INT4] * 3
+    hard = Conversation(factor_of_layer={1: 20.0})
+    strategy = chooser.choose(hard)
+    assert precisions(strategy) == [Precision.INT4, Precision.INT8, Precision.INT4]
+    assert len(hard.trips) < NUM_UNITS
+    assert chooser.damage(strategy, hard) <= chooser.choice.limit
+
+
+def test_a_conversation_where_everything_is_worse_ends_native_and_not_over_the_limit() -> None:
+    chooser = Chooser(limit=0.03)
+    for _ in range(SURVEY_TURNS):
+        chooser.choose(Conversation())
+    hard = Conversation(factor=1e4)
+    strategy = chooser.choose(hard)
+    assert chooser.damage(strategy, hard) <= chooser.choice.limit
+    assert precisions(strategy) == [Precision.NATIVE] * 3
+
+
+def test_a_rank_whose_heads_suffer_more_counts() -> None:
+    assert precisions(Chooser(0.03).choose(Conversation())) == [Precision.INT4] * 3
+    assert precisions(Chooser(0.03, other_rank=1e3).choose(Conversation())) == [Precision.INT8] * 3
+
+
+def test_what_cannot_be_measured_on_every_rank_is_stored_native() -> None:
+    assert Chooser(0.03, other_rank=None).choose(Conversation()).is_lossless
+    broken = Conversation()
+    broken.layers[1] = LayerKV(broken.layers[1].k[:3], broken.layers[1].v[:3])  # rows reach beyond it
+    assert Chooser(0.03).choose(broken).is_lossless
+
+
+def test_probes_start_where_nothing_is_known() -> None:
+    table = SensitivityTable("m", NUM_LAYERS)
+    meter = DamageMeter(table, single_precisions=PRECISIONS, pair_precisions=PRECISIONS)
+    choice = BudgetedChoice(
+        meter,
+        table,
+        limit=0.03,
+        native_token_bytes=NATIVE_BYTES,
+        max_pairs=1,
+        agree=lambda values, count: values,
+    )
+    assert choice.next_probe(None) is None
+    conversation = Conversation()
+    choice.choose(STATISTICS, conversation.kv)
+    probed: set[int] = set()
+    for _ in range(20):
+        strategy = choice.next_probe(None)
+        assert strategy is not None
+        errors = {
+            layer: 1e-3 for unit in strategy.units for layer in unit if not _is_native(strategy, layer)
+        }
+        probed |= set(errors)
+        table.update(errors_of(strategy, errors), 1e-3)
+    assert probed == {0, 1, 2}
+    assert all(table.confidence(layer, DamageKind.ROUNDING) > 0 for layer in range(NUM_LAYERS))
+
+
+def _is_native(strategy: Strategy, layer: int) -> bool:
+    entry = strategy.layers[layer]
+    return entry.partner is None and entry.precision is Precision.NATIVE
+
+
+@pytest.mark.parametrize("pairs", [[], [(0, 2)]])
+def test_measured_errors_get_the_kind_of_their_unit(pairs: list[tuple[int, int]]) -> None:
+    strategy = Strategy.from_pairs(NUM_LAYERS, pairs, Precision.INT4)
+    found = {error.layer: error.kind for error in errors_of(strategy, {0: 0.1, 1: 0.2})}
+    assert found == {
+        0: DamageKind.MERGING if pairs else DamageKind.ROUNDING,
+        1: DamageKind.ROUNDING,
+    }
