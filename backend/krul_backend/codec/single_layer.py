@@ -9,7 +9,7 @@ import torch
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.layout import GroupRun, in_groups
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
-from krul_backend.codec.vector_format import FloatFormat, vector_format
+from krul_backend.codec.vector_format import FloatFormat, VectorFormat, vector_format
 from krul_backend.strategy.strategy import Precision
 
 
@@ -31,6 +31,10 @@ class NativeLayer(_SingleLayer):
         self._k = FloatFormat("k", shape.num_kv_heads, shape.k_head_dim, shape.dtype)
         self._v = FloatFormat("v", shape.num_kv_heads, shape.v_head_dim, shape.dtype)
         super().__init__(place, [place.layout(self._k.sections() + self._v.sections())])
+
+    @property
+    def formats(self) -> tuple[VectorFormat, VectorFormat]:
+        return self._k, self._v
 
     def encode(self, layers: Sequence[LayerKV]) -> tuple[torch.Tensor, ...]:
         (kv,) = layers
@@ -61,6 +65,10 @@ class CodedLayer(_SingleLayer):
             "v", shape.num_kv_heads, shape.v_head_dim, shape.dtype, precision, per_channel=False
         )
         super().__init__(place, [place.layout(self._k.sections() + self._v.sections())])
+
+    @property
+    def formats(self) -> tuple[VectorFormat, VectorFormat]:
+        return self._k, self._v
 
     def encode(self, layers: Sequence[LayerKV]) -> tuple[torch.Tensor, ...]:
         (kv,) = layers
