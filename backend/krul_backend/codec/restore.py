@@ -35,8 +35,8 @@ def restore_layer(
     One fused pass (``triton_restore``) where ``can_fuse`` holds; otherwise decoded rows, then copied.
 
     Raises:
-        CodecError: see ``SegmentDecoder.decode``; also if slots and tokens differ in number, or the buffers are
-            not of the codec's shape and dtype.
+        CodecError: see ``SegmentDecoder.decode``; also if slots and tokens differ in number, or the buffers
+            are not of the codec's shape and dtype.
     """
     found = decoder.unit_blocks(layer, blocks, first_token, end_token)
     _check_target(found, end_token - first_token, k_buffer, v_buffer, slots)

@@ -3,12 +3,11 @@
 Work is laid out for a kernel that only waits for memory:
 
 - A program has ``num_program_tokens`` tokens of one group and ``num_program_heads`` KV heads, keys or values
-  (grid: token blocks x head blocks, 2). All bounds of a group are known to the host: nothing is looked up and
-  nothing is waited for.
-- Lanes lie along channels. A vector of ``dim`` channels is worked on as two halves ``[tokens, dim / 2]``: with
-  neox rotation the channels that turn together are then at the same place in the two halves, and so are the
-  codes that share a byte. Neither needs an exchange between lanes, and each half is read and written in runs
-  of 16 bytes per lane. Where neighbours turn together, the vector is read whole and split in registers.
+  (grid: token blocks x head blocks, 2). Where a group lies is arithmetic: nothing is looked up or waited for.
+- Lanes lie along channels. A vector of ``dim`` channels is worked on as two halves ``[tokens, dim / 2]``.
+  With neox rotation the channels that turn together are then at the same place in the two halves, and so are
+  the codes that share a byte: one load serves both, no lane asks another, and every lane writes 16 bytes at
+  a time. Where neighbours turn together, the vector is read whole and split in registers.
 - Cosines and sines are read once per program and used for all its heads, which are unrolled: their loads are
   in flight together.
 - Everything between the load of the codes and the store of the pool's elements stays in registers, in fp32.
@@ -18,6 +17,9 @@ shorter group the sections start elsewhere, which is one choice between two numb
 
 Importing this module imports triton.
 """
+
+# What triton compiles has no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -29,6 +31,24 @@ SMALLEST_NORM = tl.constexpr(1e-30)
 
 
 @triton.jit
+def _code_place(channel, dim: tl.constexpr, bits: tl.constexpr):
+    """Which byte of a vector has the code of ``channel [C]``, and by how many bits it is shifted up there.
+
+    Byte ``w`` has the codes of channels ``w``, ``w + width``, ..., the first in its lowest bits.
+    """
+    byte = channel
+    shift = tl.zeros_like(channel)
+    if bits == 4 or bits == 2:
+        width: tl.constexpr = (dim * bits + 7) // 8
+        # Not channel % width: the compiler would lose sight of which bytes are neighbours.
+        for plane in tl.static_range(1, 8 // bits):
+            is_above = (channel >= plane * width).to(tl.int32)
+            byte -= is_above * width
+            shift += is_above * bits
+    return byte, shift
+
+
+@triton.jit
 def _read_vectors(
     record,
     data_at,
@@ -37,6 +57,8 @@ def _read_vectors(
     token,
     head,
     channel,
+    byte,
+    shift,
     is_token,
     is_channel,
     buffer,
@@ -48,6 +70,7 @@ def _read_vectors(
     """Channels ``channel [C]`` of one head of the tokens ``token [T]`` of a record: ``[T, C]``.
 
     ``bits`` of an element: 32 or 16 are the pool's own (returned as they are), 8, 4 and 2 codes, 0 the mean.
+    ``byte``, ``shift`` ``[C]``: see ``_code_place``.
     """
     vector = token * num_heads + head
     mask = is_token[:, None] & is_channel[None, :]
@@ -59,11 +82,9 @@ def _read_vectors(
         mean = tl.load(means + head * dim + channel, mask=is_channel, other=0).to(tl.float32)
         x = mean[None, :] + tl.zeros([token.shape[0], channel.shape[0]], tl.float32)
     else:
-        # Byte w has the codes of channels w, w + width, ..., the first in its lowest bits.
         width: tl.constexpr = (dim * bits + 7) // 8
-        byte_at = vector[:, None] * width + (channel % width)[None, :]
-        byte = tl.load(record + data_at + byte_at, mask=mask, other=0).to(tl.int32)
-        code = (byte >> (channel // width * bits)[None, :]) & ((1 << bits) - 1)
+        packed = tl.load(record + data_at + vector[:, None] * width + byte[None, :], mask=mask, other=0)
+        code = (packed.to(tl.int32) >> shift[None, :]) & ((1 << bits) - 1)
         scales = (record + scale_at).to(tl.pointer_type(tl.float16), bitcast=True)
         offsets = (record + offset_at).to(tl.pointer_type(tl.float16), bitcast=True)
         if is_per_channel:
@@ -122,6 +143,7 @@ def _restore_vectors(
         neighbours:  2 p                  2 p + 1
     """
     half: tl.constexpr = (dim + 1) // 2
+    is_partial: tl.constexpr = rotary_half > 0 and rotary_half < half
     are_neighbours: tl.constexpr = rotary_half > 0 and not is_neox
     pair = tl.arange(0, padded_half)
     if rotary_half > 0:
@@ -132,23 +154,30 @@ def _restore_vectors(
     if are_neighbours:
         channel = tl.arange(0, 2 * padded_half)
         is_channel = channel < dim
+        byte, shift = _code_place(channel, dim, bits)
     else:
-        if rotary_half == 0 or rotary_half == half:
-            first_channel = pair
-            second_channel = pair + half
-        else:
-            first_channel = tl.where(pair < rotary_half, pair, pair + rotary_half)
-            second_channel = pair + tl.where(pair < rotary_half, rotary_half, half)
+        # By arithmetic and not by a choice: the compiler then knows which channels are neighbours.
+        first_channel = pair
+        second_channel = pair + half
+        if is_partial:
+            is_rotated = (pair < rotary_half).to(tl.int32)
+            first_channel += (1 - is_rotated) * rotary_half
+            second_channel -= is_rotated * (half - rotary_half)
         is_first = pair < half
-        is_second = is_first & (second_channel < dim)
+        is_second = is_first if dim % 2 == 0 else is_first & (second_channel < dim)
+        first_byte, first_shift = _code_place(first_channel, dim, bits)
+        second_byte, second_shift = _code_place(second_channel, dim, bits)
+        if (bits == 4 or bits == 2) and dim * bits % 16 == 0 and not is_partial:
+            # The codes of both halves are in the same bytes, and one load is enough.
+            second_byte = first_byte
 
     for program_head in tl.static_range(num_program_heads):
         head = first_head + program_head
         rows = buffer + slot[:, None] * slot_stride + head * head_stride
         if are_neighbours:
             x = _read_vectors(
-                record, data_at, scale_at, offset_at, token, head, channel, is_token, is_channel, buffer,
-                num_heads, dim, bits, is_per_channel,
+                record, data_at, scale_at, offset_at, token, head, channel, byte, shift, is_token, is_channel,
+                buffer, num_heads, dim, bits, is_per_channel,
             )  # fmt: skip
             x = x.to(tl.float32)
             if has_norm:
@@ -160,12 +189,12 @@ def _restore_vectors(
             tl.store(rows + channel[None, :], x.to(buffer.dtype.element_ty), mask=mask)
         else:
             first = _read_vectors(
-                record, data_at, scale_at, offset_at, token, head, first_channel, is_token, is_first, buffer,
-                num_heads, dim, bits, is_per_channel,
+                record, data_at, scale_at, offset_at, token, head, first_channel, first_byte, first_shift,
+                is_token, is_first, buffer, num_heads, dim, bits, is_per_channel,
             )  # fmt: skip
             second = _read_vectors(
-                record, data_at, scale_at, offset_at, token, head, second_channel, is_token, is_second, buffer,
-                num_heads, dim, bits, is_per_channel,
+                record, data_at, scale_at, offset_at, token, head, second_channel, second_byte, second_shift,
+                is_token, is_second, buffer, num_heads, dim, bits, is_per_channel,
             )  # fmt: skip
             if has_norm:
                 first = first.to(tl.float32)

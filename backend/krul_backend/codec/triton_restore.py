@@ -1,4 +1,7 @@
-"""One layer of a segment into the KV pool by the kernels of ``triton_kernels``. Importing it imports triton."""
+"""One layer of a segment into the KV pool by the kernels of ``triton_kernels``.
+
+Importing this module imports triton.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def restore_fused(
     layouts = [unit.layouts[source] for source in unit.sources(found.index)]
     blocks = [layout.check(block, first_token) for layout, block in zip(layouts, found.blocks, strict=True)]
     # A thread's current GPU need not be the pool's.
-    with torch.cuda.device_of(k_buffer):
+    with torch.cuda.device_of(k_buffer):  # type: ignore[no-untyped-call]
         grid, arguments = group_launch(found, blocks, first_token, end_token, k_buffer, v_buffer, slots)
         restore_groups[grid](**arguments)
         if isinstance(unit, SharedPair):
@@ -177,7 +180,7 @@ def _restore_retained(
 def _section_offsets(
     prefix: str, formats: Sequence[VectorFormat], record: RecordLayout, own_record: RecordLayout
 ) -> dict[str, int]:
-    """``restore_groups``' arguments that say where sections start; 0 for one that this format does not have."""
+    """``restore_groups``' arguments that say where sections start; 0 for what a format does not have."""
     places, own_places = record.byte_offsets(), own_record.byte_offsets()
     offsets = {}
     for part in formats:
