@@ -50,8 +50,12 @@ def restore_fused(
     with torch.cuda.device_of(k_buffer):  # type: ignore[no-untyped-call]
         grid, arguments = group_launch(found, blocks, first_token, end_token, k_buffer, v_buffer, slots)
         restore_groups[grid](**arguments)
-        if isinstance(unit, SharedPair):
-            _restore_retained(unit, found.index, blocks, first_token, end_token, k_buffer, v_buffer, slots)
+        if isinstance(unit, SharedPair) and sum(unit.retained.k) + sum(unit.retained.v) > 0:
+            # Over what the stream has just written.
+            grid, arguments = retained_launch(
+                unit, found.index, blocks, first_token, end_token, k_buffer, v_buffer, slots
+            )
+            restore_retained[grid](**arguments)
 
 
 def group_launch(
@@ -123,7 +127,7 @@ def group_launch(
     return (token_blocks * (shape.num_kv_heads // num_program_heads), 2), arguments
 
 
-def _restore_retained(
+def retained_launch(
     pair: SharedPair,
     index: int,
     blocks: Sequence[torch.Tensor],
@@ -132,11 +136,9 @@ def _restore_retained(
     k_buffer: torch.Tensor,
     v_buffer: torch.Tensor,
     slots: torch.Tensor,
-) -> None:
-    """The rows of the pair that are stored apart, over what the stream has written before."""
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Grid and arguments of ``restore_retained``. ``blocks``: checked."""
     num_k_rows, num_v_rows = sum(pair.retained.k), sum(pair.retained.v)
-    if num_k_rows + num_v_rows == 0:
-        return
     shape = pair.place.shape
     lower = pair.layouts[_LOWER].trailer_views(blocks[0])
     own = pair.layouts[index].trailer_views(blocks[-1])
@@ -148,33 +150,34 @@ def _restore_retained(
     ).to(k_buffer.device, non_blocking=True)
     k_padded_dim, v_padded_dim = (triton.next_power_of_2(dim) for dim in (shape.k_head_dim, shape.v_head_dim))
     num_program_rows = max(1, _RETAINED_TILE // max(k_padded_dim, v_padded_dim))
-    restore_retained[(triton.cdiv(max(num_k_rows, num_v_rows), num_program_rows), 2)](
-        k_tokens=lower["k_tokens"],
-        k_rows=own["k_rows"],
-        k_head_ends=head_ends[0],
-        num_k_rows=num_k_rows,
-        v_tokens=lower["v_tokens"],
-        v_rows=own["v_rows"],
-        v_head_ends=head_ends[1],
-        num_v_rows=num_v_rows,
-        slots=slots,
-        first_token=first_token,
-        end_token=end_token,
-        k_buffer=k_buffer,
-        k_slot_stride=k_buffer.stride(0),
-        k_head_stride=k_buffer.stride(1),
-        v_buffer=v_buffer,
-        v_slot_stride=v_buffer.stride(0),
-        v_head_stride=v_buffer.stride(1),
-        num_heads=shape.num_kv_heads,
-        padded_heads=triton.next_power_of_2(shape.num_kv_heads),
-        k_dim=shape.k_head_dim,
-        k_padded_dim=k_padded_dim,
-        v_dim=shape.v_head_dim,
-        v_padded_dim=v_padded_dim,
-        num_program_rows=num_program_rows,
-        num_warps=_NUM_WARPS,
-    )
+    arguments = {
+        "k_tokens": lower["k_tokens"],
+        "k_rows": own["k_rows"],
+        "k_head_ends": head_ends[0],
+        "num_k_rows": num_k_rows,
+        "v_tokens": lower["v_tokens"],
+        "v_rows": own["v_rows"],
+        "v_head_ends": head_ends[1],
+        "num_v_rows": num_v_rows,
+        "slots": slots,
+        "first_token": first_token,
+        "end_token": end_token,
+        "k_buffer": k_buffer,
+        "k_slot_stride": k_buffer.stride(0),
+        "k_head_stride": k_buffer.stride(1),
+        "v_buffer": v_buffer,
+        "v_slot_stride": v_buffer.stride(0),
+        "v_head_stride": v_buffer.stride(1),
+        "num_heads": shape.num_kv_heads,
+        "padded_heads": triton.next_power_of_2(shape.num_kv_heads),
+        "k_dim": shape.k_head_dim,
+        "k_padded_dim": k_padded_dim,
+        "v_dim": shape.v_head_dim,
+        "v_padded_dim": v_padded_dim,
+        "num_program_rows": num_program_rows,
+        "num_warps": _NUM_WARPS,
+    }
+    return (triton.cdiv(max(num_k_rows, num_v_rows), num_program_rows), 2), arguments
 
 
 def _section_offsets(
