@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.options import Sharing
 from krul_backend.codec.restore import can_fuse, restore_layer
 from krul_backend.codec.segment_codec import UnitBlocks
 from krul_backend.codec.single_layer import CodedLayer
@@ -63,6 +64,13 @@ def test_rows_that_are_stored_apart_are_exact(precision: Precision, num_tokens: 
     rotary_dim = 64 if num_tokens < 8000 else 0
     case = RestoreCase(
         shape, precision, is_pair=True, rotary_dim=rotary_dim, num_tokens=num_tokens, retained_share=1
+    )
+    check_restored(case, restore_layer, "cuda")
+
+
+def test_layers_of_a_predicted_pair() -> None:
+    case = RestoreCase(
+        LLAMA, Precision.INT8, is_pair=True, rotary_dim=128, num_tokens=300, sharing=Sharing.PREDICTED
     )
     check_restored(case, restore_layer, "cuda")
 

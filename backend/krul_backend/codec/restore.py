@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
 import torch
 
+from krul_backend.codec.predicted_pair import PredictedPair
 from krul_backend.codec.segment_codec import SegmentDecoder, UnitBlocks
 from krul_backend.codec.shared_pair import SharedPair
 from krul_backend.codec.single_layer import CodedLayer, NativeLayer
 from krul_backend.errors import CodecError
 
-_FUSED_UNITS = (NativeLayer, CodedLayer, SharedPair)
+FusedUnit = NativeLayer | CodedLayer | SharedPair
+"""What ``triton_restore`` can decode."""
+
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -38,7 +42,7 @@ def restore_layer(
         CodecError: see ``SegmentDecoder.decode``; also if slots and tokens differ in number, or the buffers
             are not of the codec's shape and dtype.
     """
-    found = decoder.unit_blocks(layer, blocks, first_token, end_token)
+    found = _stored_unit(decoder.unit_blocks(layer, blocks, first_token, end_token))
     _check_target(found, end_token - first_token, k_buffer, v_buffer, slots)
     if can_fuse(found, k_buffer, v_buffer, slots):
         from krul_backend.codec.triton_restore import restore_fused
@@ -54,18 +58,25 @@ def can_fuse(found: UnitBlocks, k_buffer: torch.Tensor, v_buffer: torch.Tensor, 
     """Whether the fused pass can restore this layer.
 
     Not if a tensor is on the CPU or on another GPU; if elements of the pool are not bf16, fp16 or fp32, or
-    the channels of a vector are not neighbours in memory; or for a unit that the kernel does not know, be it
-    derived from one that it does.
+    the channels of a vector are not neighbours in memory; for the upper layer of a predicted pair, which is
+    a matrix product; or for a unit that the kernel does not know, be it derived from one that it does.
     """
     tensors = (*found.blocks, k_buffer, v_buffer, slots)
     return (
-        type(found.codec) in _FUSED_UNITS
+        type(found.codec) in get_args(FusedUnit)
         and k_buffer.is_cuda
         and all(tensor.device == k_buffer.device for tensor in tensors)
         and found.codec.place.shape.dtype in _FUSED_DTYPES
         and k_buffer.stride(-1) == v_buffer.stride(-1) == 1
         and slots.is_contiguous()
     )
+
+
+def _stored_unit(found: UnitBlocks) -> UnitBlocks:
+    """The lower layer of a predicted pair is stored as if it were alone."""
+    if isinstance(found.codec, PredictedPair) and found.index == 0:
+        return UnitBlocks(found.codec.lower, 0, found.blocks)
+    return found
 
 
 def _check_target(

@@ -60,6 +60,7 @@ class SharedPair(UnitCodec):
 
     @property
     def formats(self) -> tuple[VectorFormat, VectorFormat]:
+        """Of the directions of keys and of values."""
         return self._k, self._v
 
     @property

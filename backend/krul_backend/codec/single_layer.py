@@ -17,6 +17,11 @@ from krul_backend.strategy.strategy import Precision
 class SingleLayer(UnitCodec):
     """A unit of one layer."""
 
+    @property
+    @abstractmethod
+    def formats(self) -> tuple[VectorFormat, VectorFormat]:
+        """Of keys and of values."""
+
     def sources(self, index: int) -> tuple[int, ...]:
         return (0,)
 

@@ -15,6 +15,7 @@ import torch
 import triton
 
 from krul_backend.codec.layout import RecordLayout
+from krul_backend.codec.restore import FusedUnit
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_codec import UnitBlocks
 from krul_backend.codec.shared_pair import SharedPair
@@ -44,8 +45,7 @@ def restore_fused(
         CodecError: a block that this unit cannot have written.
     """
     unit = found.codec
-    layouts = [unit.layouts[source] for source in unit.sources(found.index)]
-    blocks = [layout.check(block, first_token) for layout, block in zip(layouts, found.blocks, strict=True)]
+    blocks = unit.check(found.index, found.blocks, first_token)
     # A thread's current GPU need not be the pool's.
     with torch.cuda.device_of(k_buffer):  # type: ignore[no-untyped-call]
         grid, arguments = group_launch(found, blocks, first_token, end_token, k_buffer, v_buffer, slots)
@@ -69,6 +69,7 @@ def group_launch(
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Grid and arguments of ``restore_groups``. ``blocks``: checked."""
     unit, place = found.codec, found.codec.place
+    assert isinstance(unit, FusedUnit), f"no kernel for {unit}"
     shape, group_size = place.shape, place.group_size
     k_elements, v_elements = (_elements(part) for part in unit.formats)
     lower, own = unit.layouts[_LOWER], unit.layouts[found.index]

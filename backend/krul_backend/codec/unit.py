@@ -11,7 +11,6 @@ import torch
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.layout import BlockLayout, GroupRun, Section, in_groups
 from krul_backend.codec.rotary import RotaryTable
-from krul_backend.codec.vector_format import VectorFormat
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,6 @@ class UnitCodec(ABC):
     def __init__(self, place: SegmentPlace, layouts: Sequence[BlockLayout]) -> None:
         self.place = place
         self.layouts = tuple(layouts)
-
-    @property
-    @abstractmethod
-    def formats(self) -> tuple[VectorFormat, VectorFormat]:
-        """Of keys and of values, in the records of the unit's first layer."""
 
     @abstractmethod
     def encode(self, layers: Sequence[LayerKV]) -> tuple[torch.Tensor, ...]:
