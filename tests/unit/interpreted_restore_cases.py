@@ -86,7 +86,23 @@ def test_large_heads(head_dim: int) -> None:
     )
 
 
-@settings(max_examples=8, deadline=None, database=None, derandomize=True)
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_odd_heads_partly_rotated_from_the_tail_of_a_block(is_neox: bool) -> None:
+    case = RestoreCase(
+        LayerShape(1, 33, 31, torch.float32),
+        Precision.INT4,
+        is_pair=True,
+        rotary_dim=20,
+        is_neox=is_neox,
+        num_tokens=29,
+        group_size=8,
+        first_token=18,
+        has_tail_only=True,
+    )
+    check_restored(case, restore)
+
+
+@settings(max_examples=6, deadline=None, database=None, derandomize=True)
 @given(data=st.data())
 def test_any_shape_and_any_range(data: st.DataObject) -> None:
     k_head_dim = data.draw(st.integers(1, 40), "k_head_dim")

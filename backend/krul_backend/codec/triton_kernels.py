@@ -237,6 +237,9 @@ def restore_groups(
     end_token,
     start_token,
     num_full_groups,
+    own_record_bytes,
+    k_norm_at,
+    v_norm_at,
     last_k_data_at,
     last_k_scale_at,
     last_k_offset_at,
@@ -248,13 +251,10 @@ def restore_groups(
     k_data_at: tl.constexpr,
     k_scale_at: tl.constexpr,
     k_offset_at: tl.constexpr,
-    k_norm_at: tl.constexpr,
     v_data_at: tl.constexpr,
     v_scale_at: tl.constexpr,
     v_offset_at: tl.constexpr,
-    v_norm_at: tl.constexpr,
     record_bytes: tl.constexpr,
-    own_record_bytes: tl.constexpr,
     group_size: tl.constexpr,
     num_heads: tl.constexpr,
     k_dim: tl.constexpr,
@@ -275,7 +275,7 @@ def restore_groups(
 
     ``block``, ``own_block``: uint8, with the vectors and with the layer's own norms; their first
     ``missing_bytes`` are not there. ``*_at``: first byte of a section in a full record, ``last_*_at`` in the
-    shorter last one.
+    shorter last one. What differs between the two layers of a pair is no constant: both use one compilation.
     """
     head_blocks: tl.constexpr = num_heads // num_program_heads
     blocks_per_group: tl.constexpr = (group_size + num_program_tokens - 1) // num_program_tokens
