@@ -1,4 +1,4 @@
-"""The device pool that krul reads from and writes to, behind two verbs: gather and scatter."""
+"""The device pool that krul reads from and writes to."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ class DevicePool:
         """The keys alone: ``[T, num_kv_heads, k_head_dim]``."""
         return self._k_buffer[layer].index_select(0, slots)
 
-    def scatter(self, layer: int, slots: torch.Tensor, rows: LayerKV) -> None:
-        """The inverse of ``gather``: write rows (on any device) into the pool's slots of one layer."""
-        for buffer, values in ((self._k_buffer[layer], rows.k), (self._v_buffer[layer], rows.v)):
-            buffer.index_copy_(0, slots, values.to(self.device, non_blocking=True))
+    def buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, ``[num_slots, num_kv_heads, head_dim]`` each; writable."""
+        return self._k_buffer[layer], self._v_buffer[layer]

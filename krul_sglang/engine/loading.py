@@ -115,7 +115,7 @@ class LayerWiseLoader:
                         first = 0
                         for reader in of_load:
                             slots = load.slots[first : first + reader.num_tokens]
-                            self._pool.scatter(layer, slots, reader.read(layer, self._pool.device))
+                            reader.restore(layer, self._pool, slots)
                             first += reader.num_tokens
                     self._stream.synchronize()
                     self.counter.complete(index, layer)

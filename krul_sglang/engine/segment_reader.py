@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.store.interface import Lease, SegmentSlice
-from krul_backend.strategy.strategy import Strategy
+from krul_sglang.engine.kv_pool import DevicePool
 
 
 class SegmentReader:
     """The first ``num_tokens`` tokens of one leased slice. Layers are read in ascending order.
 
-    ``strategy`` is what the segment was encoded with. A block that a later layer needs again (the shared
-    directions of a pair) stays on the device until then.
+    A block that a later layer needs again (the shared directions of a pair) stays on the device until then.
 
     Raises:
         CodecError: the manifest's parameters are none that ``codec`` can decode.
@@ -26,7 +25,6 @@ class SegmentReader:
         self._decoder = codec.open(
             manifest.codec_params, start_token=manifest.start_token, num_tokens=manifest.num_tokens
         )
-        self.strategy = Strategy.from_json(manifest.codec_params["layers"])
         self._first_token = source.first_page * manifest.model.page_size
         self._blocks = source.blocks
         self._last_use = {
@@ -39,8 +37,19 @@ class SegmentReader:
         """Bytes that are read for all layers."""
         return sum(len(block) for block in self._blocks)
 
-    def read(self, layer: int, device: torch.device) -> LayerKV:
-        """The tokens' KV of one layer, in the pool's dtype, on ``device``."""
+    def restore(self, layer: int, pool: DevicePool, slots: torch.Tensor) -> None:
+        """Write the tokens' KV of one layer into ``slots`` (int64 ``[num_tokens]``) of the pool."""
+        restore_layer(
+            self._decoder,
+            layer,
+            self._blocks_of(layer, pool.device),
+            self._first_token,
+            self._first_token + self.num_tokens,
+            *pool.buffers(layer),
+            slots,
+        )
+
+    def _blocks_of(self, layer: int, device: torch.device) -> dict[int, torch.Tensor]:
         blocks = {}
         for source in self._decoder.sources(layer):
             block = self._on_device.pop(source, None)
@@ -49,7 +58,7 @@ class SegmentReader:
             if self._last_use[source] > layer:
                 self._on_device[source] = block
             blocks[source] = block
-        return self._decoder.decode(layer, blocks, self._first_token, self._first_token + self.num_tokens)
+        return blocks
 
 
 def open_readers(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[SegmentReader]:

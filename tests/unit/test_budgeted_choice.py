@@ -47,7 +47,7 @@ class Conversation:
             torch.zeros(1, dtype=torch.int64),
             0.35,
         )
-        self._factors = {layer: factor for layer in range(NUM_LAYERS)} | (factor_of_layer or {})
+        self._factors = dict.fromkeys(range(NUM_LAYERS), factor) | (factor_of_layer or {})
         self.trips: list[tuple[tuple[int, ...], Precision]] = []
 
     @property
@@ -187,9 +187,7 @@ def test_probes_start_where_nothing_is_known() -> None:
     for _ in range(20):
         strategy = choice.next_probe(None)
         assert strategy is not None
-        errors = {
-            layer: 1e-3 for unit in strategy.units for layer in unit if not _is_native(strategy, layer)
-        }
+        errors = {layer: 1e-3 for unit in strategy.units for layer in unit if not _is_native(strategy, layer)}
         probed |= set(errors)
         table.update(errors_of(strategy, errors), 1e-3)
     assert probed == {0, 1, 2}

@@ -1,11 +1,9 @@
-"""The interface of a codec."""
+"""What codecs work on."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -44,26 +42,3 @@ class LayerKV:
 
 ReadLayer = Callable[[int], LayerKV]
 """Reads one layer's KV of a segment; called again for the same layer, it reads again."""
-
-
-class Codec(ABC):
-    """Encodes one layer of one segment into one contiguous block of bytes."""
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def layer_num_bytes(self, shape: LayerShape, num_tokens: int) -> int:
-        """Exact size in bytes of the block of ``num_tokens`` tokens."""
-
-    @abstractmethod
-    def layer_views(
-        self, block: torch.Tensor, shape: LayerShape, num_tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of a block's keys and values.
-
-        ``block``: uint8 ``[layer_num_bytes]``, on the CPU, contiguous. Returns ``k [T, H, Dk]`` and
-        ``v [T, H, Dv]`` that share the block's memory: writing them encodes, reading them decodes.
-
-        Raises:
-            CodecError: if the block does not have the size that ``num_tokens`` asks for.
-        """

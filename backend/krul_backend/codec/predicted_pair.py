@@ -9,7 +9,7 @@ import torch
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.layer_map import LayerMap
 from krul_backend.codec.layout import GroupRun
-from krul_backend.codec.single_layer import single_layer
+from krul_backend.codec.single_layer import SingleLayer, single_layer
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
 from krul_backend.codec.vector_format import vector_format
 from krul_backend.strategy.strategy import Precision
@@ -49,6 +49,11 @@ class PredictedPair(UnitCodec):
         )
         upper = place.layout(self._k.sections() + self._v.sections())
         super().__init__(place, [*self._lower.layouts, upper])
+
+    @property
+    def lower(self) -> SingleLayer:
+        """What decodes the lower layer, which does not need the upper one."""
+        return self._lower
 
     def sources(self, index: int) -> tuple[int, ...]:
         return (_LOWER,) if index == _LOWER else (_LOWER, index)

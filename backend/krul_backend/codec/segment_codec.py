@@ -37,6 +37,15 @@ class SegmentEncoding:
     units: Mapping[Unit, UnitCodec] = field(repr=False)
 
 
+@dataclass(frozen=True, eq=False)
+class UnitBlocks:
+    """Where a layer is: layer ``index`` of a unit, with the unit's ``blocks`` that it needs, in order."""
+
+    codec: UnitCodec
+    index: int
+    blocks: tuple[torch.Tensor, ...]
+
+
 class SegmentDecoder:
     """Reads one segment's blocks; made by ``SegmentCodec.open``."""
 
@@ -74,16 +83,21 @@ class SegmentDecoder:
         Raises:
             CodecError: a block is missing or has a wrong size, or there are no such rows or layer.
         """
+        found = self.unit_blocks(layer, blocks, first_token, end_token)
+        return found.codec.decode(found.index, found.blocks, first_token, end_token)
+
+    def unit_blocks(
+        self, layer: int, blocks: Mapping[int, torch.Tensor], first_token: int, end_token: int
+    ) -> UnitBlocks:
+        """What ``decode`` reads, for those who decode in another way. Raises CodecError as it does."""
         unit, codec = self._place(layer)
         if not 0 <= first_token < end_token <= self._num_tokens:
             raise CodecError(f"rows [{first_token}, {end_token}) of a segment of {self._num_tokens} tokens")
-        index = unit.index(layer)
-        missing = [source for source in self.sources(layer) if source not in blocks]
+        sources = self.sources(layer)
+        missing = [source for source in sources if source not in blocks]
         if missing:
-            raise CodecError(
-                f"layer {layer} needs the blocks of layers {self.sources(layer)}, not given: {missing}"
-            )
-        return codec.decode(index, [blocks[source] for source in self.sources(layer)], first_token, end_token)
+            raise CodecError(f"layer {layer} needs the blocks of layers {sources}, not given: {missing}")
+        return UnitBlocks(codec, unit.index(layer), tuple(blocks[source] for source in sources))
 
     def _place(self, layer: int) -> tuple[Unit, UnitCodec]:
         if layer not in self._places:

@@ -58,6 +58,16 @@ class SharedPair(UnitCodec):
         lower = place.layout(self._k.sections() + self._v.sections() + norms, rows + tokens)
         super().__init__(place, [lower, place.layout(norms, rows)])
 
+    @property
+    def formats(self) -> tuple[VectorFormat, VectorFormat]:
+        """Of the directions of keys and of values."""
+        return self._k, self._v
+
+    @property
+    def retained(self) -> RetainedCounts:
+        """How many rows of each head are stored apart."""
+        return self._retained
+
     def sources(self, index: int) -> tuple[int, ...]:
         return (_LOWER,) if index == _LOWER else (_LOWER, index)
 

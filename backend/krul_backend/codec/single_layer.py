@@ -10,12 +10,17 @@ import torch
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.layout import GroupRun, in_groups
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
-from krul_backend.codec.vector_format import FloatFormat, vector_format
+from krul_backend.codec.vector_format import FloatFormat, VectorFormat, vector_format
 from krul_backend.strategy.strategy import Precision
 
 
 class SingleLayer(UnitCodec):
     """A unit of one layer."""
+
+    @property
+    @abstractmethod
+    def formats(self) -> tuple[VectorFormat, VectorFormat]:
+        """Of keys and of values."""
 
     def sources(self, index: int) -> tuple[int, ...]:
         return (0,)
@@ -33,6 +38,10 @@ class NativeLayer(SingleLayer):
         self._k = FloatFormat("k", shape.num_kv_heads, shape.k_head_dim, shape.dtype)
         self._v = FloatFormat("v", shape.num_kv_heads, shape.v_head_dim, shape.dtype)
         super().__init__(place, [place.layout(self._k.sections() + self._v.sections())])
+
+    @property
+    def formats(self) -> tuple[VectorFormat, VectorFormat]:
+        return self._k, self._v
 
     def encode(self, layers: Sequence[LayerKV]) -> tuple[torch.Tensor, ...]:
         (kv,) = layers
@@ -67,6 +76,10 @@ class CodedLayer(SingleLayer):
             "v", shape.num_kv_heads, shape.v_head_dim, shape.dtype, precision, per_channel=False
         )
         super().__init__(place, [place.layout(self._k.sections() + self._v.sections())])
+
+    @property
+    def formats(self) -> tuple[VectorFormat, VectorFormat]:
+        return self._k, self._v
 
     def encode(self, layers: Sequence[LayerKV]) -> tuple[torch.Tensor, ...]:
         (kv,) = layers

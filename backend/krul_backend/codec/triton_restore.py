@@ -1,0 +1,227 @@
+"""One layer of a segment into the KV pool by the kernels of ``triton_kernels``.
+
+Importing this module imports triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+
+from krul_backend.codec.layout import RecordLayout
+from krul_backend.codec.restore import FusedUnit
+from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.segment_codec import UnitBlocks
+from krul_backend.codec.shared_pair import SharedPair
+from krul_backend.codec.single_layer import NativeLayer
+from krul_backend.codec.triton_kernels import restore_groups, restore_retained
+from krul_backend.codec.vector_format import CodeFormat, FloatFormat, MeanFormat, VectorFormat
+
+_LOWER = 0
+_NUM_WARPS = 4
+_HALF_TILE = 1024
+"""Elements of one half of a program's vectors: 8 for each lane, so that bf16 is stored 16 bytes at a time."""
+_RETAINED_TILE = 2048
+_PROGRAM_HEADS = (4, 3, 2, 1)
+
+
+def restore_fused(
+    found: UnitBlocks,
+    first_token: int,
+    end_token: int,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """``restore_layer`` for what ``can_fuse`` accepts: one kernel, and for a shared pair a second, small one.
+
+    Raises:
+        CodecError: a block that this unit cannot have written.
+    """
+    unit = found.codec
+    blocks = unit.check(found.index, found.blocks, first_token)
+    # A thread's current GPU need not be the pool's.
+    with torch.cuda.device_of(k_buffer):  # type: ignore[no-untyped-call]
+        grid, arguments = group_launch(found, blocks, first_token, end_token, k_buffer, v_buffer, slots)
+        restore_groups[grid](**arguments)
+        if isinstance(unit, SharedPair) and sum(unit.retained.k) + sum(unit.retained.v) > 0:
+            # Over what the stream has just written.
+            grid, arguments = retained_launch(
+                unit, found.index, blocks, first_token, end_token, k_buffer, v_buffer, slots
+            )
+            restore_retained[grid](**arguments)
+
+
+def group_launch(
+    found: UnitBlocks,
+    blocks: Sequence[torch.Tensor],
+    first_token: int,
+    end_token: int,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    slots: torch.Tensor,
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Grid and arguments of ``restore_groups``. ``blocks``: checked."""
+    unit, place = found.codec, found.codec.place
+    assert isinstance(unit, FusedUnit), f"no kernel for {unit}"
+    shape, group_size = place.shape, place.group_size
+    k_elements, v_elements = (_elements(part) for part in unit.formats)
+    lower, own = unit.layouts[_LOWER], unit.layouts[found.index]
+    rotary = None if isinstance(unit, NativeLayer) else place.rotary
+    # Without rotation the tables are never read.
+    cos, sin = (blocks[0], blocks[0]) if rotary is None else _tables_on(rotary, k_buffer.device)
+    k_padded_half, v_padded_half = (
+        triton.next_power_of_2(-(-dim // 2)) for dim in (shape.k_head_dim, shape.v_head_dim)
+    )
+    num_program_tokens = min(
+        max(1, _HALF_TILE // max(k_padded_half, v_padded_half)), triton.next_power_of_2(group_size)
+    )
+    num_program_heads = next(n for n in _PROGRAM_HEADS if shape.num_kv_heads % n == 0)
+    num_groups = -(-end_token // group_size) - first_token // group_size
+    token_blocks = num_groups * triton.cdiv(group_size, num_program_tokens)
+    arguments = {
+        "block": blocks[0],
+        "own_block": blocks[-1],
+        "missing_bytes": lower.num_bytes - blocks[0].numel(),
+        "own_missing_bytes": own.num_bytes - blocks[-1].numel(),
+        "cos_table": cos,
+        "sin_table": sin,
+        "angle_stride": cos.stride(0),
+        "k_buffer": k_buffer,
+        "k_slot_stride": k_buffer.stride(0),
+        "k_head_stride": k_buffer.stride(1),
+        "v_buffer": v_buffer,
+        "v_slot_stride": v_buffer.stride(0),
+        "v_head_stride": v_buffer.stride(1),
+        "slots": slots,
+        "first_token": first_token,
+        "end_token": end_token,
+        "start_token": place.start_token,
+        "num_full_groups": place.num_tokens // group_size,
+        **_section_offsets("last_", unit.formats, lower.last_record, own.last_record),
+        **_section_offsets("", unit.formats, lower.group_record, own.group_record),
+        "record_bytes": lower.group_record.num_bytes,
+        "own_record_bytes": own.group_record.num_bytes,
+        "group_size": group_size,
+        "num_heads": shape.num_kv_heads,
+        "k_dim": shape.k_head_dim,
+        "v_dim": shape.v_head_dim,
+        "k_padded_half": k_padded_half,
+        "v_padded_half": v_padded_half,
+        "k_bits": k_elements.bits,
+        "v_bits": v_elements.bits,
+        "is_k_per_channel": k_elements.is_per_channel,
+        "is_v_per_channel": v_elements.is_per_channel,
+        "has_norm": isinstance(unit, SharedPair),
+        "rotary_half": 0 if rotary is None else rotary.rotary_dim // 2,
+        "is_neox": rotary is None or rotary.is_neox,
+        "num_program_tokens": num_program_tokens,
+        "num_program_heads": num_program_heads,
+        "num_warps": _NUM_WARPS,
+    }
+    return (token_blocks * (shape.num_kv_heads // num_program_heads), 2), arguments
+
+
+def retained_launch(
+    pair: SharedPair,
+    index: int,
+    blocks: Sequence[torch.Tensor],
+    first_token: int,
+    end_token: int,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    slots: torch.Tensor,
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Grid and arguments of ``restore_retained``. ``blocks``: checked."""
+    num_k_rows, num_v_rows = sum(pair.retained.k), sum(pair.retained.v)
+    shape = pair.place.shape
+    lower = pair.layouts[_LOWER].trailer_views(blocks[0])
+    own = pair.layouts[index].trailer_views(blocks[-1])
+    head_ends = torch.tensor(
+        [list(accumulate(counts)) for counts in (pair.retained.k, pair.retained.v)],
+        dtype=torch.int32,
+        # From pageable memory the copy would wait for the stream.
+        pin_memory=k_buffer.is_cuda,
+    ).to(k_buffer.device, non_blocking=True)
+    k_padded_dim, v_padded_dim = (triton.next_power_of_2(dim) for dim in (shape.k_head_dim, shape.v_head_dim))
+    num_program_rows = max(1, _RETAINED_TILE // max(k_padded_dim, v_padded_dim))
+    arguments = {
+        "k_tokens": lower["k_tokens"],
+        "k_rows": own["k_rows"],
+        "k_head_ends": head_ends[0],
+        "num_k_rows": num_k_rows,
+        "v_tokens": lower["v_tokens"],
+        "v_rows": own["v_rows"],
+        "v_head_ends": head_ends[1],
+        "num_v_rows": num_v_rows,
+        "slots": slots,
+        "first_token": first_token,
+        "end_token": end_token,
+        "k_buffer": k_buffer,
+        "k_slot_stride": k_buffer.stride(0),
+        "k_head_stride": k_buffer.stride(1),
+        "v_buffer": v_buffer,
+        "v_slot_stride": v_buffer.stride(0),
+        "v_head_stride": v_buffer.stride(1),
+        "num_heads": shape.num_kv_heads,
+        "padded_heads": triton.next_power_of_2(shape.num_kv_heads),
+        "k_dim": shape.k_head_dim,
+        "k_padded_dim": k_padded_dim,
+        "v_dim": shape.v_head_dim,
+        "v_padded_dim": v_padded_dim,
+        "num_program_rows": num_program_rows,
+        "num_warps": _NUM_WARPS,
+    }
+    return (triton.cdiv(max(num_k_rows, num_v_rows), num_program_rows), 2), arguments
+
+
+def _section_offsets(
+    prefix: str, formats: Sequence[VectorFormat], record: RecordLayout, own_record: RecordLayout
+) -> dict[str, int]:
+    """``restore_groups``' arguments that say where sections start; 0 for what a format does not have."""
+    places, own_places = record.byte_offsets(), own_record.byte_offsets()
+    offsets = {}
+    for part in formats:
+        offsets[f"{prefix}{part.name}_data_at"] = places[_elements(part).section]
+        offsets[f"{prefix}{part.name}_scale_at"] = places.get(f"{part.name}_scale", 0)
+        offsets[f"{prefix}{part.name}_offset_at"] = places.get(f"{part.name}_offset", 0)
+        offsets[f"{prefix}{part.name}_norm_at"] = own_places.get(f"{part.name}_norm", 0)
+    return offsets
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """``section``: where the elements are. ``bits``: of one element; 0 if only means are kept."""
+
+    section: str
+    bits: int
+    is_per_channel: bool
+
+
+def _elements(part: VectorFormat) -> _Elements:
+    match part:
+        case FloatFormat():
+            return _Elements(part.name, part.dtype.itemsize * 8, is_per_channel=False)
+        case CodeFormat():
+            return _Elements(f"{part.name}_codes", part.bits, is_per_channel=part.per_channel)
+        case MeanFormat():
+            return _Elements(f"{part.name}_mean", 0, is_per_channel=True)
+    raise AssertionError(f"no kernel for {part}")
+
+
+@lru_cache(maxsize=4)
+def _tables_on(rotary: RotaryTable, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines on ``device``, of equal strides, angles next to each other; copied there once.
+
+    The copy is from pageable memory and has ended when this returns: any stream may read it.
+    """
+    cos, sin = rotary.cos, rotary.sin
+    if cos.stride() != sin.stride() or cos.stride(1) != 1:
+        cos, sin = cos.cpu().contiguous(), sin.cpu().contiguous()
+    return cos.to(device), sin.to(device)

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.options import Sharing
+from krul_backend.codec.restore import restore_layer
+from krul_backend.codec.shared_pair import SharedPair
+from krul_backend.errors import CodecError
+from krul_backend.strategy.strategy import Precision
+from tests.unit.restore_oracle import RestoreCase, check_restored, encode_case
+
+ROOT = Path(__file__).parents[2]
+SHAPE = LayerShape(2, 32, 16, torch.bfloat16)
+
+
+def pool(shape: LayerShape, num_slots: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    heads, dtype = shape.num_kv_heads, shape.dtype
+    return (
+        torch.zeros(num_slots, heads, shape.k_head_dim, dtype=dtype),
+        torch.zeros(num_slots, heads, shape.v_head_dim, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize("is_pair", [False, True])
+@pytest.mark.parametrize("precision", [Precision.NATIVE, Precision.INT4])
+def test_on_the_cpu_rows_are_decoded_and_copied(precision: Precision, is_pair: bool) -> None:
+    case = RestoreCase(
+        SHAPE, precision, is_pair, rotary_dim=32, first_token=20, end_token=33, has_tail_only=True
+    )
+    check_restored(case, restore_layer)
+
+
+@pytest.mark.parametrize("precision", [Precision.NATIVE, Precision.INT8])
+def test_layers_of_a_predicted_pair(precision: Precision) -> None:
+    case = RestoreCase(
+        SHAPE, precision, is_pair=True, rotary_dim=32, first_token=3, sharing=Sharing.PREDICTED
+    )
+    check_restored(case, restore_layer)
+
+
+@pytest.mark.parametrize(
+    ("slots", "shape", "message"),
+    [
+        (torch.arange(36), SHAPE, "37 tokens need as many int64 slots"),
+        (torch.arange(37, dtype=torch.int32), SHAPE, "int64 slots, got torch.int32"),
+        (torch.arange(37), LayerShape(2, 16, 16, torch.bfloat16), "k_buffer is"),
+        (torch.arange(37), LayerShape(2, 32, 32, torch.bfloat16), "v_buffer is"),
+        (torch.arange(37), LayerShape(2, 32, 16, torch.float16), "k_buffer is torch.float16"),
+    ],
+)
+def test_slots_and_buffers_that_do_not_fit_are_refused(
+    slots: torch.Tensor, shape: LayerShape, message: str
+) -> None:
+    blocks, decoder = encode_case(RestoreCase(SHAPE, Precision.INT8, is_pair=False, rotary_dim=32), "cpu")
+    k_buffer, v_buffer = pool(shape)
+    with pytest.raises(CodecError, match=re.escape(message)):
+        restore_layer(decoder, 0, blocks, 0, 37, k_buffer, v_buffer, slots)
+    assert not bool(k_buffer.any())
+
+
+def test_the_block_of_the_partner_must_be_there() -> None:
+    blocks, decoder = encode_case(RestoreCase(SHAPE, Precision.INT8, is_pair=True, rotary_dim=32), "cpu")
+    with pytest.raises(CodecError, match=r"needs the blocks of layers \(0, 1\), not given: \[0\]"):
+        restore_layer(decoder, 1, {1: blocks[1]}, 0, 37, *pool(SHAPE), torch.arange(37))
+
+
+def compiled_ptx(kernel: Any, arguments: dict[str, Any], compute_capability: int) -> str:
+    """What triton compiles for these arguments and an NVIDIA GPU, which need not be there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = {
+        torch.uint8: "*u8",
+        torch.int16: "*i16",
+        torch.int32: "*i32",
+        torch.int64: "*i64",
+        torch.float16: "*fp16",
+        torch.bfloat16: "*bf16",
+        torch.float32: "*fp32",
+    }
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[(place,)] = value
+            continue
+        is_tensor = isinstance(value, torch.Tensor)
+        signature[parameter.name] = pointers[value.dtype] if is_tensor else "i32"
+        # As triton's launcher says it: pointers are aligned, and what is a multiple of 16 is known to be one.
+        if is_tensor or (value % 16 == 0 and not parameter.do_not_specialize):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    ptx: str = triton.compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes),
+        target=GPUTarget("cuda", compute_capability, 32),
+        options={"num_warps": arguments["num_warps"]},
+    ).asm["ptx"]
+    return ptx
+
+
+@pytest.mark.parametrize(
+    ("shape", "rotary_dim", "compute_capability"),
+    [
+        (LayerShape(8, 128, 128, torch.bfloat16), 128, 90),
+        (LayerShape(2, 96, 96, torch.float16), 48, 80),
+    ],
+)
+def test_the_kernels_compile_to_whole_stores(
+    shape: LayerShape, rotary_dim: int, compute_capability: int
+) -> None:
+    """No GPU is needed to see that every lane writes 16 bytes at a time: half the traffic is the pool's."""
+    from krul_backend.codec.triton_kernels import restore_groups, restore_retained
+    from krul_backend.codec.triton_restore import group_launch, retained_launch
+
+    case = RestoreCase(
+        shape, Precision.INT4, is_pair=True, rotary_dim=rotary_dim, num_tokens=100, group_size=64
+    )
+    blocks, decoder = encode_case(case, "cpu")
+    found = decoder.unit_blocks(1, blocks, 0, 100)
+    assert isinstance(found.codec, SharedPair)
+    target = (0, 100, *pool(shape, 100), torch.arange(100))
+    for kernel, (_, arguments) in (
+        (restore_groups, group_launch(found, found.blocks, *target)),
+        (restore_retained, retained_launch(found.codec, found.index, found.blocks, *target)),
+    ):
+        stores = re.findall(r"st\.global[.\w]*", compiled_ptx(kernel, arguments, compute_capability))
+        assert set(stores) == {"st.global.v4.b32"}
+
+
+def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def test_the_kernels_are_not_imported_on_the_cpu() -> None:
+    code = """
+import sys, torch
+from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.options import Sharing
+from krul_backend.codec.restore import restore_layer
+from krul_backend.strategy.strategy import Precision
+from tests.unit.restore_oracle import RestoreCase, encode_case
+
+shape = LayerShape(2, 32, 32, torch.float32)
+blocks, decoder = encode_case(RestoreCase(shape, Precision.INT4, is_pair=False, rotary_dim=32), "cpu")
+k_buffer = v_buffer = torch.zeros(37, 2, 32)
+restore_layer(decoder, 0, blocks, 0, 37, k_buffer, v_buffer, torch.arange(37))
+print([name for name in sys.modules if name.startswith(("krul_backend.codec.triton", "triton."))])
+"""
+    result = run_python("-c", code)
+    assert result.stdout.split() == ["[]"], result.stderr
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    cases = "tests/unit/interpreted_restore_cases.py"
+    result = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "skipped" not in result.stdout
