@@ -1,0 +1,178 @@
+"""Query rows, and how they become statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from krul_backend.attention.statistics import AttentionStatistics
+
+BLOCK_BYTES = 32 << 20
+"""Memory of the attention weights that are held at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class QueryRows:
+    """Query vectors of ``R`` tokens of one sequence, in all layers, as attention sees them.
+
+    Args:
+        queries: ``[L, R, H, D]``, after the rotary embedding and any norm of queries; any device and dtype.
+        positions: int64 ``[R]``: row ``r`` attends to tokens ``0..positions[r]``.
+        kv_heads: int64 ``[H]``: which KV head each query head reads. Heads may be a sample of the model's.
+        scaling: factor of the scores before the softmax.
+
+    Raises:
+        ValueError: if the shapes contradict each other.
+    """
+
+    queries: torch.Tensor
+    positions: torch.Tensor
+    kv_heads: torch.Tensor
+    scaling: float
+
+    def __post_init__(self) -> None:
+        _, num_rows, num_heads, _ = self.queries.shape
+        if self.positions.shape != (num_rows,) or self.kv_heads.shape != (num_heads,):
+            raise ValueError(
+                f"queries [L, R, H, D] of shape {tuple(self.queries.shape)} need positions [{num_rows}] and "
+                f"kv_heads [{num_heads}], got {tuple(self.positions.shape)} and {tuple(self.kv_heads.shape)}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return self.queries.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.queries.shape[1]
+
+    @property
+    def num_heads(self) -> int:
+        return self.queries.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the query vectors, in bytes."""
+        return self.queries.nbytes
+
+    def num_visible_tokens(self) -> int:
+        """Tokens that at least one row sees; 0 without rows. Waits for the device if positions are on one."""
+        return int(self.positions.max()) + 1 if self.num_rows else 0
+
+    def copy_every(self, first: int, step: int) -> QueryRows:
+        """A copy of rows ``first``, ``first + step``, ...: nothing of it shares memory with this object."""
+        return QueryRows(
+            self.queries[:, first::step].clone(),
+            self.positions[first::step].clone(),
+            self.kv_heads.clone(),
+            self.scaling,
+        )
+
+
+def concatenate_rows(parts: Sequence[QueryRows]) -> QueryRows:
+    """All rows of at least one part, in order. The parts have one model's layers and the same heads."""
+    return QueryRows(
+        torch.cat([part.queries for part in parts], dim=1),
+        torch.cat([part.positions for part in parts]),
+        parts[0].kv_heads,
+        parts[0].scaling,
+    )
+
+
+ReadKeys = Callable[[int], torch.Tensor]
+"""Reads one layer's keys ``[T, Hkv, D]`` of the sequence, with rotary embedding; ``T`` > every position."""
+
+
+def attention_rows(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    kv_heads: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention weights of one layer: fp32 ``[H, R, T]``; a row is a distribution over tokens ``<= position``.
+
+    ``queries [R, H, D]``, ``keys [T, Hkv, D]`` in any dtype; all on one device.
+    """
+    # The engine's kernels also hold scores in fp32; bf16 would blur the differences between layers.
+    q = queries.float().transpose(0, 1)  # [H, R, D]
+    k = keys[:, kv_heads].float().permute(1, 2, 0)  # [H, D, T]
+    scores = torch.bmm(q, k).mul_(scaling)  # [H, R, T]
+    is_hidden = torch.arange(len(keys), device=keys.device) > positions[:, None]  # [R, T]
+    return scores.masked_fill_(is_hidden, -torch.inf).softmax(dim=-1)
+
+
+def accumulate(
+    rows: QueryRows, read_keys: ReadKeys, *, block_bytes: int = BLOCK_BYTES
+) -> AttentionStatistics:
+    """Reduce all rows, on the device of the queries.
+
+    Works through blocks of rows and heads whose weights in all layers take at most ``block_bytes`` (one row
+    of one head is the least), so the memory does not grow with the number of rows; each block reads the keys
+    of every layer once.
+    """
+    total = AttentionStatistics.zero(rows.num_layers, rows.num_heads)
+    if rows.num_rows == 0:
+        return total
+    device = rows.queries.device
+    positions = rows.positions.cpu()
+    num_tokens = int(positions.max()) + 1
+    squared_distance = total.squared_distance.to(device)
+    ir_mass = total.ir_mass.to(device)
+    for row_block, heads in _blocks(rows, num_tokens, block_bytes):
+        num_visible = int(positions[row_block].max()) + 1
+        weights = _weights(rows, row_block, heads, num_visible, read_keys)
+        squared_distance[heads] += _squared_distances(weights)
+        ir_mass += _initial_recent(weights, positions[row_block].to(device))
+    # Rounding can leave a tiny negative sum where two layers attend alike.
+    return AttentionStatistics(squared_distance.clamp(min=0).cpu(), ir_mass.cpu(), rows.num_rows)
+
+
+def _blocks(rows: QueryRows, num_tokens: int, block_bytes: int) -> Iterator[tuple[slice, slice]]:
+    head_bytes = 4 * num_tokens * (rows.num_layers + rows.queries.shape[3])
+    num_heads = min(rows.num_heads, max(1, block_bytes // head_bytes))
+    row_bytes = 4 * num_tokens * rows.num_layers * num_heads
+    num_rows = min(rows.num_rows, max(1, block_bytes // row_bytes))
+    for first_row in range(0, rows.num_rows, num_rows):
+        for first_head in range(0, rows.num_heads, num_heads):
+            yield slice(first_row, first_row + num_rows), slice(first_head, first_head + num_heads)
+
+
+def _weights(
+    rows: QueryRows, row_block: slice, heads: slice, num_visible: int, read_keys: ReadKeys
+) -> torch.Tensor:
+    """Attention of a block in all layers: fp32 ``[h, L, r, num_visible]``."""
+    queries = rows.queries[:, row_block, heads]
+    device = queries.device
+    positions = rows.positions[row_block].to(device)
+    kv_heads = rows.kv_heads[heads].to(device)
+    num_layers, num_rows, num_heads, _ = queries.shape
+    weights = torch.empty(num_heads, num_layers, num_rows, num_visible, device=device)
+    for layer in range(num_layers):
+        keys = read_keys(layer)[:num_visible]
+        weights[:, layer] = attention_rows(queries[layer], keys, positions, kv_heads, rows.scaling)
+    return weights
+
+
+def _squared_distances(weights: torch.Tensor) -> torch.Tensor:
+    """``[h, L, r, t]`` -> float64 ``[h, L, L]``, summed over rows: ``a^2 + b^2 - 2ab`` (Krul section 7)."""
+    flat = weights.flatten(2)  # [h, L, r * t]
+    gram = torch.bmm(flat, flat.transpose(1, 2)).double()
+    squares = gram.diagonal(dim1=1, dim2=2)  # [h, L]
+    distances = squares[:, :, None] + squares[:, None, :] - (gram + gram.transpose(1, 2))
+    # Exact by construction, whatever order the products were summed in.
+    distances.diagonal(dim1=1, dim2=2).zero_()
+    return distances
+
+
+def _initial_recent(weights: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """``[h, L, r, t]`` -> float64 ``[L]``: attention on both tenths, summed over heads and rows."""
+    num_seen = positions[:, None] + 1  # [r, 1]
+    tenth = -(-num_seen // 10)
+    token = torch.arange(weights.shape[3], device=weights.device)
+    # Tokens after the row's own are in neither part: their weight is zero.
+    is_initial_or_recent = (token < tenth) | (token >= num_seen - tenth)  # [r, t]
+    per_layer = torch.einsum("hlrt,rt->lr", weights, is_initial_or_recent.float())
+    return per_layer.double().sum(dim=1)

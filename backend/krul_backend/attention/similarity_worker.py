@@ -1,0 +1,223 @@
+"""The client of the similarity worker process."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import queue
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
+from krul_backend.attention.shared_job import JobLayout
+from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.attention.worker_process import WorkerGoneError, WorkerProcess
+from krul_backend.tiers.free_extents import FreeExtents
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CAPACITY_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """Counters since the start. ``reduced_here`` are jobs that the process could not do, done by the client's
+    thread instead; ``rejected`` found no room in the queue's memory."""
+
+    submitted: int = 0
+    reduced_here: int = 0
+    rejected: int = 0
+    restarts: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    layout: JobLayout
+    copied: torch.cuda.Event | None
+    future: Future[AttentionStatistics]
+
+
+class SimilarityWorker:
+    """Reduces query rows in a process of its own, without holding this process's interpreter.
+
+    One object serves many estimators; jobs are done in order. Queries and keys wait in shared memory of
+    ``capacity_bytes``, which bounds the queue; physical memory is taken as it is first used. The process
+    starts with the first job. If it dies it is started once more; after that jobs are reduced by this
+    object's thread, from the same memory: a job that was accepted always ends with statistics.
+
+    Args:
+        capacity_bytes: of the queue.
+        num_threads: of the process.
+        timeout_s: a job that takes longer counts as a death of the process.
+    """
+
+    def __init__(
+        self, capacity_bytes: int = DEFAULT_CAPACITY_BYTES, num_threads: int = 1, timeout_s: float = 120.0
+    ) -> None:
+        self._memory_fd = os.memfd_create("krul-similarity", os.MFD_CLOEXEC)
+        os.ftruncate(self._memory_fd, capacity_bytes)
+        self._memory = torch.frombuffer(mmap.mmap(self._memory_fd, capacity_bytes), dtype=torch.uint8)
+        self._copy_stream: torch.cuda.Stream | None = None
+        self._is_page_locked = False
+        self._num_threads = num_threads
+        self._timeout_s = timeout_s
+        self._process: WorkerProcess | None = None
+        self._has_given_up = False
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._free = FreeExtents(capacity_bytes)
+        self._stats = WorkerStats()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="krul-similarity", daemon=True)
+        self._thread.start()
+
+    def stats(self) -> WorkerStats:
+        with self._lock:
+            return self._stats
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the running process; None before the first job and after the last death."""
+        return self._process.process_id if self._process is not None else None
+
+    def submit(self, rows: QueryRows, read_keys: ReadKeys) -> Future[AttentionStatistics] | None:
+        """Queue a reduction; None if the queue's memory has no room for it.
+
+        Queries and keys are copied. From a GPU the copies run on a side stream after the work queued so far,
+        and this returns without waiting for them: the keys of these tokens must not be overwritten before the
+        future is done. From the CPU they are complete when this returns.
+
+        Raises:
+            RuntimeError: if the worker was closed.
+        """
+        layout = JobLayout.of(rows, read_keys(0), rows.num_visible_tokens())
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the similarity worker was closed")
+            offset = self._free.take(layout.num_bytes)
+            if offset is None:
+                self._stats = replace(self._stats, rejected=self._stats.rejected + 1)
+                return None
+            self._stats = replace(self._stats, submitted=self._stats.submitted + 1)
+        layout = replace(layout, offset=offset)
+        try:
+            copied = self._copy_in(layout, rows, read_keys)
+        except BaseException:
+            self._give_back(layout)
+            raise
+        job = _Job(layout, copied, Future())
+        self._jobs.put(job)
+        return job.future
+
+    def close(self) -> None:
+        """End the process when the queued jobs are done. Idempotent; not while another thread submits."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._jobs.put(None)
+        self._thread.join()
+        if self._is_page_locked:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
+        os.close(self._memory_fd)
+
+    def _copy_in(self, layout: JobLayout, rows: QueryRows, read_keys: ReadKeys) -> torch.cuda.Event | None:
+        views = layout.views(self._memory)
+        views.positions.copy_(rows.positions)
+        views.kv_heads.copy_(rows.kv_heads)
+        device = rows.queries.device
+        if device.type != "cuda":
+            views.queries.copy_(rows.queries)
+            for layer in range(layout.num_layers):
+                views.keys[layer].copy_(read_keys(layer)[: layout.num_tokens])
+            return None
+        side, current = self._cuda_stream(device), torch.cuda.current_stream(device)
+
+        def copy_aside(source: torch.Tensor, target: torch.Tensor) -> None:
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                target.copy_(source, non_blocking=True)
+            # The allocator must not hand it to the engine before the copy has read it.
+            source.record_stream(side)
+
+        # A copy on the engine's stream: the caller may overwrite its rows as soon as this returns.
+        copy_aside(rows.queries.clone(memory_format=torch.contiguous_format), views.queries)
+        for layer in range(layout.num_layers):
+            copy_aside(read_keys(layer)[: layout.num_tokens].contiguous(), views.keys[layer])
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(side)
+        return event
+
+    def _cuda_stream(self, device: torch.device) -> torch.cuda.Stream:
+        if self._copy_stream is None:
+            # Copies are asynchronous only from and to page-locked memory.
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            error = cudart.cudaHostRegister(self._memory.data_ptr(), len(self._memory), 0)
+            self._is_page_locked = int(error) == 0
+            if not self._is_page_locked:
+                logger.warning(
+                    "similarity queue cannot be page-locked (CUDA error %d): copies will wait", error
+                )
+            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._copy_stream
+
+    def _give_back(self, layout: JobLayout) -> None:
+        with self._lock:
+            self._free.give(layout.offset, layout.num_bytes)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                if job.copied is not None:
+                    job.copied.synchronize()
+                result = self._reduce(job.layout)
+            except Exception as failure:
+                job.future.set_exception(failure)
+            else:
+                job.future.set_result(result)
+            finally:
+                self._give_back(job.layout)
+        if self._process is not None:
+            self._process.close()
+
+    def _reduce(self, layout: JobLayout) -> AttentionStatistics:
+        views = layout.views(self._memory)
+        while not self._has_given_up:
+            try:
+                if self._process is None:
+                    self._process = WorkerProcess(self._memory_fd, len(self._memory), self._num_threads)
+                error = self._process.reduce(layout, self._timeout_s)
+            except WorkerGoneError as gone:
+                self._on_death(gone)
+                continue
+            if error is None:
+                return views.result()
+            logger.warning("the similarity worker could not reduce a job: %s", error)
+            break
+        with self._lock:
+            self._stats = replace(self._stats, reduced_here=self._stats.reduced_here + 1)
+        return accumulate(views.rows(), views.read_keys)
+
+    def _on_death(self, gone: WorkerGoneError) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        with self._lock:
+            self._has_given_up = self._stats.restarts > 0
+            if not self._has_given_up:
+                self._stats = replace(self._stats, restarts=self._stats.restarts + 1)
+        outcome = (
+            "its work is done in this process from now on" if self._has_given_up else "starting it again"
+        )
+        logger.warning("the similarity worker ended (%s): %s", gone, outcome)
+
+    def __enter__(self) -> SimilarityWorker:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
