@@ -52,7 +52,9 @@ def make_variant(model: Any, name: str) -> Any:
 def depth_doubled(model: Any, scale: float = COPY_SCALE) -> Any:
     """A model in which layer k of ``model`` stands twice, as layers 2k and 2k + 1.
 
-    The output projections of attention and MLP of both copies are multiplied by ``scale``.
+    The output projections of attention and MLP of both copies are multiplied by ``scale``. Of the first layer
+    the first copy stays as it is and the second adds nothing: there the stream moves so much that two halves
+    do not make a whole (on the bundled model, value NLL 0.01 this way and 0.30 with halves).
     """
     config = copy.deepcopy(model.config)
     config.num_hidden_layers *= 2
@@ -64,9 +66,10 @@ def depth_doubled(model: Any, scale: float = COPY_SCALE) -> Any:
     for index, layer in enumerate(layers):
         layer.self_attn.layer_idx = index
         layer.self_attn.config = config
+        factor = (1.0, 0.0)[index] if index < 2 else scale
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
             for parameter in projection.parameters():
-                parameter.data *= scale
+                parameter.data *= factor
     doubled.model.layers = nn.ModuleList(layers)
     return doubled
 
@@ -97,7 +100,7 @@ def rotate_bases(model: Any, angle: float, layers: Iterable[int]) -> None:
 def _rotated_rows(rows: Tensor, angle: float, head_dim: int) -> Tensor:
     """``rows [heads * head_dim, ...]`` with channels c and c + head_dim / 2 of each head rotated."""
     # [heads, 2, head_dim / 2, ...]
-    planes = rows.double().unflatten(0, (-1, 2, head_dim // 2))
+    planes = rows.double().view(-1, 2, head_dim // 2, *rows.shape[1:])
     first, second = planes.unbind(1)
     cosine, sine = math.cos(angle), math.sin(angle)
     rotated = torch.stack((cosine * first - sine * second, sine * first + cosine * second), dim=1)

@@ -1,8 +1,9 @@
 """LongBench's tasks: prompt, metric and length of the answer.
 
 From the published set-up: which metric and how many new tokens a task has, that the prompt is instruction,
-context, question and a cue for the answer in this order, and which tasks are scored on the first line. The instructions are this repository's own wording, so scores are comparable between methods here, and only
-roughly with published ones. No chat template is applied.
+context, question and a cue for the answer in this order, and which tasks are scored on the first line.
+The instructions are this repository's own wording and no chat template is applied, so scores compare methods
+here, and only roughly with published ones.
 """
 
 from __future__ import annotations
