@@ -1,0 +1,195 @@
+"""Where the parts of a block lie: records of one group of tokens each, then what belongs to no group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from krul_backend.errors import CodecError
+
+ALIGNMENT_BYTES = 16
+"""Every section starts at a multiple of it, so that a kernel can read 16 bytes at once."""
+
+_MAX_RUN_TOKENS = 1024
+"""Tokens in fp32 at a time. Coding a segment takes working memory for so many, however long it is."""
+
+Views = dict[str, torch.Tensor]
+"""Typed views of the sections of a run of records, by name."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """An array in a record: ``[group tokens, *shape]`` if ``per_token``, else ``[*shape]``."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    per_token: bool
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Sections one after the other for ``num_tokens`` tokens, each aligned, and the record's end too."""
+
+    sections: tuple[Section, ...]
+    num_tokens: int
+
+    @cached_property
+    def _places(self) -> tuple[tuple[Section, tuple[int, ...], int, int], ...]:
+        """Section, shape, first byte, end byte."""
+        places = []
+        end = 0
+        for section in self.sections:
+            shape = (self.num_tokens, *section.shape) if section.per_token else section.shape
+            first = _aligned(end)
+            end = first + math.prod(shape) * section.dtype.itemsize
+            places.append((section, shape, first, end))
+        return tuple(places)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return _aligned(self._places[-1][3]) if self._places else 0
+
+    def byte_offsets(self) -> dict[str, int]:
+        """First byte of each section in the record."""
+        return {section.name: first for section, _, first, _ in self._places}
+
+    def views(self, records: torch.Tensor) -> Views:
+        """``records`` uint8 ``[R, num_bytes]``, rows contiguous. Views ``[R, *shape of the section]``."""
+        num_records = records.shape[0]
+        return {
+            section.name: records[:, first:end].view(section.dtype).view(num_records, *shape)
+            # Bytes that are none have strides which no other dtype can have.
+            if first < end
+            else records.new_empty((num_records, *shape), dtype=section.dtype)
+            for section, shape, first, end in self._places
+        }
+
+
+@dataclass(frozen=True)
+class GroupRun:
+    """Neighbouring groups of equal length, few enough to be worked on at once.
+
+    They cover tokens ``[first_token, end_token)`` of the segment.
+    """
+
+    first_token: int
+    num_groups: int
+    group_tokens: int
+
+    @property
+    def end_token(self) -> int:
+        return self.first_token + self.num_groups * self.group_tokens
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """One layer of one segment as bytes.
+
+    ::
+
+        block = | record of group 0 | record of group 1 | ... | record of the last group | trailer |
+
+    Groups are counted from the segment's first token; the last one may be shorter, and its record is then
+    exactly as much smaller. From any group on, the rest of the block is one contiguous range, so a restore
+    that needs only the end of a layer reads only that.
+    """
+
+    record: tuple[Section, ...]
+    trailer: tuple[Section, ...]
+    group_size: int
+    num_tokens: int
+
+    @cached_property
+    def group_record(self) -> RecordLayout:
+        """A full group."""
+        return RecordLayout(self.record, self.group_size)
+
+    @cached_property
+    def last_record(self) -> RecordLayout:
+        """The shorter last group; of no tokens and not in the block if all groups are full."""
+        return RecordLayout(self.record, self.num_tokens % self.group_size)
+
+    @cached_property
+    def trailer_record(self) -> RecordLayout:
+        return RecordLayout(self.trailer, 0)
+
+    @cached_property
+    def records_num_bytes(self) -> int:
+        """Bytes of all records: where the trailer starts."""
+        return self.group_start(-(-self.num_tokens // self.group_size))
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return self.records_num_bytes + self.trailer_record.num_bytes
+
+    def group_start(self, group: int) -> int:
+        """First byte of the record of ``group``; for the number of groups, the end of all records."""
+        num_full = self.num_tokens // self.group_size
+        if group <= num_full:
+            return group * self.group_record.num_bytes
+        return num_full * self.group_record.num_bytes + self.last_record.num_bytes
+
+    def byte_range(self, first_token: int, end_token: int) -> range:
+        """Bytes of the groups that cover tokens ``[first_token, end_token)``, without the trailer."""
+        first_group, end_group = first_token // self.group_size, -(-end_token // self.group_size)
+        return range(self.group_start(first_group), self.group_start(end_group))
+
+    def runs(self, first_token: int, end_token: int) -> Iterator[GroupRun]:
+        """The groups that cover tokens ``[first_token, end_token)``, as runs."""
+        group, end_group = first_token // self.group_size, -(-end_token // self.group_size)
+        num_full = min(end_group, self.num_tokens // self.group_size)
+        step = max(1, _MAX_RUN_TOKENS // self.group_size)
+        for first in range(group, num_full, step):
+            yield GroupRun(first * self.group_size, min(step, num_full - first), self.group_size)
+        if end_group > num_full:
+            yield GroupRun(num_full * self.group_size, 1, self.num_tokens % self.group_size)
+
+    def new_block(self, device: torch.device) -> torch.Tensor:
+        """A block of zeros, uint8 ``[num_bytes]``: gaps between sections have one value."""
+        return torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+
+    def check(self, block: torch.Tensor, first_token: int) -> torch.Tensor:
+        """A block that can be viewed: all of it, or from the start of a group not after ``first_token`` on.
+
+        Raises:
+            CodecError: not bytes, or of a size that no such block has.
+        """
+        if block.dtype is not torch.uint8 or block.ndim != 1:
+            raise CodecError(f"a block is uint8 in one dimension, got {block.dtype} {tuple(block.shape)}")
+        missing = self.num_bytes - block.numel()
+        group = -1 if missing < 0 else missing // max(1, self.group_record.num_bytes)
+        if missing < 0 or group > first_token // self.group_size or self.group_start(group) != missing:
+            raise CodecError(
+                f"a block of {self.num_tokens} tokens has {self.num_bytes} bytes, "
+                f"those before the group of token {first_token} may be missing; got {block.numel()}"
+            )
+        is_aligned = block.is_contiguous() and block.storage_offset() % ALIGNMENT_BYTES == 0
+        return block if is_aligned else block.clone(memory_format=torch.contiguous_format)
+
+    def record_views(self, block: torch.Tensor, run: GroupRun) -> Views:
+        """Sections of the records of ``run`` in a checked block: ``[num_groups, *shape of the section]``."""
+        layout = self.group_record if run.group_tokens == self.group_size else self.last_record
+        missing = self.num_bytes - block.numel()
+        first = self.group_start(run.first_token // self.group_size) - missing
+        records = block[first : first + run.num_groups * layout.num_bytes]
+        return layout.views(records.view(run.num_groups, layout.num_bytes))
+
+    def trailer_views(self, block: torch.Tensor) -> Views:
+        """Sections of the trailer in a checked block, in their own shapes."""
+        first = self.records_num_bytes - (self.num_bytes - block.numel())
+        trailer = block[first:].view(1, self.trailer_record.num_bytes)
+        return {name: view[0] for name, view in self.trailer_record.views(trailer).items()}
+
+
+def in_groups(x: torch.Tensor, run: GroupRun) -> torch.Tensor:
+    """``x [tokens of the run, ...]`` as ``[num_groups, group_tokens, ...]``."""
+    return x.reshape(run.num_groups, run.group_tokens, *x.shape[1:])
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

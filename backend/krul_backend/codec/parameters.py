@@ -1,0 +1,108 @@
+"""What is stored beside a segment's blocks so that they can be decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from krul_backend.errors import CodecError, StrategyError
+from krul_backend.strategy.strategy import Strategy
+
+CODEC_NAME = "segment"
+CODEC_VERSION = 1
+_KEYS = {"codec", "version", "group_size", "are_keys_unrotated", "layers", "retained"}
+
+
+@dataclass(frozen=True)
+class RetainedCounts:
+    """Of one shared pair, for each KV head: how many of its tokens keep their own keys, and values."""
+
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SegmentParameters:
+    """Everything about a segment's blocks that is not in the model's own shape.
+
+    ``retained`` has one entry for each pair of ``strategy.pairs``. ``are_keys_unrotated``: compressed keys
+    are stored without their rotary embedding.
+    """
+
+    strategy: Strategy
+    group_size: int
+    are_keys_unrotated: bool
+    retained: tuple[RetainedCounts, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that ``parse`` accepts."""
+        return {
+            "codec": CODEC_NAME,
+            "version": CODEC_VERSION,
+            "group_size": self.group_size,
+            "are_keys_unrotated": self.are_keys_unrotated,
+            "layers": self.strategy.to_json(),
+            "retained": [{"k": list(counts.k), "v": list(counts.v)} for counts in self.retained],
+        }
+
+    @classmethod
+    def parse(
+        cls, params: Mapping[str, Any], *, num_layers: int, num_kv_heads: int, num_tokens: int
+    ) -> SegmentParameters:
+        """Checks ``params`` against the model and the segment's length.
+
+        Raises:
+            CodecError: for anything but what ``to_json`` writes for such a segment.
+        """
+        if not isinstance(params, Mapping) or params.get("codec") != CODEC_NAME:
+            raise CodecError(f"not the parameters of codec {CODEC_NAME!r}: {params!r:.200}")
+        version = params.get("version")
+        if not _is_count(version) or version != CODEC_VERSION:
+            raise CodecError(
+                f"version {version!r} of codec {CODEC_NAME!r} is unknown (known: {CODEC_VERSION})"
+            )
+        if set(params) != _KEYS:
+            raise CodecError(f"codec parameters are {sorted(_KEYS)}, got {sorted(map(str, params))}")
+        group_size = params["group_size"]
+        if not _is_count(group_size) or group_size < 1:
+            raise CodecError(f"group_size {group_size!r} is no number of tokens")
+        are_keys_unrotated = params["are_keys_unrotated"]
+        if not isinstance(are_keys_unrotated, bool):
+            raise CodecError(f"are_keys_unrotated {are_keys_unrotated!r} is neither true nor false")
+        strategy = _parse_strategy(params["layers"], num_layers)
+        retained = params["retained"]
+        if not isinstance(retained, list) or len(retained) != len(strategy.pairs):
+            raise CodecError(
+                f"{len(strategy.pairs)} pairs need as many retained counts, got {retained!r:.200}"
+            )
+        counts = tuple(_parse_counts(entry, num_kv_heads, num_tokens) for entry in retained)
+        return cls(strategy, group_size, are_keys_unrotated, counts)
+
+
+def _parse_strategy(layers: object, num_layers: int) -> Strategy:
+    if not isinstance(layers, list):
+        raise CodecError(f"layers of a strategy are a list, got {layers!r:.200}")
+    try:
+        strategy = Strategy.from_json(layers)
+    except (StrategyError, TypeError) as error:
+        raise CodecError(f"codec parameters with an impossible strategy: {error}") from error
+    if len(strategy.layers) != num_layers:
+        raise CodecError(f"a strategy of {len(strategy.layers)} layers for a model of {num_layers}")
+    return strategy
+
+
+def _parse_counts(entry: object, num_kv_heads: int, num_tokens: int) -> RetainedCounts:
+    if not isinstance(entry, Mapping) or set(entry) != {"k", "v"}:
+        raise CodecError(f"retained counts are of k and v, got {entry!r:.200}")
+    for counts in (entry["k"], entry["v"]):
+        if not isinstance(counts, list) or len(counts) != num_kv_heads:
+            raise CodecError(f"retained counts of {num_kv_heads} KV heads are needed, got {counts!r:.200}")
+        if not all(_is_count(count) and count <= num_tokens for count in counts):
+            raise CodecError(f"retained counts {counts!r:.200} are not all in 0..{num_tokens}")
+    return RetainedCounts(tuple(entry["k"]), tuple(entry["v"]))
+
+
+def _is_count(value: object) -> bool:
+    """A whole number from 0 on; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,82 @@
+"""The model's own rotary embedding as a table, put on keys and taken off again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryTable:
+    """Rotary position embedding of one model (Su et al., RoFormer, equation 34).
+
+    ``cos`` and ``sin`` ``[max_positions, rotary_dim / 2]`` fp32 hold one angle per position and channel pair;
+    how a model scales its angles (linear, llama3, yarn) is in the numbers, and so is yarn's attention factor.
+    ``is_neox``: channel ``c`` pairs with ``c + rotary_dim / 2``; otherwise with its neighbour, ``2c`` with
+    ``2c + 1``. Channels from ``rotary_dim`` on are not touched.
+
+    Raises:
+        ValueError: the tables are not two equal fp32 matrices.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    is_neox: bool
+
+    def __post_init__(self) -> None:
+        if self.cos.ndim != 2 or self.cos.shape != self.sin.shape:
+            raise ValueError(f"cos {tuple(self.cos.shape)} and sin {tuple(self.sin.shape)} are not one table")
+        if self.cos.dtype is not torch.float32 or self.sin.dtype is not torch.float32:
+            raise ValueError(f"a rotary table is fp32, got cos {self.cos.dtype} and sin {self.sin.dtype}")
+
+    @property
+    def max_positions(self) -> int:
+        return self.cos.shape[0]
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * self.cos.shape[1]
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Put the embedding on ``x [T, H, D]`` of any dtype at ``positions [T]`` int64, absolute.
+
+        Returns fp32 ``[T, H, D]`` on the device of ``x``.
+
+        Raises:
+            IndexError: a position is not in the table.
+        """
+        cos, sin = self._angles(x, positions)
+        return self._turn(x, cos, sin)
+
+    def unrotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Inverse of ``rotate``: the same shapes, dtypes and errors.
+
+        The 2 x 2 matrix of a channel pair is a rotation times a factor (yarn's), so its inverse is its
+        transpose over ``cos^2 + sin^2``.
+        """
+        cos, sin = self._angles(x, positions)
+        squared_factor = cos.square() + sin.square()
+        return self._turn(x, cos / squared_factor, -sin / squared_factor)
+
+    def _angles(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine ``[T, 1, rotary_dim / 2]`` on the device of ``x``."""
+        index = positions.to(self.cos.device)
+        return self.cos[index].unsqueeze(1).to(x.device), self.sin[index].unsqueeze(1).to(x.device)
+
+    def _turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        turned = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        turned[..., self.rotary_dim :] = x[..., self.rotary_dim :]
+        first, second = self._channel_pairs(x)
+        first, second = first.float(), second.float()
+        turned_first, turned_second = self._channel_pairs(turned)
+        torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=turned_second).addcmul_(first, sin)
+        return turned
+
+    def _channel_pairs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views ``[T, H, rotary_dim / 2]`` of the two channels of each pair."""
+        if self.is_neox:
+            half = self.rotary_dim // 2
+            return x[..., :half], x[..., half : self.rotary_dim]
+        return x[..., 0 : self.rotary_dim : 2], x[..., 1 : self.rotary_dim : 2]

@@ -1,0 +1,196 @@
+"""Encodes a segment layer by layer, as its strategy says, and decodes any rows of any layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from krul_backend.codec.interface import LayerKV, LayerShape, ReadLayer
+from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.parameters import SegmentParameters
+from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.shared_pair import SharedPair, count_retained
+from krul_backend.codec.single_layer import CodedLayer, NativeLayer
+from krul_backend.codec.unit import SegmentPlace, UnitCodec
+from krul_backend.errors import CodecError
+from krul_backend.strategy.strategy import Precision, Strategy
+
+Unit = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentEncoding:
+    """How one segment is encoded: fixed by ``SegmentCodec.prepare``, before the first block is written.
+
+    ``layer_num_bytes``: exact size of each layer's block. ``params``: plain JSON values, all that is needed
+    to decode beside the model's own shape.
+    """
+
+    strategy: Strategy
+    layer_num_bytes: tuple[int, ...]
+    params: dict[str, Any]
+    units: Mapping[Unit, UnitCodec] = field(repr=False)
+
+
+class SegmentDecoder:
+    """Reads one segment's blocks; made by ``SegmentCodec.open``."""
+
+    def __init__(self, units: Mapping[Unit, UnitCodec], num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._places = {layer: (unit, codec) for unit, codec in units.items() for layer in unit}
+
+    @property
+    def layer_num_bytes(self) -> tuple[int, ...]:
+        """Size of each layer's block."""
+        return tuple(
+            self._places[layer][1].layouts[self._places[layer][0].index(layer)].num_bytes
+            for layer in sorted(self._places)
+        )
+
+    def sources(self, layer: int) -> tuple[int, ...]:
+        """The layers whose blocks ``decode`` needs for ``layer``."""
+        unit, codec = self._place(layer)
+        return tuple(unit[index] for index in codec.sources(unit.index(layer)))
+
+    def tail_start(self, layer: int, first_token: int) -> int:
+        """First byte of the part of ``layer``'s block that tokens from ``first_token`` on need."""
+        unit, codec = self._place(layer)
+        return codec.layouts[unit.index(layer)].byte_range(first_token, self._num_tokens).start
+
+    def decode(
+        self, layer: int, blocks: Mapping[int, torch.Tensor], first_token: int, end_token: int
+    ) -> LayerKV:
+        """Rows ``[first_token, end_token)`` of the segment, counted from its start.
+
+        ``blocks``: uint8, of each layer in ``sources(layer)``, whole or from its ``tail_start`` of a token
+        that is not after ``first_token`` on. Returns new tensors in the pool's dtype on the blocks' device,
+        keys with their rotary embedding.
+
+        Raises:
+            CodecError: a block is missing or has a wrong size, or there are no such rows or layer.
+        """
+        unit, codec = self._place(layer)
+        if not 0 <= first_token < end_token <= self._num_tokens:
+            raise CodecError(f"rows [{first_token}, {end_token}) of a segment of {self._num_tokens} tokens")
+        index = unit.index(layer)
+        missing = [source for source in self.sources(layer) if source not in blocks]
+        if missing:
+            raise CodecError(
+                f"layer {layer} needs the blocks of layers {self.sources(layer)}, not given: {missing}"
+            )
+        return codec.decode(index, [blocks[source] for source in self.sources(layer)], first_token, end_token)
+
+    def _place(self, layer: int) -> tuple[Unit, UnitCodec]:
+        if layer not in self._places:
+            raise CodecError(f"layer {layer} of a segment of {len(self._places)} layers")
+        return self._places[layer]
+
+
+class SegmentCodec:
+    """The codec of one model on one rank.
+
+    ``rotary`` is the model's table; None if its rotation cannot be taken off (unknown or not invertible):
+    then compressed keys keep it, and the parameters say so.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        num_layers: int,
+        rotary: RotaryTable | None,
+        options: CodecOptions | None = None,
+    ) -> None:
+        self._shape = shape
+        self.num_layers = num_layers
+        self._rotary = rotary
+        self._options = CodecOptions() if options is None else options
+
+    def prepare(
+        self, strategy: Strategy, read: ReadLayer, *, start_token: int, num_tokens: int
+    ) -> SegmentEncoding:
+        """Fix how tokens ``[start_token, start_token + num_tokens)`` of a conversation are encoded.
+
+        Reads both layers of each pair that shares, for the number of tokens that are retained.
+
+        Raises:
+            CodecError: a strategy for another number of layers, no tokens, or positions beyond the model's.
+        """
+        if len(strategy.layers) != self.num_layers:
+            raise CodecError(f"a strategy of {len(strategy.layers)} layers for a model of {self.num_layers}")
+        retained = tuple(
+            count_retained(read(i), read(j), start_token, self._options) for i, j in strategy.pairs
+        )
+        parameters = SegmentParameters(strategy, self._options.group_size, self._rotary is not None, retained)
+        units = self._units(parameters, start_token, num_tokens)
+        decoder = SegmentDecoder(units, num_tokens)
+        return SegmentEncoding(strategy, decoder.layer_num_bytes, parameters.to_json(), units)
+
+    def encode_unit(
+        self, encoding: SegmentEncoding, unit: Unit, layers: Sequence[LayerKV]
+    ) -> tuple[torch.Tensor, ...]:
+        """Blocks of a unit of ``encoding.strategy.units``, in its order.
+
+        ``layers``: the unit's KV, all tokens of the segment; not changed. Returns new uint8 tensors
+        ``[layer_num_bytes[l]]``, contiguous, on the device of the KV.
+
+        Raises:
+            CodecError: an unknown unit, or KV that is not of the segment's shape and dtype.
+        """
+        codec = encoding.units.get(unit)
+        if codec is None:
+            raise CodecError(f"{unit} is no unit of this strategy: {encoding.strategy.units}")
+        if len(layers) != len(unit):
+            raise CodecError(f"unit {unit} has {len(unit)} layers, got the KV of {len(layers)}")
+        for kv in layers:
+            self._check(kv, codec.place.num_tokens)
+        return codec.encode(layers)
+
+    def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SegmentDecoder:
+        """A decoder for blocks that were encoded with these parameters at this place.
+
+        Raises:
+            CodecError: anything but parameters that this codec writes for this model and place.
+        """
+        parameters = SegmentParameters.parse(
+            params,
+            num_layers=self.num_layers,
+            num_kv_heads=self._shape.num_kv_heads,
+            num_tokens=num_tokens,
+        )
+        if parameters.are_keys_unrotated and self._rotary is None:
+            raise CodecError("keys were stored without rotary embedding, and this model's is not known")
+        return SegmentDecoder(self._units(parameters, start_token, num_tokens), num_tokens)
+
+    def _units(
+        self, parameters: SegmentParameters, start_token: int, num_tokens: int
+    ) -> dict[Unit, UnitCodec]:
+        if start_token < 0 or num_tokens < 1:
+            raise CodecError(f"{num_tokens} tokens from position {start_token} are no segment")
+        rotary = self._rotary if parameters.are_keys_unrotated else None
+        if rotary is not None and start_token + num_tokens > rotary.max_positions:
+            raise CodecError(
+                f"a segment ends at position {start_token + num_tokens}, the model's rotary embedding at "
+                f"{rotary.max_positions}"
+            )
+        place = SegmentPlace(self._shape, start_token, num_tokens, parameters.group_size, rotary)
+        units: dict[Unit, UnitCodec] = {}
+        retained = dict(zip(parameters.strategy.pairs, parameters.retained, strict=True))
+        for unit in parameters.strategy.units:
+            precision = parameters.strategy.layers[unit[0]].precision
+            if len(unit) == 2:
+                units[unit] = SharedPair(place, precision, retained[unit[0], unit[1]], self._options)
+            elif precision is Precision.NATIVE:
+                units[unit] = NativeLayer(place)
+            else:
+                units[unit] = CodedLayer(place, precision)
+        return units
+
+    def _check(self, kv: LayerKV, num_tokens: int) -> None:
+        shape = self._shape
+        for name, x, head_dim in (("k", kv.k, shape.k_head_dim), ("v", kv.v, shape.v_head_dim)):
+            expected = (num_tokens, shape.num_kv_heads, head_dim)
+            if tuple(x.shape) != expected or x.dtype is not shape.dtype:
+                raise CodecError(f"{name} is {x.dtype} {tuple(x.shape)}, expected {shape.dtype} {expected}")

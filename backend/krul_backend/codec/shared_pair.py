@@ -1,0 +1,143 @@
+"""A pair of layers that keeps one direction per token and head (Krul, section 6.1; MiniCache, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import GroupRun, Section, Views, in_groups
+from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.parameters import RetainedCounts
+from krul_backend.codec.quantize import FP16_MAX
+from krul_backend.codec.retention import retained_counts, retained_tokens
+from krul_backend.codec.slerp import angular_distance, slerp, unit_directions
+from krul_backend.codec.unit import SegmentPlace, UnitCodec
+from krul_backend.codec.vector_format import VectorFormat, vector_format
+from krul_backend.strategy.strategy import Precision
+
+_LOWER = 0
+_DISTANCE_TOKENS = 1024
+
+
+class SharedPair(UnitCodec):
+    """Of token and head: one direction between both layers' vectors, and both norms, for keys and values.
+
+    ::
+
+        block of the lower layer = | records: directions, norms | trailer: retained rows and their tokens |
+        block of the upper layer = | records: norms             | trailer: retained rows                  |
+
+    The rows of retained tokens are the pool's own, bit-exact, keys with their rotary embedding on. Their
+    tokens are listed head after head, ascending, ``retained.k[h]`` and ``retained.v[h]`` for head ``h``.
+    """
+
+    def __init__(
+        self, place: SegmentPlace, precision: Precision, retained: RetainedCounts, options: CodecOptions
+    ) -> None:
+        shape = place.shape
+        num_heads = shape.num_kv_heads
+        self._retained = retained
+        self._options = options
+        self._k = vector_format("k", num_heads, shape.k_head_dim, shape.dtype, precision, per_channel=True)
+        self._v = vector_format("v", num_heads, shape.v_head_dim, shape.dtype, precision, per_channel=False)
+        norms = tuple(
+            Section(f"{name}_norm", torch.float16, (num_heads, 1), per_token=True) for name in ("k", "v")
+        )
+        num_k, num_v = sum(retained.k), sum(retained.v)
+        rows = (
+            Section("k_rows", shape.dtype, (num_k, shape.k_head_dim), per_token=False),
+            Section("v_rows", shape.dtype, (num_v, shape.v_head_dim), per_token=False),
+        )
+        token_type = torch.int16 if place.num_tokens <= 2**15 else torch.int32
+        tokens = (
+            Section("k_tokens", token_type, (num_k,), per_token=False),
+            Section("v_tokens", token_type, (num_v,), per_token=False),
+        )
+        lower = place.layout(self._k.sections() + self._v.sections() + norms, rows + tokens)
+        super().__init__(place, [lower, place.layout(norms, rows)])
+
+    def sources(self, index: int) -> tuple[int, ...]:
+        return (_LOWER,) if index == _LOWER else (_LOWER, index)
+
+    def encode(self, layers: Sequence[LayerKV]) -> tuple[torch.Tensor, ...]:
+        blocks = tuple(layout.new_block(kv.k.device) for layout, kv in zip(self.layouts, layers, strict=True))
+        for run in self.layouts[_LOWER].runs(0, self.place.num_tokens):
+            views = [
+                layout.record_views(block, run) for layout, block in zip(self.layouts, blocks, strict=True)
+            ]
+            keys = [self.place.without_rotary(kv.k, run) for kv in layers]
+            values = [in_groups(kv.v[run.first_token : run.end_token], run).float() for kv in layers]
+            self._write(self._k, keys, views)
+            self._write(self._v, values, views)
+        trailers = [layout.trailer_views(block) for layout, block in zip(self.layouts, blocks, strict=True)]
+        start_token = self.place.start_token
+        for name, vectors, counts in (
+            ("k", [kv.k for kv in layers], self._retained.k),
+            ("v", [kv.v for kv in layers], self._retained.v),
+        ):
+            tokens = retained_tokens(layer_distances(*vectors), counts, start_token, self._options)
+            heads = _heads(counts, tokens.device)
+            trailers[_LOWER][f"{name}_tokens"].copy_(tokens)
+            for trailer, x in zip(trailers, vectors, strict=True):
+                trailer[f"{name}_rows"].copy_(x[tokens, heads])
+        return blocks
+
+    def _write(
+        self, directions: VectorFormat, vectors: Sequence[torch.Tensor], views: Sequence[Views]
+    ) -> None:
+        """``vectors`` fp32 ``[G, n, H, D]`` of both layers."""
+        units = []
+        for x, layer_views in zip(vectors, views, strict=True):
+            unit, norm = unit_directions(x)
+            units.append(unit)
+            layer_views[f"{directions.name}_norm"].copy_(norm.clamp_(max=FP16_MAX))
+        directions.write(slerp(units[0], units[1], self._options.slerp_t), views[_LOWER])
+
+    def decode_run(
+        self, index: int, blocks: Sequence[torch.Tensor], run: GroupRun
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lower = self.layouts[_LOWER].record_views(blocks[0], run)
+        own = self.layouts[index].record_views(blocks[-1], run)
+        # What was rounded or coded is no unit vector any more.
+        k = unit_directions(self._k.read(lower))[0] * own["k_norm"]
+        v = unit_directions(self._v.read(lower))[0] * own["v_norm"]
+        return self.place.with_rotary(k, run), v.flatten(0, 1)
+
+    def overwrite(self, index: int, blocks: Sequence[torch.Tensor], kv: LayerKV, first_token: int) -> None:
+        lower = self.layouts[_LOWER].trailer_views(blocks[0])
+        own = self.layouts[index].trailer_views(blocks[-1])
+        for name, x, counts in (("k", kv.k, self._retained.k), ("v", kv.v, self._retained.v)):
+            row = lower[f"{name}_tokens"].long() - first_token
+            is_wanted = (row >= 0) & (row < x.shape[0])
+            x[row[is_wanted], _heads(counts, row.device)[is_wanted]] = own[f"{name}_rows"][is_wanted]
+
+
+def layer_distances(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Angular distance of two layers' vectors ``[T, H, D]``, by token and head: fp32 ``[T, H]``.
+
+    A rotary embedding may be on or off: it turns both alike.
+    """
+    parts = [
+        angular_distance(unit_directions(a.float())[0], unit_directions(b.float())[0])
+        for a, b in zip(
+            torch.split(first, _DISTANCE_TOKENS), torch.split(second, _DISTANCE_TOKENS), strict=True
+        )
+    ]
+    return torch.cat(parts)
+
+
+def count_retained(
+    first: LayerKV, second: LayerKV, start_token: int, options: CodecOptions
+) -> RetainedCounts:
+    """How many rows of a pair must be stored apart; a segment that starts at ``start_token``."""
+    return RetainedCounts(
+        retained_counts(layer_distances(first.k, second.k), start_token, options),
+        retained_counts(layer_distances(first.v, second.v), start_token, options),
+    )
+
+
+def _heads(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The head of each retained row, int64 ``[sum(counts)]``."""
+    return torch.arange(len(counts), device=device).repeat_interleave(torch.tensor(counts, device=device))

@@ -1,0 +1,98 @@
+"""What is encoded together: one layer, or a pair that shares; and what all kinds of units have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import BlockLayout, GroupRun, Section, in_groups
+from krul_backend.codec.rotary import RotaryTable
+
+
+@dataclass(frozen=True)
+class SegmentPlace:
+    """Tokens ``[start_token, start_token + num_tokens)`` of a conversation, and how long a group of them is.
+
+    ``rotary`` takes the embedding off keys before they are compressed; None leaves it on.
+    """
+
+    shape: LayerShape
+    start_token: int
+    num_tokens: int
+    group_size: int
+    rotary: RotaryTable | None
+
+    def layout(self, record: tuple[Section, ...], trailer: tuple[Section, ...] = ()) -> BlockLayout:
+        return BlockLayout(record, trailer, self.group_size, self.num_tokens)
+
+    def without_rotary(self, k: torch.Tensor, run: GroupRun) -> torch.Tensor:
+        """Keys ``k [T, H, D]`` of the whole segment: those of ``run``, fp32 ``[G, n, H, D]``."""
+        k = k[run.first_token : run.end_token]
+        if self.rotary is not None:
+            k = self.rotary.unrotate(k, self._positions(run))
+        return in_groups(k, run).float()
+
+    def with_rotary(self, k: torch.Tensor, run: GroupRun) -> torch.Tensor:
+        """Inverse of ``without_rotary``: fp32 ``[G, n, H, D]`` to ``[tokens of the run, H, D]``."""
+        k = k.reshape(-1, *k.shape[2:])
+        return k if self.rotary is None else self.rotary.rotate(k, self._positions(run))
+
+    def _positions(self, run: GroupRun) -> torch.Tensor:
+        return torch.arange(self.start_token + run.first_token, self.start_token + run.end_token)
+
+
+class UnitCodec(ABC):
+    """Encodes and decodes one unit of one segment. ``layouts`` has one block for each of its layers."""
+
+    def __init__(self, place: SegmentPlace, layouts: Sequence[BlockLayout]) -> None:
+        self.place = place
+        self.layouts = tuple(layouts)
+
+    @abstractmethod
+    def encode(self, layers: Sequence[LayerKV]) -> tuple[torch.Tensor, ...]:
+        """Blocks, uint8 ``[layouts[n].num_bytes]``, on the device of the KV. All tokens of the segment."""
+
+    @abstractmethod
+    def sources(self, index: int) -> tuple[int, ...]:
+        """Which of the unit's layers have blocks that layer ``index`` of the unit needs."""
+
+    @abstractmethod
+    def decode_run(
+        self, index: int, blocks: Sequence[torch.Tensor], run: GroupRun
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[tokens of the run, H, D]`` of layer ``index`` of the unit, pool dtype or fp32.
+
+        ``blocks`` are checked blocks in the order of ``sources(index)``.
+        """
+
+    @abstractmethod
+    def overwrite(self, index: int, blocks: Sequence[torch.Tensor], kv: LayerKV, first_token: int) -> None:
+        """Replace rows of ``kv`` that are stored apart from the groups; ``kv`` starts at ``first_token``."""
+
+    def decode(self, index: int, blocks: Sequence[torch.Tensor], first_token: int, end_token: int) -> LayerKV:
+        """Tokens ``[first_token, end_token)`` of the segment, in the pool's dtype, on the blocks' device.
+
+        Raises:
+            CodecError: a block that this unit cannot have written.
+        """
+        layouts = [self.layouts[source] for source in self.sources(index)]
+        checked = [layout.check(block, first_token) for layout, block in zip(layouts, blocks, strict=True)]
+        shape, device = self.place.shape, checked[0].device
+        num_tokens = end_token - first_token
+        k = torch.empty(num_tokens, shape.num_kv_heads, shape.k_head_dim, dtype=shape.dtype, device=device)
+        v = torch.empty(num_tokens, shape.num_kv_heads, shape.v_head_dim, dtype=shape.dtype, device=device)
+        for run in self.layouts[index].runs(first_token, end_token):
+            run_k, run_v = self.decode_run(index, checked, run)
+            # [first, end)  of the segment: what this run has of the rows asked for
+            first, end = max(first_token, run.first_token), min(end_token, run.end_token)
+            for rows, run_rows in ((k, run_k), (v, run_v)):
+                rows[first - first_token : end - first_token] = run_rows[
+                    first - run.first_token : end - run.first_token
+                ]
+        kv = LayerKV(k, v)
+        self.overwrite(index, checked, kv, first_token)
+        return kv

@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.options import CodecOptions, RetentionRule
+from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.round_trip import UnitRoundTrip
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.errors import CodecError
+from krul_backend.strategy.strategy import Precision, Strategy
+from tests.unit.codec_builders import START_TOKEN, encode_all, make_codec, random_layers, rotary_table
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPE = LayerShape(2, 64, 64, torch.bfloat16)
+CODED = [Precision.INT8, Precision.INT4, Precision.INT2, Precision.INT0]
+
+
+def bits(x: torch.Tensor) -> bytes:
+    return x.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def assert_same_bits(first: LayerKV, second: LayerKV) -> None:
+    assert bits(first.k) == bits(second.k)
+    assert bits(first.v) == bits(second.v)
+
+
+def unrotated(codec_table: RotaryTable, k: torch.Tensor) -> torch.Tensor:
+    return codec_table.unrotate(k, torch.arange(START_TOKEN, START_TOKEN + k.shape[0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("heads", [(1, 32, 32), (2, 128, 64), (3, 80, 96), (1, 256, 256)])
+def test_native_layers_are_bit_exact(
+    dtype: torch.dtype, num_tokens: int, heads: tuple[int, int, int]
+) -> None:
+    shape = LayerShape(*heads, dtype)
+    layers = random_layers(shape, 2, num_tokens)
+    # Any bit pattern may be in the pool.
+    layers[0].k.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(1))
+    codec = make_codec(shape, 2)
+    encoding, blocks, decoder = encode_all(codec, Strategy.from_pairs(2), layers)
+    token_bytes = shape.k_token_bytes + shape.v_token_bytes
+    assert encoding.layer_num_bytes == (num_tokens * token_bytes,) * 2
+    for layer in range(2):
+        assert decoder.sources(layer) == (layer,)
+        assert_same_bits(decoder.decode(layer, blocks, 0, num_tokens), layers[layer])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4, Precision.INT2])
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("heads", [(1, 32, 32), (2, 128, 64), (3, 80, 96), (1, 256, 256)])
+def test_coded_layers_stay_within_half_a_scale(
+    dtype: torch.dtype, precision: Precision, num_tokens: int, heads: tuple[int, int, int]
+) -> None:
+    shape = LayerShape(*heads, dtype)
+    (kv,) = random_layers(shape, 1, num_tokens)
+    codec, table = make_codec(shape, 1), rotary_table(shape.k_head_dim)
+    _, blocks, decoder = encode_all(codec, Strategy.from_pairs(1, (), precision), [kv])
+    decoded = decoder.decode(0, blocks, 0, num_tokens)
+    assert (decoded.k.dtype, decoded.v.dtype) == (dtype, dtype)
+    num_levels = 2 ** (precision.bits or 0) - 1
+    # Scale and offset in fp16 widen a range by up to this share of it, and of the largest number in it.
+    widened, offset_ulp = 1 + 2**-9, 2**-10
+
+    for first in range(0, num_tokens, 64):
+        keys = unrotated(table, kv.k)[first : first + 64]
+        low, high = keys.amin(0), keys.amax(0)
+        half_scale = ((high - low) * widened + low.abs() * offset_ulp + 1e-6) / num_levels / 2
+        error = unrotated(table, decoded.k)[first : first + 64] - keys
+        # The decoded keys are rounded to the pool's dtype with their rotary embedding on.
+        rounding = torch.finfo(dtype).eps * keys.norm(dim=-1, keepdim=True) + 1e-5
+        assert bool((error.abs() <= half_scale + rounding).all())
+
+    values = kv.v.float()
+    low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+    half_scale = ((high - low) * widened + low.abs() * offset_ulp + 1e-6) / num_levels / 2
+    rounding = torch.finfo(dtype).eps * (values.abs() + half_scale) + 1e-5
+    assert bool(((decoded.v.float() - values).abs() <= half_scale + rounding).all())
+
+
+def test_zero_bits_keep_the_mean_of_each_channel() -> None:
+    shape = LayerShape(2, 32, 16, torch.float32)
+    (kv,) = random_layers(shape, 1, 100)
+    codec, table = make_codec(shape, 1), rotary_table(32)
+    encoding, blocks, decoder = encode_all(codec, Strategy.from_pairs(1, (), Precision.INT0), [kv])
+    # Two groups, each a mean of fp16 for each channel of keys and values.
+    assert encoding.layer_num_bytes == (2 * 2 * (2 * 32 + 2 * 16),)
+    decoded = decoder.decode(0, blocks, 0, 100)
+    keys = unrotated(table, kv.k)
+    for tokens in (slice(0, 64), slice(64, 100)):
+        mean = keys[tokens].mean(0, keepdim=True).expand_as(keys[tokens])
+        torch.testing.assert_close(unrotated(table, decoded.k)[tokens], mean, rtol=1e-3, atol=1e-3)
+        mean = kv.v[tokens].mean(0, keepdim=True).expand_as(kv.v[tokens])
+        torch.testing.assert_close(decoded.v[tokens], mean, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("precision", "record_bytes"),
+    [
+        # 64 tokens, 2 heads, 64 channels: codes; scale and offset per key channel; the same per value vector.
+        (Precision.INT8, 2 * 64 * 128 + 4 * 128 + 4 * 128),
+        (Precision.INT4, 2 * 64 * 64 + 4 * 128 + 4 * 128),
+        (Precision.INT2, 2 * 64 * 32 + 4 * 128 + 4 * 128),
+    ],
+)
+def test_codes_are_packed(precision: Precision, record_bytes: int) -> None:
+    layers = random_layers(SHAPE, 1, 128)
+    encoding, blocks, _ = encode_all(make_codec(SHAPE, 1), Strategy.from_pairs(1, (), precision), layers)
+    assert encoding.layer_num_bytes == (2 * record_bytes,)
+    assert blocks[0].numel() == 2 * record_bytes
+
+
+def slerp_in_float64(x: torch.Tensor, y: torch.Tensor, t: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a pair's vectors become (MiniCache, equations 3 and 4)."""
+    x, y = x.double(), y.double()
+    x_norm, y_norm = x.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True)
+    angle = torch.arccos((x / x_norm * (y / y_norm)).sum(-1, keepdim=True))
+    merged = (torch.sin((1 - t) * angle) * x / x_norm + torch.sin(t * angle) * y / y_norm) / torch.sin(angle)
+    return x_norm * merged, y_norm * merged
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("heads", [(1, 32, 32), (2, 128, 64), (3, 80, 96)])
+@pytest.mark.parametrize("t", [0.6, 0.3])
+def test_a_native_pair_equals_the_formula(num_tokens: int, heads: tuple[int, int, int], t: float) -> None:
+    shape = LayerShape(*heads, torch.float32)
+    layers = random_layers(shape, 3, num_tokens)
+    options = CodecOptions(slerp_t=t, retained_amount=0.0, num_first_tokens=0)
+    codec, table = make_codec(shape, 3, options), rotary_table(shape.k_head_dim)
+    _, blocks, decoder = encode_all(codec, Strategy.from_pairs(3, [(0, 2)]), layers)
+    assert (decoder.sources(0), decoder.sources(1), decoder.sources(2)) == ((0,), (1,), (0, 2))
+    expected_k = slerp_in_float64(unrotated(table, layers[0].k), unrotated(table, layers[2].k), t)
+    expected_v = slerp_in_float64(layers[0].v, layers[2].v, t)
+    for layer, k, v in zip((0, 2), expected_k, expected_v, strict=True):
+        decoded = decoder.decode(layer, blocks, 0, num_tokens)
+        # Norms are fp16.
+        torch.testing.assert_close(unrotated(table, decoded.k).double(), k, rtol=1e-3, atol=2e-5)
+        torch.testing.assert_close(decoded.v.double(), v, rtol=1e-3, atol=2e-5)
+    assert_same_bits(decoder.decode(1, blocks, 0, num_tokens), layers[1])
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_retained_rows_are_the_pools_own(precision: Precision, dtype: torch.dtype) -> None:
+    shape = LayerShape(2, 32, 64, dtype)
+    layers = random_layers(shape, 2, 150)
+    options = CodecOptions(
+        retention=RetentionRule.SHARE, retained_amount=0.1, num_first_tokens=START_TOKEN + 2
+    )
+    codec = make_codec(shape, 2, options)
+    encoding, blocks, decoder = encode_all(codec, Strategy.from_pairs(2, [(0, 1)], precision), layers)
+    assert encoding.params["retained"] == [{"k": [17, 17], "v": [17, 17]}]
+    for layer in range(2):
+        decoded = decoder.decode(layer, blocks, 0, 150)
+        for true, again in ((layers[layer].k, decoded.k), (layers[layer].v, decoded.v)):
+            is_exact = (true == again).all(dim=-1)
+            assert bool(is_exact[:2].all())
+            assert bool((is_exact.sum(dim=0) >= 17).all())
+            # And the others are not: what is exact is so because it was kept.
+            assert bool((is_exact.sum(dim=0) <= 18).all())
+
+
+def test_bytes_of_a_pair() -> None:
+    layers = random_layers(SHAPE, 2, 128)
+    options = CodecOptions(retention=RetentionRule.SHARE, retained_amount=0.125, num_first_tokens=0)
+    encoding, _, _ = encode_all(
+        make_codec(SHAPE, 2, options), Strategy.from_pairs(2, [(0, 1)], Precision.INT4), layers
+    )
+    norms = 2 * 128 * 2 * 2
+    directions = 2 * (2 * 64 * 64 + 2 * 4 * 128)
+    rows, tokens = 2 * (2 * 16) * 64 * 2, 2 * (2 * 16) * 2
+    assert encoding.layer_num_bytes == (directions + norms + rows + tokens, norms + rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    precision=st.sampled_from(list(Precision)),
+    is_pair=st.booleans(),
+    with_rotary=st.booleans(),
+    num_tokens=st.sampled_from([1, 15, 16, 17, 50]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 100),
+    data=st.data(),
+)
+def test_any_rows_equal_the_rows_of_the_whole(
+    precision: Precision,
+    is_pair: bool,
+    with_rotary: bool,
+    num_tokens: int,
+    dtype: torch.dtype,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    shape = LayerShape(2, 32, 16, dtype)
+    layers = random_layers(shape, 2, num_tokens, seed)
+    codec = make_codec(shape, 2, CodecOptions(group_size=16, retained_amount=0.2), with_rotary)
+    strategy = Strategy.from_pairs(2, [(0, 1)] if is_pair else [], precision)
+    _, blocks, decoder = encode_all(codec, strategy, layers)
+    first = data.draw(st.integers(0, num_tokens - 1))
+    end = data.draw(st.integers(first + 1, num_tokens))
+    for layer in range(2):
+        whole = decoder.decode(layer, blocks, 0, num_tokens)
+        rows = LayerKV(whole.k[first:end], whole.v[first:end])
+        assert_same_bits(decoder.decode(layer, blocks, first, end), rows)
+        tails = {
+            source: blocks[source][decoder.tail_start(source, first) :] for source in decoder.sources(layer)
+        }
+        assert_same_bits(decoder.decode(layer, tails, first, end), rows)
+
+
+def test_encoding_leaves_the_kv_alone_and_says_the_same_twice() -> None:
+    layers = random_layers(SHAPE, 2, 70)
+    before = [LayerKV(kv.k.clone(), kv.v.clone()) for kv in layers]
+    strategy = Strategy.from_pairs(2, [(0, 1)], Precision.INT2)
+    first = encode_all(make_codec(SHAPE, 2), strategy, layers)
+    second = encode_all(make_codec(SHAPE, 2), strategy, layers)
+    assert first[0].params == second[0].params == json.loads(json.dumps(first[0].params))
+    for layer in range(2):
+        assert torch.equal(first[1][layer], second[1][layer])
+        assert_same_bits(layers[layer], before[layer])
+
+
+def test_keys_keep_their_rotary_embedding_where_it_is_not_known() -> None:
+    layers = random_layers(SHAPE, 1, 64)
+    strategy = Strategy.from_pairs(1, (), Precision.INT4)
+    without, with_table = make_codec(SHAPE, 1, with_rotary=False), make_codec(SHAPE, 1)
+    encoding, blocks, decoder = encode_all(without, strategy, layers)
+    assert encoding.params["are_keys_unrotated"] is False
+    kept = decoder.decode(0, blocks, 0, 64)
+    low, high = layers[0].k.float().aminmax(dim=0)
+    assert bool(((kept.k - layers[0].k).abs() <= (high - low) / 15 / 2 * 1.02 + 0.02).all())
+    # A codec that knows the rotation reads it too; the other way round it must refuse.
+    again = with_table.open(encoding.params, start_token=START_TOKEN, num_tokens=64)
+    assert_same_bits(again.decode(0, blocks, 0, 64), kept)
+    unrotated_params = encode_all(with_table, strategy, layers)[0].params
+    with pytest.raises(CodecError, match="rotary"):
+        without.open(unrotated_params, start_token=START_TOKEN, num_tokens=64)
+
+
+def test_a_pair_of_zero_vectors_decodes_to_zero() -> None:
+    shape = LayerShape(1, 32, 32, torch.float16)
+    zero = torch.zeros(70, 1, 32, dtype=torch.float16)
+    layers = [LayerKV(zero, zero), LayerKV(zero, zero)]
+    for precision in Precision:
+        _, blocks, decoder = encode_all(
+            make_codec(shape, 2), Strategy.from_pairs(2, [(0, 1)], precision), layers
+        )
+        decoded = decoder.decode(1, blocks, 0, 70)
+        assert torch.count_nonzero(decoded.k) + torch.count_nonzero(decoded.v) == 0
+
+
+def test_wrong_calls_are_refused() -> None:
+    layers = random_layers(SHAPE, 3, 10)
+    codec = make_codec(SHAPE, 3)
+    strategy = Strategy.from_pairs(3, [(0, 1)], Precision.INT8)
+    encoding, blocks, decoder = encode_all(codec, strategy, layers)
+
+    def read(layer: int) -> LayerKV:
+        return layers[layer]
+
+    with pytest.raises(CodecError, match="2 layers for a model of 3"):
+        codec.prepare(Strategy.from_pairs(2), read, start_token=0, num_tokens=10)
+    with pytest.raises(CodecError, match="no segment"):
+        codec.prepare(Strategy.from_pairs(3), read, start_token=0, num_tokens=0)
+    with pytest.raises(CodecError, match="position 1025"):
+        codec.prepare(Strategy.from_pairs(3), read, start_token=1015, num_tokens=10)
+    with pytest.raises(CodecError, match=r"\(1,\) is no unit"):
+        codec.encode_unit(encoding, (1,), [layers[1]])
+    with pytest.raises(CodecError, match="KV of 1"):
+        codec.encode_unit(encoding, (0, 1), [layers[1]])
+    for wrong in (
+        LayerKV(layers[2].k[:9], layers[2].v[:9]),
+        LayerKV(layers[2].k.half(), layers[2].v.half()),
+        LayerKV(layers[2].k, layers[2].v[..., :32]),
+    ):
+        with pytest.raises(CodecError, match="expected"):
+            codec.encode_unit(encoding, (2,), [wrong])
+    for layer in (-1, 3):
+        with pytest.raises(CodecError, match="of a segment of 3 layers"):
+            decoder.decode(layer, blocks, 0, 10)
+    for first, end in ((0, 11), (-1, 3), (5, 5)):
+        with pytest.raises(CodecError, match="rows"):
+            decoder.decode(0, blocks, first, end)
+    with pytest.raises(CodecError, match=r"not given: \[0\]"):
+        decoder.decode(1, {1: blocks[1]}, 0, 10)
+    with pytest.raises(CodecError, match="bytes"):
+        decoder.decode(2, {2: blocks[2][:-16]}, 0, 10)
+
+
+def test_a_units_round_trip_is_what_the_segment_would_be() -> None:
+    layers = random_layers(SHAPE, 4, 90)
+    codec = make_codec(SHAPE, 4)
+    round_trip = UnitRoundTrip(codec, start_token=START_TOKEN)
+    strategy = Strategy.from_pairs(
+        4, [(1, 3)], [Precision.INT2, Precision.INT4, Precision.NATIVE, Precision.INT4]
+    )
+    encoding, blocks, decoder = encode_all(codec, strategy, layers)
+    for unit in strategy.units:
+        decoded, num_bytes = round_trip(
+            unit, strategy.layers[unit[0]].precision, [layers[layer] for layer in unit]
+        )
+        assert num_bytes == sum(encoding.layer_num_bytes[layer] for layer in unit)
+        for layer, kv in zip(unit, decoded, strict=True):
+            assert_same_bits(kv, decoder.decode(layer, blocks, 0, 90))
+    with pytest.raises(CodecError, match="KV of 1 layers"):
+        round_trip((1, 3), Precision.INT4, layers[:1])
+
+
+def test_the_error_falls_with_the_precision() -> None:
+    layers = random_layers(SHAPE, 1, 256)
+    round_trip = UnitRoundTrip(SegmentCodec(SHAPE, 1, rotary_table(64)), start_token=0)
+    errors, sizes = [], []
+    for precision in (Precision.NATIVE, *CODED):
+        (decoded,), num_bytes = round_trip((0,), precision, layers)
+        errors.append(float((decoded.v - layers[0].v).float().norm()))
+        sizes.append(num_bytes)
+    assert errors == sorted(errors)
+    assert errors[0] == 0
+    assert sizes == sorted(sizes, reverse=True)
