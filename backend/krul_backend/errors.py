@@ -23,5 +23,9 @@ class StoreClosedError(KrulError):
     """The store was closed; nothing can be stored or restored any more."""
 
 
+class SensitivityError(KrulError):
+    """A file of learned sensitivities that is damaged, of another format or of another model."""
+
+
 class StrategyError(KrulError):
     """A compression strategy that a model of this many layers cannot follow, or an unknown name."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategy_builders import attention_evidence, make_statistics
 
+from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.errors import StrategyError
 from krul_backend.strategy.fixed import FixedSelector
 from krul_backend.strategy.interface import Evidence
@@ -190,6 +191,13 @@ def test_without_evidence_nothing_is_guessed(name: str, num_layers: int) -> None
         assert strategy.is_lossless
     else:
         assert {layer.precision for layer in strategy.layers} == {Precision.INT8}
+
+
+@pytest.mark.parametrize("name", ["krul", "matching"])
+def test_statistics_without_a_row_share_nothing(name: str) -> None:
+    options = SelectorOptions(0.0, 1.0, Precision.NATIVE, 1.0, 8)
+    evidence = Evidence(4, AttentionStatistics.zero(4, 2))
+    assert make_selector(name, options).select(evidence).is_lossless
 
 
 def test_unshared_is_lossless_at_native_precision() -> None:

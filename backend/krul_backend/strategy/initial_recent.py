@@ -20,7 +20,10 @@ def initial_recent_layers(statistics: AttentionStatistics, gamma: float) -> list
     paper averages over all heads and all positions of the conversation. Here the mean runs over all heads
     and over the query rows that were kept, and the 10% are those of the tokens that the row sees. The
     number depends much on which rows these are, so a threshold is only good for one way of keeping rows.
+    Without any row no layer is known to be I-R.
     """
+    if statistics.num_rows == 0:
+        return []
     mass = statistics.initial_recent_mass().tolist()
     return [layer for layer, share in enumerate(mass) if share >= gamma]
 
@@ -28,7 +31,10 @@ def initial_recent_layers(statistics: AttentionStatistics, gamma: float) -> list
 def pair_distances(statistics: AttentionStatistics, layers: list[int]) -> list[tuple[float, Pair]]:
     """``(distance, (i, j))`` of all pairs ``i < j`` of the given layers, in ascending order.
 
-    Equal distances are ordered by ``i``, then by ``j``, so that every rank takes the same pairs.
+    Equal distances are ordered by ``i``, then by ``j``, so that every rank takes the same pairs. Empty if no
+    query row was kept.
     """
+    if statistics.num_rows == 0:
+        return []
     distances = statistics.distances().tolist()
     return sorted((distances[i][j], (i, j)) for i in layers for j in layers if i < j)

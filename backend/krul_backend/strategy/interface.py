@@ -56,9 +56,9 @@ class Evidence:
     conversation_seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.statistics is not None and self.statistics.ir_mass.numel() != self.num_layers:
+        if self.statistics is not None and self.statistics.num_layers != self.num_layers:
             raise StrategyError(
-                f"attention statistics of {self.statistics.ir_mass.numel()} layers for a model of "
+                f"attention statistics of {self.statistics.num_layers} layers for a model of "
                 f"{self.num_layers} layers"
             )
         for option in self.options:

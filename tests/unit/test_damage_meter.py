@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategy_builders import make_statistics
+
+from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.codec.interface import LayerKV
+from krul_backend.errors import StrategyError
+from krul_backend.strategy.damage import DamageMeter, attention_output_error, nearest_pairs
+from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
+from krul_backend.strategy.strategy import Precision
+
+NUM_LAYERS, NUM_TOKENS, NUM_ROWS, QUERY_HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM = 3, 12, 5, 4, 2, 8, 6
+SCALING = HEAD_DIM**-0.5
+
+
+def make_kv(num_layers: int = NUM_LAYERS, seed: int = 0) -> list[LayerKV]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        LayerKV(
+            torch.randn(NUM_TOKENS, KV_HEADS, HEAD_DIM, generator=generator).bfloat16(),
+            torch.randn(NUM_TOKENS, KV_HEADS, V_HEAD_DIM, generator=generator).bfloat16(),
+        )
+        for _ in range(num_layers)
+    ]
+
+
+def make_rows(num_layers: int = NUM_LAYERS, num_rows: int = NUM_ROWS) -> QueryRows:
+    generator = torch.Generator().manual_seed(1)
+    return QueryRows(
+        queries=torch.randn(num_layers, num_rows, QUERY_HEADS, HEAD_DIM, generator=generator),
+        positions=torch.arange(NUM_TOKENS - num_rows, NUM_TOKENS),
+        kv_heads=torch.arange(QUERY_HEADS) // (QUERY_HEADS // KV_HEADS),
+        scaling=SCALING,
+    )
+
+
+def damaged(kv: LayerKV, amount: float) -> LayerKV:
+    generator = torch.Generator().manual_seed(2)
+    noise = [amount * torch.randn(x.shape, generator=generator) for x in (kv.k, kv.v)]
+    return LayerKV((kv.k + noise[0]).to(kv.k.dtype), (kv.v + noise[1]).to(kv.v.dtype))
+
+
+def naive_output(rows: QueryRows, layer: int, row: int, head: int, kv: LayerKV) -> torch.Tensor:
+    """One row of one head in float64, token by token."""
+    end = int(rows.positions[row]) + 1
+    kv_head = int(rows.kv_heads[head])
+    query = rows.queries[layer, row, head].double()
+    weights = torch.stack([(query @ kv.k[t, kv_head].double() * rows.scaling).exp() for t in range(end)])
+    values = kv.v[:end, kv_head].double()
+    return (weights[:, None] * values).sum(0) / weights.sum()
+
+
+def naive_error(rows: QueryRows, layer: int, kept: range, true: LayerKV, decoded: LayerKV) -> float:
+    numerator = denominator = 0.0
+    for row in kept:
+        for head in range(QUERY_HEADS):
+            out = naive_output(rows, layer, row, head, true)
+            numerator += float((out - naive_output(rows, layer, row, head, decoded)).square().sum())
+            denominator += float(out.square().sum())
+    return numerator / denominator
+
+
+def error_of(rows: QueryRows, true: LayerKV, decoded: LayerKV) -> float:
+    return attention_output_error(rows.queries[0], rows.positions, rows.kv_heads, rows.scaling, true, decoded)
+
+
+def test_the_error_is_that_of_a_naive_attention() -> None:
+    rows, kv = make_rows(), make_kv()[0]
+    other = damaged(kv, 0.3)
+    assert error_of(rows, kv, other) == pytest.approx(
+        naive_error(rows, 0, range(NUM_ROWS), kv, other), rel=1e-4
+    )
+
+
+def test_no_damage_is_no_error_and_lost_values_are_an_error_of_one() -> None:
+    rows, kv = make_rows(), make_kv()[0]
+    assert error_of(rows, kv, kv) == 0
+    assert error_of(rows, kv, LayerKV(kv.k, torch.zeros_like(kv.v))) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_kv_that_is_not_finite_is_an_infinite_error(bad: float) -> None:
+    rows, kv = make_rows(), make_kv()[0]
+    values = kv.v.clone()
+    values[3, 1, 2] = bad
+    assert error_of(rows, kv, LayerKV(kv.k, values)) == math.inf
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(1e-2, 1.0), st.floats(2.0, 4.0))
+def test_more_damage_to_the_values_is_more_error(amount: float, factor: float) -> None:
+    rows, kv = make_rows(), make_kv()[0]
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(kv.v.shape, generator=generator)
+    errors = [
+        error_of(rows, kv, LayerKV(kv.k, kv.v.float() + size * noise)) for size in (amount, amount * factor)
+    ]
+    assert errors[1] == pytest.approx(errors[0] * factor**2, rel=1e-3)
+
+
+def test_tokens_after_a_row_do_not_count() -> None:
+    rows, kv = make_rows(), make_kv()[0]
+    rows = QueryRows(rows.queries, torch.full((NUM_ROWS,), 7), rows.kv_heads, rows.scaling)
+    late = LayerKV(kv.k.clone(), kv.v.clone())
+    late.k[8:] = late.v[8:] = 9.0
+    assert error_of(rows, kv, late) == 0
+
+
+AMOUNTS = {Precision.INT8: 0.01, Precision.INT4: 0.1, Precision.INT2: 0.5}
+
+
+class FakeStorage:
+    """Round trips that add noise by precision, and counts of what was asked."""
+
+    def __init__(self) -> None:
+        self.kv = make_kv()
+        self.reads: list[int] = []
+        self.trips: list[tuple[tuple[int, ...], Precision]] = []
+
+    def read(self, layer: int) -> LayerKV:
+        self.reads.append(layer)
+        return self.kv[layer]
+
+    def round_trip(
+        self, unit: tuple[int, ...], precision: Precision, layers: Sequence[LayerKV]
+    ) -> tuple[Sequence[LayerKV], int]:
+        assert [kv.k.data_ptr() for kv in layers] == [self.kv[layer].k.data_ptr() for layer in unit]
+        self.trips.append((unit, precision))
+        bits = precision.bits
+        assert bits is not None
+        return [damaged(kv, AMOUNTS[precision] * len(unit)) for kv in layers], 100 * bits
+
+
+def test_the_meter_measures_each_layer_and_pair_at_each_precision() -> None:
+    storage = FakeStorage()
+    rows = make_rows()
+    table = SensitivityTable("m", NUM_LAYERS)
+    table.update([LayerError(1, DamageKind.MERGING, 0.1)], 0.03)
+    meter = DamageMeter(
+        table,
+        single_precisions=(Precision.INT8, Precision.INT2),
+        pair_precisions=(Precision.INT4,),
+        max_rows=3,
+        deviations=0.5,
+    )
+    measured = meter.measure(rows, storage.read, storage.round_trip, pairs=[(1, 2), (0, 1)])
+    units = [(m.option.unit, m.option.precision) for m in measured]
+    singles = [(0,), (1,), (2,)]
+    assert units == [
+        *((unit, p) for unit in singles for p in (Precision.NATIVE, Precision.INT8, Precision.INT2)),
+        ((1, 2), Precision.INT4),
+        ((0, 1), Precision.INT4),
+    ]
+    assert storage.reads == [0, 1, 2, 1, 2, 0, 1]
+    assert storage.trips == [unit for unit in units if unit[1] is not Precision.NATIVE]
+    last_rows = range(NUM_ROWS - 3, NUM_ROWS)
+    for m in measured:
+        option = m.option
+        assert [error.layer for error in m.errors] == list(option.unit)
+        if option.precision is Precision.NATIVE:
+            assert option.damage == 0
+            assert option.num_bytes == KV_HEADS * (HEAD_DIM + V_HEAD_DIM) * 2
+            continue
+        assert option.num_bytes == 100 * (option.precision.bits or 0) / NUM_TOKENS
+        amount = AMOUNTS[option.precision] * len(option.unit)
+        for error in m.errors:
+            kv = storage.kv[error.layer]
+            expected = naive_error(rows, error.layer, last_rows, kv, damaged(kv, amount))
+            assert error.error == pytest.approx(expected, rel=1e-3)
+            assert error.kind is (DamageKind.MERGING if len(option.unit) == 2 else DamageKind.ROUNDING)
+        assert option.damage == pytest.approx(sum(table.predict(e, 0.5) for e in m.errors))
+
+
+def test_a_round_trip_that_breaks_numbers_rules_the_option_out() -> None:
+    storage = FakeStorage()
+
+    def broken(
+        unit: tuple[int, ...], precision: Precision, layers: Sequence[LayerKV]
+    ) -> tuple[Sequence[LayerKV], int]:
+        return [LayerKV(kv.k * math.nan, kv.v) for kv in layers], 1
+
+    meter = DamageMeter(SensitivityTable("m", NUM_LAYERS), single_precisions=(Precision.INT4,))
+    measured = meter.measure(make_rows(), storage.read, broken)
+    assert [m.option.damage for m in measured] == [0, math.inf] * NUM_LAYERS
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    storage = FakeStorage()
+    meter = DamageMeter(SensitivityTable("m", NUM_LAYERS))
+    rows = make_rows()
+    beyond = QueryRows(rows.queries, rows.positions + 1, rows.kv_heads, rows.scaling)
+    with pytest.raises(StrategyError, match="position 12 of 12 tokens"):
+        meter.measure(beyond, storage.read, storage.round_trip)
+    with pytest.raises(StrategyError, match="rows of 2 layers for 3 layers"):
+        meter.measure(make_rows(num_layers=2), storage.read, storage.round_trip)
+    with pytest.raises(StrategyError, match="without query rows"):
+        meter.measure(make_rows(num_rows=0), storage.read, storage.round_trip)
+    with pytest.raises(StrategyError, match="on 0 rows"):
+        DamageMeter(SensitivityTable("m", 1), max_rows=0)
+
+
+def test_nearest_pairs_come_first() -> None:
+    distances = [[0.0, 3.0, 1.0], [3.0, 0.0, 2.0], [1.0, 2.0, 0.0]]
+    statistics = make_statistics(distances, [0.0] * 3)
+    assert nearest_pairs(statistics, 2) == [(0, 2), (1, 2)]
+    assert nearest_pairs(AttentionStatistics.zero(3, 1), 2) == []
+    assert nearest_pairs(statistics, 99) == [(0, 2), (1, 2), (0, 1)]
