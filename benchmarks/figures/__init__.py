@@ -1,0 +1,1 @@
+"""Figures of the benchmarks, drawn from their result files."""
