@@ -69,7 +69,7 @@ def _demo_line(text: str, rows: list[dict[str, Any]]) -> str:
 
 
 QUALITY_FAMILIES = ("full", "int8", "int4", "int2", "minicache", "krul-fixed", "krul", "matching", "random")
-"""Rows of the quality table, in this order: sharing rows at r_l = 0.5; then the budget and eviction."""
+"""Order of the quality table: of sharing those at r_l = 0.5, native and int4; then budget and eviction."""
 
 
 def quality_table(result: dict[str, Any]) -> str:
@@ -89,7 +89,9 @@ def quality_table(result: dict[str, Any]) -> str:
 def _is_in_quality_table(row: dict[str, Any]) -> bool:
     if row.get("allowed") is not None:
         return False
-    return row.get("layer_ratio") in (None, 0.5)
+    if row.get("layer_ratio") is None:
+        return True
+    return bool(row["layer_ratio"] == 0.5 and row["precision"] != "int8")
 
 
 def _quality_line(row: dict[str, Any]) -> str:

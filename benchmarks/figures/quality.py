@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import orjson
+from matplotlib.ticker import MaxNLocator
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "quality-cpu.json"
@@ -19,42 +20,42 @@ FIGURES = ROOT / "docs" / "figures"
 KL_FLOOR = 1e-5
 """Smaller losses are drawn here: a logarithmic axis has no zero."""
 
-_MARKERS = "osD^vP*X<>"
+_MARKERS = {"native": "o", "int8": "s", "int4": "^", "int2": "v", None: "D"}
+_MEASURES = {
+    "recall": "recall (exact answer)",
+    "score": "task score",
+    "nll": "loss of the answer [nats]",
+    "kl": "KL of next token [nats]",
+}
+_LOGARITHMIC = ("nll", "kl")
 
 
 def quality_against_bytes(result: dict[str, Any], path: Path) -> None:
-    """One panel per measure; each family's rows are joined by ascending bytes."""
-    measures = [
-        (name, label)
-        for name, label in (
-            ("recall", "recall (exact answer)"),
-            ("score", "task score"),
-            ("kl", "KL of next token [nats]"),
-        )
-        if name in result["rows"][0]
-    ]
-    figure, axes = plt.subplots(1, len(measures), figsize=(6.4 * len(measures), 4.8), squeeze=False)
-    families = _families(result)
-    for axis, (name, label) in zip(axes[0], measures, strict=True):
-        for number, (family, rows) in enumerate(families.items()):
-            values = [max(row[name], KL_FLOOR) if name == "kl" else row[name] for row in rows]
+    """One panel per measure: a colour per family, a marker per precision; one precision's rows are joined."""
+    names = [name for name in _MEASURES if name in result["rows"][0]]
+    figure, axes = plt.subplots(1, len(names), figsize=(5.6 * len(names), 4.8), squeeze=False)
+    lines = _lines(result)
+    families = list(dict.fromkeys(family for family, _ in lines))
+    for axis, name in zip(axes[0], names, strict=True):
+        for (family, precision), rows in lines.items():
             axis.plot(
                 [row["bytes_per_token"] for row in rows],
-                values,
-                _MARKERS[number % len(_MARKERS)],
+                [max(row[name], KL_FLOOR) if name in _LOGARITHMIC else row[name] for row in rows],
+                _MARKERS[precision],
                 linestyle="-" if family == "budget" else ":",
                 linewidth=1,
                 markersize=5,
-                color=f"C{number % 10}",
-                label=family,
+                color=plt.get_cmap("tab20")(families.index(family) % 20),
+                label=family if precision in (None, rows[0]["family"], "native") else None,
             )
-        axis.set_xscale("log")
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:.0f}")
         axis.set_xlabel("stored bytes per token")
-        axis.set_ylabel(label)
+        axis.set_ylabel(_MEASURES[name])
         axis.grid(alpha=0.3)
-        if name == "kl":
+        if name in _LOGARITHMIC:
             axis.set_yscale("log")
-    axes[0][-1].legend(fontsize=7, ncols=2)
+    axes[0][0].legend(fontsize=7, ncols=2)
     _save(figure, path)
 
 
@@ -76,6 +77,8 @@ def compression_map(result: dict[str, Any], path: Path, layer_ratio: float = 0.5
             shares[upper, lower] = entry["share"]
         image = axis.imshow(shares, vmin=0, vmax=1, cmap="Blues", origin="lower")
         axis.set_title(row["name"], fontsize=8)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlabel("layer")
     axes[0][0].set_ylabel("shared with layer")
     figure.colorbar(image, ax=axes[0].tolist(), label="share of segments")
@@ -95,12 +98,13 @@ def initial_recent_mass(result: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def _families(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    families: dict[str, list[dict[str, Any]]] = {}
+def _lines(result: dict[str, Any]) -> dict[tuple[str, str | None], list[dict[str, Any]]]:
+    """Rows by family and precision, ascending by bytes, without the split ones and restricted budgets."""
+    lines: dict[tuple[str, str | None], list[dict[str, Any]]] = {}
     for row in sorted(result["rows"], key=lambda row: float(row["bytes_per_token"])):
-        if row.get("region", "all") == "all":
-            families.setdefault(row["family"], []).append(row)
-    return families
+        if row.get("region", "all") == "all" and row.get("allowed") is None:
+            lines.setdefault((row["family"], row.get("precision")), []).append(row)
+    return lines
 
 
 def _is_mapped(row: dict[str, Any], layer_ratio: float) -> bool:
@@ -117,6 +121,7 @@ def _save(figure: Any, path: Path) -> None:
 def draw(result_path: Path, folder: Path) -> None:
     """Writes ``quality.png``, ``quality-pairs.png`` and ``quality-initial-recent.png`` into ``folder``."""
     result = orjson.loads(result_path.read_bytes())
+    folder.mkdir(parents=True, exist_ok=True)
     quality_against_bytes(result, folder / "quality.png")
     compression_map(result, folder / "quality-pairs.png")
     initial_recent_mass(result, folder / "quality-initial-recent.png")

@@ -20,6 +20,9 @@ LAYER_RATIOS = (0.25, 0.5, 0.75)
 """r_l of the sharing rows. r_l = 0 shares nothing: that is the rows `full`, `int8` and `int4`."""
 
 BUDGET_LIMITS = (0.001, 0.01, 0.05)
+WIDE_BUDGET_LIMITS = (0.2, 1.0)
+"""Predictions are above the truth as a rule: these show what lies behind a budget that sounds too wide."""
+
 PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4)
 EVICTION_RATIOS = (4 / 3, 2.0, 4.0, 8.0, 16.0)
 SPLIT_RATIO = 0.5
@@ -172,6 +175,6 @@ def _budget_rows(native_token_bytes: float) -> list[Compression]:
             limit=limit,
             allowed=None if least is None else PRECISIONS[: PRECISIONS.index(least) + 1],
         )
-        for limit in BUDGET_LIMITS
-        for least in coarser
+        for limit in BUDGET_LIMITS + WIDE_BUDGET_LIMITS
+        for least in (coarser if limit in BUDGET_LIMITS else [None])
     ]

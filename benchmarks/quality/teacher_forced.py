@@ -32,6 +32,7 @@ class TeacherForced(Conversation):
     """``continuation`` follows the history: a prompt of ``prompt_tokens`` tokens, then the reference answer.
 
     ``value_positions`` are those tokens of the answer, counted from the history's end, whose loss is `nll`.
+    ``is_question``: whether the answer can be recalled at all.
     """
 
     group: str
@@ -41,6 +42,7 @@ class TeacherForced(Conversation):
     continuation: tuple[int, ...]
     prompt_tokens: int
     value_positions: tuple[int, ...]
+    is_question: bool = True
 
     def answer(
         self, model: HistoryModel, kv: Sequence[LayerKV], visible: VisibleTokens | None = None
@@ -53,7 +55,7 @@ class TeacherForced(Conversation):
     def measure(self, answer: Answer, true_answer: Answer) -> Measures:
         """``recall``: every token of the reference answer is the most likely one, which is the same as:
         greedy decoding gives exactly this answer. ``value_recall``: its value tokens are, given the reference
-        up to them. ``nll``: mean over value tokens, in nats.
+        up to them. ``nll``: mean over value tokens, in nats. Text that answers no question has no recall.
         """
         ids = torch.tensor(self.continuation, device=answer.logits.device)
         # position i predicts token i + 1
@@ -62,9 +64,9 @@ class TeacherForced(Conversation):
         is_best = answer_logits.argmax(-1) == expected
         losses = F.cross_entropy(answer_logits, expected, reduction="none")
         value = torch.tensor(self.value_positions, device=ids.device) - self.prompt_tokens
+        recall = {"recall": float(is_best.all()), "value_recall": float(is_best[value].all())}
         return {
-            "recall": float(is_best.all()),
-            "value_recall": float(is_best[value].all()),
+            **(recall if self.is_question else {}),
             "nll": float(losses[value].mean()),
             "kl": mean_divergence(true_answer.logits, answer.logits),
         }
@@ -120,4 +122,5 @@ def text_conversations(tokenizer: Any, num_items: int, *, held_out: bool = True)
                 continuation=ids[history_tokens:],
                 prompt_tokens=1,
                 value_positions=tuple(range(1, _TEXT_CONTINUATION_TOKENS)),
+                is_question=False,
             )
