@@ -157,7 +157,7 @@ def test_retained_rows_are_the_pools_own(precision: Precision, dtype: torch.dtyp
     )
     codec = make_codec(shape, 2, options)
     encoding, blocks, decoder = encode_all(codec, Strategy.from_pairs(2, [(0, 1)], precision), layers)
-    assert encoding.params["retained"] == [{"k": [17, 17], "v": [17, 17]}]
+    assert encoding.params["pairs"] == [{"sharing": "slerp", "k": [17, 17], "v": [17, 17]}]
     for layer in range(2):
         decoded = decoder.decode(layer, blocks, 0, 150)
         for true, again in ((layers[layer].k, decoded.k), (layers[layer].v, decoded.v)):

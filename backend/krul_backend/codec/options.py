@@ -22,11 +22,23 @@ class RetentionRule(Enum):
     SHARE = "share"
 
 
+class Sharing(Enum):
+    """What a pair of layers has in common.
+
+    ``SLERP``: one direction per token and head (MiniCache). ``PREDICTED``: the lower layer, from which a map
+    of the model predicts the upper one; the rest is stored at a lower precision.
+    """
+
+    SLERP = "slerp"
+    PREDICTED = "predicted"
+
+
 @dataclass(frozen=True)
 class CodecOptions:
     """How blocks are encoded. All that decoding needs of it is stored with each segment.
 
     ``group_size``: tokens that have one scale per key channel, and the unit of partial reads.
+    ``sharing``: see ``Sharing``; the options below are of ``SLERP``.
     ``slerp_t``: how far the shared direction lies from the lower layer's to the upper layer's.
     ``retention``, ``retained_amount``: see ``RetentionRule``; an amount of 0 retains no token for its angle.
     ``num_first_tokens``: tokens at the start of the conversation that are always retained.
@@ -36,6 +48,7 @@ class CodecOptions:
     """
 
     group_size: int = 64
+    sharing: Sharing = Sharing.SLERP
     slerp_t: float = 0.6
     retention: RetentionRule = RetentionRule.THRESHOLD
     retained_amount: float = 0.05

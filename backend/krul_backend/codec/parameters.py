@@ -6,34 +6,51 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from krul_backend.codec.options import Sharing
 from krul_backend.errors import CodecError, StrategyError
 from krul_backend.strategy.strategy import Strategy
 
 CODEC_NAME = "segment"
 CODEC_VERSION = 1
-_KEYS = {"codec", "version", "group_size", "are_keys_unrotated", "layers", "retained"}
+_KEYS = {"codec", "version", "group_size", "are_keys_unrotated", "layers", "pairs"}
 
 
 @dataclass(frozen=True)
 class RetainedCounts:
-    """Of one shared pair, for each KV head: how many of its tokens keep their own keys, and values."""
+    """A pair with one direction: for each KV head how many of its tokens keep their own keys, and values."""
 
     k: tuple[int, ...]
     v: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"sharing": Sharing.SLERP.value, "k": list(self.k), "v": list(self.v)}
+
+
+@dataclass(frozen=True)
+class MapDigest:
+    """A pair of which one layer is predicted: the digest of the map."""
+
+    digest: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"sharing": Sharing.PREDICTED.value, "map": self.digest}
+
+
+PairParameters = RetainedCounts | MapDigest
 
 
 @dataclass(frozen=True)
 class SegmentParameters:
     """Everything about a segment's blocks that is not in the model's own shape.
 
-    ``retained`` has one entry for each pair of ``strategy.pairs``. ``are_keys_unrotated``: compressed keys
+    ``pairs`` has one entry for each pair of ``strategy.pairs``. ``are_keys_unrotated``: compressed keys
     are stored without their rotary embedding.
     """
 
     strategy: Strategy
     group_size: int
     are_keys_unrotated: bool
-    retained: tuple[RetainedCounts, ...]
+    pairs: tuple[PairParameters, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that ``parse`` accepts."""
@@ -43,7 +60,7 @@ class SegmentParameters:
             "group_size": self.group_size,
             "are_keys_unrotated": self.are_keys_unrotated,
             "layers": self.strategy.to_json(),
-            "retained": [{"k": list(counts.k), "v": list(counts.v)} for counts in self.retained],
+            "pairs": [pair.to_json() for pair in self.pairs],
         }
 
     @classmethod
@@ -71,13 +88,11 @@ class SegmentParameters:
         if not isinstance(are_keys_unrotated, bool):
             raise CodecError(f"are_keys_unrotated {are_keys_unrotated!r} is neither true nor false")
         strategy = _parse_strategy(params["layers"], num_layers)
-        retained = params["retained"]
-        if not isinstance(retained, list) or len(retained) != len(strategy.pairs):
-            raise CodecError(
-                f"{len(strategy.pairs)} pairs need as many retained counts, got {retained!r:.200}"
-            )
-        counts = tuple(_parse_counts(entry, num_kv_heads, num_tokens) for entry in retained)
-        return cls(strategy, group_size, are_keys_unrotated, counts)
+        pairs = params["pairs"]
+        if not isinstance(pairs, list) or len(pairs) != len(strategy.pairs):
+            raise CodecError(f"{len(strategy.pairs)} pairs have as many parameters, got {pairs!r:.200}")
+        parsed = tuple(_parse_pair(pair, num_kv_heads, num_tokens) for pair in pairs)
+        return cls(strategy, group_size, are_keys_unrotated, parsed)
 
 
 def _parse_strategy(layers: object, num_layers: int) -> Strategy:
@@ -92,15 +107,23 @@ def _parse_strategy(layers: object, num_layers: int) -> Strategy:
     return strategy
 
 
-def _parse_counts(entry: object, num_kv_heads: int, num_tokens: int) -> RetainedCounts:
-    if not isinstance(entry, Mapping) or set(entry) != {"k", "v"}:
-        raise CodecError(f"retained counts are of k and v, got {entry!r:.200}")
-    for counts in (entry["k"], entry["v"]):
-        if not isinstance(counts, list) or len(counts) != num_kv_heads:
-            raise CodecError(f"retained counts of {num_kv_heads} KV heads are needed, got {counts!r:.200}")
-        if not all(_is_count(count) and count <= num_tokens for count in counts):
-            raise CodecError(f"retained counts {counts!r:.200} are not all in 0..{num_tokens}")
-    return RetainedCounts(tuple(entry["k"]), tuple(entry["v"]))
+def _parse_pair(pair: object, num_kv_heads: int, num_tokens: int) -> PairParameters:
+    fields = dict(pair) if isinstance(pair, Mapping) else {}
+    sharing = fields.pop("sharing", None)
+    if sharing == Sharing.PREDICTED.value and set(fields) == {"map"} and isinstance(fields["map"], str):
+        return MapDigest(fields["map"])
+    if sharing == Sharing.SLERP.value and set(fields) == {"k", "v"}:
+        counts = (_parse_counts(fields[name], num_kv_heads, num_tokens) for name in ("k", "v"))
+        return RetainedCounts(*counts)
+    raise CodecError(f"a pair is of directions with k and v, or predicted with a map; got {pair!r:.200}")
+
+
+def _parse_counts(counts: object, num_kv_heads: int, num_tokens: int) -> tuple[int, ...]:
+    if not isinstance(counts, list) or len(counts) != num_kv_heads:
+        raise CodecError(f"retained counts of {num_kv_heads} KV heads are needed, got {counts!r:.200}")
+    if not all(_is_count(count) and count <= num_tokens for count in counts):
+        raise CodecError(f"retained counts {counts!r:.200} are not all in 0..{num_tokens}")
+    return tuple(counts)
 
 
 def _is_count(value: object) -> bool:

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from krul_backend.codec.interface import LayerKV, LayerShape, ReadLayer
-from krul_backend.codec.options import CodecOptions
-from krul_backend.codec.parameters import SegmentParameters
+from krul_backend.codec.layer_map import LayerMap, LayerMaps
+from krul_backend.codec.options import CodecOptions, Sharing
+from krul_backend.codec.parameters import MapDigest, PairParameters, RetainedCounts, SegmentParameters
+from krul_backend.codec.predicted_pair import PredictedPair
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.shared_pair import SharedPair, count_retained
-from krul_backend.codec.single_layer import CodedLayer, NativeLayer
+from krul_backend.codec.single_layer import single_layer
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import Precision, Strategy
+from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
 Unit = tuple[int, ...]
 
@@ -93,7 +95,8 @@ class SegmentCodec:
     """The codec of one model on one rank.
 
     ``rotary`` is the model's table; None if its rotation cannot be taken off (unknown or not invertible):
-    then compressed keys keep it, and the parameters say so.
+    then compressed keys keep it, and the parameters say so. ``maps`` are needed for pairs that share by
+    prediction.
     """
 
     def __init__(
@@ -102,28 +105,32 @@ class SegmentCodec:
         num_layers: int,
         rotary: RotaryTable | None,
         options: CodecOptions | None = None,
+        maps: LayerMaps | None = None,
     ) -> None:
         self._shape = shape
         self.num_layers = num_layers
         self._rotary = rotary
         self._options = CodecOptions() if options is None else options
+        self._maps = {} if maps is None else maps
 
     def prepare(
         self, strategy: Strategy, read: ReadLayer, *, start_token: int, num_tokens: int
     ) -> SegmentEncoding:
         """Fix how tokens ``[start_token, start_token + num_tokens)`` of a conversation are encoded.
 
-        Reads both layers of each pair that shares, for the number of tokens that are retained.
+        Reads both layers of each pair that shares directions, for the number of tokens that are retained.
 
         Raises:
-            CodecError: a strategy for another number of layers, no tokens, or positions beyond the model's.
+            CodecError: a strategy for another number of layers, no tokens, positions beyond the model's, or
+                a pair that is to be predicted without a map for it.
         """
         if len(strategy.layers) != self.num_layers:
             raise CodecError(f"a strategy of {len(strategy.layers)} layers for a model of {self.num_layers}")
-        retained = tuple(
-            count_retained(read(i), read(j), start_token, self._options) for i, j in strategy.pairs
+        pairs = tuple(
+            self._share(pair, strategy.layers[pair[0]].precision, read, start_token)
+            for pair in strategy.pairs
         )
-        parameters = SegmentParameters(strategy, self._options.group_size, self._rotary is not None, retained)
+        parameters = SegmentParameters(strategy, self._options.group_size, self._rotary is not None, pairs)
         units = self._units(parameters, start_token, num_tokens)
         decoder = SegmentDecoder(units, num_tokens)
         return SegmentEncoding(strategy, decoder.layer_num_bytes, parameters.to_json(), units)
@@ -177,16 +184,32 @@ class SegmentCodec:
             )
         place = SegmentPlace(self._shape, start_token, num_tokens, parameters.group_size, rotary)
         units: dict[Unit, UnitCodec] = {}
-        retained = dict(zip(parameters.strategy.pairs, parameters.retained, strict=True))
+        shared = dict(zip(parameters.strategy.pairs, parameters.pairs, strict=True))
         for unit in parameters.strategy.units:
             precision = parameters.strategy.layers[unit[0]].precision
-            if len(unit) == 2:
-                units[unit] = SharedPair(place, precision, retained[unit[0], unit[1]], self._options)
-            elif precision is Precision.NATIVE:
-                units[unit] = NativeLayer(place)
+            if len(unit) == 1:
+                units[unit] = single_layer(place, precision)
+                continue
+            pair = unit[0], unit[1]
+            how = shared[pair]
+            if isinstance(how, RetainedCounts):
+                units[unit] = SharedPair(place, precision, how, self._options)
             else:
-                units[unit] = CodedLayer(place, precision)
+                units[unit] = PredictedPair(place, precision, self._map(pair, precision, how.digest))
         return units
+
+    def _share(self, pair: Pair, precision: Precision, read: ReadLayer, start_token: int) -> PairParameters:
+        if self._options.sharing is Sharing.PREDICTED:
+            return MapDigest(self._map(pair, precision).digest)
+        return count_retained(read(pair[0]), read(pair[1]), start_token, self._options)
+
+    def _map(self, pair: Pair, precision: Precision, digest: str | None = None) -> LayerMap:
+        layer_map = self._maps.get((pair, precision))
+        if layer_map is None:
+            raise CodecError(f"no map predicts layer {pair[1]} from layer {pair[0]} at {precision.value}")
+        if digest is not None and layer_map.digest != digest:
+            raise CodecError(f"layers {pair} were stored with map {digest:.40}, known: {layer_map.digest}")
+        return layer_map
 
     def _check(self, kv: LayerKV, num_tokens: int) -> None:
         shape = self._shape

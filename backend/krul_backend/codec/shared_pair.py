@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from krul_backend.codec.interface import LayerKV
-from krul_backend.codec.layout import GroupRun, Section, Views, in_groups
+from krul_backend.codec.layout import GroupRun, Section, Views
 from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.parameters import RetainedCounts
 from krul_backend.codec.quantize import FP16_MAX
@@ -67,8 +67,7 @@ class SharedPair(UnitCodec):
             views = [
                 layout.record_views(block, run) for layout, block in zip(self.layouts, blocks, strict=True)
             ]
-            keys = [self.place.without_rotary(kv.k, run) for kv in layers]
-            values = [in_groups(kv.v[run.first_token : run.end_token], run).float() for kv in layers]
+            keys, values = zip(*(self.place.vectors(kv, run) for kv in layers), strict=True)
             self._write(self._k, keys, views)
             self._write(self._v, values, views)
         trailers = [layout.trailer_views(block) for layout, block in zip(self.layouts, blocks, strict=True)]
@@ -105,13 +104,16 @@ class SharedPair(UnitCodec):
         v = unit_directions(self._v.read(lower))[0] * own["v_norm"]
         return self.place.with_rotary(k, run), v.flatten(0, 1)
 
-    def overwrite(self, index: int, blocks: Sequence[torch.Tensor], kv: LayerKV, first_token: int) -> None:
-        lower = self.layouts[_LOWER].trailer_views(blocks[0])
-        own = self.layouts[index].trailer_views(blocks[-1])
+    def decode(self, index: int, blocks: Sequence[torch.Tensor], first_token: int, end_token: int) -> LayerKV:
+        kv = super().decode(index, blocks, first_token, end_token)
+        checked = self.check(index, blocks, first_token)
+        lower = self.layouts[_LOWER].trailer_views(checked[0])
+        own = self.layouts[index].trailer_views(checked[-1])
         for name, x, counts in (("k", kv.k, self._retained.k), ("v", kv.v, self._retained.v)):
             row = lower[f"{name}_tokens"].long() - first_token
             is_wanted = (row >= 0) & (row < x.shape[0])
             x[row[is_wanted], _heads(counts, row.device)[is_wanted]] = own[f"{name}_rows"][is_wanted]
+        return kv
 
 
 def layer_distances(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

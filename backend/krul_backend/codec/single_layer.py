@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -13,17 +14,18 @@ from krul_backend.codec.vector_format import FloatFormat, vector_format
 from krul_backend.strategy.strategy import Precision
 
 
-class _SingleLayer(UnitCodec):
-    """A unit of one layer, all of whose rows lie in the groups."""
+class SingleLayer(UnitCodec):
+    """A unit of one layer."""
 
     def sources(self, index: int) -> tuple[int, ...]:
         return (0,)
 
-    def overwrite(self, index: int, blocks: Sequence[torch.Tensor], kv: LayerKV, first_token: int) -> None:
-        pass
+    @abstractmethod
+    def read_vectors(self, block: torch.Tensor, run: GroupRun) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys without rotary embedding and values of ``run`` in a checked block: fp32 ``[G, n, H, D]``."""
 
 
-class NativeLayer(_SingleLayer):
+class NativeLayer(SingleLayer):
     """The pool's own numbers, rotary embedding on, bit-exact: in a record all keys, then all values."""
 
     def __init__(self, place: SegmentPlace) -> None:
@@ -48,8 +50,12 @@ class NativeLayer(_SingleLayer):
         views = self.layouts[0].record_views(blocks[0], run)
         return views["k"].flatten(0, 1), views["v"].flatten(0, 1)
 
+    def read_vectors(self, block: torch.Tensor, run: GroupRun) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = self.decode_run(0, [block], run)
+        return self.place.without_rotary(k, run), in_groups(v, run).float()
 
-class CodedLayer(_SingleLayer):
+
+class CodedLayer(SingleLayer):
     """Keys without rotary embedding per channel, values per token; see ``vector_format``."""
 
     def __init__(self, place: SegmentPlace, precision: Precision) -> None:
@@ -68,14 +74,22 @@ class CodedLayer(_SingleLayer):
         block = layout.new_block(kv.k.device)
         for run in layout.runs(0, self.place.num_tokens):
             views = layout.record_views(block, run)
-            self._k.write(self.place.without_rotary(kv.k, run), views)
-            self._v.write(in_groups(kv.v[run.first_token : run.end_token], run).float(), views)
+            k, v = self.place.vectors(kv, run)
+            self._k.write(k, views)
+            self._v.write(v, views)
         return (block,)
 
     def decode_run(
         self, index: int, blocks: Sequence[torch.Tensor], run: GroupRun
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        views = self.layouts[0].record_views(blocks[0], run)
-        k = self._k.read(views).expand(-1, run.group_tokens, -1, -1)
-        v = self._v.read(views).expand(-1, run.group_tokens, -1, -1)
+        k, v = self.read_vectors(blocks[0], run)
         return self.place.with_rotary(k, run), v.flatten(0, 1)
+
+    def read_vectors(self, block: torch.Tensor, run: GroupRun) -> tuple[torch.Tensor, torch.Tensor]:
+        views = self.layouts[0].record_views(block, run)
+        k, v = self._k.read(views), self._v.read(views)
+        return k.expand(-1, run.group_tokens, -1, -1), v.expand(-1, run.group_tokens, -1, -1)
+
+
+def single_layer(place: SegmentPlace, precision: Precision) -> SingleLayer:
+    return NativeLayer(place) if precision is Precision.NATIVE else CodedLayer(place, precision)

@@ -29,9 +29,13 @@ class SegmentPlace:
     def layout(self, record: tuple[Section, ...], trailer: tuple[Section, ...] = ()) -> BlockLayout:
         return BlockLayout(record, trailer, self.group_size, self.num_tokens)
 
+    def vectors(self, kv: LayerKV, run: GroupRun) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a segment's ``kv`` the rows of ``run``, keys without rotary embedding: fp32 ``[G, n, H, D]``."""
+        k, v = kv.k[run.first_token : run.end_token], kv.v[run.first_token : run.end_token]
+        return self.without_rotary(k, run), in_groups(v, run).float()
+
     def without_rotary(self, k: torch.Tensor, run: GroupRun) -> torch.Tensor:
-        """Keys ``k [T, H, D]`` of the whole segment: those of ``run``, fp32 ``[G, n, H, D]``."""
-        k = k[run.first_token : run.end_token]
+        """Keys of ``run``, ``[tokens of the run, H, D]``, as fp32 ``[G, n, H, D]``."""
         if self.rotary is not None:
             k = self.rotary.unrotate(k, self._positions(run))
         return in_groups(k, run).float()
@@ -69,18 +73,13 @@ class UnitCodec(ABC):
         ``blocks`` are checked blocks in the order of ``sources(index)``.
         """
 
-    @abstractmethod
-    def overwrite(self, index: int, blocks: Sequence[torch.Tensor], kv: LayerKV, first_token: int) -> None:
-        """Replace rows of ``kv`` that are stored apart from the groups; ``kv`` starts at ``first_token``."""
-
     def decode(self, index: int, blocks: Sequence[torch.Tensor], first_token: int, end_token: int) -> LayerKV:
         """Tokens ``[first_token, end_token)`` of the segment, in the pool's dtype, on the blocks' device.
 
         Raises:
             CodecError: a block that this unit cannot have written.
         """
-        layouts = [self.layouts[source] for source in self.sources(index)]
-        checked = [layout.check(block, first_token) for layout, block in zip(layouts, blocks, strict=True)]
+        checked = self.check(index, blocks, first_token)
         shape, device = self.place.shape, checked[0].device
         num_tokens = end_token - first_token
         k = torch.empty(num_tokens, shape.num_kv_heads, shape.k_head_dim, dtype=shape.dtype, device=device)
@@ -93,6 +92,9 @@ class UnitCodec(ABC):
                 rows[first - first_token : end - first_token] = run_rows[
                     first - run.first_token : end - run.first_token
                 ]
-        kv = LayerKV(k, v)
-        self.overwrite(index, checked, kv, first_token)
-        return kv
+        return LayerKV(k, v)
+
+    def check(self, index: int, blocks: Sequence[torch.Tensor], first_token: int) -> list[torch.Tensor]:
+        """Blocks of ``sources(index)`` that can be viewed; see ``BlockLayout.check``."""
+        layouts = [self.layouts[source] for source in self.sources(index)]
+        return [layout.check(block, first_token) for layout, block in zip(layouts, blocks, strict=True)]
