@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,11 +27,9 @@ def observed_attention(model: Any, on_layer: OnLayer) -> Iterator[None]:
     """Inside, ``on_layer`` is given what each layer's attention is given; the model computes as before.
 
     For models that take their attention from the library's registry (Llama, Qwen2, Qwen3), with any
-    registered implementation. Queries and keys carry rotary embedding and norm; keys and values include the
-    cache's.
+    implementation. Queries and keys carry rotary embedding and norm; keys and values include the cache's.
     """
     before = model.config._attn_implementation
-    attend = ALL_ATTENTION_FUNCTIONS[before]
 
     def observe(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
@@ -38,6 +37,9 @@ def observed_attention(model: Any, on_layer: OnLayer) -> Iterator[None]:
         # Each [1, heads, tokens, D] -> [tokens, heads, D].
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         on_layer(module.layer_idx, q, k, v, options["scaling"])
+        # The plain implementation is no entry of the registry: each model's file has its own.
+        plain = sys.modules[type(module).__module__].eager_attention_forward
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(before, plain)
         return attend(module, query, key, value, mask, **options)
 
     # Without a mask function of its own, an implementation is given no mask at all.

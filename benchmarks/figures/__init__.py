@@ -1,1 +1,1 @@
-"""Figures of the benchmarks, drawn from their result files."""
+"""Figures, drawn from the JSON files of the benchmarks. Only these modules need matplotlib."""

@@ -10,8 +10,7 @@ from krul_backend.attention.statistics import AttentionStatistics
 class ExactEstimator(AttentionEstimator):
     """Reduces every row it is given at once, on the rows' device. Keeps sums only.
 
-    Given all rows of a prompt it costs about as much as the prompt's attention, a few times over: for tests
-    and short inputs.
+    Given all rows of a prompt, its time grows with the square of their number: for tests and short inputs.
     """
 
     def __init__(self, num_layers: int, num_heads: int) -> None:

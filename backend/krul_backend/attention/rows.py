@@ -9,8 +9,10 @@ import torch
 
 from krul_backend.attention.statistics import AttentionStatistics
 
-BLOCK_BYTES = 32 << 20
-"""Memory of the attention weights that are held at a time."""
+CPU_BLOCK_BYTES = 8 << 20
+"""Attention weights that are held at a time on a CPU: about what stays in its caches."""
+DEVICE_BLOCK_BYTES = 256 << 20
+"""The same on a GPU, where few large operations are faster than many small ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +94,7 @@ def attention_rows(
     kv_heads: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """Attention weights of one layer: fp32 ``[H, R, T]``; a row is a distribution over tokens ``<= position``.
+    """Attention weights of one layer: fp32 ``[H, R, T]``; rows are distributions over tokens ``<= position``.
 
     ``queries [R, H, D]``, ``keys [T, Hkv, D]`` in any dtype; all on one device.
     """
@@ -105,18 +107,20 @@ def attention_rows(
 
 
 def accumulate(
-    rows: QueryRows, read_keys: ReadKeys, *, block_bytes: int = BLOCK_BYTES
+    rows: QueryRows, read_keys: ReadKeys, *, block_bytes: int | None = None
 ) -> AttentionStatistics:
     """Reduce all rows, on the device of the queries.
 
     Works through blocks of rows and heads whose weights in all layers take at most ``block_bytes`` (one row
     of one head is the least), so the memory does not grow with the number of rows; each block reads the keys
-    of every layer once.
+    of every layer once. The softmax takes a few layers' share more. The default depends on the device.
     """
     total = AttentionStatistics.zero(rows.num_layers, rows.num_heads)
     if rows.num_rows == 0:
         return total
     device = rows.queries.device
+    if block_bytes is None:
+        block_bytes = CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
     positions = rows.positions.cpu()
     num_tokens = int(positions.max()) + 1
     squared_distance = total.squared_distance.to(device)
@@ -126,6 +130,8 @@ def accumulate(
         weights = _weights(rows, row_block, heads, num_visible, read_keys)
         squared_distance[heads] += _squared_distances(weights)
         ir_mass += _initial_recent(weights, positions[row_block].to(device))
+        # Or two blocks are held while the next one is computed.
+        del weights
     # Rounding can leave a tiny negative sum where two layers attend alike.
     return AttentionStatistics(squared_distance.clamp(min=0).cpu(), ir_mass.cpu(), rows.num_rows)
 
@@ -174,5 +180,6 @@ def _initial_recent(weights: torch.Tensor, positions: torch.Tensor) -> torch.Ten
     token = torch.arange(weights.shape[3], device=weights.device)
     # Tokens after the row's own are in neither part: their weight is zero.
     is_initial_or_recent = (token < tenth) | (token >= num_seen - tenth)  # [r, t]
-    per_layer = torch.einsum("hlrt,rt->lr", weights, is_initial_or_recent.float())
-    return per_layer.double().sum(dim=1)
+    # Heads first: an einsum would lay out all weights once more.
+    masses = weights.sum(dim=0).mul_(is_initial_or_recent).sum(dim=2)  # [L, r]
+    return masses.double().sum(dim=1)

@@ -173,17 +173,22 @@ class SimilarityWorker:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                if job.copied is not None:
-                    job.copied.synchronize()
-                result = self._reduce(job.layout)
+                result = self._work_off(job)
             except Exception as failure:
                 job.future.set_exception(failure)
             else:
                 job.future.set_result(result)
-            finally:
-                self._give_back(job.layout)
         if self._process is not None:
             self._process.close()
+
+    def _work_off(self, job: _Job) -> AttentionStatistics:
+        try:
+            if job.copied is not None:
+                job.copied.synchronize()
+            return self._reduce(job.layout)
+        finally:
+            # Before anybody hears of the result: the next job may need this one's room.
+            self._give_back(job.layout)
 
     def _reduce(self, layout: JobLayout) -> AttentionStatistics:
         views = layout.views(self._memory)
@@ -205,7 +210,7 @@ class SimilarityWorker:
 
     def _on_death(self, gone: WorkerGoneError) -> None:
         if self._process is not None:
-            self._process.close()
+            self._process.kill()
             self._process = None
         with self._lock:
             self._has_given_up = self._stats.restarts > 0

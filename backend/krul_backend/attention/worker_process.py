@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import select
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from krul_backend.attention.messages import pack_message, read_message
 from krul_backend.attention.shared_job import JobLayout
+
+logger = logging.getLogger(__name__)
 
 _IMPORT_ROOT = Path(__file__).parents[2]
 _EXIT_TIMEOUT_S = 5.0
@@ -67,7 +70,7 @@ class WorkerProcess:
         """Have one job reduced. Returns what went wrong with it, None when its result is in the memory.
 
         Raises:
-            WorkerGoneError: see there; the object is of no more use than to be closed.
+            WorkerGoneError: see there; nothing but ``kill`` may be called afterwards.
         """
         assert self._process.stdin is not None
         job_id = next(self._job_ids)
@@ -87,13 +90,20 @@ class WorkerProcess:
     def close(self) -> None:
         """End the process: by end of input, and by force if that takes too long."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.close()
         try:
             self._process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            logger.warning("the similarity worker did not end by itself in %g s", _EXIT_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process by force; harmless when it has ended. Closes the pipes."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
         self._process.stdout.close()
 
     def _read(self, num_bytes: int, deadline: float) -> bytes:

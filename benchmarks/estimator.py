@@ -1,0 +1,123 @@
+"""Attention estimators: ``python -m benchmarks.estimator --json FILE [--model PATH] [--conversations N]``.
+
+Accuracy on held-out conversations against the exact statistics over all rows, and cost beside the forward.
+The figure is drawn from the JSON by ``python -m benchmarks.figures.estimator``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.estimator_accuracy import Agreement, agreements, summarise
+from benchmarks.estimator_cost import DECODE_ARMS, CostBenchmark, decode_rounds
+from benchmarks.hf_attention import capture_attention
+from krul_backend.attention.similarity_worker import SimilarityWorker
+from krul_sglang.demo import environment
+from krul_sglang.json_file import write_json
+from reference_model.evaluation_items import make_item
+from reference_model.facts import KINDS
+
+logger = logging.getLogger(__name__)
+
+REFERENCE_MODEL = Path(__file__).parents[1] / "krul_sglang" / "assets" / "reference-model"
+HISTORY_TOKENS = (256, 448, 640, 832, 960)
+ROW_COUNTS = (16, 32, 64, 128, 192, 256, 384)
+SAMPLED_ROWS = 256
+COST_TOKENS = (256, 512, 1024, 2048)
+
+
+def conversations(model_folder: Path, count: int) -> Iterator[list[int]]:
+    """Token ids of held-out conversations; for another model, their text in its own tokens."""
+    tokenizer = Tokenizer.from_file(str(REFERENCE_MODEL / "tokenizer.json"))
+    own_tokenizer = None
+    if model_folder.resolve() != REFERENCE_MODEL.resolve():
+        own_tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    for i in range(count):
+        history_tokens = HISTORY_TOKENS[i % len(HISTORY_TOKENS)]
+        ids = list(make_item(tokenizer, KINDS[i % len(KINDS)], history_tokens, f"estimator/{i}").ids)
+        yield ids if own_tokenizer is None else own_tokenizer.encode(tokenizer.decode(ids))
+
+
+def measure_accuracy(
+    model: Any, model_folder: Path, count: int, worker: SimilarityWorker
+) -> list[dict[str, Any]]:
+    """Raw agreements, one entry per conversation."""
+    rows = []
+    for i, ids in enumerate(conversations(model_folder, count)):
+        results = agreements(capture_attention(model, ids), ROW_COUNTS, worker)
+        rows.append({"num_tokens": len(ids), "agreements": [dataclasses.asdict(one) for one in results]})
+        logger.info("conversation %d of %d: %d tokens", i + 1, count, len(ids))
+    return rows
+
+
+def measure_cost(model: Any, worker: SimilarityWorker, repeats: int) -> dict[str, list[dict[str, Any]]]:
+    """Prompts of random tokens: the cost does not depend on what they say."""
+    benchmark = CostBenchmark(model, worker, SAMPLED_ROWS, repeats)
+    generator = torch.Generator().manual_seed(0)
+    cost: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
+    for num_tokens in COST_TOKENS:
+        if num_tokens > model.config.max_position_embeddings:
+            continue
+        ids = torch.randint(model.config.vocab_size, (num_tokens,), generator=generator).tolist()
+        cost["prefill"].append(benchmark.prefill(ids))
+        # Every arm's steps must still fit into the model's positions.
+        cost["decode"].append(benchmark.decode(ids[: -DECODE_ARMS * decode_rounds(repeats)]))
+        logger.info("cost at %d tokens: %s", num_tokens, cost["prefill"][-1]["ratios_to_forward"])
+    return cost
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Accuracy and cost of the attention estimators.")
+    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    parser.add_argument("--model", type=Path, default=REFERENCE_MODEL, help="Llama, Qwen2 or Qwen3 folder")
+    parser.add_argument("--conversations", type=int, default=100, help="for the accuracy")
+    parser.add_argument("--repeats", type=int, default=7, help="of every timing")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the forward")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(arguments.threads)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
+    model = model.to(arguments.device).train(False)
+    with SimilarityWorker() as worker:
+        accuracy = measure_accuracy(model, arguments.model, arguments.conversations, worker)
+        cost = measure_cost(model, worker, arguments.repeats)
+        worker_stats = dataclasses.asdict(worker.stats())
+    every_agreement = [Agreement(**one) for row in accuracy for one in row["agreements"]]
+    result = {
+        "command": environment.without_cwd(shlex.join(sys.argv)),
+        "git_revision": environment.git_revision(),
+        "versions": environment.versions(),
+        "machine": environment.machine(),
+        "configuration": {
+            "model": environment.without_cwd(str(arguments.model)),
+            "dtype": "bfloat16",
+            "device": arguments.device,
+            "threads": arguments.threads,
+            "conversations": arguments.conversations,
+            "history_tokens": HISTORY_TOKENS,
+            "row_counts": ROW_COUNTS,
+            "sampled_rows_of_cost": SAMPLED_ROWS,
+            "repeats": arguments.repeats,
+        },
+        "worker": worker_stats,
+        "summary": {"accuracy": summarise(every_agreement)},
+        "accuracy": accuracy,
+        "cost": cost,
+    }
+    write_json(result, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""What an estimator costs beside the forward that it watches: time and memory, prompt and decode step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache
+
+from benchmarks.hf_attention import CapturedAttention, capture_attention, observed_attention
+from krul_backend.attention.exact import ExactEstimator
+from krul_backend.attention.heterogeneous import HeterogeneousEstimator
+from krul_backend.attention.interface import AttentionEstimator, Phase
+from krul_backend.attention.placement import sample_positions
+from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.sampled import SampledEstimator
+from krul_backend.attention.shared_job import JobLayout
+from krul_backend.attention.similarity_worker import SimilarityWorker
+
+ESTIMATORS = ("exact", "heterogeneous", "sampled")
+DECODE_ARMS = 1 + len(ESTIMATORS)
+
+
+def decode_rounds(repeats: int) -> int:
+    """Rounds of one step per arm: steps are short, so their medians need more of them than forwards do."""
+    return 5 * repeats + 1
+
+
+class CostBenchmark:
+    """Measures one model. Arms take turns within each repeat, so that a busy machine slows all of them.
+
+    Args:
+        sampled_rows: rows that ``sampled`` keeps of a prompt.
+        repeats: per arm, after one that is not counted.
+    """
+
+    def __init__(self, model: Any, worker: SimilarityWorker, sampled_rows: int, repeats: int) -> None:
+        self._model = model
+        self._worker = worker
+        self._sampled_rows = sampled_rows
+        self._repeats = repeats
+
+    @torch.no_grad()
+    def prefill(self, ids: Sequence[int]) -> dict[str, Any]:
+        """Raw seconds of the forward, of the forward with capture, and of each estimator's two calls.
+
+        ``add_s`` delays the prompt's answer; ``finish_s`` comes at the end of the turn, and for
+        ``heterogeneous`` it is the worker's time, which decoding would hide. ``*_peak_bytes`` are tensors of
+        this process above the level before; ``queue_bytes`` is shared memory of the heterogeneous job.
+        """
+        seconds: dict[str, list[float]] = {"forward_s": [], "captured_forward_s": []}
+        for name in ESTIMATORS:
+            seconds |= {f"{name}_add_s": [], f"{name}_finish_s": []}
+        captured = capture_attention(self._model, ids)
+        for repeat in range(self._repeats + 1):
+            sample = {"forward_s": self._timed(partial(self._forward, ids))}
+            sample["captured_forward_s"] = self._timed(partial(capture_attention, self._model, ids))
+            for name in ESTIMATORS:
+                estimator = self._make(name, captured)
+                sample[f"{name}_add_s"] = self._timed(partial(self._add, estimator, name, captured))
+                sample[f"{name}_finish_s"] = self._timed(partial(estimator.finish, captured.read_keys))
+            if repeat > 0:
+                for key, value in sample.items():
+                    seconds[key].append(value)
+        peaks = {"forward_peak_bytes": self._peak_bytes(partial(self._forward, ids))}
+        for name in ESTIMATORS:
+            peaks[f"{name}_peak_bytes"] = self._peak_bytes(partial(self._whole_turn, name, captured))
+        layout = JobLayout.of(captured.rows(), captured.read_keys(0), captured.num_tokens)
+        medians = {key: statistics.median(values) for key, values in seconds.items()}
+        ratios = {
+            f"{name}_ratio": (medians[f"{name}_add_s"] + medians[f"{name}_finish_s"]) / medians["forward_s"]
+            for name in ESTIMATORS
+        }
+        return {
+            "num_tokens": len(ids),
+            **peaks,
+            "queue_bytes": layout.num_bytes,
+            "medians": medians,
+            "ratios_to_forward": ratios,
+            "samples": seconds,
+        }
+
+    @torch.no_grad()
+    def decode(self, ids: Sequence[int]) -> dict[str, Any]:
+        """Raw seconds of a decode step after ``ids``, without and with capture and reduction of its row.
+
+        The arms share one cache, which grows by a token per step. Every step's row is captured: an engine
+        that captures every k-th pays a k-th of the difference. The heterogeneous worker has nothing to do
+        meanwhile.
+        """
+        cache = DynamicCache(config=self._model.config)
+        self._model(self._tensor(ids), past_key_values=cache, logits_to_keep=1)
+        probe = capture_attention(self._model, ids[:2])
+        estimators = {name: self._make(name, probe) for name in ESTIMATORS}
+        token = self._tensor(ids[:1])
+        seconds: dict[str, list[float]] = {name: [] for name in ("none", *ESTIMATORS)}
+
+        def plain_step() -> None:
+            self._model(token, past_key_values=cache)
+
+        def watched_step(estimator: AttentionEstimator) -> None:
+            captured = CapturedAttention()
+            with observed_attention(self._model, captured.take):
+                self._model(token, past_key_values=cache)
+            estimator.add(captured.rows(), Phase.DECODE, captured.read_keys)
+
+        steps: dict[str, Callable[[], None]] = {"none": plain_step}
+        steps |= {name: partial(watched_step, estimator) for name, estimator in estimators.items()}
+        names = list(steps)
+        for repeat in range(decode_rounds(self._repeats)):
+            # Another order each time: a step finds other things in the caches after each of the arms.
+            for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+                taken = self._timed(steps[name])
+                if repeat > 0:
+                    seconds[name].append(taken)
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        return {
+            "num_tokens": len(ids),
+            "medians_s": medians,
+            "tpot_ratio": {name: medians[name] / medians["none"] for name in ESTIMATORS},
+            "samples_s": seconds,
+        }
+
+    def _make(self, name: str, captured: CapturedAttention) -> AttentionEstimator:
+        num_layers, num_heads = len(captured.queries), captured.queries[0].shape[1]
+        if name == "exact":
+            return ExactEstimator(num_layers, num_heads)
+        if name == "heterogeneous":
+            return HeterogeneousEstimator(num_layers, num_heads, self._worker)
+        return SampledEstimator(num_layers, num_heads, self._sampled_rows)
+
+    def _rows(self, name: str, captured: CapturedAttention) -> QueryRows:
+        if name != "sampled":
+            return captured.rows()
+        return captured.rows(sample_positions(0, captured.num_tokens, self._sampled_rows))
+
+    def _add(self, estimator: AttentionEstimator, name: str, captured: CapturedAttention) -> None:
+        estimator.add(self._rows(name, captured), Phase.PREFILL, captured.read_keys)
+
+    def _whole_turn(self, name: str, captured: CapturedAttention) -> None:
+        estimator = self._make(name, captured)
+        self._add(estimator, name, captured)
+        estimator.finish(captured.read_keys)
+
+    def _forward(self, ids: Sequence[int]) -> None:
+        self._model(self._tensor(ids), use_cache=False, logits_to_keep=1)
+
+    def _tensor(self, ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([list(ids)], device=self._model.device)
+
+    def _synchronize(self) -> None:
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        self._synchronize()
+        started = time.perf_counter()
+        work()
+        self._synchronize()
+        return time.perf_counter() - started
+
+    def _peak_bytes(self, work: Callable[[], object]) -> int:
+        """The most memory that tensors made inside took at one time."""
+        if self._model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            work()
+            return torch.cuda.max_memory_allocated() - before
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            work()
+        events = profiler.profiler.kineto_results.events()
+        held, peak = 0, 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                peak = max(peak, held)
+        return peak

@@ -1,0 +1,202 @@
+"""The worker process: results, a full queue, deaths, nonsense and its end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from attention_builders import Sequence
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from krul_backend.attention import worker as worker_module
+from krul_backend.attention.heterogeneous import HeterogeneousEstimator
+from krul_backend.attention.interface import Phase
+from krul_backend.attention.messages import pack_message, read_message
+from krul_backend.attention.rows import accumulate
+from krul_backend.attention.shared_job import JobLayout
+from krul_backend.attention.similarity_worker import SimilarityWorker
+from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.attention.worker_process import WorkerProcess
+
+SEQUENCE = Sequence.random(num_tokens=40, dtype=torch.bfloat16)
+EXPECTED = accumulate(SEQUENCE.rows(), SEQUENCE.read_keys)
+
+
+JOB_BYTES = JobLayout.of(SEQUENCE.rows(), SEQUENCE.keys[0], SEQUENCE.num_tokens).num_bytes
+
+
+def reduce_prompt(worker: SimilarityWorker) -> AttentionStatistics:
+    estimator = HeterogeneousEstimator(SEQUENCE.num_layers, SEQUENCE.num_heads, worker)
+    estimator.add(SEQUENCE.rows(), Phase.PREFILL, SEQUENCE.read_keys)
+    return estimator.finish(SEQUENCE.read_keys)
+
+
+def assert_expected(statistics: AttentionStatistics) -> None:
+    assert statistics.num_rows == EXPECTED.num_rows
+    torch.testing.assert_close(statistics.squared_distance, EXPECTED.squared_distance, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(statistics.ir_mass, EXPECTED.ir_mass, rtol=1e-5, atol=1e-5)
+
+
+def kill(worker: SimilarityWorker) -> None:
+    assert worker.process_id is not None
+    os.kill(worker.process_id, signal.SIGKILL)
+
+
+@pytest.fixture
+def worker() -> Iterator[SimilarityWorker]:
+    with SimilarityWorker(capacity_bytes=JOB_BYTES) as worker:
+        yield worker
+
+
+def test_it_survives_one_death_and_then_does_the_work_here(worker: SimilarityWorker) -> None:
+    assert worker.process_id is None
+    assert_expected(reduce_prompt(worker))
+    first = worker.process_id
+    kill(worker)
+    assert_expected(reduce_prompt(worker))
+    assert worker.process_id not in (None, first)
+    assert (worker.stats().restarts, worker.stats().reduced_here) == (1, 0)
+    kill(worker)
+    for num_reduced in (1, 2):
+        assert_expected(reduce_prompt(worker))
+        assert worker.process_id is None
+        assert (worker.stats().restarts, worker.stats().reduced_here) == (1, num_reduced)
+    assert worker.stats().submitted == 4
+
+
+def test_a_process_that_does_not_answer_counts_as_dead() -> None:
+    with SimilarityWorker(capacity_bytes=1 << 20, timeout_s=0.0) as worker:
+        assert_expected(reduce_prompt(worker))
+        assert (worker.stats().restarts, worker.stats().reduced_here) == (1, 1)
+
+
+def test_a_full_queue_rejects_and_the_estimator_reduces_at_once() -> None:
+    with SimilarityWorker(capacity_bytes=JOB_BYTES - 64) as worker:
+        assert_expected(reduce_prompt(worker))
+        assert (worker.stats().submitted, worker.stats().rejected) == (0, 1)
+        assert worker.process_id is None
+
+
+def test_closing_waits_for_what_was_accepted_and_ends_the_process() -> None:
+    worker = SimilarityWorker(capacity_bytes=1 << 20)
+    futures = [worker.submit(SEQUENCE.rows(), SEQUENCE.read_keys) for _ in range(3)]
+    worker.close()
+    worker.close()
+    for future in futures:
+        assert future is not None
+        assert_expected(future.result(timeout=0))
+    with pytest.raises(RuntimeError, match="closed"):
+        worker.submit(SEQUENCE.rows(), SEQUENCE.read_keys)
+
+
+def test_the_process_ends_with_a_parent_that_is_killed() -> None:
+    memory_fd = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.ftruncate(memory_fd, 64)
+    from_parent, to_test = os.pipe()
+    parent_id = os.fork()
+    if parent_id == 0:
+        process = WorkerProcess(memory_fd, 64, num_threads=1)
+        os.write(to_test, str(process.process_id).encode())
+        signal.pause()
+    process_id = int(os.read(from_parent, 100))
+    assert is_running(process_id)
+    os.kill(parent_id, signal.SIGKILL)
+    os.waitpid(parent_id, 0)
+    deadline = time.monotonic() + 60
+    while is_running(process_id) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(process_id)
+    for descriptor in (memory_fd, from_parent, to_test):
+        os.close(descriptor)
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    # An orphan that nobody waits for stays a zombie.
+    return state != "Z"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    values=st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=4),
+    seed=st.integers(0, 2**31),
+)
+def test_messages_survive_any_division_of_the_stream(values: dict[str, object], seed: int) -> None:
+    rng = random.Random(seed)
+    stream = bytearray(pack_message(values) + pack_message({"last": True}))
+
+    def read(num_bytes: int) -> bytes:
+        part = bytes(stream[: rng.randint(1, num_bytes)])
+        del stream[: len(part)]
+        return part
+
+    assert read_message(read) == values
+    assert read_message(read) == {"last": True}
+    assert read_message(read) is None
+
+
+@settings(max_examples=50, deadline=None)
+@given(content=st.binary(max_size=40))
+def test_random_bytes_are_a_message_or_refused(content: bytes) -> None:
+    stream = bytearray(content)
+
+    def read(num_bytes: int) -> bytes:
+        part = bytes(stream[:num_bytes])
+        del stream[: len(part)]
+        return part
+
+    try:
+        message = read_message(read)
+    except ValueError:
+        return
+    assert message is None or isinstance(message, dict)
+
+
+def test_serving_answers_every_job_and_ends_with_its_input() -> None:
+    """One good job between two that are refused, by the loop of the process itself."""
+    rows = SEQUENCE.rows()
+    layout = JobLayout.of(rows, SEQUENCE.keys[0], SEQUENCE.num_tokens)
+    memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    views = layout.views(memory)
+    views.queries.copy_(rows.queries)
+    views.keys.copy_(SEQUENCE.keys)
+    views.positions.copy_(rows.positions)
+    views.kv_heads.copy_(rows.kv_heads)
+    good = layout.to_json()
+    jobs = [{**good, "offset": 64}, good, {**good, "keys_dtype": "int8"}]
+    requests, to_requests = os.pipe()
+    replies, to_replies = os.pipe()
+    for job_id, job in enumerate(jobs):
+        os.write(to_requests, pack_message({"job_id": job_id, "job": job}))
+    os.close(to_requests)
+    worker_module.serve(memory, requests, to_replies)
+    os.close(to_replies)
+    answers = []
+    while (answer := read_message(lambda num_bytes: os.read(replies, num_bytes))) is not None:
+        answers.append(answer)
+    os.close(requests)
+    os.close(replies)
+    assert [answer["job_id"] for answer in answers] == [0, 1, 2]
+    assert "ends behind" in answers[0]["error"]
+    assert answers[1]["error"] is None
+    assert "keys_dtype 'int8' is unknown" in answers[2]["error"]
+    assert_expected(views.result())
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_rows": -1}, {"num_rows": 1.5}, {"offset": True}, {"queries_dtype": "float8_e4m3fn"}]
+)
+def test_layouts_with_impossible_values_are_refused(change: dict[str, object]) -> None:
+    good = JobLayout.of(SEQUENCE.rows(), SEQUENCE.keys[0], SEQUENCE.num_tokens).to_json()
+    with pytest.raises(ValueError, match=next(iter(change))):
+        JobLayout.from_json({**good, **change})
