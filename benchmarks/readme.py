@@ -68,7 +68,18 @@ def _demo_line(text: str, rows: list[dict[str, Any]]) -> str:
     )
 
 
-QUALITY_FAMILIES = ("full", "int8", "int4", "int2", "minicache", "krul-fixed", "krul", "matching", "random")
+QUALITY_FAMILIES = (
+    "full",
+    "int8",
+    "int4",
+    "int2",
+    "minicache",
+    "krul-fixed",
+    "krul",
+    "predicted",
+    "matching",
+    "random",
+)
 """Order of the quality table: of sharing those at r_l = 0.5, native and int4; then budget and eviction."""
 
 

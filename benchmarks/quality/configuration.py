@@ -20,6 +20,7 @@ from benchmarks.quality.teacher_forced import (
     recall_conversations,
     text_conversations,
 )
+from krul_backend.codec.options import Sharing
 from krul_backend.errors import KrulError
 from krul_sglang.cli import REFERENCE_MODEL
 from krul_sglang.demo.environment import without_cwd
@@ -93,6 +94,10 @@ class Configuration:
         if self.variant is None:
             return REFERENCE_RECALL_LAYERS
         return tuple(2 * layer + copy for layer in REFERENCE_RECALL_LAYERS for copy in (0, 1))
+
+    def sharings(self) -> list[Sharing]:
+        """Predicted pairs need a map of every pair: that is for models as small as the bundled one."""
+        return list(Sharing) if self.model == REFERENCE_MODEL else [Sharing.SLERP]
 
     def conversations(self, tokenizer: Any) -> Iterable[Conversation]:
         """Those of the suite; ``tokenizer`` is the Hugging Face model's.

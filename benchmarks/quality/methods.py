@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from krul_backend.codec.options import Sharing
 from krul_backend.strategy.budget import BudgetSelector
 from krul_backend.strategy.fixed import FixedSelector
 from krul_backend.strategy.interface import Evidence, StrategySelector
@@ -26,7 +27,7 @@ WIDE_BUDGET_LIMITS = (0.2, 1.0)
 PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4)
 EVICTION_RATIOS = (4 / 3, 2.0, 4.0, 8.0, 16.0)
 SPLIT_RATIO = 0.5
-SLERP = "slerp"
+SLERP = Sharing.SLERP.value
 
 
 class Region(Enum):

@@ -6,7 +6,6 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from benchmarks.quality.methods import SLERP, Compression, all_methods
 from benchmarks.quality.model import HistoryModel, load_model
 from benchmarks.quality.protocol import PAGE_SIZE, Outcome, Protocol
 from benchmarks.quality.result import attention_summary, row
+from benchmarks.quality.sharing import make_codec
 from benchmarks.variants import make_variant
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
@@ -35,15 +35,20 @@ def run(configuration: Configuration) -> dict[str, Any]:
     torch.set_num_threads(configuration.threads)
     tokenizer: Any = AutoTokenizer.from_pretrained(configuration.model)
     model = _model(configuration)
-    codecs = _codecs(model)
     methods = configuration.selected(
         all_methods(
             model.shape.k_token_bytes + model.shape.v_token_bytes,
             configuration.gamma,
             configuration.split_layers(),
-            tuple(codecs),
+            [sharing.value for sharing in configuration.sharings()],
         )
     )
+    used = {SLERP} | {method.sharing for method in methods if isinstance(method, Compression)}
+    codecs: dict[str, SegmentCodec] = {
+        sharing.value: make_codec(model, sharing, configuration.probe_conversations(tokenizer))
+        for sharing in configuration.sharings()
+        if sharing.value in used
+    }
     damage = LearnedDamage(model, codecs, PAGE_SIZE, configuration.rows_per_turn)
     if any(isinstance(method, Compression) and method.needs_damage for method in methods):
         damage.learn(configuration.probe_conversations(tokenizer), configuration.probes)
@@ -97,9 +102,3 @@ def _model(configuration: Configuration) -> HistoryModel:
     if configuration.variant is not None:
         model = make_variant(model, configuration.variant)
     return HistoryModel(model)
-
-
-def _codecs(model: HistoryModel) -> Mapping[str, SegmentCodec]:
-    max_positions = model.model.config.max_position_embeddings
-    rotary = model.rotary_table(max_positions)
-    return {SLERP: SegmentCodec(model.shape, model.num_layers, rotary)}

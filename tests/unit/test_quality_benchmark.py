@@ -250,9 +250,9 @@ def test_split_rows_share_the_pairs_between_them() -> None:
 
 
 def test_rows_have_names_of_their_own_and_all_precisions() -> None:
-    names = [method.name for method in all_methods(256, 0.0, (3,), (SLERP, "aligned"))]
+    names = [method.name for method in all_methods(256, 0.0, (3,), (SLERP, "predicted"))]
     assert len(set(names)) == len(names)
-    assert {"aligned r=0.5 int4", "krul r=0.25 int8", "random r=0.5 native, inside"} <= set(names)
+    assert {"predicted r=0.5 int4", "krul r=0.25 int8", "random r=0.5 native, inside"} <= set(names)
     assert not any("inside" in method.name for method in all_methods(256, 0.0, (), (SLERP,)))
 
 
