@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.quality.conversation import Conversation, mean_divergence, segment_bounds
-from benchmarks.quality.methods import SLERP
 from benchmarks.quality.model import HistoryModel, pooled
 from benchmarks.quality.observation import query_rows
 from benchmarks.quality.storage import StoredHistory, Unit, concatenate, token_slice
@@ -28,17 +27,23 @@ _PAIR_PRECISIONS = (Precision.NATIVE, *_CODES)
 
 
 class LearnedDamage:
-    """Measures options as a server would, and learns from probes before that.
+    """Measures options as a server would, and learns from probes before that. Pairs share by ``sharing``.
 
     A server probes a share of its turns; here all probes come first, on conversations of their own, so that
     every conversation that is scored is judged by the same table.
     """
 
     def __init__(
-        self, model: HistoryModel, codecs: Mapping[str, SegmentCodec], page_size: int, rows_per_turn: int
+        self,
+        model: HistoryModel,
+        codecs: Mapping[str, SegmentCodec],
+        sharing: str,
+        page_size: int,
+        rows_per_turn: int,
     ) -> None:
         self._model = model
         self._codecs = codecs
+        self._sharing = sharing
         self._page_size = page_size
         self._rows_per_turn = rows_per_turn
         self.num_probes = 0
@@ -54,7 +59,7 @@ class LearnedDamage:
         history: StoredHistory,
         statistics: AttentionStatistics,
     ) -> list[UnitOption]:
-        """Options for all segments of ``history``: layers alone and the nearest pairs, shared by SLERP."""
+        """Options for all segments of ``history``: layers alone and the nearest pairs."""
         return [unit.option for unit in self._measured(rows, kv, history, statistics)]
 
     def learn(self, conversations: Iterator[Conversation], num_probes: int) -> None:
@@ -79,7 +84,7 @@ class LearnedDamage:
                     break
                 probed = candidates.pop(index)
                 strategies = [self._alone(probed.option)] * history.num_segments
-                restored = history.restore(SLERP, strategies)
+                restored = history.restore(self._sharing, strategies)
                 answer = conversation.answer(self._model, restored.kv)
                 divergence = mean_divergence(true_answer.logits, answer.logits)
                 self.table.update(probed.errors, divergence)
@@ -98,7 +103,7 @@ class LearnedDamage:
             unit: Unit, precision: Precision, layers: Sequence[LayerKV]
         ) -> tuple[Sequence[LayerKV], int]:
             # The tokens after the last whole page stay exact; the bytes are those of the stored ones alone.
-            stored = history.restore_unit(SLERP, history.num_segments, unit, precision)
+            stored = history.restore_unit(self._sharing, history.num_segments, unit, precision)
             rest = token_slice(layers, num_stored, num_tokens)
             decoded = [concatenate(parts) for parts in zip(stored.layers, rest, strict=True)]
             return decoded, round(stored.num_bytes * num_tokens / num_stored)

@@ -100,7 +100,8 @@ def all_methods(
     sharings: Sequence[str],
 ) -> list[Method]:
     """All rows. ``native_token_bytes``: of one layer. ``recall_layers``: may be empty, then no row is split.
-    ``sharings``: the codecs' names; those beyond SLERP get rows with the pairs of Algorithm 1."""
+    ``sharings``: the codecs' names; those beyond SLERP get rows with the pairs of Algorithm 1, and the budget
+    chooses among pairs that share by the last one."""
     alone = [
         Compression(precision.value, precision.value, UnsharedSelector(), precision)
         for precision in (Precision.INT8, Precision.INT4, Precision.INT2)
@@ -110,7 +111,7 @@ def all_methods(
         *alone,
         *_sharing_rows(gamma, sharings),
         *_split_rows(gamma, sharings, recall_layers),
-        *_budget_rows(native_token_bytes),
+        *_budget_rows(native_token_bytes, sharings[-1]),
         *(Eviction(f"h2o {ratio:.2f}x", ratio) for ratio in EVICTION_RATIOS),
     ]
 
@@ -165,7 +166,7 @@ def _split_rows(gamma: float, sharings: Sequence[str], recall_layers: Collection
     ]
 
 
-def _budget_rows(native_token_bytes: float) -> list[Compression]:
+def _budget_rows(native_token_bytes: float, sharing: str) -> list[Compression]:
     """Each limit with all precisions, and with none below the one named."""
     coarser = [None, *PRECISIONS]
     return [
@@ -174,6 +175,7 @@ def _budget_rows(native_token_bytes: float) -> list[Compression]:
             family="budget",
             selector=BudgetSelector(limit, native_token_bytes),
             limit=limit,
+            sharing=sharing,
             allowed=None if least is None else PRECISIONS[: PRECISIONS.index(least) + 1],
         )
         for limit in BUDGET_LIMITS + WIDE_BUDGET_LIMITS

@@ -49,7 +49,9 @@ def run(configuration: Configuration) -> dict[str, Any]:
         for sharing in configuration.sharings()
         if sharing.value in used
     }
-    damage = LearnedDamage(model, codecs, PAGE_SIZE, configuration.rows_per_turn)
+    damage = LearnedDamage(
+        model, codecs, configuration.sharings()[-1].value, PAGE_SIZE, configuration.rows_per_turn
+    )
     if any(isinstance(method, Compression) and method.needs_damage for method in methods):
         damage.learn(configuration.probe_conversations(tokenizer), configuration.probes)
         logger.info("%d probes", damage.num_probes)

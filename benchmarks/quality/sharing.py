@@ -33,6 +33,6 @@ def make_codec(model: HistoryModel, sharing: Sharing, training: Iterable[Convers
     maps: dict[tuple[Pair, Precision], LayerMap] = {
         (pair, precision): fitter.fit(precision)
         for pair, fitter in fitters.items()
-        for precision in PRECISIONS
+        for precision in (*PRECISIONS, Precision.INT2)
     }
     return SegmentCodec(model.shape, model.num_layers, rotary, options, maps)

@@ -75,7 +75,7 @@ def conversation(seed: int = 0) -> TeacherForced:
 
 
 def protocol() -> Protocol:
-    damage = LearnedDamage(model(), codecs(), PAGE_SIZE, rows_per_turn=4)
+    damage = LearnedDamage(model(), codecs(), SLERP, PAGE_SIZE, rows_per_turn=4)
     return Protocol(model(), codecs(), 4, damage.measure)
 
 
@@ -226,7 +226,7 @@ def test_a_history_stored_turn_by_turn() -> None:
 
 
 def test_probes_teach_the_table() -> None:
-    damage = LearnedDamage(model(), codecs(), PAGE_SIZE, rows_per_turn=4)
+    damage = LearnedDamage(model(), codecs(), SLERP, PAGE_SIZE, rows_per_turn=4)
     damage.learn((conversation(seed) for seed in range(10, 20)), num_probes=6)
     assert damage.num_probes == 6
 
