@@ -68,6 +68,68 @@ def _demo_line(text: str, rows: list[dict[str, Any]]) -> str:
     )
 
 
+QUALITY_FAMILIES = (
+    "full",
+    "int8",
+    "int4",
+    "int2",
+    "minicache",
+    "krul-fixed",
+    "krul",
+    "predicted",
+    "matching",
+    "random",
+)
+"""Order of the quality table: of sharing those at r_l = 0.5, native and int4; then budget and eviction."""
+
+
+def quality_table(result: dict[str, Any]) -> str:
+    """Quality against bytes, for the ways to store a history."""
+    lines = [
+        "| stored as | bytes per token | ratio to bf16 | recall | value NLL | KL | pairs most shared |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    rows = [row for row in result["rows"] if _is_in_quality_table(row)]
+    order = {family: place for place, family in enumerate(QUALITY_FAMILIES)}
+    # sorting is stable: rows of a family stay in the file's order
+    rows.sort(key=lambda row: order.get(row["family"], len(order)))
+    lines += [_quality_line(row) for row in rows]
+    return "\n".join([*lines, "", _quality_notes(result)])
+
+
+def _is_in_quality_table(row: dict[str, Any]) -> bool:
+    if row.get("allowed") is not None:
+        return False
+    if row.get("layer_ratio") is None:
+        return True
+    return bool(row["layer_ratio"] == 0.5 and row["precision"] != "int8")
+
+
+def _quality_line(row: dict[str, Any]) -> str:
+    pairs = " ".join("{}+{} ({:.0%})".format(*each["pair"], each["share"]) for each in row["pairs"][:3])
+    return (
+        f"| {row['name']} | {row['bytes_per_token']:.0f} | {row['ratio']:.2f}x | {row['recall']:.1%} | "
+        f"{row['nll']:.4f} | {row['kl']:.4f} | {pairs} |"
+    )
+
+
+def _quality_notes(result: dict[str, Any]) -> str:
+    configuration = result["configuration"]
+    return " ".join(
+        (
+            f"{len(result['conversations'])} held-out conversations, the bundled model, histories up to",
+            f"{max(each['history_tokens'] for each in result['conversations'])} tokens, stored turn by turn,",
+            "restored, and asked. Recall: every token of the reference answer is the most likely one.",
+            "KL: of next-token distributions, in nats.",
+            "Bytes count everything stored: retained tokens, norms, scales.",
+            f"r: share of layers that are shared; I-R threshold gamma = {configuration['gamma']};",
+            "inside, apart: only the pairs with a layer that carries the recall, or with none.",
+            f"budget: limit of predicted KL in nats, learned from {result['probes']} probes.",
+            "h2o: eviction, which keeps as many tokens as fit into the bytes.",
+        )
+    )
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms"
 

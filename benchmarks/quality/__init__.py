@@ -1,0 +1,1 @@
+"""What compressing a conversation's KV does to the answers that follow it."""

@@ -1,0 +1,74 @@
+"""What the benchmark needs of a suite's conversation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.quality.model import HistoryModel, VisibleTokens
+from krul_backend.codec.interface import LayerKV
+
+Measures = dict[str, float]
+"""By name; a truth value is 0 or 1. Every suite has ``kl``: of the next-token distribution against the one on
+uncompressed KV, mean over the tokens of prompt and reference answer, in nats."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """``logits [N, V]`` fp32 over prompt and, where it is given, reference answer; ``generated`` if the model
+    wrote the answer itself."""
+
+    logits: Tensor
+    generated: tuple[int, ...] = ()
+
+
+class Conversation(ABC):
+    """A history in turns and what is asked after it.
+
+    ``turn_ends`` are the ends of the history's turns, the last one is ``len(history)``. ``group`` and
+    ``history_tokens`` (the nominal length) are what results are grouped by.
+    """
+
+    group: str
+    history_tokens: int
+    history: tuple[int, ...]
+    turn_ends: tuple[int, ...]
+
+    @abstractmethod
+    def answer(
+        self, model: HistoryModel, kv: Sequence[LayerKV], visible: VisibleTokens | None = None
+    ) -> Answer:
+        """Runs what follows the tokens that ``kv`` holds: the rest of the history, then the prompt."""
+
+    @abstractmethod
+    def measure(self, answer: Answer, true_answer: Answer) -> Measures:
+        """``true_answer`` is that on uncompressed KV."""
+
+
+def segment_bounds(turn_ends: Sequence[int], page_size: int) -> tuple[tuple[int, int] | None, ...]:
+    """What is stored after each turn: a segment whose end is moved down to a whole page, or nothing.
+
+    ```
+    # [start_n, end_n)                         segment n; start_n = end_{n-1}; a turn within one page has none
+    # [end_last, turn_ends[-1])                stays exact: it is computed again with the next prompt
+    ```
+    """
+    bounds: list[tuple[int, int] | None] = []
+    start = 0
+    for turn_end in turn_ends:
+        end = turn_end - turn_end % page_size
+        bounds.append((start, end) if end > start else None)
+        start = end
+    return tuple(bounds)
+
+
+def mean_divergence(true_logits: Tensor, logits: Tensor) -> float:
+    """KL(true || other) in nats, mean over rows; both ``[N, V]`` fp32."""
+    true = true_logits.double().log_softmax(-1)
+    other = logits.double().log_softmax(-1)
+    # rounding can leave a distribution's divergence from itself just below zero
+    return max(0.0, float(F.kl_div(other, true, reduction="batchmean", log_target=True)))

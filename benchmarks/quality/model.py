@@ -1,0 +1,174 @@
+"""A Hugging Face model that runs some tokens on top of a given KV history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from benchmarks.hf_attention import CapturedAttention, observed_attention
+from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.rotary import RotaryTable
+
+POOL_DTYPE = torch.bfloat16
+"""What a server's KV pool holds; the model itself may compute in another dtype."""
+
+VisibleTokens = Sequence[Tensor]
+"""Per layer bool ``[Hkv, T]``: which history tokens the query heads of a KV head see."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """``N`` tokens after a history.
+
+    ``logits [K, V]`` fp32 of the last ``K`` tokens asked for, ``queries[l] [N, H, D]`` as attention
+    sees them, ``kv[l]`` of the new tokens alone, all three on the model's device.
+    """
+
+    logits: Tensor
+    queries: tuple[Tensor, ...]
+    kv: tuple[LayerKV, ...]
+
+
+class HistoryModel:
+    """Wraps a model of the Llama, Qwen2 or Qwen3 family."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        config = model.config
+        self.num_layers: int = config.num_hidden_layers
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = config.num_key_value_heads
+        attention = model.model.layers[0].self_attn
+        self.head_dim: int = attention.head_dim
+        self.scaling: float = attention.scaling
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape(self.num_kv_heads, self.head_dim, self.head_dim, POOL_DTYPE)
+
+    @property
+    def kv_heads(self) -> Tensor:
+        """``[H]``: the KV head that each query head reads."""
+        return torch.arange(self.num_heads) // (self.num_heads // self.num_kv_heads)
+
+    def rotary_table(self, max_positions: int) -> RotaryTable:
+        embedding = self.model.model.rotary_emb
+        positions = torch.arange(max_positions, device=embedding.inv_freq.device)
+        angles = positions[:, None].float() * embedding.inv_freq[None, :].float()
+        scale = float(embedding.attention_scaling)
+        return RotaryTable(angles.cos() * scale, angles.sin() * scale, is_neox=True)
+
+    @torch.no_grad()
+    def run(self, ids: Sequence[int], history: Sequence[LayerKV], *, num_logits: int) -> Run:
+        """Runs ``ids`` after ``history`` (one entry per layer, or none at all).
+
+        ``num_logits`` is how many of the last tokens have their logits computed.
+        """
+        cache = self._cache(history)
+        num_history = cache.get_seq_length()
+        captured = CapturedAttention()
+        with observed_attention(self.model, captured.take):
+            logits = self._forward(ids, cache, num_logits)
+        kv = tuple(LayerKV(layer.k[num_history:], layer.v[num_history:]) for layer in captured.layers)
+        return Run(logits, tuple(captured.queries), kv)
+
+    @torch.no_grad()
+    def logits(
+        self,
+        ids: Sequence[int],
+        history: Sequence[LayerKV],
+        *,
+        num_logits: int,
+        visible: VisibleTokens | None = None,
+    ) -> Tensor:
+        """``[num_logits, V]`` fp32 of the last of ``ids`` after ``history``."""
+        with self._hidden_history(visible):
+            return self._forward(ids, self._cache(history), num_logits)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        ids: Sequence[int],
+        history: Sequence[LayerKV],
+        *,
+        max_new_tokens: int,
+        end_ids: frozenset[int],
+        visible: VisibleTokens | None = None,
+    ) -> tuple[tuple[int, ...], Tensor]:
+        """Greedy continuation of ``ids`` after ``history``, without the end token, and the logits
+        ``[N, V]`` of ``ids``."""
+        cache = self._cache(history)
+        generated: list[int] = []
+        with self._hidden_history(visible):
+            prompt_logits = logits = self._forward(ids, cache, len(ids))
+            while len(generated) < max_new_tokens:
+                best = int(logits[-1].argmax())
+                if best in end_ids:
+                    break
+                generated.append(best)
+                logits = self._forward((best,), cache, 1)
+        return tuple(generated), prompt_logits
+
+    def _cache(self, history: Sequence[LayerKV]) -> Any:
+        cache = DynamicCache()
+        for layer, kv in enumerate(history):
+            # [T, Hkv, D] -> [1, Hkv, T, D]
+            keys, values = (x.transpose(0, 1)[None].to(self.model.dtype) for x in (kv.k, kv.v))
+            cache.update(keys, values, layer)
+        return cache
+
+    def _forward(self, ids: Sequence[int], cache: Any, num_logits: int) -> Tensor:
+        output = self.model(
+            torch.tensor([list(ids)], device=self.model.device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=num_logits,
+        )
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    @contextmanager
+    def _hidden_history(self, visible: VisibleTokens | None) -> Iterator[None]:
+        handles = [
+            layer.self_attn.register_forward_pre_hook(partial(self._mask, tokens), with_kwargs=True)
+            for layer, tokens in zip(self.model.model.layers, visible or (), strict=visible is not None)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _mask(
+        self, visible: Tensor, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The attention mask ``[1, H, N, keys]`` bool: ``visible`` in the history, causal after it."""
+        num_queries = kwargs["hidden_states"].shape[1]
+        num_before = kwargs["past_key_values"].get_seq_length(module.layer_idx)
+        num_after = num_before + num_queries - visible.shape[1]
+        causal = torch.ones(num_queries, num_after, dtype=torch.bool, device=visible.device)
+        # [Hkv, T] -> [H, N, T]
+        history = visible.repeat_interleave(self.num_heads // self.num_kv_heads, dim=0)
+        parts = (
+            history[:, None, :].expand(-1, num_queries, -1),
+            causal.tril(num_after - num_queries).expand(self.num_heads, -1, -1),
+        )
+        return args, {**kwargs, "attention_mask": torch.cat(parts, dim=2)[None]}
+
+
+def load_model(path: Path, dtype: torch.dtype, device: str) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    return model.to(device).train(False)
+
+
+def pooled(kv: LayerKV) -> LayerKV:
+    """``kv`` as the pool holds it."""
+    return LayerKV(kv.k.to(POOL_DTYPE).contiguous(), kv.v.to(POOL_DTYPE).contiguous())

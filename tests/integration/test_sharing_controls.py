@@ -1,0 +1,92 @@
+"""Layers that are similar by construction: the selector finds them, and sharing them is cheap."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from benchmarks.quality.methods import SLERP, Compression
+from benchmarks.quality.model import HistoryModel, load_model
+from benchmarks.quality.protocol import Outcome, Protocol
+from benchmarks.quality.teacher_forced import QUESTION_KINDS, TeacherForced, dialogue
+from benchmarks.variants import make_variant
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.strategy.fixed import FixedSelector
+from krul_backend.strategy.krul import KrulSelector
+from krul_backend.strategy.none import UnsharedSelector
+from krul_backend.strategy.strategy import Pair, Precision
+from krul_sglang.cli import REFERENCE_MODEL
+
+NUM_LAYERS = 24
+COPIES = {(2 * k, 2 * k + 1) for k in range(NUM_LAYERS // 2)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def conversations() -> list[TeacherForced]:
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE_MODEL).backend_tokenizer
+    return [
+        dialogue(tokenizer, kind, 256, f"control/{number}", "held_out")
+        for number in range(3)
+        for kind in QUESTION_KINDS
+    ]
+
+
+FULL = Compression("full", "full", UnsharedSelector(), Precision.NATIVE)
+# From layer 2 on each layer with its copy; from layer 3 on never.
+COPIES_SHARED = Compression("copies", "fixed", FixedSelector(0, (2, 24)), Precision.NATIVE)
+OTHERS_SHARED = Compression("others", "fixed", FixedSelector(0, (3, 23)), Precision.NATIVE)
+# Algorithm 1 on attention distance alone: gamma leaves no layer out.
+KRUL = Compression("krul", "krul", KrulSelector(0.0, 18 / NUM_LAYERS), Precision.NATIVE)
+
+
+def play(
+    variant: str, methods: Sequence[Compression], conversations: Sequence[TeacherForced]
+) -> dict[str, list[Outcome]]:
+    model = HistoryModel(make_variant(load_model(REFERENCE_MODEL, torch.float32, "cpu"), variant))
+    codecs = {SLERP: SegmentCodec(model.shape, model.num_layers, model.rotary_table(2048))}
+    protocol = Protocol(model, codecs, rows_per_turn=16, measure=lambda *_: ())
+    played = [protocol.at_once(conversation, methods).outcomes for conversation in conversations]
+    return {method.name: [outcomes[method.name] for outcomes in played] for method in methods}
+
+
+def mean(outcomes: Sequence[Outcome], measure: str) -> float:
+    return sum(outcome.measures[measure] for outcome in outcomes) / len(outcomes)
+
+
+def test_algorithm_1_finds_the_copies_and_sharing_them_is_cheap(
+    conversations: list[TeacherForced],
+) -> None:
+    methods = (FULL, KRUL, COPIES_SHARED, OTHERS_SHARED)
+    outcomes = play("depth-doubled", methods, conversations)
+    pairs = sum((outcome.pairs for outcome in outcomes["krul"]), Counter[Pair]())
+    assert set(pairs) <= COPIES
+
+    recall = mean(outcomes["full"], "value_recall")
+    assert recall > 0.8
+    for name in ("krul", "copies"):
+        assert mean(outcomes[name], "value_recall") > recall - 0.02
+        assert mean(outcomes[name], "kl") < 0.02
+    assert mean(outcomes["others"], "kl") > 10 * mean(outcomes["copies"], "kl")
+    assert mean(outcomes["others"], "nll") > mean(outcomes["copies"], "nll") + 0.03
+
+
+def test_the_loss_grows_with_the_angle_between_the_copies(conversations: list[TeacherForced]) -> None:
+    losses = [
+        mean(play(f"rotated:{angle}", [COPIES_SHARED], conversations[:3])["copies"], "kl")
+        for angle in (0, 30, 60, 90)
+    ]
+    assert losses == sorted(losses)
+    assert losses[1] > 2 * losses[0]
+    assert losses[3] > 2 * losses[1]
