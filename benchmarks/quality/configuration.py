@@ -66,7 +66,7 @@ class Configuration:
     variant: str | None = None
     data: Path | None = None
     max_tokens: int = 4096
-    gamma: float = 0.0
+    gamma: float = 0.6
     rows_per_turn: int = 32
     recall_layers: tuple[int, ...] | None = None
     probes: int = 240
