@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from dataclasses import dataclass
@@ -10,8 +11,21 @@ from typing import Any
 from krul_sglang.demo.server import ServerProcess
 
 KRUL = ("--radix-cache-backend", "krul")
+PAGE_SIZE = 16
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 """Makes SGLang's own idle check end the server when a slot or a lock leaks."""
+
+
+def small_krul_server_args(pool_tokens: int, options: dict[str, Any]) -> tuple[str, ...]:
+    """A float32 server with a device pool of so many tokens, and krul with these options."""
+    return (
+        *("--dtype", "float32"),
+        *("--page-size", str(PAGE_SIZE)),
+        *("--max-total-tokens", str(pool_tokens)),
+        *("--unified-cache-external-linker-config", json.dumps({"host_memory": "256MiB", **options})),
+        "--enable-cache-report",
+        *KRUL,
+    )
 
 
 @dataclass(frozen=True)
