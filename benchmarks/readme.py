@@ -47,7 +47,7 @@ def _demo_notes(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             f"Recall of facts from earlier turns: {summary['recall']:.0%} with krul,",
             f"{summary['baseline_recall']:.0%} without.",
             f"Kept on the host: {summary['bytes_stored'] / 2**20:.0f} MiB",
-            f"for {summary['tokens_stored']} tokens (raw codec).",
+            f"for {summary['tokens_stored']} tokens (nothing compressed).",
             f"First turns, which krul cannot help, took {_ms(first)} with it and {_ms(baseline_first)}",
             "without: set the ratios against that.",
             f"Machine: {cpu}, {cores} cores, no GPU;",
