@@ -1,0 +1,58 @@
+"""Ranks come to one result: alone, and two real processes over gloo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from krul_sglang.engine.agreement import RankAgreement
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+from krul_sglang.engine.agreement import RankAgreement
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+agreement = RankAgreement.create(2)
+assert agreement.broadcast(b"of rank 0" if rank == 0 else b"ignored") == b"of rank 0"
+assert agreement.broadcast(b"") == b""
+mine = torch.full((2, 3), float(rank + 1), dtype=torch.float64)
+gathered = agreement.gather(mine, (2, 3))
+assert [part.shape for part in gathered] == [(2, 3), (2, 3)]
+assert [part[0, 0].item() for part in gathered] == [1.0, 2.0]
+assert agreement.gather(mine if rank == 0 else None, (2, 3)) is None
+assert agreement.gather(None, (2, 3)) is None
+# Still in step after a rank had nothing.
+assert len(agreement.gather(mine, (2, 3))) == 2
+dist.destroy_process_group()
+print("agreed")
+"""
+
+
+def test_a_single_rank_agrees_with_itself() -> None:
+    agreement = RankAgreement.create(1)
+    values = torch.rand(3, dtype=torch.float64)
+    assert agreement.gather(values, (3,)) == [values]
+    assert agreement.gather(None, (3,)) is None
+    assert agreement.broadcast(b"table") == b"table"
+
+
+def test_two_ranks_get_the_values_of_both_or_of_none(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "rendezvous")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert output == "agreed\n"
