@@ -47,9 +47,13 @@ class RankAgreement:
             return content
         size = torch.tensor([len(content)])
         dist.broadcast(size, src=0, group=self._group)
-        buffer = torch.zeros(int(size.item()), dtype=torch.uint8)
-        if dist.get_rank(self._group) == 0:
-            buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        if len(buffer):
-            dist.broadcast(buffer, src=0, group=self._group)
+        if not size.item():
+            return b""
+        is_first = dist.get_rank(self._group) == 0
+        buffer = (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            if is_first
+            else torch.empty(int(size.item()), dtype=torch.uint8)
+        )
+        dist.broadcast(buffer, src=0, group=self._group)
         return buffer.numpy().tobytes()
