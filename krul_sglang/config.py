@@ -24,6 +24,8 @@ DEFAULT_HOST_MEMORY_SHARE = 0.25
 """Part of the memory limit (cgroup, else physical) that ``host_memory = "auto"`` takes."""
 
 
+ESTIMATORS = ("sampled", "heterogeneous", "exact")
+
 PRECISIONS = tuple(precision.value for precision in Precision if precision is not Precision.INT0)
 
 
@@ -90,6 +92,12 @@ def _parse_strategy(value: object) -> str:
 
 def _parse_precision(value: object) -> str:
     if value not in PRECISIONS:
+        raise ValueError("unknown")
+    return str(value)
+
+
+def _parse_estimator(value: object) -> str:
+    if value not in ESTIMATORS:
         raise ValueError("unknown")
     return str(value)
 
@@ -162,6 +170,15 @@ class KrulConfig:
         'For the strategy "budget": share of turns after which an idle server measures what its compression '
         "does to the model's answers.",
     )
+    estimator: str = _option(
+        "sampled",
+        _parse_estimator,
+        "one of " + ", ".join(ESTIMATORS),
+        'What attention statistics are computed from: "sampled" keeps a few query vectors of each turn and '
+        'reduces them when it ends; "heterogeneous" reduces every prompt token in a process of its own and '
+        'every decoded token at its step, as the Krul paper does; "exact" reduces every token at once. The '
+        "last two need a server without CUDA graphs and slow every step down.",
+    )
     query_rows: int = _option(
         256,
         _parse_query_rows,
@@ -186,6 +203,11 @@ class KrulConfig:
     def is_lossless(self) -> bool:
         """Whether restored KV is to the bit what was stored."""
         return self.strategy == "none" and self.precision == Precision.NATIVE.value
+
+    @property
+    def needs_query_rows(self) -> bool:
+        """Whether the strategy looks at query vectors themselves, beside statistics."""
+        return self.strategy == "budget"
 
     @property
     def needs_attention(self) -> bool:

@@ -49,18 +49,19 @@ def attach_capture(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> An
 
     It must come before CUDA graphs are captured, which the cache's factory does not; the factory finds
     configuration and capture at the model runner.
+
+    Raises:
+        ConfigError, UnsupportedSetupError: see ``attach_turn_capture``.
     """
     config: KrulConfig | None = getattr(scheduler, "krul_config", None)
     if config is not None:
         runner = scheduler.tp_worker.model_runner
         runner.krul_config = config
-        runner.krul_query_capture = None
+        runner.krul_turn_capture = None
         if config.needs_attention:
-            from krul_sglang.engine.query_capture import attach_query_capture
+            from krul_sglang.engine.attach_capture import attach_turn_capture
 
-            runner.krul_query_capture = attach_query_capture(
-                runner, num_rows=config.query_rows, max_bytes=config.query_memory
-            )
+            runner.krul_turn_capture = attach_turn_capture(runner, config)
     return result
 
 
@@ -125,7 +126,7 @@ def build_cache(ctx: Any) -> Any:
         model=model,
         capacity_bytes=int(capacity.item()),
         rotary=read_rotary_table(runner.model),
-        capture=runner.krul_query_capture,
+        capture=runner.krul_turn_capture,
         agreement=RankAgreement.create(ctx.tp_size),
         model_runner=runner,
     )

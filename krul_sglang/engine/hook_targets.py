@@ -51,6 +51,7 @@ TARGETS = (
     Target("sglang.srt.managers.scheduler.Scheduler.is_fully_idle", ("self",)),
     Target(INTERNAL_STATE, ("self", "recv_req"), hooked=True),
     Target("sglang.srt.mem_cache.registry.create_unified_radix_cache", ("ctx", "cache_class")),
+    Target("sglang.srt.model_executor.cuda_graph_config.cuda_graph_fully_disabled", ()),
     Target(f"{_CACHE}.init_cache_linker", ("self", "cache_linker")),
     Target(f"{_CACHE}.checkpoint_into_tree", ("self", "req", "up_to", "kwargs")),
     Target(f"{_CACHE}.path_device_indices", ("self", "node")),

@@ -26,9 +26,9 @@ from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.loading import LayerWiseLoader, Load
 from krul_sglang.engine.offload import TurnOffloader
 from krul_sglang.engine.probing import Prober
-from krul_sglang.engine.query_capture import QueryCapture
 from krul_sglang.engine.strategy_choice import SelectorDecision, StrategyChooser
 from krul_sglang.engine.turn import StoredPath, Turn
+from krul_sglang.engine.turn_capture import TurnCapture
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class EngineParts:
     model: ModelIdentity
     capacity_bytes: int
     rotary: RotaryTable | None
-    capture: QueryCapture | None
+    capture: TurnCapture | None
     agreement: RankAgreement
     model_runner: Any
 
@@ -209,8 +209,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
         ``rid`` and ``request_slot`` (its row in SGLang's request pool) name the request whose turn it was.
         """
-        rows = None if self._capture is None else self._capture.take(rid, request_slot)
-        self._offloader.submit(Turn(page_keys, token_ids, slots, self.record_offload_ready(), rows))
+        attention = None if self._capture is None else self._capture.take(rid, request_slot)
+        self._offloader.submit(Turn(page_keys, token_ids, slots, self.record_offload_ready(), attention))
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Not how krul is fed: nodes know neither positions nor token ids. See ``offload_turn``."""
@@ -261,6 +261,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         for rid in list(self._leases):
             self.release(rid)
         self._store.close()
+        if self._capture is not None:
+            self._capture.close()
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank, as plain values: the store's, the offloader's and the loader's."""
@@ -271,6 +273,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "offload": {**asdict(self._offloader.counters), "pending": self._offloader.num_pending()},
             "compression": {
                 **self._chooser.counters.as_dict(),
+                "estimator": None if self._capture is None else self._capture.stats(),
                 "budget": None if self._budget is None else self._budget.as_dict(),
             },
             "load": {**asdict(self._loader.counters), "pending": self._loader.num_pending()},

@@ -139,8 +139,8 @@ class TurnOffloader:
             logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
             return Outcome.FAILED
         finally:
-            if turn.rows is not None:
-                turn.rows.release()
+            if turn.attention is not None:
+                turn.attention.release()
         return Outcome.STORED if all(stored) else Outcome.SKIPPED
 
     def _store_run(self, turn: Turn, run: range, strategy: Strategy) -> bool:

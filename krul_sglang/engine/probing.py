@@ -15,8 +15,8 @@ from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.strategy import LayerStrategy, Strategy
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.probe_forward import HistoryAttention, probe_forward
-from krul_sglang.engine.query_capture import QueryCapture
 from krul_sglang.engine.turn import StoredPath
+from krul_sglang.engine.turn_capture import TurnCapture
 
 PROBED_TOKENS = 64
 
@@ -39,7 +39,7 @@ class Prober:
     def __init__(
         self,
         model_runner: Any,
-        capture: QueryCapture | None,
+        capture: TurnCapture | None,
         pool: DevicePool,
         codec: SegmentCodec,
         group: Any | None,

@@ -6,43 +6,24 @@ a CUDA graph records as an eager one does, and nothing waits for the device.
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from krul_backend.attention.placement import sample_positions
-from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
+from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes
-
-logger = logging.getLogger(__name__)
+from krul_sglang.engine.attention_observer import AttentionObserver, QueryShape
+from krul_sglang.engine.request_places import Recording, RequestPlaces
+from krul_sglang.engine.turn_capture import CapturedTurn
 
 DECODE_INTERVAL = 16
 """Of so many consecutive decoded tokens one query is kept."""
 
 _MIN_ROWS = 8
-
-
-@dataclass(frozen=True)
-class QueryShape:
-    """Attention of one rank: ``num_query_heads`` is a multiple of ``num_kv_heads``; ``scaling`` of scores."""
-
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    scaling: float
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one kept row: one head of each KV group, all layers, and how far it sees."""
-        return self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize + 8
 
 
 @dataclass(frozen=True)
@@ -82,8 +63,8 @@ class CapturePlan:
         return cls(num_requests, num_rows, (num_requests + 1) * request_bytes)
 
 
-class QueryCapture:
-    """Forward pre-hooks on the attention modules of one model runner.
+class QueryCapture(AttentionObserver):
+    """A few rows of each turn, reduced when it ends: the estimator "sampled".
 
     A request gets a place of ``num_rows`` rows when its prompt starts to run, if one is free; without one
     it simply is not recorded. The place stays taken until ``release``, also after the request has ended, so
@@ -106,39 +87,22 @@ class QueryCapture:
         # How many tokens each row sees: its position + 1. Zero where nothing is recorded.
         self._num_visible = torch.zeros(num_places * plan.num_rows, dtype=torch.int64, device=device)
         self._place_of_slot = torch.full((num_slots,), self._unused_place, dtype=torch.int64, device=device)
-        self._group = shape.num_query_heads // shape.num_kv_heads
         self._device = device
-        self._lock = threading.Lock()
-        self._free = list(range(plan.num_requests))
-        self._holders: dict[int, _Holder] = {}
+        self._places = RequestPlaces(plan.num_requests)
         self._decode_steps = 0
-        self._is_suspended = False
         # Where this step's rows go, and which tokens of the batch they are (None: all). None: no rows.
         self._targets: torch.Tensor | None = None
         self._tokens: torch.Tensor | None = None
 
-    def install(self, attention_modules: list[Any]) -> None:
-        """Hook the attention modules, one per layer and in layer order."""
-        for layer, module in enumerate(attention_modules):
-            module.register_forward_pre_hook(_make_hook(self, layer))
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Forwards inside are not recorded: they compute again what was recorded before."""
-        self._is_suspended = True
-        try:
-            yield
-        finally:
-            self._is_suspended = False
-
     def take(self, rid: str, slot: int) -> CapturedRows | None:
-        """The rows of a request that has ended; None if it was not recorded. The caller releases them."""
-        with self._lock:
-            holder = self._holders.get(slot)
-            if holder is None or holder.rid != rid:
-                return None
-            del self._holders[slot]
-        return CapturedRows(self, holder.place)
+        recording = self._places.take(rid, slot)
+        return None if recording is None else CapturedRows(self, recording.place)
+
+    def stats(self) -> dict[str, Any]:
+        return {"name": "sampled"}
+
+    def close(self) -> None:
+        """Nothing runs beside the engine."""
 
     def read(self, place: int) -> QueryRows:
         """Copies of a place's rows, by position. Call it after the forwards that wrote them."""
@@ -153,14 +117,12 @@ class QueryCapture:
         )
 
     def release(self, place: int) -> None:
-        with self._lock:
-            self._free.append(place)
+        self._places.release(place)
 
     def begin_step(self, forward_batch: Any) -> None:
-        """Called by the first layer of each forward: decide which rows of this step are kept, and where."""
         self._targets = self._tokens = None
         mode = forward_batch.forward_mode
-        if self._is_suspended:
+        if self.is_suspended:
             return
         if mode.is_decode():
             self._begin_decode(forward_batch)
@@ -168,18 +130,16 @@ class QueryCapture:
             self._begin_extend(forward_batch)
 
     def record(self, layer: int, q: torch.Tensor) -> None:
-        """``q``: ``[num_tokens, num_query_heads * head_dim]``, after RoPE."""
         if self._targets is None:
             return
-        kept = q if self._tokens is None else q.index_select(0, self._tokens)
-        kept = kept.view(-1, self.shape.num_query_heads, self.shape.head_dim)[:, :: self._group]
+        kept = self.shape.one_head_per_group(q if self._tokens is None else q.index_select(0, self._tokens))
         self._queries[layer].index_copy_(0, self._targets, kept.to(self.shape.dtype))
 
     def _begin_decode(self, forward_batch: Any) -> None:
         self._decode_steps += 1
         is_captured = _is_graph_being_captured(self._device)
         # In a graph the same operations run at every step: the rows of one interval overwrite each other.
-        if not is_captured and (self._decode_steps % DECODE_INTERVAL or not self._holders):
+        if not is_captured and (self._decode_steps % DECODE_INTERVAL or self._places.is_empty()):
             return
         num_visible = forward_batch.seq_lens.to(torch.int64)
         # Rows that only fill a captured batch up see one token and name a slot that is not theirs.
@@ -202,16 +162,18 @@ class QueryCapture:
             forward_batch.extend_seq_lens_cpu,
             strict=True,
         ):
-            holder = self._holder_of(rid, slot, start)
-            if holder is not None and length:
-                stride = holder.num_chunks + 1
-                entries = range(holder.num_chunks, self.plan.num_prompt_rows, stride)
+            recording = self._recording_of(rid, slot, start)
+            if recording is not None and length:
+                stride = recording.num_chunks + 1
+                entries = range(recording.num_chunks, self.plan.num_prompt_rows, stride)
                 positions = sample_positions(start, start + length, len(entries)).tolist()
-                targets += [holder.place * self.plan.num_rows + entry for entry in entries[: len(positions)]]
+                targets += [
+                    recording.place * self.plan.num_rows + entry for entry in entries[: len(positions)]
+                ]
                 tokens += [first_token + position - start for position in positions]
                 num_visible += [position + 1 for position in positions]
-                holder.num_chunks += 1
-                holder.end = start + length
+                recording.num_chunks += 1
+                recording.end = start + length
             first_token += length
         if targets:
             self._targets = torch.tensor(targets).to(self._device, non_blocking=True)
@@ -220,91 +182,34 @@ class QueryCapture:
                 0, self._targets, torch.tensor(num_visible).to(self._device, non_blocking=True)
             )
 
-    def _holder_of(self, rid: str, slot: int, start: int) -> _Holder | None:
-        """The place of a request in ``slot``; a fresh one if it starts, or starts over, there."""
-        with self._lock:
-            holder = self._holders.get(slot)
-            if holder is not None and holder.rid == rid and holder.end == start:
-                return holder
-            if holder is not None:
-                self._free.append(self._holders.pop(slot).place)
-            if not self._free:
-                self._place_of_slot[slot] = self._unused_place
-                return None
-            holder = _Holder(rid, self._free.pop(0), end=start)
-            self._holders[slot] = holder
-        self._place_of_slot[slot] = holder.place
-        rows = slice(holder.place * self.plan.num_rows, (holder.place + 1) * self.plan.num_rows)
-        self._num_visible[rows] = 0
-        return holder
+    def _recording_of(self, rid: str, slot: int, start: int) -> Recording | None:
+        recording, is_new = self._places.enter(rid, slot, start)
+        if is_new:
+            place = self._unused_place if recording is None else recording.place
+            self._place_of_slot[slot] = place
+            self._num_visible[place * self.plan.num_rows : (place + 1) * self.plan.num_rows] = 0
+        return recording
 
 
-@dataclass
-class _Holder:
-    """A request that is recorded in ``place``; ``end``: the tokens of it that have run."""
-
-    rid: str
-    place: int
-    end: int
-    num_chunks: int = 0
-
-
-class CapturedRows:
-    """What was recorded of one request, until it is released."""
+class CapturedRows(CapturedTurn):
+    """The rows in one place of a ``QueryCapture``."""
 
     def __init__(self, capture: QueryCapture, place: int) -> None:
         self._capture = capture
         self._place = place
 
-    def read(self) -> QueryRows:
-        return self._capture.read(self._place)
+    def statistics(self, read_keys: ReadKeys, num_tokens: int) -> AttentionStatistics | None:
+        rows = self.rows(num_tokens)
+        return None if rows is None else accumulate(rows, read_keys)
+
+    def rows(self, num_tokens: int) -> QueryRows | None:
+        rows = self._capture.read(self._place)
+        inside = rows.positions < num_tokens
+        rows = QueryRows(rows.queries[:, inside], rows.positions[inside], rows.kv_heads, rows.scaling)
+        return rows if rows.num_rows else None
 
     def release(self) -> None:
         self._capture.release(self._place)
-
-
-def attach_query_capture(model_runner: Any, *, num_rows: int, max_bytes: int) -> QueryCapture:
-    """Build a capture for a model runner whose pools exist, and hook its model.
-
-    Raises:
-        ConfigError: see ``CapturePlan.fit``.
-    """
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    modules = sorted(
-        (module for module in model_runner.model.modules() if isinstance(module, RadixAttention)),
-        key=lambda module: module.layer_id,
-    )
-    first = modules[0]
-    slots = model_runner.req_to_token_pool.req_to_token.shape[0]
-    shape = QueryShape(
-        num_layers=len(modules),
-        num_query_heads=first.tp_q_head_num,
-        num_kv_heads=first.tp_k_head_num,
-        head_dim=first.qk_head_dim,
-        dtype=model_runner.dtype,
-        scaling=first.scaling,
-    )
-    plan = CapturePlan.fit(shape, max_requests=slots, num_rows=num_rows, max_bytes=max_bytes)
-    capture = QueryCapture(shape, plan, num_slots=slots, device=torch.device(model_runner.device))
-    capture.install(modules)
-    logger.info(
-        "krul: attention statistics of up to %d requests at a time, %d query rows of %d heads each: %s",
-        plan.num_requests,
-        plan.num_rows,
-        shape.num_kv_heads,
-        format_bytes(plan.num_bytes),
-    )
-    return capture
-
-
-def _make_hook(capture: QueryCapture, layer: int) -> Any:
-    def hook(module: Any, args: tuple[Any, ...]) -> None:
-        if layer == 0:
-            capture.begin_step(args[3])
-        capture.record(layer, args[0])
-
-    return hook
 
 
 def _is_graph_being_captured(device: torch.device) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.attention.rows import QueryRows, accumulate
+from krul_backend.attention.rows import QueryRows
 from krul_backend.attention.statistics import AttentionStatistics, concatenate_heads
 from krul_backend.strategy.interface import Evidence, StrategySelector
 from krul_backend.strategy.strategy import Strategy
@@ -99,9 +99,12 @@ class StrategyChooser:
         """The strategy for ``turn``; called on every rank, with None where the turn is not stored."""
         rows, mine = None, None
         try:
-            if turn is not None and turn.rows is not None:
-                rows = _inside(turn.rows.read(), len(turn.token_ids))
-                mine = self._observe(turn, rows)
+            if turn is not None and turn.attention is not None:
+                slots, num_tokens = turn.slots, len(turn.token_ids)
+                rows = turn.attention.rows(num_tokens)
+                mine = turn.attention.statistics(
+                    lambda layer: self._pool.gather_keys(layer, slots), num_tokens
+                )
         except Exception:
             # The other ranks wait for this one: without its heads, all choose without statistics.
             logger.exception("krul: attention statistics of a turn failed")
@@ -118,12 +121,6 @@ class StrategyChooser:
                 [layer.precision.value for layer in strategy.layers],
             )
         return strategy
-
-    def _observe(self, turn: Turn, rows: QueryRows) -> AttentionStatistics | None:
-        """Statistics of this rank's heads over the rows of one turn."""
-        if not rows.num_rows:
-            return None
-        return accumulate(rows, lambda layer: self._pool.gather_keys(layer, turn.slots))
 
     def _agree(self, mine: AttentionStatistics | None) -> AttentionStatistics | None:
         num_layers = self._pool.num_layers
@@ -146,12 +143,6 @@ class StrategyChooser:
                 for part in parts
             ]
         )
-
-
-def _inside(rows: QueryRows, num_tokens: int) -> QueryRows:
-    """The rows among the first ``num_tokens`` tokens: the last, incomplete page of a turn is not stored."""
-    inside = rows.positions < num_tokens
-    return QueryRows(rows.queries[:, inside], rows.positions[inside], rows.kv_heads, rows.scaling)
 
 
 class ChoiceCounters:

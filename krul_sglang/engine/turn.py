@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from krul_backend.segment import TokenIds
-from krul_sglang.engine.query_capture import CapturedRows
+from krul_sglang.engine.turn_capture import CapturedTurn
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Turn:
 
     ``page_keys[i]`` is the chained hash of page ``i``, ``token_ids`` the ``len(page_keys) * page_size``
     tokens, ``slots`` (int64, same length, on the pool's device) where their KV lies. ``ready`` are the events
-    after which the slots hold the KV. ``rows`` is what was recorded of the turn's attention, if anything.
-    Whoever submits a turn keeps its slots locked until it is popped; the offloader releases ``rows``.
+    after which the slots hold the KV. ``attention`` is what was recorded of it, if anything.
+    Whoever submits a turn keeps its slots locked until it is popped; the offloader releases ``attention``.
     """
 
     page_keys: Sequence[str]
     token_ids: TokenIds
     slots: torch.Tensor
     ready: Sequence[Any]
-    rows: CapturedRows | None = None
+    attention: CapturedTurn | None = None

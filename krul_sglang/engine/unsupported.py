@@ -104,3 +104,13 @@ def check_model(*, is_hybrid_swa: bool, is_hybrid_ssm: bool, is_embedding: bool)
         )
     if is_embedding:
         raise UnsupportedSetupError("--radix-cache-backend krul: embedding models have no turns to restore")
+
+
+def check_estimator(name: str, *, runs_graphs: bool) -> None:
+    """Raises UnsupportedSetupError for an estimator of every row where forwards are replayed as graphs."""
+    if runs_graphs:
+        raise UnsupportedSetupError(
+            f'estimator = "{name}" does not run with CUDA graphs: it reduces attention between forwards, in '
+            "Python, which is the cost of the paper's way; start the server with --disable-cuda-graph, or "
+            'choose estimator = "sampled"'
+        )

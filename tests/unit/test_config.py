@@ -48,6 +48,8 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"probe_share": 2}, ("probe_share = 2",)),
         ({"query_rows": 17.5}, ("query_rows = 17.5", "whole number")),
         ({"query_rows": 8}, ("query_rows = 8",)),
+        ({"estimator": "guess"}, ("estimator = 'guess'", "sampled, heterogeneous, exact")),
+        ({"estimator": ["exact"]}, ("estimator = ['exact']",)),
         ({"query_memory": 0}, ("query_memory = 0",)),
     ],
 )

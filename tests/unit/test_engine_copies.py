@@ -57,8 +57,8 @@ class FixedChooser:
         return self.strategy
 
 
-class FakeRows:
-    """Captured rows that only count their releases."""
+class FakeCapturedTurn:
+    """What was captured of a turn; it only counts its releases."""
 
     def __init__(self) -> None:
         self.releases = 0
@@ -170,11 +170,11 @@ def decoded(bench: Bench, strategy: Strategy, slots: torch.Tensor, start: int) -
     return [decoder.decode(layer, blocks, 0, len(slots)) for layer in range(NUM_LAYERS)]
 
 
-def test_every_turn_is_put_to_the_chooser_and_gives_its_rows_back(bench: Bench) -> None:
-    rows = [FakeRows() for _ in range(4)]
+def test_every_turn_is_put_to_the_chooser_and_gives_its_capture_back(bench: Bench) -> None:
+    captured = [FakeCapturedTurn() for _ in range(4)]
     turns = [
-        dataclasses.replace(bench.turn(name, num_pages), rows=of_turn)
-        for (name, num_pages), of_turn in zip((("a", 3), ("b", 2), ("a", 3), ("x", 1)), rows, strict=True)
+        dataclasses.replace(bench.turn(name, num_pages), attention=of_turn)
+        for (name, num_pages), of_turn in zip((("a", 3), ("b", 2), ("a", 3), ("x", 1)), captured, strict=True)
     ]
     turns[3] = dataclasses.replace(turns[3], slots=turns[3].slots + 2 * NUM_SLOTS)  # fails
     with Blocked(bench.offloader):
@@ -185,7 +185,7 @@ def test_every_turn_is_put_to_the_chooser_and_gives_its_rows_back(bench: Bench) 
     assert completed == [True, False, False, False]
     # Without room a rank takes part in the choice with nothing.
     assert bench.chooser.asked == [turns[0], None, None, turns[3]]
-    assert [of_turn.releases for of_turn in rows] == [1, 1, 1, 1]
+    assert [of_turn.releases for of_turn in captured] == [1, 1, 1, 1]
 
 
 def test_a_load_over_several_segments_from_the_middle_of_the_first(bench: Bench) -> None:

@@ -3,52 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from forward_builders import decode_batch, extend_batch
 
 from krul_backend.errors import ConfigError
-from krul_sglang.engine.query_capture import (
-    DECODE_INTERVAL,
-    CapturedRows,
-    CapturePlan,
-    QueryCapture,
-    QueryShape,
-)
+from krul_sglang.engine.attention_observer import QueryShape
+from krul_sglang.engine.query_capture import DECODE_INTERVAL, CapturedRows, CapturePlan, QueryCapture
 
 SHAPE = QueryShape(
     num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=4, dtype=torch.float32, scaling=0.5
 )
 NUM_SLOTS = 8
-
-
-@dataclass
-class Mode:
-    """The two questions that the capture asks SGLang's forward mode."""
-
-    name: str
-
-    def is_decode(self) -> bool:
-        return self.name == "decode"
-
-    def is_extend_without_speculative(self) -> bool:
-        return self.name == "extend"
-
-
-@dataclass
-class Batch:
-    forward_mode: Mode
-    req_pool_indices: torch.Tensor
-    seq_lens: torch.Tensor
-    rids: list[str] | None = None
-    extend_prefix_lens_cpu: list[int] = field(default_factory=list)
-    extend_seq_lens_cpu: list[int] = field(default_factory=list)
-
-    @property
-    def req_pool_indices_cpu(self) -> torch.Tensor:
-        return self.req_pool_indices
 
 
 def query(rid: str, layer: int, position: int) -> torch.Tensor:
@@ -66,24 +34,13 @@ class Engine:
 
     def extend(self, *chunks: tuple[str, int, int, int]) -> None:
         """``(rid, slot, start, end)`` of each request in the batch."""
-        batch = Batch(
-            Mode("extend"),
-            torch.tensor([slot for _, slot, _, _ in chunks]),
-            torch.tensor([end for _, _, _, end in chunks]),
-            [rid for rid, _, _, _ in chunks],
-            [start for _, _, start, _ in chunks],
-            [end - start for _, _, start, end in chunks],
+        self._forward(
+            extend_batch(*chunks), [(rid, p) for rid, _, start, end in chunks for p in range(start, end)]
         )
-        self._forward(batch, [(rid, p) for rid, _, start, end in chunks for p in range(start, end)])
 
     def decode(self, *requests: tuple[str, int, int]) -> None:
         """``(rid, slot, position)`` of each request in the batch."""
-        batch = Batch(
-            Mode("decode"),
-            torch.tensor([slot for _, slot, _ in requests]),
-            torch.tensor([position + 1 for _, _, position in requests]),
-        )
-        self._forward(batch, [(rid, position) for rid, _, position in requests])
+        self._forward(decode_batch(*requests), [(rid, position) for rid, _, position in requests])
 
     def _forward(self, batch: Any, tokens: list[tuple[str, int]]) -> None:
         self.capture.begin_step(batch)
@@ -98,7 +55,8 @@ class Engine:
 
 def assert_rows_are(rid: str, rows: CapturedRows) -> list[int]:
     """Every kept row is the query of its position, one head of each group; returns the positions."""
-    read = rows.read()
+    read = rows.rows(10**9)
+    assert read is not None
     positions: list[int] = read.positions.tolist()
     assert positions == sorted(set(positions))
     for row, position in enumerate(positions):

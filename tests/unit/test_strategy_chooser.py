@@ -1,0 +1,91 @@
+"""The chooser hands what a capture gives to its decision, whatever kind of capture it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from attention_builders import Sequence
+
+from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
+from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.strategy.strategy import Strategy
+from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.strategy_choice import Decision, StrategyChooser
+from krul_sglang.engine.turn import Turn
+from krul_sglang.engine.turn_capture import CapturedTurn
+
+SEQUENCE = Sequence.random(num_layers=3, num_tokens=32, num_heads=2)
+
+
+class Pool:
+    """Keys of token ``t`` lie in slot ``31 - t``."""
+
+    num_layers = 3
+
+    def gather_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        return SEQUENCE.keys[layer].flip(0)[slots]
+
+
+class Captured(CapturedTurn):
+    """Rows of the tokens in ``[start, end)``."""
+
+    def __init__(self, start: int, end: int, *, fails: bool = False) -> None:
+        self._range = (start, end)
+        self._fails = fails
+
+    def statistics(self, read_keys: ReadKeys, num_tokens: int) -> AttentionStatistics | None:
+        if self._fails:
+            raise RuntimeError("the device is gone")
+        return accumulate(SEQUENCE.rows(self._range[0], min(self._range[1], num_tokens)), read_keys)
+
+    def rows(self, num_tokens: int) -> QueryRows | None:
+        return SEQUENCE.rows(self._range[0], min(self._range[1], num_tokens))
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+class Remember(Decision):
+    def __init__(self) -> None:
+        self.seen: list[tuple[AttentionStatistics | None, QueryRows | None]] = []
+
+    def decide(
+        self, turn: Turn | None, statistics: AttentionStatistics | None, rows: QueryRows | None
+    ) -> Strategy:
+        self.seen.append((statistics, rows))
+        return Strategy.from_pairs(3)
+
+
+def choose(*attentions: tuple[int, CapturedTurn | None]) -> Remember:
+    """Turns of one conversation: tokens stored, and what was captured."""
+    decision = Remember()
+    pool: Any = Pool()
+    chooser = StrategyChooser(decision, pool, RankAgreement(None, 1), num_heads=2)
+    for num_tokens, attention in attentions:
+        keys = [f"page {page}" for page in range(num_tokens // 8)]
+        slots = 31 - torch.arange(num_tokens)
+        chooser.choose(Turn(keys, np.zeros(num_tokens, dtype=np.int32), slots, (), attention))
+    return decision
+
+
+def test_statistics_of_a_conversation_add_up_and_rows_are_the_turns_own() -> None:
+    decision = choose((16, Captured(0, 19)), (32, Captured(16, 32)))
+    statistics, rows = decision.seen[1]
+    assert statistics is not None
+    assert rows is not None
+    expected = accumulate(SEQUENCE.rows(), SEQUENCE.read_keys)
+    assert statistics.num_rows == 32
+    torch.testing.assert_close(statistics.squared_distance, expected.squared_distance, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(statistics.ir_mass, expected.ir_mass, rtol=1e-5, atol=1e-5)
+    assert rows.positions.tolist() == list(range(16, 32))
+
+
+def test_without_a_capture_there_is_no_evidence() -> None:
+    assert choose((16, None)).seen == [(None, None)]
+
+
+def test_a_capture_that_fails_is_no_evidence_and_no_error() -> None:
+    ((statistics, _),) = choose((16, Captured(0, 16, fails=True))).seen
+    assert statistics is None
