@@ -40,8 +40,8 @@ class RequestPlaces:
     def enter(self, rid: str, slot: int, start: int) -> tuple[Recording | None, bool]:
         """The recording of a request whose tokens from ``start`` on run now, and whether it is a new one.
 
-        It is new when the request starts, or starts over, in ``slot``; None when no place is free. Tokens that
-        were decoded in between need not have been counted in ``end``.
+        It is new when the request starts, or starts over, in ``slot``; None when no place is free. Tokens
+        that were decoded in between need not have been counted in ``end``.
         """
         with self._lock:
             recording = self._find(rid, slot)
