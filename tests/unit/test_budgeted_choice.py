@@ -134,6 +134,19 @@ def test_first_turns_measure_every_option_and_later_ones_only_what_is_chosen() -
     assert counts[SURVEY_INTERVAL] == NUM_UNITS
 
 
+def test_only_offered_pairs_are_measured_and_new_ones_at_once() -> None:
+    chooser = Chooser(limit=0.03)
+    chooser.offered = set()
+    measured = []
+    for turn in range(SURVEY_TURNS + 3):
+        if turn == SURVEY_TURNS + 1:
+            chooser.offered = {((0, 1), Precision.INT8)}
+        conversation = Conversation()
+        chooser.choose(conversation)
+        measured.append([key for key in conversation.trips if len(key[0]) == 2])
+    assert measured == [[]] * (SURVEY_TURNS + 1) + [[((0, 1), Precision.INT8)], []]
+
+
 def test_a_larger_budget_stores_less() -> None:
     chosen = [precisions(Chooser(limit).choose(Conversation())) for limit in (1e-9, 1e-3, 0.1)]
     assert chosen == [[Precision.NATIVE] * 3, [Precision.INT8] * 3, [Precision.INT4] * 3]
