@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 TOKENS_PER_CHANNEL = 16
 """Least squares on ``n`` tokens of ``C`` channels leaves ``C / (n - C)`` more variance than the best map
-would: 7% here, which is a twentieth of a bit per element of what the map does not predict."""
+would: 7% here, which is a twentieth of a bit per element of what the map does not predict. On the reference
+model 16 leave 1 to 5% more than 40 do (new conversations, layers 1, 5 and 9)."""
 
 MAX_TURN_TOKENS = 512
 """Bounds the work of one turn. A turn gives at most ``C`` tokens, too: tokens of one turn are alike, and so
