@@ -142,9 +142,7 @@ def estimator_table(result: dict[str, Any]) -> str:
         "|---|---:|---:|",
     ]
     for row in result["summary"]["accuracy"]:
-        lines.append(
-            f"| {row['estimator']} | {row['spearman']['mean']:.3f} | {row['overlap']['mean']:.0%} |"
-        )
+        lines.append(f"| {row['estimator']} | {row['spearman']['mean']:.3f} | {row['overlap']['mean']:.0%} |")
     lines += [
         "",
         "| tokens | cost of a prompt: exact | heterogeneous | sampled | of a decode step: exact | "

@@ -191,12 +191,20 @@ class KrulConfig:
         'a positive size such as 536870912 or "512MiB"',
         "Device memory in bytes for those query vectors, per rank; requests beyond it are not recorded.",
     )
+    map_memory: int = _option(
+        512 << 20,
+        _parse_size,
+        'a positive size such as 536870912 or "512MiB"',
+        'For the strategy "budget": bytes per rank, of host memory while it is learned how to predict layers '
+        "from their neighbours, then of device memory for what was learned; it bounds the number of pairs.",
+    )
 
     cache_dir: str = _option(
         "~/.cache/krul-sglang",
         _parse_path,
         "a path",
-        "Where what was learned of a model (its sensitivity to compression) is kept between runs.",
+        "Where what was learned of a model (its sensitivity to compression, and how its layers predict each "
+        "other) is kept between runs.",
     )
 
     @property

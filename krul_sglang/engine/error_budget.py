@@ -21,6 +21,7 @@ from krul_backend.strategy.sensitivity import DamageKind, SensitivityTable
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.layer_maps import LayerMapLearner
 from krul_sglang.engine.probing import Prober
 from krul_sglang.engine.strategy_choice import Decision
 from krul_sglang.engine.turn import StoredPath, Turn
@@ -32,7 +33,7 @@ _MAX_FIRST_PROBES = 200
 """A layer whose damage never shows would otherwise keep the model unknown for ever."""
 
 _PRECISIONS = (Precision.INT8, Precision.INT4, Precision.INT2, Precision.INT0)
-_PAIR_PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.INT2)
+PAIR_PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.INT2)
 
 
 class ErrorBudget(Decision):
@@ -40,6 +41,9 @@ class ErrorBudget(Decision):
 
     ``decide`` runs on the thread that stores turns. ``wants_probe`` and ``probe`` run on the scheduler's, the
     latter only while no turn is being stored, so that the table has one owner at a time.
+
+    Pairs of layers are offered as soon as ``learner``, which learns from the same turns, has maps of them;
+    ``codec`` reads the same maps.
 
     ``table_path`` is where the table of this model is kept between runs; the first rank reads and writes it.
     """
@@ -53,6 +57,7 @@ class ErrorBudget(Decision):
         model: ModelIdentity,
         pool: DevicePool,
         codec: SegmentCodec,
+        learner: LayerMapLearner,
         prober: Prober,
         agreement: RankAgreement,
     ) -> None:
@@ -63,17 +68,19 @@ class ErrorBudget(Decision):
         self._probes_due = 0.0
         self._pool = pool
         self._codec = codec
+        self._learner = learner
         self._agreement = agreement
         self._probe_share = probe_share
         self._table_path = table_path
         self._is_first_rank = model.tp_rank == 0
         self._table = _load_table(table_path, model, agreement)
         self._choice = BudgetedChoice(
-            DamageMeter(self._table, single_precisions=_PRECISIONS, pair_precisions=_PAIR_PRECISIONS),
+            DamageMeter(self._table, single_precisions=_PRECISIONS, pair_precisions=PAIR_PRECISIONS),
             self._table,
             limit=limit,
             native_token_bytes=pool.shape.k_token_bytes + pool.shape.v_token_bytes,
             max_pairs=pool.num_layers,
+            offered=learner.maps.keys,
             agree=self._mean_over_ranks,
         )
 
@@ -82,6 +89,7 @@ class ErrorBudget(Decision):
     ) -> Strategy:
         if turn is None or statistics is None or rows is None:
             return Strategy.from_pairs(self._pool.num_layers)
+        self._learner.learn(turn, statistics)
         slots = turn.slots
         self._last_strategy = self._choice.choose(
             statistics,
@@ -130,7 +138,12 @@ class ErrorBudget(Decision):
         self._probe_share = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        return {"probes": self.num_probes, "last_kl": self.last_kl, "spread": self._table.spread}
+        return {
+            "probes": self.num_probes,
+            "last_kl": self.last_kl,
+            "spread": self._table.spread,
+            "layer_maps": self._learner.as_dict(),
+        }
 
     def _is_model_unknown(self) -> bool:
         return self.num_probes < _MAX_FIRST_PROBES and any(

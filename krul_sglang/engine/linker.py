@@ -11,6 +11,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
+from krul_backend.codec.options import CodecOptions, Sharing
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.memory import format_bytes
@@ -21,8 +22,9 @@ from krul_backend.strategy.registry import SelectorOptions, make_selector
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.agreement import RankAgreement
-from krul_sglang.engine.error_budget import ErrorBudget, table_path
+from krul_sglang.engine.error_budget import PAIR_PRECISIONS, ErrorBudget, table_path
 from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.layer_maps import LayerMapLearner, layer_maps_path
 from krul_sglang.engine.loading import LayerWiseLoader, Load
 from krul_sglang.engine.offload import TurnOffloader
 from krul_sglang.engine.probing import Prober
@@ -85,12 +87,20 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._pool = DevicePool(kv_pool)
         self._store = HostStore(parts.capacity_bytes)
         self._capture = parts.capture
-        codec = SegmentCodec(self._pool.shape, self._pool.num_layers, parts.rotary)
         self._budget = None
         if parts.config.strategy == "budget":
-            self._budget = self._make_budget(
-                parts, codec, params.tp_cache_group if self.model.tp_size > 1 else None
+            learner = self._make_learner(parts)
+            codec = SegmentCodec(
+                self._pool.shape,
+                self._pool.num_layers,
+                parts.rotary,
+                CodecOptions(sharing=Sharing.PREDICTED),
+                learner.maps,
             )
+            group = params.tp_cache_group if self.model.tp_size > 1 else None
+            self._budget = self._make_budget(parts, codec, learner, group)
+        else:
+            codec = SegmentCodec(self._pool.shape, self._pool.num_layers, parts.rotary)
         self._chooser = StrategyChooser(
             self._make_selector_decision(parts.config) if self._budget is None else self._budget,
             self._pool,
@@ -119,7 +129,20 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self.model.name,
         )
 
-    def _make_budget(self, parts: EngineParts, codec: SegmentCodec, group: Any | None) -> ErrorBudget:
+    def _make_learner(self, parts: EngineParts) -> LayerMapLearner:
+        return LayerMapLearner(
+            path=layer_maps_path(parts.config.cache_dir, self.model, parts.rotary),
+            model=self.model,
+            pool=self._pool,
+            rotary=parts.rotary,
+            precisions=PAIR_PRECISIONS,
+            max_bytes=parts.config.map_memory,
+            agreement=parts.agreement,
+        )
+
+    def _make_budget(
+        self, parts: EngineParts, codec: SegmentCodec, learner: LayerMapLearner, group: Any | None
+    ) -> ErrorBudget:
         return ErrorBudget(
             limit=parts.config.error_budget,
             probe_share=parts.config.probe_share,
@@ -127,6 +150,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             model=self.model,
             pool=self._pool,
             codec=codec,
+            learner=learner,
             prober=Prober(parts.model_runner, parts.capture, self._pool, codec, group),
             agreement=parts.agreement,
         )

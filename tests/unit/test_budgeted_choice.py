@@ -25,6 +25,7 @@ NUM_LAYERS, NUM_TOKENS, NATIVE_BYTES = 3, 24, 64.0
 STATISTICS = make_statistics([[0.0, 1.0, 2.0], [1.0, 0.0, 3.0], [2.0, 3.0, 0.0]], [1.0, 1.0, 1.0])
 PRECISIONS = (Precision.INT8, Precision.INT4)
 NOISE = {Precision.INT8: 1e-3, Precision.INT4: 3e-2}
+ALL_PAIRS = {((i, j), precision) for i, j in [(0, 1), (0, 2), (1, 2)] for precision in PRECISIONS}
 NUM_UNITS = NUM_LAYERS * len(PRECISIONS) + 1 * len(PRECISIONS)
 """Every layer alone and the nearest pair, at both precisions."""
 
@@ -84,12 +85,14 @@ class Chooser:
     def __init__(self, limit: float, other_rank: float | None = 1.0) -> None:
         self.meter = DamageMeter(known_table(), single_precisions=PRECISIONS, pair_precisions=PRECISIONS)
         self.other_rank = other_rank
+        self.offered = ALL_PAIRS
         self.choice = BudgetedChoice(
             self.meter,
             self.meter.table,
             limit=limit,
             native_token_bytes=NATIVE_BYTES,
             max_pairs=1,
+            offered=lambda: self.offered,
             agree=self.agree,
         )
 
@@ -129,6 +132,19 @@ def test_first_turns_measure_every_option_and_later_ones_only_what_is_chosen() -
     assert counts[:SURVEY_TURNS] == [NUM_UNITS] * SURVEY_TURNS
     assert set(counts[SURVEY_TURNS:SURVEY_INTERVAL]) == {NUM_LAYERS}
     assert counts[SURVEY_INTERVAL] == NUM_UNITS
+
+
+def test_only_offered_pairs_are_measured_and_new_ones_at_once() -> None:
+    chooser = Chooser(limit=0.03)
+    chooser.offered = set()
+    measured = []
+    for turn in range(SURVEY_TURNS + 3):
+        if turn == SURVEY_TURNS + 1:
+            chooser.offered = {((0, 1), Precision.INT8)}
+        conversation = Conversation()
+        chooser.choose(conversation)
+        measured.append([key for key in conversation.trips if len(key[0]) == 2])
+    assert measured == [[]] * (SURVEY_TURNS + 1) + [[((0, 1), Precision.INT8)], []]
 
 
 def test_a_larger_budget_stores_less() -> None:
@@ -178,6 +194,7 @@ def test_probes_start_where_nothing_is_known() -> None:
         limit=0.03,
         native_token_bytes=NATIVE_BYTES,
         max_pairs=1,
+        offered=lambda: ALL_PAIRS,
         agree=lambda values, count: values,
     )
     assert choice.next_probe(None) is None

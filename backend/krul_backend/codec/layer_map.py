@@ -79,8 +79,10 @@ class LayerMapFitter:
         x, y = self._vectors(source, start_token), self._vectors(target, start_token)
         x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype, device=x.device)], dim=1)
         # Products in fp32, sums in float64: T tokens at a time lose nothing that the fit could see.
-        self._gram += (x.t() @ x).double().cpu()
-        self._cross += (x.t() @ y).double().cpu()
+        # Both or none: an error leaves the sums as they were.
+        gram, cross = (x.t() @ x).cpu(), (x.t() @ y).cpu()
+        self._gram += gram
+        self._cross += cross
 
     def fit(self, precision: Precision) -> LayerMap:
         """The map with the least squared error for a source layer that is stored at ``precision``.

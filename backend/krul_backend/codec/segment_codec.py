@@ -110,7 +110,7 @@ class SegmentCodec:
 
     ``rotary`` is the model's table; None if its rotation cannot be taken off (unknown or not invertible):
     then compressed keys keep it, and the parameters say so. ``maps`` are needed for pairs that share by
-    prediction.
+    prediction, to encode and to decode them; those that come to the mapping later are used, too.
     """
 
     def __init__(
@@ -173,7 +173,8 @@ class SegmentCodec:
         """A decoder for blocks that were encoded with these parameters at this place.
 
         Raises:
-            CodecError: anything but parameters that this codec writes for this model and place.
+            CodecError: anything but parameters that this codec writes for this model and place, or a pair
+                was stored with a map that is not there.
         """
         parameters = SegmentParameters.parse(
             params,

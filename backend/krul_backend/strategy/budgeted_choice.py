@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from krul_backend.attention.rows import QueryRows
@@ -20,12 +20,15 @@ from krul_backend.strategy.damage import (
 )
 from krul_backend.strategy.interface import Evidence, UnitOption
 from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
-from krul_backend.strategy.strategy import Precision, Strategy
+from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
 logger = logging.getLogger(__name__)
 
 Agree = Callable[[Sequence[float] | None, int], Sequence[float] | None]
 """Mean over tensor-parallel ranks of so many numbers each; None if one rank has none."""
+
+OfferedPairs = Callable[[], Collection[tuple[Pair, Precision]]]
+"""The pairs, each with a precision, that can be stored now; more may come, none goes."""
 
 SURVEY_TURNS = 4
 SURVEY_INTERVAL = 32
@@ -33,6 +36,9 @@ SURVEY_INTERVAL = 32
 
 _MAX_ROUNDS = 4
 _LEARNING_RATE = 0.2
+
+_SMALLEST_ERROR = 1e-12
+"""Stands for no error at all, which has no logarithm: the native layer of a pair."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,16 @@ class _Typical:
 class BudgetedChoice:
     """The fewest bytes whose damage, measured on the conversation itself, stays within ``limit`` nats.
 
-    Measuring every option of every turn would cost more than it is worth: only a survey turn does. On other
-    turns the options' errors are first taken from earlier conversations, a choice is made, the chosen units
-    are measured on this conversation, and if they are worse than thought it is chosen again. What is chosen
-    in the end was measured on this conversation; if no such choice is found in a few rounds, what was not
-    measured is left out, and native KV, which costs nothing, takes its place.
+    Every layer alone is an option, and of the ``offered`` pairs the ``max_pairs`` with the most similar
+    attention. Measuring every option of every turn would cost more than it is worth: only a survey turn
+    does. On other turns only new options are measured; the errors of the others are first taken from earlier
+    conversations, a choice is made, the chosen units are measured on this conversation, and if they are worse
+    than thought it is chosen again. What is chosen in the end was measured on this conversation; if no such
+    choice is found in a few rounds, what was not measured is left out, and native KV, which costs nothing,
+    takes its place.
 
-    Ranks of one model call it with the same statistics in the same order, and choose the same: errors go
-    through ``agree``.
+    Ranks of one model call it with the same statistics and offers in the same order, and choose the same:
+    errors go through ``agree``.
     """
 
     def __init__(
@@ -80,6 +88,7 @@ class BudgetedChoice:
         limit: float,
         native_token_bytes: float,
         max_pairs: int,
+        offered: OfferedPairs,
         agree: Agree,
     ) -> None:
         self._meter = meter
@@ -88,21 +97,22 @@ class BudgetedChoice:
         self._selector = BudgetSelector(limit, native_token_bytes)
         self._native_token_bytes = native_token_bytes
         self._max_pairs = max_pairs
+        self._offered = offered
         self._agree = agree
+        self._ever_measured: set[UnitAndPrecision] = set()
         self._typical: dict[UnitAndPrecision, _Typical] = {}
         self._num_turns = 0
 
     def choose(self, statistics: AttentionStatistics, kv: ConversationKV) -> Strategy:
         """The strategy for one conversation. Native throughout if it cannot be measured."""
         num_layers = self._table.num_layers
-        pairs = nearest_pairs(statistics, self._max_pairs)
-        candidates = self._meter.units_of(num_layers, pairs)
+        candidates = self._candidates(statistics)
         number, self._num_turns = self._num_turns, self._num_turns + 1
+        is_survey = number < SURVEY_TURNS or number % SURVEY_INTERVAL == 0
         measured: dict[UnitAndPrecision, MeasuredUnit] = {}
-        if number < SURVEY_TURNS or number % SURVEY_INTERVAL == 0:
-            if not self._measure(candidates, kv, measured):
-                return Strategy.from_pairs(num_layers)
-            return self._select(measured, candidates)
+        new = [key for key in candidates if is_survey or key not in self._ever_measured]
+        if new and not self._measure(new, kv, measured):
+            return Strategy.from_pairs(num_layers)
         for _ in range(_MAX_ROUNDS):
             strategy = self._select(measured, candidates, is_guessing=True)
             unmeasured = [key for key in _keys_of(strategy) if key not in measured]
@@ -113,6 +123,17 @@ class BudgetedChoice:
             if self._damage_of(strategy, measured) <= self.limit:
                 return strategy
         return self._select(measured, candidates)
+
+    def _candidates(self, statistics: AttentionStatistics) -> list[UnitAndPrecision]:
+        offered = set(self._offered())
+        offered_pairs = {pair for pair, _ in offered}
+        num_layers = statistics.num_layers
+        pairs = [pair for pair in nearest_pairs(statistics, num_layers**2) if pair in offered_pairs]
+        return [
+            (unit, precision)
+            for unit, precision in self._meter.units_of(num_layers, pairs[: self._max_pairs])
+            if len(unit) == 1 or (unit, precision) in offered
+        ]
 
     def _select(
         self,
@@ -159,13 +180,14 @@ class BudgetedChoice:
             agreed = self._meter.with_errors(unit, [next(values) for _ in unit.errors])
             key = (unit.option.unit, unit.option.precision)
             measured[key] = agreed
+            self._ever_measured.add(key)
             self._learn(key, agreed)
         return True
 
     def _learn(self, key: UnitAndPrecision, unit: MeasuredUnit) -> None:
-        if not all(0 < error.error < math.inf for error in unit.errors):
+        if not all(error.error < math.inf for error in unit.errors):
             return
-        logs = [math.log(error.error) for error in unit.errors]
+        logs = [math.log(max(error.error, _SMALLEST_ERROR)) for error in unit.errors]
         typical = self._typical.get(key)
         if typical is not None:
             logs = [
