@@ -166,8 +166,8 @@ def estimator_table(result: dict[str, Any]) -> str:
             "\n".join([*lines, "", ""]) + "Against every row of the conversation, over",
             f"{configuration['conversations']} held-out conversations of",
             f"{min(configuration['history_tokens'])} to {max(configuration['history_tokens'])} tokens;",
-            "sampled-N keeps N rows. Cost: of the reduction against the forward itself, and of a decode step with it",
-            f"against one without, medians of {configuration['repeats']} and more, one machine with",
+            "sampled-N keeps N rows. Cost: of the reduction against the forward itself, and of a decode step",
+            f"with it against one without, medians of {configuration['repeats']} and more;",
             f"{result['machine']['cores']} cores and no GPU. Source: [`{source}`]({source}).",
         )
     )

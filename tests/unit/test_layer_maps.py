@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategy_builders import make_statistics
 
-from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.layer_map import LayerMap, LayerMapFitter, LayerMaps, save_layer_maps
 from krul_backend.codec.options import CodecOptions, Sharing
@@ -337,7 +337,10 @@ class RecordedRows:
         positions = torch.arange(num_tokens - 6, num_tokens)
         self._rows = QueryRows(queries, positions, torch.zeros(1, dtype=torch.int64), HEAD_DIM**-0.5)
 
-    def read(self) -> QueryRows:
+    def statistics(self, read_keys: ReadKeys, num_tokens: int) -> AttentionStatistics:
+        return accumulate(self._rows, read_keys)
+
+    def rows(self, num_tokens: int) -> QueryRows:
         return self._rows
 
     def release(self) -> None:
@@ -382,7 +385,7 @@ def test_the_budget_stores_predicted_pairs_once_there_are_maps(bench: Bench, tmp
     def store_turn() -> tuple[Turn, int]:
         turn = bench.turn(num_pages=32)
         before = store.stats().stored_bytes
-        offloader.submit(dataclasses.replace(turn, rows=RecordedRows(128)))
+        offloader.submit(dataclasses.replace(turn, attention=RecordedRows(128)))
         offloader.wait()
         assert offloader.pop_completed()
         return turn, store.stats().stored_bytes - before
