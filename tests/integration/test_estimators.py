@@ -43,7 +43,8 @@ def test_the_heterogeneous_estimator_serves_conversations() -> None:
         assert estimator["submitted"] >= len(played)
         assert (estimator["reduced_here"], estimator["rejected"], estimator["restarts"]) == (0, 0, 0)
         compression = stats["compression"]
-        assert compression["turns"] >= len(played)
+        # A turn that found too many others waiting was not stored, and nothing was chosen for it.
+        assert compression["turns"] + stats["offload"]["skipped_turns"] >= len(played)
         # r_l is a half: three pairs among twelve layers, in every turn.
         assert sum(compression["pairs"].values()) == 3 * compression["turns"]
         assert_nothing_left_behind(server)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from strategy_builders import make_statistics
 
 from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
+from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.layer_map import LayerMap, LayerMapFitter, LayerMaps, save_layer_maps
 from krul_backend.codec.options import CodecOptions, Sharing
