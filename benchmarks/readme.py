@@ -167,7 +167,8 @@ def estimator_table(result: dict[str, Any]) -> str:
             f"{configuration['conversations']} held-out conversations of",
             f"{min(configuration['history_tokens'])} to {max(configuration['history_tokens'])} tokens;",
             "sampled-N keeps N rows. Cost: of the reduction against the forward itself, and of a decode step",
-            f"with it against one without, medians of {configuration['repeats']} and more;",
+            f"with it against one without, medians of {configuration['repeats']} and more (sampled: what the",
+            "engine's capture adds, against the same step);",
             f"{result['machine']['cores']} cores and no GPU. Source: [`{source}`]({source}).",
         )
     )

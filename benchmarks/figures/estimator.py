@@ -60,7 +60,7 @@ def _draw_decode(axes: Axes, rows: list[dict[str, Any]]) -> None:
         axes.plot(tokens, [row["tpot_ratio"][name] for row in rows], "o-", label=name)
     _token_axis(axes, tokens)
     axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set(ylabel="time / time without an estimator", title="decode step, every row captured")
+    axes.set(ylabel="time / time without an estimator", title="decode step")
     axes.legend()
 
 
