@@ -49,6 +49,9 @@ def main(
     probes: Annotated[
         int, typer.Option(help="Forwards that teach the budget rows what damage costs.", min=0)
     ] = _DEFAULTS.probes,
+    limit: Annotated[
+        list[float] | None, typer.Option(help="One more budget row, in nats; repeatable.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="The model computes in it.")] = _DEFAULTS.dtype,
     device: Annotated[str, typer.Option(help="Torch device.")] = _DEFAULTS.device,
     threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = _DEFAULTS.threads,
@@ -70,6 +73,7 @@ def main(
             if recall_layers is None
             else tuple(int(layer) for layer in recall_layers.split(",") if layer),
             probes=probes,
+            limits=tuple(limit or ()),
             dtype=dtype,
             device=device,
             threads=threads,

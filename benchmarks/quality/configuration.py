@@ -55,7 +55,7 @@ class Configuration:
 
     ``variant``: a control made of the model, see ``benchmarks.variants``. ``recall_layers``: sharing rows are
     split by them; None takes those of the bundled model or its variant, and none for other models.
-    ``probes``: forwards that teach the budget rows what damage costs.
+    ``probes``: forwards that teach the budget rows what damage costs. ``limits``: budgets beside the usual.
     """
 
     model: Path = REFERENCE_MODEL
@@ -70,6 +70,7 @@ class Configuration:
     rows_per_turn: int = 32
     recall_layers: tuple[int, ...] | None = None
     probes: int = 240
+    limits: tuple[float, ...] = ()
     dtype: str = "float32"
     device: str = "cpu"
     threads: int = 2

@@ -98,10 +98,11 @@ def all_methods(
     gamma: float,
     recall_layers: Collection[int],
     sharings: Sequence[str],
+    more_limits: Sequence[float] = (),
 ) -> list[Method]:
     """All rows. ``native_token_bytes``: of one layer. ``recall_layers``: may be empty, then no row is split.
     ``sharings``: the codecs' names; those beyond SLERP get rows with the pairs of Algorithm 1, and the budget
-    chooses among pairs that share by the last one."""
+    chooses among pairs that share by the last one. ``more_limits``: budgets beside the usual ones."""
     alone = [
         Compression(precision.value, precision.value, UnsharedSelector(), precision)
         for precision in (Precision.INT8, Precision.INT4, Precision.INT2)
@@ -111,7 +112,7 @@ def all_methods(
         *alone,
         *_sharing_rows(gamma, sharings),
         *_split_rows(gamma, sharings, recall_layers),
-        *_budget_rows(native_token_bytes, sharings[-1]),
+        *_budget_rows(native_token_bytes, sharings[-1], more_limits),
         *(Eviction(f"h2o {ratio:.2f}x", ratio) for ratio in EVICTION_RATIOS),
     ]
 
@@ -166,7 +167,7 @@ def _split_rows(gamma: float, sharings: Sequence[str], recall_layers: Collection
     ]
 
 
-def _budget_rows(native_token_bytes: float, sharing: str) -> list[Compression]:
+def _budget_rows(native_token_bytes: float, sharing: str, more_limits: Sequence[float]) -> list[Compression]:
     """Each limit with all precisions, and with none below the one named."""
     coarser = [None, *PRECISIONS]
     return [
@@ -178,6 +179,6 @@ def _budget_rows(native_token_bytes: float, sharing: str) -> list[Compression]:
             sharing=sharing,
             allowed=None if least is None else PRECISIONS[: PRECISIONS.index(least) + 1],
         )
-        for limit in BUDGET_LIMITS + WIDE_BUDGET_LIMITS
+        for limit in sorted({*BUDGET_LIMITS, *WIDE_BUDGET_LIMITS, *more_limits})
         for least in (coarser if limit in BUDGET_LIMITS else [None])
     ]

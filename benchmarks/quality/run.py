@@ -41,6 +41,7 @@ def run(configuration: Configuration) -> dict[str, Any]:
             configuration.gamma,
             configuration.split_layers(),
             [sharing.value for sharing in configuration.sharings()],
+            configuration.limits,
         )
     )
     used = {SLERP} | {method.sharing for method in methods if isinstance(method, Compression)}
