@@ -17,6 +17,7 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 DEMO_RESULT = RESULTS / "demo-cpu.json"
 QUALITY_RESULT = RESULTS / "quality-cpu.json"
+BUDGET_RESULT = RESULTS / "quality-budget-cpu.json"
 ESTIMATOR_RESULT = RESULTS / "estimator-cpu.json"
 
 
@@ -135,6 +136,26 @@ def _quality_notes(result: dict[str, Any]) -> str:
     )
 
 
+def budget_table(result: dict[str, Any]) -> str:
+    """What error budgets buy, answer by answer against full KV."""
+    rows = {row["name"]: row for row in result["rows"]}
+    full = rows.pop("full")
+    lines = [
+        "| error budget | bytes per token | ratio to bf16 | recall | answers lost | won | value NLL | KL |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in (full, *rows.values()):
+        answers = list(zip(full["samples"]["recall"], row["samples"]["recall"], strict=True))
+        lost = sum(bool(before) and not after for before, after in answers)
+        won = sum(bool(after) and not before for before, after in answers)
+        lines.append(
+            f"| {row['name'].removeprefix('budget ')} | {row['bytes_per_token']:.0f} | {row['ratio']:.2f}x | "
+            f"{row['recall']:.1%} | {lost} | {won} | {row['nll']:.4f} | {row['kl']:.4f} |"
+        )
+    source = BUDGET_RESULT.relative_to(ROOT)
+    return "\n".join([*lines, "", f"The same {len(answers)} conversations. Source: [`{source}`]({source})."])
+
+
 def estimator_table(result: dict[str, Any]) -> str:
     """How near each estimator comes to the exact one, and what it costs."""
     lines = [
@@ -195,6 +216,7 @@ def tables() -> dict[str, str]:
     return {
         "demo": demo_table(orjson.loads(DEMO_RESULT.read_bytes())),
         "quality": quality_table(orjson.loads(QUALITY_RESULT.read_bytes())),
+        "budget": budget_table(orjson.loads(BUDGET_RESULT.read_bytes())),
         "estimator": estimator_table(orjson.loads(ESTIMATOR_RESULT.read_bytes())),
     }
 
