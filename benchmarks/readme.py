@@ -18,6 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DEMO_RESULT = RESULTS / "demo-cpu.json"
 QUALITY_RESULT = RESULTS / "quality-cpu.json"
 BUDGET_RESULT = RESULTS / "quality-budget-cpu.json"
+TEXT_RESULT = RESULTS / "quality-text-cpu.json"
 ESTIMATOR_RESULT = RESULTS / "estimator-cpu.json"
 
 
@@ -156,6 +157,27 @@ def budget_table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"The same {len(answers)} conversations. Source: [`{source}`]({source})."])
 
 
+def text_table(result: dict[str, Any]) -> str:
+    """Loss on plain text that continues a stored history."""
+    lines = [
+        "| stored as | bytes per token | ratio to bf16 | NLL per token | KL |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {row['name']} | {row['bytes_per_token']:.0f} | {row['ratio']:.2f}x | {row['nll']:.4f} | "
+        f"{row['kl']:.4f} |"
+        for row in result["rows"]
+    ]
+    lengths = sorted({each["history_tokens"] for each in result["conversations"]})
+    source = TEXT_RESULT.relative_to(ROOT)
+    notes = (
+        f"{len(result['conversations'])} held-out documents, continued after "
+        f"{' and '.join(map(str, lengths))} tokens of stored history; {result['probes']} probes. "
+        f"Source: [`{source}`]({source})."
+    )
+    return "\n".join([*lines, "", notes])
+
+
 def estimator_table(result: dict[str, Any]) -> str:
     """How near each estimator comes to the exact one, and what it costs."""
     lines = [
@@ -217,6 +239,7 @@ def tables() -> dict[str, str]:
         "demo": demo_table(orjson.loads(DEMO_RESULT.read_bytes())),
         "quality": quality_table(orjson.loads(QUALITY_RESULT.read_bytes())),
         "budget": budget_table(orjson.loads(BUDGET_RESULT.read_bytes())),
+        "text": text_table(orjson.loads(TEXT_RESULT.read_bytes())),
         "estimator": estimator_table(orjson.loads(ESTIMATOR_RESULT.read_bytes())),
     }
 
