@@ -113,9 +113,4 @@ class LearnedDamage:
         return self._meter.measure(units, rows, lambda layer: kv[layer], round_trip)
 
     def _alone(self, option: UnitOption) -> Strategy:
-        num_layers = self._model.num_layers
-        pairs = [(option.unit[0], option.unit[1])] if len(option.unit) == 2 else []
-        precisions = [
-            option.precision if layer in option.unit else Precision.NATIVE for layer in range(num_layers)
-        ]
-        return Strategy.from_pairs(num_layers, pairs, precisions)
+        return Strategy.of_unit(self._model.num_layers, option.unit, option.precision)

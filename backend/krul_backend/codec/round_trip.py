@@ -32,12 +32,8 @@ class UnitRoundTrip:
         if len(layers) != len(unit) or len(unit) not in (1, 2):
             raise CodecError(f"unit {unit} with the KV of {len(layers)} layers")
         num_tokens = layers[0].k.shape[0]
-        pairs = [(unit[0], unit[1])] if len(unit) == 2 else []
-        precisions = [
-            precision if layer in unit else Precision.NATIVE for layer in range(self._codec.num_layers)
-        ]
         encoding = self._codec.prepare(
-            Strategy.from_pairs(self._codec.num_layers, pairs, precisions),
+            Strategy.of_unit(self._codec.num_layers, unit, precision),
             lambda layer: layers[unit.index(layer)],
             start_token=self._start_token,
             num_tokens=num_tokens,

@@ -15,12 +15,16 @@ from krul_backend.strategy.strategy import Precision
 
 
 class SingleLayer(UnitCodec):
-    """A unit of one layer."""
+    """A unit of one layer: in each record the sections of its keys, then those of its values."""
+
+    def __init__(self, place: SegmentPlace, k: VectorFormat, v: VectorFormat) -> None:
+        self._k, self._v = k, v
+        super().__init__(place, [place.layout(k.sections() + v.sections())])
 
     @property
-    @abstractmethod
     def formats(self) -> tuple[VectorFormat, VectorFormat]:
         """Of keys and of values."""
+        return self._k, self._v
 
     def sources(self, index: int) -> tuple[int, ...]:
         return (0,)
@@ -35,13 +39,11 @@ class NativeLayer(SingleLayer):
 
     def __init__(self, place: SegmentPlace) -> None:
         shape = place.shape
-        self._k = FloatFormat("k", shape.num_kv_heads, shape.k_head_dim, shape.dtype)
-        self._v = FloatFormat("v", shape.num_kv_heads, shape.v_head_dim, shape.dtype)
-        super().__init__(place, [place.layout(self._k.sections() + self._v.sections())])
-
-    @property
-    def formats(self) -> tuple[VectorFormat, VectorFormat]:
-        return self._k, self._v
+        super().__init__(
+            place,
+            FloatFormat("k", shape.num_kv_heads, shape.k_head_dim, shape.dtype),
+            FloatFormat("v", shape.num_kv_heads, shape.v_head_dim, shape.dtype),
+        )
 
     def encode(self, layers: Sequence[LayerKV]) -> tuple[torch.Tensor, ...]:
         (kv,) = layers
@@ -69,17 +71,15 @@ class CodedLayer(SingleLayer):
 
     def __init__(self, place: SegmentPlace, precision: Precision) -> None:
         shape = place.shape
-        self._k = vector_format(
-            "k", shape.num_kv_heads, shape.k_head_dim, shape.dtype, precision, per_channel=True
+        super().__init__(
+            place,
+            vector_format(
+                "k", shape.num_kv_heads, shape.k_head_dim, shape.dtype, precision, per_channel=True
+            ),
+            vector_format(
+                "v", shape.num_kv_heads, shape.v_head_dim, shape.dtype, precision, per_channel=False
+            ),
         )
-        self._v = vector_format(
-            "v", shape.num_kv_heads, shape.v_head_dim, shape.dtype, precision, per_channel=False
-        )
-        super().__init__(place, [place.layout(self._k.sections() + self._v.sections())])
-
-    @property
-    def formats(self) -> tuple[VectorFormat, VectorFormat]:
-        return self._k, self._v
 
     def encode(self, layers: Sequence[LayerKV]) -> tuple[torch.Tensor, ...]:
         (kv,) = layers

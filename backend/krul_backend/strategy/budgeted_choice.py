@@ -95,7 +95,6 @@ class BudgetedChoice:
         self._table = table
         self.limit = limit
         self._selector = BudgetSelector(limit, native_token_bytes)
-        self._native_token_bytes = native_token_bytes
         self._max_pairs = max_pairs
         self._offered = offered
         self._agree = agree
@@ -200,12 +199,9 @@ class BudgetedChoice:
 
         A single unit at some precision, or ``last_strategy`` as a whole.
         """
-        num_layers = self._table.num_layers
         strategies, candidates = [], []
         for (unit, precision), typical in self._typical.items():
-            pairs = [(unit[0], unit[1])] if len(unit) == 2 else []
-            precisions = [precision if layer in unit else Precision.NATIVE for layer in range(num_layers)]
-            strategies.append(Strategy.from_pairs(num_layers, pairs, precisions))
+            strategies.append(Strategy.of_unit(self._table.num_layers, unit, precision))
             candidates.append(self._meter.layer_errors(unit, precision, typical.errors))
         if last_strategy is not None and all(key in self._typical for key in _keys_of(last_strategy)):
             strategies.append(last_strategy)
