@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 
 class RankAgreement:
-    """Collectives of the threads that store turns, on a group of their own.
+    """Collectives of one kind of thread (those that store turns, or those that restore), on a group of its own.
 
-    A group of its own, because the scheduler threads use theirs at the same time. Every rank stores the same
-    turns in the same order and makes the same calls for each. ``group`` is None for a single rank.
+    A group of its own, because other threads use theirs at the same time. Every rank has the same work in the
+    same order and makes the same calls for each piece. ``group`` is None for a single rank.
     """
 
     def __init__(self, group: Any | None, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
         self._group = group
-        self._num_ranks = num_ranks
 
     @classmethod
     def create(cls, num_ranks: int) -> RankAgreement:
@@ -35,7 +35,7 @@ class RankAgreement:
         if values is not None:
             mine[0] = 1.0
             mine[1:] = values.flatten()
-        gathered = [torch.zeros_like(mine) for _ in range(self._num_ranks)]
+        gathered = [torch.zeros_like(mine) for _ in range(self.num_ranks)]
         dist.all_gather(gathered, mine, group=self._group)
         if not all(of_rank[0] for of_rank in gathered):
             return None

@@ -9,6 +9,18 @@ from typing import Any
 import torch
 
 
+@contextmanager
+def copy_threads(device: torch.device) -> Iterator[None]:
+    """As many threads for tensor operations as a copy may use: on a CPU the forward owns the cores."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class CopyStream:
     """One stream, used by one worker thread."""
 

@@ -40,7 +40,8 @@ class EngineParts:
     """What ``factory.py`` found out about this rank's engine; SGLang hands it on as ``params.krul_parts``.
 
     ``capacity_bytes`` of host memory; ``rotary`` is None if keys must keep their rotary embedding,
-    ``capture`` if no attention is observed.
+    ``capture`` if no attention is observed. ``agreement`` joins the threads of all ranks that store turns,
+    ``restore_agreement`` their scheduler threads.
     """
 
     config: KrulConfig
@@ -49,6 +50,7 @@ class EngineParts:
     rotary: RotaryTable | None
     capture: TurnCapture | None
     agreement: RankAgreement
+    restore_agreement: RankAgreement
     model_runner: Any
 
 

@@ -1,38 +1,51 @@
-"""Restoring leased pages into device slots, layer by layer, off the scheduler thread."""
+"""Restoring the tails of leased prefixes into device slots, layer by layer, off the scheduler thread."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.store.interface import KVStore, Lease
+from krul_backend.store.interface import KVStore
 from krul_sglang.engine.copy_stream import CopyStream
 from krul_sglang.engine.kv_pool import DevicePool
-from krul_sglang.engine.segment_reader import SegmentReader, open_readers
+from krul_sglang.engine.load_batch import LayerTimes, Load, LoadBatch
+from krul_sglang.engine.segment_reader import SegmentReader
+from krul_sglang.engine.transfer_gate import TransferGate
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Load:
-    """The first ``len(slots)`` tokens of a lease go to ``slots`` (int64, on the pool's device)."""
-
-    lease: Lease
-    slots: torch.Tensor
-
-
 @dataclass
 class LoadCounters:
+    """``num_bytes`` were read from the store, for ``tokens`` that came back (heads and tails together)."""
+
     requests: int = 0
     tokens: int = 0
     num_bytes: int = 0
     failed_batches: int = 0
+
+
+class LoadCounter:
+    """What SGLang's pool calls before it hands out the KV of a layer: ``wait_until``.
+
+    On a GPU the current stream waits, on a CPU the thread.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.consumer_index = -1
+        self.batches: dict[int, LoadBatch] = {}
+
+    def set_consumer(self, index: int) -> None:
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        """Raises LoadFailedError through the forward that asks; whoever called the forward handles it."""
+        batch = self.batches.get(self.consumer_index)
+        if batch is not None:
+            batch.wait_layer(layer)
 
 
 class LayerWiseLoader:
@@ -41,20 +54,20 @@ class LayerWiseLoader:
     A load owns its lease: it is released when the load has ended, well or not, or is cancelled.
     """
 
-    def __init__(self, store: KVStore, pool: DevicePool, codec: SegmentCodec) -> None:
-        from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
-
+    def __init__(
+        self, store: KVStore, pool: DevicePool, gate: TransferGate, timeout_s: float
+    ) -> None:
         self.counters = LoadCounters()
-        self.counter = LayerWiseLoadCounter(pool.num_layers)
+        self.counter = LoadCounter(pool.num_layers)
         self._store = store
         self._pool = pool
-        self._codec = codec
+        self._gate = gate
+        self._timeout_s = timeout_s
         self._queued: dict[str, Load] = {}
-        self._running: dict[int, Any] = {}
+        self._running: dict[int, Future[None]] = {}
+        self._next_index = 0
         self._stream = CopyStream(pool.device)
-        self._worker = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="krul-load", initializer=self._stream.bind_thread
-        )
+        self._worker = self._new_worker()
 
     def queue(self, rid: str, load: Load) -> None:
         self._queued[rid] = load
@@ -74,18 +87,31 @@ class LayerWiseLoader:
         """
         if not self._queued:
             return -1
-        loads = tuple(self._queued.values())
+        index, self._next_index = self._next_index, self._next_index + 1
+        batch = LoadBatch(dict(self._queued), self._pool.num_layers, self._pool.device, self._timeout_s)
         self._queued.clear()
-        index: int = self.counter.update_producer()
-        self._running[index] = self._worker.submit(self._run, index, loads, ready)
+        self.counter.batches[index] = batch
+        self._running[index] = self._worker.submit(self._run, batch, ready)
         return index
 
+    def batch(self, index: int) -> LoadBatch | None:
+        """The batch of a counter index, while its forward may run."""
+        return self.counter.batches.get(index)
+
     def finish(self, index: int) -> bool:
-        """Wait until batch ``index`` has stopped writing; True when every layer landed."""
-        landed: bool = self.counter.finish(index)
-        running = self._running.pop(index, None)
-        if running is not None:
-            running.result()
+        """Wait until batch ``index`` has stopped writing; True when all slots hold what they should."""
+        batch = self.counter.batches.pop(index, None)
+        if batch is None:
+            return True
+        landed = batch.wait_end()
+        running = self._running.pop(index)
+        if batch.is_abandoned:
+            if not running.done():
+                # Its thread may be stuck for long; later loads must not wait behind it.
+                self._worker.shutdown(wait=False)
+                self._worker = self._new_worker()
+            return batch.is_refilled
+        running.result()
         return landed
 
     def num_queued(self) -> int:
@@ -100,33 +126,49 @@ class LayerWiseLoader:
             self.cancel(rid)
         for index in list(self._running):
             self.finish(index)
-        self.counter.reset()
 
     def close(self) -> None:
         self.discard_all()
         self._worker.shutdown(wait=True)
 
-    def _run(self, index: int, loads: Sequence[Load], ready: Sequence[Any]) -> None:
+    def _new_worker(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="krul-load", initializer=self._stream.bind_thread
+        )
+
+    def _run(self, batch: LoadBatch, ready: Sequence[Any]) -> None:
+        loads = tuple(batch.loads.values())
         try:
-            with self._stream.active(ready):
-                readers = [open_readers(load.lease, self._codec, len(load.slots)) for load in loads]
+            with self._gate.restoring(), self._stream.active(ready):
+                readers = [
+                    [SegmentReader(part, load.plan.head_ends) for part in load.slices] for load in loads
+                ]
                 for layer in range(self._pool.num_layers):
-                    for load, of_load in zip(loads, readers, strict=True):
-                        first = 0
+                    begin = batch.clock.mark()
+                    for of_load in readers:
                         for reader in of_load:
-                            slots = load.slots[first : first + reader.num_tokens]
-                            reader.restore(layer, self._pool, slots)
-                            first += reader.num_tokens
-                    self._stream.synchronize()
-                    self.counter.complete(index, layer)
+                            reader.fetch(layer, self._pool.device)
+                    with batch.writing() as is_wanted:
+                        if not is_wanted:
+                            return
+                        for load, of_load in zip(loads, readers, strict=True):
+                            self._write(layer, load, of_load)
+                        batch.landed(LayerTimes(begin, batch.clock.mark()))
             self._count(loads, readers)
-        except BaseException as error:
+        except Exception as error:
             self.counters.failed_batches += 1
-            logger.exception("krul: loading %d request(s) failed", len(loads))
-            self.counter.fail(index, error)
+            logger.exception("krul: loading %d request(s) failed; they are recomputed", len(loads))
+            batch.fail(error)
         finally:
+            batch.end()
             for load in loads:
                 self._store.release(load.lease)
+
+    def _write(self, layer: int, load: Load, readers: Sequence[SegmentReader]) -> None:
+        first = 0
+        for reader in readers:
+            reader.restore(layer, self._pool, load.slots[first : first + reader.num_tokens])
+            first += reader.num_tokens
 
     def _count(self, loads: Sequence[Load], readers: Sequence[Sequence[SegmentReader]]) -> None:
         self.counters.requests += len(loads)

@@ -1,73 +1,124 @@
-"""Reads the KV of a leased prefix, layer by layer, whatever each segment was encoded with."""
+"""Reads the tails of a leased prefix, layer by layer, whatever each segment was encoded with."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from krul_backend.codec.restore import restore_layer
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.store.interface import Lease, SegmentSlice
 from krul_sglang.engine.kv_pool import DevicePool
 
 
-class SegmentReader:
-    """The first ``num_tokens`` tokens of one leased slice. Layers are read in ascending order.
+@dataclass(frozen=True, eq=False)
+class OpenSlice:
+    """Tokens ``[first_token, first_token + num_tokens)`` of a conversation in one leased segment."""
 
-    A block that a later layer needs again (the shared directions of a pair) stays on the device until then.
-
-    Raises:
-        CodecError: the manifest's parameters are none that ``codec`` can decode.
-    """
-
-    def __init__(self, source: SegmentSlice, codec: SegmentCodec, num_tokens: int) -> None:
-        manifest = source.manifest
-        self.num_tokens = num_tokens
-        self._decoder = codec.open(
-            manifest.codec_params, start_token=manifest.start_token, num_tokens=manifest.num_tokens
-        )
-        self._first_token = source.first_page * manifest.model.page_size
-        self._blocks = source.blocks
-        self._last_use = {
-            needed: layer for layer in range(len(source.blocks)) for needed in self._decoder.sources(layer)
-        }
-        self._on_device: dict[int, torch.Tensor] = {}
+    source: SegmentSlice
+    decoder: SegmentDecoder
+    num_tokens: int
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes that are read for all layers."""
-        return sum(len(block) for block in self._blocks)
+    def first_token(self) -> int:
+        manifest = self.source.manifest
+        return manifest.start_token + self.source.first_page * manifest.model.page_size
+
+    @property
+    def end_token(self) -> int:
+        return self.first_token + self.num_tokens
+
+
+class SegmentReader:
+    """Reads one slice into the pool. Layers are read in ascending order.
+
+    Positions are absolute. In layer ``l``, of the slice's tokens ``[first_token, end_token)``::
+
+        [first_token, head_ends[l])   not read
+        [head_ends[l], end_token)     read, decoded and written to their slots
+
+    Each block is copied once, in one piece, when its layer comes: from the group on in which the tail of the
+    layer that needs it last begins (the other one of a pair, or itself), since heads never grow. It stays on
+    the device until then.
+    """
+
+    def __init__(self, opened: OpenSlice, head_ends: Sequence[int]) -> None:
+        manifest = opened.source.manifest
+        self.num_tokens = opened.num_tokens
+        self.num_bytes = 0
+        self._manifest = manifest
+        self._decoder = opened.decoder
+        # Rows of the segment from here on.
+        self._first_token = opened.first_token - manifest.start_token
+        self._blocks = opened.source.blocks
+        self._heads = [max(end - manifest.start_token, self._first_token) for end in head_ends]
+        self._last_use = opened.decoder.last_use
+        self._on_device: dict[int, torch.Tensor] = {}
+
+    def fetch(self, layer: int, device: torch.device) -> None:
+        """Copy to the device what ``restore`` of this layer needs and is not there yet. May take its time."""
+        if self._first_row(layer) == self._end_row:
+            return
+        for source in self._decoder.sources(layer):
+            if source not in self._on_device:
+                self._on_device[source] = self._copy_tail(source, device)
 
     def restore(self, layer: int, pool: DevicePool, slots: torch.Tensor) -> None:
-        """Write the tokens' KV of one layer into ``slots`` (int64 ``[num_tokens]``) of the pool."""
-        restore_layer(
-            self._decoder,
-            layer,
-            self._blocks_of(layer, pool.device),
-            self._first_token,
-            self._first_token + self.num_tokens,
-            *pool.buffers(layer),
-            slots,
-        )
-
-    def _blocks_of(self, layer: int, device: torch.device) -> dict[int, torch.Tensor]:
-        blocks = {}
+        """Write the layer's tail to its slots. ``slots``: int64 ``[num_tokens]``, of the whole slice."""
+        first = self._first_row(layer)
+        if first < self._end_row:
+            restore_layer(
+                self._decoder,
+                layer,
+                {source: self._on_device[source] for source in self._decoder.sources(layer)},
+                first,
+                self._end_row,
+                *pool.buffers(layer),
+                slots[first - self._first_token :],
+            )
         for source in self._decoder.sources(layer):
-            block = self._on_device.pop(source, None)
-            if block is None:
-                block = torch.from_numpy(self._blocks[source]).to(device, non_blocking=True)
-            if self._last_use[source] > layer:
-                self._on_device[source] = block
-            blocks[source] = block
-        return blocks
+            if self._last_use[source] <= layer:
+                self._on_device.pop(source, None)
+
+    @property
+    def _end_row(self) -> int:
+        return self._first_token + self.num_tokens
+
+    def _first_row(self, layer: int) -> int:
+        """First row of the segment that this layer's tail has; the end if it has none."""
+        return min(self._heads[layer], self._end_row)
+
+    def _copy_tail(self, source: int, device: torch.device) -> torch.Tensor:
+        manifest = self._manifest
+        stored_from = manifest.layer_first_token[source] - manifest.start_token
+        # The block as it was encoded, in bytes:
+        # [0, stored)    left out when it was stored
+        # [stored, first)  stored, not needed now
+        # [first, ...)   copied
+        stored = self._decoder.tail_start(source, stored_from)
+        first = self._decoder.tail_start(source, self._first_row(self._last_use[source]))
+        tail = self._blocks[source][first - stored :]
+        self.num_bytes += tail.nbytes
+        return torch.from_numpy(tail).to(device, non_blocking=True)
 
 
-def open_readers(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[SegmentReader]:
-    """Readers of the first ``num_tokens`` tokens of a lease, in token order."""
-    readers: list[SegmentReader] = []
+def open_slices(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[OpenSlice]:
+    """The first ``num_tokens`` tokens of a lease, in token order.
+
+    Raises:
+        CodecError: a manifest's parameters are none that ``codec`` can decode.
+    """
+    opened: list[OpenSlice] = []
     for source in lease.slices:
-        num_leased = (source.end_page - source.first_page) * source.manifest.model.page_size
-        of_slice = min(num_leased, num_tokens - sum(reader.num_tokens for reader in readers))
+        manifest = source.manifest
+        num_leased = (source.end_page - source.first_page) * manifest.model.page_size
+        of_slice = min(num_leased, num_tokens - sum(part.num_tokens for part in opened))
         if of_slice <= 0:
             break
-        readers.append(SegmentReader(source, codec, of_slice))
-    return readers
+        decoder = codec.open(
+            manifest.codec_params, start_token=manifest.start_token, num_tokens=manifest.num_tokens
+        )
+        opened.append(OpenSlice(source, decoder, of_slice))
+    return opened

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ class UnitBlocks:
 class SegmentDecoder:
     """Reads one segment's blocks; made by ``SegmentCodec.open``."""
 
-    def __init__(self, units: Mapping[Unit, UnitCodec], num_tokens: int) -> None:
+    def __init__(self, strategy: Strategy, units: Mapping[Unit, UnitCodec], num_tokens: int) -> None:
+        self.strategy = strategy
         self._num_tokens = num_tokens
         self._places = {layer: (unit, codec) for unit, codec in units.items() for layer in unit}
 
@@ -65,6 +67,15 @@ class SegmentDecoder:
         """The layers whose blocks ``decode`` needs for ``layer``."""
         unit, codec = self._place(layer)
         return tuple(unit[index] for index in codec.sources(unit.index(layer)))
+
+    @cached_property
+    def last_use(self) -> tuple[int, ...]:
+        """For each layer the last one that needs its block: itself, or the other one of a pair."""
+        last = list(range(len(self._places)))
+        for layer in range(len(self._places)):
+            for source in self.sources(layer):
+                last[source] = max(last[source], layer)
+        return tuple(last)
 
     def tail_start(self, layer: int, first_token: int) -> int:
         """First byte of the part of ``layer``'s block that tokens from ``first_token`` on need."""
@@ -146,7 +157,7 @@ class SegmentCodec:
         )
         parameters = SegmentParameters(strategy, self._options.group_size, self._rotary is not None, pairs)
         units = self._units(parameters, start_token, num_tokens)
-        decoder = SegmentDecoder(units, num_tokens)
+        decoder = SegmentDecoder(strategy, units, num_tokens)
         return SegmentEncoding(strategy, decoder.layer_num_bytes, parameters.to_json(), units)
 
     def encode_unit(
@@ -184,7 +195,9 @@ class SegmentCodec:
         )
         if parameters.are_keys_unrotated and self._rotary is None:
             raise CodecError("keys were stored without rotary embedding, and this model's is not known")
-        return SegmentDecoder(self._units(parameters, start_token, num_tokens), num_tokens)
+        return SegmentDecoder(
+            parameters.strategy, self._units(parameters, start_token, num_tokens), num_tokens
+        )
 
     def _units(
         self, parameters: SegmentParameters, start_token: int, num_tokens: int

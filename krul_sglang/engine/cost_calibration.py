@@ -1,0 +1,155 @@
+"""Measures, once per model and device, what computing and loading cost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.restore import restore_layer
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.restore.calibration import fit_compute, fit_tier
+from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.strategy.strategy import Precision, Strategy
+from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.copy_stream import copy_threads
+from krul_sglang.engine.decode_costs import DecodeCosts
+from krul_sglang.engine.head_recompute import Head, HeadRecompute
+from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.ordinary_prefill import ordinary_prefill, timed
+from krul_sglang.engine.restore_planning import HOST_TIER
+from krul_sglang.engine.start_proof import random_token_ids
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_MAX_FORWARD_S = 0.5
+"""No longer prompts are measured once one has taken so long: longer ones follow from the fit."""
+_REPEATS = 3
+_DECODED_TOKENS = 256
+
+
+CodedUnit = tuple[tuple[int, ...], Precision]
+"""Layers that are stored together, and how."""
+
+
+class CostCalibration:
+    """Measures on the engine itself, before it serves: on every rank at the same point."""
+
+    def __init__(
+        self,
+        model_runner: Any,
+        tree_cache: Any,
+        pool: DevicePool,
+        heads: HeadRecompute | None,
+        agreement: RankAgreement,
+    ) -> None:
+        self._runner = model_runner
+        self._tree_cache = tree_cache
+        self._pool = pool
+        self._heads = heads
+        self._agreement = agreement
+
+    def measure(self) -> RestoreCosts:
+        own, head = self._compute()
+        return RestoreCosts(head=head, own=own, tiers={HOST_TIER: self._tier()})
+
+    def _compute(self) -> tuple[ComputeCost, ComputeCost]:
+        """Seconds per layer of the engine's own forward, and of a head's."""
+        num_layers = self._pool.num_layers
+        vocab_size = self._runner.model_config.vocab_size
+        longest = min(self._pool.num_tokens // 2, self._runner.model_config.context_len)
+        own: list[tuple[int, int, float]] = []
+        head: list[tuple[int, int, float]] = []
+        for num_tokens in (length for length in _LENGTHS if length <= longest):
+            token_ids = random_token_ids(vocab_size, num_tokens)
+            seconds = []
+            for _ in range(_REPEATS):
+                with ordinary_prefill(self._runner, self._tree_cache, token_ids) as prefilled:
+                    seconds.append(prefilled.seconds)
+                    if self._heads is not None and len(seconds) == _REPEATS:
+                        whole = Head(prefilled.token_ids, prefilled.slots, 0, (num_tokens,) * num_layers)
+                        head += self._head_samples(whole)
+            own.append((num_tokens, 0, min(seconds) / num_layers))
+            if self._slowest_s(min(seconds)) > _MAX_FORWARD_S:
+                break
+        fitted = fit_compute(own)
+        return fitted, fit_compute(head) if head else fitted
+
+    def _head_samples(self, whole: Head) -> Iterable[tuple[int, int, float]]:
+        """``(tokens, past tokens, seconds per layer)`` of the whole head and of its second half."""
+        num_tokens = whole.ends[0]
+        parts = [whole.part(0, num_tokens), whole.part(num_tokens // 2, num_tokens)]
+        for part in parts:
+            assert part is not None and self._heads is not None
+            run = _bound(self._heads.run, part)
+            seconds = min(timed(self._pool.device, run) for _ in range(_REPEATS))
+            yield part.ends[0] - part.start, part.start, seconds / self._pool.num_layers
+
+    def _slowest_s(self, seconds: float) -> float:
+        """Of all ranks, so that they stop together."""
+        of_ranks = self._agreement.gather(torch.tensor([seconds], dtype=torch.float64), (1,))
+        assert of_ranks is not None
+        return max(float(of_rank.item()) for of_rank in of_ranks)
+
+    def _tier(self) -> TierCost:
+        """Seconds per native block of one layer, from host memory into the pool."""
+        codec = SegmentCodec(self._pool.shape, self._pool.num_layers, None)
+        longest = self._pool.num_tokens // 2
+        return fit_tier(
+            [
+                self._restore_s(codec, (0,), Precision.NATIVE, num_tokens)
+                for num_tokens in sorted({min(length, longest) for length in (64, 256, 1024)})
+            ]
+        )
+
+    def decode_costs(self, codec: SegmentCodec, units: Iterable[CodedUnit], tier: TierCost) -> DecodeCosts:
+        """Seconds per token and layer beyond the copy, for layers alone and in pairs, by precision."""
+        single_s = {Precision.NATIVE: 0.0}
+        pair_s: dict[Precision, float] = {}
+        num_tokens = min(_DECODED_TOKENS, self._pool.num_tokens // 2)
+        for unit, precision in units:
+            num_bytes, seconds = self._restore_s(codec, unit, precision, num_tokens)
+            beyond_s = max(0.0, seconds - tier.load_s(num_bytes)) / num_tokens
+            (single_s if len(unit) == 1 else pair_s)[precision] = beyond_s
+        return DecodeCosts(single_s, pair_s)
+
+    def _restore_s(
+        self, codec: SegmentCodec, unit: tuple[int, ...], precision: Precision, num_tokens: int
+    ) -> tuple[float, float]:
+        """Bytes and seconds to restore ``num_tokens`` of the last layer of a unit. The pool is unused yet."""
+        device = self._pool.device
+        slots = torch.arange(1, num_tokens + 1, device=device)
+        strategy = Strategy.of_unit(self._pool.num_layers, unit, precision)
+
+        def read(layer: int) -> LayerKV:
+            return self._pool.gather(layer, slots)
+
+        encoding = codec.prepare(strategy, read, start_token=0, num_tokens=num_tokens)
+        encoded = codec.encode_unit(encoding, unit, [read(layer) for layer in unit])
+        on_host = {layer: block.cpu() for layer, block in zip(unit, encoded, strict=True)}
+        decoder = codec.open(encoding.params, start_token=0, num_tokens=num_tokens)
+
+        def restore() -> None:
+            blocks = {source: on_host[source].to(device) for source in decoder.sources(unit[-1])}
+            buffers = self._pool.buffers(unit[-1])
+            restore_layer(decoder, unit[-1], blocks, 0, num_tokens, *buffers, slots)
+
+        with copy_threads(device):
+            seconds = min(timed(device, restore) for _ in range(_REPEATS))
+        return float(sum(on_host[source].numel() for source in decoder.sources(unit[-1]))), seconds
+
+
+def units_in_use(strategy_name: str, precision: Precision, num_layers: int) -> list[CodedUnit]:
+    """Kinds of units that a server with these options may store."""
+    if strategy_name == "budget":
+        return [((0,), each) for each in Precision]
+    kinds: list[CodedUnit] = [((0,), Precision.NATIVE), ((0,), precision)]
+    return kinds if strategy_name == "none" or num_layers < 2 else [*kinds, ((0, 1), precision)]
+
+
+def _bound(run: Callable[[list[Head]], None], head: Head) -> Callable[[], None]:
+    return lambda: run([head])

@@ -1,0 +1,145 @@
+"""From a lease to a plan: what of it is loaded, what is recomputed, or that the engine computes it all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import orjson
+import torch
+
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.restore.calibration import OnlineCosts
+from krul_backend.restore.interface import RestorePlan, RestorePlanner
+from krul_backend.restore.problem import RestoreProblem, StoredRun
+from krul_backend.store.interface import Lease
+from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.decode_costs import DecodeCosts
+from krul_sglang.engine.segment_reader import OpenSlice, open_slices
+
+HOST_TIER = "dram"
+
+
+@dataclass
+class PlanCounters:
+    """``loads`` plans had a tail in some layer, ``refused`` ones would have lost against recompute.
+
+    ``head_tokens`` of the first layer and ``prefix_tokens`` of all planned loads.
+    """
+
+    loads: int = 0
+    refused: int = 0
+    head_tokens: int = 0
+    prefix_tokens: int = 0
+
+
+class RestorePlanning:
+    """Plans each load of one rank; all ranks come to the same plan, which is the first rank's.
+
+    ``agreement`` joins the scheduler threads of the ranks: each of them plans the same loads in the same
+    order. ``max_head_tokens`` bounds the heads of one batch together.
+    """
+
+    def __init__(
+        self,
+        planner: RestorePlanner,
+        costs: OnlineCosts,
+        decode_costs: DecodeCosts,
+        codec: SegmentCodec,
+        agreement: RankAgreement,
+        *,
+        page_size: int,
+        max_head_tokens: int,
+    ) -> None:
+        self.counters = PlanCounters()
+        self.costs = costs
+        self._planner = planner
+        self._decode_costs = decode_costs
+        self._codec = codec
+        self._agreement = agreement
+        self._page_size = page_size
+        self._max_head_tokens = max_head_tokens
+        self._batch_head_tokens = 0
+
+    def open(self, lease: Lease, num_tokens: int) -> list[OpenSlice]:
+        """See ``open_slices``."""
+        return open_slices(lease, self._codec, num_tokens)
+
+    def plan(self, slices: Sequence[OpenSlice], *, device_tokens: int, new_tokens: int) -> RestorePlan | None:
+        """A plan for the leased tokens after ``device_tokens``; None when computing them is better.
+
+        ``new_tokens`` follow the prefix in the request's own forward.
+        """
+        runs = self._agreed_bounds([self._run(part) for part in slices])
+        total_tokens = slices[-1].end_token
+        problem = RestoreProblem(
+            num_layers=self._codec.num_layers,
+            page_size=self._page_size,
+            device_tokens=device_tokens,
+            total_tokens=total_tokens,
+            new_tokens=max(1, new_tokens),
+            runs=runs,
+            costs=self.costs.current(),
+            max_head_tokens=max(0, self._max_head_tokens - self._batch_head_tokens),
+        )
+        plan = self._agreed_plan(self._planner.plan(problem))
+        if plan.is_recompute:
+            self.counters.refused += 1
+            return None
+        head_tokens = plan.head_ends[0] - device_tokens
+        self._batch_head_tokens += head_tokens
+        self.counters.loads += 1
+        self.counters.head_tokens += head_tokens
+        self.counters.prefix_tokens += total_tokens - device_tokens
+        return plan
+
+    def start_batch(self) -> None:
+        """What was planned so far runs now; what comes next is another batch."""
+        self._batch_head_tokens = 0
+
+    def _run(self, part: OpenSlice) -> StoredRun:
+        manifest, decoder = part.source.manifest, part.decoder
+        layers = range(self._codec.num_layers)
+        return StoredRun(
+            tier=HOST_TIER,
+            first_token=part.first_token,
+            end_token=part.end_token,
+            layer_token_bytes=tuple(
+                num_bytes / manifest.num_tokens for num_bytes in decoder.layer_num_bytes
+            ),
+            decode_token_s=self._decode_costs.token_s(decoder.strategy),
+            last_use=decoder.last_use,
+            stored_from=tuple(
+                min(
+                    max(
+                        part.first_token,
+                        *(manifest.layer_first_token[source] for source in decoder.sources(layer)),
+                    ),
+                    part.end_token,
+                )
+                for layer in layers
+            ),
+        )
+
+    def _agreed_bounds(self, runs: list[StoredRun]) -> tuple[StoredRun, ...]:
+        """Runs with the latest ``stored_from`` of all ranks: one may have trimmed what another still holds."""
+        if self._agreement.num_ranks == 1:
+            return tuple(runs)
+        mine = torch.tensor([run.stored_from for run in runs], dtype=torch.float64)
+        of_ranks = self._agreement.gather(mine, mine.shape)
+        assert of_ranks is not None
+        latest = torch.stack(of_ranks).amax(0).long().tolist()
+        return tuple(
+            StoredRun(
+                **{**vars(run), "stored_from": tuple(stored_from)},
+            )
+            for run, stored_from in zip(runs, latest, strict=True)
+        )
+
+    def _agreed_plan(self, plan: RestorePlan) -> RestorePlan:
+        if self._agreement.num_ranks == 1:
+            return plan
+        head_ends, end_s, is_recompute = orjson.loads(
+            self._agreement.broadcast(orjson.dumps([plan.head_ends, plan.end_s, plan.is_recompute]))
+        )
+        return RestorePlan(tuple(head_ends), end_s, is_recompute)

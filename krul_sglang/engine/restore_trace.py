@@ -1,0 +1,146 @@
+"""What the streams of a restore did when: for the trace, and for costs that follow what really happens."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from krul_backend.restore.calibration import OnlineCosts
+from krul_sglang.engine.clock import Mark
+from krul_sglang.engine.load_batch import LoadBatch
+
+MAX_TRACES = 16
+"""Restores that are kept for ``krul-sglang trace``."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """``layer`` was worked on in ``[begin_s, end_s)``, seconds from the start of the load."""
+
+    layer: int
+    begin_s: float
+    end_s: float
+
+
+class RestoreTrace:
+    """One batch of restores, while it runs: marks on both streams.
+
+    ``is_mixed``: requests that restore nothing share the forward, so its time says nothing about these.
+    """
+
+    def __init__(self, batch: LoadBatch, *, is_mixed: bool) -> None:
+        self.batch = batch
+        self.is_mixed = is_mixed
+        self.end: Mark | None = None
+        self._head_begin: Mark | None = None
+        self._head_marks: list[tuple[int, Mark]] = []
+
+    def begin_heads(self) -> None:
+        if self._head_begin is None:
+            self._head_begin = self.batch.clock.mark()
+
+    def mark_head_layer(self, layer: int) -> None:
+        """Layer ``layer`` of a head's forward is launched now; the number of layers: the forward has ended."""
+        self._head_marks.append((layer, self.batch.clock.mark()))
+
+    def heads(self) -> list[Interval]:
+        intervals = []
+        num_layers = len(self.batch.load_times)
+        for (layer, begin), (_, end) in zip(self._head_marks, self._head_marks[1:], strict=False):
+            if layer < num_layers:
+                intervals.append(Interval(layer, *_seconds(begin, end)))
+        return intervals
+
+    def loads(self) -> list[Interval]:
+        return [
+            Interval(layer, *_seconds(times.begin, times.end))
+            for layer, times in enumerate(self.batch.load_times)
+        ]
+
+    def waits(self) -> list[Interval]:
+        """How long the engine's own forward waited for each layer."""
+        return [
+            Interval(layer, *_seconds(times.begin, times.end))
+            for layer, times in sorted(self.batch.wait_times.items())
+        ]
+
+    def own(self) -> list[Interval]:
+        """The engine's own forward, from the moment that it had a layer's KV to the next layer's wait."""
+        assert self.end is not None
+        waits = self.waits()
+        ends = [wait.begin_s for wait in waits[1:]] + [_seconds(self.end)[0]]
+        return [Interval(wait.layer, wait.end_s, end) for wait, end in zip(waits, ends, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values: lengths in tokens, intervals as ``[layer, begin_s, end_s]``."""
+        assert self.end is not None
+        return {
+            "requests": [
+                {
+                    "rid": rid,
+                    "device_tokens": load.device_tokens,
+                    "restored_tokens": len(load.slots),
+                    "head_ends": list(load.plan.head_ends),
+                    "planned_s": load.plan.end_s,
+                }
+                for rid, load in self.batch.loads.items()
+            ],
+            "was_rescued": self.batch.is_abandoned,
+            "end_s": _seconds(self.end)[0],
+            "streams": {
+                name: [[part.layer, part.begin_s, part.end_s] for part in intervals]
+                for name, intervals in (
+                    ("load", self.loads()),
+                    ("head", self.heads()),
+                    ("wait", self.waits()),
+                    ("own", self.own()),
+                )
+            },
+        }
+
+
+class TraceLog:
+    """The last restores of one rank; costs learn from each as soon as the device has come by its marks."""
+
+    def __init__(self, costs: OnlineCosts, tier: str) -> None:
+        self._costs = costs
+        self._tier = tier
+        self._fresh: deque[RestoreTrace] = deque(maxlen=MAX_TRACES)
+        self._done: deque[dict[str, Any]] = deque(maxlen=MAX_TRACES)
+
+    def add(self, trace: RestoreTrace) -> None:
+        self._fresh.append(trace)
+
+    def settle(self) -> None:
+        """Take the times of restores that have ended. Call it when loads have been waited for."""
+        while self._fresh and self._fresh[0].end is not None and self._fresh[0].end() is not None:
+            trace = self._fresh.popleft()
+            self._done.append(trace.as_dict())
+            if not trace.batch.is_abandoned:
+                self._learn(trace)
+
+    def as_list(self) -> list[dict[str, Any]]:
+        return list(self._done)
+
+    def _learn(self, trace: RestoreTrace) -> None:
+        forecasts = [load.forecast for load in trace.batch.loads.values()]
+        for forecast_s, intervals, observe in (
+            (sum(part.head_s for part in forecasts), trace.heads(), self._costs.observe_head),
+            (sum(part.own_s for part in forecasts), trace.own(), self._costs.observe_own),
+        ):
+            if forecast_s > 0 and intervals and not (trace.is_mixed and observe == self._costs.observe_own):
+                observe(forecast_s, sum(part.end_s - part.begin_s for part in intervals))
+        loads = trace.loads()
+        forecast_s = sum(part.load_s for part in forecasts)
+        if forecast_s > 0 and loads:
+            self._costs.observe_tier(
+                self._tier, forecast_s, sum(part.end_s - part.begin_s for part in loads)
+            )
+
+
+def _seconds(*marks: Mark) -> tuple[float, ...]:
+    """Of marks that the device has come by."""
+    seconds = [mark() for mark in marks]
+    assert all(second is not None for second in seconds), "the device has not come by a mark"
+    return tuple(second for second in seconds if second is not None)

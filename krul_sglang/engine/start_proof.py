@@ -1,0 +1,66 @@
+"""Proof at start that a recomputed head is what an ordinary prefill computes, and nothing else is touched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from krul_sglang.engine.head_recompute import Head, HeadRecompute
+from krul_sglang.engine.hook_targets import IncompatibleEngineError
+from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.ordinary_prefill import Prefilled, ordinary_prefill
+
+_NUM_TOKENS = 96
+_MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""Largest relative error of a row's KV. Kernels round differently; a wrong computation is off by one or more."""
+
+
+def random_token_ids(vocab_size: int, num_tokens: int) -> list[int]:
+    rng = random.Random(0)
+    return [rng.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+def prove_heads(model_runner: Any, tree_cache: Any, pool: DevicePool, heads: HeadRecompute) -> None:
+    """Recompute a short head in two parts, shorter from layer to layer, over an ordinary prefill.
+
+    Raises:
+        IncompatibleEngineError: KV of the head differs, or KV behind it has changed.
+    """
+    token_ids = random_token_ids(model_runner.model_config.vocab_size, _NUM_TOKENS)
+    with ordinary_prefill(model_runner, tree_cache, token_ids) as prefilled:
+        before = [pool.gather(layer, prefilled.slots) for layer in range(pool.num_layers)]
+        ends = tuple(
+            _NUM_TOKENS - (_NUM_TOKENS // 2 * layer) // pool.num_layers for layer in range(pool.num_layers)
+        )
+        _clear(pool, prefilled, ends)
+        head = Head(prefilled.token_ids, prefilled.slots, 0, ends)
+        for first, end in ((0, _NUM_TOKENS // 3), (_NUM_TOKENS // 3, _NUM_TOKENS)):
+            part = head.part(first, end)
+            assert part is not None
+            heads.run([part])
+        for layer, end in enumerate(ends):
+            after = pool.gather(layer, prefilled.slots)
+            for name, old, new in (("K", before[layer].k, after.k), ("V", before[layer].v, after.v)):
+                error = _relative_error(new[:end], old[:end])
+                if not error <= _MAX_ERROR[old.dtype] or not torch.equal(new[end:], old[end:]):
+                    raise IncompatibleEngineError(
+                        f"a recomputed head is not what a prefill of {type(model_runner.model).__name__} "
+                        f"computes: {name} of layer {layer} differs by {error:.3g} (or was written behind its "
+                        'end); start with planner = "full-load" to load whole prefixes'
+                    )
+
+
+def _clear(pool: DevicePool, prefilled: Prefilled, ends: Sequence[int]) -> None:
+    for layer, end in enumerate(ends):
+        for buffer in pool.buffers(layer):
+            buffer.index_fill_(0, prefilled.slots[:end], 0)
+
+
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the row that is off most (of 100, so that one tie of a rounding does not count): ``[n, H, D]``."""
+    difference = (actual.float() - expected.float()).flatten(1).norm(dim=1)
+    size = expected.float().flatten(1).norm(dim=1).clamp_min(1e-6)
+    return float((difference / size).quantile(0.99))
