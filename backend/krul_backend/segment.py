@@ -15,7 +15,7 @@ from krul_backend.errors import ManifestError
 
 TokenIds = npt.NDArray[np.int32]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the manifest and of every codec's block layout; part of each model's fingerprint."""
 
 
@@ -55,7 +55,16 @@ class SegmentManifest:
     namespace). ``parent_key`` is the key of the page right before the segment, None at the start of a
     conversation. ``start_token`` is the absolute position of the first token. ``token_ids`` are the
     ``len(page_keys) * page_size`` tokens themselves: a hit is confirmed by them, not by a hash alone.
-    ``layer_num_bytes[l]`` is the exact size of layer ``l``'s block as its codec wrote it.
+
+    A block may lack its first tokens::
+
+        [start_token, layer_first_token[l])  not stored in layer l
+        [layer_first_token[l], end_token)    in layer l's block
+
+    ``layer_first_token[l]`` (a position in the conversation) is where a group of the codec starts, or the
+    segment's end: then the block is empty. Even a segment of empty blocks keeps its pages in the chain of the
+    conversation. Given as ``()``, every layer holds every token. ``layer_num_bytes[l]`` is the exact size of
+    layer ``l``'s block as it is stored.
 
     Raises:
         ManifestError: if the counts contradict each other.
@@ -69,8 +78,11 @@ class SegmentManifest:
     codec: str
     layer_num_bytes: tuple[int, ...]
     codec_params: dict[str, Any] = field(default_factory=dict)
+    layer_first_token: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.layer_first_token:
+            object.__setattr__(self, "layer_first_token", (self.start_token,) * self.model.num_layers)
         page_size = self.model.page_size
         if not self.page_keys:
             raise ManifestError("a segment needs at least one page")
@@ -92,12 +104,30 @@ class SegmentManifest:
             raise ManifestError(
                 f"{len(self.layer_num_bytes)} layer blocks for a model of {self.model.num_layers} layers"
             )
-        if any(num_bytes <= 0 for num_bytes in self.layer_num_bytes):
-            raise ManifestError(f"layer blocks must not be empty: {self.layer_num_bytes}")
+        if len(self.layer_first_token) != self.model.num_layers:
+            raise ManifestError(
+                f"{len(self.layer_first_token)} first tokens for a model of {self.model.num_layers} layers"
+            )
+        for layer, (first, size) in enumerate(zip(self.layer_first_token, self.layer_num_bytes, strict=True)):
+            if not self.start_token <= first <= self.end_token:
+                raise ManifestError(
+                    f"layer {layer} cannot hold tokens from {first} on in a segment of tokens "
+                    f"{self.start_token} to {self.end_token}"
+                )
+            if size < 0 or (size == 0) != (first == self.end_token):
+                raise ManifestError(
+                    f"layer {layer} holds {self.end_token - first} tokens in {size} bytes: "
+                    "exactly the blocks of no tokens are empty"
+                )
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def end_token(self) -> int:
+        """Position in the conversation right after the last token."""
+        return self.start_token + self.num_tokens
 
     @property
     def num_bytes(self) -> int:

@@ -99,7 +99,6 @@ class RestorePlanning:
 
     def _run(self, part: OpenSlice) -> StoredRun:
         manifest, decoder = part.source.manifest, part.decoder
-        layers = range(self._codec.num_layers)
         return StoredRun(
             tier=HOST_TIER,
             first_token=part.first_token,
@@ -110,14 +109,8 @@ class RestorePlanning:
             decode_token_s=self._decode_costs.token_s(decoder.strategy),
             last_use=decoder.last_use,
             stored_from=tuple(
-                min(
-                    max(
-                        part.first_token,
-                        *(manifest.layer_first_token[source] for source in decoder.sources(layer)),
-                    ),
-                    part.end_token,
-                )
-                for layer in layers
+                min(max(part.first_token, token), part.end_token)
+                for token in decoder.decodable_from(manifest.layer_first_token)
             ),
         )
 

@@ -153,7 +153,9 @@ def test_a_slice_at_another_position_ends_the_prefix(store: HostStore) -> None:
     reservation = store.reserve((100, 60))
     assert reservation is not None
     # Claims to follow page 1, but four pages further on.
-    manifest = dataclasses.replace(make_manifest("c", 2, 4, (100, 60)), start_token=6 * PAGE_SIZE)
+    manifest = dataclasses.replace(
+        make_manifest("c", 2, 4, (100, 60)), start_token=6 * PAGE_SIZE, layer_first_token=()
+    )
     store.commit(reservation, manifest)
     lease = lease_pages(store, "c", 0, 4)
     assert lease is not None
@@ -264,9 +266,11 @@ def test_a_reservation_is_settled_once(store: HostStore) -> None:
             reservation.blocks[0][0] = 1
 
 
-@pytest.mark.parametrize("sizes", [(), (0,), (64, -1)])
-def test_empty_reservations_are_refused(store: HostStore, sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="at least one byte"):
+@pytest.mark.parametrize("sizes", [(), (-1,), (64, -1)])
+def test_reservations_of_no_block_or_of_less_than_nothing_are_refused(
+    store: HostStore, sizes: tuple[int, ...]
+) -> None:
+    with pytest.raises(ValueError, match="needs blocks, of no fewer than 0 bytes"):
         store.reserve(sizes)
 
 
@@ -502,6 +506,8 @@ def test_a_closed_store_says_so_but_lets_late_threads_end(store: HostStore) -> N
         lambda: store.reserve((1,)),
         lambda: store.commit(other, make_manifest("c", 0, 1, (100, 60))),
         lambda: lease_pages(store, "c", 0, 2),
+        lambda: store.path_segments(MODEL, page_keys("c", 0, 2)),
+        lambda: store.trim(1, (4, 4), (50, 30)),
         store.stats,
         store.list_segments,
         store.verify,

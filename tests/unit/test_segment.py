@@ -51,14 +51,35 @@ def test_sizes_of_a_manifest() -> None:
         ({"start_token": 0}, "parent_key"),
         ({"parent_key": None}, "exactly the first segment"),
         ({"layer_num_bytes": (100,)}, "1 layer blocks for a model of 2 layers"),
-        ({"layer_num_bytes": (100, 0)}, "must not be empty"),
-        ({"layer_num_bytes": (100, -1)}, "must not be empty"),
+        ({"layer_num_bytes": (100, 0)}, "layer 1 holds 12 tokens in 0 bytes"),
+        ({"layer_num_bytes": (100, -1)}, "layer 1 holds 12 tokens in -1 bytes"),
+        ({"layer_first_token": (8,)}, "1 first tokens for a model of 2 layers"),
+        (
+            {"layer_first_token": (8, 7)},
+            "layer 1 cannot hold tokens from 7 on in a segment of tokens 8 to 20",
+        ),
+        ({"layer_first_token": (21, 8)}, "layer 0 cannot hold tokens from 21 on"),
+        ({"layer_first_token": (20, 8)}, "layer 0 holds 0 tokens in 100 bytes"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> None:
     manifest = make_manifest("c", 2, 5, (100, 60))
     with pytest.raises(ManifestError, match=message):
         dataclasses.replace(manifest, **changes)
+
+
+def test_every_layer_holds_every_token_unless_said_otherwise() -> None:
+    manifest = make_manifest("c", 2, 5, (100, 60))
+    assert (manifest.layer_first_token, manifest.end_token) == ((8, 8), 20)
+    assert dataclasses.replace(manifest, layer_first_token=(8, 12)).layer_first_token == (8, 12)
+
+
+def test_a_layer_may_hold_nothing_and_so_may_all() -> None:
+    manifest = make_manifest("c", 2, 5, (100, 60))
+    some = dataclasses.replace(manifest, layer_first_token=(20, 16), layer_num_bytes=(0, 20))
+    assert (some.num_bytes, some.num_tokens) == (20, 12)
+    none = dataclasses.replace(manifest, layer_first_token=(20, 20), layer_num_bytes=(0, 0))
+    assert (none.num_bytes, none.num_tokens) == (0, 12)
 
 
 def test_the_first_segment_has_no_parent() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,27 +14,37 @@ from krul_backend.codec.options import CodecOptions, Sharing
 from krul_backend.codec.parameters import MapDigest, PairParameters, RetainedCounts, SegmentParameters
 from krul_backend.codec.predicted_pair import PredictedPair
 from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.segment_layout import SegmentLayout, Unit
 from krul_backend.codec.shared_pair import SharedPair, count_retained
 from krul_backend.codec.single_layer import single_layer
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
-Unit = tuple[int, ...]
-
 
 @dataclass(frozen=True, eq=False)
 class SegmentEncoding:
     """How one segment is encoded: fixed by ``SegmentCodec.prepare``, before the first block is written.
 
-    ``layer_num_bytes``: exact size of each layer's block. ``params``: plain JSON values, all that is needed
-    to decode beside the model's own shape.
+    ``layer_first_token``: the token (a position in the conversation) from which each layer's block is kept,
+    ``layer_num_bytes``: its exact size from there on; see ``SegmentLayout``. ``left_out_num_bytes``: what the
+    whole blocks have beside these, without the rows that pairs would have retained of which nothing is kept.
+    ``params``: plain JSON values, all that is needed to decode beside the model's own shape.
     """
 
     strategy: Strategy
+    layer_first_token: tuple[int, ...]
     layer_num_bytes: tuple[int, ...]
+    left_out_num_bytes: int
     params: dict[str, Any]
     units: Mapping[Unit, UnitCodec] = field(repr=False)
+
+    @property
+    def kept_units(self) -> tuple[Unit, ...]:
+        """The units that must be encoded: those of which something is kept."""
+        return tuple(
+            unit for unit in self.strategy.units if any(self.layer_num_bytes[layer] for layer in unit)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,40 +56,12 @@ class UnitBlocks:
     blocks: tuple[torch.Tensor, ...]
 
 
-class SegmentDecoder:
-    """Reads one segment's blocks; made by ``SegmentCodec.open``."""
+class SegmentDecoder(SegmentLayout):
+    """Reads one segment's blocks, which were stored with ``strategy``; made by ``SegmentCodec.open``."""
 
-    def __init__(self, strategy: Strategy, units: Mapping[Unit, UnitCodec], num_tokens: int) -> None:
+    def __init__(self, strategy: Strategy, units: Mapping[Unit, UnitCodec], place: SegmentPlace) -> None:
+        super().__init__(units, place)
         self.strategy = strategy
-        self._num_tokens = num_tokens
-        self._places = {layer: (unit, codec) for unit, codec in units.items() for layer in unit}
-
-    @property
-    def layer_num_bytes(self) -> tuple[int, ...]:
-        """Size of each layer's block."""
-        return tuple(
-            self._places[layer][1].layouts[self._places[layer][0].index(layer)].num_bytes
-            for layer in sorted(self._places)
-        )
-
-    def sources(self, layer: int) -> tuple[int, ...]:
-        """The layers whose blocks ``decode`` needs for ``layer``."""
-        unit, codec = self._place(layer)
-        return tuple(unit[index] for index in codec.sources(unit.index(layer)))
-
-    @cached_property
-    def last_use(self) -> tuple[int, ...]:
-        """For each layer the last one that needs its block: itself, or the other one of a pair."""
-        last = list(range(len(self._places)))
-        for layer in range(len(self._places)):
-            for source in self.sources(layer):
-                last[source] = max(last[source], layer)
-        return tuple(last)
-
-    def tail_start(self, layer: int, first_token: int) -> int:
-        """First byte of the part of ``layer``'s block that tokens from ``first_token`` on need."""
-        unit, codec = self._place(layer)
-        return codec.layouts[unit.index(layer)].byte_range(first_token, self._num_tokens).start
 
     def decode(
         self, layer: int, blocks: Mapping[int, torch.Tensor], first_token: int, end_token: int
@@ -110,11 +91,6 @@ class SegmentDecoder:
             raise CodecError(f"layer {layer} needs the blocks of layers {sources}, not given: {missing}")
         return UnitBlocks(codec, unit.index(layer), tuple(blocks[source] for source in sources))
 
-    def _place(self, layer: int) -> tuple[Unit, UnitCodec]:
-        if layer not in self._places:
-            raise CodecError(f"layer {layer} of a segment of {len(self._places)} layers")
-        return self._places[layer]
-
 
 class SegmentCodec:
     """The codec of one model on one rank.
@@ -139,34 +115,76 @@ class SegmentCodec:
         self._maps = {} if maps is None else maps
 
     def prepare(
-        self, strategy: Strategy, read: ReadLayer, *, start_token: int, num_tokens: int
+        self,
+        strategy: Strategy,
+        read: ReadLayer,
+        *,
+        start_token: int,
+        num_tokens: int,
+        head_ends: Sequence[int] | None = None,
     ) -> SegmentEncoding:
         """Fix how tokens ``[start_token, start_token + num_tokens)`` of a conversation are encoded.
 
-        Reads both layers of each pair that shares directions, for the number of tokens that are retained.
+        ``head_ends``: of layer ``l``, tokens before position ``head_ends[l]`` of the conversation need not be
+        kept; None keeps everything. Reads both layers of each pair that shares directions, unless nothing of
+        it is kept, for the number of tokens that are retained.
 
         Raises:
-            CodecError: a strategy for another number of layers, no tokens, positions beyond the model's, or
-                a pair that is to be predicted without a map for it.
+            CodecError: a strategy or heads for another number of layers, no tokens, positions beyond the
+                model's, or a pair that is to be predicted without a map for it.
         """
-        if len(strategy.layers) != self.num_layers:
-            raise CodecError(f"a strategy of {len(strategy.layers)} layers for a model of {self.num_layers}")
-        pairs = tuple(
-            self._share(pair, strategy.layers[pair[0]].precision, read, start_token)
-            for pair in strategy.pairs
+        self._check_strategy(strategy)
+        if head_ends is None:
+            head_ends = [start_token] * self.num_layers
+        elif len(head_ends) != self.num_layers:
+            raise CodecError(f"heads of {len(head_ends)} layers for a model of {self.num_layers}")
+        pairs = []
+        for pair in strategy.pairs:
+            is_kept = any(head_ends[layer] < start_token + num_tokens for layer in pair)
+            precision = strategy.layers[pair[0]].precision
+            pairs.append(self._share(pair, precision, read if is_kept else None, start_token))
+        parameters = SegmentParameters(
+            strategy, self._options.group_size, self._rotary is not None, tuple(pairs)
         )
-        parameters = SegmentParameters(strategy, self._options.group_size, self._rotary is not None, pairs)
-        units = self._units(parameters, start_token, num_tokens)
-        decoder = SegmentDecoder(strategy, units, num_tokens)
-        return SegmentEncoding(strategy, decoder.layer_num_bytes, parameters.to_json(), units)
+        place = self._place(parameters, start_token, num_tokens)
+        units = self._units(parameters, place)
+        layout = SegmentLayout(units, place)
+        layer_first_token = layout.kept_from(head_ends)
+        layer_num_bytes = layout.kept_num_bytes(layer_first_token)
+        return SegmentEncoding(
+            strategy,
+            layer_first_token,
+            layer_num_bytes,
+            sum(layout.layer_num_bytes) - sum(layer_num_bytes),
+            parameters.to_json(),
+            units,
+        )
+
+    def layer_token_bytes(self, strategy: Strategy) -> tuple[float, ...]:
+        """Bytes of a token in each layer's block, in groups that are full.
+
+        Rows that a pair retains are not counted: how many there are depends on the KV, and differs by rank.
+
+        Raises:
+            CodecError: a strategy for another number of layers, or a pair without the map it needs.
+        """
+        self._check_strategy(strategy)
+        pairs = tuple(
+            self._share(pair, strategy.layers[pair[0]].precision, None, 0) for pair in strategy.pairs
+        )
+        group_size = self._options.group_size
+        parameters = SegmentParameters(strategy, group_size, False, pairs)
+        place = self._place(parameters, 0, group_size)
+        layout = SegmentLayout(self._units(parameters, place), place)
+        return tuple(num_bytes / group_size for num_bytes in layout.layer_num_bytes)
 
     def encode_unit(
         self, encoding: SegmentEncoding, unit: Unit, layers: Sequence[LayerKV]
     ) -> tuple[torch.Tensor, ...]:
         """Blocks of a unit of ``encoding.strategy.units``, in its order.
 
-        ``layers``: the unit's KV, all tokens of the segment; not changed. Returns new uint8 tensors
-        ``[layer_num_bytes[l]]``, contiguous, on the device of the KV.
+        ``layers``: the unit's KV, all tokens of the segment; not changed. Returns of each block what is kept:
+        new uint8 tensors ``[layer_num_bytes[l]]``, contiguous, on the device of the KV.
 
         Raises:
             CodecError: an unknown unit, or KV that is not of the segment's shape and dtype.
@@ -178,7 +196,12 @@ class SegmentCodec:
             raise CodecError(f"unit {unit} has {len(unit)} layers, got the KV of {len(layers)}")
         for kv in layers:
             self._check(kv, codec.place.num_tokens)
-        return codec.encode(layers)
+        blocks = codec.encode(layers)
+        kept_num_bytes = [encoding.layer_num_bytes[layer] for layer in unit]
+        return tuple(
+            block[block.numel() - num_bytes :]
+            for block, num_bytes in zip(blocks, kept_num_bytes, strict=True)
+        )
 
     def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SegmentDecoder:
         """A decoder for blocks that were encoded with these parameters at this place.
@@ -195,13 +218,10 @@ class SegmentCodec:
         )
         if parameters.are_keys_unrotated and self._rotary is None:
             raise CodecError("keys were stored without rotary embedding, and this model's is not known")
-        return SegmentDecoder(
-            parameters.strategy, self._units(parameters, start_token, num_tokens), num_tokens
-        )
+        place = self._place(parameters, start_token, num_tokens)
+        return SegmentDecoder(parameters.strategy, self._units(parameters, place), place)
 
-    def _units(
-        self, parameters: SegmentParameters, start_token: int, num_tokens: int
-    ) -> dict[Unit, UnitCodec]:
+    def _place(self, parameters: SegmentParameters, start_token: int, num_tokens: int) -> SegmentPlace:
         if start_token < 0 or num_tokens < 1:
             raise CodecError(f"{num_tokens} tokens from position {start_token} are no segment")
         rotary = self._rotary if parameters.are_keys_unrotated else None
@@ -210,7 +230,9 @@ class SegmentCodec:
                 f"a segment ends at position {start_token + num_tokens}, the model's rotary embedding at "
                 f"{rotary.max_positions}"
             )
-        place = SegmentPlace(self._shape, start_token, num_tokens, parameters.group_size, rotary)
+        return SegmentPlace(self._shape, start_token, num_tokens, parameters.group_size, rotary)
+
+    def _units(self, parameters: SegmentParameters, place: SegmentPlace) -> dict[Unit, UnitCodec]:
         units: dict[Unit, UnitCodec] = {}
         shared = dict(zip(parameters.strategy.pairs, parameters.pairs, strict=True))
         for unit in parameters.strategy.units:
@@ -226,9 +248,15 @@ class SegmentCodec:
                 units[unit] = PredictedPair(place, precision, self._map(pair, precision, how.digest))
         return units
 
-    def _share(self, pair: Pair, precision: Precision, read: ReadLayer, start_token: int) -> PairParameters:
+    def _share(
+        self, pair: Pair, precision: Precision, read: ReadLayer | None, start_token: int
+    ) -> PairParameters:
+        """How a pair shares; ``read`` is None for one of which nothing, and so no retained row, is stored."""
         if self._options.sharing is Sharing.PREDICTED:
             return MapDigest(self._map(pair, precision).digest)
+        if read is None:
+            none = (0,) * self._shape.num_kv_heads
+            return RetainedCounts(none, none)
         return count_retained(read(pair[0]), read(pair[1]), start_token, self._options)
 
     def _map(self, pair: Pair, precision: Precision, digest: str | None = None) -> LayerMap:
@@ -238,6 +266,10 @@ class SegmentCodec:
         if digest is not None and layer_map.digest != digest:
             raise CodecError(f"layers {pair} were stored with map {digest:.40}, known: {layer_map.digest}")
         return layer_map
+
+    def _check_strategy(self, strategy: Strategy) -> None:
+        if len(strategy.layers) != self.num_layers:
+            raise CodecError(f"a strategy of {len(strategy.layers)} layers for a model of {self.num_layers}")
 
     def _check(self, kv: LayerKV, num_tokens: int) -> None:
         shape = self._shape

@@ -18,8 +18,10 @@ from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.eviction import EvictionPolicy, LruPolicy
 from krul_backend.store.eviction_plan import plan_eviction
 from krul_backend.store.interface import (
+    Block,
     KVStore,
     Lease,
+    PathSegment,
     Reservation,
     SegmentInfo,
     SegmentSlice,
@@ -27,6 +29,7 @@ from krul_backend.store.interface import (
 )
 from krul_backend.store.page_index import PageIndex, PageRun
 from krul_backend.store.stored_segment import StoredSegment, block_checksum
+from krul_backend.store.trimming import plan_trim
 from krul_backend.tiers.arena import DramArena, Extent
 
 logger = logging.getLogger(__name__)
@@ -37,7 +40,7 @@ class _Pending:
     """A reservation that is neither committed nor aborted. ``clear_count`` dates it against ``clear``."""
 
     reservation: Reservation
-    extents: tuple[Extent, ...]
+    extents: tuple[Extent | None, ...]
     clear_count: int
 
 
@@ -48,6 +51,8 @@ class _Counters:
     committed_segments: int = 0
     evicted_segments: int = 0
     evicted_bytes: int = 0
+    trimmed_segments: int = 0
+    trimmed_bytes: int = 0
     rejected_reservations: int = 0
     corrupted_segments: int = 0
     token_mismatches: int = 0
@@ -61,9 +66,9 @@ class HostStore(KVStore):
 
     One lock guards all bookkeeping and is held for bookkeeping only. Checksums are computed outside it, on
     bytes that cannot be reused meanwhile: those of a reservation taken off the books by its commit, or those
-    of a pinned segment.
+    of a pinned segment. A pinned segment is neither evicted nor, unless the pin is the trim's own, trimmed.
 
-    The life of a segment's extents::
+    The life of a segment's extents (a trim frees the front of them while they are indexed)::
 
         reserve -> commit -> indexed --(evict)--------------------------------> free
                 |                     \\-(quarantine, clear)-> pinned ? zombie -> free at the last unpin
@@ -111,13 +116,14 @@ class HostStore(KVStore):
 
     def reserve(self, layer_num_bytes: Sequence[int]) -> Reservation | None:
         sizes = tuple(layer_num_bytes)
-        if not sizes or any(num_bytes <= 0 for num_bytes in sizes):
-            raise ValueError(f"a reservation needs blocks of at least one byte each, got {sizes}")
+        if not sizes or any(num_bytes < 0 for num_bytes in sizes):
+            raise ValueError(f"a reservation needs blocks, of no fewer than 0 bytes each, got {sizes}")
+        wanted = [num_bytes for num_bytes in sizes if num_bytes]
         with self._lock:
             arena = self._open_arena()
-            extents = arena.allocate_all(sizes)
-            if extents is None:
-                victims = plan_eviction(arena, sizes, self._idle_segments())
+            taken = arena.allocate_all(wanted)
+            if taken is None:
+                victims = plan_eviction(arena, wanted, self._idle_segments())
                 if victims is None:
                     self._counters.rejected_reservations += 1
                     return None
@@ -125,9 +131,11 @@ class HostStore(KVStore):
                     self._remove(victim)
                     self._counters.evicted_segments += 1
                     self._counters.evicted_bytes += victim.manifest.num_bytes
-                extents = arena.allocate_all(sizes)
-                assert extents is not None, f"{sizes} fitted in the trial but not in {arena.free_bytes} bytes"
-            reservation = Reservation(next(self._ids), tuple(arena.view(extent) for extent in extents))
+                taken = arena.allocate_all(wanted)
+                assert taken is not None, f"{sizes} fitted in the trial but not in {arena.free_bytes} bytes"
+            of_layers = iter(taken)
+            extents = tuple(next(of_layers) if num_bytes else None for num_bytes in sizes)
+            reservation = Reservation(next(self._ids), tuple(_block_in(arena, extent) for extent in extents))
             self._pending[reservation.reservation_id] = _Pending(reservation, extents, self._clear_count)
             return reservation
 
@@ -199,6 +207,44 @@ class HostStore(KVStore):
             self._counters.hit_pages += num_pages
             self._counters.missed_pages += len(keys) - num_pages
             return self._grant(intact, num_pages) if intact else None
+
+    def path_segments(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[PathSegment]:
+        with self._lock:
+            self._open_arena()
+            segments = self._index.segments_of(model, page_keys)
+            return [PathSegment(segment.segment_id, segment.manifest) for segment in segments]
+
+    def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
+        with self._lock:
+            self._open_arena()
+            segment = self._segments.get(segment_id)
+            if segment is None:
+                return 0
+            trim = plan_trim(segment.manifest, layer_first_token, layer_num_bytes)
+            if trim is None or segment.num_pins or self._index.is_shared(segment):
+                return 0
+            self._pin((segment,))
+        # [pinned, applied) the blocks are only read. Whoever pins the segment meanwhile is handed the old
+        # blocks, so these stay: the trim gives up. Whoever comes after it finds the new ones.
+        try:
+            checksums = trim.checksums(segment)
+        except BaseException:
+            with self._lock:
+                self._unpin((segment,))
+            raise
+        with self._lock:
+            arena = self._open_arena()
+            has_other_pins = segment.num_pins > 1
+            num_bytes = 0
+            if checksums is None:
+                self._quarantine(segment)
+            elif segment.is_indexed and not has_other_pins and not self._index.is_shared(segment):
+                trim.apply(segment, arena, checksums)
+                num_bytes = trim.num_bytes
+                self._counters.trimmed_segments += 1
+                self._counters.trimmed_bytes += num_bytes
+            self._unpin((segment,))
+            return num_bytes
 
     def release(self, lease: Lease) -> None:
         with self._lock:
@@ -378,25 +424,36 @@ class HostStore(KVStore):
             if segment.num_pins == 0 and not segment.is_indexed:
                 self._free(segment.extents)
 
-    def _free(self, extents: Iterable[Extent]) -> None:
+    def _free(self, extents: Iterable[Extent | None]) -> None:
         if self._arena is not None:
             for extent in extents:
-                self._arena.free(extent)
+                if extent is not None:
+                    self._arena.free(extent)
 
     def _was_cleared_since(self, pending: _Pending, model: ModelIdentity) -> bool:
         cleared_at = max(self._cleared_all_at, self._cleared_model_at.get(model.fingerprint, 0))
         return pending.clear_count < cleared_at
 
 
+def _block_in(arena: DramArena, extent: Extent | None) -> Block:
+    return np.empty(0, dtype=np.uint8) if extent is None else arena.view(extent)
+
+
 def _checked_manifest(pending: _Pending, manifest: SegmentManifest) -> SegmentManifest:
     """The manifest with token ids that nobody else can change: hits are confirmed by them for long."""
     given = tuple(manifest.layer_num_bytes)
-    reserved = tuple(extent.num_bytes for extent in pending.extents)
+    reserved = tuple(block.nbytes for block in pending.reservation.blocks)
     if given != reserved:
         raise ManifestError(f"the manifest's layer blocks {given} differ from the reserved {reserved}")
     token_ids = np.array(manifest.token_ids, dtype=np.int32)
     token_ids.flags.writeable = False
-    return dataclasses.replace(manifest, page_keys=tuple(manifest.page_keys), token_ids=token_ids)
+    return dataclasses.replace(
+        manifest,
+        page_keys=tuple(manifest.page_keys),
+        token_ids=token_ids,
+        layer_num_bytes=given,
+        layer_first_token=tuple(manifest.layer_first_token),
+    )
 
 
 def _num_leading_intact(runs: Sequence[PageRun]) -> int:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 
 Block = npt.NDArray[np.uint8]
-"""A writable or read-only view of ``[num_bytes]`` bytes inside the arena."""
+"""A writable or read-only view of ``[num_bytes]`` bytes inside the arena, or an array of no bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,8 @@ class Reservation:
 class SegmentSlice:
     """The pages ``[first_page, end_page)`` of one stored segment, pinned by a lease.
 
-    ``blocks[l]`` is the whole block of layer ``l``: the codec knows where in it a page lies.
+    ``blocks[l]`` is all that is stored of layer ``l``, from token ``manifest.layer_first_token[l]`` on, which
+    need not be all of these pages: the codec knows where in it a page lies. Neither changes while leased.
     """
 
     segment_id: int
@@ -53,6 +54,14 @@ class Lease:
     slices: tuple[SegmentSlice, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class PathSegment:
+    """A committed segment on the path of a conversation, as it was when asked for. Not pinned."""
+
+    segment_id: int
+    manifest: SegmentManifest
+
+
 @dataclass(frozen=True)
 class StoreStats:
     """A snapshot. Byte counts obey ``used_bytes + free_bytes == capacity_bytes`` at any moment.
@@ -60,8 +69,9 @@ class StoreStats:
     ``used_bytes`` counts the arena's bytes as they are taken: committed blocks, reservations, segments that
     left the index but are still leased, and alignment. ``stored_bytes`` and ``stored_tokens`` count the
     committed segments in the index only, without alignment; ``num_pages`` counts a page once, however many
-    segments hold it. ``lookups`` counts calls of ``lease``, ``hit_pages`` and ``missed_pages`` the pages that
-    they asked for.
+    segments hold it. ``trimmed_segments`` counts the calls of ``trim`` that dropped bytes, ``trimmed_bytes``
+    those bytes, without alignment. ``lookups`` counts calls of ``lease``, ``hit_pages`` and ``missed_pages``
+    the pages that they asked for.
     """
 
     capacity_bytes: int
@@ -76,6 +86,8 @@ class StoreStats:
     committed_segments: int
     evicted_segments: int
     evicted_bytes: int
+    trimmed_segments: int
+    trimmed_bytes: int
     rejected_reservations: int
     corrupted_segments: int
     token_mismatches: int
@@ -119,10 +131,11 @@ class KVStore(ABC):
 
         Returns None, and counts it, when the space cannot be had (larger than the arena, or everything
         else is leased or reserved). Never takes the arena past its capacity. When it returns None nothing
-        was evicted in vain if that could be known beforehand.
+        was evicted in vain if that could be known beforehand. Blocks may have no bytes, all of them too: of a
+        layer of which nothing is stored.
 
         Raises:
-            ValueError: if there is no block, or one of no bytes.
+            ValueError: if there is no block, or one of fewer than no bytes.
         """
 
     @abstractmethod
@@ -154,10 +167,35 @@ class KVStore(ABC):
         counted in ``token_mismatches``. The bytes of every block are verified before the lease is given; a
         segment with a wrong checksum is taken out of the index, counted, and freed as soon as no lease needs
         it. Returns None if not one page is usable. A lease counts as use: its segments become the most
-        recently used ones.
+        recently used ones. A page is found whether or not every layer holds its tokens: see the manifests.
 
         Raises:
             ValueError: if ``token_ids`` does not have ``len(page_keys) * page_size`` elements.
+        """
+
+    @abstractmethod
+    def path_segments(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[PathSegment]:
+        """The segments that hold ``page_keys``, each once, in the order of their first page among them.
+
+        Keys that are not stored are passed over. No use of the segments: nothing is pinned or verified.
+        """
+
+    @abstractmethod
+    def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
+        """Drop the first tokens of a segment's blocks; returns how many bytes went, without alignment.
+
+        Layer ``l`` then holds the tokens from ``layer_first_token[l]`` (a position in the conversation) on,
+        in the last ``layer_num_bytes[l]`` bytes of its block. The codec knows which these are
+        (``SegmentDecoder.kept_num_bytes``); the store only cuts. A layer that holds no more than that already
+        stays as it is, so a call that is repeated, or made with an older manifest in hand, does no harm.
+
+        Nothing changes, and 0 is returned, when the segment is gone, pinned by a lease or another reader, or
+        shared: another indexed segment holds one of its pages, more than one continues it, or one does so
+        before its last page. A block that loses a part has its checksum verified first; if it is wrong, the
+        segment leaves the index as in ``lease``.
+
+        Raises:
+            ManifestError: there are no such layers, tokens or sizes in the segment.
         """
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,30 +42,77 @@ class PageIndex:
 
     def __init__(self) -> None:
         self._pages: dict[str, dict[str, tuple[StoredSegment, int]]] = {}
+        # Both by (fingerprint, page key), and without entries for 0: copies of a page that are not its entry
+        # (few), and segments that continue a page.
+        self._num_hidden_copies: Counter[tuple[str, str]] = Counter()
+        self._num_continuations: Counter[tuple[str, str]] = Counter()
 
     @property
     def num_pages(self) -> int:
         return sum(len(pages) for pages in self._pages.values())
 
     def add(self, segment: StoredSegment) -> int:
-        """Enter the pages that are not indexed yet. Returns how many those are."""
+        """Enter the pages that are not indexed yet. Returns how many those are; for 0 nothing is changed."""
         manifest = segment.manifest
-        pages = self._pages.setdefault(manifest.model.fingerprint, {})
+        fingerprint = manifest.model.fingerprint
+        pages = self._pages.setdefault(fingerprint, {})
         num_before = len(pages)
+        hidden = []
         for page, key in enumerate(manifest.page_keys):
-            pages.setdefault(key, (segment, page))
-        return len(pages) - num_before
+            if pages.setdefault(key, (segment, page))[0] is not segment:
+                hidden.append((fingerprint, key))
+        num_new = len(pages) - num_before
+        if num_new:
+            self._num_hidden_copies.update(hidden)
+            if manifest.parent_key is not None:
+                self._num_continuations[fingerprint, manifest.parent_key] += 1
+        return num_new
 
     def remove(self, segment: StoredSegment) -> None:
-        """Take out the entries that point to ``segment``."""
-        fingerprint = segment.manifest.model.fingerprint
-        pages = self._pages[fingerprint]
-        for key in segment.manifest.page_keys:
+        """Take out what ``add`` entered for ``segment``."""
+        manifest = segment.manifest
+        fingerprint = manifest.model.fingerprint
+        pages = self._pages.get(fingerprint, {})
+        for key in manifest.page_keys:
             entry = pages.get(key)
             if entry is not None and entry[0] is segment:
                 del pages[key]
+            else:
+                _count_down(self._num_hidden_copies, (fingerprint, key))
+        if manifest.parent_key is not None:
+            _count_down(self._num_continuations, (fingerprint, manifest.parent_key))
         if not pages:
-            del self._pages[fingerprint]
+            self._pages.pop(fingerprint, None)
+
+    def is_shared(self, segment: StoredSegment) -> bool:
+        """Whether more than one conversation goes through an indexed segment, or holds a page of it.
+
+        That is: another indexed segment holds one of its pages, more than one continues it, or one does so
+        before its last page. One look-up per page of the segment, whatever else is stored.
+        """
+        manifest = segment.manifest
+        fingerprint = manifest.model.fingerprint
+        *inner_keys, last_key = manifest.page_keys
+        if self._num_continuations[fingerprint, last_key] > 1:
+            return True
+        if any((fingerprint, key) in self._num_continuations for key in inner_keys):
+            return True
+        pages = self._pages.get(fingerprint, {})
+        for key in manifest.page_keys:
+            entry = pages.get(key)
+            num_others = self._num_hidden_copies[fingerprint, key]
+            if entry is None or entry[0] is not segment:
+                # This segment's own copy is a hidden one; the entry, if any, is another's.
+                num_others += (entry is not None) - 1
+            if num_others:
+                return True
+        return False
+
+    def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[StoredSegment]:
+        """The segments that ``page_keys`` are entered for, each once, by their first page among them."""
+        pages = self._pages.get(model.fingerprint, {})
+        entries = (pages.get(key) for key in page_keys)
+        return list(dict.fromkeys(entry[0] for entry in entries if entry is not None))
 
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         """The maximal runs of ``page_keys`` without an entry, as ascending index ranges."""
@@ -149,6 +197,12 @@ class PageIndex:
             key_before = key
         entry = pages.get(key_before) if key_before is not None else None
         return entry[0] if entry is not None else None
+
+
+def _count_down(counts: Counter[tuple[str, str]], key: tuple[str, str]) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 def _num_equal_keys(left: tuple[str, ...], left_start: int, right: tuple[str, ...], right_start: int) -> int:

@@ -19,15 +19,20 @@ def block_checksum(block: Block) -> int:
 
 @dataclass(eq=False)
 class StoredSegment:
-    """Everything but the pins is constant. Its extents are freed when it is neither indexed nor pinned.
+    """A segment's blocks, and where they lie. Its extents are freed when it is neither indexed nor pinned.
 
-    ``num_pins`` counts whoever reads the blocks: leases and running verifications. ``num_leases`` counts the
-    leases among them. ``last_used_s`` is on the store's clock.
+    ``extents[l]`` is None where layer ``l`` has no bytes; a block is the end of its extent, after what a trim
+    could not free for alignment. ``num_pins`` counts whoever reads the blocks: leases, running verifications
+    and trims. ``num_leases`` counts the leases among them. ``last_used_s`` is on the store's clock.
+
+    What says where the bytes are (``manifest``, ``extents``, ``blocks``, ``checksums``) is changed by a trim
+    alone: all of it at once, under the store's lock, and only while the trim's own pin is the only one. So
+    whoever pins a segment finds everything as it was until the unpin, without the lock.
     """
 
     segment_id: int
     manifest: SegmentManifest
-    extents: tuple[Extent, ...]
+    extents: tuple[Extent | None, ...]
     blocks: tuple[Block, ...]
     checksums: tuple[int, ...]
     last_used_s: float
@@ -38,12 +43,13 @@ class StoredSegment:
     @property
     def taken_bytes(self) -> int:
         """Bytes in the arena, alignment included."""
-        return sum(extent.taken_bytes for extent in self.extents)
+        return sum(extent.taken_bytes for extent in self.extents if extent is not None)
 
     def give_extents_to(self, free_extents: FreeExtents) -> None:
         """Mark this segment's bytes as free in a copy of the arena's free space."""
         for extent in self.extents:
-            free_extents.give(extent.offset, extent.taken_bytes)
+            if extent is not None:
+                free_extents.give(extent.offset, extent.taken_bytes)
 
     def is_intact(self) -> bool:
         """Do all blocks still have the checksums taken at commit? Call it pinned, and outside the lock."""

@@ -120,6 +120,26 @@ class DramArena:
         del self._live[extent.offset]
         self._free.give(extent.offset, extent.taken_bytes)
 
+    def free_front(self, extent: Extent, num_bytes: int) -> Extent:
+        """Give back as much of the first ``num_bytes`` of an extent as is aligned; returns what is left.
+
+        Up to ``ALIGNMENT_BYTES - 1`` of these bytes stay at the front of the extent that is left. The given
+        extent counts as freed, even if it was left whole. Its end, and so its views' bytes, stay in place.
+
+        Raises:
+            ValueError: if not even one byte would be left, or the extent is not held in this arena.
+        """
+        self._check_live(extent)
+        if not 0 <= num_bytes < extent.num_bytes:
+            raise ValueError(f"{num_bytes} bytes at the front of {extent} leave no extent")
+        num_freed = num_bytes - num_bytes % ALIGNMENT_BYTES
+        rest = Extent(extent.offset + num_freed, extent.num_bytes - num_freed)
+        del self._live[extent.offset]
+        self._live[rest.offset] = rest
+        if num_freed:
+            self._free.give(extent.offset, num_freed)
+        return rest
+
     def view(self, extent: Extent) -> npt.NDArray[np.uint8]:
         """The extent's bytes, uint8 ``[num_bytes]``, writable.
 
