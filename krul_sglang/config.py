@@ -13,6 +13,7 @@ from typing import Any
 
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
+from krul_backend.restore.registry import PLANNER_NAMES
 from krul_backend.strategy.registry import SELECTOR_NAMES
 from krul_backend.strategy.strategy import Precision
 
@@ -94,6 +95,28 @@ def _parse_precision(value: object) -> str:
     if value not in PRECISIONS:
         raise ValueError("unknown")
     return str(value)
+
+
+def _parse_planner(value: object) -> str:
+    if value not in PLANNER_NAMES:
+        raise ValueError("unknown")
+    return str(value)
+
+
+def _parse_switch(value: object) -> bool:
+    switches = {"true": True, "1": True, "false": False, "0": False}
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value.strip().lower() not in switches:
+        raise ValueError("not a switch")
+    return switches[value.strip().lower()]
+
+
+def _parse_token_count(value: object) -> int:
+    number = _parse_number(value)
+    if not number.is_integer() or number < 0:
+        raise ValueError("out of range")
+    return int(number)
 
 
 def _parse_estimator(value: object) -> str:
@@ -199,12 +222,41 @@ class KrulConfig:
         "from their neighbours, then of device memory for what was learned; it bounds the number of pairs.",
     )
 
+    planner: str = _option(
+        "optimal",
+        _parse_planner,
+        "one of " + ", ".join(PLANNER_NAMES),
+        "How each layer of a returning prefix is split into a head that is recomputed and a tail that is "
+        'loaded: "optimal" ends first by the costs measured on this machine; "full-load" loads everything '
+        'there is and "full-recompute" nothing; "uniform" and "pyramid" are those of the Krul paper.',
+    )
+    store_full_tail: bool = _option(
+        False,
+        _parse_switch,
+        "true or false",
+        "Store every token in every layer. Otherwise tokens that the planner would recompute when the "
+        "conversation returns are left out, which takes less memory.",
+    )
+    max_head_tokens: int = _option(
+        32768,
+        _parse_token_count,
+        "a whole number that is not negative",
+        "Most tokens that are recomputed for the requests of one batch together; others of the batch wait "
+        "for them.",
+    )
+    load_timeout: float = _option(
+        10.0,
+        _parse_positive,
+        "a positive number",
+        "Seconds after which a load of which no further layer has landed is given up, and recomputed.",
+    )
+
     cache_dir: str = _option(
         "~/.cache/krul-sglang",
         _parse_path,
         "a path",
         "Where what was learned of a model (its sensitivity to compression, and how its layers predict each "
-        "other) is kept between runs.",
+        "other) and what was measured on this machine are kept between runs.",
     )
 
     @property

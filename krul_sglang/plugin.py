@@ -24,6 +24,7 @@ def register() -> None:
     HookRegistry.register(hook_targets.SCHEDULER_INIT, factory.select_linker, HookType.BEFORE)
     HookRegistry.register(hook_targets.INIT_ATTENTION, factory.attach_capture, HookType.AFTER)
     HookRegistry.register(hook_targets.ON_IDLE, factory.probe_when_idle, HookType.BEFORE)
+    HookRegistry.register(hook_targets.FORWARD, factory.forward_with_restore, HookType.AROUND)
     HookRegistry.register(hook_targets.INTERNAL_STATE, factory.add_stats, HookType.AFTER)
 
 

@@ -18,6 +18,7 @@ from krul_sglang.engine.unsupported import check_flags, check_model
 logger = logging.getLogger(__name__)
 
 BACKEND_NAME = "krul"
+RESTORES = "krul_restores"
 
 
 def select_linker(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -72,6 +73,7 @@ def build_cache(ctx: Any) -> Any:
         IncompatibleEngineError: another SGLang release, or hooks that are not in place.
         UnsupportedSetupError: a server setting, model or pool that krul cannot serve.
         ConfigError: a memory budget that this machine does not have.
+        See also ``attach_restore``.
     """
     verify_engine()
 
@@ -80,6 +82,7 @@ def build_cache(ctx: Any) -> Any:
     from sglang.srt.runtime_context import get_context, get_memory
 
     from krul_sglang.engine.agreement import RankAgreement
+    from krul_sglang.engine.attach_restore import attach_restore
     from krul_sglang.engine.kv_pool import DevicePool
     from krul_sglang.engine.linker import EngineParts
     from krul_sglang.engine.model_identity import build_model_identity
@@ -128,9 +131,20 @@ def build_cache(ctx: Any) -> Any:
         rotary=read_rotary_table(runner.model),
         capture=runner.krul_turn_capture,
         agreement=RankAgreement.create(ctx.tp_size),
+        restore_agreement=RankAgreement.create(ctx.tp_size),
         model_runner=runner,
     )
-    return create_unified_radix_cache(ctx, cache_class=KrulRadixCache)
+    cache = create_unified_radix_cache(ctx, cache_class=KrulRadixCache)
+    attach_restore(cache, ctx.params.krul_parts, resolved["chunked_prefill_size"])
+    return cache
+
+
+def forward_with_restore(original: Any, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook of ``TpModelWorker.forward_batch_generation``: prefixes that are restored come first."""
+    restore = getattr(worker.model_runner, "krul_restore_forward", None)
+    if restore is None or batch is None or not batch.forward_mode.is_extend():
+        return original(worker, batch, *args, **kwargs)
+    return restore.run(batch, lambda: original(worker, batch, *args, **kwargs))
 
 
 def probe_when_idle(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -141,8 +155,12 @@ def probe_when_idle(scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def add_stats(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
-    """AFTER hook of ``get_internal_state``: ``/server_info`` shows krul's counters under ``"krul"``."""
+    """AFTER hook of ``get_internal_state``: ``/server_info`` shows krul's counters under ``"krul"``.
+
+    The last restores are under ``"krul_restores"``.
+    """
     stats = getattr(controller.scheduler.tree_cache, "krul_stats", None)
     if stats is not None:
         result.internal_state[BACKEND_NAME] = stats()
+        result.internal_state[RESTORES] = controller.scheduler.tree_cache.krul_linker.traces()
     return result

@@ -19,6 +19,7 @@ PREPARE_SERVER_ARGS = "sglang.srt.server_args.prepare_server_args"
 SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
 INIT_ATTENTION = "sglang.srt.managers.scheduler.Scheduler.init_all_attention_backends"
 ON_IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
+FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 INTERNAL_STATE = (
     "sglang.srt.managers.scheduler_components.internal_state."
     "SchedulerInternalStateController.get_internal_state"
@@ -41,7 +42,7 @@ class Target:
 _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
 _LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinker"
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
-_COUNTER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.LayerWiseLoadCounter"
+_RESIDUAL = "sglang.srt.layers.layer_boundary.residual.batch"
 
 TARGETS = (
     Target(PREPARE_SERVER_ARGS, ("argv",), hooked=True),
@@ -66,8 +67,12 @@ TARGETS = (
     Target(f"{_LINKER}.lookup", ("self", "rid", "transfers")),
     Target(f"{_LINKER}.load", ("self", "rid", "transfers")),
     Target(f"{_LINKER}.finish_layer_wise_loading", ("self", "counter_index")),
-    Target(f"{_COUNTER}.complete", ("self", "index", "layer")),
-    Target(f"{_COUNTER}.fail", ("self", "index", "error")),
+    Target(FORWARD, ("self", "batch"), hooked=True),
+    Target(f"{_RESIDUAL}.start", ("forward_batch",)),
+    Target(f"{_RESIDUAL}.to_pp", ("hidden_states", "forward_batch")),
+    Target(f"{_RESIDUAL}.clear", ("forward_batch",)),
+    Target("sglang.srt.layers.layer_boundary.stage.StageBoundary.from_pp", ("self", "tensors", "forward_batch")),
+    Target("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", ("self",)),
 )
 
 

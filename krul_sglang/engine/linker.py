@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from krul_backend.codec.options import CodecOptions, Sharing
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.errors import CodecError
 from krul_backend.memory import format_bytes
 from krul_backend.segment import ModelIdentity, TokenIds
 from krul_backend.store.host_store import HostStore
@@ -25,10 +26,15 @@ from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.error_budget import PAIR_PRECISIONS, ErrorBudget, table_path
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.layer_maps import LayerMapLearner, layer_maps_path
-from krul_sglang.engine.loading import LayerWiseLoader, Load
+from krul_sglang.engine.load_batch import Load
+from krul_sglang.engine.loading import LayerWiseLoader
 from krul_sglang.engine.offload import TurnOffloader
 from krul_sglang.engine.probing import Prober
+from krul_sglang.engine.restore_forward import RestoreForward
+from krul_sglang.engine.restore_planning import RestorePlanning
+from krul_sglang.engine.restore_trace import TraceLog
 from krul_sglang.engine.strategy_choice import SelectorDecision, StrategyChooser
+from krul_sglang.engine.transfer_gate import TransferGate
 from krul_sglang.engine.turn import StoredPath, Turn
 from krul_sglang.engine.turn_capture import TurnCapture
 
@@ -52,6 +58,23 @@ class EngineParts:
     agreement: RankAgreement
     restore_agreement: RankAgreement
     model_runner: Any
+
+
+@dataclass(frozen=True)
+class Returning:
+    """A request about to load: ``device_tokens`` of its prefix are in the pool, ``new_tokens`` follow it."""
+
+    device_tokens: int
+    new_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Restore:
+    """What plans and runs restores; made when the engine can be measured, before the first request."""
+
+    planning: RestorePlanning
+    forward: RestoreForward
+    traces: TraceLog
 
 
 @dataclass(frozen=True)
@@ -89,6 +112,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._pool = DevicePool(kv_pool)
         self._store = HostStore(parts.capacity_bytes)
         self._capture = parts.capture
+        self._gate = TransferGate()
         self._budget = None
         if parts.config.strategy == "budget":
             learner = self._make_learner(parts)
@@ -117,8 +141,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._chooser,
             max_pending_tokens=int(self._pool.num_tokens * parts.config.max_pending_share),
         )
-        self._loader = LayerWiseLoader(self._store, self._pool, codec)
+        self.codec = codec
+        self.loader = LayerWiseLoader(
+            self._store, self._pool, self._gate, timeout_s=parts.config.load_timeout
+        )
+        self._restore: Restore | None = None
         self._leases: dict[str, HeldLease] = {}
+        self._returning: dict[str, Returning] = {}
         self._expected_tokens: dict[str, Callable[[], TokenIds]] = {}
         shape = self._pool.shape
         token_bytes = (shape.k_token_bytes + shape.v_token_bytes) * self._pool.num_layers
@@ -170,7 +199,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     @property
     def layer_done_counter(self) -> Any:
-        return self._loader.counter
+        return self.loader.counter
 
     # ---- restore ----
 
@@ -195,33 +224,71 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._leases[rid] = held
         return list(range(1, held.lease.num_pages + 1))
 
+    def attach_restore(self, restore: Restore) -> None:
+        """Called once, before the first request."""
+        self._restore = restore
+
+    def expect_load(self, rid: str, returning: Returning) -> None:
+        """State where the pages of the next ``load`` of ``rid`` are in its prompt."""
+        self._returning[rid] = returning
+
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Queue the leased pages for ``transfers[0].device_indices``; False makes SGLang recompute."""
+        """Plan and queue the leased pages for ``transfers[0].device_indices``; False: SGLang computes them.
+
+        They are computed if that is sooner, if what is stored cannot be read, or nothing is leased.
+        """
         transfer = transfers[0]
         held = self._leases.pop(rid, None)
         if held is None:
             return False
-        slots = transfer.device_indices
-        if held.first_key != transfer.keys[0] or len(slots) > held.lease.num_pages * self.model.page_size:
+        try:
+            load = self._plan_load(held, transfer, self._returning.pop(rid))
+        except CodecError as error:
+            logger.warning("krul: a stored prefix cannot be read and is computed: %s", error)
+            load = None
+        except BaseException:
+            self._store.release(held.lease)
+            raise
+        if load is None:
             self._store.release(held.lease)
             return False
-        self._loader.queue(rid, Load(held.lease, slots))
+        self.loader.queue(rid, load)
         return True
+
+    def _plan_load(self, held: HeldLease, transfer: PoolTransfer, returning: Returning) -> Load | None:
+        slots = transfer.device_indices
+        assert self._restore is not None
+        if held.first_key != transfer.keys[0] or len(slots) > held.lease.num_pages * self.model.page_size:
+            return None
+        planning = self._restore.planning
+        slices = planning.open(held.lease, len(slots))
+        planned = planning.plan(
+            slices, device_tokens=returning.device_tokens, new_tokens=returning.new_tokens
+        )
+        if planned is None:
+            return None
+        return Load(held.lease, slices, slots, returning.device_tokens, planned.plan, planned.forecast)
 
     def start_layer_wise_loading(self) -> int:
         # Called before every prefill batch: events are recorded only when there is something to load.
-        ready = self.record_offload_ready() if self._loader.num_queued() else ()
-        return self._loader.start(ready)
+        ready = self.record_offload_ready() if self.loader.num_queued() else ()
+        if self._restore is not None:
+            self._restore.planning.start_batch()
+        return self.loader.start(ready)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        return self._loader.finish(counter_index)
+        has_landed = self.loader.finish(counter_index)
+        if self._restore is not None:
+            self._restore.traces.settle()
+        return has_landed
 
     def cancel_queued_load(self, rid: str) -> bool:
-        return self._loader.cancel(rid)
+        return self.loader.cancel(rid)
 
     def release(self, rid: str) -> None:
         """Give up what a lookup pinned for ``rid``, if anything."""
         self._expected_tokens.pop(rid, None)
+        self._returning.pop(rid, None)
         held = self._leases.pop(rid, None)
         if held is not None:
             self._store.release(held.lease)
@@ -275,15 +342,16 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything of this model: after a flush (new weights, say) old KV must not come back."""
         self._offloader.discard_all()
-        self._loader.discard_all()
+        self.loader.discard_all()
         for rid in list(self._leases):
             self.release(rid)
         self._expected_tokens.clear()
+        self._returning.clear()
         self._store.clear(self.model)
 
     def close(self) -> None:
         self._offloader.close()
-        self._loader.close()
+        self.loader.close()
         for rid in list(self._leases):
             self.release(rid)
         self._store.close()
@@ -302,6 +370,19 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "estimator": None if self._capture is None else self._capture.stats(),
                 "budget": None if self._budget is None else self._budget.as_dict(),
             },
-            "load": {**asdict(self._loader.counters), "pending": self._loader.num_pending()},
+            "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
+            "restore": None if self._restore is None else self._restore_stats(self._restore),
             "waiting_leases": len(self._leases),
+        }
+
+    def traces(self) -> list[dict[str, Any]]:
+        """The last restores of this rank, see ``RestoreTrace.as_dict``."""
+        return [] if self._restore is None else self._restore.traces.as_list()
+
+    @staticmethod
+    def _restore_stats(restore: Restore) -> dict[str, Any]:
+        return {
+            "plans": asdict(restore.planning.counters),
+            "forward": asdict(restore.forward.counters),
+            "costs": asdict(restore.planning.costs.current()),
         }

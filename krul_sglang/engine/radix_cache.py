@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from krul_sglang.engine.linker import KrulLinker
+from krul_sglang.engine.linker import KrulLinker, Returning
 from krul_sglang.engine.turn import StoredPath
 
 
@@ -50,6 +50,11 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         return result
 
     def load_back(self, req: Any) -> tuple[int, Any]:
+        hit = self.hit_markers.get(req.rid)
+        if hit is not None:
+            prefix_len = hit.device_hit_len + len(hit.tail_hashes) * self.cache.page_size
+            new_tokens = len(req.full_untruncated_fill_ids) - prefix_len
+            self.cache_linker.expect_load(req.rid, Returning(hit.device_hit_len, new_tokens))
         try:
             return super().load_back(req)  # type: ignore[no-any-return]
         finally:
@@ -160,8 +165,12 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.linker.probe_when_idle()
 
     def krul_stats(self) -> dict[str, Any]:
+        return self.krul_linker.stats()
+
+    @property
+    def krul_linker(self) -> KrulLinker:
         assert self.linker is not None
-        return self.linker.cache_linker.stats()
+        return self.linker.cache_linker
 
 
 def _turn_ended_well(req: Any) -> bool:

@@ -11,13 +11,23 @@ import torch
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.restore.calibration import OnlineCosts
 from krul_backend.restore.interface import RestorePlan, RestorePlanner
+from krul_backend.restore.pipeline import simulate
 from krul_backend.restore.problem import RestoreProblem, StoredRun
 from krul_backend.store.interface import Lease
 from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.decode_costs import DecodeCosts
+from krul_sglang.engine.load_batch import Forecast
 from krul_sglang.engine.segment_reader import OpenSlice, open_slices
 
 HOST_TIER = "dram"
+
+
+@dataclass(frozen=True)
+class PlannedRestore:
+    """A plan that loads, and how long its parts should take."""
+
+    plan: RestorePlan
+    forecast: Forecast
 
 
 @dataclass
@@ -65,7 +75,7 @@ class RestorePlanning:
         """See ``open_slices``."""
         return open_slices(lease, self._codec, num_tokens)
 
-    def plan(self, slices: Sequence[OpenSlice], *, device_tokens: int, new_tokens: int) -> RestorePlan | None:
+    def plan(self, slices: Sequence[OpenSlice], *, device_tokens: int, new_tokens: int) -> PlannedRestore | None:
         """A plan for the leased tokens after ``device_tokens``; None when computing them is better.
 
         ``new_tokens`` follow the prefix in the request's own forward.
@@ -91,7 +101,9 @@ class RestorePlanning:
         self.counters.loads += 1
         self.counters.head_tokens += head_tokens
         self.counters.prefix_tokens += total_tokens - device_tokens
-        return plan
+        pipeline = simulate(problem, plan.head_ends)
+        own_s = problem.num_layers * problem.own_layer_s
+        return PlannedRestore(plan, Forecast(pipeline.compute_s - own_s, pipeline.load_s, own_s))
 
     def start_batch(self) -> None:
         """What was planned so far runs now; what comes next is another batch."""

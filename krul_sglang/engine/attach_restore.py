@@ -1,0 +1,137 @@
+"""Makes a cache restore: proves that heads can be recomputed, measures this machine, chooses the planner."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.restore.calibration import OnlineCosts
+from krul_backend.restore.cost_file import CostFile
+from krul_backend.restore.costs import RestoreCosts
+from krul_backend.restore.registry import make_planner
+from krul_backend.strategy.strategy import Precision
+from krul_sglang.config import KrulConfig
+from krul_sglang.engine.cost_calibration import CostCalibration, units_in_use
+from krul_sglang.engine.head_recompute import HeadRecompute
+from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.linker import EngineParts, Restore
+from krul_sglang.engine.planned_allocation import PlannedAllocation
+from krul_sglang.engine.radix_cache import KrulRadixCache
+from krul_sglang.engine.restore_forward import RestoreForward
+from krul_sglang.engine.restore_planning import HOST_TIER, RestorePlanning
+from krul_sglang.engine.restore_trace import TraceLog
+from krul_sglang.engine.start_proof import prove_heads
+from krul_sglang.engine.unsupported import UnsupportedSetupError
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_CHUNK_TOKENS = 8192
+WHOLE_LOADS = "full-load"
+"""The planner that needs no heads, unless a load fails."""
+
+
+def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_size: int | None) -> None:
+    """Called by every rank at the same point of its start, when nothing runs yet.
+
+    Raises:
+        UnsupportedSetupError: the planner needs heads, and this model's cannot be recomputed.
+        IncompatibleEngineError: they can be, but not to what a prefill computes.
+    """
+    runner, config = parts.model_runner, parts.config
+    pool = DevicePool(runner.token_to_kv_pool)
+    heads = _proven_heads(runner, cache, pool, parts)
+    calibration = CostCalibration(runner, cache, pool, heads, parts.restore_agreement)
+    costs = _costs(calibration, parts, runner)
+    # Pairs are measured as pairs with shared directions; those that are predicted need maps of the model.
+    codec = SegmentCodec(pool.shape, pool.num_layers, parts.rotary)
+    units = units_in_use(config.strategy, Precision(config.precision), pool.num_layers)
+    decode_costs = calibration.decode_costs(codec, units, costs.tiers[HOST_TIER])
+    online = OnlineCosts(costs)
+    planner = make_planner(config.planner)
+    linker = cache.krul_linker
+    planning = RestorePlanning(
+        planner,
+        online,
+        decode_costs,
+        linker.codec,
+        parts.restore_agreement,
+        page_size=parts.model.page_size,
+        max_head_tokens=config.max_head_tokens,
+    )
+    traces = TraceLog(online, HOST_TIER)
+    forward = RestoreForward(
+        linker.loader,
+        heads,
+        parts.restore_agreement,
+        traces,
+        req_to_token=runner.req_to_token_pool.req_to_token,
+        chunk_tokens=_chunk_tokens(chunked_prefill_size),
+    )
+    linker.attach_restore(Restore(planning, forward, traces))
+    runner.krul_restore_forward = forward
+    if not config.store_full_tail and heads is not None:
+        linker.allocate_space(
+            PlannedAllocation(
+                planner,
+                online,
+                decode_costs,
+                parts.agreement,
+                page_size=parts.model.page_size,
+                max_head_tokens=config.max_head_tokens,
+            )
+        )
+    if parts.model.tp_rank == 0:
+        _log(config, costs)
+
+
+def _proven_heads(
+    runner: Any, cache: KrulRadixCache, pool: DevicePool, parts: EngineParts
+) -> HeadRecompute | None:
+    try:
+        heads = HeadRecompute(runner, pool, parts.capture)
+        prove_heads(runner, cache, pool, heads)
+    except UnsupportedSetupError as error:
+        if parts.config.planner != WHOLE_LOADS:
+            raise
+        logger.warning("%s. A load that fails ends in an error of its request", error)
+        return None
+    return heads
+
+
+def _costs(calibration: CostCalibration, parts: EngineParts, runner: Any) -> RestoreCosts:
+    """Measured at the first start with a model on a device, read from a file at later ones.
+
+    The first rank's, on every rank: plans are made from them.
+    """
+    device = torch.device(runner.device)
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    file = CostFile(parts.config.cache_dir, parts.model.fingerprint, device_name)
+    known = file.load()
+    is_known = torch.tensor([known is not None], dtype=torch.float64)
+    of_ranks = parts.restore_agreement.gather(is_known, (1,))
+    assert of_ranks is not None
+    if known is None or not all(of_rank.item() for of_rank in of_ranks):
+        known = calibration.measure()
+        file.save(known)
+    return known
+
+
+def _chunk_tokens(chunked_prefill_size: int | None) -> int:
+    """As many tokens as a forward of this engine may have."""
+    if chunked_prefill_size is None or chunked_prefill_size <= 0:
+        return _DEFAULT_CHUNK_TOKENS
+    return chunked_prefill_size
+
+
+def _log(config: KrulConfig, costs: RestoreCosts) -> None:
+    tier = costs.tiers[HOST_TIER]
+    logger.info(
+        "krul: planner %s; per layer and 1000 tokens: prefill %.2f ms, head %.2f ms; loading %.2f GB/s",
+        config.planner,
+        1e3 * costs.own.layer_s(1000, 0),
+        1e3 * costs.head.layer_s(1000, 0),
+        1e-9 / tier.byte_s if tier.byte_s > 0 else float("inf"),
+    )

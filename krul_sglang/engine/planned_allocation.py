@@ -1,0 +1,76 @@
+"""What is left out when a turn is stored: the heads that its return would recompute."""
+
+from __future__ import annotations
+
+import orjson
+
+from krul_backend.restore.calibration import OnlineCosts
+from krul_backend.restore.interface import RestorePlanner
+from krul_backend.restore.problem import RestoreProblem, StoredRun
+from krul_backend.strategy.strategy import Strategy
+from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.allocation import SpaceAllocation
+from krul_sglang.engine.decode_costs import DecodeCosts
+from krul_sglang.engine.restore_planning import HOST_TIER
+
+EXPECTED_NEW_TOKENS = 128
+"""Length of the turn that is expected to follow."""
+
+
+class PlannedAllocation(SpaceAllocation):
+    """Plans the return of the whole conversation, as if nothing of it were on the device.
+
+    A plan that would load nothing at all leaves out nothing: then what is slow today (a busy device, say)
+    would decide that the conversation can never be loaded.
+    """
+
+    def __init__(
+        self,
+        planner: RestorePlanner,
+        costs: OnlineCosts,
+        decode_costs: DecodeCosts,
+        agreement: RankAgreement,
+        *,
+        page_size: int,
+        max_head_tokens: int,
+    ) -> None:
+        self._planner = planner
+        self._costs = costs
+        self._decode_costs = decode_costs
+        self._agreement = agreement
+        self._page_size = page_size
+        self._max_head_tokens = max_head_tokens
+
+    def head_ends(
+        self, num_tokens: int, layer_token_bytes: tuple[float, ...], strategy: Strategy
+    ) -> tuple[int, ...] | None:
+        run = StoredRun(
+            tier=HOST_TIER,
+            first_token=0,
+            end_token=num_tokens,
+            layer_token_bytes=layer_token_bytes,
+            decode_token_s=self._decode_costs.token_s(strategy),
+            last_use=tuple(
+                max(layer, entry.partner) if entry.partner is not None else layer
+                for layer, entry in enumerate(strategy.layers)
+            ),
+            stored_from=(0,) * len(strategy.layers),
+        )
+        problem = RestoreProblem(
+            num_layers=len(strategy.layers),
+            page_size=self._page_size,
+            device_tokens=0,
+            total_tokens=num_tokens,
+            new_tokens=EXPECTED_NEW_TOKENS,
+            runs=(run,),
+            costs=self._costs.current(),
+            max_head_tokens=self._max_head_tokens,
+        )
+        plan = self._planner.plan(problem)
+        heads = None if plan.is_recompute else plan.head_ends
+        return self._agreed(heads)
+
+    def _agreed(self, heads: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """The first rank's, on every rank."""
+        decided = orjson.loads(self._agreement.broadcast(orjson.dumps(heads)))
+        return None if decided is None else tuple(decided)
