@@ -17,6 +17,7 @@ from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import Strategy
+from krul_sglang.engine.allocation import SpaceAllocation, trim_path
 from krul_sglang.engine.copy_stream import CopyStream
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.strategy_choice import StrategyChooser
@@ -35,16 +36,22 @@ class Outcome(Enum):
 
 @dataclass
 class OffloadCounters:
+    """``num_bytes`` were stored, ``left_out_bytes`` were not, because a restore would recompute them."""
+
     turns: int = 0
     segments: int = 0
     tokens: int = 0
     num_bytes: int = 0
+    left_out_bytes: int = 0
     skipped_turns: int = 0
     failed_turns: int = 0
+    failed_trims: int = 0
 
 
 class TurnOffloader:
     """Stores what the store does not hold yet of each submitted turn, in order, on one worker thread.
+
+    With an ``allocation``, what a restore would recompute is not stored, and dropped from earlier turns.
 
     Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
     ranks pair their completions by order.
@@ -59,6 +66,7 @@ class TurnOffloader:
         chooser: StrategyChooser,
         *,
         max_pending_tokens: int,
+        allocation: SpaceAllocation | None = None,
     ) -> None:
         self.counters = OffloadCounters()
         self._store = store
@@ -67,6 +75,7 @@ class TurnOffloader:
         self._codec = codec
         self._chooser = chooser
         self._max_pending_tokens = max_pending_tokens
+        self._allocation = allocation
         self._pending_tokens = 0
         self._queue: deque[tuple[Future[Outcome], int]] = deque()
         self._stream = CopyStream(pool.device)
@@ -134,16 +143,37 @@ class TurnOffloader:
                     return Outcome.SKIPPED
                 # Asked again here: an earlier turn in the queue may have stored a common prefix meanwhile.
                 missing = self._store.find_missing(self._model, turn.page_keys)
-                stored = [self._store_run(turn, run, strategy) for run in missing]
+                head_ends = self._head_ends(len(turn.token_ids), strategy)
+                stored = [self._store_run(turn, run, strategy, head_ends) for run in missing]
         except Exception:
             logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
             return Outcome.FAILED
         finally:
             if turn.attention is not None:
                 turn.attention.release()
-        return Outcome.STORED if all(stored) else Outcome.SKIPPED
+        if not all(stored):
+            return Outcome.SKIPPED
+        if head_ends is not None:
+            self._trim(turn, head_ends)
+        return Outcome.STORED
 
-    def _store_run(self, turn: Turn, run: range, strategy: Strategy) -> bool:
+    def _head_ends(self, num_tokens: int, strategy: Strategy) -> tuple[int, ...] | None:
+        if self._allocation is None:
+            return None
+        layer_token_bytes = self._codec.layer_token_bytes(strategy)
+        return self._allocation.head_ends(num_tokens, layer_token_bytes, strategy)
+
+    def _trim(self, turn: Turn, head_ends: tuple[int, ...]) -> None:
+        """The turn is stored, whatever comes of this: what is not dropped only takes space."""
+        try:
+            trim_path(self._store, self._model, self._codec, turn.page_keys, head_ends)
+        except Exception:
+            self.counters.failed_trims += 1
+            logger.exception("krul: a conversation of %d tokens could not be trimmed", len(turn.token_ids))
+
+    def _store_run(
+        self, turn: Turn, run: range, strategy: Strategy, head_ends: tuple[int, ...] | None
+    ) -> bool:
         """Store one run of missing pages as a segment; False if there is no space for it."""
         page_size = self._model.page_size
         start, end = run.start * page_size, run.stop * page_size
@@ -151,12 +181,14 @@ class TurnOffloader:
         def read(layer: int) -> LayerKV:
             return self._pool.gather(layer, turn.slots[start:end])
 
-        encoding = self._codec.prepare(strategy, read, start_token=start, num_tokens=end - start)
+        encoding = self._codec.prepare(
+            strategy, read, start_token=start, num_tokens=end - start, head_ends=head_ends
+        )
         reservation = self._store.reserve(encoding.layer_num_bytes)
         if reservation is None:
             return False
         try:
-            for unit in strategy.units:
+            for unit in encoding.kept_units:
                 encoded = self._codec.encode_unit(encoding, unit, [read(layer) for layer in unit])
                 for layer, block in zip(unit, encoded, strict=True):
                     torch.from_numpy(reservation.blocks[layer]).copy_(block, non_blocking=True)
@@ -173,9 +205,11 @@ class TurnOffloader:
             codec=CODEC_NAME,
             layer_num_bytes=encoding.layer_num_bytes,
             codec_params=encoding.params,
+            layer_first_token=encoding.layer_first_token,
         )
         self._store.commit(reservation, manifest)
         self.counters.segments += 1
         self.counters.tokens += end - start
         self.counters.num_bytes += manifest.num_bytes
+        self.counters.left_out_bytes += encoding.left_out_num_bytes
         return True

@@ -1,0 +1,55 @@
+"""Space allocation (Krul, section 6.1): what a restore would recompute anyway is not kept."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.segment import ModelIdentity
+from krul_backend.store.interface import KVStore
+from krul_backend.strategy.strategy import Strategy
+
+
+class SpaceAllocation(ABC):
+    """Decides which tokens of a conversation are not worth their space. Asked on the offload thread."""
+
+    @abstractmethod
+    def head_ends(
+        self, num_tokens: int, layer_token_bytes: tuple[float, ...], strategy: Strategy
+    ) -> tuple[int, ...] | None:
+        """For each layer the token before which nothing needs to be kept; None to keep everything.
+
+        ``num_tokens``: of the whole conversation. ``strategy`` is what its last turn is stored with, and
+        ``layer_token_bytes[l]`` are the bytes that a token takes in layer ``l``'s block then. Heads never
+        grow from layer to layer: a token's hidden state in a layer needs the layer before it. Tensor-parallel
+        ranks ask with equal arguments and must get equal answers, or what they can restore differs.
+        """
+
+
+def trim_path(
+    store: KVStore,
+    model: ModelIdentity,
+    codec: SegmentCodec,
+    page_keys: Sequence[str],
+    head_ends: Sequence[int],
+) -> None:
+    """Drop what is stored of a conversation before its heads' ends, from the segments that it alone uses.
+
+    Raises:
+        CodecError: a segment whose parameters ``codec`` cannot read, or heads of another number of layers.
+    """
+    for segment in store.path_segments(model, page_keys):
+        manifest = segment.manifest
+        if all(
+            first_token >= min(head_end, manifest.end_token)
+            for first_token, head_end in zip(manifest.layer_first_token, head_ends, strict=True)
+        ):
+            continue
+        decoder = codec.open(
+            manifest.codec_params, start_token=manifest.start_token, num_tokens=manifest.num_tokens
+        )
+        # Heads may have become shorter since the last turn: what is gone stays gone.
+        kept_from = tuple(map(max, decoder.kept_from(head_ends), manifest.layer_first_token))
+        if kept_from != manifest.layer_first_token:
+            store.trim(segment.segment_id, kept_from, decoder.kept_num_bytes(kept_from))
