@@ -22,6 +22,7 @@ from krul_backend.store.interface import Lease
 from krul_backend.strategy.registry import SelectorOptions, make_selector
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.config import KrulConfig
+from krul_sglang.engine.allocation import SpaceAllocation
 from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.error_budget import PAIR_PRECISIONS, ErrorBudget, table_path
 from krul_sglang.engine.kv_pool import DevicePool
@@ -140,6 +141,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             codec,
             self._chooser,
             max_pending_tokens=int(self._pool.num_tokens * parts.config.max_pending_share),
+            gate=self._gate,
         )
         self.codec = codec
         self.loader = LayerWiseLoader(
@@ -227,6 +229,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def attach_restore(self, restore: Restore) -> None:
         """Called once, before the first request."""
         self._restore = restore
+
+    def allocate_space(self, allocation: SpaceAllocation) -> None:
+        """From now on leave out of segments what ``allocation`` says. Called once, before the first request."""
+        self._offloader.allocation = allocation
 
     def expect_load(self, rid: str, returning: Returning) -> None:
         """State where the pages of the next ``load`` of ``rid`` are in its prompt."""

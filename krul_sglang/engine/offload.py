@@ -21,6 +21,7 @@ from krul_sglang.engine.allocation import SpaceAllocation, trim_path
 from krul_sglang.engine.copy_stream import CopyStream
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.strategy_choice import StrategyChooser
+from krul_sglang.engine.transfer_gate import TransferGate
 from krul_sglang.engine.turn import Turn
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class OffloadCounters:
 class TurnOffloader:
     """Stores what the store does not hold yet of each submitted turn, in order, on one worker thread.
 
-    With an ``allocation``, what a restore would recompute is not stored, and dropped from earlier turns.
+    With an ``allocation``, what a restore would recompute is not stored, and dropped from earlier turns. It
+    may be set later than the offloader is made, before the first turn.
 
     Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
     ranks pair their completions by order.
@@ -67,6 +69,7 @@ class TurnOffloader:
         *,
         max_pending_tokens: int,
         allocation: SpaceAllocation | None = None,
+        gate: TransferGate | None = None,
     ) -> None:
         self.counters = OffloadCounters()
         self._store = store
@@ -75,7 +78,8 @@ class TurnOffloader:
         self._codec = codec
         self._chooser = chooser
         self._max_pending_tokens = max_pending_tokens
-        self._allocation = allocation
+        self.allocation = allocation
+        self._gate = TransferGate() if gate is None else gate
         self._pending_tokens = 0
         self._queue: deque[tuple[Future[Outcome], int]] = deque()
         self._stream = CopyStream(pool.device)
@@ -158,10 +162,10 @@ class TurnOffloader:
         return Outcome.STORED
 
     def _head_ends(self, num_tokens: int, strategy: Strategy) -> tuple[int, ...] | None:
-        if self._allocation is None:
+        if self.allocation is None:
             return None
         layer_token_bytes = self._codec.layer_token_bytes(strategy)
-        return self._allocation.head_ends(num_tokens, layer_token_bytes, strategy)
+        return self.allocation.head_ends(num_tokens, layer_token_bytes, strategy)
 
     def _trim(self, turn: Turn, head_ends: tuple[int, ...]) -> None:
         """The turn is stored, whatever comes of this: what is not dropped only takes space."""
@@ -189,6 +193,7 @@ class TurnOffloader:
             return False
         try:
             for unit in encoding.kept_units:
+                self._gate.let_restores_pass()
                 encoded = self._codec.encode_unit(encoding, unit, [read(layer) for layer in unit])
                 for layer, block in zip(unit, encoded, strict=True):
                     torch.from_numpy(reservation.blocks[layer]).copy_(block, non_blocking=True)
