@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from krul_backend.restore.branch_and_bound import LayerSearch, search_weights
 from krul_backend.restore.dual import DualTables, make_levels
 from krul_backend.restore.full_load import full_load_heads
@@ -73,6 +75,13 @@ class OptimalPlanner(RestorePlanner):
         goal_s = dual.bound_s * (1 + self.tolerance)
         move_steps(best, goal_s, _MAX_ROUNDS)
         bound_s = dual.bound_s
+        ends = np.stack([dual.fewer, dual.more])
+        if best.end_s > goal_s and timing.num_lengths(ends).max() > problem.max_lengths:
+            dual = tables.solve(self.tolerance, problem.max_lengths)
+            bound_s = max(bound_s, dual.bound_s)
+            goal_s = bound_s * (1 + self.tolerance)
+            offer_between(best, dual.fewer, dual.more)
+            move_steps(best, goal_s, _MAX_ROUNDS)
         if best.end_s > goal_s and has_every_page:
             search = LayerSearch(tables, search_weights(dual.weights, problem.num_layers))
             bound_s = max(bound_s, search.run(best, self.tolerance, self.max_nodes))
