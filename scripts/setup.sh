@@ -14,6 +14,7 @@ if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv"
 fi
 
+# Bytecode is compiled once, here: where Python may not write it, each server would compile for half a minute.
 # uv installs SGLang's wheels in about a minute, pip in about five.
 if command -v uv >/dev/null; then
   uv=(uv)
@@ -22,4 +23,4 @@ else
   "$venv/bin/python" -m pip install --quiet uv
   uv=("$venv/bin/python" -m uv)
 fi
-"${uv[@]}" pip install --quiet --python "$venv/bin/python" --editable '.[dev]'
+"${uv[@]}" pip install --quiet --compile-bytecode --python "$venv/bin/python" --editable '.[dev]'

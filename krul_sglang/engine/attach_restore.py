@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.restore.calibration import OnlineCosts
-from krul_backend.restore.cost_file import CostFile
+from krul_backend.restore.cost_file import load_costs, save_costs
 from krul_backend.restore.costs import RestoreCosts
 from krul_backend.restore.registry import make_planner
 from krul_backend.strategy.strategy import Precision
@@ -28,6 +29,7 @@ from krul_sglang.engine.unsupported import UnsupportedSetupError
 
 logger = logging.getLogger(__name__)
 
+COSTS_FILE = "restore-costs.json"
 _DEFAULT_CHUNK_TOKENS = 8192
 WHOLE_LOADS = "full-load"
 """The planner that needs no heads, unless a load fails."""
@@ -104,19 +106,25 @@ def _proven_heads(
 def _costs(calibration: CostCalibration, parts: EngineParts, runner: Any) -> RestoreCosts:
     """Measured at the first start with a model on a device, read from a file at later ones.
 
-    The first rank's, on every rank: plans are made from them.
+    All ranks measure, or none: measuring runs the model.
     """
     device = torch.device(runner.device)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    file = CostFile(parts.config.cache_dir, parts.model.fingerprint, device_name)
-    known = file.load()
+    fingerprint = parts.model.fingerprint
+    path = Path(parts.config.cache_dir).expanduser() / COSTS_FILE
+    known = load_costs(path, fingerprint, device_name)
     is_known = torch.tensor([known is not None], dtype=torch.float64)
     of_ranks = parts.restore_agreement.gather(is_known, (1,))
     assert of_ranks is not None
-    if known is None or not all(of_rank.item() for of_rank in of_ranks):
-        known = calibration.measure()
-        file.save(known)
-    return known
+    if known is not None and all(of_rank.item() for of_rank in of_ranks):
+        return known
+    measured = calibration.measure()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_costs(path, fingerprint, device_name, measured)
+    except OSError as error:
+        logger.warning("krul: what was measured cannot be kept, and is measured again next time: %s", error)
+    return measured
 
 
 def _chunk_tokens(chunked_prefill_size: int | None) -> int:

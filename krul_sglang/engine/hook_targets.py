@@ -71,7 +71,9 @@ TARGETS = (
     Target(f"{_RESIDUAL}.start", ("forward_batch",)),
     Target(f"{_RESIDUAL}.to_pp", ("hidden_states", "forward_batch")),
     Target(f"{_RESIDUAL}.clear", ("forward_batch",)),
-    Target("sglang.srt.layers.layer_boundary.stage.StageBoundary.from_pp", ("self", "tensors", "forward_batch")),
+    Target(
+        "sglang.srt.layers.layer_boundary.stage.StageBoundary.from_pp", ("self", "tensors", "forward_batch")
+    ),
     Target("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", ("self",)),
 )
 

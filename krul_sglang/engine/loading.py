@@ -17,6 +17,7 @@ from krul_sglang.engine.transfer_gate import TransferGate
 
 logger = logging.getLogger(__name__)
 
+
 @dataclass
 class LoadCounters:
     """``num_bytes`` were read from the store, for ``tokens`` that came back (heads and tails together)."""
@@ -54,9 +55,7 @@ class LayerWiseLoader:
     A load owns its lease: it is released when the load has ended, well or not, or is cancelled.
     """
 
-    def __init__(
-        self, store: KVStore, pool: DevicePool, gate: TransferGate, timeout_s: float
-    ) -> None:
+    def __init__(self, store: KVStore, pool: DevicePool, gate: TransferGate, timeout_s: float) -> None:
         self.counters = LoadCounters()
         self.counter = LoadCounter(pool.num_layers)
         self._store = store

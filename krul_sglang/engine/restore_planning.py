@@ -75,7 +75,9 @@ class RestorePlanning:
         """See ``open_slices``."""
         return open_slices(lease, self._codec, num_tokens)
 
-    def plan(self, slices: Sequence[OpenSlice], *, device_tokens: int, new_tokens: int) -> PlannedRestore | None:
+    def plan(
+        self, slices: Sequence[OpenSlice], *, device_tokens: int, new_tokens: int
+    ) -> PlannedRestore | None:
         """A plan for the leased tokens after ``device_tokens``; None when computing them is better.
 
         ``new_tokens`` follow the prefix in the request's own forward.
@@ -115,9 +117,7 @@ class RestorePlanning:
             tier=HOST_TIER,
             first_token=part.first_token,
             end_token=part.end_token,
-            layer_token_bytes=tuple(
-                num_bytes / manifest.num_tokens for num_bytes in decoder.layer_num_bytes
-            ),
+            layer_token_bytes=tuple(num_bytes / manifest.num_tokens for num_bytes in decoder.layer_num_bytes),
             decode_token_s=self._decode_costs.token_s(decoder.strategy),
             last_use=decoder.last_use,
             stored_from=tuple(

@@ -134,9 +134,7 @@ class TraceLog:
         loads = trace.loads()
         forecast_s = sum(part.load_s for part in forecasts)
         if forecast_s > 0 and loads:
-            self._costs.observe_tier(
-                self._tier, forecast_s, sum(part.end_s - part.begin_s for part in loads)
-            )
+            self._costs.observe_tier(self._tier, forecast_s, sum(part.end_s - part.begin_s for part in loads))
 
 
 def _seconds(*marks: Mark) -> tuple[float, ...]:
