@@ -49,7 +49,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True, eq=False)
 class SegmentManifest:
-    """Describes one immutable segment: the pages that one turn added to a conversation.
+    """Describes one segment: the pages that one turn added to a conversation, and what is stored of them.
 
     ``page_keys[i]`` is the chained hash of page ``i`` (it covers every token before it and the tenant's
     namespace). ``parent_key`` is the key of the page right before the segment, None at the start of a
@@ -64,7 +64,7 @@ class SegmentManifest:
     ``layer_first_token[l]`` (a position in the conversation) is where a group of the codec starts, or the
     segment's end: then the block is empty. Even a segment of empty blocks keeps its pages in the chain of the
     conversation. Given as ``()``, every layer holds every token. ``layer_num_bytes[l]`` is the exact size of
-    layer ``l``'s block as it is stored.
+    layer ``l``'s block as it is stored. Trimming a segment gives it another manifest; pages and tokens stay.
 
     Raises:
         ManifestError: if the counts contradict each other.

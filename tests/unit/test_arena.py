@@ -94,6 +94,36 @@ def test_double_free_foreign_and_stale_extents_raise() -> None:
     assert arena.used_bytes == 64
 
 
+def test_the_front_of_an_extent_goes_back_in_aligned_steps() -> None:
+    arena = DramArena(512)
+    extent, behind = arena.allocate(250), arena.allocate(256)
+    assert extent is not None
+    assert behind is not None
+    arena.view(extent)[:] = np.arange(250)
+    left = extent
+    for num_bytes, num_left, offset in ((63, 250, 0), (64, 186, 64), (130, 58, 192)):
+        left = arena.free_front(left, num_bytes)
+        assert (left.num_bytes, left.offset) == (num_left, offset)
+        assert arena.used_bytes == 256 + left.taken_bytes
+        assert arena.view(left).tolist() == list(range(250 - num_left, 250))
+    assert arena.largest_free == 192
+    with pytest.raises(ValueError, match="not held"):
+        arena.free(extent)
+    arena.free(left)
+    arena.free(behind)
+    assert (arena.num_free_ranges, arena.largest_free) == (1, 512)
+
+
+@pytest.mark.parametrize("num_bytes", [-1, 100, 164])
+def test_an_extent_of_nothing_but_its_front_is_refused(num_bytes: int) -> None:
+    arena = DramArena(256)
+    extent = arena.allocate(100)
+    assert extent is not None
+    with pytest.raises(ValueError, match="leave no extent"):
+        arena.free_front(extent, num_bytes)
+    assert arena.used_bytes == 128
+
+
 def test_a_view_outlives_its_arena() -> None:
     arena = DramArena(4096)
     extent = arena.allocate(4096)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from checksum_gate import ChecksumGate, install_gate, let_go, run_until_gate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_builders import (
@@ -614,58 +615,19 @@ def test_verify_takes_out_exactly_the_damaged_segments(store: HostStore) -> None
 # Races
 
 
-class Gate:
-    """Stands in for the checksum: the first call waits until the test lets it go on."""
-
-    def __init__(self) -> None:
-        self.entered, self.go_on = threading.Event(), threading.Event()
-        self.checksum = 0
-
-    def __call__(self, block: object) -> int:
-        if not self.entered.is_set():
-            self.entered.set()
-            assert self.go_on.wait(10)
-        return self.checksum
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> ChecksumGate:
+    return install_gate(monkeypatch)
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    gate = Gate()
-    monkeypatch.setattr("krul_backend.store.host_store.block_checksum", gate)
-    monkeypatch.setattr("krul_backend.store.stored_segment.block_checksum", gate)
-    return gate
-
-
-@pytest.fixture
-def passed_gate(gate: Gate) -> Gate:
+def passed_gate(gate: ChecksumGate) -> ChecksumGate:
     """A gate that is open for the commits of the set-up."""
     gate.entered.set()
     return gate
 
 
-def run_until_gate(gate: Gate, call: object) -> tuple[threading.Thread, list[object]]:
-    results: list[object] = []
-
-    def record() -> None:
-        try:
-            results.append(call())  # type: ignore[operator]
-        except Exception as error:
-            results.append(error)
-
-    gate.entered.clear()
-    thread = threading.Thread(target=record)
-    thread.start()
-    assert gate.entered.wait(10)
-    return thread, results
-
-
-def finish(gate: Gate, thread: threading.Thread) -> None:
-    gate.go_on.set()
-    thread.join(10)
-    assert not thread.is_alive()
-
-
-def test_checksums_are_taken_without_the_lock(store: HostStore, gate: Gate) -> None:
+def test_checksums_are_taken_without_the_lock(store: HostStore, gate: ChecksumGate) -> None:
     reservation = store.reserve((100, 60))
     assert reservation is not None
     manifest = make_manifest("c", 0, 1, (100, 60))
@@ -675,39 +637,39 @@ def test_checksums_are_taken_without_the_lock(store: HostStore, gate: Gate) -> N
     assert store.stats().used_bytes == 192
     with pytest.raises(KeyError):
         store.abort(reservation)
-    finish(gate, thread)
+    let_go(gate, thread)
     assert stored_ids(store) == results
 
 
-def test_clear_during_a_commit_drops_it(store: HostStore, gate: Gate) -> None:
+def test_clear_during_a_commit_drops_it(store: HostStore, gate: ChecksumGate) -> None:
     reservation = store.reserve((100, 60))
     assert reservation is not None
     manifest = make_manifest("c", 0, 1, (100, 60))
     thread, results = run_until_gate(gate, lambda: store.commit(reservation, manifest))
     store.clear()
-    finish(gate, thread)
+    let_go(gate, thread)
     assert isinstance(results[0], int)
     stats = store.stats()
     assert (stats.num_segments, stats.used_bytes) == (0, 0)
 
 
-def test_a_segment_under_verification_is_not_evicted(store: HostStore, passed_gate: Gate) -> None:
+def test_a_segment_under_verification_is_not_evicted(store: HostStore, passed_gate: ChecksumGate) -> None:
     put(store, "c", 0, 1, sizes=(960, 64))
     thread, results = run_until_gate(passed_gate, lambda: lease_pages(store, "c", 0, 1))
     assert store.reserve((4096,)) is None
-    finish(passed_gate, thread)
+    let_go(passed_gate, thread)
     assert isinstance(results[0], Lease)
     assert store.reserve((4096,)) is None
     store.release(results[0])
     assert store.reserve((4096,)) is not None
 
 
-def test_clear_during_a_verification_leaves_a_zombie(store: HostStore, passed_gate: Gate) -> None:
+def test_clear_during_a_verification_leaves_a_zombie(store: HostStore, passed_gate: ChecksumGate) -> None:
     put(store, "c", 0, 1)
     thread, results = run_until_gate(passed_gate, lambda: lease_pages(store, "c", 0, 1))
     store.clear()
     assert store.stats().used_bytes == 192
-    finish(passed_gate, thread)
+    let_go(passed_gate, thread)
     (lease,) = results
     assert isinstance(lease, Lease)
     assert store.stats().used_bytes == 192
@@ -721,7 +683,7 @@ def test_clear_during_a_verification_leaves_a_zombie(store: HostStore, passed_ga
 @pytest.mark.parametrize("is_damaged", [False, True])
 @pytest.mark.parametrize("call", ["lease", "verify", "commit"])
 def test_close_during_a_verification(
-    store: HostStore, passed_gate: Gate, call: str, is_damaged: bool
+    store: HostStore, passed_gate: ChecksumGate, call: str, is_damaged: bool
 ) -> None:
     put(store, "c", 0, 1)
     put(store, "c", 1, 2)
@@ -735,7 +697,7 @@ def test_close_during_a_verification(
     thread, results = run_until_gate(passed_gate, calls[call])
     store.close()
     passed_gate.checksum = int(is_damaged)
-    finish(passed_gate, thread)
+    let_go(passed_gate, thread)
     assert isinstance(results[0], StoreClosedError)
 
 

@@ -13,7 +13,7 @@ from store_builders import PAGE_SIZE, fill, flip_byte, make_model, offset_in, pa
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.host_store import HostStore
 from krul_backend.store.interface import Lease, Reservation
-from krul_backend.tiers.arena import aligned_num_bytes
+from krul_backend.tiers.arena import ALIGNMENT_BYTES, aligned_num_bytes
 
 CAPACITY_BYTES = 64 * 40
 MODELS = [make_model("a"), make_model("b")]
@@ -28,7 +28,12 @@ class Bytes:
 
     @property
     def taken_bytes(self) -> int:
-        return sum(aligned_num_bytes(len(content)) for content in self.content)
+        """Extents lie on aligned bytes, whatever a trim dropped before the first byte of the block."""
+        return sum(
+            aligned_num_bytes(offset + len(content)) - offset // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            for offset, content in zip(self.offsets, self.content, strict=True)
+            if content
+        )
 
 
 @dataclasses.dataclass
@@ -36,9 +41,16 @@ class ModelSegment:
     data: Bytes
     keys: tuple[tuple[str, str], ...]
     """(fingerprint, page key) of every page, whether it was the first copy or not."""
+    parent: tuple[str, str] | None
+    first_tokens: tuple[int, ...]
+    end_token: int
     num_leases: int = 0
-    is_damaged: bool = False
+    damaged_layers: set[int] = dataclasses.field(default_factory=set)
     is_zombie: bool = False
+
+    @property
+    def is_damaged(self) -> bool:
+        return bool(self.damaged_layers)
 
 
 @dataclasses.dataclass
@@ -88,7 +100,17 @@ class HostStoreMachine(RuleBasedStateMachine):
         if segment.num_leases == 0:
             del self.segments[segment_id]
 
-    @rule(sizes=st.tuples(st.integers(1, 500), st.integers(1, 500)))
+    def is_shared(self, segment_id: int) -> bool:
+        segment = self.segments[segment_id]
+        others = [self.segments[other] for other in self.live() if other != segment_id]
+        parents = [other.parent for other in others if other.parent in segment.keys]
+        return (
+            any(set(other.keys) & set(segment.keys) for other in others)
+            or len(parents) > 1
+            or any(parent != segment.keys[-1] for parent in parents)
+        )
+
+    @rule(sizes=st.tuples(st.integers(0, 500), st.integers(0, 500)))
     def reserve(self, sizes: tuple[int, int]) -> None:
         rejected_before = self.store.stats().rejected_reservations
         reservation = self.store.reserve(sizes)
@@ -116,6 +138,9 @@ class HostStoreMachine(RuleBasedStateMachine):
         conversation, is_branch, first, num_pages = path
         keys = keys_of(conversation, is_branch, first, first + num_pages)
         before = keys_of(conversation, is_branch, max(0, first - 1), first)
+        end_token = (first + num_pages) * PAGE_SIZE
+        sizes = tuple(len(content) for content in pending.data.content)
+        first_tokens = tuple(first * PAGE_SIZE if num_bytes else end_token for num_bytes in sizes)
         manifest = SegmentManifest(
             model=model,
             page_keys=keys,
@@ -123,17 +148,19 @@ class HostStoreMachine(RuleBasedStateMachine):
             start_token=first * PAGE_SIZE,
             token_ids=tokens_of(keys),
             codec="raw",
-            layer_num_bytes=tuple(len(content) for content in pending.data.content),
+            layer_num_bytes=sizes,
+            layer_first_token=first_tokens,
         )
         segment_id = self.store.commit(pending.reservation, manifest)
         assert segment_id not in self.segments
         full_keys = tuple((model.fingerprint, key) for key in keys)
         new_keys = [key for key in full_keys if key not in self.index]
         if new_keys and model.fingerprint not in pending.cleared:
-            self.segments[segment_id] = ModelSegment(pending.data, full_keys)
+            parent = (model.fingerprint, before[0]) if before else None
+            self.segments[segment_id] = ModelSegment(pending.data, full_keys, parent, first_tokens, end_token)
             self.index.update((key, segment_id) for key in new_keys)
 
-    @rule(sizes=st.tuples(st.integers(1, 200), st.integers(1, 200)), model=models, path=paths)
+    @rule(sizes=st.tuples(st.integers(0, 200), st.integers(0, 200)), model=models, path=paths)
     def put(self, sizes: tuple[int, int], model: ModelIdentity, path: tuple[int, bool, int, int]) -> None:
         """Both in one step, so that most histories have segments enough to overlap and to be evicted."""
         num_pending = len(self.pending)
@@ -186,6 +213,7 @@ class HostStoreMachine(RuleBasedStateMachine):
             assert stored == keys[position : position + num_pages]
             assert piece.manifest.model == model
             assert tuple(block.tobytes() for block in piece.blocks) == segment.data.content
+            assert piece.manifest.layer_first_token == segment.first_tokens
             segment.num_leases += 1
             position += num_pages
         assert position == lease.num_pages
@@ -202,6 +230,47 @@ class HostStoreMachine(RuleBasedStateMachine):
             if segment.num_leases == 0 and segment.is_zombie:
                 del self.segments[segment_id]
 
+    @precondition(lambda self: self.segments)
+    @rule(
+        choice=choices,
+        num_tokens=st.tuples(st.integers(-4, 20), st.integers(-4, 20)),
+        shares=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    )
+    def trim(self, choice: int, num_tokens: tuple[int, int], shares: tuple[float, float]) -> None:
+        segment_id = sorted(self.segments)[choice % len(self.segments)]
+        segment = self.segments[segment_id]
+        wanted_tokens, wanted_sizes, drops = [], [], []
+        for layer, content in enumerate(segment.data.content):
+            size = int(len(content) * shares[layer])
+            first = min(segment.first_tokens[layer] + num_tokens[layer], segment.end_token)
+            if first == segment.end_token:
+                size = 0
+            elif first > segment.first_tokens[layer] and not 0 < size < len(content):
+                first = segment.first_tokens[layer]
+            wanted_tokens.append(first)
+            wanted_sizes.append(size)
+            drops.append(len(content) - size if first > segment.first_tokens[layer] else 0)
+        before = self.store.stats()
+        num_trimmed = self.store.trim(segment_id, wanted_tokens, wanted_sizes)
+        after = self.store.stats()
+        assert after.trimmed_bytes - before.trimmed_bytes == num_trimmed
+        assert after.trimmed_segments - before.trimmed_segments == (num_trimmed > 0)
+        if segment.is_zombie or segment.num_leases or self.is_shared(segment_id) or not any(drops):
+            assert num_trimmed == 0
+            return
+        parts = {layer for layer, drop in enumerate(drops) if 0 < drop < len(segment.data.content[layer])}
+        if parts & segment.damaged_layers:
+            assert num_trimmed == 0
+            self.remove(segment_id)
+            return
+        assert num_trimmed == sum(drops)
+        segment.data = Bytes(
+            tuple(offset + drop for offset, drop in zip(segment.data.offsets, drops, strict=True)),
+            tuple(content[drop:] for content, drop in zip(segment.data.content, drops, strict=True)),
+        )
+        segment.first_tokens = tuple(map(max, segment.first_tokens, wanted_tokens))
+        segment.damaged_layers -= {layer for layer in (0, 1) if not segment.data.content[layer]}
+
     @rule(model=st.none() | models)
     def clear(self, model: ModelIdentity | None) -> None:
         cleared = {m.fingerprint for m in MODELS if model is None or m == model}
@@ -217,13 +286,16 @@ class HostStoreMachine(RuleBasedStateMachine):
         idle = [
             segment
             for segment in self.segments.values()
-            if segment.num_leases == 0 and not segment.is_damaged and not segment.is_zombie
+            if segment.num_leases == 0
+            and not segment.is_damaged
+            and not segment.is_zombie
+            and segment.data.content[layer]
         ]
         if idle:
             segment = idle[choice % len(idle)]
             content = bytearray(segment.data.content[layer])
             flip_byte(self.store, segment.data.offsets[layer] + byte % len(content))
-            segment.is_damaged = True
+            segment.damaged_layers.add(layer)
 
     @rule()
     def verify(self) -> None:
@@ -254,9 +326,18 @@ class HostStoreMachine(RuleBasedStateMachine):
         datas += [pending.data for pending in self.pending]
         for data in datas:
             for offset, content in zip(data.offsets, data.content, strict=True):
-                owners[offset : offset + len(content)] += 1
-                assert buffer[offset : offset + len(content)].tobytes() == content
+                if content:
+                    owners[offset : offset + len(content)] += 1
+                    assert buffer[offset : offset + len(content)].tobytes() == content
         assert owners.max() <= 1
+
+    @invariant()
+    def a_path_is_what_the_index_says(self) -> None:
+        for model in MODELS:
+            keys = keys_of(1, False, 0, 10)
+            holders = [self.index.get((model.fingerprint, key)) for key in keys]
+            path = [segment.segment_id for segment in self.store.path_segments(model, keys)]
+            assert path == list(dict.fromkeys(holder for holder in holders if holder is not None))
 
     @invariant()
     def missing_pages_are_those_not_in_the_index(self) -> None:

@@ -1,0 +1,481 @@
+from __future__ import annotations
+
+import dataclasses
+import threading
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from checksum_gate import ChecksumGate, install_gate, let_go, run_until_gate
+from store_builders import (
+    PAGE_SIZE,
+    fill,
+    flip_byte,
+    lease_pages,
+    make_manifest,
+    make_model,
+    offset_in,
+    page_keys,
+    put,
+)
+
+from krul_backend.errors import ManifestError, StoreClosedError
+from krul_backend.store.host_store import HostStore
+from krul_backend.store.interface import Lease
+
+MODEL = make_model()
+
+
+@pytest.fixture
+def store() -> Iterator[HostStore]:
+    store = HostStore(4096)
+    yield store
+    store.close()
+
+
+def leased_bytes(store: HostStore, conversation: str, first: int, end: int) -> list[tuple[bytes, ...]]:
+    """Blocks of each slice of a lease of these pages, all of which must be there."""
+    lease = lease_pages(store, conversation, first, end)
+    assert lease is not None
+    assert lease.num_pages == end - first
+    blocks = [tuple(block.tobytes() for block in piece.blocks) for piece in lease.slices]
+    store.release(lease)
+    return blocks
+
+
+def test_a_trim_keeps_the_end_of_each_block(store: HostStore) -> None:
+    segment_id, written = put(store, "c", 0, 4, sizes=(200, 120))
+    assert store.trim(segment_id, (4, 8), (150, 40)) == 50 + 80
+    assert leased_bytes(store, "c", 0, 4) == [(written[0][50:], written[1][80:])]
+    lease = lease_pages(store, "c", 0, 4)
+    assert lease is not None
+    manifest = lease.slices[0].manifest
+    assert (manifest.layer_first_token, manifest.layer_num_bytes) == ((4, 8), (150, 40))
+    assert not any(block.flags.writeable for block in lease.slices[0].blocks)
+    assert store.verify() == []
+    stats = store.stats()
+    assert (stats.trimmed_segments, stats.trimmed_bytes, stats.stored_bytes) == (1, 130, 190)
+    assert (stats.num_pages, stats.stored_tokens) == (4, 16)
+
+
+def test_what_cannot_be_freed_stays_counted_until_it_can(store: HostStore) -> None:
+    segment_id, written = put(store, "c", 0, 4, sizes=(200, 120))
+    assert store.stats().used_bytes == 256 + 128
+    store.trim(segment_id, (4, 0), (150, 120))  # 50 of 200: no aligned byte is free
+    assert store.stats().used_bytes == 256 + 128
+    store.trim(segment_id, (8, 0), (130, 120))  # 70 of 200: 64 are
+    assert store.stats().used_bytes == 192 + 128
+    store.trim(segment_id, (12, 4), (8, 56))
+    assert store.stats().used_bytes == 64 + 64
+    assert leased_bytes(store, "c", 0, 4) == [(written[0][-8:], written[1][-56:])]
+    store.trim(segment_id, (16, 16), (0, 0))
+    stats = store.stats()
+    assert (stats.used_bytes, stats.stored_bytes, stats.num_pages) == (0, 0, 4)
+    assert stats.trimmed_bytes == 320
+    assert leased_bytes(store, "c", 0, 4) == [(b"", b"")]
+
+
+def test_freed_bytes_are_given_to_others_and_the_rest_survives(store: HostStore) -> None:
+    segment_id, written = put(store, "c", 0, 4, sizes=(2048, 2048))
+    assert store.stats().free_bytes == 0
+    store.trim(segment_id, (8, 4), (1000, 2000))
+    _, other = put(store, "other", 0, 1, sizes=(960, 1), seed=1)
+    assert (store.stats().free_bytes, store.stats().evicted_segments) == (0, 0)
+    assert leased_bytes(store, "c", 0, 4) == [(written[0][-1000:], written[1][-2000:])]
+    assert leased_bytes(store, "other", 0, 1) == [other]
+    store.clear()
+    assert store.reserve((4096,)) is not None
+
+
+def test_a_conversation_with_nothing_stored_of_a_segment_has_no_hole(store: HostStore) -> None:
+    reservation = store.reserve((0, 0))
+    assert reservation is not None
+    assert [block.nbytes for block in reservation.blocks] == [0, 0]
+    manifest = dataclasses.replace(
+        make_manifest("c", 0, 3, (1, 1)), layer_first_token=(12, 12), layer_num_bytes=(0, 0)
+    )
+    first = store.commit(reservation, manifest)
+    second, written = put(store, "c", 3, 5)
+    assert store.find_missing(MODEL, page_keys("c", 0, 6)) == [range(5, 6)]
+    assert leased_bytes(store, "c", 0, 5) == [(b"", b""), written]
+    assert [segment.segment_id for segment in store.path_segments(MODEL, page_keys("c", 0, 5))] == [
+        first,
+        second,
+    ]
+    assert store.verify() == []
+    assert store.stats().used_bytes == 192
+
+
+def test_some_layers_may_have_no_bytes(store: HostStore) -> None:
+    reservation = store.reserve((0, 60))
+    assert reservation is not None
+    written = fill(reservation, 3)
+    manifest = dataclasses.replace(
+        make_manifest("c", 0, 2, (1, 60)), layer_first_token=(8, 0), layer_num_bytes=(0, 60)
+    )
+    store.commit(reservation, manifest)
+    assert leased_bytes(store, "c", 0, 2) == [written]
+    assert store.stats().used_bytes == 64
+    store.clear()
+    assert store.stats().used_bytes == 0
+
+
+def test_a_repeated_or_outdated_trim_drops_nothing_twice(store: HostStore) -> None:
+    segment_id, written = put(store, "c", 0, 4, sizes=(200, 120))
+    assert store.trim(segment_id, (4, 8), (150, 60)) == 110
+    assert store.trim(segment_id, (4, 8), (150, 60)) == 0
+    assert store.trim(segment_id, (0, 4), (200, 90)) == 0
+    # One layer goes on from here, the other has less already.
+    assert store.trim(segment_id, (8, 4), (100, 90)) == 50
+    assert leased_bytes(store, "c", 0, 4) == [(written[0][-100:], written[1][-60:])]
+    assert store.stats().trimmed_segments == 2
+
+
+@pytest.mark.parametrize(
+    ("first_tokens", "sizes", "message"),
+    [
+        ((4,), (50,), "1 first tokens and 1 sizes for a segment of 2 layers"),
+        ((4, 0), (100,), "2 first tokens and 1 sizes"),
+        ((4, 0), (101, 60), "layer 0 cannot hold the tokens from 4 on in 101 bytes"),
+        ((4, 0), (100, 60), "those from 0 on take 100"),
+        ((4, 0), (0, 60), "exactly the blocks of no tokens are empty"),
+        ((4, 0), (-1, 60), "exactly the blocks of no tokens are empty"),
+        ((12, 0), (10, 60), "exactly the blocks of no tokens are empty"),
+        ((13, 0), (10, 60), "cannot hold tokens from 13 on"),
+    ],
+)
+def test_impossible_trims_are_refused(
+    store: HostStore, first_tokens: tuple[int, ...], sizes: tuple[int, ...], message: str
+) -> None:
+    segment_id, written = put(store, "c", 0, 3)
+    with pytest.raises(ManifestError, match=message):
+        store.trim(segment_id, first_tokens, sizes)
+    assert leased_bytes(store, "c", 0, 3) == [written]
+    assert store.trim(segment_id, (4, 4), (50, 30)) == 80
+
+
+def test_what_is_gone_or_leased_is_left_alone(store: HostStore) -> None:
+    segment_id, written = put(store, "c", 0, 3)
+    lease = lease_pages(store, "c", 1, 2)
+    assert lease is not None
+    assert store.trim(segment_id, (4, 4), (50, 30)) == 0
+    assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
+    store.release(lease)
+    assert store.trim(segment_id, (4, 4), (50, 30)) == 80
+    store.clear()
+    assert store.trim(segment_id, (8, 8), (20, 20)) == 0
+    assert store.stats().trimmed_segments == 1
+
+
+# Sharing
+
+
+def can_trim(store: HostStore, segment_id: int) -> bool:
+    segments = store.path_segments(MODEL, page_keys("c", 0, 4))
+    (manifest,) = (segment.manifest for segment in segments if segment.segment_id == segment_id)
+    first = manifest.layer_first_token[0] + 1
+    return store.trim(segment_id, (first, 0), (manifest.layer_num_bytes[0] - 1, 60)) == 1
+
+
+def put_branch(store: HostStore, name: str, at_page: int, seed: int = 9) -> int:
+    """A segment of one page of another conversation, which goes on after page ``at_page - 1`` of ``c``."""
+    reservation = store.reserve((100, 60))
+    assert reservation is not None
+    fill(reservation, seed)
+    manifest = make_manifest(name, at_page, at_page + 1, (100, 60))
+    return store.commit(reservation, dataclasses.replace(manifest, parent_key=f"c/{at_page - 1}"))
+
+
+def test_the_one_continuation_of_a_conversation_does_not_share_it(store: HostStore) -> None:
+    first, _ = put(store, "c", 0, 2)
+    second, _ = put(store, "c", 2, 4)
+    put(store, "c", 4, 5)
+    assert can_trim(store, first)
+    assert can_trim(store, second)
+
+
+def test_a_second_continuation_shares_the_segment_it_continues(store: HostStore) -> None:
+    first, _ = put(store, "c", 0, 2)
+    second, _ = put(store, "c", 2, 4)
+    put(store, "c", 4, 5)
+    put_branch(store, "b", 4)
+    assert not can_trim(store, second)
+    assert can_trim(store, first)
+
+
+def test_a_continuation_from_the_middle_shares_the_segment(store: HostStore) -> None:
+    segment_id, _ = put(store, "c", 0, 3)
+    branch = put_branch(store, "b", 2)
+    assert not can_trim(store, segment_id)
+    # The one that branches off has its own pages for itself.
+    assert store.trim(branch, (9, 9), (50, 30)) == 80
+
+
+def damage(store: HostStore, conversation: str, first: int, end: int, layer: int, byte: int = 0) -> None:
+    lease = lease_pages(store, conversation, first, end)
+    assert lease is not None
+    flip_byte(store, offset_in(store, lease.slices[-1].blocks[layer]) + byte)
+    store.release(lease)
+
+
+def test_a_segment_is_not_shared_any_more_when_the_other_conversation_has_gone(store: HostStore) -> None:
+    segment_id, _ = put(store, "c", 0, 3)
+    put_branch(store, "b", 2)
+    assert not can_trim(store, segment_id)
+    damage(store, "b", 2, 3, layer=0)
+    assert len(store.verify()) == 1
+    assert can_trim(store, segment_id)
+
+
+def test_segments_that_hold_the_same_page_are_shared_as_long_as_both_are_there(store: HostStore) -> None:
+    first, _ = put(store, "c", 0, 2)
+    second, _ = put(store, "c", 1, 4)
+    assert not can_trim(store, first)
+    assert not can_trim(store, second)
+    damage(store, "c", 0, 2, layer=1)
+    assert store.verify() == [first]
+    assert can_trim(store, second)
+    # Stored again, page 1 is in both once more, though only the new copy is found.
+    put(store, "c", 0, 2)
+    assert store.find_missing(MODEL, page_keys("c", 0, 4)) == []
+    assert not can_trim(store, second)
+
+
+def test_a_segment_that_was_dropped_at_its_commit_shares_nothing(store: HostStore) -> None:
+    segment_id, _ = put(store, "c", 0, 2)
+    put(store, "c", 2, 3)
+    put(store, "c", 0, 2)
+    put(store, "c", 2, 3)
+    assert can_trim(store, segment_id)
+
+
+def test_other_models_share_nothing(store: HostStore) -> None:
+    segment_id, _ = put(store, "c", 0, 2)
+    for i in range(2):
+        put(store, "c", i, 3, model=make_model("another"), seed=i)
+    assert can_trim(store, segment_id)
+
+
+# Paths
+
+
+def test_a_path_names_its_segments_once_and_in_order(store: HostStore) -> None:
+    third, _ = put(store, "c", 5, 7)
+    first, _ = put(store, "c", 0, 2)
+    second, _ = put(store, "c", 1, 4)
+    put(store, "d", 0, 2)
+    path = store.path_segments(MODEL, page_keys("c", 0, 8))
+    assert [segment.segment_id for segment in path] == [first, second, third]
+    assert [segment.manifest.start_token for segment in path] == [0, PAGE_SIZE, 5 * PAGE_SIZE]
+    assert store.path_segments(MODEL, page_keys("c", 0, 1))[0].segment_id == first
+    assert store.path_segments(MODEL, ()) == []
+    assert store.path_segments(make_model("another"), page_keys("c", 0, 8)) == []
+
+
+# Damage
+
+
+def test_a_damaged_block_is_not_given_a_new_checksum(store: HostStore) -> None:
+    segment_id, _ = put(store, "c", 0, 3)
+    damage(store, "c", 0, 3, layer=1, byte=59)
+    assert store.trim(segment_id, (0, 4), (100, 30)) == 0
+    stats = store.stats()
+    assert (stats.corrupted_segments, stats.num_segments, stats.used_bytes) == (1, 0, 0)
+    assert (stats.trimmed_segments, stats.trimmed_bytes) == (0, 0)
+
+
+def test_damage_in_what_is_dropped_whole_goes_with_it(store: HostStore) -> None:
+    segment_id, written = put(store, "c", 0, 3)
+    damage(store, "c", 0, 3, layer=0)
+    assert store.trim(segment_id, (12, 0), (0, 60)) == 100
+    assert leased_bytes(store, "c", 0, 3) == [(b"", written[1])]
+
+
+def test_damage_in_a_layer_that_stays_is_found_later(store: HostStore) -> None:
+    segment_id, _ = put(store, "c", 0, 3)
+    damage(store, "c", 0, 3, layer=0)
+    assert store.trim(segment_id, (0, 4), (100, 30)) == 30
+    assert store.verify() == [segment_id]
+    assert store.stats().used_bytes == 0
+
+
+# Races: the trim waits at its first checksum, without the lock
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> ChecksumGate:
+    """Open for the commits of the set-up."""
+    gate = install_gate(monkeypatch)
+    gate.entered.set()
+    return gate
+
+
+def test_a_lease_given_during_a_trim_keeps_its_bytes(store: HostStore, gate: ChecksumGate) -> None:
+    segment_id, written = put(store, "c", 0, 3)
+    thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
+    lease = lease_pages(store, "c", 0, 3)
+    let_go(gate, thread)
+    assert results == [0]
+    assert lease is not None
+    assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
+    assert store.stats().used_bytes == 192
+    store.release(lease)
+    assert store.trim(segment_id, (8, 8), (30, 20)) == 110
+
+
+def test_a_trim_during_a_verification_or_another_trim_does_nothing(
+    store: HostStore, gate: ChecksumGate
+) -> None:
+    segment_id, written = put(store, "c", 0, 3)
+    for call in (lambda: lease_pages(store, "c", 0, 3), store.verify):
+        thread, results = run_until_gate(gate, call)
+        assert store.trim(segment_id, (8, 8), (30, 20)) == 0
+        let_go(gate, thread)
+        if isinstance(results[0], Lease):
+            assert tuple(block.tobytes() for block in results[0].slices[0].blocks) == written
+            store.release(results[0])
+    thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
+    assert store.trim(segment_id, (4, 4), (50, 30)) == 0
+    let_go(gate, thread)
+    assert results == [110]
+
+
+def test_a_segment_under_a_trim_is_not_evicted(store: HostStore, gate: ChecksumGate) -> None:
+    segment_id, _ = put(store, "c", 0, 3)
+    thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
+    assert store.reserve((4096,)) is None
+    let_go(gate, thread)
+    assert results == [110]
+    assert store.reserve((4096,)) is not None
+
+
+def test_clear_during_a_trim_frees_everything(store: HostStore, gate: ChecksumGate) -> None:
+    segment_id, _ = put(store, "c", 0, 3)
+    thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
+    store.clear()
+    assert store.stats().used_bytes == 192
+    let_go(gate, thread)
+    assert results == [0]
+    assert (store.stats().used_bytes, store.stats().trimmed_bytes) == (0, 0)
+
+
+def test_close_during_a_trim(store: HostStore, gate: ChecksumGate) -> None:
+    segment_id, _ = put(store, "c", 0, 3)
+    thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
+    store.close()
+    let_go(gate, thread)
+    assert isinstance(results[0], StoreClosedError)
+
+
+def test_a_conversation_that_branches_off_during_a_trim_keeps_its_prefix(
+    store: HostStore, gate: ChecksumGate
+) -> None:
+    segment_id, written = put(store, "c", 0, 3)
+    thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
+    put_branch(store, "b", 2)
+    let_go(gate, thread)
+    assert results == [0]
+    assert leased_bytes(store, "c", 0, 3) == [written]
+
+
+def test_damage_found_under_a_lease_is_freed_at_its_release(store: HostStore, gate: ChecksumGate) -> None:
+    segment_id, _ = put(store, "c", 0, 3)
+    thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
+    lease = lease_pages(store, "c", 0, 3)
+    assert lease is not None
+    gate.checksum = 1
+    let_go(gate, thread)
+    assert results == [0]
+    stats = store.stats()
+    assert (stats.corrupted_segments, stats.num_segments, stats.used_bytes) == (1, 0, 192)
+    store.release(lease)
+    assert store.stats().used_bytes == 0
+
+
+def test_an_error_while_hashing_leaves_the_segment_as_it_was(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment_id, written = put(store, "c", 0, 3)
+
+    def fail(block: object) -> int:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("krul_backend.store.trimming.block_checksum", fail)
+        with pytest.raises(MemoryError):
+            store.trim(segment_id, (8, 8), (30, 20))
+    assert leased_bytes(store, "c", 0, 3) == [written]
+    assert store.reserve((4096,)) is not None
+
+
+def test_many_threads_trim_lease_store_and_clear() -> None:
+    """Whatever is leased at any moment is the end of what was written, as long as its manifest says."""
+    store = HostStore(64 * 1024)
+    failures: list[str] = []
+    num_trims = [0] * 4
+    num_leases = [0] * 4
+
+    def content(name: str, page: int, layer: int) -> np.ndarray:
+        rng = np.random.default_rng(zlib.crc32(f"{name} {page} {layer}".encode()))
+        return rng.integers(0, 256, 1000 + 500 * layer, dtype=np.uint8)
+
+    def work(worker: int) -> None:
+        rng = np.random.default_rng(worker)
+        for _ in range(400):
+            name, first = f"c{rng.integers(4)}", int(rng.integers(0, 4))
+            choice = rng.random()
+            if choice < 0.4:
+                reservation = store.reserve((1000, 1500))
+                if reservation is None:
+                    continue
+                for layer, block in enumerate(reservation.blocks):
+                    block[:] = content(name, first, layer)
+                store.commit(reservation, make_manifest(name, first, first + 1, (1000, 1500)))
+            elif choice < 0.41:
+                store.clear()
+            elif choice < 0.7:
+                for segment in store.path_segments(MODEL, page_keys(name, 0, 4)):
+                    offset = int(rng.integers(1, PAGE_SIZE + 1))
+                    start = segment.manifest.start_token + offset
+                    sizes = tuple(size // PAGE_SIZE * (PAGE_SIZE - offset) for size in (1000, 1500))
+                    num_trims[worker] += store.trim(segment.segment_id, (start, start), sizes) > 0
+            else:
+                lease = lease_pages(store, name, first, 4)
+                if lease is None:
+                    continue
+                num_leases[worker] += 1
+                for piece in lease.slices:
+                    page = piece.manifest.start_token // PAGE_SIZE
+                    for layer, block in enumerate(piece.blocks):
+                        written = content(name, page, layer)
+                        num_kept = piece.manifest.end_token - piece.manifest.layer_first_token[layer]
+                        if len(block) != num_kept * len(written) // PAGE_SIZE:
+                            failures.append(f"{len(block)} bytes for {num_kept} tokens")
+                        if not np.array_equal(block, written[len(written) - len(block) :]):
+                            failures.append(f"{name} page {page} layer {layer}")
+                store.release(lease)
+            stats = store.stats()
+            if stats.used_bytes + stats.free_bytes != stats.capacity_bytes:
+                failures.append(f"{stats}")
+
+    def guarded(worker: int) -> None:
+        try:
+            work(worker)
+        except Exception as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=guarded, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert min(num_trims) > 0
+    assert min(num_leases) > 0
+    stats = store.stats()
+    assert (stats.trimmed_segments, stats.corrupted_segments) == (sum(num_trims), 0)
+    assert (stats.num_leases, stats.num_reservations) == (0, 0)
+    store.clear()
+    assert store.stats().used_bytes == 0
+    assert store.reserve((64 * 1024,)) is not None
