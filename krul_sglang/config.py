@@ -27,6 +27,8 @@ DEFAULT_HOST_MEMORY_SHARE = 0.25
 
 ESTIMATORS = ("sampled", "heterogeneous", "exact")
 
+FAULTS = ("none", "load-error", "load-stall", "skip-heads")
+
 PRECISIONS = tuple(precision.value for precision in Precision if precision is not Precision.INT0)
 
 
@@ -117,6 +119,12 @@ def _parse_token_count(value: object) -> int:
     if not number.is_integer() or number < 0:
         raise ValueError("out of range")
     return int(number)
+
+
+def _parse_fault(value: object) -> str:
+    if value not in FAULTS:
+        raise ValueError("unknown")
+    return str(value)
 
 
 def _parse_estimator(value: object) -> str:
@@ -228,7 +236,8 @@ class KrulConfig:
         "one of " + ", ".join(PLANNER_NAMES),
         "How each layer of a returning prefix is split into a head that is recomputed and a tail that is "
         'loaded: "optimal" ends first by the costs measured on this machine; "full-load" loads everything '
-        'there is and "full-recompute" nothing; "uniform" and "pyramid" are those of the Krul paper.',
+        'there is and "full-recompute" nothing; "uniform" and "pyramid" are those of the Krul paper; '
+        '"random" is for tests.',
     )
     store_full_tail: bool = _option(
         False,
@@ -249,6 +258,14 @@ class KrulConfig:
         _parse_positive,
         "a positive number",
         "Seconds after which a load of which no further layer has landed is given up, and recomputed.",
+    )
+
+    fault_injection: str = _option(
+        "none",
+        _parse_fault,
+        "one of " + ", ".join(FAULTS),
+        "For tests of a deployment, never for serving: let every second load fail, or stop, at some layer; "
+        '"skip-heads" leaves heads uncomputed, which gives wrong answers.',
     )
 
     cache_dir: str = _option(

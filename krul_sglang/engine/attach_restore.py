@@ -24,7 +24,7 @@ from krul_sglang.engine.radix_cache import KrulRadixCache
 from krul_sglang.engine.restore_forward import RestoreForward
 from krul_sglang.engine.restore_planning import HOST_TIER, RestorePlanning
 from krul_sglang.engine.restore_trace import TraceLog
-from krul_sglang.engine.start_proof import prove_heads
+from krul_sglang.engine.start_proof import HeadProof, prove_heads
 from krul_sglang.engine.unsupported import UnsupportedSetupError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
     """
     runner, config = parts.model_runner, parts.config
     pool = DevicePool(runner.token_to_kv_pool)
-    heads = _proven_heads(runner, cache, pool, parts)
+    heads, proof = _proven_heads(runner, cache, pool, parts)
     calibration = CostCalibration(runner, cache, pool, heads, parts.restore_agreement)
     costs = _costs(calibration, parts, runner)
     # Pairs are measured as pairs with shared directions; those that are predicted need maps of the model.
@@ -71,8 +71,9 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
         traces,
         req_to_token=runner.req_to_token_pool.req_to_token,
         chunk_tokens=_chunk_tokens(chunked_prefill_size),
+        skip_heads=config.fault_injection == "skip-heads",
     )
-    linker.attach_restore(Restore(planning, forward, traces))
+    linker.attach_restore(Restore(proof, planning, forward, traces))
     runner.krul_restore_forward = forward
     if not config.store_full_tail and heads is not None:
         linker.allocate_space(
@@ -91,16 +92,15 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
 
 def _proven_heads(
     runner: Any, cache: KrulRadixCache, pool: DevicePool, parts: EngineParts
-) -> HeadRecompute | None:
+) -> tuple[HeadRecompute, HeadProof] | tuple[None, None]:
     try:
         heads = HeadRecompute(runner, pool, parts.capture)
-        prove_heads(runner, cache, pool, heads)
+        return heads, prove_heads(runner, cache, pool, heads)
     except UnsupportedSetupError as error:
         if parts.config.planner != WHOLE_LOADS:
             raise
         logger.warning("%s. A load that fails ends in an error of its request", error)
-        return None
-    return heads
+        return None, None
 
 
 def _costs(calibration: CostCalibration, parts: EngineParts, runner: Any) -> RestoreCosts:

@@ -25,10 +25,10 @@ class StreamClock:
             now_s = time.perf_counter() - self._start_s
             return lambda: now_s
         start, event = self._start_event, self._event()
-        return lambda: start.elapsed_time(event) / 1000 if event.query() else None
+        return lambda: start.elapsed_time(event) / 1000 if event.query() else None  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _event() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

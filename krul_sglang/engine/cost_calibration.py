@@ -84,7 +84,8 @@ class CostCalibration:
         num_tokens = whole.ends[0]
         parts = [whole.part(0, num_tokens), whole.part(num_tokens // 2, num_tokens)]
         for part in parts:
-            assert part is not None and self._heads is not None
+            assert part is not None
+            assert self._heads is not None
             run = _bound(self._heads.run, part)
             seconds = min(timed(self._pool.device, run) for _ in range(_REPEATS))
             yield part.ends[0] - part.start, part.start, seconds / self._pool.num_layers

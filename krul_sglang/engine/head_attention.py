@@ -65,7 +65,7 @@ class HeadAttention(AttentionBackend):  # type: ignore[misc]
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-    """``q [n, Hq, D]`` are the last ``n`` of the ``T`` tokens of ``k [T, Hkv, D]``, ``v``: ``[n, Hq, Dv]``."""
+    """``q [n, Hq, D]`` are the last ``n`` of the tokens of ``k [T, Hkv, D]``, ``v``. ``[n, Hq, Dv]``."""
     num_queries, num_tokens = len(q), len(k)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if num_queries == num_tokens:

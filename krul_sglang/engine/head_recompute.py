@@ -155,7 +155,7 @@ def _layer_stack(model: Any, num_layers: int) -> Any:
     """The module with ``embed_tokens`` and ``layers`` of a causal language model."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    stack = getattr(model, "model", None)
+    stack: Any = getattr(model, "model", None)
     layers = getattr(stack, "layers", None)
     if not hasattr(stack, "embed_tokens") or layers is None or len(layers) != num_layers:
         raise _unsupported(model, "has no stack of decoder layers that krul knows")

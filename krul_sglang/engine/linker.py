@@ -22,9 +22,10 @@ from krul_backend.store.interface import Lease
 from krul_backend.strategy.registry import SelectorOptions, make_selector
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.allocation import SpaceAllocation
 from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.allocation import SpaceAllocation
 from krul_sglang.engine.error_budget import PAIR_PRECISIONS, ErrorBudget, table_path
+from krul_sglang.engine.fault_injection import FaultInjection
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.layer_maps import LayerMapLearner, layer_maps_path
 from krul_sglang.engine.load_batch import Load
@@ -34,6 +35,7 @@ from krul_sglang.engine.probing import Prober
 from krul_sglang.engine.restore_forward import RestoreForward
 from krul_sglang.engine.restore_planning import RestorePlanning
 from krul_sglang.engine.restore_trace import TraceLog
+from krul_sglang.engine.start_proof import HeadProof
 from krul_sglang.engine.strategy_choice import SelectorDecision, StrategyChooser
 from krul_sglang.engine.transfer_gate import TransferGate
 from krul_sglang.engine.turn import StoredPath, Turn
@@ -71,8 +73,12 @@ class Returning:
 
 @dataclass(frozen=True, eq=False)
 class Restore:
-    """What plans and runs restores; made when the engine can be measured, before the first request."""
+    """What plans and runs restores; made when the engine can be measured, before the first request.
 
+    ``proof`` is None if heads cannot be recomputed.
+    """
+
+    proof: HeadProof | None
     planning: RestorePlanning
     forward: RestoreForward
     traces: TraceLog
@@ -144,8 +150,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             gate=self._gate,
         )
         self.codec = codec
+        faults = FaultInjection(parts.config, self.model.tp_rank, self._pool.num_layers)
         self.loader = LayerWiseLoader(
-            self._store, self._pool, self._gate, timeout_s=parts.config.load_timeout
+            self._store,
+            self._pool,
+            self._gate,
+            timeout_s=parts.config.load_timeout,
+            before_layer=faults.before_layer,
         )
         self._restore: Restore | None = None
         self._leases: dict[str, HeldLease] = {}
@@ -231,7 +242,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._restore = restore
 
     def allocate_space(self, allocation: SpaceAllocation) -> None:
-        """From now on leave out of segments what ``allocation`` says. Called once, before the first request."""
+        """From now on leave out of segments what ``allocation`` says. Called before the first request."""
         self._offloader.allocation = allocation
 
     def expect_load(self, rid: str, returning: Returning) -> None:
@@ -391,4 +402,5 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "plans": asdict(restore.planning.counters),
             "forward": asdict(restore.forward.counters),
             "costs": asdict(restore.planning.costs.current()),
+            "proof": None if restore.proof is None else asdict(restore.proof),
         }

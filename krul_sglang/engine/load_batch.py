@@ -92,7 +92,7 @@ class LoadBatch:
         """The next layer is in the pool, or, on a GPU, its copies are queued on the current stream."""
         event = None
         if self._is_cuda:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         with self._changed:
             self.load_times.append(times)

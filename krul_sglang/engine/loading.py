@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -53,15 +53,25 @@ class LayerWiseLoader:
     """Fills the slots of queued loads; the forward waits for each layer through ``counter``.
 
     A load owns its lease: it is released when the load has ended, well or not, or is cancelled.
+    ``before_layer(index, layer)`` is called in the loading thread before a layer of a batch is read; what it
+    raises fails the batch.
     """
 
-    def __init__(self, store: KVStore, pool: DevicePool, gate: TransferGate, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: KVStore,
+        pool: DevicePool,
+        gate: TransferGate,
+        timeout_s: float,
+        before_layer: Callable[[int, int], None] = lambda index, layer: None,
+    ) -> None:
         self.counters = LoadCounters()
         self.counter = LoadCounter(pool.num_layers)
         self._store = store
         self._pool = pool
         self._gate = gate
         self._timeout_s = timeout_s
+        self._before_layer = before_layer
         self._queued: dict[str, Load] = {}
         self._running: dict[int, Future[None]] = {}
         self._next_index = 0
@@ -90,7 +100,7 @@ class LayerWiseLoader:
         batch = LoadBatch(dict(self._queued), self._pool.num_layers, self._pool.device, self._timeout_s)
         self._queued.clear()
         self.counter.batches[index] = batch
-        self._running[index] = self._worker.submit(self._run, batch, ready)
+        self._running[index] = self._worker.submit(self._run, index, batch, ready)
         return index
 
     def batch(self, index: int) -> LoadBatch | None:
@@ -135,7 +145,7 @@ class LayerWiseLoader:
             max_workers=1, thread_name_prefix="krul-load", initializer=self._stream.bind_thread
         )
 
-    def _run(self, batch: LoadBatch, ready: Sequence[Any]) -> None:
+    def _run(self, index: int, batch: LoadBatch, ready: Sequence[Any]) -> None:
         loads = tuple(batch.loads.values())
         try:
             with self._gate.restoring(), self._stream.active(ready):
@@ -143,6 +153,7 @@ class LayerWiseLoader:
                     [SegmentReader(part, load.plan.head_ends) for part in load.slices] for load in loads
                 ]
                 for layer in range(self._pool.num_layers):
+                    self._before_layer(index, layer)
                     begin = batch.clock.mark()
                     for of_load in readers:
                         for reader in of_load:

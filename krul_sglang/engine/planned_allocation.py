@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import orjson
 
+from krul_backend.restore.allocation import allocate
 from krul_backend.restore.calibration import OnlineCosts
 from krul_backend.restore.interface import RestorePlanner
-from krul_backend.restore.problem import RestoreProblem, StoredRun
+from krul_backend.restore.problem import StoredRun
 from krul_backend.strategy.strategy import Strategy
 from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.allocation import SpaceAllocation
@@ -56,19 +57,15 @@ class PlannedAllocation(SpaceAllocation):
             ),
             stored_from=(0,) * len(strategy.layers),
         )
-        problem = RestoreProblem(
-            num_layers=len(strategy.layers),
-            page_size=self._page_size,
-            device_tokens=0,
-            total_tokens=num_tokens,
-            new_tokens=EXPECTED_NEW_TOKENS,
-            runs=(run,),
-            costs=self._costs.current(),
-            max_head_tokens=self._max_head_tokens,
+        heads = allocate(
+            self._planner,
+            run,
+            self._costs.current(),
+            self._page_size,
+            EXPECTED_NEW_TOKENS,
+            self._max_head_tokens,
         )
-        plan = self._planner.plan(problem)
-        heads = None if plan.is_recompute else plan.head_ends
-        return self._agreed(heads)
+        return self._agreed(None if heads[-1] == num_tokens else heads)
 
     def _agreed(self, heads: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """The first rank's, on every rank."""

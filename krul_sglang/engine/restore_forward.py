@@ -31,7 +31,8 @@ class RestoreForward:
     """Runs forwards of batches that have loads under way. On the scheduler's thread, on every rank alike.
 
     ``heads`` is None if this model's heads cannot be recomputed: then a failed load is the engine's to deal
-    with (it aborts the request). ``chunk_tokens`` are recomputed in one forward at most.
+    with (it aborts the request). ``chunk_tokens`` are recomputed in one forward at most. ``skip_heads`` does
+    not recompute them, so that a test can show that it would notice.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class RestoreForward:
         *,
         req_to_token: torch.Tensor,
         chunk_tokens: int,
+        skip_heads: bool = False,
     ) -> None:
         self.counters = ForwardCounters()
         self._loader = loader
@@ -51,6 +53,7 @@ class RestoreForward:
         self._traces = traces
         self._req_to_token = req_to_token
         self._chunk_tokens = chunk_tokens
+        self._skip_heads = skip_heads
 
     def run(self, schedule_batch: Any, forward: Callable[[], Any]) -> Any:
         """``forward()``, with what it needs of a prefix recomputed before it or loaded while it runs.
@@ -64,7 +67,8 @@ class RestoreForward:
         prefixes = list(self._prefixes(schedule_batch, batch))
         trace = RestoreTrace(batch, is_mixed=len(prefixes) < len(schedule_batch.reqs))
         try:
-            self._recompute([prefix.head() for prefix in prefixes], trace)
+            if not self._skip_heads:
+                self._recompute([prefix.head() for prefix in prefixes], trace)
             self._agree(batch)
             result = forward()
         except LoadFailedError as error:

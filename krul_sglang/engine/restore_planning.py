@@ -127,7 +127,7 @@ class RestorePlanning:
         )
 
     def _agreed_bounds(self, runs: list[StoredRun]) -> tuple[StoredRun, ...]:
-        """Runs with the latest ``stored_from`` of all ranks: one may have trimmed what another still holds."""
+        """Runs with the latest ``stored_from`` of all ranks: one may have trimmed what another holds."""
         if self._agreement.num_ranks == 1:
             return tuple(runs)
         mine = torch.tensor([run.stored_from for run in runs], dtype=torch.float64)

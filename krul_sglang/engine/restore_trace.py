@@ -41,7 +41,7 @@ class RestoreTrace:
             self._head_begin = self.batch.clock.mark()
 
     def mark_head_layer(self, layer: int) -> None:
-        """Layer ``layer`` of a head's forward is launched now; the number of layers: the forward has ended."""
+        """Layer ``layer`` of a head's forward is launched now; for the number of layers, it has ended."""
         self._head_marks.append((layer, self.batch.clock.mark()))
 
     def heads(self) -> list[Interval]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from krul_backend.restore.costs import RestoreCosts
@@ -24,7 +23,7 @@ def allocate(
     ``conversation``: tokens ``[0, end_token)`` as they would be stored in full, from the tier they would come
     back from (the paper's space allocation ``C = {c (1 - r_c)} x N``, 6.1, but layer by layer).
     ``new_tokens``: expected with the next turn. All of the tokens where recomputing them all is faster than
-    any restore: nothing is worth storing then, at these costs.
+    any restore.
     """
     num_layers = len(conversation.layer_token_bytes)
     stored = replace(conversation, stored_from=(conversation.first_token,) * num_layers)
@@ -40,11 +39,3 @@ def allocate(
         max_lengths=max_lengths,
     )
     return planner.plan(problem).head_ends
-
-
-def first_stored_tokens(head_ends: Sequence[int], last_use: Sequence[int]) -> tuple[int, ...]:
-    """Per layer the first token that its block must hold, so that a restore with ``head_ends`` is possible.
-
-    A block is needed by its own layer and, in a pair, by ``last_use``, whose head is not longer.
-    """
-    return tuple(head_ends[layer] for layer in last_use)

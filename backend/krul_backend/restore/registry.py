@@ -10,6 +10,7 @@ from krul_backend.restore.full_recompute import FullRecomputePlanner
 from krul_backend.restore.interface import RestorePlanner
 from krul_backend.restore.optimal import OptimalPlanner
 from krul_backend.restore.pyramid import PyramidPlanner
+from krul_backend.restore.random_heads import RandomPlanner
 from krul_backend.restore.uniform import UniformPlanner
 
 _PLANNERS: Mapping[str, Callable[[], RestorePlanner]] = {
@@ -18,6 +19,7 @@ _PLANNERS: Mapping[str, Callable[[], RestorePlanner]] = {
     FullRecomputePlanner.name: FullRecomputePlanner,
     UniformPlanner.name: UniformPlanner,
     PyramidPlanner.name: PyramidPlanner,
+    RandomPlanner.name: RandomPlanner,
 }
 
 PLANNER_NAMES = tuple(_PLANNERS)
