@@ -178,17 +178,16 @@ class DualTables:
             return _Point(counts, self.own_s + float(counts @ self._cell_head_s), load_s)
 
         def result(bound_s: float, compute: float, fewer: _Point, more: _Point) -> DualSolution:
-            bound_s -= compute * self._inside_s
             weights = Weights(compute, prefixes)
             return DualSolution(bound_s, self.heads(fewer.counts), self.heads(more.counts), weights)
 
-        fewer = solve(1.0)
+        fewer = solve(1.0)  # the smallest head ends there are, whatever the cells
         if fewer.compute_s >= fewer.load_s:
             return result(fewer.compute_s, 1.0, fewer, fewer)
         more = solve(0.0)
         if more.load_s >= more.compute_s:
             return result(more.load_s, 0.0, more, more)
-        best_s, best_compute = max((fewer.compute_s - self._inside_s, 1.0), (more.load_s, 0.0))
+        best_s, best_compute = max((fewer.compute_s, 1.0), (more.load_s, 0.0))
         for _ in range(_MAX_CUTS):
             gain = fewer.load_s - more.load_s
             compute = gain / (gain + more.compute_s - fewer.compute_s)
@@ -203,7 +202,7 @@ class DualTables:
                 more = point
             else:
                 fewer = point
-        return result(best_s + best_compute * self._inside_s, best_compute, fewer, more)
+        return result(best_s, best_compute, fewer, more)
 
 
 def make_levels(timing: RestoreTiming, max_cells: int) -> Tokens:
