@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from krul_backend.errors import RestoreError
+from krul_backend.restore.costs import TierCost
 from krul_backend.restore.interface import RestorePlan
 from krul_backend.restore.problem import RestoreProblem
 
@@ -31,6 +33,9 @@ class RestoreTiming:
 
     ``lowest`` [L]: the smallest head ends that are stored, non-increasing. ``highest``: the largest head end.
     ``is_possible``: whether any head ends are allowed.
+
+    Raises:
+        RestoreError: a run in a tier that has no costs.
     """
 
     def __init__(self, problem: RestoreProblem) -> None:
@@ -40,7 +45,7 @@ class RestoreTiming:
         self.own_layer_s = problem.own_layer_s
         # A load that ends late holds up its own layer and all after it.
         self.own_after_s: Floats = self.own_layer_s * np.arange(num_layers, 0, -1, np.float64)  # [L]
-        tiers = [problem.costs.tiers[run.tier] for run in runs]
+        tiers = [_tier(problem, run.tier) for run in runs]
         self.first: Tokens = np.array([max(run.first_token, problem.device_tokens) for run in runs], np.int64)
         self.end: Tokens = np.array([run.end_token for run in runs], np.int64)
         self.token_bytes: Floats = _floats([run.layer_token_bytes for run in runs], shape)
@@ -118,6 +123,13 @@ class RestoreTiming:
         start = np.maximum(self.first[:, None], first_needed)
         tokens: Tokens = np.maximum(self.end[:, None] - start, 0)
         return tokens
+
+
+def _tier(problem: RestoreProblem, name: str) -> TierCost:
+    tiers = problem.costs.tiers
+    if name not in tiers:
+        raise RestoreError(f"tier {name!r} has no costs (known: {', '.join(tiers)})")
+    return tiers[name]
 
 
 def _floats(rows: Sequence[tuple[float, ...]], shape: tuple[int, int]) -> Floats:
