@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from krul_backend.restore.arrays import Floats, Tokens
 from krul_backend.restore.layer_counts import best_layer_counts
-from krul_backend.restore.timing import Floats, RestoreTiming, Tokens
+from krul_backend.restore.timing import RestoreTiming
 
 _MAX_CUTS = 24
 _MAX_PREFIX_STEPS = 6
@@ -68,20 +69,13 @@ class DualTables:
         self.min_counts: Tokens = (timing.lowest[:, None] >= levels[1:]).sum(axis=0)  # [G]
         self._forbidden = counts[:, None] < self.min_counts  # [L + 1, G]
 
-        at = levels[:, None, None]
-        copies, decodes = timing.run_copy_s(at), timing.run_decode_s(at)  # [G + 1, R, L]
-        self._base_layer_s = (copies[0] + decodes[0]).sum(axis=0)  # [L]: load steps with no heads
-        # Load steps by the layer up to which a token must be recomputed for the step to leave it out.
-        steps: dict[tuple[int, ...], Floats] = {}
-        for index, run in enumerate(problem.runs):
-            steps[run.last_use] = steps.get(run.last_use, 0.0) + copies[:, index]
-        if timing.decode_s.any():
-            own = tuple(range(problem.num_layers))
-            steps[own] = steps.get(own, 0.0) + decodes.sum(axis=1)
-        # For each pattern whether so many layers leave a step out [L + 1, L], and what that saves [L, G].
+        at = np.repeat(levels[:, None], problem.num_layers, axis=1)
+        steps = [(part.last_use, part.seconds(at)) for part in timing.load_parts]  # [G + 1, L] each
+        self._base_layer_s = timing.load_layer_s(at[:1])[0]  # [L]: load steps with no heads
+        # For each part whether so many layers leave a step out [L + 1, L], and what that saves [L, G].
         self._steps = [
             ((np.array(pattern) < counts[:, None]).astype(np.float64), np.diff(step_s, axis=0).T)
-            for pattern, step_s in steps.items()
+            for pattern, step_s in steps
         ]
         pages = np.diff(levels) // problem.page_size
         page_context_s = problem.costs.head.context_s * problem.page_size**2
