@@ -1,4 +1,4 @@
-"""Heads recomputed, tails loaded: whatever the split, the answers are those of a server that never evicted."""
+"""Heads recomputed, tails loaded: whatever the split, answers are those of a server that never evicted."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ MODES = {
 
 
 def play(server: ServerProcess, name: str, *, evict: bool) -> list[Answer]:
-    """One conversation of ``NUM_TURNS`` turns; what leaves the pool between them is everything, or nothing."""
+    """One conversation of ``NUM_TURNS`` turns; between them everything leaves the pool, or nothing."""
     answers: list[Answer] = []
     history = random_prompt(name, 611)
     for turn in range(NUM_TURNS):
@@ -209,9 +209,7 @@ def test_control_heads_that_are_not_recomputed_are_noticed(
     assert turns[1].output_ids != kept.turns[1].output_ids
 
 
-def test_recomputed_heads_in_bf16_are_those_of_a_prefill(
-    tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_heads_in_bf16_are_those_of_a_prefill(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     args = (
         *small_krul_server_args(POOL_TOKENS, {"cache_dir": str(tmp_path)}),
         *("--dtype", "bfloat16"),
