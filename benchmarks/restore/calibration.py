@@ -1,0 +1,132 @@
+"""What the parts of a restore cost on this machine, measured by running them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.restore.restorer import Marks, Restorer, Turn
+from benchmarks.restore.stored import StoredConversation
+from benchmarks.restore.tiers import Tier
+from krul_backend.codec.restore import restore_layer
+
+ComputeSample = tuple[int, int, float]
+"""Tokens, tokens before them, seconds of one layer."""
+
+LoadSample = tuple[int, float]
+"""Bytes, seconds of one copy."""
+
+_PARTS = 4
+"""Loads and decodes are measured in so many sizes."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Runs each piece ``repeats`` times after one warm-up and takes the median."""
+
+    restorer: Restorer
+    repeats: int
+
+    @torch.inference_mode()
+    def heads(self, turn: Turn) -> list[ComputeSample]:
+        """Heads of lengths that double, up to the whole history. Nothing is on the device before them."""
+        num_layers = self.restorer.pool.num_layers
+        return [
+            (length, 0, self._layer_s(partial(self.restorer.recompute_heads, turn, [length] * num_layers)))
+            for length in _doubling(turn.history_tokens)
+        ]
+
+    @torch.inference_mode()
+    def own(self, turns: Iterable[Turn]) -> list[ComputeSample]:
+        """New tokens after each history, and each turn as a whole."""
+        samples = []
+        for turn in turns:
+            for num_past in (0, turn.history_tokens):
+                forward = partial(self._own_marks, turn, num_past)
+                samples.append((turn.num_tokens - num_past, num_past, self._layer_s(forward)))
+        return samples
+
+    @torch.inference_mode()
+    def loads(self, stored: StoredConversation, tier: Tier) -> list[LoadSample]:
+        """A quarter, a half, ... of the blocks of the last segment: the median over layers and repeats."""
+        number = len(stored.segments) - 1
+        segment = stored.segments[number]
+        num_tokens = segment.end_token - segment.first_token
+        samples = []
+        for part in range(_PARTS):
+            first_byte = segment.decoder.tail_start(0, num_tokens * part // _PARTS)
+            seconds = [
+                self._once(partial(tier.read, stored.key(number, layer), first_byte))
+                for _ in range(self.repeats)
+                for layer in range(stored.num_layers)
+            ]
+            samples.append((segment.blocks[0].numel() - first_byte, statistics.median(seconds)))
+        return samples
+
+    @torch.inference_mode()
+    def decodes(self, stored: StoredConversation, turn: Turn) -> tuple[float, ...]:
+        """Seconds per token of each layer: the slope through the origin that fits several lengths best."""
+        segment = stored.segments[-1]
+        num_tokens = segment.end_token - segment.first_token
+        pool = self.restorer.pool
+        slopes = []
+        for layer in range(stored.num_layers):
+            blocks = {source: segment.blocks[source] for source in segment.decoder.sources(layer)}
+            points = []
+            for part in range(_PARTS):
+                first = num_tokens * part // _PARTS
+                decode = partial(
+                    restore_layer,
+                    segment.decoder,
+                    layer,
+                    blocks,
+                    first,
+                    num_tokens,
+                    pool.k[layer],
+                    pool.v[layer],
+                    turn.slots[segment.first_token + first : segment.end_token],
+                )
+                decode()
+                seconds = statistics.median(self._once(decode) for _ in range(self.repeats))
+                points.append((num_tokens - first, seconds))
+            slopes.append(_slope(points))
+        return tuple(slopes)
+
+    def _own_marks(self, turn: Turn, num_past: int) -> Marks:
+        return self.restorer.own_forward(turn, num_past)[1]
+
+    def _layer_s(self, forward: Callable[[], Marks]) -> float:
+        """Seconds of one layer, without what a forward does before the first and after the last."""
+        device = self.restorer.device
+        seconds = []
+        forward()
+        for _ in range(self.repeats):
+            marks = forward()
+            device.synchronize()
+            seconds.append(sum(device.seconds(start, end) for start, end in marks) / len(marks))
+        return statistics.median(seconds)
+
+    def _once(self, work: Callable[[], object]) -> float:
+        device = self.restorer.device
+        device.synchronize()
+        start = device.mark()
+        work()
+        end = device.mark()
+        device.synchronize()
+        return device.seconds(start, end)
+
+
+def _doubling(limit: int, first: int = 64) -> list[int]:
+    """``first``, twice that, ..., and ``limit``."""
+    lengths = [min(first, limit)]
+    while lengths[-1] < limit:
+        lengths.append(min(2 * lengths[-1], limit))
+    return lengths
+
+
+def _slope(points: Sequence[tuple[int, float]]) -> float:
+    return sum(x * y for x, y in points) / sum(x * x for x, _ in points)
