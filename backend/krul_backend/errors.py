@@ -29,3 +29,7 @@ class SensitivityError(KrulError):
 
 class StrategyError(KrulError):
     """A compression strategy that a model of this many layers cannot follow, or an unknown name."""
+
+
+class RestoreError(KrulError):
+    """Head ends that a restore does not allow, an unknown planner, or costs that cannot be fitted or read."""

@@ -24,6 +24,11 @@ class RestorePlan:
     end_s: float
     is_recompute: bool = False
 
+    @classmethod
+    def recompute(cls, problem: RestoreProblem) -> RestorePlan:
+        """Nothing is restored."""
+        return cls((problem.total_tokens,) * problem.num_layers, problem.recompute_s, is_recompute=True)
+
 
 class RestorePlanner(ABC):
     """Splits each layer of a prefix into a head and a tail. Deterministic: equal problems, equal plans."""

@@ -1,0 +1,80 @@
+"""The planner that minimises the end of the pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from krul_backend.restore.branch_and_bound import LayerSearch, search_weights
+from krul_backend.restore.dual import DualTables, make_levels
+from krul_backend.restore.full_load import full_load_heads
+from krul_backend.restore.interface import RestorePlan, RestorePlanner
+from krul_backend.restore.problem import RestoreProblem
+from krul_backend.restore.pyramid import pyramid_heads
+from krul_backend.restore.staircase import BestHeads, move_steps, offer_between
+from krul_backend.restore.timing import RestoreTiming
+from krul_backend.restore.uniform import uniform_heads
+
+_MAX_CELLS = 40
+_MAX_ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A plan, and the seconds before which no plan ends."""
+
+    plan: RestorePlan
+    bound_s: float
+
+    @property
+    def gap(self) -> float:
+        """How much later than the best plan this one may end, relative to the bound."""
+        return (self.plan.end_s - self.bound_s) / self.bound_s if self.bound_s > 0 else 0.0
+
+
+class OptimalPlanner(RestorePlanner):
+    """The plan that ends first, of all allowed head ends and recomputation.
+
+    Within ``tolerance``, relative, wherever the proof succeeds; ``solve`` says how far it came. Three steps,
+    each only as far as needed: a lower bound by duality and the head ends that come with it; their steps
+    moved; all head ends searched layer by layer, with at most ``max_nodes`` partial plans of a layer kept.
+    The last needs every page as a level, so it is for prefixes of up to 40 pages, of any length with a
+    ``tolerance`` of 0. Never later than the other planners of this package.
+    """
+
+    name: ClassVar[str] = "optimal"
+
+    def __init__(self, tolerance: float = 1e-3, max_nodes: int = 256) -> None:
+        self.tolerance = tolerance
+        self.max_nodes = max_nodes
+
+    def plan(self, problem: RestoreProblem) -> RestorePlan:
+        return self.solve(problem).plan
+
+    def solve(self, problem: RestoreProblem) -> Solution:
+        """The plan and what is proven about it."""
+        timing = RestoreTiming(problem)
+        recompute = RestorePlan.recompute(problem)
+        if not timing.is_possible:
+            return Solution(recompute, recompute.end_s)
+        num_pages = (timing.highest - problem.device_tokens) // problem.page_size
+        tables = DualTables(
+            timing, make_levels(timing, max(num_pages, 1) if self.tolerance == 0 else _MAX_CELLS)
+        )
+        dual = tables.solve(self.tolerance)
+        if recompute.end_s <= dual.bound_s:
+            return Solution(recompute, recompute.end_s)
+
+        best = BestHeads(timing)
+        offer_between(best, dual.fewer, dual.more)
+        for heads in (full_load_heads(timing), uniform_heads(timing), pyramid_heads(timing)):
+            best.offer(heads[None])
+        goal_s = dual.bound_s * (1 + self.tolerance)
+        move_steps(best, goal_s, _MAX_ROUNDS)
+        bound_s = dual.bound_s
+        if best.end_s > goal_s and tables.has_every_page:
+            search = LayerSearch(tables, search_weights(dual.weights, problem.num_layers))
+            bound_s = max(bound_s, search.run(best, self.tolerance, self.max_nodes))
+        if recompute.end_s < best.end_s:
+            return Solution(recompute, min(bound_s, recompute.end_s))
+        return Solution(timing.plan(best.head_ends), bound_s)
