@@ -32,6 +32,7 @@ def main() -> int:
             turns=arguments.turns,
             page_size=arguments.page_size,
             repeats=arguments.repeats,
+            max_load_s=arguments.max_load_s,
             device=arguments.device,
             dtype=arguments.dtype,
             is_one_layer=arguments.one_layer,
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--turns", type=int, default=_DEFAULTS.turns, help="segments that the history is stored as")
     add("--page-size", type=int, default=_DEFAULTS.page_size, help="heads end at a multiple of it")
     add("--repeats", type=int, default=_DEFAULTS.repeats, help="timed restores of each method")
+    add("--max-load-s", type=float, default=_DEFAULTS.max_load_s, help="no setting with longer full loads")
     add("--one-layer", action="store_true", help="all layers share one layer's weights, to save memory")
     add("--threads", type=int, default=_DEFAULTS.threads, help="that compute on a CPU; one more loads")
     add("--ssd-folder", type=Path, help="where the tier ssd keeps its file (default: a temporary folder)")

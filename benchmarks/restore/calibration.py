@@ -42,17 +42,20 @@ class Calibration:
 
     @torch.inference_mode()
     def own(self, turns: Iterable[Turn]) -> list[ComputeSample]:
-        """New tokens after each history, and each turn as a whole."""
+        """New tokens after each history, half of each turn after the other half, and each turn as a whole."""
         samples = []
         for turn in turns:
-            for num_past in (0, turn.history_tokens):
+            for num_past in (0, turn.history_tokens // 2, turn.history_tokens):
                 forward = partial(self._own_marks, turn, num_past)
                 samples.append((turn.num_tokens - num_past, num_past, self._layer_s(forward)))
         return samples
 
     @torch.inference_mode()
     def loads(self, stored: StoredConversation, tier: Tier) -> list[LoadSample]:
-        """A quarter, a half, ... of the blocks of the last segment: the median over layers and repeats."""
+        """A quarter, a half, ... of the blocks of the last segment: the median over layers.
+
+        Each is read once, as in a restore: what has just been read would come from a processor's cache.
+        """
         number = len(stored.segments) - 1
         segment = stored.segments[number]
         num_tokens = segment.end_token - segment.first_token
@@ -61,7 +64,6 @@ class Calibration:
             first_byte = segment.decoder.tail_start(0, num_tokens * part // _PARTS)
             seconds = [
                 self._once(partial(tier.read, stored.key(number, layer), first_byte))
-                for _ in range(self.repeats)
                 for layer in range(stored.num_layers)
             ]
             samples.append((segment.blocks[0].numel() - first_byte, statistics.median(seconds)))
@@ -120,9 +122,9 @@ class Calibration:
         return device.seconds(start, end)
 
 
-def _doubling(limit: int, first: int = 64) -> list[int]:
-    """``first``, twice that, ..., and ``limit``."""
-    lengths = [min(first, limit)]
+def _doubling(limit: int) -> list[int]:
+    """64 or, if that is less, a quarter of ``limit``; twice that, ..., and ``limit``."""
+    lengths = [min(64, limit // 4)]
     while lengths[-1] < limit:
         lengths.append(min(2 * lengths[-1], limit))
     return lengths

@@ -47,6 +47,10 @@ class TierSpec:
             raise RestoreBenchmarkError(f"tier {text!r} is limited to {limit_gbs} GB/s, that is no bandwidth")
         return cls(name, limit_gbs)
 
+    def least_s(self, num_bytes: int) -> float:
+        """Seconds that the limit alone makes of a load of ``num_bytes``."""
+        return 0.0 if self.bandwidth_gbs is None else num_bytes / (self.bandwidth_gbs * 1e9)
+
     def open(self, device: Device, folder: Path) -> Tier:
         """An empty tier; ``folder`` is for its files."""
         if self.name == SsdTier.name:
@@ -59,6 +63,7 @@ class Configuration:
     """``history_tokens`` that are stored, as ``turns`` segments, and ``new_tokens`` after them.
 
     ``dtype`` of weights and KV. ``is_one_layer``: see ``Decoder``. ``threads`` compute; one more loads.
+    ``max_load_s``: settings in which the tier's limit alone makes a full load longer are left out.
 
     Raises:
         RestoreBenchmarkError: an unknown shape, or lengths that are not whole pages.
@@ -71,6 +76,7 @@ class Configuration:
     turns: int = 4
     page_size: int = 64
     repeats: int = 5
+    max_load_s: float = 2.5
     device: str = "cpu"
     dtype: str = "bfloat16"
     is_one_layer: bool = False

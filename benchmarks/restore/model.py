@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ class LayerWeights:
 
 
 class Decoder:
-    """``is_one_layer``: all layers share one layer's weights, which saves memory and changes no arithmetic.
+    """``is_one_layer``: all layers share one layer's matrices, which saves memory and changes no arithmetic.
 
     Elements are drawn with variance ``1 / inputs``, so activations stay of order one; those of the queries
     with ``_LOGIT_STD`` times that deviation, or attention would be a mean over all tokens, in which a lost
@@ -54,13 +54,17 @@ class Decoder:
         self._embedding = self._random(shape.vocab_size, shape.hidden_size, scale=1.0)
         num_drawn = 1 if is_one_layer else shape.num_layers
         drawn = [self._layer_weights() for _ in range(num_drawn)]
-        self._layers = [drawn[layer % num_drawn] for layer in range(shape.num_layers)]
+        # Norms differ in any case: layers of one function would drive all tokens to one state.
+        self._layers = [
+            replace(drawn[layer % num_drawn], attention_norm=self._signs(), mlp_norm=self._signs())
+            for layer in range(shape.num_layers)
+        ]
         self._final_norm = torch.ones(shape.hidden_size, dtype=dtype, device=device)
         self._lm_head = self._random(shape.vocab_size, shape.hidden_size)
-        self.rotary = _rotary_table(shape, max_positions)
+        self.rotary = _rotary_table(shape, max_positions, device)
         # [max_positions, 1, head_dim / 2]: one angle for all heads
-        self._cos = self.rotary.cos.to(device, dtype).unsqueeze(1)
-        self._sin = self.rotary.sin.to(device, dtype).unsqueeze(1)
+        self._cos = self.rotary.cos.to(dtype).unsqueeze(1)
+        self._sin = self.rotary.sin.to(dtype).unsqueeze(1)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``token_ids`` int64 ``[T]`` to hidden states ``[T, hidden_size]``."""
@@ -99,17 +103,10 @@ class Decoder:
         """``q [n, H, D]`` at the end of ``k, v [p + n, Hkv, D]``; returns ``[n, H * D]``."""
         # [T, H, D] -> [1, H, T, D]
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        # Query i sees keys [0, p + i].
+        mask = causal_lower_right(q.shape[2], k.shape[2])
         is_grouped = self.shape.num_heads != self.shape.num_kv_heads
-        # A prompt without a past has the fast kernel; with one, query i sees keys [0, p + i].
-        is_prompt = q.shape[2] == k.shape[2]
-        attended = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=None if is_prompt else causal_lower_right(q.shape[2], k.shape[2]),
-            is_causal=is_prompt,
-            enable_gqa=is_grouped,
-        )
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=is_grouped)
         return attended[0].transpose(0, 1).reshape(q.shape[2], -1)
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -126,8 +123,7 @@ class Decoder:
         shape = self.shape
         hidden, inner = shape.hidden_size, shape.intermediate_size
         num_qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        device = self._generator.device
-        norm = torch.ones(hidden, dtype=self.dtype, device=device)
+        norm = self._signs()
         qkv = self._random(num_qkv, hidden)
         qkv[: shape.num_heads * shape.head_dim] *= _LOGIT_STD
         return LayerWeights(
@@ -139,13 +135,21 @@ class Decoder:
             down=self._random(hidden, inner),
         )
 
+    def _signs(self) -> torch.Tensor:
+        """Norm weights ``[hidden_size]``, 1 or -1 by chance."""
+        size = (self.shape.hidden_size,)
+        device = self._generator.device
+        signs = torch.randint(2, size, dtype=self.dtype, device=device, generator=self._generator)
+        return 2 * signs - 1
+
     def _random(self, outputs: int, inputs: int, scale: float | None = None) -> torch.Tensor:
         scale = inputs**-0.5 if scale is None else scale
         weights = torch.empty(outputs, inputs, dtype=self.dtype, device=self._generator.device)
         return weights.normal_(0.0, scale, generator=self._generator)
 
 
-def _rotary_table(shape: ModelShape, max_positions: int) -> RotaryTable:
+def _rotary_table(shape: ModelShape, max_positions: int, device: torch.device) -> RotaryTable:
     channels = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
     angles = torch.arange(max_positions, dtype=torch.float64).outer(shape.rope_theta**-channels)
-    return RotaryTable(angles.cos().float(), angles.sin().float(), is_neox=True)
+    cos, sin = (x.float().to(device) for x in (angles.cos(), angles.sin()))
+    return RotaryTable(cos, sin, is_neox=True)

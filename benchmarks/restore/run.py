@@ -31,11 +31,12 @@ def run(configuration: Configuration) -> dict[str, Any]:
     torch.set_num_threads(configuration.threads)
     device = make_device(configuration.device)
     rows: list[dict[str, Any]] = []
-    models = []
+    models, left_out = [], []
     with tempfile.TemporaryDirectory(dir=configuration.ssd_folder) as folder:
         for name in configuration.shapes:
             with ShapeRun(name, configuration, device, Path(folder)) as shape_run:
                 rows += shape_run.rows()
+                left_out += shape_run.left_out
                 models.append(_model(name, shape_run, configuration.is_one_layer))
     return {
         "git_revision": git_revision(),
@@ -46,6 +47,7 @@ def run(configuration: Configuration) -> dict[str, Any]:
         "methods": [asdict(method) for method in METHODS],
         "models": models,
         "duration_s": round(time.monotonic() - started, 1),
+        "left_out": left_out,
         "rows": rows,
     }
 

@@ -31,12 +31,16 @@ logger = logging.getLogger(__name__)
 
 
 class ShapeRun:
-    """One model, its pool and its load thread; a context. ``calibration``: what was fitted, and to what."""
+    """One model, its pool and its load thread; a context. ``calibration``: what was fitted, and to what.
+
+    ``left_out``: settings that would have taken too long.
+    """
 
     def __init__(self, name: str, configuration: Configuration, device: Device, folder: Path) -> None:
         self.dtype: torch.dtype = getattr(torch, configuration.dtype)
         self.tolerance = TOLERANCES[self.dtype]
         self.calibration: dict[str, Any] = {}
+        self.left_out: list[dict[str, Any]] = []
         self._name = name
         self._configuration = configuration
         self._device = device
@@ -90,6 +94,10 @@ class ShapeRun:
         self.calibration["decode_token_s"][turn.history_tokens] = decodes
         rows = []
         for spec in self._configuration.tiers:
+            full_load_s = spec.least_s(conversations["native"].tail_bytes([0] * len(history)))
+            if full_load_s > self._configuration.max_load_s:
+                self.left_out.append({**self._place(turn, spec), "full_load_s": full_load_s})
+                continue
             tier = spec.open(self._device, self._folder)
             try:
                 for conversation in conversations.values():

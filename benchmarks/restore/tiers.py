@@ -145,14 +145,14 @@ def _aligned(buffer: torch.Tensor, num_bytes: int) -> torch.Tensor:
 
 
 def _write_fully(file: int, data: torch.Tensor, offset: int) -> None:
-    view = memoryview(data.numpy())
+    view = data.numpy().data
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written
 
 
 def _read_fully(file: int, data: torch.Tensor, offset: int) -> None:
-    view = memoryview(data.numpy())
+    view = data.numpy().data
     while view:
         num_read = os.preadv(file, [view], offset)
         if num_read == 0:
