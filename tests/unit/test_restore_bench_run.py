@@ -26,7 +26,7 @@ from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.restore.interface import RestorePlan
 from krul_backend.restore.pipeline import simulate
 from krul_backend.restore.registry import make_planner
-from tests.unit.restore_builders import SHAPE, Bench, bench
+from tests.unit.restore_bench_builders import SHAPE, Bench, bench
 
 TOLERANCE = 1e-3
 

@@ -84,7 +84,6 @@ class DualTables:
             for pattern, step_s in steps.items()
         ]
         pages = np.diff(levels) // problem.page_size
-        self.has_every_page = bool((pages == 1).all())
         page_context_s = problem.costs.head.context_s * problem.page_size**2
         # Head ends inside a cell can save this much of compute against those at its ends: with n_g from a
         # to b within the cell, (a - b) * slope * (P^2 - 1) / 8 of P pages; over all cells a - b sums to L.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from krul_backend.restore.branch_and_bound import LayerSearch, search_weights
 from krul_backend.restore.dual import DualTables, make_levels
 from krul_backend.restore.full_load import full_load_heads
@@ -15,6 +17,8 @@ from krul_backend.restore.staircase import BestHeads, move_steps, offer_between
 from krul_backend.restore.timing import RestoreTiming
 from krul_backend.restore.uniform import uniform_heads
 
+_MAX_PAGES = 96
+"""Up to so many pages every page may end a head, beyond that the ends of about ``_MAX_CELLS`` cells."""
 _MAX_CELLS = 40
 _MAX_ROUNDS = 12
 
@@ -38,13 +42,13 @@ class OptimalPlanner(RestorePlanner):
     Within ``tolerance``, relative, wherever the proof succeeds; ``solve`` says how far it came. Three steps,
     each only as far as needed: a lower bound by duality and the head ends that come with it; their steps
     moved; all head ends searched layer by layer, with at most ``max_nodes`` partial plans of a layer kept.
-    The last needs every page as a level, so it is for prefixes of up to 40 pages, of any length with a
+    The last needs every page as a level, so it is for prefixes of up to 96 pages, of any length with a
     ``tolerance`` of 0. Never later than the other planners of this package.
     """
 
     name: ClassVar[str] = "optimal"
 
-    def __init__(self, tolerance: float = 1e-3, max_nodes: int = 256) -> None:
+    def __init__(self, tolerance: float = 1e-3, max_nodes: int = 32) -> None:
         self.tolerance = tolerance
         self.max_nodes = max_nodes
 
@@ -58,9 +62,8 @@ class OptimalPlanner(RestorePlanner):
         if not timing.is_possible:
             return Solution(recompute, recompute.end_s)
         num_pages = (timing.highest - problem.device_tokens) // problem.page_size
-        tables = DualTables(
-            timing, make_levels(timing, max(num_pages, 1) if self.tolerance == 0 else _MAX_CELLS)
-        )
+        has_every_page = num_pages <= _MAX_PAGES or self.tolerance == 0
+        tables = DualTables(timing, make_levels(timing, max(num_pages, 1) if has_every_page else _MAX_CELLS))
         dual = tables.solve(self.tolerance)
         if recompute.end_s <= dual.bound_s:
             return Solution(recompute, recompute.end_s)
@@ -72,7 +75,14 @@ class OptimalPlanner(RestorePlanner):
         goal_s = dual.bound_s * (1 + self.tolerance)
         move_steps(best, goal_s, _MAX_ROUNDS)
         bound_s = dual.bound_s
-        if best.end_s > goal_s and tables.has_every_page:
+        ends = np.stack([dual.fewer, dual.more])
+        if best.end_s > goal_s and timing.num_lengths(ends).max() > problem.max_lengths:
+            dual = tables.solve(self.tolerance, problem.max_lengths)
+            bound_s = max(bound_s, dual.bound_s)
+            goal_s = bound_s * (1 + self.tolerance)
+            offer_between(best, dual.fewer, dual.more)
+            move_steps(best, goal_s, _MAX_ROUNDS)
+        if best.end_s > goal_s and has_every_page:
             search = LayerSearch(tables, search_weights(dual.weights, problem.num_layers))
             bound_s = max(bound_s, search.run(best, self.tolerance, self.max_nodes))
         if recompute.end_s < best.end_s:

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from krul_backend.errors import RestoreError
+from krul_backend.restore.calibration import (
+    MAX_OBSERVED_RATIO,
+    MAX_SCALE,
+    OnlineCosts,
+    fit_compute,
+    fit_tier,
+)
+from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
+
+COST = ComputeCost(launch_s=4e-5, token_s=2.5e-6, context_s=1.2e-10)
+SHAPES = [(n, past) for n in (16, 128, 512, 2048, 8192) for past in (0, 1024, 16384)]
+
+
+def samples(cost: ComputeCost, noise: float = 0.0) -> list[tuple[int, int, float]]:
+    numbers = random.Random(0)
+    return [(n, past, cost.layer_s(n, past) * (1 + noise * numbers.uniform(-1, 1))) for n, past in SHAPES]
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [COST, ComputeCost(0.0, 2.5e-6, 1e-10), ComputeCost(4e-5, 2.5e-6, 0.0), ComputeCost(1e-3, 0.0, 0.0)],
+)
+def test_exact_measurements_give_the_cost_back(cost: ComputeCost) -> None:
+    fitted = fit_compute(samples(cost))
+    assert fitted.launch_s == pytest.approx(cost.launch_s, rel=1e-6, abs=1e-12)
+    assert fitted.token_s == pytest.approx(cost.token_s, rel=1e-6, abs=1e-14)
+    assert fitted.context_s == pytest.approx(cost.context_s, rel=1e-6, abs=1e-18)
+
+
+def test_noise_of_a_tenth_leaves_predictions_within_a_tenth() -> None:
+    fitted = fit_compute(samples(COST, noise=0.1))
+    for n, past in SHAPES:
+        assert fitted.layer_s(n, past) == pytest.approx(COST.layer_s(n, past), rel=0.1)
+
+
+def test_a_short_measurement_counts_as_much_as_a_long_one() -> None:
+    """Of two contradicting pairs the relative error is shared: 1 s becomes closer to 2 s than 100 s would."""
+    fitted = fit_tier([(1.0, 1.0), (1.0, 3.0), (1000.0, 1000.0), (1000.0, 3000.0)])
+    short, long = fitted.load_s(1.0), fitted.load_s(1000.0)
+    assert long / short == pytest.approx(1000.0)
+    assert 1.0 < short < 3.0
+
+
+def test_a_falling_cost_is_fitted_by_none_below_zero() -> None:
+    fitted = fit_compute([(16, 0, 2.0), (64, 0, 1.5), (256, 0, 1.0)])
+    assert min(fitted.launch_s, fitted.token_s, fitted.context_s) >= 0
+    assert fitted.layer_s(64, 0) == pytest.approx(1.5, rel=0.5)
+
+
+def test_a_tier_is_fitted() -> None:
+    cost = TierCost(latency_s=3e-5, byte_s=1 / 22e9)
+    fitted = fit_tier([(n, cost.load_s(n)) for n in (1e4, 1e6, 1e8)])
+    assert fitted.latency_s == pytest.approx(cost.latency_s, rel=1e-6)
+    assert fitted.byte_s == pytest.approx(cost.byte_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([], "0 measured layers of 0 shapes"),
+        ([(16, 0, 1.0), (32, 0, 2.0), (32, 0, 2.1)], "2 shapes"),
+        ([(16, 0, 1.0), (16, 8, 2.0), (16, 16, 3.0)], "1 numbers of tokens"),
+        ([*samples(COST), (0, 0, 1.0)], "0 tokens after 0"),
+        ([*samples(COST), (8, -1, 1.0)], "8 tokens after -1"),
+        ([*samples(COST), (8, 0, 0.0)], "took 0.0 s"),
+        ([*samples(COST), (8, 0, float("nan"))], "took nan s"),
+    ],
+)
+def test_unusable_layers_are_named(bad: list[tuple[int, int, float]], message: str) -> None:
+    with pytest.raises(RestoreError, match=message):
+        fit_compute(bad)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([(8.0, 1.0), (8.0, 2.0)], "1 sizes"),
+        ([(8.0, 1.0), (0.0, 2.0)], "0.0 bytes"),
+        ([(8.0, 1.0), (16.0, float("inf"))], "took inf s"),
+    ],
+)
+def test_unusable_copies_are_named(bad: list[tuple[float, float]], message: str) -> None:
+    with pytest.raises(RestoreError, match=message):
+        fit_tier(bad)
+
+
+START = RestoreCosts(
+    COST, ComputeCost(1.0, 2.0, 3.0), {"host": TierCost(1.0, 2.0), "disk": TierCost(3.0, 4.0)}
+)
+
+
+def test_without_observations_costs_are_as_calibrated() -> None:
+    assert OnlineCosts(START).current() == START
+
+
+def test_costs_follow_a_machine_that_is_slower_than_calibrated() -> None:
+    online = OnlineCosts(START, half_life=4)
+    true_s = 3 * START.tiers["disk"].load_s(100)
+    for _ in range(40):
+        online.observe_tier("disk", online.current().tiers["disk"].load_s(100), true_s)
+    current = online.current()
+    assert current.tiers["disk"].load_s(100) == pytest.approx(true_s, rel=0.01)
+    assert current.tiers["disk"].latency_s == pytest.approx(9.0, rel=0.01)
+    assert (current.head, current.own, current.tiers["host"]) == (START.head, START.own, START.tiers["host"])
+
+
+def test_heads_and_own_forward_are_corrected_apart() -> None:
+    online = OnlineCosts(START, half_life=1)
+    online.observe_head(1.0, 4.0)
+    online.observe_own(4.0, 1.0)
+    current = online.current()
+    assert current.head.token_s == pytest.approx(2 * START.head.token_s)
+    assert current.head.context_s == pytest.approx(2 * START.head.context_s)
+    assert current.own == ComputeCost(pytest.approx(0.5), pytest.approx(1.0), pytest.approx(1.5))
+
+
+def test_after_the_half_life_an_observation_counts_half() -> None:
+    online = OnlineCosts(START, half_life=6)
+    for _ in range(6):
+        online.observe_own(online.current().own.launch_s, 4.0)
+    assert online.current().own.launch_s == pytest.approx(4.0**0.5)
+
+
+def test_an_outlier_counts_as_the_largest_ratio_and_scales_are_bounded() -> None:
+    online = OnlineCosts(START, half_life=1)
+    online.observe_own(1.0, 1e9)
+    assert online.current().own.launch_s == pytest.approx(MAX_OBSERVED_RATIO**0.5)
+    for _ in range(100):
+        online.observe_own(1.0, 1e9)
+    assert online.current().own.launch_s == pytest.approx(MAX_SCALE)
+    for _ in range(100):
+        online.observe_own(1.0, 1e-9)
+    assert online.current().own.launch_s == pytest.approx(1 / MAX_SCALE)
+
+
+@pytest.mark.parametrize("measured_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_what_is_no_time_teaches_nothing(measured_s: float) -> None:
+    online = OnlineCosts(START)
+    online.observe_head(1.0, measured_s)
+    online.observe_head(measured_s, 1.0)
+    assert online.current() == START
+
+
+def test_unknown_tiers_and_half_lives_are_refused() -> None:
+    with pytest.raises(RestoreError, match="'tape' has no costs"):
+        OnlineCosts(START).observe_tier("tape", 1.0, 1.0)
+    with pytest.raises(RestoreError, match="half-life of 0"):
+        OnlineCosts(START, half_life=0)
+
+
+def test_no_observation_is_lost_between_threads() -> None:
+    online = OnlineCosts(START, half_life=1000)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: online.observe_head(1.0, 1.01), range(4000)))
+    alone = OnlineCosts(START, half_life=1000)
+    for _ in range(4000):
+        alone.observe_head(1.0, 1.01)
+    assert online.current().head.token_s == pytest.approx(alone.current().head.token_s)

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from restore_builders import DISK, make_problem, problems, stored_run
+
+from krul_backend.errors import RestoreError
+from krul_backend.restore.costs import ComputeCost, TierCost
+from krul_backend.restore.pipeline import check, is_allowed, simulate
+from krul_backend.restore.problem import RestoreProblem
+
+
+def naive_load_s(problem: RestoreProblem, head_ends: list[int], layer: int) -> float:
+    """One load step, token by token."""
+    seconds = 0.0
+    for run in problem.runs:
+        tier = problem.costs.tiers[run.tier]
+        tokens = range(run.first_token, run.end_token)
+        copied = sum(token >= head_ends[run.last_use[layer]] for token in tokens)
+        num_bytes = copied * run.layer_token_bytes[layer]
+        if num_bytes > 0:
+            seconds += tier.latency_s + tier.byte_s * num_bytes
+        seconds += sum(run.decode_token_s[layer] for token in tokens if token >= head_ends[layer])
+    return seconds
+
+
+def naive_ends_s(
+    problem: RestoreProblem, head_ends: list[int]
+) -> tuple[list[float], list[float], list[float]]:
+    """Ends of heads, loads and own layers, one event after the other."""
+    head, device = problem.costs.head, problem.device_tokens
+    heads, loads, owns, now = [], [], [], 0.0
+    for end in head_ends:
+        now += head.layer_s(end - device, device)
+        heads.append(now)
+    loaded = 0.0
+    for layer in range(problem.num_layers):
+        loaded += naive_load_s(problem, head_ends, layer)
+        loads.append(loaded)
+        now = max(now, loaded) + problem.costs.own.layer_s(problem.new_tokens, problem.total_tokens)
+        owns.append(now)
+    return heads, loads, owns
+
+
+@st.composite
+def problems_with_heads(draw: st.DrawFn) -> tuple[RestoreProblem, list[int]]:
+    problem = draw(problems(max_layers=6))
+    num_pages = (problem.total_tokens - problem.device_tokens) // problem.page_size
+    pages = st.lists(st.integers(0, num_pages), min_size=problem.num_layers, max_size=problem.num_layers)
+    heads = sorted((problem.device_tokens + problem.page_size * n for n in draw(pages)), reverse=True)
+    return problem, heads
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems_with_heads())
+def test_the_pipeline_is_that_of_the_events(case: tuple[RestoreProblem, list[int]]) -> None:
+    problem, head_ends = case
+    heads, loads, owns = naive_ends_s(problem, head_ends)
+    pipeline = simulate(problem, head_ends)
+    assert pipeline.head.end_s == pytest.approx(heads)
+    assert pipeline.load.end_s == pytest.approx(loads)
+    assert pipeline.own.end_s == pytest.approx(owns)
+    assert pipeline.end_s == pytest.approx(owns[-1])
+    assert pipeline.load_s == pytest.approx(loads[-1])
+    assert pipeline.compute_s == pytest.approx(heads[-1] + problem.num_layers * problem.own_layer_s)
+    assert pipeline.head_tokens == sum(end - problem.device_tokens for end in head_ends)
+
+
+def test_a_pipeline_worked_by_hand() -> None:
+    """Two layers of 4 tokens and 2 bytes; the head takes half of layer 0; an own layer takes 3 s."""
+    problem = make_problem(stored_run(0, 4, [2.0, 2.0]), new_tokens=3)
+    pipeline = simulate(problem, [2, 0])
+    assert pipeline.head.start_s.tolist() == [0, 2]
+    assert pipeline.head.end_s.tolist() == [2, 2]
+    assert pipeline.load.start_s.tolist() == [0, 4]
+    assert pipeline.load.end_s.tolist() == [4, 12]
+    assert pipeline.own.start_s.tolist() == [4, 12]
+    assert pipeline.own.end_s.tolist() == [7, 15]
+    assert (pipeline.end_s, pipeline.compute_s, pipeline.load_s, pipeline.ideal_s) == (15, 8, 12, 12)
+    assert (pipeline.bytes_loaded, pipeline.head_tokens) == (12, 2)
+    assert pipeline.compute_busy == pytest.approx(8 / 15)
+    assert pipeline.load_busy == pytest.approx(12 / 15)
+
+
+def test_a_shared_block_is_loaded_from_the_head_of_the_layer_that_needs_it_last() -> None:
+    run = stored_run(0, 4, [3.0, 0.0], last_use=[1, 1])
+    assert simulate(make_problem(run), [4, 1]).bytes_loaded == 9
+    assert simulate(make_problem(run), [4, 1]).load.end_s.tolist() == [9, 9]
+
+
+def test_rows_are_decoded_from_the_head_of_their_own_layer() -> None:
+    run = replace(stored_run(0, 4, [3.0, 0.0], last_use=[1, 1]), decode_token_s=(10.0, 100.0))
+    assert simulate(make_problem(run), [3, 1]).load.end_s.tolist() == [9 + 10, 9 + 10 + 300]
+
+
+def test_each_run_is_a_copy_from_its_own_tier() -> None:
+    problem = make_problem(stored_run(0, 4, [1.0]), stored_run(4, 6, [1.0], DISK), host=TierCost(5.0, 1.0))
+    assert simulate(problem, [0]).load_s == (5 + 4) + (2 + 4 * 2)
+    assert simulate(problem, [4]).load_s == 2 + 4 * 2
+    assert simulate(problem, [6]).load_s == 0
+
+
+def test_compute_grows_with_what_a_token_sees() -> None:
+    problem = make_problem(stored_run(8, 12, [1.0]), head=ComputeCost(1.0, 2.0, 0.5))
+    assert simulate(problem, [12]).compute_s == 1 + 2 * 4 + 0.5 * 4 * (8 + 2)
+    assert simulate(problem, [8]).compute_s == 0
+
+
+def test_nothing_to_restore_takes_the_own_forward_only() -> None:
+    problem = make_problem(stored_run(3, 3, [1.0, 1.0]), new_tokens=2)
+    pipeline = simulate(problem, [3, 3])
+    assert (pipeline.end_s, pipeline.load_s, pipeline.load_busy) == (4, 0, 0)
+
+
+RULES = [
+    ([4, 8], "grow"),
+    ([6, 4], "inside a page"),
+    ([20, 4], "outside"),
+    ([0, 0], "outside"),
+    ([16, 4], "limit of head tokens"),
+    ([4, 4], "layer 0 ends at 4"),
+    ([12, 8], "2 different lengths"),
+]
+
+
+@pytest.mark.parametrize(("head_ends", "message"), RULES)
+def test_each_rule_is_named(head_ends: list[int], message: str) -> None:
+    run = replace(stored_run(4, 16, [1.0, 1.0]), stored_from=(8, 4))
+    problem = make_problem(run, page_size=4, max_head_tokens=9, max_lengths=1)
+    assert not is_allowed(problem, head_ends)
+    with pytest.raises(RestoreError, match=message):
+        check(problem, head_ends)
+    assert is_allowed(problem, [12, 4])
+    check(problem, [12, 4])
+
+
+def test_a_layer_is_stored_from_its_last_run_that_left_something_out() -> None:
+    first = replace(stored_run(0, 4, [1.0, 1.0]), stored_from=(2, 0))
+    second = replace(stored_run(4, 8, [1.0, 1.0]), stored_from=(6, 4))
+    problem = make_problem(first, second)
+    allowed = [(a, b) for a in range(9) for b in range(9) if is_allowed(problem, [a, b])]
+    assert allowed == [(a, b) for a in range(6, 9) for b in range(a + 1)]
+
+
+def test_one_head_end_per_layer_is_needed() -> None:
+    with pytest.raises(RestoreError, match="1 head ends for 2 layers"):
+        simulate(make_problem(stored_run(0, 4, [1.0, 1.0])), [4])
+    assert not is_allowed(make_problem(stored_run(0, 4, [1.0, 1.0])), [4])
+
+
+def test_streams_are_in_order() -> None:
+    pipeline = simulate(make_problem(stored_run(0, 9, [1.0] * 5), new_tokens=2), [7, 5, 5, 1, 0])
+    for stage in (pipeline.head, pipeline.load, pipeline.own):
+        assert np.all(stage.start_s[1:] >= stage.end_s[:-1])
+    assert pipeline.own.start_s[0] >= pipeline.head.end_s[-1]
+    assert np.all(pipeline.own.start_s >= pipeline.load.end_s)

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations_with_replacement
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from restore_builders import HOST, make_problem, problems, stored_run
+
+from krul_backend.errors import RestoreError
+from krul_backend.restore.allocation import allocate, first_stored_tokens
+from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.restore.dual import DualTables, make_levels
+from krul_backend.restore.full_load import FullLoadPlanner
+from krul_backend.restore.head_shapes import limit_lengths
+from krul_backend.restore.layer_counts import best_layer_counts
+from krul_backend.restore.optimal import OptimalPlanner
+from krul_backend.restore.pipeline import check, is_allowed, simulate
+from krul_backend.restore.problem import RestoreProblem, StoredRun
+from krul_backend.restore.pyramid import PyramidPlanner
+from krul_backend.restore.registry import PLANNER_NAMES, make_planner
+from krul_backend.restore.timing import RestoreTiming
+from krul_backend.restore.uniform import UniformPlanner
+
+
+def allowed_head_ends(problem: RestoreProblem) -> Iterator[tuple[int, ...]]:
+    ends = range(problem.total_tokens, problem.device_tokens - 1, -problem.page_size)
+    for head_ends in combinations_with_replacement(ends, problem.num_layers):
+        if is_allowed(problem, head_ends):
+            yield head_ends
+
+
+def best_end_s(problem: RestoreProblem) -> float:
+    """By trying everything."""
+    ends_s = [simulate(problem, head_ends).end_s for head_ends in allowed_head_ends(problem)]
+    return min([problem.recompute_s, *ends_s])
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_the_optimal_plan_is_the_best_of_all(problem: RestoreProblem) -> None:
+    solution = OptimalPlanner(tolerance=0, max_nodes=4096).solve(problem)
+    assert solution.plan.end_s == pytest.approx(best_end_s(problem), rel=1e-9, abs=1e-9)
+    assert solution.gap <= 1e-9
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_the_default_is_within_its_tolerance_and_its_bound_holds(problem: RestoreProblem) -> None:
+    solution = OptimalPlanner().solve(problem)
+    best_s = best_end_s(problem)
+    assert solution.plan.end_s <= best_s * (1 + 1e-3) + 1e-9
+    assert solution.bound_s <= best_s * (1 + 1e-9) + 1e-9
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(max_layers=12, max_pages=30))
+def test_plans_are_allowed_and_never_beat_the_optimal_one(problem: RestoreProblem) -> None:
+    optimal = OptimalPlanner().plan(problem)
+    for name in PLANNER_NAMES:
+        plan = make_planner(name).plan(problem)
+        assert optimal.end_s <= plan.end_s
+        assert plan == make_planner(name).plan(problem)
+        if plan.is_recompute:
+            assert plan.end_s == problem.recompute_s
+            assert set(plan.head_ends) == {problem.total_tokens}
+        else:
+            check(problem, plan.head_ends)
+            assert plan.end_s == pytest.approx(simulate(problem, plan.head_ends).end_s, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["full-load", "uniform", "pyramid"])
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(max_layers=8, max_pages=8))
+def test_only_an_impossible_restore_is_recomputed(name: str, problem: RestoreProblem) -> None:
+    is_possible = RestoreTiming(problem).is_possible
+    assert make_planner(name).plan(problem).is_recompute == (not is_possible)
+
+
+def large_problem(
+    num_layers: int, num_pages: int, pairs: bool, new_tokens: int, max_lengths: int = 8
+) -> RestoreProblem:
+    """Llama-like: a token takes 3 us to compute in a layer and 16 KiB to load at 20 GB/s, if not shared."""
+    token_bytes, last_use = [16384.0] * num_layers, list(range(num_layers))
+    if pairs:
+        for layer in range(num_layers // 2, num_layers - 1, 2):
+            token_bytes[layer + 1], last_use[layer] = 256.0, layer + 1
+    total = 16 * num_pages
+    cost = ComputeCost(3e-5, 2.6e-6, 1e-10)
+    return make_problem(
+        stored_run(0, total // 2 // 16 * 16, token_bytes, last_use=last_use),
+        stored_run(total // 2 // 16 * 16, total, token_bytes, last_use=last_use),
+        page_size=16,
+        new_tokens=new_tokens,
+        head=cost,
+        host=TierCost(2e-5, 1 / 20e9),
+        max_lengths=max_lengths,
+    )
+
+
+LARGE = [
+    large_problem(80, 8192, pairs=False, new_tokens=128),
+    large_problem(80, 8192, pairs=True, new_tokens=128),
+    large_problem(32, 512, pairs=True, new_tokens=1024),
+    large_problem(32, 512, pairs=True, new_tokens=4096),
+    large_problem(32, 512, pairs=True, new_tokens=128, max_lengths=1),
+]
+
+
+@pytest.mark.parametrize("problem", LARGE)
+def test_long_prefixes_are_planned_within_the_tolerance(problem: RestoreProblem) -> None:
+    solution = OptimalPlanner().solve(problem)
+    assert -1e-12 <= solution.gap <= (1e-3 if problem.max_lengths > 1 else 3e-2)
+    assert solution.plan.end_s >= simulate(problem, solution.plan.head_ends).ideal_s * (1 - 1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(max_layers=3, max_pages=9), st.integers(1, 4))
+def test_bounds_of_coarse_cells_hold_for_every_page(problem: RestoreProblem, max_cells: int) -> None:
+    timing = RestoreTiming(problem)
+    ends_s = [simulate(problem, head_ends).end_s for head_ends in allowed_head_ends(problem)]
+    if ends_s:
+        bound_s = DualTables(timing, make_levels(timing, max_cells)).solve(1e-3).bound_s
+        assert bound_s <= min(ends_s) * (1 + 1e-9) + 1e-9
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), min_size=1, max_size=4),
+    st.sampled_from([None, 0, 1, 2]),
+)
+def test_layer_counts_are_the_cheapest(cells: list[list[int]], max_lengths: int | None) -> None:
+    costs = np.array(cells, np.float64).T
+    falls = list(combinations_with_replacement(range(3, -1, -1), len(cells)))
+    if max_lengths is not None:
+        falls = [counts for counts in falls if len(set(counts) - {0}) <= max_lengths]
+    counts = tuple(int(count) for count in best_layer_counts(costs, max_lengths))
+    assert counts in falls
+    columns = np.arange(len(cells))
+    assert costs[list(counts), columns].sum() == min(costs[list(each), columns].sum() for each in falls)
+
+
+def test_equal_layers_are_split_where_computing_and_loading_meet() -> None:
+    """8 tokens in 2 layers at 1 s to compute and 3 s to load: 12 of 16 are computed, 4 loaded."""
+    problem = make_problem(stored_run(0, 8, [3.0, 3.0]))
+    plan = OptimalPlanner(tolerance=0).plan(problem)
+    assert (plan.end_s, sum(plan.head_ends)) == (12, 12)
+
+
+def test_a_layer_of_many_bytes_is_recomputed_together_with_those_before_it() -> None:
+    problem = make_problem(stored_run(0, 4, [0.5, 100.0, 0.5]))
+    assert OptimalPlanner(tolerance=0).plan(problem).head_ends == (4, 4, 0)
+
+
+def test_own_layers_hide_loads_of_later_layers() -> None:
+    """An own layer takes as long as a load: only the first load is not hidden, and half of it is computed."""
+    problem = make_problem(stored_run(0, 4, [1.0] * 4), new_tokens=4)
+    plan = OptimalPlanner(tolerance=0).plan(problem)
+    assert plan.head_ends == (2, 0, 0, 0)
+    assert plan.end_s == 2 + 4 * 4
+
+
+def test_recomputation_wins_where_loading_is_slow() -> None:
+    slow = make_problem(stored_run(0, 4, [9.0, 9.0]), head=ComputeCost(1.0, 1.0, 0.0), new_tokens=1)
+    plan = OptimalPlanner().plan(slow)
+    assert plan.is_recompute
+    assert plan.end_s == 2 * (1 + 5)
+
+
+def test_full_load_recomputes_only_what_is_not_stored() -> None:
+    run = replace(stored_run(0, 8, [1.0] * 3), stored_from=(4, 2, 0))
+    assert FullLoadPlanner().plan(make_problem(run)).head_ends == (4, 2, 0)
+    assert FullLoadPlanner().plan(make_problem(run, max_lengths=1)).head_ends == (4, 4, 0)
+    assert FullLoadPlanner().plan(make_problem(stored_run(2, 8, [1.0]))).head_ends == (2,)
+
+
+def test_a_uniform_ratio_is_that_of_all_layers() -> None:
+    problem = make_problem(stored_run(4, 44, [1.0] * 3), page_size=4)
+    assert UniformPlanner(ratio=0.5).plan(problem).head_ends == (24, 24, 24)
+    assert UniformPlanner(ratio=0.0).plan(problem).head_ends == (4, 4, 4)
+    assert UniformPlanner(ratio=1.0).plan(problem).head_ends == (44, 44, 44)
+
+
+def test_the_uniform_ratio_balances_computing_and_loading() -> None:
+    """A token is computed in 1 s and loaded in 4 s: four fifths are computed."""
+    problem = make_problem(stored_run(0, 1000, [4.0] * 3))
+    assert UniformPlanner().plan(problem).head_ends == (800, 800, 800)
+
+
+def test_the_pyramid_falls_linearly_and_balances() -> None:
+    """Equal costs per token: the mean ratio is a half, so the line falls from 1 to 0."""
+    problem = make_problem(stored_run(0, 800, [1.0] * 4))
+    assert PyramidPlanner().plan(problem).head_ends == (700, 500, 300, 100)
+    assert PyramidPlanner().plan(replace(problem, max_lengths=2)).head_ends == (600, 600, 200, 200)
+    # Three quarters are computed: the line starts at 1 and ends at a half.
+    assert PyramidPlanner().plan(make_problem(stored_run(0, 800, [3.0] * 4))).head_ends == (
+        750,
+        650,
+        550,
+        450,
+    )
+
+
+def test_lengths_are_merged_where_it_adds_the_fewest_tokens() -> None:
+    ends = np.array([9, 8, 8, 8, 5, 2, 0])
+    assert limit_lengths(ends, 0, 4).tolist() == [9, 8, 8, 8, 5, 2, 0]
+    assert limit_lengths(ends, 0, 3).tolist() == [9, 9, 9, 9, 5, 2, 0]
+    assert limit_lengths(ends, 0, 2).tolist() == [9, 9, 9, 9, 5, 5, 0]
+    assert limit_lengths(ends, 0, 1).tolist() == [9, 9, 9, 9, 9, 9, 0]
+
+
+def test_planners_have_names() -> None:
+    assert PLANNER_NAMES == ("optimal", "full-load", "full-recompute", "uniform", "pyramid")
+    assert [make_planner(name).name for name in PLANNER_NAMES] == list(PLANNER_NAMES)
+    with pytest.raises(RestoreError, match="'best' is unknown"):
+        make_planner("best")
+
+
+def whole_conversation(token_bytes: float) -> StoredRun:
+    return stored_run(0, 64, [token_bytes, 0.0, token_bytes], last_use=[1, 1, 2])
+
+
+def test_what_is_left_out_when_storing_is_what_a_full_restore_recomputes() -> None:
+    costs = RestoreCosts(ComputeCost(0, 1, 0), ComputeCost(0, 1, 0), {HOST: TierCost(0, 1)})
+    run = whole_conversation(3.0)
+    head_ends = allocate(OptimalPlanner(), run, costs, page_size=4, new_tokens=2)
+    in_full = OptimalPlanner().plan(make_problem(run, page_size=4, new_tokens=2))
+    assert head_ends == in_full.head_ends
+    first = first_stored_tokens(head_ends, run.last_use)
+    assert first == (head_ends[1], head_ends[1], head_ends[2])
+    trimmed = make_problem(replace(run, stored_from=first), page_size=4, new_tokens=2)
+    assert is_allowed(trimmed, head_ends)
+    assert OptimalPlanner().plan(trimmed).end_s == in_full.end_s
+
+
+def test_fewer_bytes_per_token_leave_out_fewer_tokens() -> None:
+    costs = RestoreCosts(ComputeCost(0, 1, 0), ComputeCost(0, 1, 0), {HOST: TierCost(0, 1)})
+    sums = [
+        sum(allocate(UniformPlanner(), whole_conversation(size), costs, page_size=4, new_tokens=0))
+        for size in (8.0, 3.0, 0.5, 0.01)
+    ]
+    assert sums == sorted(sums, reverse=True)
+    assert sums[0] > sums[-1] == 0
+
+
+def test_nothing_is_stored_that_is_recomputed_sooner() -> None:
+    own = ComputeCost(0, 0.01, 0)
+    costs = RestoreCosts(ComputeCost(0, 1, 0), own, {HOST: TierCost(0, 1)})
+    assert allocate(OptimalPlanner(), whole_conversation(3.0), costs, 4, new_tokens=0) == (64, 64, 64)
