@@ -54,19 +54,19 @@ class Calibration:
     def loads(self, stored: StoredConversation, tier: Tier) -> list[LoadSample]:
         """A quarter, a half, ... of the blocks of the last segment: the median over layers.
 
+        ``stored`` is native: its blocks are all of one size.
         Each is read once, as in a restore: what has just been read would come from a processor's cache.
         """
         number = len(stored.segments) - 1
-        segment = stored.segments[number]
-        num_tokens = segment.end_token - segment.first_token
+        num_bytes = stored.segments[number].blocks[0].numel()
         samples = []
         for part in range(_PARTS):
-            first_byte = segment.decoder.tail_start(0, num_tokens * part // _PARTS)
+            first_byte = num_bytes * part // _PARTS
             seconds = [
                 self._once(partial(tier.read, stored.key(number, layer), first_byte))
                 for layer in range(stored.num_layers)
             ]
-            samples.append((segment.blocks[0].numel() - first_byte, statistics.median(seconds)))
+            samples.append((num_bytes - first_byte, statistics.median(seconds)))
         return samples
 
     @torch.inference_mode()

@@ -66,6 +66,13 @@ class Decoder:
         self._cos = self.rotary.cos.to(dtype).unsqueeze(1)
         self._sin = self.rotary.sin.to(dtype).unsqueeze(1)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights; what layers share counts once."""
+        of_layers = [weights for layer in self._layers for weights in vars(layer).values()]
+        distinct = {x.data_ptr(): x.nbytes for x in (self._embedding, self._lm_head, *of_layers)}
+        return sum(distinct.values())
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``token_ids`` int64 ``[T]`` to hidden states ``[T, hidden_size]``."""
         return F.embedding(token_ids, self._embedding)

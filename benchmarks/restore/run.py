@@ -57,7 +57,8 @@ def _model(name: str, shape_run: ShapeRun, is_one_layer: bool) -> dict[str, Any]
     return {
         "name": name,
         **asdict(shape),
-        "weights": "random; all layers share one layer's" if is_one_layer else "random",
+        "weights": "random; all layers share one layer's matrices" if is_one_layer else "random",
+        "weight_bytes": shape_run.weight_bytes,
         "pool_bytes_per_token": shape.kv_token_bytes(shape_run.dtype),
         "pairs": _pairs(shape.num_layers),
         "tolerance": shape_run.tolerance,

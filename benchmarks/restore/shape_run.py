@@ -51,6 +51,7 @@ class ShapeRun:
         num_slots = 2 * -(-longest // page_size) * page_size
         pool = KVPool(shape.kv_shape(self.dtype), shape.num_layers, num_slots, device.device)
         model = Decoder(shape, self.dtype, device.device, longest, is_one_layer=configuration.is_one_layer)
+        self.weight_bytes = model.num_bytes
         self._slots = scattered_slots(num_slots, page_size, seed=1, device=device.device)
         self._codec = SegmentCodec(shape.kv_shape(self.dtype), shape.num_layers, model.rotary)
         self._loader = LayerLoader(device, pool)
