@@ -13,35 +13,16 @@ from typing import Any
 import matplotlib.pyplot as plt
 import orjson
 
+from benchmarks.restore.rows import Row, longest, settings, tier_name
+
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "restore-cpu.json"
 FIGURES = ROOT / "docs" / "figures"
-
-Row = dict[str, Any]
 
 _STAGE_COLOURS = {"head": "C0", "own": "C2", "load": "C1"}
 _STAGE_NAMES = {"head": "head recomputed", "own": "own forward", "load": "tail loaded"}
 _MIN_LENGTHS = 3
 """Settings with fewer lengths of the history are not drawn against it."""
-
-
-def settings(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Rows by shape and tier, in the file's order."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["shape"], tier_name(row)), []).append(row)
-    return found
-
-
-def tier_name(row: Row) -> str:
-    limit = row["bandwidth_gbs"]
-    return str(row["tier"]) if limit is None else f"{row['tier']} at {limit * 1000:g} MB/s"
-
-
-def longest(rows: list[Row]) -> list[Row]:
-    """Of one setting the rows of the longest history."""
-    history_tokens = max(row["history_tokens"] for row in rows)
-    return [row for row in rows if row["history_tokens"] == history_tokens]
 
 
 def bars(result: dict[str, Any], path: Path) -> None:
@@ -89,7 +70,7 @@ def against_history(result: dict[str, Any], path: Path) -> None:
             axis.plot(
                 [row["history_tokens"] for row in of_method],
                 [1000 * row["ttft_s"]["median"] for row in of_method],
-                "o-" if row_is_planned(of_method[0]) else "s:",
+                "o-" if _is_planned(of_method[0]) else "s:",
                 markersize=3,
                 linewidth=1,
                 color=f"C{number}",
@@ -107,7 +88,7 @@ def against_history(result: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def row_is_planned(row: Row) -> bool:
+def _is_planned(row: Row) -> bool:
     return bool(row["planner"] == "optimal")
 
 

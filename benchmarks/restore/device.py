@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Device(ABC):
         """What this thread's current stream is given from now on runs after ``mark``."""
 
     @abstractmethod
-    def loading(self) -> Any:
+    def loading(self) -> AbstractContextManager[None]:
         """A context in which this thread's current stream is the load stream."""
 
     @abstractmethod

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from benchmarks.figures.restore import longest, settings, tier_name
+from benchmarks.figures.restore import draw
+from benchmarks.readme import restore_table
 from benchmarks.restore.checks import Checks, relative_error
 from benchmarks.restore.configuration import (
     Configuration,
@@ -20,12 +23,14 @@ from benchmarks.restore.configuration import (
 from benchmarks.restore.methods import METHODS
 from benchmarks.restore.restorer import Measured
 from benchmarks.restore.result import median_sample, row, spread
+from benchmarks.restore.rows import longest, settings, tier_name
 from benchmarks.restore.run import run
 from benchmarks.restore.setting import restore_problem
 from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.restore.interface import RestorePlan
 from krul_backend.restore.pipeline import simulate
 from krul_backend.restore.registry import make_planner
+from krul_sglang.json_file import write_json
 from tests.unit.restore_bench_builders import SHAPE, Bench, bench
 
 TOLERANCE = 1e-3
@@ -189,6 +194,26 @@ def test_the_problem_that_is_planned_is_that_of_the_stored_bytes(
     assert (sum(planned.head_ends) == 0) == (chosen == "load")
     if chosen == "load":
         assert simulate(problem, planned.head_ends).bytes_loaded == stored.tail_bytes(planned.head_ends)
+
+
+def test_the_table_compares_with_full_recompute(result: dict[str, Any]) -> None:
+    lines = restore_table(result).splitlines()
+    assert lines[0] == "| restored by | dram, 256 tokens | dram at 1 MB/s, 64 tokens |"
+    assert [line.split(" | ")[0] for line in lines[2:10]] == [f"| {method.name}" for method in METHODS]
+    rows = [row for row in result["rows"] if row["history_tokens"] == 256]
+    recompute_s, load_s = (rows[number]["ttft_s"]["median"] for number in (0, 1))
+    assert lines[2].split(" | ")[1] == f"{recompute_s * 1000:.0f} ms, recomputes"
+    full_load = f"{load_s * 1000:.0f} ms ({recompute_s / load_s:.2f}x), 1.5 MiB"
+    assert lines[3].split(" | ")[1] == full_load
+
+
+def test_figures_are_drawn_of_what_was_measured(result: dict[str, Any], tmp_path: Path) -> None:
+    write_json(result, tmp_path / "result.json")
+    draw(tmp_path / "result.json", tmp_path / "figures")
+    drawn = {path.name: plt.imread(path) for path in (tmp_path / "figures").iterdir()}
+    # two lengths are too few for the figure against the length
+    assert set(drawn) == {"restore-ttft.png", "restore-timeline.png"}
+    assert all(image.std() > 0.01 for image in drawn.values())
 
 
 def test_options_that_measure_nothing() -> None:
