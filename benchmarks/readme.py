@@ -262,7 +262,8 @@ def _restore_notes(result: dict[str, Any], shape: str) -> str:
             "Each restore was checked against recomputing, or, where the codec loses something, against its",
             "own decoded tails; quality is measured above.",
             f"Predicted over measured time, all {len(rows)} rows: median {statistics.median(errors):.2f}.",
-            f"Machine: {result['machine']['cores']} cores, no GPU. Source: [`{source}`]({source}).",
+            f"Machine: {result['machine']['cores']} cores, no GPU, load average",
+            f"{result['machine']['load_average_1min']} at the end. Source: [`{source}`]({source}).",
         )
     )
 

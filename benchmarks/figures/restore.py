@@ -26,7 +26,7 @@ _MIN_LENGTHS = 3
 
 
 def bars(result: dict[str, Any], path: Path) -> None:
-    """One panel per shape and tier: medians, 90th percentiles, and what the cost model predicted."""
+    """One panel per shape and tier: medians, from minimum to 90th percentile, and what was predicted."""
     by_setting = settings(result["rows"])
     shapes = list(dict.fromkeys(shape for shape, _ in by_setting))
     tiers = list(dict.fromkeys(tier for _, tier in by_setting))
@@ -37,10 +37,13 @@ def bars(result: dict[str, Any], path: Path) -> None:
         axis = axes[shapes.index(shape)][tiers.index(tier)]
         rows = longest(of_setting)
         median_ms = [1000 * row["ttft_s"]["median"] for row in rows]
-        above_ms = [1000 * row["ttft_s"]["p90"] - median for row, median in zip(rows, median_ms, strict=True)]
+        spread_ms = [
+            [abs(1000 * row["ttft_s"][name] - median) for row, median in zip(rows, median_ms, strict=True)]
+            for name in ("min", "p90")
+        ]
         places = range(len(rows))
         colours = [f"C{place}" for place in places]
-        axis.bar(places, median_ms, yerr=[[0.0] * len(rows), above_ms], color=colours, alpha=0.8, capsize=2)
+        axis.bar(places, median_ms, yerr=spread_ms, color=colours, alpha=0.8, capsize=2)
         axis.plot(places, [1000 * row["predicted_s"] for row in rows], "k_", markersize=11, label="predicted")
         axis.set_title(f"{shape}, {tier}, {rows[0]['history_tokens']} tokens", fontsize=8)
         axis.set_xticks(places, [row["method"] for row in rows], rotation=60, ha="right", fontsize=6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,20 +35,23 @@ class Calibration:
     def heads(self, turn: Turn) -> list[ComputeSample]:
         """Heads of lengths that double, up to the whole history. Nothing is on the device before them."""
         num_layers = self.restorer.pool.num_layers
-        return [
-            (length, 0, self._layer_s(partial(self.restorer.recompute_heads, turn, [length] * num_layers)))
-            for length in _doubling(turn.history_tokens)
-        ]
+        return self._layers(
+            {
+                (length, 0): partial(self.restorer.recompute_heads, turn, [length] * num_layers)
+                for length in _doubling(turn.history_tokens)
+            }
+        )
 
     @torch.inference_mode()
     def own(self, turns: Iterable[Turn]) -> list[ComputeSample]:
         """New tokens after each history, half of each turn after the other half, and each turn as a whole."""
-        samples = []
-        for turn in turns:
-            for num_past in (0, turn.history_tokens // 2, turn.history_tokens):
-                forward = partial(self._own_marks, turn, num_past)
-                samples.append((turn.num_tokens - num_past, num_past, self._layer_s(forward)))
-        return samples
+        return self._layers(
+            {
+                (turn.num_tokens - num_past, num_past): partial(self._own_marks, turn, num_past)
+                for turn in turns
+                for num_past in (0, turn.history_tokens // 2, turn.history_tokens)
+            }
+        )
 
     @torch.inference_mode()
     def loads(self, stored: StoredConversation, tier: Tier) -> list[LoadSample]:
@@ -101,16 +104,21 @@ class Calibration:
     def _own_marks(self, turn: Turn, num_past: int) -> Marks:
         return self.restorer.own_forward(turn, num_past)[1]
 
-    def _layer_s(self, forward: Callable[[], Marks]) -> float:
-        """Seconds of one layer, without what a forward does before the first and after the last."""
+    def _layers(self, forwards: Mapping[tuple[int, int], Callable[[], Marks]]) -> list[ComputeSample]:
+        """Seconds of one layer, without what a forward does before the first and after the last.
+
+        All of them in each round, so that a moment in which the machine is busy spoils no size alone.
+        """
         device = self.restorer.device
-        seconds = []
-        forward()
-        for _ in range(self.repeats):
-            marks = forward()
-            device.synchronize()
-            seconds.append(sum(device.seconds(start, end) for start, end in marks) / len(marks))
-        return statistics.median(seconds)
+        seconds: dict[tuple[int, int], list[float]] = {size: [] for size in forwards}
+        for number in range(1 + self.repeats):
+            for size, forward in forwards.items():
+                marks = forward()
+                device.synchronize()
+                if number > 0:
+                    total_s = sum(device.seconds(start, end) for start, end in marks)
+                    seconds[size].append(total_s / len(marks))
+        return [(*size, statistics.median(of_size)) for size, of_size in seconds.items()]
 
     def _once(self, work: Callable[[], object]) -> float:
         device = self.restorer.device

@@ -51,10 +51,11 @@ def row(
 
 
 def spread(seconds: Sequence[float]) -> dict[str, Any]:
-    """Median, 90th percentile (the nearest sample at or above it), count, and the samples in their order."""
+    """Median, minimum, 90th percentile (a sample, at or above it), count, and the samples in their order."""
     ordered = sorted(seconds)
     return {
         "median": statistics.median(ordered),
+        "min": ordered[0],
         "p90": ordered[-(-9 * len(ordered) // 10) - 1],
         "n": len(ordered),
         "samples": list(seconds),

@@ -126,7 +126,7 @@ def test_a_row_has_medians_of_its_samples() -> None:
     of_method = row(METHODS[4], plan(2, 1), samples, bytes_stored=100, relative_error=0.5)
     assert of_method["method"] == "native-planned"
     assert of_method["chosen"] == "restore"
-    assert of_method["ttft_s"] == {"median": 2.0, "p90": 4.0, "n": 3, "samples": [4.0, 1.0, 2.0]}
+    assert of_method["ttft_s"] == {"median": 2.0, "min": 1.0, "p90": 4.0, "n": 3, "samples": [4.0, 1.0, 2.0]}
     assert of_method["ideal_s"] == of_method["compute_s"] == 1.0
     assert of_method["load_s"] == 0.5
     assert (of_method["compute_busy"], of_method["load_busy"]) == (0.5, 0.25)
