@@ -62,14 +62,15 @@ def test_plans_are_allowed_and_never_beat_the_optimal_one(problem: RestoreProble
     optimal = OptimalPlanner().plan(problem)
     for name in PLANNER_NAMES:
         plan = make_planner(name).plan(problem)
-        assert optimal.end_s <= plan.end_s
+        # Sums of many plans at once and of one may differ in the last bit.
+        assert optimal.end_s <= plan.end_s * (1 + 1e-12)
         assert plan == make_planner(name).plan(problem)
         if plan.is_recompute:
             assert plan.end_s == problem.recompute_s
             assert set(plan.head_ends) == {problem.total_tokens}
         else:
             check(problem, plan.head_ends)
-            assert plan.end_s == pytest.approx(simulate(problem, plan.head_ends).end_s, abs=1e-12)
+            assert plan.end_s == pytest.approx(simulate(problem, plan.head_ends).end_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["full-load", "uniform", "pyramid"])
