@@ -7,6 +7,7 @@ the history (figure 17), and what ran when in some restores (figure 12).
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,9 @@ _MIN_LENGTHS = 3
 def bars(result: dict[str, Any], path: Path) -> None:
     """One panel per shape and tier: medians, from minimum to 90th percentile, and what was predicted."""
     by_setting = settings(result["rows"])
-    shapes = list(dict.fromkeys(shape for shape, _ in by_setting))
-    tiers = list(dict.fromkeys(tier for _, tier in by_setting))
-    figure, axes = plt.subplots(
-        len(shapes), len(tiers), figsize=(3.4 * len(tiers), 2.9 * len(shapes)), squeeze=False
-    )
+    figure, axes = _grid(by_setting)
     for (shape, tier), of_setting in by_setting.items():
-        axis = axes[shapes.index(shape)][tiers.index(tier)]
+        axis = axes[shape, tier]
         rows = longest(of_setting)
         median_ms = [1000 * row["ttft_s"]["median"] for row in rows]
         spread_ms = [
@@ -48,11 +45,10 @@ def bars(result: dict[str, Any], path: Path) -> None:
         axis.set_title(f"{shape}, {tier}, {rows[0]['history_tokens']} tokens", fontsize=8)
         axis.set_xticks(places, [row["method"] for row in rows], rotation=60, ha="right", fontsize=6)
         axis.grid(axis="y", alpha=0.3)
-    for axis in axes.flat:
-        axis.set_visible(axis.has_data())
-    for line in axes:
-        line[0].set_ylabel("time to first token [ms]")
-    axes[0][0].legend(fontsize=7)
+        axis.set_yscale("log")
+    first = next(iter(axes.values()))
+    first.set_ylabel("time to first token [ms]")
+    first.legend(fontsize=7)
     figure.tight_layout()
     _save(figure, path)
 
@@ -66,8 +62,9 @@ def against_history(result: dict[str, Any], path: Path) -> None:
     }
     if not by_setting:
         return
-    figure, axes = plt.subplots(1, len(by_setting), figsize=(3.2 * len(by_setting), 3.2), squeeze=False)
-    for axis, ((shape, tier), rows) in zip(axes[0], by_setting.items(), strict=True):
+    figure, axes = _grid(by_setting)
+    for (shape, tier), rows in by_setting.items():
+        axis = axes[shape, tier]
         for number, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
             of_method = [row for row in rows if row["method"] == method]
             axis.plot(
@@ -85,8 +82,9 @@ def against_history(result: dict[str, Any], path: Path) -> None:
         axis.set_yscale("log")
         axis.xaxis.set_major_formatter("{x:.0f}")
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("time to first token [ms]")
-    axes[0][0].legend(fontsize=6)
+    first = next(iter(axes.values()))
+    first.set_ylabel("time to first token [ms]")
+    first.legend(fontsize=6)
     figure.tight_layout()
     _save(figure, path)
 
@@ -137,6 +135,18 @@ def _drawn_timelines(rows: list[Row]) -> list[Row]:
     limited = [row for row in kept if row["bandwidth_gbs"] is not None] or kept
     place = ("shape", "tier", "bandwidth_gbs", "history_tokens")
     return [row for row in limited if all(row[name] == limited[0][name] for name in place)]
+
+
+def _grid(by_setting: Mapping[tuple[str, str], list[Row]]) -> tuple[Any, dict[tuple[str, str], Any]]:
+    """A figure with a line per shape and a column per tier, and the axis of each setting."""
+    shapes = list(dict.fromkeys(shape for shape, _ in by_setting))
+    tiers = list(dict.fromkeys(tier for _, tier in by_setting))
+    size = (3.4 * len(tiers), 3.0 * len(shapes))
+    figure, axes = plt.subplots(len(shapes), len(tiers), figsize=size, squeeze=False)
+    placed = {key: axes[shapes.index(key[0])][tiers.index(key[1])] for key in by_setting}
+    for axis in set(axes.flat) - set(placed.values()):
+        axis.set_visible(False)
+    return figure, placed
 
 
 def _save(figure: Any, path: Path) -> None:

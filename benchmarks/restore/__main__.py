@@ -27,7 +27,7 @@ def main() -> int:
         configuration = Configuration(
             shapes=tuple(arguments.shape.split(",")),
             tiers=tuple(TierSpec.parse(tier, arguments.bandwidth) for tier in arguments.tier.split(",")),
-            history_tokens=tuple(int(tokens) for tokens in arguments.history.split(",")),
+            history_tokens=arguments.history,
             new_tokens=arguments.new_tokens,
             turns=arguments.turns,
             page_size=arguments.page_size,
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--shape", default=",".join(_DEFAULTS.shapes), help=f"some of {', '.join(SHAPES)}")
     add("--tier", default="dram", help="some of dram, ssd; dram:0.2 is limited to 0.2 GB/s")
     add("--bandwidth", type=float, help="GB/s to which tiers without a limit of their own are limited")
-    add("--history", default=",".join(map(str, _DEFAULTS.history_tokens)), help="stored tokens, in pages")
+    add("--history", type=_numbers, default=_DEFAULTS.history_tokens, help="stored tokens, as 512,1024,2048")
     add("--new-tokens", type=int, default=_DEFAULTS.new_tokens, help="tokens of the returning turn")
     add("--turns", type=int, default=_DEFAULTS.turns, help="segments that the history is stored as")
     add("--page-size", type=int, default=_DEFAULTS.page_size, help="heads end at a multiple of it")
@@ -67,6 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=_DEFAULTS.threads, help="that compute on a CPU; one more loads")
     add("--ssd-folder", type=Path, help="where the tier ssd keeps its file (default: a temporary folder)")
     return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Raises ValueError, which argparse turns into its own message."""
+    return tuple(int(number) for number in text.split(","))
 
 
 if __name__ == "__main__":
