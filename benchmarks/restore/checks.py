@@ -14,11 +14,12 @@ from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
 from krul_backend.codec.interface import LayerKV
 
-TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}
 """Largest relative error of the logits, by the model's dtype: products of other shapes round in another
-way, and layers of random weights carry that on. A restore without its head misses by several times that."""
+way, and layers of random weights carry that on. A restore without its head misses by far more."""
 
-_CONTROL_FACTOR = 3
+_CONTROL_FACTOR = 2
+"""The negative control has to differ by so many times the tolerance."""
 
 
 def relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
