@@ -12,8 +12,8 @@ import torch.distributed as dist
 class RankAgreement:
     """Collectives of one kind of thread: those that store turns, or those that restore.
 
-    On a group of its own, because other threads use theirs at the same time. Every rank has the same work in the
-    same order and makes the same calls for each piece. ``group`` is None for a single rank.
+    On a group of its own, because other threads use theirs at the same time. Every rank has the same work in
+    the same order and makes the same calls for each piece. ``group`` is None for a single rank.
     """
 
     def __init__(self, group: Any | None, num_ranks: int) -> None:

@@ -70,7 +70,8 @@ class RestoreTrace:
         if self.batch.is_abandoned:
             return []
         waits = self.waits()
-        ends = [wait.begin_s for wait in waits[1:]] + [_seconds(self.end)[0]]
+        # A load that failed at once leaves a forward that waits for nothing.
+        ends = [wait.begin_s for wait in waits[1:]] + [_seconds(self.end)[0]] * bool(waits)
         return [Interval(wait.layer, wait.end_s, end) for wait, end in zip(waits, ends, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:

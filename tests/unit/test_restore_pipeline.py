@@ -152,6 +152,12 @@ def test_one_head_end_per_layer_is_needed() -> None:
     assert not is_allowed(make_problem(stored_run(0, 4, [1.0, 1.0])), [4])
 
 
+def test_a_tier_without_costs_is_named() -> None:
+    problem = make_problem(stored_run(0, 4, [1.0], "tape"))
+    with pytest.raises(RestoreError, match="'tape' has no costs"):
+        simulate(problem, [0])
+
+
 def test_streams_are_in_order() -> None:
     pipeline = simulate(make_problem(stored_run(0, 9, [1.0] * 5), new_tokens=2), [7, 5, 5, 1, 0])
     for stage in (pipeline.head, pipeline.load, pipeline.own):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from restore_builders import HOST, make_problem, problems, stored_run
 
 from krul_backend.errors import RestoreError
-from krul_backend.restore.allocation import allocate, first_stored_tokens
+from krul_backend.restore.allocation import allocate
 from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.restore.dual import DualTables, make_levels
 from krul_backend.restore.full_load import FullLoadPlanner
@@ -62,14 +62,15 @@ def test_plans_are_allowed_and_never_beat_the_optimal_one(problem: RestoreProble
     optimal = OptimalPlanner().plan(problem)
     for name in PLANNER_NAMES:
         plan = make_planner(name).plan(problem)
-        assert optimal.end_s <= plan.end_s
+        # Sums of many plans at once and of one may differ in the last bit.
+        assert optimal.end_s <= plan.end_s * (1 + 1e-12)
         assert plan == make_planner(name).plan(problem)
         if plan.is_recompute:
             assert plan.end_s == problem.recompute_s
             assert set(plan.head_ends) == {problem.total_tokens}
         else:
             check(problem, plan.head_ends)
-            assert plan.end_s == pytest.approx(simulate(problem, plan.head_ends).end_s, abs=1e-12)
+            assert plan.end_s == pytest.approx(simulate(problem, plan.head_ends).end_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["full-load", "uniform", "pyramid"])
@@ -213,7 +214,7 @@ def test_lengths_are_merged_where_it_adds_the_fewest_tokens() -> None:
 
 
 def test_planners_have_names() -> None:
-    assert PLANNER_NAMES == ("optimal", "full-load", "full-recompute", "uniform", "pyramid")
+    assert PLANNER_NAMES == ("optimal", "full-load", "full-recompute", "uniform", "pyramid", "random")
     assert [make_planner(name).name for name in PLANNER_NAMES] == list(PLANNER_NAMES)
     with pytest.raises(RestoreError, match="'best' is unknown"):
         make_planner("best")
@@ -229,8 +230,8 @@ def test_what_is_left_out_when_storing_is_what_a_full_restore_recomputes() -> No
     head_ends = allocate(OptimalPlanner(), run, costs, page_size=4, new_tokens=2)
     in_full = OptimalPlanner().plan(make_problem(run, page_size=4, new_tokens=2))
     assert head_ends == in_full.head_ends
-    first = first_stored_tokens(head_ends, run.last_use)
-    assert first == (head_ends[1], head_ends[1], head_ends[2])
+    # The first two layers are a pair, whose blocks both reach back to the shorter head.
+    first = (head_ends[1], head_ends[1], head_ends[2])
     trimmed = make_problem(replace(run, stored_from=first), page_size=4, new_tokens=2)
     assert is_allowed(trimmed, head_ends)
     assert OptimalPlanner().plan(trimmed).end_s == in_full.end_s

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from krul_backend.restore.arrays import Floats, Tokens
 from krul_backend.restore.dual import DualTables, Weights
 from krul_backend.restore.staircase import BestHeads
-from krul_backend.restore.timing import Floats, Tokens
 
 
 class LayerSearch:

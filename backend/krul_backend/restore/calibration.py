@@ -11,8 +11,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from krul_backend.errors import RestoreError
+from krul_backend.restore.arrays import Floats
 from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.restore.timing import Floats
 
 MAX_OBSERVED_RATIO = 4.0
 """A measurement counts as at most so many times its prediction, or at least one over this."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from krul_backend.restore.arrays import Floats, Tokens
 from krul_backend.restore.layer_counts import best_layer_counts
-from krul_backend.restore.timing import Floats, RestoreTiming, Tokens
+from krul_backend.restore.timing import RestoreTiming
 
 _MAX_CUTS = 24
 _MAX_PREFIX_STEPS = 6
@@ -68,27 +69,20 @@ class DualTables:
         self.min_counts: Tokens = (timing.lowest[:, None] >= levels[1:]).sum(axis=0)  # [G]
         self._forbidden = counts[:, None] < self.min_counts  # [L + 1, G]
 
-        at = levels[:, None, None]
-        copies, decodes = timing.run_copy_s(at), timing.run_decode_s(at)  # [G + 1, R, L]
-        self._base_layer_s = (copies[0] + decodes[0]).sum(axis=0)  # [L]: load steps with no heads
-        # Load steps by the layer up to which a token must be recomputed for the step to leave it out.
-        steps: dict[tuple[int, ...], Floats] = {}
-        for run, pattern in enumerate(run.last_use for run in problem.runs):
-            steps[pattern] = steps.get(pattern, 0.0) + copies[:, run]
-        if timing.decode_s.any():
-            own = tuple(range(problem.num_layers))
-            steps[own] = steps.get(own, 0.0) + decodes.sum(axis=1)
-        # For each pattern whether so many layers leave a step out [L + 1, L], and what that saves [L, G].
+        at = np.repeat(levels[:, None], problem.num_layers, axis=1)
+        steps = [(part.last_use, part.seconds(at)) for part in timing.load_parts]  # [G + 1, L] each
+        self._base_layer_s = timing.load_layer_s(at[:1])[0]  # [L]: load steps with no heads
+        # For each part whether so many layers leave a step out [L + 1, L], and what that saves [L, G].
         self._steps = [
             ((np.array(pattern) < counts[:, None]).astype(np.float64), np.diff(step_s, axis=0).T)
-            for pattern, step_s in steps.items()
+            for pattern, step_s in steps
         ]
         pages = np.diff(levels) // problem.page_size
         page_context_s = problem.costs.head.context_s * problem.page_size**2
         # Head ends inside a cell can save this much of compute against those at its ends: with n_g from a
-        # to b within the cell, (a - b) * slope * (P^2 - 1) / 8 of P pages; over all cells a - b sums to L.
+        # to b within the cell, (a - b) * slope * P^2 / 8 of P pages; over all cells a - b sums to at most L.
         inside = (pages**2 - pages % 2).max(initial=0) / 8
-        self._inside_s = float(self.num_layers * page_context_s * inside) if pages.max(initial=0) > 1 else 0.0
+        self._inside_s = float(self.num_layers * page_context_s * inside)
 
     def load_table(self, prefixes: Floats) -> tuple[Floats, float]:
         """The weighted sum of ``f_k``, in two parts.
@@ -117,7 +111,7 @@ class DualTables:
         prefix, seen = self.num_layers - 1, {self.num_layers - 1}
         current = best
         for _ in range(_MAX_PREFIX_STEPS):
-            binding = self._binding_prefix(current)
+            binding = self._binding_prefix(current, tolerance)
             if binding is None or binding == prefix:
                 break
             if binding in seen:
@@ -149,21 +143,20 @@ class DualTables:
                 break
         return best
 
-    def _binding_prefix(self, solution: DualSolution) -> int | None:
-        """The prefix that ends latest, if it ends after the bound."""
+    def _binding_prefix(self, solution: DualSolution, tolerance: float) -> int | None:
+        """The prefix that ends latest, if it ends noticeably after the bound."""
         ends_s = self._mixed_ends_s(solution)
         latest = int(ends_s.argmax())
-        return latest if ends_s[latest] > solution.bound_s * (1 + _CLOSE) else None
+        limit_s = solution.bound_s * (1 + max(tolerance / 4, _CLOSE))
+        return latest if ends_s[latest] > limit_s else None
 
     def _mixed_ends_s(self, solution: DualSolution) -> Floats:
         """[L]: ``f_k`` of the mixture of both head ends that computes as long as its weighted load lasts."""
         times = self.timing.evaluate(np.stack([solution.fewer, solution.more]))
         ends_s = times.loaded_s + self.timing.own_after_s  # [2, L]
         lacks, exceeds = times.compute_s - ends_s @ solution.weights.prefixes
-        share = exceeds / (exceeds - lacks) if exceeds > 0 > lacks else float(exceeds <= 0)
-        # Both on one side: the one that is closer to balance.
-        if lacks >= 0:
-            share = 1.0
+        # On one side of the balance there is only one: both are the same head ends.
+        share = exceeds / (exceeds - lacks) if exceeds > 0 > lacks else 1.0
         return share * ends_s[0] + (1 - share) * ends_s[1]  # type: ignore[no-any-return]
 
     def _balance(self, prefixes: Floats, tolerance: float, max_lengths: int | None) -> DualSolution:
@@ -178,17 +171,16 @@ class DualTables:
             return _Point(counts, self.own_s + float(counts @ self._cell_head_s), load_s)
 
         def result(bound_s: float, compute: float, fewer: _Point, more: _Point) -> DualSolution:
-            bound_s -= compute * self._inside_s
             weights = Weights(compute, prefixes)
             return DualSolution(bound_s, self.heads(fewer.counts), self.heads(more.counts), weights)
 
-        fewer = solve(1.0)
+        fewer = solve(1.0)  # the smallest head ends there are, whatever the cells
         if fewer.compute_s >= fewer.load_s:
             return result(fewer.compute_s, 1.0, fewer, fewer)
         more = solve(0.0)
         if more.load_s >= more.compute_s:
             return result(more.load_s, 0.0, more, more)
-        best_s, best_compute = max((fewer.compute_s - self._inside_s, 1.0), (more.load_s, 0.0))
+        best_s, best_compute = max((fewer.compute_s, 1.0), (more.load_s, 0.0))
         for _ in range(_MAX_CUTS):
             gain = fewer.load_s - more.load_s
             compute = gain / (gain + more.compute_s - fewer.compute_s)
@@ -203,7 +195,7 @@ class DualTables:
                 more = point
             else:
                 fewer = point
-        return result(best_s + best_compute * self._inside_s, best_compute, fewer, more)
+        return result(best_s, best_compute, fewer, more)
 
 
 def make_levels(timing: RestoreTiming, max_cells: int) -> Tokens:

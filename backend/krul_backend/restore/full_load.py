@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from krul_backend.restore.arrays import Tokens
 from krul_backend.restore.head_shapes import limit_lengths
 from krul_backend.restore.interface import RestorePlan, RestorePlanner
 from krul_backend.restore.problem import RestoreProblem
-from krul_backend.restore.timing import RestoreTiming, Tokens
+from krul_backend.restore.timing import RestoreTiming
 
 
 class FullLoadPlanner(RestorePlanner):

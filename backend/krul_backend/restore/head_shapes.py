@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from krul_backend.restore.timing import Floats, PlanTimes, RestoreTiming, Tokens
+from krul_backend.restore.arrays import Floats, Tokens
+from krul_backend.restore.timing import PlanTimes, RestoreTiming
 
 _FAN_OUT = 16
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from krul_backend.errors import RestoreError
+from krul_backend.restore.arrays import Floats, Tokens
 from krul_backend.restore.problem import RestoreProblem
-from krul_backend.restore.timing import Floats, RestoreTiming, Tokens
+from krul_backend.restore.timing import RestoreTiming
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from krul_backend.restore.costs import RestoreCosts
 
 @dataclass(frozen=True, eq=False)
 class StoredRun:
-    """Tokens ``[first_token, end_token)`` of a conversation as one segment stores them, positions absolute.
+    """Tokens ``[first_token, end_token)`` of a conversation as one segment stores them; absolute positions.
 
     Per layer ``l``: ``layer_token_bytes[l]`` are the bytes of a token in its block, ``decode_token_s[l]`` the
     seconds to decode a token of it into the pool, ``last_use[l] >= l`` the last layer that needs its block
@@ -58,7 +58,7 @@ class RestoreProblem:
 
     @property
     def recompute_s(self) -> float:
-        """Seconds until the request's last layer if the engine computes everything and loads nothing."""
+        """Seconds until the request's last layer if the engine computes everything and nothing is loaded."""
         num_tokens = self.total_tokens - self.device_tokens + self.new_tokens
         return self.num_layers * self.costs.own.layer_s(num_tokens, self.device_tokens)
 

@@ -6,10 +6,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from krul_backend.restore.arrays import Floats, Tokens
 from krul_backend.restore.head_shapes import allowed_heads, balanced_heads, limit_lengths
 from krul_backend.restore.interface import RestorePlan, RestorePlanner
 from krul_backend.restore.problem import RestoreProblem
-from krul_backend.restore.timing import Floats, RestoreTiming, Tokens
+from krul_backend.restore.timing import RestoreTiming
 
 
 class PyramidPlanner(RestorePlanner):

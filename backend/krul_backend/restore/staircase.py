@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from krul_backend.restore.arrays import Floats, Tokens
 from krul_backend.restore.head_shapes import crossing, limit_lengths
-from krul_backend.restore.timing import Floats, PlanTimes, RestoreTiming, Tokens
+from krul_backend.restore.timing import PlanTimes, RestoreTiming
 
 
 class BestHeads:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from krul_backend.errors import RestoreError
+from krul_backend.restore.arrays import Flags, Floats, Tokens
+from krul_backend.restore.costs import TierCost
 from krul_backend.restore.interface import RestorePlan
+from krul_backend.restore.load_part import LoadPart
 from krul_backend.restore.problem import RestoreProblem
-
-Floats = NDArray[np.float64]
-Tokens = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,9 @@ class RestoreTiming:
 
     ``lowest`` [L]: the smallest head ends that are stored, non-increasing. ``highest``: the largest head end.
     ``is_possible``: whether any head ends are allowed.
+
+    Raises:
+        RestoreError: a run in a tier that has no costs.
     """
 
     def __init__(self, problem: RestoreProblem) -> None:
@@ -40,16 +42,18 @@ class RestoreTiming:
         self.own_layer_s = problem.own_layer_s
         # A load that ends late holds up its own layer and all after it.
         self.own_after_s: Floats = self.own_layer_s * np.arange(num_layers, 0, -1, np.float64)  # [L]
-        tiers = [problem.costs.tiers[run.tier] for run in runs]
+        tiers = [_tier(problem, run.tier) for run in runs]
         self.first: Tokens = np.array([max(run.first_token, problem.device_tokens) for run in runs], np.int64)
         self.end: Tokens = np.array([run.end_token for run in runs], np.int64)
         self.token_bytes: Floats = _floats([run.layer_token_bytes for run in runs], shape)
-        self.decode_s: Floats = _floats([run.decode_token_s for run in runs], shape)
         self.last_use: Tokens = _tokens([run.last_use for run in runs], shape)
         latency_s = np.array([tier.latency_s for tier in tiers], np.float64)
         byte_s = np.array([tier.byte_s for tier in tiers], np.float64)
-        self._copy_s: Floats = np.where(self.token_bytes > 0, latency_s[:, None], 0.0)  # [R, L] per copy
-        self._copy_token_s: Floats = self.token_bytes * byte_s[:, None]  # [R, L]
+        is_copied = (self.token_bytes > 0) & (self.end > self.first)[:, None]
+        copy_s: Floats = np.where(is_copied, latency_s[:, None], 0.0)  # [R, L]
+        token_s: Floats = self.token_bytes * byte_s[:, None]  # [R, L]
+        decode_s = _floats([run.decode_token_s for run in runs], shape)
+        self.load_parts = tuple(self._load_parts(copy_s, token_s, decode_s))
 
         page = problem.page_size
         stored_from: Tokens = _tokens([run.stored_from for run in runs], shape)
@@ -74,19 +78,12 @@ class RestoreTiming:
         time += np.where(tokens > 0, cost.launch_s, 0.0)
         return time
 
-    def run_copy_s(self, first_needed: Tokens) -> Floats:
-        """[C, R, L]: seconds to copy block ``l`` of each run from ``first_needed`` [C, R|1, L|1] on."""
-        tokens = self._tokens_from(first_needed)
-        return np.where(tokens > 0, self._copy_s, 0.0) + tokens * self._copy_token_s
-
-    def run_decode_s(self, first_needed: Tokens) -> Floats:
-        """[C, R, L]: seconds to decode rows ``[first_needed, ...)`` of layer ``l`` of each run."""
-        return self._tokens_from(first_needed) * self.decode_s
-
     def load_layer_s(self, head_ends: Tokens) -> Floats:
         """[C, L]: seconds of each load step, for head ends [C, L]."""
-        copies = self.run_copy_s(head_ends[:, self.last_use])
-        return (copies + self.run_decode_s(head_ends[:, None, :])).sum(axis=1)  # type: ignore[no-any-return]
+        seconds = np.zeros(head_ends.shape)
+        for part in self.load_parts:
+            seconds += part.seconds(head_ends)
+        return seconds
 
     def evaluate(self, head_ends: Tokens) -> PlanTimes:
         """Times of head ends [C, L], whether they are allowed or not."""
@@ -114,10 +111,25 @@ class RestoreTiming:
         end_s = self.evaluate(head_ends[None]).end_s[0]
         return RestorePlan(tuple(int(end) for end in head_ends), float(end_s))
 
-    def _tokens_from(self, first_needed: Tokens) -> Tokens:
-        start = np.maximum(self.first[:, None], first_needed)
-        tokens: Tokens = np.maximum(self.end[:, None] - start, 0)
-        return tokens
+    def _load_parts(self, copy_s: Floats, token_s: Floats, decode_s: Floats) -> Iterator[LoadPart]:
+        """A part for each way in which layers are paired; rows are decoded from their own layer's head on."""
+        own = tuple(range(self.problem.num_layers))
+        patterns = [run.last_use for run in self.problem.runs]
+        for pattern in dict.fromkeys([*patterns, own]):
+            is_in_part = np.array([each == pattern for each in patterns], np.bool_)[:, None]
+            part_token_s = np.where(is_in_part, token_s, 0.0)
+            if pattern == own:
+                part_token_s += decode_s
+            part_copy_s = np.where(is_in_part, copy_s, 0.0)
+            if part_token_s.any() or part_copy_s.any():
+                yield LoadPart(pattern, self.first, self.end, part_copy_s, part_token_s)
+
+
+def _tier(problem: RestoreProblem, name: str) -> TierCost:
+    tiers = problem.costs.tiers
+    if name not in tiers:
+        raise RestoreError(f"tier {name!r} has no costs (known: {', '.join(tiers)})")
+    return tiers[name]
 
 
 def _floats(rows: Sequence[tuple[float, ...]], shape: tuple[int, int]) -> Floats:

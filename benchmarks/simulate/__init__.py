@@ -1,0 +1,1 @@
+"""Restores on published hardware, computed and not measured: who wins where, and by how much."""

@@ -1,0 +1,220 @@
+"""Heads recomputed, tails loaded: whatever the split, answers are those of a server that never evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from krul_sglang.demo.server import ServerProcess
+from tests.integration.scenario import (
+    STRICT,
+    Answer,
+    ask,
+    assert_nothing_left_behind,
+    krul_stats,
+    push_out,
+    random_prompt,
+    settled_stats,
+    small_krul_server_args,
+)
+
+NUM_TURNS = 5
+POOL_TOKENS = 2560
+QUESTION_TOKENS = 37
+MAX_LOGPROB_ERROR = 2e-4
+"""fp32: recomputed KV is rounded differently, by about 1e-6 of its size."""
+TOGETHER = tuple(f"together {i}" for i in range(3))
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A server that restores, and whether its loads are made to fail."""
+
+    options: dict[str, Any]
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def fails(self) -> bool:
+        return "fault_injection" in self.options
+
+
+RANDOM = {"planner": "random"}
+MODES = {
+    "page-1": Mode(RANDOM, ("--page-size", "1")),
+    "page-16-chunked-prefill-failing-loads": Mode(
+        {**RANDOM, "fault_injection": "load-error", "max_head_tokens": 100_000},
+        ("--page-size", "16", "--chunked-prefill-size", "512"),
+    ),
+    "page-64-stuck-loads": Mode(
+        {**RANDOM, "fault_injection": "load-stall", "load_timeout": 0.5}, ("--page-size", "64")
+    ),
+    "page-16-tp2-failing-loads": Mode(
+        {**RANDOM, "fault_injection": "load-error"},
+        ("--page-size", "16", "--tp", "2"),
+        (("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),),
+    ),
+    "page-16-everything-stored-pyramid": Mode(
+        {"planner": "pyramid", "store_full_tail": True}, ("--page-size", "16")
+    ),
+}
+
+
+def play(server: ServerProcess, name: str, *, evict: bool) -> list[Answer]:
+    """One conversation of ``NUM_TURNS`` turns; between them everything leaves the pool, or nothing."""
+    answers: list[Answer] = []
+    history = random_prompt(name, 611)
+    for turn in range(NUM_TURNS):
+        answers.append(ask(server, history, max_new_tokens=12))
+        history = [*history, *answers[-1].output_ids, *random_prompt((name, turn), QUESTION_TOKENS)]
+        if evict:
+            push_out(server, num_tokens=POOL_TOKENS, seed=(name, turn))
+    return answers
+
+
+def partial_hit(server: ServerProcess, *, evict: bool) -> Answer:
+    """The first third of a conversation is in the pool, the rest is not."""
+    prompt = random_prompt("partial", 900)
+    ask(server, prompt, max_new_tokens=1)
+    if evict:
+        push_out(server, num_tokens=POOL_TOKENS, seed="partial")
+        ask(server, prompt[:300], max_new_tokens=1)
+    return ask(server, [*prompt, *random_prompt("more", 20)], max_new_tokens=12)
+
+
+def return_together(server: ServerProcess, *, evict: bool) -> list[Answer]:
+    """Conversations that come back at the same time, so that one batch restores several."""
+    prompts = [random_prompt(name, 400 + 130 * i) for i, name in enumerate(TOGETHER)]
+    for prompt in prompts:
+        ask(server, prompt, max_new_tokens=1)
+    if evict:
+        push_out(server, num_tokens=POOL_TOKENS, seed="together")
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        # The first one keeps the scheduler busy, so that the others wait for one batch.
+        return list(pool.map(lambda prompt: ask(server, [*prompt, *prompt[:19]], max_new_tokens=12), prompts))
+
+
+@dataclass(frozen=True)
+class Played:
+    turns: list[Answer]
+    partial: Answer
+    together: list[Answer]
+
+    def all(self) -> list[Answer]:
+        return [*self.turns, self.partial, *self.together]
+
+
+def play_all(server: ServerProcess, *, evict: bool) -> Played:
+    return Played(
+        play(server, "conversation", evict=evict),
+        partial_hit(server, evict=evict),
+        return_together(server, evict=evict),
+    )
+
+
+@pytest.fixture(scope="module")
+def kept(tiny_models: dict[str, Path]) -> Played:
+    """On a server that never evicts anything."""
+    args = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "16384", "--enable-cache-report")
+    with ServerProcess(tiny_models["float32"], args=args) as server:
+        return play_all(server, evict=False)
+
+
+@dataclass(frozen=True)
+class Restored:
+    mode: Mode
+    played: Played
+    stats: dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=MODES)
+def restored(
+    request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Restored:
+    mode = MODES[request.param]
+    options = {"cache_dir": str(tmp_path_factory.mktemp("cache")), **mode.options}
+    args = (*small_krul_server_args(POOL_TOKENS, options), *mode.args)
+    with ServerProcess(tiny_models["float32"], args=args, env={**STRICT, **dict(mode.env)}) as server:
+        played = play_all(server, evict=True)
+        stats = settled_stats(server)
+        if not mode.fails:
+            assert_nothing_left_behind(server)
+        assert stats["num_leases"] == 0
+        return Restored(mode, played, stats)
+
+
+def assert_same(expected: Sequence[Answer], actual: Sequence[Answer]) -> None:
+    for kept, restored in zip(expected, actual, strict=True):
+        assert restored.output_ids == kept.output_ids
+        assert restored.logprobs == pytest.approx(kept.logprobs, abs=MAX_LOGPROB_ERROR)
+
+
+def test_every_turn_answers_as_on_a_server_that_never_evicted(kept: Played, restored: Restored) -> None:
+    assert_same(kept.turns, restored.played.turns)
+
+
+def test_a_prefix_half_on_the_device_is_completed(kept: Played, restored: Restored) -> None:
+    assert_same([kept.partial], [restored.played.partial])
+    assert 0 < restored.played.partial.device_tokens < 301
+    assert restored.played.partial.host_tokens > 500
+
+
+def test_conversations_that_return_together_are_restored_together(kept: Played, restored: Restored) -> None:
+    assert_same(kept.together, restored.played.together)
+
+
+def test_all_of_them_came_from_the_host(restored: Restored) -> None:
+    """A failed load counts, too: its prefix was promised, and then recomputed."""
+    for answer in [*restored.played.turns[1:], *restored.played.together]:
+        assert answer.device_tokens == 0
+        assert answer.host_tokens > 300
+
+
+def test_heads_were_recomputed_and_tails_loaded(restored: Restored) -> None:
+    plans, forward = restored.stats["restore"]["plans"], restored.stats["restore"]["forward"]
+    assert 0 < plans["head_tokens"] < plans["prefix_tokens"]
+    assert forward["head_tokens"] >= plans["head_tokens"]
+    assert restored.stats["load"]["num_bytes"] > 0
+
+
+def test_what_is_left_out_takes_no_memory(restored: Restored) -> None:
+    left_out = restored.stats["offload"]["left_out_bytes"] + restored.stats["trimmed_bytes"]
+    assert (left_out == 0) == bool(restored.mode.options.get("store_full_tail"))
+
+
+def test_failed_loads_were_recomputed_and_nobody_noticed(restored: Restored) -> None:
+    rescued = restored.stats["restore"]["forward"]["rescued_requests"]
+    assert (rescued > 0) == restored.mode.fails
+
+
+def test_answers_differ_from_each_other(kept: Played) -> None:
+    """Without this the equalities above could hold for a model that always says the same."""
+    answers = [answer.output_ids for answer in kept.all()]
+    assert len(set(answers)) == len(answers)
+
+
+def test_control_heads_that_are_not_recomputed_are_noticed(
+    kept: Played, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    options = {"cache_dir": str(tmp_path), "planner": "uniform", "fault_injection": "skip-heads"}
+    args = small_krul_server_args(POOL_TOKENS, {**options, "planner": "random"})
+    with ServerProcess(tiny_models["float32"], args=args, env=STRICT) as server:
+        turns = play(server, "conversation", evict=True)
+    assert turns[0].output_ids == kept.turns[0].output_ids
+    assert turns[1].output_ids != kept.turns[1].output_ids
+
+
+def test_heads_in_bf16_are_those_of_a_prefill(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    args = (
+        *small_krul_server_args(POOL_TOKENS, {"cache_dir": str(tmp_path)}),
+        *("--dtype", "bfloat16"),
+    )
+    with ServerProcess(tiny_models["bfloat16"], args=args, env=STRICT) as server:
+        proof = krul_stats(server)["restore"]["proof"]
+    assert proof["rows"] > 2000
+    assert proof["rows_within_one_ulp"] >= 0.999 * proof["rows"]

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.figures import simulate as figure
+from benchmarks.simulate.codecs import decode_token_s, last_use, layer_token_bytes, make_codecs
+from benchmarks.simulate.hardware import (
+    A100,
+    LLAMA3_70B,
+    LLAMA_7B,
+    MATMUL_SHARE,
+    PAPER_LINK,
+    PCIE4,
+    network,
+    restore_costs,
+)
+from benchmarks.simulate.run import make_problem, winner
+from krul_backend.restore.pipeline import simulate
+from krul_backend.restore.registry import make_planner
+
+CODECS = {codec.name: codec for codec in make_codecs(32)}
+
+
+def test_models_have_their_published_sizes() -> None:
+    # Without embeddings Llama-7B has 6.48 billion parameters, Llama-3-70B 68.5.
+    assert 32 * LLAMA_7B.layer_parameters == pytest.approx(6.48e9, rel=0.01)
+    assert 80 * LLAMA3_70B.layer_parameters == pytest.approx(68.5e9, rel=0.01)
+    assert (LLAMA_7B.layer_token_bytes, LLAMA3_70B.layer_token_bytes) == (16384, 4096)
+
+
+def test_costs_are_operations_and_bytes_over_the_assumed_rates() -> None:
+    costs = restore_costs(A100, PCIE4, LLAMA_7B)
+    assert costs.head.token_s == pytest.approx(2 * 202.4e6 / (MATMUL_SHARE * 312e12), rel=1e-3)
+    assert costs.tiers[PCIE4.name].byte_s == pytest.approx(1 / 25.6e9)
+    assert costs.head == costs.own
+
+
+def test_gpus_have_links_of_their_own_but_share_a_network_card() -> None:
+    assert restore_costs(A100, PCIE4, LLAMA3_70B).tiers[PCIE4.name].byte_s == pytest.approx(1 / (4 * 25.6e9))
+    card = network(100)
+    assert restore_costs(A100, card, LLAMA3_70B).tiers[card.name].byte_s == pytest.approx(1 / 11.25e9)
+
+
+def test_the_papers_link_loads_all_in_two_thirds_of_computing_all() -> None:
+    costs = restore_costs(A100, PAPER_LINK, LLAMA_7B)
+    load_s = costs.tiers[PAPER_LINK.name].byte_s * LLAMA_7B.layer_token_bytes
+    assert load_s == pytest.approx(costs.head.token_s * 2 / 3)
+
+
+def test_both_kinds_of_pairs_have_the_same_bytes_at_other_layers() -> None:
+    minicache, krul = CODECS["minicache"], CODECS["krul"]
+    assert minicache.pairs == tuple((layer, layer + 1) for layer in range(16, 32, 2))
+    assert krul.pairs == tuple((layer, layer + 1) for layer in range(8, 24, 2))
+    sizes = layer_token_bytes(krul, LLAMA_7B)
+    assert sum(sizes) == pytest.approx(sum(layer_token_bytes(minicache, LLAMA_7B)))
+    # A layer saved by each of 8 pairs, less what norms and retained tokens take.
+    assert 24 / 32 < sum(sizes) / (32 * LLAMA_7B.layer_token_bytes) < 0.8
+    assert last_use(krul, 32)[8:10] == (9, 9)
+    assert layer_token_bytes(CODECS["native"], LLAMA_7B) == (16384.0,) * 32
+
+
+def test_only_coded_layers_are_decoded() -> None:
+    assert not any(decode_token_s(CODECS["native"], LLAMA_7B, A100))
+    pairs = decode_token_s(CODECS["krul"], LLAMA_7B, A100)
+    assert [layer for layer in range(32) if pairs[layer] > 0] == list(range(8, 24))
+    assert all(decode_token_s(CODECS["krul-int4"], LLAMA_7B, A100))
+
+
+def test_a_full_load_takes_what_its_bytes_take() -> None:
+    problem = make_problem(A100, PCIE4, LLAMA_7B, CODECS["native"], 4096, 128)
+    pipeline = simulate(problem, make_planner("full-load").plan(problem).head_ends)
+    assert pipeline.bytes_loaded == 32 * 16384 * 4096
+    assert pipeline.load_s == pytest.approx(32 * (2e-5 + 16384 * 4096 / 25.6e9))
+
+
+@pytest.mark.parametrize(
+    ("recompute_s", "load_s", "optimal_s", "expected"),
+    [
+        (5.0, 2.0, 1.0, "both"),
+        (5.0, 2.0, 1.99, "load"),
+        (2.0, 5.0, 2.0, "recompute"),
+        (2.0, 5.0, 1.9, "both"),
+    ],
+)
+def test_the_winner_is_clear(recompute_s: float, load_s: float, optimal_s: float, expected: str) -> None:
+    assert winner({"full-recompute": recompute_s, "full-load": load_s, "optimal": optimal_s}) == expected
+
+
+def test_the_figure_has_a_panel_per_model_and_codec(tmp_path: Path) -> None:
+    cells = [
+        {
+            "hardware": "A100",
+            "model": model,
+            "codec": "native",
+            "rate_gb_s": rate,
+            "history_tokens": 1024,
+            "winner": won,
+            "gain": 1.5,
+        }
+        for model in ("one", "two")
+        for rate, won in ((1, "both"), (2, "load"))
+    ]
+    figure.draw({"map": cells}, tmp_path / "figures" / "map.png")
+    assert (tmp_path / "figures" / "map.png").read_bytes().startswith(b"\x89PNG")
