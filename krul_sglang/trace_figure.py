@@ -57,7 +57,7 @@ def draw_restore(restore: TracedRestore, path: Path) -> None:
     layers.bar(numbers, loaded, bottom=recomputed, color=_COLORS["load"], label="loaded")
     layers.set_xlabel("layer (numbers in the bars above)")
     layers.set_ylabel("tokens, as planned")
-    layers.legend(fontsize=8)
+    layers.legend(fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0))
     figure.suptitle(
         f"restore {restore.index}: {restore.prefix_tokens} tokens in {1e3 * restore.end_s:.1f} ms"
         + (", load failed" if restore.was_rescued else "")

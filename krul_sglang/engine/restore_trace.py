@@ -67,11 +67,10 @@ class RestoreTrace:
         Nothing of a forward that ran twice, because a load was given up: the second one waits for nothing.
         """
         assert self.end is not None
-        if self.batch.is_abandoned:
-            return []
         waits = self.waits()
-        # A load that failed at once leaves a forward that waits for nothing.
-        ends = [wait.begin_s for wait in waits[1:]] + [_seconds(self.end)[0]] * bool(waits)
+        if self.batch.is_abandoned or not waits:
+            return []
+        ends = [wait.begin_s for wait in waits[1:]] + [_seconds(self.end)[0]]
         return [Interval(wait.layer, wait.end_s, end) for wait, end in zip(waits, ends, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
