@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from krul_backend.restore.calibration import OnlineCosts
@@ -33,24 +34,19 @@ class RestoreTrace:
         self.batch = batch
         self.is_mixed = is_mixed
         self.end: Mark | None = None
-        self._head_begin: Mark | None = None
         self._head_marks: list[tuple[int, Mark]] = []
-
-    def begin_heads(self) -> None:
-        if self._head_begin is None:
-            self._head_begin = self.batch.clock.mark()
 
     def mark_head_layer(self, layer: int) -> None:
         """Layer ``layer`` of a head's forward is launched now; for the number of layers, it has ended."""
         self._head_marks.append((layer, self.batch.clock.mark()))
 
     def heads(self) -> list[Interval]:
-        intervals = []
-        num_layers = len(self.batch.load_times)
-        for (layer, begin), (_, end) in zip(self._head_marks, self._head_marks[1:], strict=False):
-            if layer < num_layers:
-                intervals.append(Interval(layer, *_seconds(begin, end)))
-        return intervals
+        """In the order of time: the layers of one chunk of the heads, then those of the next."""
+        return [
+            Interval(layer, *_seconds(begin, end))
+            for (layer, begin), (_, end) in pairwise(self._head_marks)
+            if layer < self.batch.num_layers
+        ]
 
     def loads(self) -> list[Interval]:
         return [
@@ -59,18 +55,22 @@ class RestoreTrace:
         ]
 
     def waits(self) -> list[Interval]:
-        """How long the engine's own forward waited for each layer."""
+        """How long the engine's own forward waited for each layer that it came to."""
         return [
             Interval(layer, *_seconds(times.begin, times.end))
             for layer, times in sorted(self.batch.wait_times.items())
         ]
 
     def own(self) -> list[Interval]:
-        """The engine's own forward, from the moment that it had a layer's KV to the next layer's wait."""
+        """The engine's own forward, from the moment that it had a layer's KV to the next layer's wait.
+
+        Nothing of a forward that ran twice, because a load was given up: the second one waits for nothing.
+        """
         assert self.end is not None
         waits = self.waits()
-        # A load that failed at once leaves a forward that waits for nothing.
-        ends = [wait.begin_s for wait in waits[1:]] + [_seconds(self.end)[0]] * bool(waits)
+        if self.batch.is_abandoned or not waits:
+            return []
+        ends = [wait.begin_s for wait in waits[1:]] + [_seconds(self.end)[0]]
         return [Interval(wait.layer, wait.end_s, end) for wait, end in zip(waits, ends, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
@@ -87,6 +87,7 @@ class RestoreTrace:
                 }
                 for rid, load in self.batch.loads.items()
             ],
+            "is_mixed": self.is_mixed,
             "was_rescued": self.batch.is_abandoned,
             "end_s": _seconds(self.end)[0],
             "streams": {
