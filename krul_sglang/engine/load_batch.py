@@ -68,7 +68,7 @@ class LoadBatch:
         self.clock = StreamClock(device)
         self.load_times: list[LayerTimes] = []
         self.wait_times: dict[int, LayerTimes] = {}
-        self._num_layers = num_layers
+        self.num_layers = num_layers
         self._is_cuda = device.type == "cuda"
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
@@ -140,7 +140,7 @@ class LoadBatch:
 
     def wait_queued(self) -> None:
         """Wait, on the CPU, until every layer has landed or is queued. Raises LoadFailedError as above."""
-        self._wait_landed(self._num_layers - 1)
+        self._wait_landed(self.num_layers - 1)
 
     def abandon(self, *, is_refilled: bool) -> None:
         """Give the batch up. Waits for a write that is under way, not for one that is stuck before it.

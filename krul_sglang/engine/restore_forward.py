@@ -96,7 +96,6 @@ class RestoreForward:
             return
         self.counters.head_tokens += sum(head.ends[0] - head.start for head in heads)
         chunk_tokens = max(1, self._chunk_tokens // len(heads))
-        trace.begin_heads()
         for first in range(0, max(head.ends[0] - head.start for head in heads), chunk_tokens):
             parts = [part for head in heads if (part := head.part(first, first + chunk_tokens)) is not None]
             self._heads.run(parts, trace.mark_head_layer)

@@ -33,12 +33,7 @@ class RestoreTrace:
         self.batch = batch
         self.is_mixed = is_mixed
         self.end: Mark | None = None
-        self._head_begin: Mark | None = None
         self._head_marks: list[tuple[int, Mark]] = []
-
-    def begin_heads(self) -> None:
-        if self._head_begin is None:
-            self._head_begin = self.batch.clock.mark()
 
     def mark_head_layer(self, layer: int) -> None:
         """Layer ``layer`` of a head's forward is launched now; for the number of layers, it has ended."""
@@ -46,9 +41,8 @@ class RestoreTrace:
 
     def heads(self) -> list[Interval]:
         intervals = []
-        num_layers = len(self.batch.load_times)
         for (layer, begin), (_, end) in zip(self._head_marks, self._head_marks[1:], strict=False):
-            if layer < num_layers:
+            if layer < self.batch.num_layers:
                 intervals.append(Interval(layer, *_seconds(begin, end)))
         return intervals
 
@@ -66,9 +60,14 @@ class RestoreTrace:
         ]
 
     def own(self) -> list[Interval]:
-        """The engine's own forward, from the moment that it had a layer's KV to the next layer's wait."""
+        """The engine's own forward, from the moment that it had a layer's KV to the next layer's wait.
+
+        Nothing of a batch that was rescued: its forward ran a second time, without waits.
+        """
         assert self.end is not None
         waits = self.waits()
+        if self.batch.is_abandoned or not waits:
+            return []
         ends = [wait.begin_s for wait in waits[1:]] + [_seconds(self.end)[0]]
         return [Interval(wait.layer, wait.end_s, end) for wait, end in zip(waits, ends, strict=True)]
 
