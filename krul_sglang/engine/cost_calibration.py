@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MAX_FORWARD_S = 0.5
 """No longer prompts are measured once one has taken so long: longer ones follow from the fit."""
+_MIN_LENGTHS = 3
+"""A fit needs as many, however slow this machine is."""
 _REPEATS = 3
 _DECODED_TOKENS = 256
 
@@ -74,7 +76,7 @@ class CostCalibration:
                         whole = Head(prefilled.token_ids, prefilled.slots, 0, (num_tokens,) * num_layers)
                         head += self._head_samples(whole)
             own.append((num_tokens, 0, min(seconds) / num_layers))
-            if self._slowest_s(min(seconds)) > _MAX_FORWARD_S:
+            if self._slowest_s(min(seconds)) > _MAX_FORWARD_S and len(own) >= _MIN_LENGTHS:
                 break
         fitted = fit_compute(own)
         return fitted, fit_compute(head) if head else fitted
