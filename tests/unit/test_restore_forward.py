@@ -212,9 +212,7 @@ def test_heads_that_are_skipped_on_purpose_are_not_recomputed() -> None:
 @settings(max_examples=80, deadline=None)
 @given(
     heads=st.lists(
-        st.tuples(
-            st.integers(0, 10), st.lists(st.integers(0, 20), min_size=NUM_LAYERS, max_size=NUM_LAYERS)
-        ),
+        st.tuples(st.integers(0, 10), st.lists(st.integers(0, 20), min_size=NUM_LAYERS, max_size=NUM_LAYERS)),
         min_size=1,
         max_size=3,
     ),
