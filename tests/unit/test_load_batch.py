@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
@@ -234,6 +235,7 @@ class Rig:
     """A store with one conversation, a pool, and a loader whose layers can be made to wait or to fail."""
 
     def __init__(self, timeout_s: float) -> None:
+        self.gate = TransferGate(max_wait_s=PATIENCE_S)
         self.store = HostStore(1 << 20)
         self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, num_slots=64)
         self.codec = SegmentCodec(SHAPE, NUM_LAYERS, None)
@@ -242,7 +244,7 @@ class Rig:
         self.loader = LayerWiseLoader(
             self.store,
             self.pool,
-            TransferGate(),
+            self.gate,
             timeout_s,
             before_layer=lambda index, layer: self.before_layer(index, layer),
         )
@@ -462,6 +464,21 @@ def test_closing_does_not_wait_for_a_load_that_was_given_up(stuck_rig: tuple[Rig
     stuck.go_on.set()
     # It ends without an error, though its store is closed.
     running.result(PATIENCE_S)
+
+
+def test_savers_do_not_wait_for_a_load_that_was_given_up(stuck_rig: tuple[Rig, Stuck]) -> None:
+    rig, stuck = stuck_rig
+    index = rig.start(FIRST_SLOTS)
+    assert stuck.has_come.wait(PATIENCE_S)
+    with in_threads() as start:
+        waiting = start(rig.gate.let_restores_pass)
+        # Cannot have ended, however long it takes: the load goes on.
+        assert not wait({waiting}, timeout=SHORT_S).done
+        rig.batch(index).abandon(is_refilled=True)
+        rig.loader.finish(index)
+        start(rig.gate.let_restores_pass).result(PATIENCE_S / 2)
+        stuck.go_on.set()
+        waiting.result(PATIENCE_S)
 
 
 def test_savers_let_restores_pass_but_never_wait_long() -> None:
