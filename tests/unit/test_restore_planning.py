@@ -336,7 +336,8 @@ def test_ranks_whose_segments_begin_elsewhere_come_to_one_plan() -> None:
     meeting = MeetingPoint()
     planners = [HeadsPlanner(lowest_heads), HeadsPlanner(lowest_heads)]
     plannings = [
-        planning_of(planner, agreement=ThreadAgreement(rank, meeting)) for rank, planner in enumerate(planners)
+        planning_of(planner, agreement=ThreadAgreement(rank, meeting))
+        for rank, planner in enumerate(planners)
     ]
     slices = [
         leased(plannings[0], kept_heads=(40, 12, 12, 0)),
@@ -409,9 +410,7 @@ def test_a_plan_that_loads_nothing_leaves_out_nothing(planner: RestorePlanner) -
 
 
 @pytest.mark.parametrize(("decided", "expected"), [([16, 8, 8, 0], (16, 8, 8, 0)), (None, None)])
-def test_the_first_ranks_allocation_is_everyones(
-    decided: list[int] | None, expected: Heads | None
-) -> None:
+def test_the_first_ranks_allocation_is_everyones(decided: list[int] | None, expected: Heads | None) -> None:
     agreement = FakeAgreement(other_bounds=[], first_ranks=orjson.dumps(decided))
     allocation = allocation_of(HeadsPlanner(lambda problem: (4, 4, 4, 4)), agreement)
     strategy = Strategy.from_pairs(NUM_LAYERS)

@@ -51,7 +51,7 @@ def make_log() -> tuple[TraceLog, RecordingCosts]:
 def make_trace(
     *forecasts: Forecast, is_mixed: bool = False, has_heads: bool = True, end_s: float | None = 9.0
 ) -> RestoreTrace:
-    """Heads in [0, 3) and [3, 4), loads in [0, 2) and [2, 5), the forward waits for layers until 4.5 and 6."""
+    """Heads in [0, 3) and [3, 4), loads in [0, 2) and [2, 5); the forward waits until 4.5 and until 6."""
     loads = {
         f"r{number}": bare_load(0, 8, (4, 0), forecast=forecast) for number, forecast in enumerate(forecasts)
     }
