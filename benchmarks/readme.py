@@ -12,6 +12,8 @@ from typing import Any
 
 import orjson
 
+from benchmarks.restore.rows import Row, longest, settings
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -20,6 +22,7 @@ QUALITY_RESULT = RESULTS / "quality-cpu.json"
 BUDGET_RESULT = RESULTS / "quality-budget-cpu.json"
 TEXT_RESULT = RESULTS / "quality-text-cpu.json"
 ESTIMATOR_RESULT = RESULTS / "estimator-cpu.json"
+RESTORE_RESULT = RESULTS / "restore-cpu.json"
 
 
 def demo_table(result: dict[str, Any]) -> str:
@@ -220,8 +223,57 @@ def estimator_table(result: dict[str, Any]) -> str:
 _ESTIMATORS = ("exact", "heterogeneous", "sampled")
 
 
+def restore_table(result: dict[str, Any]) -> str:
+    """Time to the first token by method and tier, of the first shape at the longest history of each tier."""
+    shape = result["rows"][0]["shape"]
+    columns = {
+        tier: longest(rows) for (name, tier), rows in settings(result["rows"]).items() if name == shape
+    }
+    heads = [f"{tier}, {rows[0]['history_tokens']} tokens" for tier, rows in columns.items()]
+    lines = [f"| restored by | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    for cells in zip(*columns.values(), strict=True):
+        texts = [_restore_cell(cell, rows[0]) for cell, rows in zip(cells, columns.values(), strict=True)]
+        lines.append(f"| {cells[0]['method']} | {' | '.join(texts)} |")
+    return "\n".join([*lines, "", _restore_notes(result, shape)])
+
+
+def _restore_cell(row: Row, recompute: Row) -> str:
+    seconds = row["ttft_s"]["median"]
+    if row["chosen"] == "recompute":
+        return f"{_ms(seconds)}, recomputes"
+    return f"{_ms(seconds)} ({recompute['ttft_s']['median'] / seconds:.2f}x), {_mib(row['bytes_stored'])}"
+
+
+def _restore_notes(result: dict[str, Any], shape: str) -> str:
+    configuration, rows = result["configuration"], result["rows"]
+    model = next(model for model in result["models"] if model["name"] == shape)
+    errors = [row["predicted_s"] / row["ttft_s"]["median"] for row in rows]
+    source = RESTORE_RESULT.relative_to(ROOT)
+    return " ".join(
+        (
+            f"Medians of {configuration['repeats']} restores, methods in turn; in brackets the ratio to full",
+            "recompute, then the bytes that have to be kept for it. A decoder of",
+            f"{model['num_layers']} layers, hidden size {model['hidden_size']},",
+            f"{model['num_kv_heads']} KV heads, random weights, {configuration['dtype']};",
+            f"{configuration['new_tokens']} new tokens; one thread computes, one loads;",
+            "bandwidths are limits set by the benchmark.",
+            "krul: half of the layers in pairs that share directions; planned: the optimal planner; pyramid,",
+            "partial-recompute: the paper's linear heads and one ratio for all layers.",
+            "Each restore was checked against recomputing, or, where the codec loses something, against its",
+            "own decoded tails; quality is measured above.",
+            f"Predicted over measured time, all {len(rows)} rows: median {statistics.median(errors):.2f}.",
+            f"Machine: {result['machine']['cores']} cores, no GPU, load average",
+            f"{result['machine']['load_average_1min']} at the end. Source: [`{source}`]({source}).",
+        )
+    )
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def render(readme: str, tables: dict[str, str]) -> str:
@@ -241,6 +293,7 @@ def tables() -> dict[str, str]:
         "budget": budget_table(orjson.loads(BUDGET_RESULT.read_bytes())),
         "text": text_table(orjson.loads(TEXT_RESULT.read_bytes())),
         "estimator": estimator_table(orjson.loads(ESTIMATOR_RESULT.read_bytes())),
+        "restore": restore_table(orjson.loads(RESTORE_RESULT.read_bytes())),
     }
 
 

@@ -149,7 +149,7 @@ def demo(
     options = _parse_options(option or [])
     _check_krul_values({"host_memory": host_memory}, "--host-memory")
     _check_krul_values(options, "--option")
-    _check_writable(json_file)
+    _check_writable("--json", json_file)
     model = _resolve_model(model_path)
     conversations_path = (
         _bundled(BUNDLED_CONVERSATIONS, "--conversations") if conversations is None else conversations
@@ -239,11 +239,11 @@ def selftest(
     _check_positive("--timeout", timeout_s)
     if not 0.0 < min_host_share <= 1.0:
         raise UsageError(f"--min-host-share {min_host_share} is out of range; expected a number in (0, 1]")
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"--url {url!r} is not an address; expected something like http://127.0.0.1:30000")
-    _check_writable(json_file)
+    _check_url(url)
+    _check_writable("--json", json_file)
 
     from krul_sglang import selftest as probe
+    from krul_sglang.server_client import CannotRunError
 
     config = probe.SelftestConfig(
         url=url.rstrip("/"),
@@ -254,12 +254,64 @@ def selftest(
     )
     try:
         result = probe.run_selftest(config, api_key=api_key)
-    except probe.CannotRunError as error:
+    except CannotRunError as error:
         raise UsageError(str(error)) from error
     typer.echo(result.verdict)
     if json_file is not None:
         _write_json(result.to_json(), json_file)
     raise typer.Exit(0 if result.passed else EXIT_FAILED)
+
+
+@app.command()
+def trace(
+    url: Annotated[str, typer.Option(help="Address of the running server, such as http://127.0.0.1:30000.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a Chrome trace to FILE, for ui.perfetto.dev."),
+    ] = None,
+    gantt: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw one restore to FILE.png; needs matplotlib."),
+    ] = None,
+    index: Annotated[
+        int | None,
+        typer.Option(help="Which restore --gantt draws, as numbered in the table.", show_default="the last"),
+    ] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for the answer.")] = 30.0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.")
+    ] = None,
+) -> None:
+    """Show how the last restores of a running server went, layer by layer.
+
+    Prints a table: tokens, how many of them were recomputed, planned and measured time, and how busy each of
+    the two streams was. A server keeps its last 16 restores, each of them one batch of returning requests.
+
+    Exit status: 0, or 2 if there is nothing to show (no such server, not krul, no restore yet).
+    """
+    _check_positive("--timeout", timeout_s)
+    _check_url(url)
+    _check_writable("--output", output)
+    _check_writable("--gantt", gantt)
+    if index is not None and gantt is None:
+        raise UsageError("--index chooses the restore to draw: give --gantt FILE.png, too")
+
+    from krul_sglang import trace as tracing
+    from krul_sglang.server_client import CannotRunError
+
+    try:
+        restores = tracing.fetch_restores(url.rstrip("/"), api_key=api_key, timeout_s=timeout_s)
+        typer.echo(tracing.format_table(restores))
+        if index is not None and not 0 <= index < len(restores):
+            raise UsageError(f"--index {index}: there are restores 0 to {len(restores) - 1}")
+        if output is not None:
+            _write_json(tracing.chrome_trace(restores), output)
+        if gantt is not None:
+            from krul_sglang.trace_figure import draw_restore
+
+            draw_restore(restores[-1 if index is None else index], gantt)
+    except CannotRunError as error:
+        raise UsageError(str(error)) from error
 
 
 def _fail(message: str, status: int) -> NoReturn:
@@ -290,13 +342,18 @@ def _check_krul_values(values: dict[str, str], source: str) -> None:
         raise UsageError(str(error)) from error
 
 
-def _check_writable(json_file: Path | None) -> None:
-    if json_file is None:
+def _check_url(url: str) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"--url {url!r} is not an address; expected something like http://127.0.0.1:30000")
+
+
+def _check_writable(option: str, path: Path | None) -> None:
+    if path is None:
         return
-    if json_file.is_dir():
-        raise UsageError(f"--json {json_file} is a directory; expected a file name")
-    if not json_file.absolute().parent.is_dir():
-        raise UsageError(f"--json {json_file}: the directory {json_file.absolute().parent} does not exist")
+    if path.is_dir():
+        raise UsageError(f"{option} {path} is a directory; expected a file name")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: the directory {path.absolute().parent} does not exist")
 
 
 def _write_json(value: Any, path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from krul_backend.errors import KrulError
+from krul_sglang.server_client import CannotRunError, open_client, request, states_with_krul
 
 _NUM_NEW_TOKENS = 24
 _NUM_TOP_LOGPROBS = 5
@@ -31,10 +31,6 @@ _WORDS = (
     "and nobody knows which road leads back home: north, south, east or west? 0 1 2 3 4 5 6 7 8 9 "
     "People often write letters about music, money, weather, work, family, science, garden tools and cheese."
 )
-
-
-class CannotRunError(KrulError):
-    """The probe cannot be run against this server: says why, and what would help."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +194,7 @@ def run_selftest(config: SelftestConfig, *, api_key: str | None = None) -> Selft
             pool that cannot be flushed within the limits of ``config``.
     """
     deadline = time.monotonic() + config.timeout_s
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    with httpx.Client(base_url=config.url, headers=headers, timeout=config.timeout_s) as client:
+    with open_client(config.url, api_key=api_key, timeout_s=config.timeout_s) as client:
         limits = _read_limits(client)
         prompt_tokens = min(config.prompt_tokens, limits.max_input_tokens - _NUM_NEW_TOKENS - 1)
         if prompt_tokens < _MIN_PROMPT_PAGES * limits.page_size:
@@ -230,18 +225,14 @@ def run_selftest(config: SelftestConfig, *, api_key: str | None = None) -> Selft
 
 
 def _read_limits(client: httpx.Client) -> ServerLimits:
-    info = _request(client, "GET", "/server_info")
+    info = request(client, "GET", "/server_info")
     numbers: list[Any] = [
         info.get(name) for name in ("max_total_num_tokens", "max_req_input_len", "page_size")
     ]
-    states = info.get("internal_states")
-    if not all(isinstance(number, int) for number in numbers) or not isinstance(states, list):
+    if not all(isinstance(number, int) for number in numbers):
         raise CannotRunError(f"{client.base_url} answers, but not as an SGLang server does")
     limits = ServerLimits(*numbers)
-    if info.get("radix_cache_backend") != "krul" and not any("krul" in state for state in states):
-        raise CannotRunError(
-            f"the server at {client.base_url} runs without krul; start it with --radix-cache-backend krul"
-        )
+    states = states_with_krul(client, info)
     if len(states) > 1:
         raise CannotRunError(
             f"the server has {len(states)} data-parallel ranks, and noise cannot be sent to the rank of the "
@@ -252,7 +243,7 @@ def _read_limits(client: httpx.Client) -> ServerLimits:
 
 def _ordinary_token_ids(client: httpx.Client) -> list[int]:
     """Ids of tokens that occur in plain text: in the vocabulary for certain, and none of them special."""
-    encoded = _request(
+    encoded = request(
         client, "POST", "/tokenize", {"model": "default", "prompt": _WORDS, "add_special_tokens": False}
     )
     token_ids = sorted(set(encoded["tokens"]))
@@ -315,27 +306,4 @@ def _ask(client: httpx.Client, prompt: Sequence[int]) -> ProbeAnswer:
 
 
 def _generate(client: httpx.Client, payload: Mapping[str, Any]) -> Any:
-    return _request(client, "POST", "/generate", payload)
-
-
-def _request(
-    client: httpx.Client, method: str, path: str, payload: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    try:
-        response = client.request(method, path, json=payload)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = str(error) or type(error).__name__
-        raise CannotRunError(f"the server at {client.base_url} cannot be reached: {reason}") from error
-    if response.status_code in (401, 403):
-        raise CannotRunError(f"the server at {client.base_url} refuses the request; give --api-key")
-    if response.status_code == 404:
-        raise CannotRunError(f"{client.base_url} is not an SGLang server: it does not know {path}")
-    if response.status_code != 200:
-        raise CannotRunError(f"{method} {path} answered {response.status_code}: {response.text[:200]!r}")
-    try:
-        answer = response.json()
-    except ValueError:
-        raise CannotRunError(f"{client.base_url} is not an SGLang server: {path} is not JSON") from None
-    if not isinstance(answer, dict):
-        raise CannotRunError(f"{client.base_url} is not an SGLang server: {path} is not an object")
-    return answer
+    return request(client, "POST", "/generate", payload)

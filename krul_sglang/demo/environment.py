@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 
-def versions() -> dict[str, str]:
-    """Python and the packages that decide about a result."""
-    packages = {name: metadata.version(name) for name in ("torch", "sglang")}
+def versions(packages: Sequence[str] = ("torch", "sglang")) -> dict[str, str]:
+    """Python, krul and the packages that decide about a result."""
+    found = {name: metadata.version(name) for name in packages}
     from krul_sglang import __version__
 
-    return {"python": platform.python_version(), **packages, "krul_sglang": __version__}
+    return {"python": platform.python_version(), **found, "krul_sglang": __version__}
 
 
 def machine() -> dict[str, str | int | None]:

@@ -54,6 +54,7 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
     online = OnlineCosts(costs)
     planner = make_planner(config.planner)
     linker = cache.krul_linker
+    chunk_tokens = _chunk_tokens(chunked_prefill_size)
     planning = RestorePlanning(
         planner,
         online,
@@ -62,6 +63,7 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
         parts.restore_agreement,
         page_size=parts.model.page_size,
         max_head_tokens=config.max_head_tokens,
+        max_new_tokens=chunk_tokens,
     )
     traces = TraceLog(online, HOST_TIER)
     forward = RestoreForward(
@@ -70,7 +72,7 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
         parts.restore_agreement,
         traces,
         req_to_token=runner.req_to_token_pool.req_to_token,
-        chunk_tokens=_chunk_tokens(chunked_prefill_size),
+        chunk_tokens=chunk_tokens,
         skip_heads=config.fault_injection == "skip-heads",
     )
     linker.attach_restore(Restore(proof, planning, forward, traces))

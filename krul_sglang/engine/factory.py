@@ -14,11 +14,11 @@ from krul_sglang.engine.hook_targets import (
     verify_engine,
 )
 from krul_sglang.engine.unsupported import check_flags, check_model
+from krul_sglang.traced_restore import RESTORES
 
 logger = logging.getLogger(__name__)
 
 BACKEND_NAME = "krul"
-RESTORES = "krul_restores"
 
 
 def select_linker(scheduler: Any, *args: Any, **kwargs: Any) -> None:

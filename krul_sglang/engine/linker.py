@@ -31,6 +31,7 @@ from krul_sglang.engine.layer_maps import LayerMapLearner, layer_maps_path
 from krul_sglang.engine.load_batch import Load
 from krul_sglang.engine.loading import LayerWiseLoader
 from krul_sglang.engine.offload import TurnOffloader
+from krul_sglang.engine.pinned_arena import PinnedArena
 from krul_sglang.engine.probing import Prober
 from krul_sglang.engine.restore_forward import RestoreForward
 from krul_sglang.engine.restore_planning import RestorePlanning
@@ -118,6 +119,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.pools = {PoolName.KV: kv_pool}
         self._pool = DevicePool(kv_pool)
         self._store = HostStore(parts.capacity_bytes)
+        self._pinned = PinnedArena(self._store.buffer, self._pool.device)
         self._capture = parts.capture
         self._gate = TransferGate()
         self._budget = None
@@ -371,6 +373,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.loader.close()
         for rid in list(self._leases):
             self.release(rid)
+        self._pinned.close()
         self._store.close()
         if self._capture is not None:
             self._capture.close()

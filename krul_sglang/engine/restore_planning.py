@@ -47,7 +47,8 @@ class RestorePlanning:
     """Plans each load of one rank; all ranks come to the same plan, which is the first rank's.
 
     ``agreement`` joins the scheduler threads of the ranks: each of them plans the same loads in the same
-    order. ``max_head_tokens`` bounds the heads of one batch together.
+    order. ``max_head_tokens`` bounds the heads of one batch together. A forward computes ``max_new_tokens``
+    at most: of a longer prompt only the first chunk waits for the restore.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class RestorePlanning:
         *,
         page_size: int,
         max_head_tokens: int,
+        max_new_tokens: int,
     ) -> None:
         self.counters = PlanCounters()
         self.costs = costs
@@ -69,6 +71,7 @@ class RestorePlanning:
         self._agreement = agreement
         self._page_size = page_size
         self._max_head_tokens = max_head_tokens
+        self._max_new_tokens = max_new_tokens
         self._batch_head_tokens = 0
 
     def open(self, lease: Lease, num_tokens: int) -> list[OpenSlice]:
@@ -89,7 +92,7 @@ class RestorePlanning:
             page_size=self._page_size,
             device_tokens=device_tokens,
             total_tokens=total_tokens,
-            new_tokens=max(1, new_tokens),
+            new_tokens=max(1, min(new_tokens, self._max_new_tokens)),
             runs=runs,
             costs=self.costs.current(),
             max_head_tokens=max(0, self._max_head_tokens - self._batch_head_tokens),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from krul_backend.restore.calibration import OnlineCosts
@@ -40,11 +41,12 @@ class RestoreTrace:
         self._head_marks.append((layer, self.batch.clock.mark()))
 
     def heads(self) -> list[Interval]:
-        intervals = []
-        for (layer, begin), (_, end) in zip(self._head_marks, self._head_marks[1:], strict=False):
-            if layer < self.batch.num_layers:
-                intervals.append(Interval(layer, *_seconds(begin, end)))
-        return intervals
+        """In the order of time: the layers of one chunk of the heads, then those of the next."""
+        return [
+            Interval(layer, *_seconds(begin, end))
+            for (layer, begin), (_, end) in pairwise(self._head_marks)
+            if layer < self.batch.num_layers
+        ]
 
     def loads(self) -> list[Interval]:
         return [
@@ -53,7 +55,7 @@ class RestoreTrace:
         ]
 
     def waits(self) -> list[Interval]:
-        """How long the engine's own forward waited for each layer."""
+        """How long the engine's own forward waited for each layer that it came to."""
         return [
             Interval(layer, *_seconds(times.begin, times.end))
             for layer, times in sorted(self.batch.wait_times.items())
@@ -62,7 +64,7 @@ class RestoreTrace:
     def own(self) -> list[Interval]:
         """The engine's own forward, from the moment that it had a layer's KV to the next layer's wait.
 
-        Nothing of a batch that was rescued: its forward ran a second time, without waits.
+        Nothing of a forward that ran twice, because a load was given up: the second one waits for nothing.
         """
         assert self.end is not None
         waits = self.waits()
@@ -85,6 +87,7 @@ class RestoreTrace:
                 }
                 for rid, load in self.batch.loads.items()
             ],
+            "is_mixed": self.is_mixed,
             "was_rescued": self.batch.is_abandoned,
             "end_s": _seconds(self.end)[0],
             "streams": {

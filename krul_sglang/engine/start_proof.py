@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from krul_backend.codec.interface import LayerKV
 from krul_sglang.engine.head_recompute import Head, HeadRecompute
 from krul_sglang.engine.hook_targets import IncompatibleEngineError
 from krul_sglang.engine.kv_pool import DevicePool
@@ -23,8 +25,8 @@ _MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 class HeadProof:
     """``rows`` (one token's key or value of one head and layer) were recomputed.
 
-    ``rows_within_one_ulp`` of them differ from the prefill's by at most one unit in the last place in every
-    element; ``max_relative_error`` is that of the row that is off most, of every hundred.
+    ``rows_within_one_ulp`` of them differ from the prefill's by at most one unit in the last place, see
+    ``_is_within_one_ulp``; ``max_relative_error`` is that of the row that is off most, of every hundred.
     """
 
     rows: int
@@ -38,40 +40,53 @@ def random_token_ids(vocab_size: int, num_tokens: int) -> list[int]:
 
 
 def prove_heads(model_runner: Any, tree_cache: Any, pool: DevicePool, heads: HeadRecompute) -> HeadProof:
-    """Recompute a short head in two parts, shorter from layer to layer, over an ordinary prefill.
+    """Recompute a head, shorter from layer to layer, over an ordinary prefill: in one piece, and in two.
+
+    The proof counts the rows of the first: a second piece attends to the first one in the pool, by another
+    kernel, and is only checked.
 
     Raises:
         IncompatibleEngineError: KV of the head differs, or KV behind it has changed.
     """
     num_tokens = min(_NUM_TOKENS, pool.num_tokens // 2)
     token_ids = random_token_ids(model_runner.model_config.vocab_size, num_tokens)
-    rows = close_rows = 0
-    max_error = 0.0
+    ends = tuple(num_tokens - num_tokens * layer // (2 * pool.num_layers) for layer in range(pool.num_layers))
     with ordinary_prefill(model_runner, tree_cache, token_ids) as prefilled:
         before = [pool.gather(layer, prefilled.slots) for layer in range(pool.num_layers)]
-        ends = tuple(
-            num_tokens - num_tokens * layer // (2 * pool.num_layers) for layer in range(pool.num_layers)
-        )
-        _clear(pool, prefilled, ends)
-        head = Head(prefilled.token_ids, prefilled.slots, 0, ends)
-        for first, end in ((0, num_tokens // 3), (num_tokens // 3, num_tokens)):
-            part = head.part(first, end)
-            assert part is not None, (first, end, ends)
-            heads.run([part])
-        for layer, end in enumerate(ends):
-            after = pool.gather(layer, prefilled.slots)
-            for name, old, new in (("K", before[layer].k, after.k), ("V", before[layer].v, after.v)):
-                error = _relative_error(new[:end], old[:end])
-                if not error <= _MAX_ERROR[old.dtype] or not torch.equal(new[end:], old[end:]):
-                    raise IncompatibleEngineError(
-                        f"a recomputed head is not what a prefill of {type(model_runner.model).__name__} "
-                        f"computes: {name} of layer {layer} differs by {error:.3g}, or was written behind "
-                        'its end; start with planner = "full-load" to load whole prefixes'
-                    )
-                is_close = _is_within_one_ulp(new[:end], old[:end]).all(-1)
-                rows += is_close.numel()
-                close_rows += int(is_close.sum())
-                max_error = max(max_error, error)
+        proofs = []
+        for cuts in ((0, num_tokens), (0, num_tokens // 3, num_tokens)):
+            _clear(pool, prefilled, ends)
+            head = Head(prefilled.token_ids, prefilled.slots, 0, ends)
+            for first, end in itertools.pairwise(cuts):
+                part = head.part(first, end)
+                assert part is not None, (first, end, ends)
+                heads.run([part])
+            after = [pool.gather(layer, prefilled.slots) for layer in range(pool.num_layers)]
+            proofs.append(_compare(type(model_runner.model).__name__, before, after, ends))
+    return proofs[0]
+
+
+def _compare(
+    model_name: str, before: Sequence[LayerKV], after: Sequence[LayerKV], ends: Sequence[int]
+) -> HeadProof:
+    rows = close_rows = 0
+    max_error = 0.0
+    for layer, end in enumerate(ends):
+        for name, old, new in (
+            ("K", before[layer].k, after[layer].k),
+            ("V", before[layer].v, after[layer].v),
+        ):
+            error = _relative_error(new[:end], old[:end])
+            if not error <= _MAX_ERROR[old.dtype] or not torch.equal(new[end:], old[end:]):
+                raise IncompatibleEngineError(
+                    f"a recomputed head is not what a prefill of {model_name} computes: {name} of layer "
+                    f"{layer} differs by {error:.3g}, or was written behind its end; start with "
+                    'planner = "full-load" to load whole prefixes'
+                )
+            is_close = _is_within_one_ulp(new[:end], old[:end])
+            rows += is_close.numel()
+            close_rows += int(is_close.sum())
+            max_error = max(max_error, error)
     return HeadProof(rows, close_rows, max_error)
 
 
@@ -89,7 +104,11 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _is_within_one_ulp(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Elementwise. Floats of one sign are ordered as the integers that their bits are."""
-    bits = torch.int32 if expected.dtype is torch.float32 else torch.int16
-    steps = (actual.contiguous().view(bits).long() - expected.contiguous().view(bits).long()).abs()
-    return (steps <= 1) | (actual == expected)
+    """``[n, H]`` of rows ``[n, H, D]``: no element is off by more than one unit in the row's last place.
+
+    That unit is the spacing of the element type at the row's largest element: what is small beside it is a
+    difference of larger numbers, and has their rounding.
+    """
+    largest = expected.float().abs().amax(-1)
+    unit = torch.exp2(torch.floor(torch.log2(largest.clamp_min(1e-30)))) * torch.finfo(expected.dtype).eps
+    return (actual.float() - expected.float()).abs().amax(-1) <= unit

@@ -1,9 +1,11 @@
-"""A conversation that left the pool comes back with the same answers, to the bit."""
+"""A conversation that left the pool, and is loaded whole, comes back with the same answers, to the bit."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.integration.scenario import (
     assert_nothing_left_behind,
     push_out,
     random_prompt,
+    settled_stats,
 )
 
 NUM_TURNS = 3
@@ -48,6 +51,8 @@ class Played:
     prompts: list[list[int]]
     kept: list[Answer]
     restored: list[Answer]
+    dtype: str
+    stats: dict[str, Any]
 
 
 def play(server: ServerProcess, *, evict: bool) -> tuple[list[list[int]], list[Answer]]:
@@ -70,11 +75,13 @@ def played(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Play
     model = tiny_models[mode.dtype]
     with ServerProcess(model, args=(*args, "--max-total-tokens", "16384"), env=env) as server:
         prompts, kept = play(server, evict=False)
-    small = (*args, "--max-total-tokens", "2048", *KRUL)
+    options = json.dumps({"planner": "full-load"})
+    small = (*args, "--max-total-tokens", "2048", *KRUL, "--unified-cache-external-linker-config", options)
     with ServerProcess(model, args=small, env={**env, **STRICT}) as server:
         _, restored = play(server, evict=True)
         assert_nothing_left_behind(server)
-    return Played(prompts, kept, restored)
+        stats = settled_stats(server)
+    return Played(prompts, kept, restored, mode.dtype, stats)
 
 
 def test_control_kept_the_conversation_on_the_device(played: Played) -> None:
@@ -98,3 +105,17 @@ def test_tokens_and_logprobs_are_exactly_those_of_the_server_that_never_evicted(
 def test_answers_depend_on_the_prompt(played: Played) -> None:
     """Without this the equality above could hold for a model that always says the same."""
     assert len({answer.output_ids for answer in played.kept}) == NUM_TURNS
+
+
+def test_whole_loads_recompute_nothing_and_leave_nothing_out(played: Played) -> None:
+    assert played.stats["restore"]["forward"]["head_tokens"] == 0
+    assert played.stats["offload"]["left_out_bytes"] == 0
+
+
+def test_recomputed_heads_are_those_of_a_prefill(played: Played) -> None:
+    """What the proof at start saw, on every rank; this mode recomputes none."""
+    proof = played.stats["restore"]["proof"]
+    assert proof["rows"] > 1500
+    assert proof["max_relative_error"] < {"float32": 1e-5, "bfloat16": 0.01}[played.dtype]
+    if played.dtype == "bfloat16":
+        assert proof["rows_within_one_ulp"] >= 0.999 * proof["rows"]

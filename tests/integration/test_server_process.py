@@ -19,6 +19,7 @@ from krul_sglang import selftest
 from krul_sglang.demo.conversations import Conversation, UserTurn
 from krul_sglang.demo.player import Player, PlayError
 from krul_sglang.demo.server import ServerError, ServerProcess, find_free_port
+from krul_sglang.server_client import CannotRunError
 from tests.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.server
@@ -111,7 +112,7 @@ def test_a_player_without_a_server_names_the_turn() -> None:
 
 
 def test_the_probe_refuses_a_server_without_krul(server: ServerProcess) -> None:
-    with pytest.raises(selftest.CannotRunError, match="runs without krul"):
+    with pytest.raises(CannotRunError, match="runs without krul"):
         selftest.run_selftest(selftest.SelftestConfig(server.url))
 
 

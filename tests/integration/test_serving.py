@@ -40,7 +40,10 @@ def server(tiny_models: dict[str, Path]) -> Iterator[ServerProcess]:
         *("--dtype", "float32"),
         *("--page-size", str(PAGE_SIZE)),
         *("--max-total-tokens", str(POOL_TOKENS)),
-        *("--unified-cache-external-linker-config", f'{{"host_memory": {HOST_BYTES}}}'),
+        *(
+            "--unified-cache-external-linker-config",
+            f'{{"host_memory": {HOST_BYTES}, "planner": "full-load"}}',
+        ),
         "--enable-cache-report",
         *KRUL,
     )

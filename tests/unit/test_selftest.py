@@ -17,7 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from krul_sglang import cli, selftest
-from krul_sglang.selftest import CannotRunError, SelftestConfig, run_selftest
+from krul_sglang.selftest import SelftestConfig, run_selftest
+from krul_sglang.server_client import CannotRunError
 
 ANSWER = tuple(range(100, 124))
 

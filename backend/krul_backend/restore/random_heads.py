@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+
 from krul_backend.restore.interface import RestorePlan, RestorePlanner
 from krul_backend.restore.problem import RestoreProblem
 from krul_backend.restore.timing import RestoreTiming
@@ -18,17 +20,18 @@ class RandomPlanner(RestorePlanner):
         timing = RestoreTiming(problem)
         if not timing.is_possible:
             return RestorePlan.recompute(problem)
-        page = problem.page_size
+        page, num_layers = problem.page_size, problem.num_layers
         rng = random.Random(f"{problem.device_tokens} {problem.total_tokens} {problem.new_tokens}")
-        num_draws = min(problem.max_lengths, problem.num_layers) - 1
-        changes = sorted(rng.sample(range(1, problem.num_layers), num_draws)) if num_draws > 0 else []
-        first, last = problem.device_tokens // page, timing.highest // page
-        lengths = sorted((rng.randint(first, last) * page for _ in range(num_draws + 1)), reverse=True)
-        head_ends = []
-        for layer in range(problem.num_layers):
-            drawn = lengths[sum(change <= layer for change in changes)]
-            head_ends.append(max(drawn, int(timing.lowest[layer])))
-        # What is stored may ask for more lengths than were drawn; then everything up to the longest.
-        if len({end for end in head_ends if end > problem.device_tokens}) > problem.max_lengths:
-            head_ends = [head_ends[0]] * problem.num_layers
-        return RestorePlan(tuple(head_ends), end_s=0.0)
+        shortest, longest = problem.device_tokens // page, timing.highest // page
+        num_lengths = min(problem.max_lengths, num_layers)
+        lengths = sorted((rng.randint(shortest, longest) * page for _ in range(num_lengths)), reverse=True)
+        changes = sorted(rng.sample(range(1, num_layers), num_lengths - 1)) if num_lengths else []
+        drawn = [
+            lengths[sum(change <= layer for change in changes)] if lengths else problem.device_tokens
+            for layer in range(num_layers)
+        ]
+        head_ends = np.maximum(drawn, timing.lowest)
+        if timing.num_lengths(head_ends[None])[0] > problem.max_lengths:
+            # What is stored asks for more lengths than were drawn; then the longest one everywhere.
+            head_ends[:] = head_ends[0]
+        return timing.plan(head_ends)

@@ -1,0 +1,1 @@
+"""Methods of restoring a conversation's KV, measured side by side on models with random weights."""

@@ -1,0 +1,160 @@
+"""Where stored blocks lie, and how a part of one reaches the device."""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from benchmarks.restore.device import Device
+
+_DISK_BLOCK = 4096
+"""Direct reads start, end and land at multiples of this, which every disk accepts."""
+
+
+class Link:
+    """Keeps copies from being faster than ``bandwidth_gbs`` (1e9 bytes per second); None for no limit."""
+
+    def __init__(self, bandwidth_gbs: float | None) -> None:
+        self._bandwidth_gbs = bandwidth_gbs
+
+    def hold(self, started_s: float, num_bytes: int) -> None:
+        """Return when ``num_bytes`` can have arrived, if they were sent at ``started_s`` (perf_counter)."""
+        if self._bandwidth_gbs is None:
+            return
+        left_s = started_s + num_bytes / (self._bandwidth_gbs * 1e9) - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+
+
+class Tier(ABC):
+    """Holds blocks by key. Used by one loading thread at a time; keeps staging memory for each block."""
+
+    name: ClassVar[str]
+
+    def __init__(self, device: Device, bandwidth_gbs: float | None) -> None:
+        self.bandwidth_gbs = bandwidth_gbs
+        self._device = device
+        self._link = Link(bandwidth_gbs)
+
+    @abstractmethod
+    def add(self, key: tuple[object, ...], block: torch.Tensor) -> None:
+        """Keep a copy of ``block``, uint8 ``[num_bytes]`` on any device."""
+
+    @abstractmethod
+    def _read(self, key: tuple[object, ...], first_byte: int) -> torch.Tensor: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory and files back."""
+
+    def read(self, key: tuple[object, ...], first_byte: int) -> torch.Tensor:
+        """Bytes ``[first_byte, end)`` of a block by one copy: uint8 on the device.
+
+        On a GPU the copy is queued on the current stream. The tensor is staging memory of the block: it is
+        overwritten when the same block is read again.
+        """
+        started_s = time.perf_counter()
+        block = self._read(key, first_byte)
+        self._link.hold(started_s, block.numel())
+        return block
+
+
+class DramTier(Tier):
+    """Host memory, pinned if the device is a GPU."""
+
+    name = "dram"
+
+    def __init__(self, device: Device, bandwidth_gbs: float | None = None) -> None:
+        super().__init__(device, bandwidth_gbs)
+        self._blocks: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def add(self, key: tuple[object, ...], block: torch.Tensor) -> None:
+        host = self._device.host_buffer(block.numel())
+        host.copy_(block)
+        staging = torch.zeros(block.numel(), dtype=torch.uint8, device=self._device.device)
+        self._blocks[key] = host, staging
+
+    def close(self) -> None:
+        self._blocks.clear()
+
+    def _read(self, key: tuple[object, ...], first_byte: int) -> torch.Tensor:
+        host, staging = self._blocks[key]
+        return staging[first_byte:].copy_(host[first_byte:], non_blocking=True)
+
+
+class SsdTier(Tier):
+    """One file, read past the page cache where the file system can; where not, the cache is dropped first.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+
+    name = "ssd"
+
+    def __init__(self, device: Device, folder: Path, bandwidth_gbs: float | None = None) -> None:
+        super().__init__(device, bandwidth_gbs)
+        self._path = folder / "blocks"
+        self._writer = os.open(self._path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+        try:
+            self._reader = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
+            self.is_direct = True
+        except OSError:
+            self._reader = os.open(self._path, os.O_RDONLY)
+            self.is_direct = False
+        self._end = 0
+        # offset in the file, size, host memory that is read into, device memory (the same on a CPU)
+        self._blocks: dict[tuple[object, ...], tuple[int, int, torch.Tensor, torch.Tensor]] = {}
+
+    def add(self, key: tuple[object, ...], block: torch.Tensor) -> None:
+        num_bytes = block.numel()
+        padded = -(-num_bytes // _DISK_BLOCK) * _DISK_BLOCK
+        host = _aligned(self._device.host_buffer(padded + _DISK_BLOCK), padded)
+        host[:num_bytes].copy_(block)
+        host[num_bytes:] = 0
+        _write_fully(self._writer, host, self._end)
+        os.fsync(self._writer)
+        staging = host.to(self._device.device)
+        self._blocks[key] = self._end, num_bytes, host, staging
+        self._end += padded
+
+    def close(self) -> None:
+        self._blocks.clear()
+        os.close(self._reader)
+        os.close(self._writer)
+        self._path.unlink()
+
+    def _read(self, key: tuple[object, ...], first_byte: int) -> torch.Tensor:
+        offset, num_bytes, host, staging = self._blocks[key]
+        first_read = first_byte // _DISK_BLOCK * _DISK_BLOCK
+        if not self.is_direct:
+            os.posix_fadvise(self._reader, offset, host.numel(), os.POSIX_FADV_DONTNEED)
+        _read_fully(self._reader, host[first_read:], offset + first_read)
+        if staging is not host:
+            staging[first_byte:num_bytes].copy_(host[first_byte:num_bytes], non_blocking=True)
+        return staging[first_byte:num_bytes]
+
+
+def _aligned(buffer: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    first = -buffer.data_ptr() % _DISK_BLOCK
+    return buffer[first : first + num_bytes]
+
+
+def _write_fully(file: int, data: torch.Tensor, offset: int) -> None:
+    view = data.numpy().data
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _read_fully(file: int, data: torch.Tensor, offset: int) -> None:
+    view = data.numpy().data
+    while view:
+        num_read = os.preadv(file, [view], offset)
+        if num_read == 0:
+            raise OSError(f"file of blocks ends at {offset}, {len(view)} bytes are missing")
+        view, offset = view[num_read:], offset + num_read

@@ -1,0 +1,144 @@
+"""One restore as ``/server_info`` tells it: what was planned, and when each stream worked on which layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+RESTORES = "krul_restores"
+"""Where ``/server_info`` has the last restores, in each of ``internal_states``."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Layer ``layer`` in ``[begin_s, end_s)``, seconds from the start of the restore."""
+
+    layer: int
+    begin_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True)
+class TracedRequest:
+    """One request of a restore; ``head_ends`` are positions in its prompt, see ``RestorePlan``."""
+
+    rid: str
+    device_tokens: int
+    restored_tokens: int
+    head_ends: tuple[int, ...]
+    planned_s: float
+
+    def head_tokens(self, layer: int) -> int:
+        return self.head_ends[layer] - self.device_tokens
+
+    def tail_tokens(self, layer: int) -> int:
+        return self.restored_tokens - self.head_tokens(layer)
+
+
+@dataclass(frozen=True)
+class TracedRestore:
+    """The requests of one batch whose prefixes were restored together.
+
+    ``index`` counts the restores that a server told of, ``rank`` is the data-parallel rank. ``is_mixed``:
+    other requests, with nothing to restore, shared the forward. ``was_rescued``: the load failed or stopped,
+    and everything was recomputed. The compute stream has ``heads``, then ``waits`` and ``own`` layers of the
+    request's own forward by turns; ``own`` is empty after a rescue.
+    """
+
+    index: int
+    rank: int
+    requests: tuple[TracedRequest, ...]
+    is_mixed: bool
+    was_rescued: bool
+    end_s: float
+    loads: tuple[Part, ...]
+    heads: tuple[Part, ...]
+    waits: tuple[Part, ...]
+    own: tuple[Part, ...]
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any], *, index: int, rank: int) -> TracedRestore:
+        """From ``RestoreTrace.as_dict``.
+
+        Raises:
+            KeyError, TypeError, ValueError: another version of krul wrote it.
+        """
+        streams = value["streams"]
+        restore = cls(
+            index=index,
+            rank=rank,
+            requests=tuple(_request(request) for request in value["requests"]),
+            is_mixed=bool(value["is_mixed"]),
+            was_rescued=bool(value["was_rescued"]),
+            end_s=float(value["end_s"]),
+            loads=_parts(streams["load"]),
+            heads=_parts(streams["head"]),
+            waits=_parts(streams["wait"]),
+            own=_parts(streams["own"]),
+        )
+        num_layers = {len(request.head_ends) for request in restore.requests}
+        if len(num_layers) != 1 or 0 in num_layers:
+            raise ValueError(f"requests with {sorted(num_layers)} layers")
+        return restore
+
+    @property
+    def rids(self) -> list[str]:
+        return [request.rid for request in self.requests]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.requests[0].head_ends)
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens that came back, heads and tails together, of all requests."""
+        return sum(request.restored_tokens for request in self.requests)
+
+    @property
+    def planned_s(self) -> float:
+        """The plans' ends, one after the other: each was made as if its request came alone."""
+        return sum(request.planned_s for request in self.requests)
+
+    def head_tokens(self, layer: int) -> int:
+        """Tokens that were to be recomputed in ``layer``."""
+        return sum(request.head_tokens(layer) for request in self.requests)
+
+    def recomputed_tokens(self, layer: int) -> int:
+        """Tokens that were recomputed in ``layer``: all of them after a rescue."""
+        return self.prefix_tokens if self.was_rescued else self.head_tokens(layer)
+
+    def tail_tokens(self, layer: int) -> int:
+        """Tokens that were to be loaded in ``layer``."""
+        return self.prefix_tokens - self.head_tokens(layer)
+
+    @property
+    def load_busy(self) -> float:
+        """Share of the time in which the load stream worked."""
+        return self._share(*self.loads)
+
+    @property
+    def compute_busy(self) -> float:
+        """Share of the time in which the compute stream worked, as far as it is known after a rescue."""
+        return self._share(*self.heads, *self.own)
+
+    def _share(self, *parts: Part) -> float:
+        return sum(part.seconds for part in parts) / self.end_s if self.end_s > 0 else 0.0
+
+
+def _request(value: Mapping[str, Any]) -> TracedRequest:
+    return TracedRequest(
+        rid=str(value["rid"]),
+        device_tokens=int(value["device_tokens"]),
+        restored_tokens=int(value["restored_tokens"]),
+        head_ends=tuple(int(end) for end in value["head_ends"]),
+        planned_s=float(value["planned_s"]),
+    )
+
+
+def _parts(rows: list[list[Any]]) -> tuple[Part, ...]:
+    return tuple(Part(int(layer), float(begin_s), float(end_s)) for layer, begin_s, end_s in rows)

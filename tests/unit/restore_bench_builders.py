@@ -1,0 +1,80 @@
+"""A tiny decoder, its pool and a stored history for the tests of the restore benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.restore.device import CpuDevice
+from benchmarks.restore.loader import LayerLoader
+from benchmarks.restore.methods import strategies
+from benchmarks.restore.model import Decoder
+from benchmarks.restore.pool import KVPool, scattered_slots
+from benchmarks.restore.restorer import Restorer, Turn
+from benchmarks.restore.shapes import ModelShape
+from benchmarks.restore.stored import StoredConversation, segment_ends, store
+from benchmarks.restore.tiers import DramTier
+from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.segment_codec import SegmentCodec
+
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=50,
+)
+PAGE_SIZE = 64
+HISTORY_TOKENS = 4 * PAGE_SIZE
+NEW_TOKENS = 10
+NUM_TOKENS = HISTORY_TOKENS + NEW_TOKENS
+NAN = float("nan")
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """``history[l]`` and ``logits``: what computing everything gives. ``stored`` by strategy, two turns."""
+
+    restorer: Restorer
+    loader: LayerLoader
+    tier: DramTier
+    turn: Turn
+    history: list[LayerKV]
+    logits: torch.Tensor
+    stored: dict[str, StoredConversation]
+
+
+@contextmanager
+def bench() -> Iterator[Bench]:
+    """fp32, with every stored history in host memory and a pool that holds nothing but NaN."""
+    device = CpuDevice()
+    kv_shape = SHAPE.kv_shape(torch.float32)
+    pool = KVPool(kv_shape, SHAPE.num_layers, 2 * (HISTORY_TOKENS + PAGE_SIZE), device.device)
+    model = Decoder(SHAPE, torch.float32, device.device, NUM_TOKENS)
+    slots = scattered_slots(pool.num_slots, PAGE_SIZE, seed=1, device=device.device)
+    token_ids = torch.arange(NUM_TOKENS) * 7 % SHAPE.vocab_size
+    turn = Turn(token_ids, slots[:NUM_TOKENS], HISTORY_TOKENS)
+    loader = LayerLoader(device, pool)
+    restorer = Restorer(model, pool, device, loader)
+    try:
+        with torch.inference_mode():
+            logits = restorer.own_forward(turn, num_past=0)[0]
+            history = [pool.gather(layer, slots[:HISTORY_TOKENS]) for layer in range(pool.num_layers)]
+            codec = SegmentCodec(kv_shape, SHAPE.num_layers, model.rotary)
+            ends = segment_ends(HISTORY_TOKENS, 2, PAGE_SIZE)
+            stored = {
+                name: store(name, codec, strategy, pool, slots, ends)
+                for name, strategy in strategies(SHAPE.num_layers).items()
+            }
+        tier = DramTier(device)
+        for conversation in stored.values():
+            conversation.put(tier)
+        pool.fill(NAN)
+        yield Bench(restorer, loader, tier, turn, history, logits, stored)
+    finally:
+        loader.close()
