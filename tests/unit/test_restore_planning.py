@@ -81,6 +81,7 @@ def planning_of(
     decode_costs: DecodeCosts = NO_DECODING,
     agreement: RankAgreement = ALONE,
     max_head_tokens: int = 1000,
+    max_new_tokens: int = 1000,
 ) -> RestorePlanning:
     return RestorePlanning(
         planner,
@@ -90,6 +91,7 @@ def planning_of(
         agreement,
         page_size=PAGE_SIZE,
         max_head_tokens=max_head_tokens,
+        max_new_tokens=max_new_tokens,
     )
 
 
@@ -200,6 +202,14 @@ def test_a_request_without_new_tokens_still_has_a_forward() -> None:
     planning = planning_of(planner)
     planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=0)
     assert planner.problems[0].new_tokens == 1
+
+
+def test_only_the_first_chunk_of_a_long_prompt_waits_for_the_restore() -> None:
+    planner = HeadsPlanner(no_heads)
+    planning = planning_of(planner, max_new_tokens=16)
+    for new_tokens in (15, 16, 400):
+        planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=new_tokens)
+    assert [problem.new_tokens for problem in planner.problems] == [15, 16, 16]
 
 
 def test_requests_of_a_batch_share_the_limit_of_head_tokens() -> None:

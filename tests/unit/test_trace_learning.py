@@ -1,10 +1,9 @@
-"""What is kept of restores that have ended, and what costs learn from it."""
+"""What costs learn from several restores and requests, and which restores are kept."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from krul_sglang.engine.clock import StreamClock
@@ -48,9 +47,7 @@ def make_log() -> tuple[TraceLog, RecordingCosts]:
     return TraceLog(costs, TIER), costs
 
 
-def make_trace(
-    *forecasts: Forecast, is_mixed: bool = False, has_heads: bool = True, end_s: float | None = 9.0
-) -> RestoreTrace:
+def make_trace(*forecasts: Forecast, has_heads: bool = True, end_s: float | None = 9.0) -> RestoreTrace:
     """Heads in [0, 3) and [3, 4), loads in [0, 2) and [2, 5); the forward waits until 4.5 and until 6."""
     loads = {
         f"r{number}": bare_load(0, 8, (4, 0), forecast=forecast) for number, forecast in enumerate(forecasts)
@@ -58,7 +55,7 @@ def make_trace(
     batch = LoadBatch(loads, NUM_LAYERS, torch.device("cpu"), PATIENCE_S)
     clock: Any = ScriptedClock(0.0, 3.0, 4.0)
     batch.clock = clock
-    trace = RestoreTrace(batch, is_mixed=is_mixed)
+    trace = RestoreTrace(batch, is_mixed=False)
     if has_heads:
         for layer in (0, 1, NUM_LAYERS):
             trace.mark_head_layer(layer)
@@ -77,72 +74,11 @@ def test_costs_learn_the_work_of_each_stream_without_its_waits() -> None:
     assert costs.observed == [("head", 1.5, 4.0), ("own", 3.125, 4.0), (TIER, 2.25, 5.0)]
 
 
-def test_a_forward_of_other_requests_too_teaches_nothing_about_itself() -> None:
-    log, costs = make_log()
-    log.add(make_trace(Forecast(1.0, 2.0, 3.0), is_mixed=True))
-    log.settle()
-    assert costs.observed == [("head", 1.0, 4.0), (TIER, 2.0, 5.0)]
-
-
-@pytest.mark.parametrize("is_refilled", [True, False])
-def test_a_batch_that_was_given_up_teaches_nothing(is_refilled: bool) -> None:
-    log, costs = make_log()
-    trace = make_trace(Forecast(1.0, 2.0, 3.0))
-    trace.batch.abandon(is_refilled=is_refilled)
-    log.add(trace)
-    log.settle()
-    assert costs.observed == []
-    assert [kept["was_rescued"] for kept in log.as_list()] == [True]
-
-
 def test_what_a_plan_did_not_have_teaches_nothing() -> None:
     log, costs = make_log()
     log.add(make_trace(Forecast(0.0, 2.0, 3.0), has_heads=False))
     log.settle()
     assert [name for name, *_ in costs.observed] == ["own", TIER]
-
-
-def test_a_trace_names_every_interval() -> None:
-    log, _ = make_log()
-    log.add(make_trace(Forecast(1.0, 2.0, 3.0)))
-    assert log.as_list() == []
-    log.settle()
-    assert log.as_list() == [
-        {
-            "requests": [
-                {
-                    "rid": "r0",
-                    "device_tokens": 0,
-                    "restored_tokens": 8,
-                    "head_ends": [4, 0],
-                    "planned_s": 1.0,
-                }
-            ],
-            "was_rescued": False,
-            "end_s": 9.0,
-            "streams": {
-                "load": [[0, 0.0, 2.0], [1, 2.0, 5.0]],
-                "head": [[0, 0.0, 3.0], [1, 3.0, 4.0]],
-                "wait": [[0, 4.0, 4.5], [1, 5.5, 6.0]],
-                "own": [[0, 4.5, 5.5], [1, 6.0, 9.0]],
-            },
-        }
-    ]
-
-
-def test_heads_in_several_forwards_do_not_count_the_time_between_them() -> None:
-    batch = LoadBatch({}, NUM_LAYERS, torch.device("cpu"), PATIENCE_S)
-    clock: Any = ScriptedClock(0.0, 1.0, 2.0, 5.0, 6.0)
-    batch.clock = clock
-    trace = RestoreTrace(batch, is_mixed=False)
-    # The second forward ends after layer 0: its head has no more layers.
-    for layer in (0, 1, NUM_LAYERS, 0, NUM_LAYERS):
-        trace.mark_head_layer(layer)
-    assert [(part.layer, part.begin_s, part.end_s) for part in trace.heads()] == [
-        (0, 0.0, 1.0),
-        (1, 1.0, 2.0),
-        (0, 5.0, 6.0),
-    ]
 
 
 def test_restores_settle_in_order_when_the_device_has_come_by() -> None:
