@@ -40,6 +40,20 @@ def make_batch(timeout_s: float = PATIENCE_S) -> LoadBatch:
 # ---- the batch alone ----
 
 
+def begins_to_wait(batch: LoadBatch, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a thread waits for the batch: what is reported to it afterwards must wake that thread."""
+    is_waiting = threading.Event()
+    wait_for_change = batch._changed.wait
+
+    def waiting(timeout: float | None = None) -> bool:
+        # The lock is held until the wait itself gives it away.
+        is_waiting.set()
+        return wait_for_change(timeout)
+
+    monkeypatch.setattr(batch._changed, "wait", waiting)
+    return is_waiting
+
+
 def test_a_layer_that_has_landed_is_not_waited_for() -> None:
     batch = make_batch(timeout_s=0.0)
     for _ in range(2):
@@ -52,14 +66,16 @@ def test_a_layer_that_has_landed_is_not_waited_for() -> None:
     assert sorted(batch.wait_times) == [0, 1]
 
 
-def test_a_waiting_forward_goes_on_when_its_layer_lands() -> None:
+def test_a_waiting_forward_goes_on_when_its_layer_lands(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch()
+    is_waiting = begins_to_wait(batch, monkeypatch)
     with in_threads() as start:
         waiting = start(lambda: batch.wait_layer(1))
+        assert is_waiting.wait(PATIENCE_S)
         batch.landed(layer_times())
         assert not waiting.done()
         batch.landed(layer_times())
-        waiting.result(PATIENCE_S)
+        waiting.result(PATIENCE_S / 2)
     assert list(batch.wait_times) == [1]
 
 
@@ -73,14 +89,16 @@ def test_the_wait_for_a_layer_is_timed_once() -> None:
     assert batch.wait_times[0] is first
 
 
-def test_a_failure_reaches_a_waiting_forward_with_its_cause() -> None:
+def test_a_failure_reaches_a_waiting_forward_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch()
+    is_waiting = begins_to_wait(batch, monkeypatch)
     cause = OSError("the disk is gone")
     with in_threads() as start:
         waiting = start(lambda: batch.wait_layer(0))
+        assert is_waiting.wait(PATIENCE_S)
         batch.fail(cause)
         with pytest.raises(LoadFailedError, match="the disk is gone") as caught:
-            waiting.result(PATIENCE_S)
+            waiting.result(PATIENCE_S / 2)
     assert caught.value.__cause__ is cause
     assert batch.wait_times == {}
 
@@ -174,20 +192,25 @@ def test_a_batch_that_was_given_up_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("ending", ["landed", "failed", "abandoned"])
-def test_the_end_is_waited_for_and_told(ending: str) -> None:
+def test_the_end_is_waited_for_and_told(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch()
+    is_waiting = begins_to_wait(batch, monkeypatch)
+    reports: list[Callable[[], None]] = [lambda: batch.landed(layer_times())] * NUM_LAYERS
+    if ending == "failed":
+        reports.append(lambda: batch.fail(OSError("no")))
     with in_threads() as start:
         waiting = start(batch.wait_end)
-        for _ in range(NUM_LAYERS):
-            batch.landed(layer_times())
-        assert not waiting.done()
+        assert is_waiting.wait(PATIENCE_S)
+        for report in reports:
+            is_waiting.clear()
+            report()
+            # Woken, and not at the end yet.
+            assert is_waiting.wait(PATIENCE_S)
         if ending == "abandoned":
             batch.abandon(is_refilled=True)
         else:
-            if ending == "failed":
-                batch.fail(OSError("no"))
             batch.end()
-        assert waiting.result(PATIENCE_S) == (ending == "landed")
+        assert waiting.result(PATIENCE_S / 2) == (ending == "landed")
 
 
 class FakeEvent:
