@@ -18,7 +18,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What servers learn and measure stays in the tests."""
     path = tmp_path_factory.mktemp("krul-cache")
     with pytest.MonkeyPatch.context() as patch:

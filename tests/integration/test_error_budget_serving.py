@@ -35,7 +35,13 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(cache_dir: Path) -> Iterator[ServerProcess]:
-    options = {"strategy": "budget", "error_budget": 0.05, "probe_share": 1, "cache_dir": str(cache_dir)}
+    options = {
+        "strategy": "budget",
+        "error_budget": 0.05,
+        "probe_share": 1,
+        "cache_dir": str(cache_dir),
+        "planner": "full-load",
+    }
     with ServerProcess(
         REFERENCE_MODEL, args=small_krul_server_args(POOL_TOKENS, options), env=STRICT
     ) as running:
@@ -80,7 +86,12 @@ def test_facts_are_recalled_from_compressed_history(server: ServerProcess) -> No
 
 
 def test_two_ranks_choose_probe_and_restore_together(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    options = {"strategy": "budget", "probe_share": 1, "cache_dir": str(tmp_path)}
+    options = {
+        "strategy": "budget",
+        "probe_share": 1,
+        "cache_dir": str(tmp_path),
+        "planner": "full-load",
+    }
     args = (*small_krul_server_args(2048, options), "--tp", "2")
     env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with ServerProcess(tiny_models["float32"], args=args, env=env) as server:

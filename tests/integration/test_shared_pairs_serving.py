@@ -26,9 +26,9 @@ TOKEN_BYTES = 4096  # 4 layers x 2 KV heads x 64 channels x (K, V) x 4 bytes
 
 @pytest.fixture(scope="module")
 def server(tiny_models: dict[str, Path]) -> Iterator[ServerProcess]:
-    args = small_krul_server_args(
-        POOL_TOKENS, {"strategy": "krul", "gamma": 0, "r_l": 0.5, "precision": "int4"}
-    )
+    # Loaded whole, whatever that costs here: this is about what is stored.
+    options = {"strategy": "krul", "gamma": 0, "r_l": 0.5, "precision": "int4", "planner": "full-load"}
+    args = small_krul_server_args(POOL_TOKENS, options)
     with ServerProcess(tiny_models["float32"], args=args, env=STRICT) as running:
         yield running
 
