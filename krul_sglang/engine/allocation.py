@@ -23,8 +23,8 @@ class SpaceAllocation(ABC):
         ``num_tokens``: of the whole conversation. ``strategy`` is what its last turn is stored with, and
         ``layer_token_bytes[l]`` are the bytes that a token takes in layer ``l``'s block then. Heads never
         grow from layer to layer: a token's hidden state in a layer needs the layer before it. Tensor-parallel
-        ranks ask with equal arguments and must get equal answers, or what they can restore differs; a rank
-        that has no room for a turn does not ask.
+        ranks ask with equal arguments and must get equal answers, or what they can restore differs. Each of
+        them asks once for every turn, also one that has no room for it, so that they may decide together.
         """
 
 

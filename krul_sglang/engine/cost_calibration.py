@@ -29,6 +29,7 @@ _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MAX_FORWARD_S = 0.5
 """No longer prompts are measured once one has taken so long: longer ones follow from the fit."""
 _MIN_LENGTHS = 3
+"""A fit needs as many, however slow this machine is."""
 _REPEATS = 3
 _DECODED_TOKENS = 256
 

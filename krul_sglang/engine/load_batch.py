@@ -57,8 +57,8 @@ class LayerTimes:
 class LoadBatch:
     """What the loader and the forward share about one batch of loads. Thread-safe.
 
-    The loader reports each layer with ``landed`` inside ``writing``; the forward calls ``wait_layer``. After
-    ``abandon`` returned, nothing of this batch writes to the pool any more.
+    The loader reports each layer with ``landed`` inside ``writing``; the forward calls ``wait_layer``. What
+    comes after ``abandon``, on a GPU in the stream that called it, is not overwritten by this batch any more.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class LoadBatch:
         self._changed = threading.Condition()
         self._pool_lock = threading.Lock()
         self._events: list[torch.cuda.Event | None] = []
+        self._last_write: torch.cuda.Event | None = None
         self._progress_s = time.monotonic()
         self._error: BaseException | None = None
         self._is_abandoned = False
@@ -86,19 +87,28 @@ class LoadBatch:
     def writing(self) -> Iterator[bool]:
         """Held while a layer is written to the pool; False if the batch was abandoned: then do not write."""
         with self._pool_lock:
-            yield not self._is_abandoned
+            try:
+                yield not self._is_abandoned
+            finally:
+                # Also of a layer that fails half-way: some of its writes may be queued.
+                self._last_write = self._event()
 
     def landed(self, times: LayerTimes) -> None:
         """The next layer is in the pool, or, on a GPU, its copies are queued on the current stream."""
-        event = None
-        if self._is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+        event = self._event()
         with self._changed:
             self.load_times.append(times)
             self._events.append(event)
             self._progress_s = time.monotonic()
             self._changed.notify_all()
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Where the current stream is now, on a GPU."""
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def fail(self, error: BaseException) -> None:
         with self._changed:
@@ -145,11 +155,14 @@ class LoadBatch:
     def abandon(self, *, is_refilled: bool) -> None:
         """Give the batch up. Waits for a write that is under way, not for one that is stuck before it.
 
+        On a GPU the current stream waits for the writes that are queued.
         ``is_refilled``: whether the slots get their KV in another way.
         """
         with self._pool_lock, self._changed:
             self._is_abandoned = True
             self.is_refilled = is_refilled
+            if self._last_write is not None:
+                torch.cuda.current_stream().wait_event(self._last_write)
             self._changed.notify_all()
 
     @property

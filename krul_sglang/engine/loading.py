@@ -148,7 +148,7 @@ class LayerWiseLoader:
     def _run(self, index: int, batch: LoadBatch, ready: Sequence[Any]) -> None:
         loads = tuple(batch.loads.values())
         try:
-            with self._gate.restoring(), self._stream.active(ready):
+            with self._gate.restoring(lambda: not batch.is_abandoned), self._stream.active(ready):
                 readers = [
                     [SegmentReader(part, load.plan.head_ends) for part in load.slices] for load in loads
                 ]

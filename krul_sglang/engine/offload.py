@@ -141,13 +141,13 @@ class TurnOffloader:
     def _store_turn(self, turn: Turn, has_room: bool) -> Outcome:
         try:
             with self._stream.active(turn.ready):
-                # Without room, too: ranks choose together, and each of them must take part.
+                # Without room, too: ranks decide together, and each of them must take part.
                 strategy = self._chooser.choose(turn if has_room else None)
+                head_ends = self._head_ends(len(turn.token_ids), strategy)
                 if not has_room:
                     return Outcome.SKIPPED
                 # Asked again here: an earlier turn in the queue may have stored a common prefix meanwhile.
                 missing = self._store.find_missing(self._model, turn.page_keys)
-                head_ends = self._head_ends(len(turn.token_ids), strategy)
                 stored = [self._store_run(turn, run, strategy, head_ends) for run in missing]
         except Exception:
             logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))

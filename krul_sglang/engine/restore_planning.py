@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 import torch
@@ -85,7 +85,7 @@ class RestorePlanning:
 
         ``new_tokens`` follow the prefix in the request's own forward.
         """
-        runs = self._agreed_bounds([self._run(part) for part in slices])
+        runs = self._agreed_bounds(tuple(self._run(part) for part in slices))
         total_tokens = slices[-1].end_token
         problem = RestoreProblem(
             num_layers=self._codec.num_layers,
@@ -129,19 +129,27 @@ class RestorePlanning:
             ),
         )
 
-    def _agreed_bounds(self, runs: list[StoredRun]) -> tuple[StoredRun, ...]:
-        """Runs with the latest ``stored_from`` of all ranks: one may have trimmed what another holds."""
+    def _agreed_bounds(self, runs: tuple[StoredRun, ...]) -> tuple[StoredRun, ...]:
+        """Runs of which no layer can be loaded from before where every rank can load it.
+
+        One rank may have trimmed what another holds. Tokens are compared, not runs: ranks evict, and store
+        again, on their own, so that the segments of one conversation need not begin at the same tokens.
+        """
         if self._agreement.num_ranks == 1:
-            return tuple(runs)
-        mine = torch.tensor([run.stored_from for run in runs], dtype=torch.float64)
+            return runs
+        mine = torch.tensor(_loadable_from(runs), dtype=torch.float64)
         of_ranks = self._agreement.gather(mine, mine.shape)
         assert of_ranks is not None
         latest = torch.stack(of_ranks).amax(0).long().tolist()
         return tuple(
-            StoredRun(
-                **{**vars(run), "stored_from": tuple(stored_from)},
+            replace(
+                run,
+                stored_from=tuple(
+                    min(max(token, bound), run.end_token)
+                    for token, bound in zip(run.stored_from, latest, strict=True)
+                ),
             )
-            for run, stored_from in zip(runs, latest, strict=True)
+            for run in runs
         )
 
     def _agreed_plan(self, plan: RestorePlan) -> RestorePlan:
@@ -151,3 +159,14 @@ class RestorePlanning:
             self._agreement.broadcast(orjson.dumps([plan.head_ends, plan.end_s, plan.is_recompute]))
         )
         return RestorePlan(tuple(head_ends), end_s, is_recompute)
+
+
+def _loadable_from(runs: Sequence[StoredRun]) -> list[int]:
+    """``[L]``: for each layer the token from which on nothing of it was left out."""
+    return [
+        max(
+            stored_from if stored_from > run.first_token else 0
+            for run, stored_from in zip(runs, of_layer, strict=True)
+        )
+        for of_layer in zip(*(run.stored_from for run in runs), strict=True)
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -12,21 +12,24 @@ class TransferGate:
 
     def __init__(self, max_wait_s: float = 1.0) -> None:
         self._max_wait_s = max_wait_s
-        self._num_restores = 0
+        self._restores: list[Callable[[], bool]] = []
         self._changed = threading.Condition()
 
     @contextmanager
-    def restoring(self) -> Iterator[None]:
+    def restoring(self, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Savers wait meanwhile, but not for a restore that ``is_wanted`` no more: it may be stuck."""
         with self._changed:
-            self._num_restores += 1
+            self._restores.append(is_wanted)
         try:
             yield
         finally:
             with self._changed:
-                self._num_restores -= 1
+                self._restores.remove(is_wanted)
                 self._changed.notify_all()
 
     def let_restores_pass(self) -> None:
         """Wait until nothing is being restored, but never long: a saver must get on, too."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_restores == 0, self._max_wait_s)
+            self._changed.wait_for(
+                lambda: not any(is_wanted() for is_wanted in self._restores), self._max_wait_s
+            )

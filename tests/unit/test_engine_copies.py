@@ -16,9 +16,12 @@ from krul_backend.segment import ModelIdentity
 from krul_backend.store.host_store import HostStore
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.kv_pool import DevicePool
-from krul_sglang.engine.loading import LayerWiseLoader, Load
+from krul_sglang.engine.load_batch import Load, LoadFailedError
+from krul_sglang.engine.loading import LayerWiseLoader
 from krul_sglang.engine.offload import TurnOffloader
+from krul_sglang.engine.transfer_gate import TransferGate
 from krul_sglang.engine.turn import Turn
+from tests.unit.engine_builders import PATIENCE_S, make_load
 
 PAGE_SIZE = 4
 NUM_LAYERS = 3
@@ -75,12 +78,17 @@ class Bench:
         self.pool = DevicePool(self.sglang_pool)
         self.store = HostStore(capacity_bytes)
         self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
-        codec = SegmentCodec(self.pool.shape, NUM_LAYERS, rotary=None)
+        self.codec = SegmentCodec(self.pool.shape, NUM_LAYERS, rotary=None)
         self.chooser = FixedChooser(Strategy.from_pairs(NUM_LAYERS))
         self.offloader = TurnOffloader(
-            self.store, self.model, self.pool, codec, self.chooser, max_pending_tokens=max_pending_tokens
+            self.store,
+            self.model,
+            self.pool,
+            self.codec,
+            self.chooser,
+            max_pending_tokens=max_pending_tokens,
         )
-        self.loader = LayerWiseLoader(self.store, self.pool, codec)
+        self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), timeout_s=PATIENCE_S)
 
     def close(self) -> None:
         self.offloader.close()
@@ -101,6 +109,13 @@ class Bench:
         self.offloader.wait()
         return self.offloader.pop_completed()
 
+    def load(self, turn: Turn, slots: torch.Tensor, first_page: int = 0) -> Load:
+        """A load of what the store has of a turn from a page on, as much of it as there are slots."""
+        token_ids = turn.token_ids[first_page * PAGE_SIZE :]
+        lease = self.store.lease(self.model, turn.page_keys[first_page:], token_ids)
+        assert lease is not None
+        return make_load(lease, self.codec, slots)
+
     def rows(self, slots: torch.Tensor) -> list[torch.Tensor]:
         return [buffer[slots].clone() for buffer in (*self.sglang_pool.k_buffer, *self.sglang_pool.v_buffer)]
 
@@ -117,10 +132,8 @@ def test_stored_rows_come_back_to_other_slots_bit_for_bit(bench: Bench) -> None:
     turn = Turn(turn.page_keys, turn.token_ids, torch.randperm(NUM_SLOTS)[:12], [])
     before = bench.rows(turn.slots)
     assert bench.store_turn(turn)
-    lease = bench.store.lease(bench.model, turn.page_keys, turn.token_ids)
-    assert lease is not None
     targets = torch.randperm(NUM_SLOTS)[:12]
-    bench.loader.queue("r", Load(lease, targets))
+    bench.loader.queue("r", bench.load(turn, targets))
     index = bench.loader.start()
     assert bench.loader.finish(index)
     for old, new in zip(before, bench.rows(targets), strict=True):
@@ -143,10 +156,8 @@ def test_compressed_rows_come_back_as_the_codec_decodes_them(bench: Bench, strat
     assert bench.store_turn(Turn(whole.page_keys[:6], whole.token_ids[:24], whole.slots[:24], []))
     assert bench.store_turn(whole)
     expected = [decoded(bench, strategy, whole.slots[start:end], start) for start, end in ((0, 24), (24, 40))]
-    lease = bench.store.lease(bench.model, whole.page_keys[2:], whole.token_ids[8:])
-    assert lease is not None
     targets = torch.randperm(NUM_SLOTS)[:32]
-    bench.loader.queue("r", Load(lease, targets))
+    bench.loader.queue("r", bench.load(whole, targets, first_page=2))
     assert bench.loader.finish(bench.loader.start())
     for layer in range(NUM_LAYERS):
         loaded = bench.pool.gather(layer, targets)
@@ -194,12 +205,11 @@ def test_a_load_over_several_segments_from_the_middle_of_the_first(bench: Bench)
     assert bench.store_turn(first)
     assert bench.store_turn(whole)
     assert bench.store.stats().num_segments == 2
-    lease = bench.store.lease(bench.model, whole.page_keys[1:], whole.token_ids[4:])
-    assert lease is not None
-    assert lease.num_pages == 4
     before = bench.rows(whole.slots[4:16])
     targets = torch.arange(40, 52)  # one page less than leased: ranks may agree on less
-    bench.loader.queue("r", Load(lease, targets))
+    load = bench.load(whole, targets, first_page=1)
+    assert load.lease.num_pages == 4
+    bench.loader.queue("r", load)
     assert bench.loader.finish(bench.loader.start())
     for old, new in zip(before, bench.rows(targets), strict=True):
         assert torch.equal(old, new)
@@ -266,10 +276,12 @@ def test_a_failing_copy_leaves_no_reservation(bench: Bench) -> None:
 def test_a_failing_load_is_reported_and_leaves_no_lease(bench: Bench) -> None:
     turn = bench.turn("a", 2)
     assert bench.store_turn(turn)
-    lease = bench.store.lease(bench.model, turn.page_keys, turn.token_ids)
-    assert lease is not None
-    bench.loader.queue("r", Load(lease, turn.slots + NUM_SLOTS * 2))
-    assert not bench.loader.finish(bench.loader.start())
+    bench.loader.queue("r", bench.load(turn, turn.slots + NUM_SLOTS * 2))
+    index = bench.loader.start()
+    bench.loader.counter.set_consumer(index)
+    with pytest.raises(LoadFailedError, match="loading failed"):
+        bench.loader.counter.wait_until(0)
+    assert not bench.loader.finish(index)
     assert bench.loader.counters.failed_batches == 1
     assert bench.store.stats().num_leases == 0
 
@@ -278,9 +290,7 @@ def test_cancel_and_discard_release_leases(bench: Bench) -> None:
     turn = bench.turn("a", 2)
     assert bench.store_turn(turn)
     for rid in ("r1", "r2"):
-        lease = bench.store.lease(bench.model, turn.page_keys, turn.token_ids)
-        assert lease is not None
-        bench.loader.queue(rid, Load(lease, turn.slots))
+        bench.loader.queue(rid, bench.load(turn, turn.slots))
     assert bench.loader.cancel("r1")
     assert not bench.loader.cancel("r1")
     assert bench.store.stats().num_leases == 1

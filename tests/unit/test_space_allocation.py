@@ -236,6 +236,15 @@ def test_an_allocation_is_told_what_a_token_takes(bench: AllocatingBench) -> Non
     assert bench.store.stats().stored_bytes == bench.offloader.counters.num_bytes
 
 
+def test_a_rank_without_room_is_asked_like_the_others(bench: AllocatingBench) -> None:
+    bench.offloader.submit(bench.turn(12))
+    bench.offloader.submit(bench.turn(16, "b"))
+    bench.offloader.wait()
+    assert [bench.offloader.pop_completed(), bench.offloader.pop_completed()] == [True, False]
+    assert bench.offloader.counters.skipped_turns == 1
+    assert [num_tokens for num_tokens, _, _ in bench.allocation.asked] == [48, 64]
+
+
 def test_an_allocation_that_keeps_everything_changes_no_byte() -> None:
     blocks = []
     for has_allocation in (False, True):

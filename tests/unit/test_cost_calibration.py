@@ -1,0 +1,111 @@
+"""Which prompts are measured at the start, and which kinds of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.restore.costs import TierCost
+from krul_backend.strategy.strategy import Precision
+from krul_sglang.engine import cost_calibration
+from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.cost_calibration import CostCalibration, units_in_use
+from krul_sglang.engine.head_recompute import Head
+from krul_sglang.engine.ordinary_prefill import Prefilled
+from tests.unit.engine_builders import TensorPool
+
+NUM_LAYERS = 2
+SHAPE = LayerShape(1, 8, 8, torch.float32)
+NUM_SLOTS = 512
+
+
+class FakeEngine:
+    """Prefills take ``token_s`` seconds per token; nothing is computed. Heads are only remembered."""
+
+    def __init__(self, token_s: float, num_slots: int = NUM_SLOTS, context_len: int = 10_000) -> None:
+        self.token_s = token_s
+        self.prefilled: list[int] = []
+        self.heads: list[tuple[int, tuple[int, ...]]] = []
+        self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, num_slots + 1)
+        self.pool.num_tokens = num_slots
+        self.model_runner = SimpleNamespace(
+            model_config=SimpleNamespace(vocab_size=100, context_len=context_len)
+        )
+
+    @contextmanager
+    def prefill(self, runner: Any, cache: Any, token_ids: Sequence[int]) -> Iterator[Prefilled]:
+        num_tokens = len(token_ids)
+        self.prefilled.append(num_tokens)
+        yield Prefilled(torch.tensor(token_ids), torch.arange(num_tokens), self.token_s * num_tokens)
+
+    def run(self, heads: Sequence[Head]) -> None:
+        (head,) = heads
+        self.heads.append((head.start, head.ends))
+
+    def calibration(self, has_heads: bool = False) -> CostCalibration:
+        heads: Any = self if has_heads else None
+        return CostCalibration(self.model_runner, None, self.pool, heads, RankAgreement(None, 1))
+
+
+def measured_lengths(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    monkeypatch.setattr(cost_calibration, "ordinary_prefill", engine.prefill)
+    engine.calibration().measure()
+    return sorted(set(engine.prefilled))
+
+
+def test_a_fast_machine_measures_every_length_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measured_lengths(FakeEngine(1e-6), monkeypatch) == [32, 64, 128, 256]
+    assert measured_lengths(FakeEngine(1e-6, context_len=200), monkeypatch) == [32, 64, 128]
+
+
+def test_no_longer_prompt_is_measured_once_one_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(0.6 / 128, num_slots=8192)
+    assert measured_lengths(engine, monkeypatch) == [32, 64, 128]
+
+
+def test_a_slow_machine_measures_as_many_lengths_as_the_fit_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(1.0)
+    assert measured_lengths(engine, monkeypatch) == [32, 64, 128]
+    costs = engine.calibration().measure()
+    assert costs.own.layer_s(100, 0) == pytest.approx(100 / NUM_LAYERS, rel=1e-3)
+    # Without heads these cost what the engine's own layers cost.
+    assert costs.head == costs.own
+
+
+def test_heads_are_measured_whole_and_after_a_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(1e-6)
+    monkeypatch.setattr(cost_calibration, "ordinary_prefill", engine.prefill)
+    engine.calibration(has_heads=True).measure()
+    assert set(engine.heads) == {
+        shape
+        for num_tokens in (32, 64, 128, 256)
+        for shape in ((0, (num_tokens,) * NUM_LAYERS), (num_tokens // 2, (num_tokens,) * NUM_LAYERS))
+    }
+
+
+def test_decoding_is_measured_for_every_unit_in_use() -> None:
+    engine = FakeEngine(1e-6)
+    codec = SegmentCodec(SHAPE, NUM_LAYERS, None)
+    units = units_in_use("krul", Precision.INT4, NUM_LAYERS)
+    costs = engine.calibration().decode_costs(codec, units, TierCost(0.0, 0.0))
+    assert set(costs.single_s) == {Precision.NATIVE, Precision.INT4}
+    assert set(costs.pair_s) == {Precision.INT4}
+    # With copies that cost nothing all the time is decoding; with infinitely slow ones nothing is.
+    assert min(*costs.single_s.values(), *costs.pair_s.values()) > 0
+    hidden = engine.calibration().decode_costs(codec, units, TierCost(1e9, 0.0))
+    assert {*hidden.single_s.values(), *hidden.pair_s.values()} == {0.0}
+
+
+def test_units_in_use_follow_the_strategy() -> None:
+    native, int4 = ((0,), Precision.NATIVE), ((0,), Precision.INT4)
+    assert units_in_use("none", Precision.INT4, 8) == [native, int4]
+    assert units_in_use("krul", Precision.INT4, 8) == [native, int4, ((0, 1), Precision.INT4)]
+    assert units_in_use("krul", Precision.INT4, 1) == [native, int4]
+    assert units_in_use("budget", Precision.INT4, 8) == [((0,), each) for each in Precision]

@@ -1,0 +1,253 @@
+"""Attention of recomputed heads against a plain softmax in fp64, and heads cut into parts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from krul_backend.codec.interface import LayerShape
+from krul_sglang.engine import head_attention
+from krul_sglang.engine.head_attention import HeadAttention, HeadSpan
+from krul_sglang.engine.head_recompute import Head
+from tests.unit.engine_builders import TensorPool
+
+NUM_LAYERS = 2
+NUM_SLOTS = 64
+HEAD_DIM, VALUE_DIM = 8, 4
+SCALING = 0.3
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float = SCALING) -> torch.Tensor:
+    """Causal attention of the last ``len(q)`` tokens of ``k [T, Hkv, D]`` and ``v``; ``[n, Hq * Dv]``."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1]
+    num_past = len(k) - len(q)
+    output = torch.zeros(len(q), q.shape[1], v.shape[2], dtype=torch.float64)
+    for row in range(len(q)):
+        seen = num_past + row + 1
+        for head in range(q.shape[1]):
+            weights = (k[:seen, head // group] @ q[row, head] * scaling).softmax(0)
+            output[row, head] = weights @ v[:seen, head // group]
+    return output.flatten(1)
+
+
+class Case:
+    """Random queries, keys and values of spans, and a pool that holds their past."""
+
+    def __init__(
+        self,
+        spans: list[tuple[int, int]],
+        num_q_heads: int = 4,
+        num_kv_heads: int = 2,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """``spans``: past tokens and own tokens of each."""
+        generator = torch.Generator().manual_seed(len(spans))
+        self.shape = LayerShape(num_kv_heads, HEAD_DIM, VALUE_DIM, dtype)
+        self.pool: Any = TensorPool(self.shape, NUM_LAYERS, NUM_SLOTS)
+        rows = sum(num_tokens for _, num_tokens in spans)
+        self.q, self.k, self.v = (
+            torch.randn(rows, heads, dim, generator=generator).to(dtype)
+            for heads, dim in (
+                (num_q_heads, HEAD_DIM),
+                (num_kv_heads, HEAD_DIM),
+                (num_kv_heads, VALUE_DIM),
+            )
+        )
+        slots = torch.randperm(NUM_SLOTS, generator=generator)
+        self.spans = []
+        first_row = first_slot = 0
+        for num_past, num_tokens in spans:
+            of_span = slots[first_slot : first_slot + num_past + num_tokens]
+            self.spans.append(HeadSpan(first_row, num_tokens, of_span[:num_past], of_span[num_past:]))
+            first_row, first_slot = first_row + num_tokens, first_slot + num_past + num_tokens
+        self.layer = SimpleNamespace(
+            layer_id=1,
+            tp_q_head_num=num_q_heads,
+            tp_k_head_num=num_kv_heads,
+            tp_v_head_num=num_kv_heads,
+            qk_head_dim=HEAD_DIM,
+            v_head_dim=VALUE_DIM,
+            scaling=SCALING,
+        )
+
+    def run(self) -> torch.Tensor:
+        attention = HeadAttention(self.pool)
+        attention.spans = self.spans
+        return attention.forward(self.q.flatten(1), self.k.flatten(1), self.v.flatten(1), self.layer)
+
+    def expected(self) -> torch.Tensor:
+        """From the pool as it is now, before or after the run: only past slots are read."""
+        past = self.pool.buffers(self.layer.layer_id)
+        outputs = []
+        for span in self.spans:
+            rows = slice(span.first_row, span.first_row + span.num_tokens)
+            k = torch.cat([past[0][span.past_slots], self.k[rows]])
+            v = torch.cat([past[1][span.past_slots], self.v[rows]])
+            outputs.append(reference(self.q[rows], k, v))
+        return torch.cat(outputs)
+
+
+SPANS = [
+    [(0, 5)],
+    [(7, 5)],
+    [(9, 1)],
+    [(0, 6), (5, 3), (0, 1), (11, 9)],
+]
+
+
+@pytest.mark.parametrize("spans", SPANS)
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_attention_is_causal_over_past_and_own_tokens(
+    spans: list[tuple[int, int]], num_q_heads: int, num_kv_heads: int
+) -> None:
+    case = Case(spans, num_q_heads, num_kv_heads)
+    expected = case.expected()
+    output = case.run()
+    assert output.shape == (sum(num_tokens for _, num_tokens in spans), num_q_heads * VALUE_DIM)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 8, 9, 100])
+def test_more_queries_than_one_mask_has_rows(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_attention, "_MASKED_QUERIES", chunk)
+    case = Case([(5, 9), (3, 8), (0, 9)])
+    expected = case.expected()
+    torch.testing.assert_close(case.run().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_kv_is_written_to_the_slots_of_the_spans_and_nowhere_else() -> None:
+    case = Case([(4, 6), (0, 3), (7, 2)])
+    before = case.pool.copy()
+    case.run()
+    after = case.pool.copy()
+    assert torch.equal(after[0].k, before[0].k)
+    assert torch.equal(after[0].v, before[0].v)
+    expected_k, expected_v = before[1].k, before[1].v
+    for span in case.spans:
+        rows = slice(span.first_row, span.first_row + span.num_tokens)
+        expected_k[span.slots], expected_v[span.slots] = case.k[rows], case.v[rows]
+    assert torch.equal(after[1].k, expected_k)
+    assert torch.equal(after[1].v, expected_v)
+
+
+def test_slots_that_a_load_fills_meanwhile_are_not_read() -> None:
+    case = Case([(4, 6), (0, 3)])
+    expected = case.expected()
+    used = torch.cat([slots for span in case.spans for slots in (span.past_slots, span.slots)])
+    others = torch.ones(NUM_SLOTS, dtype=torch.bool)
+    others[used] = False
+    # Its own slots hold whatever was there before, too.
+    for buffer in case.pool.buffers(1):
+        buffer[others] = float("nan")
+        for span in case.spans:
+            buffer[span.slots] = float("nan")
+    torch.testing.assert_close(case.run().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_pools_dtype_is_kept() -> None:
+    case = Case([(6, 5), (0, 4)], dtype=torch.bfloat16)
+    expected = case.expected()
+    output = case.run()
+    assert output.dtype is torch.bfloat16
+    torch.testing.assert_close(output.double(), expected, rtol=2e-2, atol=2e-2)
+    assert torch.equal(case.pool.buffers(1)[0][case.spans[0].slots], case.k[:5])
+
+
+def test_a_head_in_parts_attends_as_the_head_at_once() -> None:
+    """Parts read the parts before them from the pool, where the whole has them at hand."""
+    at_once, in_parts = Case([(5, 12)]), Case([(5, 12)])
+    (span,) = at_once.spans
+    expected = at_once.run()
+    slots = torch.cat([span.past_slots, span.slots])
+    head = Head(torch.arange(12), slots, start=5, ends=(17,))
+    attention = HeadAttention(in_parts.pool)
+    outputs = []
+    for first, end in ((0, 5), (5, 6), (6, 12)):
+        part = head.part(first, end)
+        assert part is not None
+        own = part.slots[part.start :]
+        attention.spans = [HeadSpan(0, len(own), part.slots[: part.start], own)]
+        rows = slice(first, end)
+        outputs.append(
+            attention.forward(
+                *(x[rows].flatten(1) for x in (in_parts.q, in_parts.k, in_parts.v)), in_parts.layer
+            )
+        )
+    torch.testing.assert_close(torch.cat(outputs), expected, rtol=1e-5, atol=1e-5)
+    for old, new in zip(at_once.pool.copy(), in_parts.pool.copy(), strict=True):
+        assert torch.equal(old.k, new.k)
+        assert torch.equal(old.v, new.v)
+
+
+# ---- parts of heads ----
+
+lengths_strategy = st.lists(st.integers(0, 15), min_size=1, max_size=4)
+
+
+def head_of(start: int, lengths: list[int]) -> Head:
+    ends = tuple(start + length for length in sorted(lengths, reverse=True))
+    return Head(1000 + torch.arange(start, ends[0]), 500 + torch.arange(ends[0]), start, ends)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    start=st.integers(0, 6),
+    lengths=lengths_strategy,
+    cuts=st.lists(st.integers(0, 16), max_size=4),
+)
+def test_parts_cover_a_head_once(start: int, lengths: list[int], cuts: list[int]) -> None:
+    head = head_of(start, lengths)
+    bounds = sorted({0, *cuts, 20})
+    tokens: list[list[int]] = [[] for _ in head.ends]
+    for first, end in pairwise(bounds):
+        part = head.part(first, end)
+        if part is None:
+            assert start + first >= head.ends[0]
+            continue
+        assert part.start == start + first
+        assert part.start < part.ends[0] <= start + end
+        assert list(part.ends) == sorted(part.ends, reverse=True)
+        assert part.ends[-1] >= part.start
+        # Ids of its own tokens; slots of these and of all before them.
+        assert part.token_ids.tolist() == [1000 + token for token in range(part.start, part.ends[0])]
+        assert part.slots.tolist() == [500 + token for token in range(part.ends[0])]
+        for of_layer, layer_end in zip(tokens, part.ends, strict=True):
+            of_layer += range(part.start, layer_end)
+    assert tokens == [list(range(start, end)) for end in head.ends]
+
+
+@settings(deadline=None)
+@given(start=st.integers(0, 6), lengths=lengths_strategy, first=st.integers(0, 20))
+def test_parts_of_no_tokens_are_none(start: int, lengths: list[int], first: int) -> None:
+    head = head_of(start, lengths)
+    assert head.part(first, first) is None
+    assert head.part(max(lengths), max(lengths) + 5) is None
+
+
+@settings(deadline=None)
+@given(
+    start=st.integers(0, 6),
+    lengths=lengths_strategy,
+    first=st.integers(0, 10),
+    size=st.integers(1, 10),
+    inner=st.tuples(st.integers(0, 5), st.integers(1, 5)),
+)
+def test_a_part_of_a_part_is_a_part(
+    start: int, lengths: list[int], first: int, size: int, inner: tuple[int, int]
+) -> None:
+    head = head_of(start, lengths)
+    part = head.part(first, first + size)
+    nested = None if part is None else part.part(inner[0], sum(inner))
+    direct = head.part(first + inner[0], first + min(sum(inner), size))
+    assert (nested is None) == (direct is None)
+    if nested is not None and direct is not None:
+        assert (nested.start, nested.ends) == (direct.start, direct.ends)
+        assert torch.equal(nested.token_ids, direct.token_ids)
+        assert torch.equal(nested.slots, direct.slots)

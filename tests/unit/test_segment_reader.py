@@ -1,0 +1,245 @@
+"""Tails of leased segments into the pool: the right rows, nothing else, and no byte more than needed."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from krul_backend.codec.interface import LayerKV
+from krul_backend.errors import CodecError
+from krul_backend.store.host_store import HostStore
+from krul_sglang.engine.segment_reader import OpenSlice, SegmentReader, open_slices
+from tests.unit.engine_builders import TensorPool
+from tests.unit.segment_builders import (
+    BOUNDS,
+    DEVICE_TOKENS,
+    END,
+    GROUP,
+    KINDS,
+    MODEL,
+    NUM_LAYERS,
+    PAGE_SIZE,
+    SHAPE,
+    Heads,
+    codec_of,
+    lease_of,
+    stored,
+    whole_segments,
+)
+
+kinds = st.sampled_from(list(KINDS))
+
+
+@cache
+def whole_decode(kind: str) -> tuple[LayerKV, ...]:
+    """Every layer of the conversation, each segment decoded at once from whole blocks."""
+    codec = codec_of(kind)
+    parts: list[list[LayerKV]] = [[] for _ in range(NUM_LAYERS)]
+    for manifest, blocks in whole_segments(kind):
+        num_tokens = manifest.num_tokens
+        decoder = codec.open(manifest.codec_params, start_token=manifest.start_token, num_tokens=num_tokens)
+        for layer in range(NUM_LAYERS):
+            parts[layer].append(decoder.decode(layer, dict(enumerate(blocks)), 0, num_tokens))
+    return tuple(
+        LayerKV(torch.cat([kv.k for kv in of_layer]), torch.cat([kv.v for kv in of_layer]))
+        for of_layer in parts
+    )
+
+
+def descending(heads: list[int]) -> Heads:
+    return tuple(PAGE_SIZE * pages for pages in sorted(heads, reverse=True))
+
+
+heads_strategy = st.lists(
+    st.integers(DEVICE_TOKENS // PAGE_SIZE, END // PAGE_SIZE), min_size=NUM_LAYERS, max_size=NUM_LAYERS
+).map(descending)
+
+
+def read_all(
+    opened: list[OpenSlice], head_ends: Heads, slots: torch.Tensor, pool: TensorPool
+) -> list[SegmentReader]:
+    """As the loader reads: each layer of every segment, then the next layer."""
+    readers = [SegmentReader(part, head_ends) for part in opened]
+    for layer in range(NUM_LAYERS):
+        for reader in readers:
+            reader.fetch(layer, pool.device)
+        first = 0
+        for reader in readers:
+            reader.restore(layer, pool, slots[first : first + reader.num_tokens])  # type: ignore[arg-type]
+            first += reader.num_tokens
+        assert first == len(slots)
+    return readers
+
+
+def tail_num_bytes(part: OpenSlice, head_ends: Heads) -> int:
+    """Bytes of a slice's blocks from the group on that the neediest layer needs, by the codec's layout."""
+    manifest, decoder = part.source.manifest, part.decoder
+    num_bytes = 0
+    for source in range(NUM_LAYERS):
+        firsts = [
+            max(head_ends[layer], part.first_token)
+            for layer in range(NUM_LAYERS)
+            if source in decoder.sources(layer) and head_ends[layer] < part.end_token
+        ]
+        if firsts:
+            head_len = min(firsts) - manifest.start_token
+            kept = [manifest.end_token] * NUM_LAYERS
+            kept[source] = manifest.start_token + head_len - head_len % GROUP
+            num_bytes += decoder.kept_num_bytes(kept)[source]
+    return num_bytes
+
+
+def check_restored(
+    kind: str, before: list[LayerKV], pool: TensorPool, slots: torch.Tensor, head_ends: Heads
+) -> None:
+    """Rows from the head's end on are those of the whole decode; every other row of the pool is as before."""
+    expected = whole_decode(kind)
+    positions = torch.arange(DEVICE_TOKENS, DEVICE_TOKENS + len(slots))
+    for layer, old in enumerate(before):
+        is_tail = positions >= head_ends[layer]
+        new = pool.buffers(layer)
+        for now, was, wanted in zip(new, (old.k, old.v), (expected[layer].k, expected[layer].v), strict=True):
+            should_be = was.clone()
+            should_be[slots[is_tail]] = wanted[positions[is_tail]]
+            assert torch.equal(now, should_be)
+
+
+@settings(max_examples=40, deadline=None)
+@given(kind=kinds, head_ends=heads_strategy, num_missing=st.integers(0, 4), seed=st.integers(0, 99))
+def test_tails_of_any_heads_are_read_exactly(
+    kind: str, head_ends: Heads, num_missing: int, seed: int
+) -> None:
+    """``num_missing`` of the leased pages are not wanted: ranks may agree on less."""
+    num_tokens = END - DEVICE_TOKENS - num_missing * PAGE_SIZE
+    head_ends = tuple(min(end, DEVICE_TOKENS + num_tokens) for end in head_ends)
+    pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
+    before = pool.copy()
+    slots = torch.randperm(80, generator=torch.Generator().manual_seed(seed))[:num_tokens]
+    codec = codec_of(kind)
+    opened = open_slices(lease_of(whole_segments(kind), DEVICE_TOKENS), codec, num_tokens)
+    readers = read_all(opened, head_ends, slots, pool)
+    check_restored(kind, before, pool, slots, head_ends)
+    for part, reader in zip(opened, readers, strict=True):
+        assert reader.num_bytes == tail_num_bytes(part, head_ends)
+
+
+@settings(max_examples=40, deadline=None)
+@given(kind=kinds, kept_heads=heads_strategy, head_ends=heads_strategy)
+def test_tails_are_read_from_segments_that_lack_their_first_tokens(
+    kind: str, kept_heads: Heads, head_ends: Heads
+) -> None:
+    head_ends = tuple(map(max, head_ends, kept_heads))
+    segments = tuple(stored(kind, start, end, kept_heads) for start, end in pairwise(BOUNDS))
+    pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
+    before = pool.copy()
+    slots = torch.arange(20, 20 + END - DEVICE_TOKENS)
+    codec = codec_of(kind)
+    opened = open_slices(lease_of(segments, DEVICE_TOKENS), codec, len(slots))
+    readers = read_all(opened, head_ends, slots, pool)
+    check_restored(kind, before, pool, slots, head_ends)
+    for part, reader in zip(opened, readers, strict=True):
+        assert reader.num_bytes == tail_num_bytes(part, head_ends)
+        assert reader.num_bytes <= part.source.manifest.num_bytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str) -> None:
+    """Stored whole, leased once to prove it, then trimmed by the store and leased again."""
+    codec, kept_heads = codec_of(kind), (36, 32, 16, 12)
+    store = HostStore(1 << 20)
+    for manifest, blocks in whole_segments(kind):
+        reservation = store.reserve(manifest.layer_num_bytes)
+        assert reservation is not None
+        for target, block in zip(reservation.blocks, blocks, strict=True):
+            target[:] = block.numpy()
+        store.commit(reservation, manifest)
+    keys = [f"page-{page}" for page in range(END // PAGE_SIZE)]
+    for segment in store.path_segments(MODEL, keys):
+        manifest = segment.manifest
+        decoder = codec.open(
+            manifest.codec_params, start_token=manifest.start_token, num_tokens=manifest.num_tokens
+        )
+        kept_from = decoder.kept_from(kept_heads)
+        store.trim(segment.segment_id, kept_from, decoder.kept_num_bytes(kept_from))
+    assert store.stats().trimmed_bytes > 0
+    first_page = DEVICE_TOKENS // PAGE_SIZE
+    lease = store.lease(MODEL, keys[first_page:], np.arange(DEVICE_TOKENS, END, dtype=np.int32))
+    assert lease is not None
+    pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
+    before = pool.copy()
+    slots = torch.arange(END - DEVICE_TOKENS)
+    readers = read_all(open_slices(lease, codec, len(slots)), kept_heads, slots, pool)
+    check_restored(kind, before, pool, slots, kept_heads)
+    # Nothing more than what the trim kept is there, and all of it is needed.
+    assert sum(reader.num_bytes for reader in readers) == store.stats().stored_bytes
+    store.release(lease)
+    store.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_before_what_is_stored_are_an_error_and_never_wrong_kv(kind: str) -> None:
+    segments = (stored(kind, 0, 24, (16,) * NUM_LAYERS), *whole_segments(kind)[1:])
+    codec = codec_of(kind)
+    pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
+    before = pool.copy()
+    slots = torch.arange(END - DEVICE_TOKENS)
+    opened = open_slices(lease_of(segments, DEVICE_TOKENS), codec, len(slots))
+    with pytest.raises(CodecError):
+        read_all(opened, (12,) * NUM_LAYERS, slots, pool)
+    for old, new in zip(before, pool.copy(), strict=True):
+        assert torch.equal(old.k, new.k)
+        assert torch.equal(old.v, new.v)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_block_is_copied_once_and_dropped_after_its_last_use(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    copy_tail = SegmentReader._copy_tail
+
+    def counted(reader: SegmentReader, source: int, device: torch.device) -> torch.Tensor:
+        copied.append(source)
+        return copy_tail(reader, source, device)
+
+    monkeypatch.setattr(SegmentReader, "_copy_tail", counted)
+    pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
+    codec = codec_of(kind)
+    (opened,) = open_slices(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), codec, 16)
+    reader = SegmentReader(opened, (16, 12, 8, 8))
+    for layer in range(NUM_LAYERS):
+        reader.fetch(layer, pool.device)
+        reader.fetch(layer, pool.device)
+        needed_later = {source for source in copied if opened.decoder.last_use[source] >= layer}
+        assert set(reader._on_device) == needed_later
+        reader.restore(layer, pool, torch.arange(16))  # type: ignore[arg-type]
+    assert sorted(copied) == list(range(NUM_LAYERS))
+    assert reader._on_device == {}
+
+
+def test_nothing_is_read_of_heads_that_cover_the_slice() -> None:
+    pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
+    before = pool.copy()
+    opened = open_slices(lease_of(whole_segments("slerp"), DEVICE_TOKENS), codec_of("native"), 48)
+    readers = read_all(opened, (44, 44, 24, 24), torch.arange(48), pool)
+    assert [reader.num_bytes == 0 for reader in readers] == [True, False, False]
+    check_restored("slerp", before, pool, torch.arange(48), (44, 44, 24, 24))
+
+
+def test_slices_end_where_the_wanted_tokens_end() -> None:
+    lease = lease_of(whole_segments("native"), DEVICE_TOKENS)
+    codec = codec_of("native")
+    for num_tokens, expected in (
+        (48, [(8, 24), (24, 44), (44, 56)]),
+        (40, [(8, 24), (24, 44), (44, 48)]),
+        (36, [(8, 24), (24, 44)]),
+        (4, [(8, 12)]),
+    ):
+        opened = open_slices(lease, codec, num_tokens)
+        assert [(part.first_token, part.end_token) for part in opened] == expected

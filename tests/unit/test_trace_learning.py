@@ -1,0 +1,113 @@
+"""What costs learn from several restores and requests, and which restores are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from krul_sglang.engine.clock import StreamClock
+from krul_sglang.engine.load_batch import Forecast, LoadBatch
+from krul_sglang.engine.restore_trace import MAX_TRACES, RestoreTrace, TraceLog
+from tests.unit.engine_builders import PATIENCE_S, bare_load, layer_times
+
+NUM_LAYERS = 2
+TIER = "dram"
+
+
+class RecordingCosts:
+    """Stands for ``OnlineCosts``: remembers what was predicted and measured."""
+
+    def __init__(self) -> None:
+        self.observed: list[tuple[str, float, float]] = []
+
+    def observe_head(self, predicted_s: float, measured_s: float) -> None:
+        self.observed.append(("head", predicted_s, round(measured_s, 6)))
+
+    def observe_own(self, predicted_s: float, measured_s: float) -> None:
+        self.observed.append(("own", predicted_s, round(measured_s, 6)))
+
+    def observe_tier(self, tier: str, predicted_s: float, measured_s: float) -> None:
+        self.observed.append((tier, predicted_s, round(measured_s, 6)))
+
+
+class ScriptedClock:
+    """Its marks are at these seconds, one after the other."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.left = list(seconds)
+
+    def mark(self) -> Any:
+        second = self.left.pop(0)
+        return lambda: second
+
+
+def make_log() -> tuple[TraceLog, RecordingCosts]:
+    costs: Any = RecordingCosts()
+    return TraceLog(costs, TIER), costs
+
+
+def make_trace(*forecasts: Forecast, has_heads: bool = True, end_s: float | None = 9.0) -> RestoreTrace:
+    """Heads in [0, 3) and [3, 4), loads in [0, 2) and [2, 5); the forward waits until 4.5 and until 6."""
+    loads = {
+        f"r{number}": bare_load(0, 8, (4, 0), forecast=forecast) for number, forecast in enumerate(forecasts)
+    }
+    batch = LoadBatch(loads, NUM_LAYERS, torch.device("cpu"), PATIENCE_S)
+    clock: Any = ScriptedClock(0.0, 3.0, 4.0)
+    batch.clock = clock
+    trace = RestoreTrace(batch, is_mixed=False)
+    if has_heads:
+        for layer in (0, 1, NUM_LAYERS):
+            trace.mark_head_layer(layer)
+    batch.landed(layer_times(0.0, 2.0))
+    batch.landed(layer_times(2.0, 5.0))
+    batch.wait_times.update({0: layer_times(4.0, 4.5), 1: layer_times(5.5, 6.0)})
+    trace.end = lambda: end_s
+    return trace
+
+
+def test_costs_learn_the_work_of_each_stream_without_its_waits() -> None:
+    log, costs = make_log()
+    log.add(make_trace(Forecast(1.0, 2.0, 3.0), Forecast(0.5, 0.25, 0.125)))
+    log.settle()
+    # The forward worked in [4.5, 5.5) and [6, 9).
+    assert costs.observed == [("head", 1.5, 4.0), ("own", 3.125, 4.0), (TIER, 2.25, 5.0)]
+
+
+def test_what_a_plan_did_not_have_teaches_nothing() -> None:
+    log, costs = make_log()
+    log.add(make_trace(Forecast(0.0, 2.0, 3.0), has_heads=False))
+    log.settle()
+    assert [name for name, *_ in costs.observed] == ["own", TIER]
+
+
+def test_restores_settle_in_order_when_the_device_has_come_by() -> None:
+    log, costs = make_log()
+    running = make_trace(Forecast(1.0, 0.0, 0.0), end_s=None)
+    log.add(running)
+    log.add(make_trace(Forecast(2.0, 0.0, 0.0)))
+    log.settle()
+    assert (costs.observed, log.as_list()) == ([], [])
+    running.end = lambda: 9.0
+    log.settle()
+    log.settle()
+    assert [predicted_s for _, predicted_s, _ in costs.observed] == [1.0, 2.0]
+    assert len(log.as_list()) == 2
+
+
+def test_only_the_last_restores_are_kept() -> None:
+    log, costs = make_log()
+    for number in range(MAX_TRACES + 3):
+        log.add(make_trace(Forecast(1.0 + number, 0.0, 0.0)))
+        log.settle()
+    assert len(log.as_list()) == MAX_TRACES
+    assert len(costs.observed) == MAX_TRACES + 3
+
+
+def test_marks_on_a_cpu_are_in_order_from_the_start() -> None:
+    clock = StreamClock(torch.device("cpu"))
+    marks = [clock.mark() for _ in range(3)]
+    seconds = [mark() for mark in marks]
+    assert None not in seconds
+    assert seconds == sorted(second for second in seconds if second is not None)
+    assert [mark() for mark in marks] == seconds
