@@ -36,6 +36,7 @@ from krul_sglang.engine.probing import Prober
 from krul_sglang.engine.restore_forward import RestoreForward
 from krul_sglang.engine.restore_planning import RestorePlanning
 from krul_sglang.engine.restore_trace import TraceLog
+from krul_sglang.engine.segment_reader import OpenSlice
 from krul_sglang.engine.start_proof import HeadProof
 from krul_sglang.engine.strategy_choice import SelectorDecision, StrategyChooser
 from krul_sglang.engine.transfer_gate import TransferGate
@@ -262,9 +263,6 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return False
         try:
             load = self._plan_load(held, transfer, self._returning.pop(rid))
-        except CodecError as error:
-            logger.warning("krul: a stored prefix cannot be read and is computed: %s", error)
-            load = None
         except BaseException:
             self._store.release(held.lease)
             raise
@@ -280,11 +278,16 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if held.first_key != transfer.keys[0] or len(slots) > held.lease.num_pages * self.model.page_size:
             return None
         planning = self._restore.planning
-        slices = planning.open(held.lease, len(slots))
+        slices: list[OpenSlice] | None = None
+        try:
+            slices = planning.open(held.lease, len(slots))
+        except CodecError as error:
+            logger.warning("krul: a stored prefix cannot be read and is computed: %s", error)
+        # Asked without slices, too: other ranks may have theirs, and wait for this one.
         planned = planning.plan(
             slices, device_tokens=returning.device_tokens, new_tokens=returning.new_tokens
         )
-        if planned is None:
+        if planned is None or slices is None:
             return None
         return Load(held.lease, slices, slots, returning.device_tokens, planned.plan, planned.forecast)
 

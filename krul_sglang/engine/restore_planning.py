@@ -79,13 +79,17 @@ class RestorePlanning:
         return open_slices(lease, self._codec, num_tokens)
 
     def plan(
-        self, slices: Sequence[OpenSlice], *, device_tokens: int, new_tokens: int
+        self, slices: Sequence[OpenSlice] | None, *, device_tokens: int, new_tokens: int
     ) -> PlannedRestore | None:
         """A plan for the leased tokens after ``device_tokens``; None when computing them is better.
 
-        ``new_tokens`` follow the prefix in the request's own forward.
+        ``new_tokens`` follow the prefix in the request's own forward. ``slices`` is None on a rank that
+        cannot read what it leased: then no rank loads it.
         """
-        runs = self._agreed_bounds(tuple(self._run(part) for part in slices))
+        runs = self._agreed_bounds(None if slices is None else tuple(self._run(part) for part in slices))
+        if runs is None or slices is None:
+            self.counters.refused += 1
+            return None
         total_tokens = slices[-1].end_token
         problem = RestoreProblem(
             num_layers=self._codec.num_layers,
@@ -129,17 +133,19 @@ class RestorePlanning:
             ),
         )
 
-    def _agreed_bounds(self, runs: tuple[StoredRun, ...]) -> tuple[StoredRun, ...]:
+    def _agreed_bounds(self, runs: tuple[StoredRun, ...] | None) -> tuple[StoredRun, ...] | None:
         """Runs of which no layer can be loaded from before where every rank can load it.
 
         One rank may have trimmed what another holds. Tokens are compared, not runs: ranks evict, and store
-        again, on their own, so that the segments of one conversation need not begin at the same tokens.
+        again, on their own, so that the segments of one conversation need not begin at the same tokens. None
+        if a rank has no runs.
         """
         if self._agreement.num_ranks == 1:
             return runs
-        mine = torch.tensor(_loadable_from(runs), dtype=torch.float64)
-        of_ranks = self._agreement.gather(mine, mine.shape)
-        assert of_ranks is not None
+        mine = None if runs is None else torch.tensor(_loadable_from(runs), dtype=torch.float64)
+        of_ranks = self._agreement.gather(mine, (self._codec.num_layers,))
+        if of_ranks is None or runs is None:
+            return None
         latest = torch.stack(of_ranks).amax(0).long().tolist()
         return tuple(
             replace(

@@ -470,3 +470,18 @@ def test_a_pair_that_was_not_measured_costs_more_than_its_layers() -> None:
 
 def test_without_any_measurement_decoding_is_free() -> None:
     assert NO_DECODING.token_s(Strategy.from_pairs(2, [(0, 1)], Precision.INT4)) == (0.0, 0.0)
+
+
+class OneCannotRead(FakeAgreement):
+    """As ``RankAgreement``: nothing for anybody if a rank has nothing; the other rank has something."""
+
+    def gather(self, values: torch.Tensor | None, shape: Sequence[int]) -> list[torch.Tensor] | None:  # type: ignore[override]
+        return None if values is None else super().gather(values, shape)
+
+
+def test_a_prefix_that_one_rank_cannot_read_is_loaded_by_none() -> None:
+    agreement = OneCannotRead(other_bounds=[0.0] * NUM_LAYERS)
+    planning = planning_of(HeadsPlanner(no_heads), agreement=agreement)
+    assert planning.plan(None, device_tokens=DEVICE_TOKENS, new_tokens=1) is None
+    assert (planning.counters.refused, agreement.sent) == (1, [])
+    assert planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=1) is not None
