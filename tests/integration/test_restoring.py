@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -123,13 +126,18 @@ def kept(tiny_models: dict[str, Path]) -> Played:
 
 @dataclass(frozen=True)
 class Restored:
+    """``trace``: what ``krul-sglang trace`` wrote about the last restores, in Chrome's format."""
+
     mode: Mode
     played: Played
     stats: dict[str, Any]
+    trace: list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module", params=MODES)
-def restored(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Restored:
+def restored(
+    request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Restored:
     mode = MODES[request.param]
     args = (*small_krul_server_args(POOL_TOKENS, mode.options), *mode.args)
     with ServerProcess(tiny_models["float32"], args=args, env={**STRICT, **dict(mode.env)}) as server:
@@ -138,7 +146,10 @@ def restored(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Re
         if not mode.fails:
             assert_nothing_left_behind(server)
         assert stats["num_leases"] == 0
-        return Restored(mode, played, stats)
+        path = tmp_path_factory.mktemp("trace") / "trace.json"
+        arguments = ["trace", "--url", server.url, "--output", str(path)]
+        subprocess.run([sys.executable, "-m", "krul_sglang.cli", *arguments], check=True)
+        return Restored(mode, played, stats, json.loads(path.read_text())["traceEvents"])
 
 
 def assert_same(expected: Sequence[Answer], actual: Sequence[Answer]) -> None:
@@ -183,6 +194,13 @@ def test_what_is_left_out_takes_no_memory(restored: Restored) -> None:
 def test_failed_loads_were_recomputed_and_nobody_noticed(restored: Restored) -> None:
     rescued = restored.stats["restore"]["forward"]["rescued_requests"]
     assert (rescued > 0) == restored.mode.fails
+
+
+def test_the_trace_shows_what_both_streams_did(restored: Restored) -> None:
+    work = [event for event in restored.trace if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in work)
+    names = " ".join(event["name"] for event in work)
+    assert all(kind in names for kind in ("load", "head", "own"))
 
 
 def test_answers_differ_from_each_other(kept: Played) -> None:
