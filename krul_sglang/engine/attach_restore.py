@@ -65,7 +65,7 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
         max_head_tokens=config.max_head_tokens,
         max_new_tokens=chunk_tokens,
     )
-    traces = TraceLog(online, HOST_TIER)
+    traces = TraceLog(online, HOST_TIER, pool.num_layers)
     forward = RestoreForward(
         linker.loader,
         heads,

@@ -23,11 +23,10 @@ class LoadFailedError(KrulError):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds that the parts of a restore should take, each without waiting for another."""
+    """Seconds that heads and loads of a restore should take, each without waiting for the other."""
 
     head_s: float
     load_s: float
-    own_s: float
 
 
 @dataclass(frozen=True, eq=False)

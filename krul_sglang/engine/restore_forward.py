@@ -10,12 +10,16 @@ from typing import Any
 import torch
 
 from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.clock import StreamClock
 from krul_sglang.engine.head_recompute import Head, HeadRecompute
 from krul_sglang.engine.load_batch import Load, LoadBatch, LoadFailedError
 from krul_sglang.engine.loading import LayerWiseLoader
 from krul_sglang.engine.restore_trace import RestoreTrace, TraceLog
 
 logger = logging.getLogger(__name__)
+
+_MIN_TIMED_TOKENS = 32
+"""Shorter prompts say more about what surrounds a forward than about its layers."""
 
 
 @dataclass
@@ -63,7 +67,7 @@ class RestoreForward:
         """
         batch = self._loader.batch(schedule_batch.hicache_consumer_index)
         if batch is None:
-            return forward()
+            return self._prefill(schedule_batch, forward)
         prefixes = list(self._prefixes(schedule_batch, batch))
         trace = RestoreTrace(batch, is_mixed=len(prefixes) < len(schedule_batch.reqs))
         try:
@@ -79,6 +83,18 @@ class RestoreForward:
             result = forward()
         trace.end = batch.clock.mark()
         self._traces.add(trace)
+        return result
+
+    def _prefill(self, schedule_batch: Any, forward: Callable[[], Any]) -> Any:
+        """A forward that restores nothing; of one request it tells how long the engine's layers take."""
+        self._traces.settle()
+        lengths = schedule_batch.extend_lens
+        if len(lengths) != 1 or lengths[0] < _MIN_TIMED_TOKENS:
+            return forward()
+        clock = StreamClock(self._req_to_token.device)
+        begin = clock.mark()
+        result = forward()
+        self._traces.add_prefill(lengths[0], schedule_batch.prefix_lens[0], begin, clock.mark())
         return result
 
     def _prefixes(self, schedule_batch: Any, batch: LoadBatch) -> Iterator[_Prefix]:

@@ -104,6 +104,7 @@ class RestorePlanning:
         plan = self._agreed_plan(self._planner.plan(problem))
         if plan.is_recompute:
             self.counters.refused += 1
+            self.costs.fade_overhead()
             return None
         head_tokens = plan.head_ends[0] - device_tokens
         self._batch_head_tokens += head_tokens
@@ -112,7 +113,7 @@ class RestorePlanning:
         self.counters.prefix_tokens += total_tokens - device_tokens
         pipeline = simulate(problem, plan.head_ends)
         own_s = problem.num_layers * problem.own_layer_s
-        return PlannedRestore(plan, Forecast(pipeline.compute_s - own_s, pipeline.load_s, own_s))
+        return PlannedRestore(plan, Forecast(pipeline.compute_s - own_s, pipeline.load_s))
 
     def start_batch(self) -> None:
         """What was planned so far runs now; what comes next is another batch."""

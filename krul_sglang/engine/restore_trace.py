@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -103,19 +104,35 @@ class RestoreTrace:
 
 
 class TraceLog:
-    """The last restores of one rank; costs learn from each as soon as the device has come by its marks."""
+    """The last restores of one rank; costs learn from each as soon as the device has come by its marks.
 
-    def __init__(self, costs: OnlineCosts, tier: str) -> None:
+    The own forward is learned from prefills that restore nothing: that is what a restore competes with.
+    """
+
+    def __init__(self, costs: OnlineCosts, tier: str, num_layers: int) -> None:
         self._costs = costs
         self._tier = tier
+        self._num_layers = num_layers
+        self._prefills: deque[_Prefill] = deque(maxlen=MAX_TRACES)
         self._fresh: deque[RestoreTrace] = deque(maxlen=MAX_TRACES)
         self._done: deque[dict[str, Any]] = deque(maxlen=MAX_TRACES)
 
     def add(self, trace: RestoreTrace) -> None:
         self._fresh.append(trace)
 
+    def add_prefill(self, num_tokens: int, num_past: int, begin: Mark, end: Mark) -> None:
+        """A forward of one request that restored nothing: how long the engine's own layers take."""
+        self._prefills.append(_Prefill(num_tokens, num_past, begin, end))
+
     def settle(self) -> None:
-        """Take the times of restores that have ended. Call it when loads have been waited for."""
+        """Take the times of what has ended. Never waits for the device."""
+        while self._prefills and self._prefills[0].end() is not None:
+            prefill = self._prefills.popleft()
+            begin_s, end_s = _seconds(prefill.begin, prefill.end)
+            predicted_s = self._num_layers * self._costs.current().own.layer_s(
+                prefill.num_tokens, prefill.num_past
+            )
+            self._costs.observe_own(predicted_s, end_s - begin_s)
         while self._fresh and self._fresh[0].end is not None and self._fresh[0].end() is not None:
             trace = self._fresh.popleft()
             self._done.append(trace.as_dict())
@@ -126,17 +143,29 @@ class TraceLog:
         return list(self._done)
 
     def _learn(self, trace: RestoreTrace) -> None:
-        forecasts = [load.forecast for load in trace.batch.loads.values()]
-        for forecast_s, intervals, observe in (
-            (sum(part.head_s for part in forecasts), trace.heads(), self._costs.observe_head),
-            (sum(part.own_s for part in forecasts), trace.own(), self._costs.observe_own),
-        ):
-            if forecast_s > 0 and intervals and not (trace.is_mixed and observe == self._costs.observe_own):
-                observe(forecast_s, sum(part.end_s - part.begin_s for part in intervals))
-        loads = trace.loads()
-        forecast_s = sum(part.load_s for part in forecasts)
-        if forecast_s > 0 and loads:
-            self._costs.observe_tier(self._tier, forecast_s, sum(part.end_s - part.begin_s for part in loads))
+        loads = list(trace.batch.loads.values())
+        head_s = sum(load.forecast.head_s for load in loads)
+        if head_s > 0 and (heads := trace.heads()):
+            self._costs.observe_head(head_s, _total_s(heads))
+        load_s = sum(load.forecast.load_s for load in loads)
+        if load_s > 0 and (parts := trace.loads()):
+            self._costs.observe_tier(self._tier, load_s, _total_s(parts))
+        # Plans are made as if each request came alone.
+        if len(loads) == 1 and not trace.is_mixed:
+            assert trace.end is not None
+            self._costs.observe_overhead(loads[0].plan.end_s, _seconds(trace.end)[0])
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    num_tokens: int
+    num_past: int
+    begin: Mark
+    end: Mark
+
+
+def _total_s(intervals: Sequence[Interval]) -> float:
+    return sum(part.end_s - part.begin_s for part in intervals)
 
 
 def _seconds(*marks: Mark) -> tuple[float, ...]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -9,11 +10,14 @@ from krul_backend.errors import RestoreError
 from krul_backend.restore.calibration import (
     MAX_OBSERVED_RATIO,
     MAX_SCALE,
+    OVERHEAD_FADING,
     OnlineCosts,
     fit_compute,
     fit_tier,
 )
 from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.restore.optimal import OptimalPlanner
+from tests.unit.restore_builders import make_problem, stored_run
 
 COST = ComputeCost(launch_s=4e-5, token_s=2.5e-6, context_s=1.2e-10)
 SHAPES = [(n, past) for n in (16, 128, 512, 2048, 8192) for past in (0, 1024, 16384)]
@@ -164,3 +168,40 @@ def test_no_observation_is_lost_between_threads() -> None:
     for _ in range(4000):
         alone.observe_head(1.0, 1.01)
     assert online.current().head.token_s == pytest.approx(alone.current().head.token_s)
+
+
+def test_the_first_overheads_count_alike_and_later_ones_less() -> None:
+    online = OnlineCosts(START, half_life=3)
+    for measured_s in (1.3, 1.1):
+        online.observe_overhead(1.0, measured_s)
+    assert online.current().overhead_s == pytest.approx(0.2)
+    for _ in range(50):
+        online.observe_overhead(1.0, 1.05)
+    assert online.current().overhead_s == pytest.approx(0.05, rel=0.01)
+    for measured_s in (0.0, float("nan"), float("inf")):
+        online.observe_overhead(1.0, measured_s)
+    assert online.current().overhead_s == pytest.approx(0.05, rel=0.01)
+
+
+def test_restores_that_end_early_have_no_overhead() -> None:
+    online = OnlineCosts(START)
+    online.observe_overhead(1.0, 0.2)
+    assert online.current().overhead_s == 0.0
+
+
+def test_an_overhead_that_nobody_measures_fades() -> None:
+    online = OnlineCosts(START)
+    online.observe_overhead(1.0, 2.0)
+    for _ in range(100):
+        online.fade_overhead()
+    assert online.current().overhead_s == pytest.approx((1 - OVERHEAD_FADING) ** 100)
+
+
+def test_a_restore_must_win_by_its_overhead() -> None:
+    problem = make_problem(stored_run(0, 64, [1.0, 1.0]), page_size=4, new_tokens=2)
+    plan = OptimalPlanner().plan(problem)
+    gain_s = problem.recompute_s - plan.end_s
+    assert gain_s > 0
+    for overhead_s, is_recompute in ((0.99 * gain_s, False), (1.01 * gain_s, True)):
+        slower = replace(problem, costs=replace(problem.costs, overhead_s=overhead_s))
+        assert OptimalPlanner().plan(slower).is_recompute == is_recompute

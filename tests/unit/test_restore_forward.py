@@ -42,6 +42,8 @@ class FakeScheduleBatch:
         self.reqs = [FakeRequest(number) for number in numbers]
         self.req_pool_indices_cpu = torch.tensor([2 * number for number in numbers])
         self.hicache_consumer_index = index
+        self.extend_lens = [40] * len(numbers)
+        self.prefix_lens = [0] * len(numbers)
 
 
 # Token t of request r lies in slot 100 r + t; rows of other requests lie between.
@@ -102,7 +104,7 @@ class Rig:
         self.log: list[str] = []
         self.batch = LoadBatch(loads, NUM_LAYERS, torch.device("cpu"), PATIENCE_S)
         self.heads = FakeHeads(self.log)
-        self.traces = TraceLog(OnlineCosts(COSTS), "dram")
+        self.traces = TraceLog(OnlineCosts(COSTS), "dram", NUM_LAYERS)
         loader: Any = FakeLoader(self.batch)
         heads: Any = self.heads if has_heads else None
         self.restore = RestoreForward(

@@ -190,7 +190,6 @@ def test_a_forecast_is_what_the_parts_take_alone() -> None:
     num_head_tokens = (20 - 8) + (12 - 8)
     num_loaded_tokens = NUM_LAYERS * NUM_TOKENS - num_head_tokens
     assert planned.forecast.head_s == pytest.approx(2.0 * num_head_tokens)
-    assert planned.forecast.own_s == pytest.approx(2.0 * 3 * NUM_LAYERS)
     assert planned.forecast.load_s == pytest.approx(0.5 * TOKEN_BYTES * num_loaded_tokens)
     assert planning.counters.head_tokens == 12
     assert planning.counters.prefix_tokens == NUM_TOKENS

@@ -40,7 +40,7 @@ def make_batch(clock: Clock) -> LoadBatch:
         slots=torch.arange(64),
         device_tokens=16,
         plan=RestorePlan((48, 32, 16), end_s=0.5),
-        forecast=Forecast(head_s=1.0, load_s=4.0, own_s=3.0),
+        forecast=Forecast(head_s=1.0, load_s=4.0),
     )
     batch = LoadBatch({"a": load}, NUM_LAYERS, torch.device("cpu"), timeout_s=5.0)
     batch.clock = clock  # type: ignore[assignment]
@@ -105,7 +105,7 @@ def test_a_load_that_was_given_up_shows_all_that_was_recomputed(num_landed: int)
     assert value["streams"]["own"] == []
 
     costs = OnlineCosts(COSTS)
-    log = TraceLog(costs, "dram")
+    log = TraceLog(costs, "dram", NUM_LAYERS)
     log.add(trace)
     log.settle()
     assert log.as_list() == [value]
@@ -114,7 +114,7 @@ def test_a_load_that_was_given_up_shows_all_that_was_recomputed(num_landed: int)
 
 def test_costs_learn_from_a_restore_that_the_device_has_ended() -> None:
     costs = OnlineCosts(COSTS, half_life=1.0)
-    log = TraceLog(costs, "dram")
+    log = TraceLog(costs, "dram", NUM_LAYERS)
     trace = ended_restore()
     end, trace.end = trace.end, lambda: None
     log.add(trace)
@@ -128,17 +128,19 @@ def test_costs_learn_from_a_restore_that_the_device_has_ended() -> None:
     # Half-way on the logarithmic scale, towards measured / predicted.
     learned = costs.current()
     assert learned.head.launch_s == pytest.approx((0.3 / 1.0) ** 0.5)
-    assert learned.own.launch_s == pytest.approx((0.8 / 3.0) ** 0.5)
+    assert learned.own == COSTS.own
     assert learned.tiers["dram"].latency_s == pytest.approx((1.5 / 4.0) ** 0.5)
+    # Planned to end after 0.5 s, ended after 1.7 s.
+    assert learned.overhead_s == pytest.approx(1.2)
 
 
-def test_a_forward_shared_with_other_requests_says_nothing_about_its_own() -> None:
+def test_a_forward_shared_with_other_requests_says_nothing_about_the_overhead() -> None:
     costs = OnlineCosts(COSTS, half_life=1.0)
-    log = TraceLog(costs, "dram")
+    log = TraceLog(costs, "dram", NUM_LAYERS)
     trace = ended_restore()
     trace.is_mixed = True
     log.add(trace)
     log.settle()
     assert log.as_list()[0]["is_mixed"] is True
-    assert costs.current().own == COSTS.own
+    assert costs.current().overhead_s == 0.0
     assert costs.current().head != COSTS.head

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
 from krul_sglang.engine.clock import StreamClock
 from krul_sglang.engine.load_batch import Forecast, LoadBatch
 from krul_sglang.engine.restore_trace import MAX_TRACES, RestoreTrace, TraceLog
@@ -25,7 +26,14 @@ class RecordingCosts:
         self.observed.append(("head", predicted_s, round(measured_s, 6)))
 
     def observe_own(self, predicted_s: float, measured_s: float) -> None:
-        self.observed.append(("own", predicted_s, round(measured_s, 6)))
+        self.observed.append(("own", round(predicted_s, 6), round(measured_s, 6)))
+
+    def observe_overhead(self, predicted_s: float, measured_s: float) -> None:
+        self.observed.append(("overhead", predicted_s, round(measured_s, 6)))
+
+    def current(self) -> RestoreCosts:
+        own = ComputeCost(launch_s=1.0, token_s=0.1, context_s=0.01)
+        return RestoreCosts(head=own, own=own, tiers={TIER: TierCost(0.0, 0.0)})
 
     def observe_tier(self, tier: str, predicted_s: float, measured_s: float) -> None:
         self.observed.append((tier, predicted_s, round(measured_s, 6)))
@@ -44,7 +52,7 @@ class ScriptedClock:
 
 def make_log() -> tuple[TraceLog, RecordingCosts]:
     costs: Any = RecordingCosts()
-    return TraceLog(costs, TIER), costs
+    return TraceLog(costs, TIER, NUM_LAYERS), costs
 
 
 def make_trace(*forecasts: Forecast, has_heads: bool = True, end_s: float | None = 9.0) -> RestoreTrace:
@@ -68,40 +76,58 @@ def make_trace(*forecasts: Forecast, has_heads: bool = True, end_s: float | None
 
 def test_costs_learn_the_work_of_each_stream_without_its_waits() -> None:
     log, costs = make_log()
-    log.add(make_trace(Forecast(1.0, 2.0, 3.0), Forecast(0.5, 0.25, 0.125)))
+    log.add(make_trace(Forecast(1.0, 2.0), Forecast(0.5, 0.25)))
     log.settle()
-    # The forward worked in [4.5, 5.5) and [6, 9).
-    assert costs.observed == [("head", 1.5, 4.0), ("own", 3.125, 4.0), (TIER, 2.25, 5.0)]
+    assert costs.observed == [("head", 1.5, 4.0), (TIER, 2.25, 5.0)]
+
+
+def test_a_request_that_came_alone_tells_what_a_restore_takes_beyond_its_plan() -> None:
+    log, costs = make_log()
+    log.add(make_trace(Forecast(0.0, 0.0)))
+    mixed = make_trace(Forecast(0.0, 0.0))
+    mixed.is_mixed = True
+    log.add(mixed)
+    log.settle()
+    assert costs.observed == [("overhead", 1.0, 9.0)]
+
+
+def test_the_own_forward_is_learned_from_prefills_that_restore_nothing() -> None:
+    log, costs = make_log()
+    log.add_prefill(10, 20, begin=lambda: 1.0, end=lambda: 3.5)
+    log.add_prefill(10, 20, begin=lambda: 4.0, end=lambda: None)
+    log.settle()
+    # Two layers of 1 + 0.1 * 10 + 0.01 * 10 * (20 + 10 / 2) seconds.
+    assert costs.observed == [("own", 9.0, 2.5)]
 
 
 def test_what_a_plan_did_not_have_teaches_nothing() -> None:
     log, costs = make_log()
-    log.add(make_trace(Forecast(0.0, 2.0, 3.0), has_heads=False))
+    log.add(make_trace(Forecast(0.0, 2.0), has_heads=False))
     log.settle()
-    assert [name for name, *_ in costs.observed] == ["own", TIER]
+    assert [name for name, *_ in costs.observed] == [TIER, "overhead"]
 
 
 def test_restores_settle_in_order_when_the_device_has_come_by() -> None:
     log, costs = make_log()
-    running = make_trace(Forecast(1.0, 0.0, 0.0), end_s=None)
+    running = make_trace(Forecast(1.0, 0.0), end_s=None)
     log.add(running)
-    log.add(make_trace(Forecast(2.0, 0.0, 0.0)))
+    log.add(make_trace(Forecast(2.0, 0.0)))
     log.settle()
     assert (costs.observed, log.as_list()) == ([], [])
     running.end = lambda: 9.0
     log.settle()
     log.settle()
-    assert [predicted_s for _, predicted_s, _ in costs.observed] == [1.0, 2.0]
+    assert [predicted_s for name, predicted_s, _ in costs.observed if name == "head"] == [1.0, 2.0]
     assert len(log.as_list()) == 2
 
 
 def test_only_the_last_restores_are_kept() -> None:
     log, costs = make_log()
     for number in range(MAX_TRACES + 3):
-        log.add(make_trace(Forecast(1.0 + number, 0.0, 0.0)))
+        log.add(make_trace(Forecast(1.0 + number, 0.0)))
         log.settle()
     assert len(log.as_list()) == MAX_TRACES
-    assert len(costs.observed) == MAX_TRACES + 3
+    assert [name for name, *_ in costs.observed].count("head") == MAX_TRACES + 3
 
 
 def test_marks_on_a_cpu_are_in_order_from_the_start() -> None:

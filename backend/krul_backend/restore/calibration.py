@@ -18,6 +18,8 @@ MAX_OBSERVED_RATIO = 4.0
 """A measurement counts as at most so many times its prediction, or at least one over this."""
 MAX_SCALE = 32.0
 """Costs are never scaled by more than this, or by less than one over this."""
+OVERHEAD_FADING = 0.02
+"""Share of the overhead that each restore which is given up for recomputation takes off it."""
 DEFAULT_HALF_LIFE = 8.0
 """Observations after which an old one counts half."""
 
@@ -89,6 +91,10 @@ class OnlineCosts:
     observation is clipped to a factor of ``MAX_OBSERVED_RATIO`` either way, the whole to ``MAX_SCALE``; one
     that is not a positive number teaches nothing. Safe to use from several threads.
 
+    And the overhead of a restore: the mean of what restores took beyond their plans, weighted alike. While
+    it keeps restores from happening nothing is learned of it, so it fades (``fade_overhead``) until one is
+    tried again.
+
     Raises:
         RestoreError: a half-life, in observations, that is not positive.
     """
@@ -102,6 +108,8 @@ class OnlineCosts:
         self._head_log = 0.0
         self._own_log = 0.0
         self._tier_logs = dict.fromkeys(costs.tiers, 0.0)
+        self._overhead_s = costs.overhead_s
+        self._num_overheads = 0
 
     def observe_head(self, predicted_s: float, measured_s: float) -> None:
         """Heads were predicted to take ``predicted_s`` and took ``measured_s``."""
@@ -120,6 +128,23 @@ class OnlineCosts:
                 raise RestoreError(f"tier {tier!r} has no costs (known: {', '.join(self._tier_logs)})")
             self._tier_logs[tier] = self._moved(self._tier_logs[tier], predicted_s, measured_s)
 
+    def observe_overhead(self, predicted_s: float, measured_s: float) -> None:
+        """A restore was planned to end after ``predicted_s`` and ended after ``measured_s``."""
+        if not (0 < predicted_s < math.inf and 0 < measured_s < math.inf):
+            return
+        limit_s = (MAX_OBSERVED_RATIO - 1) * predicted_s
+        beyond_s = min(max(measured_s - predicted_s, -limit_s), limit_s)
+        with self._lock:
+            self._num_overheads += 1
+            # The first ones count as much as each other.
+            gain = max(self._gain, 1 / self._num_overheads)
+            self._overhead_s += gain * (beyond_s - self._overhead_s)
+
+    def fade_overhead(self) -> None:
+        """A restore was given up for recomputation."""
+        with self._lock:
+            self._overhead_s *= 1 - OVERHEAD_FADING
+
     def current(self) -> RestoreCosts:
         """The costs by which to plan now."""
         with self._lock:
@@ -127,6 +152,7 @@ class OnlineCosts:
                 head=_scaled_compute(self._costs.head, math.exp(self._head_log)),
                 own=_scaled_compute(self._costs.own, math.exp(self._own_log)),
                 tiers=self._scaled_tiers(),
+                overhead_s=max(0.0, self._overhead_s),
             )
 
     def _scaled_tiers(self) -> Mapping[str, TierCost]:

@@ -43,9 +43,12 @@ class RestoreCosts:
     """All that a plan depends on beside what is stored.
 
     ``head``: a layer of the separate forward that recomputes heads. ``own``: a layer of the engine's own
-    forward, which computes the new tokens, and the whole prefix when nothing is restored. ``tiers``: by name.
+    forward, which computes the new tokens, and the whole prefix when nothing is restored. ``tiers``: by
+    name. ``overhead_s``: seconds that a restore takes beyond its pipeline, whatever the plan: threads that
+    start, streams that get in each other's way.
     """
 
     head: ComputeCost
     own: ComputeCost
     tiers: Mapping[str, TierCost]
+    overhead_s: float = 0.0

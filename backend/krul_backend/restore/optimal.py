@@ -39,6 +39,8 @@ class Solution:
 class OptimalPlanner(RestorePlanner):
     """The plan that ends first, of all allowed head ends and recomputation.
 
+    A restore must end earlier than recomputation by its overhead (``RestoreCosts.overhead_s``), too.
+
     Within ``tolerance``, relative, wherever the proof succeeds; ``solve`` says how far it came. Three steps,
     each only if the one before did not prove enough: a lower bound by duality and the best head ends between
     those that come with it; their steps moved; a search over all head ends, layer by layer, that keeps
@@ -69,7 +71,8 @@ class OptimalPlanner(RestorePlanner):
         has_every_page = num_pages <= _MAX_PAGES or self.tolerance == 0
         tables = DualTables(timing, make_levels(timing, max(num_pages, 1) if has_every_page else _MAX_CELLS))
         dual = tables.solve(self.tolerance)
-        if recompute.end_s <= dual.bound_s:
+        overhead_s = problem.costs.overhead_s
+        if recompute.end_s <= dual.bound_s + overhead_s:
             return Solution(recompute, recompute.end_s)
 
         best = BestHeads(timing)
@@ -93,6 +96,6 @@ class OptimalPlanner(RestorePlanner):
                 bound_s = max(bound_s, searched_s)
             else:
                 move_steps(best, goal_s, _MAX_ROUNDS)
-        if recompute.end_s < best.end_s:
+        if recompute.end_s < best.end_s + overhead_s:
             return Solution(recompute, min(bound_s, recompute.end_s))
         return Solution(timing.plan(best.head_ends), bound_s)
