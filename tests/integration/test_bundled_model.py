@@ -25,7 +25,7 @@ def server() -> Iterator[ServerProcess]:
         *("--dtype", "float32"),
         *("--page-size", "16"),
         *("--max-total-tokens", "2048"),
-        *("--unified-cache-external-linker-config", '{"host_memory": "256MiB"}'),
+        *("--unified-cache-external-linker-config", '{"host_memory": "256MiB", "planner": "full-load"}'),
         "--enable-cache-report",
         *KRUL,
     )
