@@ -143,8 +143,8 @@ class SelftestResult:
             hint = (
                 f"{self.again.device_tokens} were still in the device pool"
                 if self.again.device_tokens > self.again.host_tokens
-                else "the rest was computed again: the planner does that where it is faster, which /server_info "
-                "counts under krul.restore.plans.refused; a longer prompt is loaded sooner"
+                else "the rest was computed again: the planner does that where it is faster, and /server_info "
+                "counts it under krul.restore.plans.refused; a longer prompt is loaded sooner"
             )
             return (
                 f"FAILED: the second run took only {taken} from host memory, where "
