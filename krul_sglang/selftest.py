@@ -143,7 +143,7 @@ class SelftestResult:
             hint = (
                 f"{self.again.device_tokens} were still in the device pool"
                 if self.again.device_tokens > self.again.host_tokens
-                else "the rest was computed again: the planner does that where it is faster, and /server_info "
+                else "the rest was computed again: the planner does that if it is faster, and /server_info "
                 "counts it under krul.restore.plans.refused; a longer prompt is loaded sooner"
             )
             return (
