@@ -153,7 +153,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             gate=self._gate,
         )
         self.codec = codec
-        faults = FaultInjection(parts.config, self.model.tp_rank, self._pool.num_layers)
+        faults = FaultInjection(parts.config, self.model.tp_rank, self.model.tp_size, self._pool.num_layers)
         self.loader = LayerWiseLoader(
             self._store,
             self._pool,
