@@ -28,11 +28,13 @@ from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.error_budget import ErrorBudget, table_path
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.layer_maps import TOKENS_PER_CHANNEL, LayerMapLearner, layer_maps_path
-from krul_sglang.engine.loading import LayerWiseLoader, Load
+from krul_sglang.engine.loading import LayerWiseLoader
 from krul_sglang.engine.offload import TurnOffloader
 from krul_sglang.engine.strategy_choice import StrategyChooser
+from krul_sglang.engine.transfer_gate import TransferGate
 from krul_sglang.engine.turn import Turn
 from tests.unit.codec_builders import rotary_table
+from tests.unit.engine_builders import PATIENCE_S, make_load
 
 PAGE_SIZE, NUM_LAYERS, NUM_SLOTS, HEAD_DIM = 4, 4, 512, 8
 WIDTH = 2 * HEAD_DIM
@@ -381,7 +383,7 @@ def test_the_budget_stores_predicted_pairs_once_there_are_maps(bench: Bench, tmp
     chooser = StrategyChooser(budget, bench.pool, agreement, num_heads=1)
     store = HostStore(1 << 22)
     offloader = TurnOffloader(store, MODEL, bench.pool, codec, chooser, max_pending_tokens=NUM_SLOTS)
-    loader = LayerWiseLoader(store, bench.pool, codec)
+    loader = LayerWiseLoader(store, bench.pool, TransferGate(), PATIENCE_S)
 
     def store_turn() -> tuple[Turn, int]:
         turn = bench.turn(num_pages=32)
@@ -407,7 +409,7 @@ def test_the_budget_stores_predicted_pairs_once_there_are_maps(bench: Bench, tmp
         expected = decode_directly(bench, codec, turn, source.manifest.codec_params)
         true = [bench.pool.gather(layer, turn.slots) for layer in range(NUM_LAYERS)]
         targets = (turn.slots + 256) % NUM_SLOTS
-        loader.queue("r", Load(lease, targets))
+        loader.queue("r", make_load(lease, codec, targets))
         assert loader.finish(loader.start())
         for layer in range(NUM_LAYERS):
             loaded = bench.pool.gather(layer, targets)
