@@ -147,10 +147,11 @@ class CostCalibration:
 
 
 def units_in_use(strategy_name: str, precision: Precision, num_layers: int) -> list[CodedUnit]:
-    """Kinds of units that a server with these options may store."""
+    """Kinds of units that a server with these options may store, each once."""
     if strategy_name == "budget":
         return [((0,), each) for each in Precision]
-    kinds: list[CodedUnit] = [((0,), Precision.NATIVE), ((0,), precision)]
+    alone = dict.fromkeys((Precision.NATIVE, precision))
+    kinds: list[CodedUnit] = [((0,), each) for each in alone]
     return kinds if strategy_name == "none" or num_layers < 2 else [*kinds, ((0, 1), precision)]
 
 

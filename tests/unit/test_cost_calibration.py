@@ -105,6 +105,7 @@ def test_decoding_is_measured_for_every_unit_in_use() -> None:
 
 def test_units_in_use_follow_the_strategy() -> None:
     native, int4 = ((0,), Precision.NATIVE), ((0,), Precision.INT4)
+    assert units_in_use("none", Precision.NATIVE, 8) == [native]
     assert units_in_use("none", Precision.INT4, 8) == [native, int4]
     assert units_in_use("krul", Precision.INT4, 8) == [native, int4, ((0, 1), Precision.INT4)]
     assert units_in_use("krul", Precision.INT4, 1) == [native, int4]
