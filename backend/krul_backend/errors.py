@@ -33,3 +33,15 @@ class StrategyError(KrulError):
 
 class RestoreError(KrulError):
     """Head ends that a restore does not allow, an unknown planner, or costs that cannot be fitted or read."""
+
+
+class TierReadError(KrulError):
+    """A segment of a lower tier cannot be had: no room for it, an error, a wrong checksum, or too slow."""
+
+
+class DaemonError(KrulError):
+    """A daemon that cannot be started, reached, trusted or understood: says where, and what to do."""
+
+
+class ProtocolError(DaemonError):
+    """A message that is no message of this protocol: what was expected, and what came."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,7 @@ from krul_backend.errors import ManifestError
 
 TokenIds = npt.NDArray[np.int32]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the manifest and of every codec's block layout; part of each model's fingerprint."""
 
 
@@ -48,6 +49,32 @@ class ModelIdentity:
 
 
 @dataclass(frozen=True, eq=False)
+class SegmentHeader:
+    """What a reader needs to know of a stored segment: a manifest without its pages and tokens.
+
+    See ``SegmentManifest`` for the fields that it has, too. ``page_size`` is in tokens.
+    """
+
+    page_size: int
+    start_token: int
+    num_tokens: int
+    codec: str
+    codec_params: dict[str, Any]
+    layer_num_bytes: tuple[int, ...]
+    layer_first_token: tuple[int, ...]
+
+    @property
+    def end_token(self) -> int:
+        """Position in the conversation right after the last token."""
+        return self.start_token + self.num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layer blocks."""
+        return sum(self.layer_num_bytes)
+
+
+@dataclass(frozen=True, eq=False)
 class SegmentManifest:
     """Describes one segment: the pages that one turn added to a conversation, and what is stored of them.
 
@@ -66,6 +93,9 @@ class SegmentManifest:
     conversation. Given as ``()``, every layer holds every token. ``layer_num_bytes[l]`` is the exact size of
     layer ``l``'s block as it is stored. Trimming a segment gives it another manifest; pages and tokens stay.
 
+    ``tenant`` names whom the segment's bytes count for (the page keys already keep tenants apart).
+    ``recompute_s``: seconds that computing the segment takes on the engine that stored it, 0 if not known.
+
     Raises:
         ManifestError: if the counts contradict each other.
     """
@@ -79,6 +109,8 @@ class SegmentManifest:
     layer_num_bytes: tuple[int, ...]
     codec_params: dict[str, Any] = field(default_factory=dict)
     layer_first_token: tuple[int, ...] = ()
+    tenant: str = ""
+    recompute_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layer_first_token:
@@ -108,6 +140,8 @@ class SegmentManifest:
             raise ManifestError(
                 f"{len(self.layer_first_token)} first tokens for a model of {self.model.num_layers} layers"
             )
+        if not 0.0 <= self.recompute_s < math.inf:
+            raise ManifestError(f"computing a segment cannot take {self.recompute_s} s")
         for layer, (first, size) in enumerate(zip(self.layer_first_token, self.layer_num_bytes, strict=True)):
             if not self.start_token <= first <= self.end_token:
                 raise ManifestError(
@@ -119,6 +153,19 @@ class SegmentManifest:
                     f"layer {layer} holds {self.end_token - first} tokens in {size} bytes: "
                     "exactly the blocks of no tokens are empty"
                 )
+
+    @cached_property
+    def header(self) -> SegmentHeader:
+        """What a reader needs of this."""
+        return SegmentHeader(
+            page_size=self.model.page_size,
+            start_token=self.start_token,
+            num_tokens=self.num_tokens,
+            codec=self.codec,
+            codec_params=self.codec_params,
+            layer_num_bytes=self.layer_num_bytes,
+            layer_first_token=self.layer_first_token,
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -5,15 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.restore.costs import TierCost
+from krul_backend.segment import ModelIdentity, SegmentHeader, SegmentManifest, TokenIds
+from krul_backend.store.arrival import LayerStatus
 
 Block = npt.NDArray[np.uint8]
 """A writable or read-only view of ``[num_bytes]`` bytes inside the arena, or an array of no bytes."""
+
+DRAM_TIER = "dram"
+
+
+class Span(NamedTuple):
+    """Where a block lies: bytes ``[offset, offset + num_bytes)`` of the arena."""
+
+    offset: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,30 +32,41 @@ class Reservation:
     """Space for one segment that nobody can see yet: one block per layer, of exactly the bytes asked for.
 
     The holder writes the blocks, then commits or aborts. Until then the bytes belong to the holder.
+    ``spans[l]`` is where ``blocks[l]`` lies.
     """
 
     reservation_id: int
     blocks: tuple[Block, ...]
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentSlice:
     """The pages ``[first_page, end_page)`` of one stored segment, pinned by a lease.
 
-    ``blocks[l]`` is all that is stored of layer ``l``, from token ``manifest.layer_first_token[l]`` on, which
-    need not be all of these pages: the codec knows where in it a page lies. Neither changes while leased.
+    ``blocks[l]`` is all that is stored of layer ``l``, from token ``header.layer_first_token[l]`` on, which
+    need not be all of these pages: the codec knows where in it a page lies. ``spans[l]`` is where it lies.
+    Neither changes while leased. ``checksums[l]`` is its XXH3 (64 bit): **the reader compares it** before it
+    uses a byte of the block (see ``block_checksum``), and reports a difference with ``report_damage``.
+
+    ``tier`` is where the bytes come from. Of another tier than DRAM there are no blocks and no spans before
+    ``KVStore.fetch``; after it, ``status`` says which layers have landed (None: all have).
     """
 
     segment_id: int
-    manifest: SegmentManifest
+    header: SegmentHeader
+    tier: str
     blocks: tuple[Block, ...]
+    spans: tuple[Span, ...]
+    checksums: tuple[int, ...]
     first_page: int
     end_page: int
+    status: LayerStatus | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Lease:
-    """A restorable prefix: ``num_pages`` consecutive pages, verified and pinned until released.
+    """A restorable prefix: ``num_pages`` consecutive pages, pinned until released.
 
     ``slices`` are in conversation order and cover exactly the leased pages.
     """
@@ -53,13 +75,52 @@ class Lease:
     num_pages: int
     slices: tuple[SegmentSlice, ...]
 
+    @property
+    def is_in_dram(self) -> bool:
+        """Whether every slice has its blocks: nothing to fetch."""
+        return all(part.tier == DRAM_TIER for part in self.slices)
+
 
 @dataclass(frozen=True, eq=False)
 class PathSegment:
     """A committed segment on the path of a conversation, as it was when asked for. Not pinned."""
 
     segment_id: int
-    manifest: SegmentManifest
+    header: SegmentHeader
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """A snapshot of a tier below DRAM. ``used_bytes + free_bytes == capacity_bytes`` at any moment.
+
+    ``used_bytes`` is what the tier takes, dead records and headers included; ``stored_bytes`` counts the
+    blocks of the segments that can be found. ``queued_*`` wait to be written. ``skipped_segments`` were not
+    written because the tier was behind, full or suspended. ``failed_reads`` and ``failed_writes`` count errors
+    of the medium, ``slow_reads`` those that were given up for taking too long, ``corrupted_segments`` wrong
+    checksums. While ``is_suspended``, the tier is left alone for a while after errors.
+    """
+
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+    free_bytes: int
+    stored_bytes: int
+    num_segments: int
+    num_pages: int
+    queued_segments: int
+    queued_bytes: int
+    written_segments: int
+    written_bytes: int
+    skipped_segments: int
+    read_segments: int
+    read_bytes: int
+    evicted_segments: int
+    evicted_bytes: int
+    corrupted_segments: int
+    failed_reads: int
+    slow_reads: int
+    failed_writes: int
+    is_suspended: bool
 
 
 @dataclass(frozen=True)
@@ -71,18 +132,24 @@ class StoreStats:
     committed segments in the index only, without alignment; ``num_pages`` counts a page once, however many
     segments hold it. ``trimmed_segments`` counts the calls of ``trim`` that dropped bytes, ``trimmed_bytes``
     those bytes, without alignment. ``lookups`` counts calls of ``lease``, ``hit_pages`` and ``missed_pages``
-    the pages that they asked for.
+    the pages that they asked for; ``tier_hit_pages`` the hits by tier. ``fetched_segments`` came from a lower
+    tier, ``failed_fetches`` should have. ``pinned_bytes`` are kept by ``pin``.
+
+    Of the free space, ``largest_free_bytes`` are in one piece and ``num_free_ranges`` pieces there are.
     """
 
     capacity_bytes: int
     used_bytes: int
     free_bytes: int
+    largest_free_bytes: int
+    num_free_ranges: int
     stored_bytes: int
     stored_tokens: int
     num_segments: int
     num_pages: int
     num_leases: int
     num_reservations: int
+    pinned_bytes: int
     committed_segments: int
     evicted_segments: int
     evicted_bytes: int
@@ -94,6 +161,10 @@ class StoreStats:
     lookups: int
     hit_pages: int
     missed_pages: int
+    tier_hit_pages: Mapping[str, int]
+    fetched_segments: int
+    failed_fetches: int
+    tiers: tuple[TierStats, ...]
 
 
 @dataclass(frozen=True)
@@ -101,18 +172,31 @@ class SegmentInfo:
     """One line of ``list``: a committed segment as an operator wants to see it.
 
     ``codec_params`` are the manifest's: the strategy it was stored with, among others. Never change them.
+    ``tiers`` are all that hold it; ``pinned_s`` is how long a pin will still keep it.
     """
 
     segment_id: int
     model: str
     fingerprint: str
+    tenant: str
     start_token: int
     num_tokens: int
     num_bytes: int
     codec: str
     codec_params: Mapping[str, Any]
+    tiers: tuple[str, ...]
     num_leases: int
     idle_s: float
+    pinned_s: float
+
+
+@dataclass(frozen=True)
+class DamageReport:
+    """Result of ``verify``: blocks read, and the ids of segments that were taken out for a wrong checksum."""
+
+    num_blocks: int
+    num_bytes: int
+    bad_segments: tuple[int, ...]
 
 
 class KVStore(ABC):
@@ -123,16 +207,16 @@ class KVStore(ABC):
 
     @abstractmethod
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
-        """The maximal runs of ``page_keys`` (as index ranges, ascending) that are not stored."""
+        """The maximal runs of ``page_keys`` (as index ranges, ascending) that no tier is known to hold."""
 
     @abstractmethod
-    def reserve(self, layer_num_bytes: Sequence[int]) -> Reservation | None:
+    def reserve(self, layer_num_bytes: Sequence[int], tenant: str = "") -> Reservation | None:
         """Take space for a segment, evicting idle segments if needed.
 
-        Returns None, and counts it, when the space cannot be had (larger than the arena, or everything
-        else is leased or reserved). Never takes the arena past its capacity. When it returns None nothing
-        was evicted in vain if that could be known beforehand. Blocks may have no bytes, all of them too: of a
-        layer of which nothing is stored.
+        Returns None, and counts it, when the space cannot be had (larger than the arena or the tenant's
+        quota, or everything else is leased, pinned or reserved). Never takes the arena past its capacity.
+        When it returns None nothing was evicted in vain if that could be known beforehand. Blocks may have no
+        bytes, all of them too: of a layer of which nothing is stored.
 
         Raises:
             ValueError: if there is no block, or one of fewer than no bytes.
@@ -140,7 +224,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def commit(self, reservation: Reservation, manifest: SegmentManifest) -> int:
-        """Publish a written reservation: checksums are taken now, then its pages become visible at once.
+        """Publish a written reservation: its pages become visible at once, its checksums are taken.
 
         Pages that somebody else committed in the meantime keep their first copy; a segment that brings no
         new page at all is dropped and its space freed. The blocks must not be written from the call on: an
@@ -159,30 +243,52 @@ class KVStore(ABC):
 
     @abstractmethod
     def lease(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Lease | None:
-        """Pin the longest stored prefix of ``page_keys`` whose token ids and checksums are right.
+        """Pin the longest stored prefix of ``page_keys``, over all tiers, whose token ids are right.
 
         ``token_ids`` are the ``len(page_keys) * page_size`` tokens that the keys stand for. The first key may
         be anywhere in its conversation; each further slice must start at the position where the one before
         it ended. The prefix ends before a page whose token ids or position contradict its key, which is
-        counted in ``token_mismatches``. The bytes of every block are verified before the lease is given; a
-        segment with a wrong checksum is taken out of the index, counted, and freed as soon as no lease needs
-        it. Returns None if not one page is usable. A lease counts as use: its segments become the most
-        recently used ones. A page is found whether or not every layer holds its tokens: see the manifests.
+        counted in ``token_mismatches``. Returns None if not one page is usable. A lease counts as use: its
+        segments become the most recently used ones. A page is found whether or not every layer holds its
+        tokens: see the headers. **Bytes are not verified here**: see ``SegmentSlice.checksums``.
 
         Raises:
             ValueError: if ``token_ids`` does not have ``len(page_keys) * page_size`` elements.
         """
 
     @abstractmethod
+    def fetch(self, lease: Lease) -> tuple[SegmentSlice, ...]:
+        """The lease's slices, all with blocks: what lies in a lower tier starts to come into DRAM.
+
+        Does not wait for bytes. Layers land in ascending order; ``SegmentSlice.status`` tells. What was
+        fetched stays in DRAM as an ordinary segment, pinned by the lease until it is released.
+
+        Raises:
+            TierReadError: there is no room in DRAM, or the tier cannot be read.
+            KeyError: the lease is unknown or was released.
+        """
+
+    @abstractmethod
+    def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
+        """Start to bring into DRAM what ``lease`` would find in lower tiers; pages that are on their way.
+
+        Stops where DRAM has no room. Arguments as for ``lease``.
+        """
+
+    @abstractmethod
+    def report_damage(self, segment_id: int) -> bool:
+        """Tell that a leased block had a wrong checksum; the store looks itself, and quarantines it if so."""
+
+    @abstractmethod
     def path_segments(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[PathSegment]:
-        """The segments that hold ``page_keys``, each once, in the order of their first page among them.
+        """The segments in DRAM that hold ``page_keys``, each once, in the order of their first page among them.
 
         Keys that are not stored are passed over. No use of the segments: nothing is pinned or verified.
         """
 
     @abstractmethod
     def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
-        """Drop the first tokens of a segment's blocks; returns how many bytes went, without alignment.
+        """Drop the first tokens of a segment's blocks in DRAM; returns how many bytes went, without alignment.
 
         Layer ``l`` then holds the tokens from ``layer_first_token[l]`` (a position in the conversation) on,
         in the last ``layer_num_bytes[l]`` bytes of its block. The codec knows which these are
@@ -192,7 +298,7 @@ class KVStore(ABC):
         Nothing changes, and 0 is returned, when the segment is gone, pinned by a lease or another reader, or
         shared: another indexed segment holds one of its pages, more than one continues it, or one does so
         before its last page. A block that loses a part has its checksum verified first; if it is wrong, the
-        segment leaves the index as in ``lease``.
+        segment leaves the index.
 
         Raises:
             ManifestError: there are no such layers, tokens or sizes in the segment.
@@ -203,19 +309,42 @@ class KVStore(ABC):
         """Unpin. Raises KeyError when the lease is unknown or released before."""
 
     @abstractmethod
+    def pin(self, model: ModelIdentity, page_keys: Sequence[str], ttl_s: float) -> int:
+        """Keep the stored segments of ``page_keys`` in DRAM for ``ttl_s`` seconds; returns their pages.
+
+        A later pin replaces an earlier one, also by less time. Pinned bytes are bounded by a share of the
+        arena; what is beyond it is not pinned.
+
+        Raises:
+            ValueError: ``ttl_s`` is not a positive, finite number.
+        """
+
+    @abstractmethod
+    def unpin(self, model: ModelIdentity, page_keys: Sequence[str]) -> int:
+        """End a pin at once; returns the pages whose segments were pinned."""
+
+    @abstractmethod
+    def tier_costs(self) -> Mapping[str, TierCost]:
+        """What reading from each lower tier into DRAM costs, measured, by the tier's name."""
+
+    @abstractmethod
     def stats(self) -> StoreStats: ...
 
     @abstractmethod
     def list_segments(self) -> list[SegmentInfo]: ...
 
     @abstractmethod
-    def verify(self) -> list[int]:
-        """Check every committed block; take bad segments out as ``lease`` does; return their ids."""
+    def verify(self) -> DamageReport:
+        """Check every committed block of every local tier; take bad segments out of their tier's index."""
+
+    @abstractmethod
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything committed before is as durable as the tiers make it; False if it took longer."""
 
     @abstractmethod
     def clear(self, model: ModelIdentity | None = None) -> None:
-        """Forget every segment (of one model, or of all). Leased segments leave the index at once and their
-        space when the last lease is released. Reservations made before, for that model, may still be
+        """Forget every segment (of one model) in every tier, durably; leased ones keep their bytes, and free
+        their space when the last lease is released. Reservations made before, for that model, may still be
         written and committed by a copy thread: such a commit must not resurrect anything, so it drops the
         segment instead (it returns an id, and nothing becomes visible)."""
 
