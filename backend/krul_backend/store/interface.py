@@ -95,7 +95,7 @@ class TierStats:
 
     ``used_bytes`` is what the tier takes, dead records and headers included; ``stored_bytes`` counts the
     blocks of the segments that can be found. ``queued_*`` wait to be written. ``skipped_segments`` were not
-    written because the tier was behind, full or suspended. ``failed_reads`` and ``failed_writes`` count errors
+    written because the tier was behind, full or suspended. ``failed_reads`` and ``failed_writes`` are errors
     of the medium, ``slow_reads`` those that were given up for taking too long, ``corrupted_segments`` wrong
     checksums. While ``is_suspended``, the tier is left alone for a while after errors.
     """
@@ -281,14 +281,14 @@ class KVStore(ABC):
 
     @abstractmethod
     def path_segments(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[PathSegment]:
-        """The segments in DRAM that hold ``page_keys``, each once, in the order of their first page among them.
+        """The segments in DRAM that hold ``page_keys``, each once, ordered by first page.
 
         Keys that are not stored are passed over. No use of the segments: nothing is pinned or verified.
         """
 
     @abstractmethod
     def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
-        """Drop the first tokens of a segment's blocks in DRAM; returns how many bytes went, without alignment.
+        """Drop the first tokens of a segment's blocks in DRAM; returns the bytes that went, without alignment.
 
         Layer ``l`` then holds the tokens from ``layer_first_token[l]`` (a position in the conversation) on,
         in the last ``layer_num_bytes[l]`` bytes of its block. The codec knows which these are
@@ -339,7 +339,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything committed before is as durable as the tiers make it; False if it took longer."""
+        """Wait until everything committed before is as durable as the tiers make it; False if it is late."""
 
     @abstractmethod
     def clear(self, model: ModelIdentity | None = None) -> None:
