@@ -41,16 +41,16 @@ def trim_path(
         CodecError: a segment whose parameters ``codec`` cannot read, or heads of another number of layers.
     """
     for segment in store.path_segments(model, page_keys):
-        manifest = segment.manifest
+        header = segment.header
         if all(
-            first_token >= min(head_end, manifest.end_token)
-            for first_token, head_end in zip(manifest.layer_first_token, head_ends, strict=True)
+            first_token >= min(head_end, header.end_token)
+            for first_token, head_end in zip(header.layer_first_token, head_ends, strict=True)
         ):
             continue
         decoder = codec.open(
-            manifest.codec_params, start_token=manifest.start_token, num_tokens=manifest.num_tokens
+            header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
         )
         # Heads may have become shorter since the last turn: what is gone stays gone.
-        kept_from = tuple(map(max, decoder.kept_from(head_ends), manifest.layer_first_token))
-        if kept_from != manifest.layer_first_token:
+        kept_from = tuple(map(max, decoder.kept_from(head_ends), header.layer_first_token))
+        if kept_from != header.layer_first_token:
             store.trim(segment.segment_id, kept_from, decoder.kept_num_bytes(kept_from))

@@ -13,6 +13,7 @@ from krul_backend.restore.calibration import OnlineCosts
 from krul_backend.restore.cost_file import load_costs, save_costs
 from krul_backend.restore.costs import RestoreCosts
 from krul_backend.restore.registry import make_planner
+from krul_backend.store.interface import DRAM_TIER
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.cost_calibration import CostCalibration, units_in_use
@@ -22,7 +23,7 @@ from krul_sglang.engine.linker import EngineParts, Restore
 from krul_sglang.engine.planned_allocation import PlannedAllocation
 from krul_sglang.engine.radix_cache import KrulRadixCache
 from krul_sglang.engine.restore_forward import RestoreForward
-from krul_sglang.engine.restore_planning import HOST_TIER, RestorePlanning
+from krul_sglang.engine.restore_planning import RestorePlanning
 from krul_sglang.engine.restore_trace import TraceLog
 from krul_sglang.engine.start_proof import HeadProof, prove_heads
 from krul_sglang.engine.unsupported import UnsupportedSetupError
@@ -50,7 +51,7 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
     # Pairs are measured as pairs with shared directions; those that are predicted need maps of the model.
     codec = SegmentCodec(pool.shape, pool.num_layers, parts.rotary)
     units = units_in_use(config.strategy, Precision(config.precision), pool.num_layers)
-    decode_costs = calibration.decode_costs(codec, units, costs.tiers[HOST_TIER])
+    decode_costs = calibration.decode_costs(codec, units, costs.tiers[DRAM_TIER])
     online = OnlineCosts(costs)
     planner = make_planner(config.planner)
     linker = cache.krul_linker
@@ -64,8 +65,9 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
         page_size=parts.model.page_size,
         max_head_tokens=config.max_head_tokens,
         max_new_tokens=chunk_tokens,
+        tier_costs=parts.connection.store.tier_costs,
     )
-    traces = TraceLog(online, HOST_TIER, pool.num_layers)
+    traces = TraceLog(online, pool.num_layers)
     forward = RestoreForward(
         linker.loader,
         heads,
@@ -137,7 +139,7 @@ def _chunk_tokens(chunked_prefill_size: int | None) -> int:
 
 
 def _log(config: KrulConfig, costs: RestoreCosts) -> None:
-    tier = costs.tiers[HOST_TIER]
+    tier = costs.tiers[DRAM_TIER]
     logger.info(
         "krul: planner %s; per layer and 1000 tokens: prefill %.2f ms, head %.2f ms; loading %.2f GB/s",
         config.planner,

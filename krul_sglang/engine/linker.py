@@ -17,7 +17,6 @@ from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.errors import CodecError
 from krul_backend.memory import format_bytes
 from krul_backend.segment import ModelIdentity, TokenIds
-from krul_backend.store.host_store import HostStore
 from krul_backend.store.interface import Lease
 from krul_backend.strategy.registry import SelectorOptions, make_selector
 from krul_backend.strategy.strategy import Precision
@@ -31,16 +30,16 @@ from krul_sglang.engine.layer_maps import LayerMapLearner, layer_maps_path
 from krul_sglang.engine.load_batch import Load
 from krul_sglang.engine.loading import LayerWiseLoader
 from krul_sglang.engine.offload import TurnOffloader
-from krul_sglang.engine.pinned_arena import PinnedArena
 from krul_sglang.engine.probing import Prober
 from krul_sglang.engine.restore_forward import RestoreForward
 from krul_sglang.engine.restore_planning import RestorePlanning
 from krul_sglang.engine.restore_trace import TraceLog
 from krul_sglang.engine.segment_reader import OpenSlice
 from krul_sglang.engine.start_proof import HeadProof
+from krul_sglang.engine.store_connection import StoreConnection
 from krul_sglang.engine.strategy_choice import SelectorDecision, StrategyChooser
 from krul_sglang.engine.transfer_gate import TransferGate
-from krul_sglang.engine.turn import StoredPath, Turn
+from krul_sglang.engine.turn import StoredPath, Turn, TurnOwner
 from krul_sglang.engine.turn_capture import TurnCapture
 
 logger = logging.getLogger(__name__)
@@ -50,14 +49,14 @@ logger = logging.getLogger(__name__)
 class EngineParts:
     """What ``factory.py`` found out about this rank's engine; SGLang hands it on as ``params.krul_parts``.
 
-    ``capacity_bytes`` of host memory; ``rotary`` is None if keys must keep their rotary embedding,
+    ``connection`` is this rank's way to the daemon; the linker closes it. ``rotary`` is None if keys must keep their rotary embedding,
     ``capture`` if no attention is observed. ``agreement`` joins the threads of all ranks that store turns,
     ``restore_agreement`` their scheduler threads.
     """
 
     config: KrulConfig
     model: ModelIdentity
-    capacity_bytes: int
+    connection: StoreConnection
     rotary: RotaryTable | None
     capture: TurnCapture | None
     agreement: RankAgreement
@@ -119,8 +118,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: kv_pool}
         self._pool = DevicePool(kv_pool)
-        self._store = HostStore(parts.capacity_bytes)
-        self._pinned = PinnedArena(self._store.buffer, self._pool.device)
+        self._connection = parts.connection
+        self._store = parts.connection.store
         self._capture = parts.capture
         self._gate = TransferGate()
         self._budget = None
@@ -167,12 +166,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._expected_tokens: dict[str, Callable[[], TokenIds]] = {}
         shape = self._pool.shape
         token_bytes = (shape.k_token_bytes + shape.v_token_bytes) * self._pool.num_layers
+        capacity_bytes = self._store.stats().capacity_bytes // self.model.tp_size
         logger.info(
-            "krul: rank %d/%d keeps up to %s of KV on host memory (%d tokens of %s before compression)",
+            "krul: rank %d/%d keeps about %s of KV on host memory (%d tokens of %s before compression)",
             self.model.tp_rank,
             self.model.tp_size,
-            format_bytes(parts.capacity_bytes),
-            parts.capacity_bytes // token_bytes,
+            format_bytes(capacity_bytes),
+            capacity_bytes // token_bytes,
             self.model.name,
         )
 
@@ -227,7 +227,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._expected_tokens[rid] = token_ids
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every restorable prefix length in pages. Verifies and pins on the first call of a request."""
+        """Every restorable prefix length in pages. Asks the daemon, which pins, on a request's first call."""
         keys = transfers[0].keys
         token_ids = self._expected_tokens.pop(rid)
         held = self._leases.get(rid)
@@ -243,6 +243,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def attach_restore(self, restore: Restore) -> None:
         """Called once, before the first request."""
         self._restore = restore
+        self._offloader.costs = restore.planning.costs
 
     def allocate_space(self, allocation: SpaceAllocation) -> None:
         """From now on leave out of segments what ``allocation`` says. Called before the first request."""
@@ -317,15 +318,21 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # ---- store ----
 
-    def offload_turn(
-        self, page_keys: list[str], token_ids: TokenIds, slots: torch.Tensor, *, rid: str, request_slot: int
-    ) -> None:
-        """Store a finished turn (see ``Turn``); completes through ``pop_completed_offload``.
-
-        ``rid`` and ``request_slot`` (its row in SGLang's request pool) name the request whose turn it was.
-        """
-        attention = None if self._capture is None else self._capture.take(rid, request_slot)
-        self._offloader.submit(Turn(page_keys, token_ids, slots, self.record_offload_ready(), attention))
+    def offload_turn(self, path: StoredPath, owner: TurnOwner) -> None:
+        """Store a finished turn (see ``Turn``); completes through ``pop_completed_offload``."""
+        capture = self._capture
+        attention = None if capture is None else capture.take(owner.rid, owner.request_slot)
+        self._offloader.submit(
+            Turn(
+                path.page_keys,
+                path.token_ids,
+                path.slots,
+                self.record_offload_ready(),
+                attention,
+                owner.tenant,
+                owner.keep_s,
+            )
+        )
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Not how krul is fed: nodes know neither positions nor token ids. See ``offload_turn``."""
@@ -376,8 +383,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.loader.close()
         for rid in list(self._leases):
             self.release(rid)
-        self._pinned.close()
-        self._store.close()
+        self._connection.close()
         if self._capture is not None:
             self._capture.close()
 
@@ -387,6 +393,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "tp_rank": self.model.tp_rank,
             "tp_size": self.model.tp_size,
             **asdict(self._store.stats()),
+            "daemon": self._connection.as_dict(),
             "offload": {**asdict(self._offloader.counters), "pending": self._offloader.num_pending()},
             "compression": {
                 **self._chooser.counters.as_dict(),

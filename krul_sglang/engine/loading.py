@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 from krul_backend.store.interface import KVStore
+from krul_sglang.engine.block_checks import BlockChecks
 from krul_sglang.engine.copy_stream import CopyStream
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.load_batch import LayerTimes, Load, LoadBatch
-from krul_sglang.engine.segment_reader import SegmentReader
+from krul_sglang.engine.segment_reader import OpenSlice, SegmentReader
 from krul_sglang.engine.transfer_gate import TransferGate
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,8 @@ class LoadCounter:
 class LayerWiseLoader:
     """Fills the slots of queued loads; the forward waits for each layer through ``counter``.
 
-    A load owns its lease: it is released when the load has ended, well or not, or is cancelled.
+    A load owns its lease: it is released when the load has ended, well or not, or is cancelled. What of it
+    lies in a lower tier is fetched while its first layers are copied.
     ``before_layer(index, layer)`` is called in the loading thread before a layer of a batch is read; what it
     raises fails the batch.
     """
@@ -148,10 +151,20 @@ class LayerWiseLoader:
     def _run(self, index: int, batch: LoadBatch, ready: Sequence[Any]) -> None:
         loads = tuple(batch.loads.values())
         try:
-            with self._gate.restoring(lambda: not batch.is_abandoned), self._stream.active(ready):
+            checks = BlockChecks(self._pool.device, self._timeout_s, self._store.report_damage)
+            with (
+                closing(checks),
+                self._gate.restoring(lambda: not batch.is_abandoned),
+                self._stream.active(ready),
+            ):
                 readers = [
-                    [SegmentReader(part, load.plan.head_ends) for part in load.slices] for load in loads
+                    [SegmentReader(part, load.plan.head_ends, checks) for part in self._fetched(load)]
+                    for load in loads
                 ]
+                for layer in range(self._pool.num_layers):
+                    for of_load in readers:
+                        for reader in of_load:
+                            reader.announce(layer)
                 for layer in range(self._pool.num_layers):
                     self._before_layer(index, layer)
                     begin = batch.clock.mark()
@@ -173,6 +186,15 @@ class LayerWiseLoader:
             batch.end()
             for load in loads:
                 self._store.release(load.lease)
+
+    def _fetched(self, load: Load) -> Sequence[OpenSlice]:
+        """The load's slices with blocks: what is in a lower tier is on its way from here on."""
+        if load.lease.is_in_dram:
+            return load.slices
+        return [
+            replace(part, source=source)
+            for part, source in zip(load.slices, self._store.fetch(load.lease), strict=False)
+        ]
 
     def _write(self, layer: int, load: Load, readers: Sequence[SegmentReader]) -> None:
         first = 0
