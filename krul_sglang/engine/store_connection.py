@@ -83,6 +83,9 @@ def connect_store(
             on_arena=pinned.register,
             restart=None if daemon is None else daemon.restart,
         )
+        if not store.is_connected:
+            store.close()
+            raise DaemonError(f"no krul-backend answers in {endpoint}: is it running, as this user?")
     except BaseException:
         if daemon is not None:
             daemon.close()
