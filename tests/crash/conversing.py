@@ -1,6 +1,7 @@
-"""An engine with many conversations at once, each in a thread: every turn that was stored must come back.
+"""An engine with many conversations, some of them at once: every turn that was stored must come back.
 
-``python -m tests.crash.conversing RUNTIME_DIR ENGINE CONVERSATIONS TURNS``; prints counts as JSON when done.
+``python -m tests.crash.conversing RUNTIME_DIR ENGINE CONVERSATIONS TURNS AT_ONCE`` prints counts as JSON at its
+end.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def converse(store: DaemonStore, model: ModelIdentity, name: str, num_turns: int
 
 def main() -> None:
     runtime_dir, engine = sys.argv[1], int(sys.argv[2])
-    num_conversations, num_turns = int(sys.argv[3]), int(sys.argv[4])
+    num_conversations, num_turns, num_at_once = map(int, sys.argv[3:])
     model = model_of(engine)
     # Many threads on few cores: an answer may take its time.
     store = DaemonStore(runtime_dir, model=model, request_timeout_s=30.0)
     names = [f"{engine}/{number}" for number in range(num_conversations)]
-    with ThreadPoolExecutor(num_conversations) as threads:
+    with ThreadPoolExecutor(num_at_once) as threads:
         stored = list(threads.map(lambda name: converse(store, model, name, num_turns), names))
     store.close()
     print(orjson.dumps({"turns": sum(stored)}).decode(), flush=True)

@@ -22,7 +22,7 @@ from tests.crash.journal import ExpectedState
 
 NUM_ENGINES = 2
 _SETTLE_TIMEOUT_S = 15.0
-_DAEMON_SIZES = ("--host-memory", "12MiB", "--ssd-capacity", "4GiB")
+_DAEMON_SIZES = ("--host-memory", "12MiB", "--ssd-capacity", "16GiB")
 """Little memory, so that most of what is found comes from the disk; as much disk as is ever written."""
 
 
