@@ -1,7 +1,6 @@
 """An engine with many conversations, some of them at once: every turn that was stored must come back.
 
-``python -m tests.crash.conversing RUNTIME_DIR ENGINE CONVERSATIONS TURNS AT_ONCE`` prints counts as JSON at the
-end.
+Arguments: RUNTIME_DIR ENGINE CONVERSATIONS TURNS AT_ONCE. Prints counts as JSON at the end.
 """
 
 from __future__ import annotations
