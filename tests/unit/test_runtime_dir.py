@@ -94,7 +94,7 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
 def test_a_path_too_long_for_a_socket_says_so() -> None:
     room = MAX_SOCKET_PATH_BYTES - len("/") - len("session.sock")
     check_socket_path(Path("/" + "d" * (room - 1)))
-    with pytest.raises(DaemonError, match="108 bytes.*choose a shorter runtime directory"):
+    with pytest.raises(DaemonError, match=r"108 bytes.*choose a shorter runtime directory"):
         check_socket_path(Path("/" + "d" * room))
     with pytest.raises(DaemonError, match="choose a shorter"):
         check_socket_path(Path("/" + "é" * (room // 2 + 1)))
