@@ -70,6 +70,11 @@ class HostStore(HostLeases, HostUpkeep):
         with self._lock:
             return self._books.arena.buffer
 
+    def fileno(self) -> int:
+        """Descriptor of the arena's memory file, for other processes to map it. The arena's own."""
+        with self._lock:
+            return self._books.arena.fileno()
+
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         with self._lock:
             return self._books.index.find_missing(model, page_keys)
