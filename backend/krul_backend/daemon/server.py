@@ -23,7 +23,7 @@ from krul_backend.daemon.protocol import decode_envelope, decode_request, decode
 from krul_backend.daemon.replies import DaemonStats, ErrorCode, ErrorReply, Reply, ShutdownReply
 from krul_backend.daemon.requests import TOKEN_REQUESTS, Request, ShutdownRequest
 from krul_backend.daemon.runtime_dir import RuntimeDir
-from krul_backend.daemon.session_handlers import Answer, Deferred, SessionHandlers
+from krul_backend.daemon.session_handlers import Answer, Deferred, Lane, SessionHandlers
 from krul_backend.daemon.sessions import Session, SessionTable
 from krul_backend.errors import ManifestError, ProtocolError, StoreClosedError, TierReadError
 from krul_backend.store.interface import KVStore, Reservation
@@ -40,7 +40,7 @@ NEVER_USED_S = 60.0
 _MAX_WAIT_S = 1.0
 _MAX_BATCH = 64
 _MAX_PENDING = 256
-_NUM_SLOW_THREADS = 4
+_NUM_THREADS = {Lane.SHORT: 4, Lane.FLUSH: 2, Lane.VERIFY: 1}
 
 
 class SharedArena(Protocol):
@@ -116,7 +116,10 @@ class DaemonServer:
         self._finished: SimpleQueue[tuple[_Caller, Deferred[Any], Future[Any]]] = SimpleQueue()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_stopping = False
-        self._threads = ThreadPoolExecutor(_NUM_SLOW_THREADS, thread_name_prefix="krul-slow")
+        self._lanes = {
+            lane: ThreadPoolExecutor(num_threads, thread_name_prefix=f"krul-{lane.value}")
+            for lane, num_threads in _NUM_THREADS.items()
+        }
         self._sessions = SessionTable(
             runtime_dir.session_socket, arena.fileno(), arena.buffer.nbytes, self._end_session
         )
@@ -156,7 +159,8 @@ class DaemonServer:
 
     def close(self) -> None:
         """End the threads, after ``disconnect`` and the store's ``close``, which ends what they do."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for threads in self._lanes.values():
+            threads.shutdown(wait=True, cancel_futures=True)
         os.close(self._wakeup)
 
     def _wait_ms(self) -> int:
@@ -219,7 +223,7 @@ class DaemonServer:
             self._finish(caller, deferred, future)
             return
         self._num_pending += 1
-        future = self._threads.submit(deferred.work)
+        future = self._lanes[deferred.lane].submit(deferred.work)
         future.add_done_callback(lambda done: self._has_finished(caller, deferred, done))
 
     def _has_finished(self, caller: _Caller, deferred: Deferred[Any], future: Future[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -74,12 +75,21 @@ MAX_FLUSH_S = 600.0
 T = TypeVar("T")
 
 
+class Lane(Enum):
+    """Threads of their own, so that what takes minutes holds up only its like."""
+
+    SHORT = "short"
+    FLUSH = "flush"
+    VERIFY = "verify"
+
+
 @dataclass(frozen=True)
 class Deferred(Generic[T]):
     """Work for another thread, and what the server's thread makes of its result (or of its exception)."""
 
     work: Callable[[], T]
     finish: Callable[[Future[T]], Reply]
+    lane: Lane = Lane.SHORT
 
 
 Answer: TypeAlias = Reply | Deferred[Any]
@@ -298,6 +308,7 @@ class SessionHandlers:
         return Deferred(
             lambda: self._store.flush(timeout_s),
             lambda future: FlushReply(id=request.id, is_durable=future.result()),
+            Lane.FLUSH,
         )
 
     def _slices(self, slices: tuple[SegmentSlice, ...]) -> tuple[WireSlice, ...]:
