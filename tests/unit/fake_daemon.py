@@ -86,6 +86,9 @@ class FakeDaemon:
         self._sessions.clear()
 
     def stop(self) -> None:
+        """May be called again."""
+        if self._is_over.is_set():
+            return
         self._is_over.set()
         self._thread.join()
         self.end_sessions()

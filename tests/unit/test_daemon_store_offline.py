@@ -16,12 +16,14 @@ from krul_backend.daemon.replies import (
     ErrorReply,
     FindMissingReply,
     LeaseReply,
+    ListReply,
     ReserveReply,
     WireHeader,
     WireSlice,
 )
+from krul_backend.daemon.requests import ListRequest, Request
 from krul_backend.errors import DaemonError, ProtocolError, StoreClosedError, TierReadError
-from krul_backend.store.interface import Lease, Span
+from krul_backend.store.interface import Lease, SegmentInfo, Span
 
 MODEL = make_model()
 KEYS = page_keys("c", 0, 3)
@@ -231,6 +233,19 @@ def test_a_reservation_of_other_sizes_is_none(daemon: FakeDaemon, make_store: Ma
     store = make_store()
     assert store.reserve((10,)) is None
     wait_until(lambda: daemon.ops()[-1] == "abort")
+
+
+def test_long_lists_come_in_parts(daemon: FakeDaemon, make_store: Make) -> None:
+    infos = [SegmentInfo(i, "m", "f", "", 0, 4, 10, "raw", {}, ("dram",), 0, 0.0, 0.0) for i in range(5)]
+
+    def two_of_five(request: Request) -> ListReply:
+        assert isinstance(request, ListRequest)
+        part = infos[request.offset : request.offset + 2]
+        return ListReply(id=request.id, segments=tuple(part), num_segments=5)
+
+    daemon.answers["list"] = two_of_five
+    assert make_store().list_segments() == infos
+    assert daemon.ops().count("list") == 3
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,10 @@ class EmbeddedDaemon:
         return self._process.pid
 
     @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
     def log_path(self) -> Path:
         return self.runtime_dir / _LOG_NAME
 
