@@ -15,7 +15,7 @@ from krul_backend.errors import ConfigError, DaemonError
 
 SERVER_KEY = "server.key_secret"
 CLIENT_KEYS = "clients"
-"""In the directory of CURVE keys: the server's own pair, and a directory of the allowed clients' public keys."""
+"""In the directory of CURVE keys: the server's own pair; the public keys of the clients that are allowed."""
 
 _MAX_WAITING_REQUESTS = 128
 _MAX_WAITING_REPLIES = 1024
