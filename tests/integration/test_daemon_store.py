@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -79,7 +80,7 @@ def num_held(store: DaemonStore) -> tuple[int, int]:
 
 
 def start_client(daemon: EmbeddedDaemon, body: str) -> subprocess.Popen[str]:
-    """Another process with a ``store`` of its own. Its first line says that it did ``body``; then it waits."""
+    """Another process with a ``store`` of its own, which has done ``body`` and waits for a line."""
     script = f"""
 import sys
 from krul_backend.daemon.daemon_store import DaemonStore
@@ -168,7 +169,8 @@ def test_a_lease_crosses_segments_and_ends_at_the_first_gap(store: DaemonStore) 
     ids = [put(store, "c", first, end, seed=first)[0] for first, end in ((0, 2), (2, 5), (6, 8))]
     lease = lease_pages(store, "c", 1, 8)
     assert lease is not None
-    assert [(s.segment_id, s.first_page, s.end_page) for s in lease.slices] == [(ids[0], 1, 2), (ids[1], 0, 3)]
+    found = [(part.segment_id, part.first_page, part.end_page) for part in lease.slices]
+    assert found == [(ids[0], 1, 2), (ids[1], 0, 3)]
     store.release(lease)
 
 
@@ -203,15 +205,13 @@ def test_codec_parameters_and_partial_blocks_come_back(store: DaemonStore) -> No
     reservation = store.reserve((100, 0))
     assert reservation is not None
     whole = make_manifest("c", 0, 3, (100, 60))
-    manifest = type(whole)(
-        **{
-            **{name: getattr(whole, name) for name in whole.__dataclass_fields__},
-            "layer_num_bytes": (100, 0),
-            "layer_first_token": (4, 12),
-            "codec_params": params,
-            "tenant": "t",
-            "recompute_s": 0.25,
-        }
+    manifest = dataclasses.replace(
+        whole,
+        layer_num_bytes=(100, 0),
+        layer_first_token=(4, 12),
+        codec_params=params,
+        tenant="t",
+        recompute_s=0.25,
     )
     segment_id = store.commit(reservation, manifest)
     lease = lease_pages(store, "c", 0, 3)
@@ -278,7 +278,8 @@ def test_clear_drops_what_was_reserved_before_it(store: DaemonStore) -> None:
     put(store, "c", 0, 2)
     lease = lease_pages(store, "c", 0, 2)
     reservation = store.reserve((100, 60))
-    assert lease is not None and reservation is not None
+    assert lease is not None
+    assert reservation is not None
     before = lease.slices[0].blocks[0].tobytes()
     store.clear(MODEL)
     store.commit(reservation, make_manifest("c", 0, 2, (100, 60)))
@@ -298,7 +299,8 @@ def test_many_threads_and_another_process_see_the_same_bytes(
             for turn in range(20):
                 _, written = put(store, f"c{thread}", turn, turn + 1, seed=100 * thread + turn)
                 lease = lease_pages(store, f"c{thread}", 0, turn + 1)
-                assert lease is not None and lease.num_pages == turn + 1
+                assert lease is not None
+                assert lease.num_pages == turn + 1
                 assert tuple(block.tobytes() for block in lease.slices[-1].blocks) == written
                 store.release(lease)
         except BaseException as error:
@@ -338,7 +340,8 @@ def test_a_daemon_that_hangs_is_waited_for_once(own_daemon: EmbeddedDaemon) -> N
     put(store, "c", 0, 2)
     kept = lease_pages(store, "c", 0, 2)
     reservation = store.reserve((100, 60))
-    assert kept is not None and reservation is not None
+    assert kept is not None
+    assert reservation is not None
     os.kill(own_daemon.pid, signal.SIGSTOP)
     assert lease_pages(store, "c", 0, 2) is None
     assert store.counters.timeouts == 1
@@ -370,7 +373,8 @@ def test_a_daemon_that_is_killed_is_started_again(own_daemon: EmbeddedDaemon) ->
     _, written = put(store, "c", 0, 2)
     lease = lease_pages(store, "c", 0, 2)
     reservation = store.reserve((10, 10))
-    assert lease is not None and reservation is not None
+    assert lease is not None
+    assert reservation is not None
     os.kill(own_daemon.pid, signal.SIGKILL)
     wait_until(lambda: store.counters.reconnects == 1 and bystander.counters.reconnects == 1)
     assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
@@ -411,7 +415,8 @@ def test_the_command_lines_client(store: DaemonStore, shared_daemon: EmbeddedDae
         assert daemon.pid == shared_daemon.pid
         assert [info.segment_id for info in admin.list_segments()] == [segment_id]
         info = admin.inspect(segment_id)
-        assert info is not None and info.num_bytes == 160
+        assert info is not None
+        assert info.num_bytes == 160
         assert admin.inspect(segment_id + 1000) is None
         assert admin.verify().num_blocks == 2
 
@@ -459,7 +464,8 @@ def test_fetching_from_a_daemon_that_is_gone_is_a_read_error(own_daemon: Embedde
     lease = lease_pages(store, "c", 0, 2)
     assert lease is not None
     (part,) = lease.slices
-    far = type(lease)(lease.lease_id, 2, (type(part)(**{**vars(part), "tier": "ssd", "blocks": (), "spans": ()}),))
+    far_part = dataclasses.replace(part, tier="ssd", blocks=(), spans=())
+    far = dataclasses.replace(lease, slices=(far_part,))
     assert store.fetch(far)[0].spans == part.spans
     os.kill(own_daemon.pid, signal.SIGKILL)
     wait_until(lambda: not store.is_connected)

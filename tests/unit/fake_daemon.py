@@ -1,4 +1,4 @@
-"""A daemon in a thread that does what a test tells it: it stores nothing, and can be slow, wrong or silent."""
+"""A daemon in a thread that does what a test says: it stores nothing, and can be wrong or silent."""
 
 from __future__ import annotations
 

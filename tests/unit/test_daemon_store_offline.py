@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import time
@@ -235,6 +236,26 @@ def test_a_reservation_of_other_sizes_is_none(daemon: FakeDaemon, make_store: Ma
     wait_until(lambda: daemon.ops()[-1] == "abort")
 
 
+def test_threads_that_end_leave_no_descriptors(daemon: FakeDaemon, make_store: Make) -> None:
+    store = make_store()
+
+    def ask_in_a_thread() -> None:
+        thread = threading.Thread(target=lambda: store.find_missing(MODEL, KEYS))
+        thread.start()
+        thread.join()
+
+    def num_descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    ask_in_a_thread()
+    before = num_descriptors()
+    for _ in range(30):
+        ask_in_a_thread()
+    assert daemon.ops().count("find_missing") == 31
+    # ZeroMQ closes in its own thread.
+    wait_until(lambda: num_descriptors() <= before + 3)
+
+
 def test_long_lists_come_in_parts(daemon: FakeDaemon, make_store: Make) -> None:
     infos = [SegmentInfo(i, "m", "f", "", 0, 4, 10, "raw", {}, ("dram",), 0, 0.0, 0.0) for i in range(5)]
 
@@ -322,7 +343,8 @@ def test_a_session_that_ends_is_replaced_and_its_arrays_stay(daemon: FakeDaemon,
     store = make_store(on_arena=arenas.append, restart=lambda: restarts.append(None))
     first = store.reserve((4, 4))
     second = store.reserve((4, 4))
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     first.blocks[0][:] = 5
     daemon.end_sessions()
     wait_until(lambda: store.counters.reconnects == 1)
@@ -359,7 +381,8 @@ def test_after_close_only_release_and_abort_are_silent(daemon: FakeDaemon, make_
     daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=(SLICE,))
     store = make_store()
     lease, reservation = store.lease(MODEL, KEYS, TOKENS), store.reserve((10, 10))
-    assert lease is not None and reservation is not None
+    assert lease is not None
+    assert reservation is not None
     store.close()
     store.close()
     store.release(lease)
