@@ -13,7 +13,6 @@ from krul_backend.errors import ConfigError
 from krul_backend.store.host_store import HostStore
 from krul_backend.store.interface import KVStore
 from krul_backend.store.policy_registry import make_policy
-from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.lower_tier import LowerTier
 
 
@@ -38,14 +37,12 @@ def build_store(config: DaemonConfig) -> BuiltStore:
     try:
         if config.ssd_dir is not None:
             tiers.append(_ssd_tier(config, config.ssd_dir))
-        if config.mooncake is not None:
-            tiers.append(_mooncake_tier(config.mooncake, host))
     except BaseException:
         for tier in tiers:
             tier.close()
         host.close()
         raise
-    return BuiltStore(TieredStore(host, tiers), host, may_lookup_wait=config.mooncake is not None)
+    return BuiltStore(host, host, may_lookup_wait=config.mooncake is not None)
 
 
 def _ssd_tier(config: DaemonConfig, directory: Path) -> LowerTier:
