@@ -194,8 +194,8 @@ class KrulConfig:
         "",
         _parse_optional_text,
         "the runtime directory of a running krul-backend, or empty",
-        "The daemon to join. Empty: the server starts one of its own, which ends with it. Options marked "
-        "*daemon* are then those of that daemon, and refused here.",
+        "The daemon to join; options marked *daemon* are then its own, and refused here. Empty: the server "
+        "starts one, which ends with it.",
     )
     ssd_dir: str = _option(
         "",

@@ -14,14 +14,13 @@ import torch
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.store.host_store import HostStore
 from krul_backend.strategy.strategy import Strategy
 from krul_sglang.engine import load_batch
 from krul_sglang.engine.load_batch import Load, LoadBatch, LoadFailedError
 from krul_sglang.engine.loading import LayerWiseLoader
 from krul_sglang.engine.transfer_gate import TransferGate
 from tests.unit.codec_builders import encode_all, random_layers
-from tests.unit.engine_builders import PATIENCE_S, TensorPool, in_threads, layer_times, make_load
+from tests.unit.engine_builders import PATIENCE_S, TensorPool, in_threads, layer_times, make_load, make_store
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 3
@@ -259,7 +258,7 @@ class Rig:
 
     def __init__(self, timeout_s: float) -> None:
         self.gate = TransferGate(max_wait_s=PATIENCE_S)
-        self.store = HostStore(1 << 20)
+        self.store = make_store(1 << 20)
         self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, num_slots=64)
         self.codec = SegmentCodec(SHAPE, NUM_LAYERS, None)
         self.layers = random_layers(SHAPE, NUM_LAYERS, NUM_TOKENS)
