@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,6 +76,12 @@ def make_trace(*forecasts: Forecast, has_heads: bool = True, end_s: float | None
     return trace
 
 
+def lie_in(trace: RestoreTrace, *tiers: str) -> None:
+    """Let the first load have slices in these tiers."""
+    slices: Any = tuple(SimpleNamespace(source=SimpleNamespace(tier=tier)) for tier in tiers)
+    trace.batch.loads = {**trace.batch.loads, "r0": replace(trace.batch.loads["r0"], slices=slices)}
+
+
 def test_costs_learn_the_work_of_each_stream_without_its_waits() -> None:
     log, costs = make_log()
     log.add(make_trace(Forecast(1.0, 2.0), Forecast(0.5, 0.25)))
@@ -105,6 +113,32 @@ def test_what_a_plan_did_not_have_teaches_nothing() -> None:
     log.add(make_trace(Forecast(0.0, 2.0), has_heads=False))
     log.settle()
     assert [name for name, *_ in costs.observed] == [DRAM_TIER, "overhead"]
+
+
+def test_a_load_from_a_lower_tier_teaches_about_that_tier_alone() -> None:
+    """Nothing about the overhead either: how long a tier takes to answer is not the restore's."""
+    log, costs = make_log()
+    for tiers in ((DRAM_TIER, "ssd"), ("ssd",), (DRAM_TIER,)):
+        trace = make_trace(Forecast(0.0, 2.0))
+        lie_in(trace, *tiers)
+        log.add(trace)
+    log.settle()
+    assert costs.observed == [
+        ("ssd", 2.0, 5.0),
+        ("ssd", 2.0, 5.0),
+        (DRAM_TIER, 2.0, 5.0),
+        ("overhead", 1.0, 9.0),
+    ]
+    assert [trace["requests"][0]["tiers"] for trace in log.as_list()] == [["dram", "ssd"], ["ssd"], ["dram"]]
+
+
+def test_a_load_from_two_lower_tiers_teaches_about_neither() -> None:
+    log, costs = make_log()
+    trace = make_trace(Forecast(1.0, 2.0))
+    lie_in(trace, "mooncake", DRAM_TIER, "ssd")
+    log.add(trace)
+    log.settle()
+    assert costs.observed == [("head", 1.0, 4.0)]
 
 
 def test_restores_settle_in_order_when_the_device_has_come_by() -> None:
