@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from krul_backend.errors import KrulError
+from krul_backend.store.hashing import block_checksum
 from krul_backend.store.interface import SegmentSlice
-from krul_backend.store.stored_segment import block_checksum
 
 
 class DamagedBlockError(KrulError):

@@ -14,8 +14,8 @@ import torch
 
 from krul_backend.errors import TierReadError
 from krul_backend.store.arrival import FAILED, LANDED, PENDING, LayerStatus
+from krul_backend.store.hashing import block_checksum
 from krul_backend.store.interface import Block, SegmentSlice
-from krul_backend.store.stored_segment import block_checksum
 from krul_sglang.engine import block_checks
 from krul_sglang.engine.block_checks import BlockChecks, DamagedBlockError
 from tests.unit.engine_builders import PATIENCE_S, in_threads
