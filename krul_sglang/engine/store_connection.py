@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -130,7 +131,7 @@ def daemon_arguments(config: KrulConfig, arena_bytes: int) -> list[str]:
     arguments += ["--tenant-quota", str(config.tenant_quota), "--metrics-port", str(config.metrics_port)]
     arguments += ["--ssd-timeout", str(config.ssd_timeout)]
     if config.ssd_dir:
-        arguments += ["--ssd-dir", config.ssd_dir]
+        arguments += ["--ssd-dir", str(Path(config.ssd_dir).expanduser())]
     if config.ssd_capacity is not None:
         # Without a directory, too: the daemon refuses that, and says why.
         arguments += ["--ssd-capacity", str(config.ssd_capacity)]

@@ -65,6 +65,17 @@ def test_a_daemon_is_told_every_option_that_is_its_own() -> None:
     ]
 
 
+def test_a_directory_in_the_users_home_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert ("--ssd-dir", "/home/somebody/kv") in options(daemon_arguments(KrulConfig(ssd_dir="~/kv"), GIB))
+
+
+def test_a_capacity_without_a_directory_is_the_daemons_to_refuse() -> None:
+    arguments = options(daemon_arguments(KrulConfig(ssd_capacity=GIB), GIB))
+    assert ("--ssd-capacity", str(GIB)) in arguments
+    assert "--ssd-dir" not in dict(arguments)
+
+
 # ---- who connects to what ----
 
 
@@ -102,7 +113,7 @@ class FakeStore:
 
 
 class Host:
-    """Stands for the daemons and stores of all ranks. ``fails``: what starting or joining raises, by what."""
+    """Stands for the daemons and stores of all ranks, and fails where a test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.daemons: list[FakeDaemon] = []
