@@ -191,6 +191,23 @@ class SegmentInfo:
 
 
 @dataclass(frozen=True)
+class SegmentDetails:
+    """One committed segment whole: its line of ``list``, and what is stored of each layer.
+
+    ``layer_first_token`` and ``layer_num_bytes`` are the manifest's; both are empty for a segment that no tier
+    but a lower one holds. ``checksums`` is None while they are still being taken.
+    """
+
+    info: SegmentInfo
+    page_size: int
+    parent_key: str | None
+    last_page_key: str
+    layer_first_token: tuple[int, ...]
+    layer_num_bytes: tuple[int, ...]
+    checksums: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
 class DamageReport:
     """Result of ``verify``: blocks read, and the ids of segments that were taken out for a wrong checksum."""
 
@@ -332,6 +349,10 @@ class KVStore(ABC):
 
     @abstractmethod
     def list_segments(self) -> list[SegmentInfo]: ...
+
+    @abstractmethod
+    def inspect(self, segment_id: int) -> SegmentDetails | None:
+        """One of ``list_segments``, whole; None if it is not there (any more)."""
 
     @abstractmethod
     def verify(self) -> DamageReport:
