@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from krul_backend.errors import ConfigError
-
-EVICTION_POLICIES = ("value", "lru")
+from krul_backend.store.policy_registry import POLICIES
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class DaemonConfig:
                 raise _error("ssd_capacity_bytes", self.ssd_capacity_bytes, "at least 1 MiB (1048576)")
         if not 0.0 < self.ssd_timeout_s < math.inf:
             raise _error("ssd_timeout_s", self.ssd_timeout_s, "a positive, finite number of seconds")
-        if self.eviction not in EVICTION_POLICIES:
-            raise _error("eviction", self.eviction, "one of " + ", ".join(EVICTION_POLICIES))
+        if self.eviction not in POLICIES:
+            raise _error("eviction", self.eviction, "one of " + ", ".join(POLICIES))
         if not 0.0 < self.tenant_quota <= 1.0:
             raise _error("tenant_quota", self.tenant_quota, "a share of the arena in (0, 1]")
         if not 0 <= self.metrics_port <= 65535:

@@ -110,9 +110,13 @@ class PageIndex:
 
     def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[StoredSegment]:
         """The segments that ``page_keys`` are entered for, each once, by their first page among them."""
+        return list(dict.fromkeys(self.holders_of(model, page_keys)))
+
+    def holders_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[StoredSegment]:
+        """The segment of each of ``page_keys`` that is entered."""
         pages = self._pages.get(model.fingerprint, {})
         entries = (pages.get(key) for key in page_keys)
-        return list(dict.fromkeys(entry[0] for entry in entries if entry is not None))
+        return [entry[0] for entry in entries if entry is not None]
 
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         """The maximal runs of ``page_keys`` without an entry, as ascending index ranges."""
@@ -131,18 +135,21 @@ class PageIndex:
         return missing
 
     def match_prefix(
-        self, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
+        self,
+        model: ModelIdentity,
+        page_keys: tuple[str, ...],
+        token_ids: TokenIds,
+        next_token: int | None = None,
     ) -> PrefixMatch:
         """Walk ``page_keys`` from the first as long as they are indexed, for these tokens, without a gap.
 
-        ``token_ids``: ``[len(page_keys) * page_size]``. The position of the first page is not known here (the
-        request may start anywhere in the conversation); each later run must start where the one before it
+        ``token_ids``: ``[len(page_keys) * page_size]``. The first page is at position ``next_token`` of its
+        conversation, or at any if that is not known (None); each later run must start where the one before it
         ended. Keys and tokens are compared a run at a time: a conversation has few segments and many pages.
         """
         pages = self._pages.get(model.fingerprint, {})
         page_size = model.page_size
         runs: list[PageRun] = []
-        next_token: int | None = None
         i = 0
         while i < len(page_keys):
             entry = pages.get(page_keys[i])
