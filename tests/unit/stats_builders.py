@@ -19,7 +19,7 @@ def make_tier_stats(name: str = "ssd", first: int = 5_000, **changes: Any) -> Ti
         if field.name not in ("name", "is_suspended")
     }
     values["capacity_bytes"] = values["used_bytes"] + values["free_bytes"]
-    return TierStats(name=name, is_suspended=False, **{**values, **changes})
+    return TierStats(**{"name": name, "is_suspended": False, **values, **changes})
 
 
 def make_store_stats(**changes: Any) -> StoreStats:

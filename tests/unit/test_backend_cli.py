@@ -134,7 +134,9 @@ def serve_in(directory: Path) -> socket.socket:
 
 
 def test_stats_has_a_column_for_each_tier(daemon: FakeDaemon) -> None:
-    ssd = make_tier_stats(corrupted_segments=0, failed_reads=3, slow_reads=0, failed_writes=1, is_suspended=True)
+    ssd = make_tier_stats(
+        corrupted_segments=0, failed_reads=3, slow_reads=0, failed_writes=1, is_suspended=True
+    )
     daemon.store = make_store_stats(tiers=(ssd,), capacity_bytes=1 << 30, corrupted_segments=2)
     lines = lines_of("stats")
     assert lines[0] == ["tier", "dram", "ssd", "(suspended)"]

@@ -31,14 +31,26 @@ def stats_report(store: StoreStats, daemon: DaemonStats) -> RenderableType:
 def segments_report(segments: Sequence[SegmentInfo], num_in_all: int) -> RenderableType:
     """A line per segment. ``num_in_all``: how many there are, shown or not."""
     table = _table()
-    for name in ("id", "model", "tenant", "start", "tokens", "size", "bits", "tiers", "leases", "idle", "pin"):
+    for name in (
+        "id",
+        "model",
+        "tenant",
+        "start",
+        "tokens",
+        "size",
+        "bits",
+        "tiers",
+        "leases",
+        "idle",
+        "pin",
+    ):
         table.add_column(name, justify="left" if name in ("model", "tenant", "tiers") else "right")
     for info in segments:
         bits = bits_per_value(info.codec_params)
         table.add_row(
             str(info.segment_id),
-            info.model,
-            info.tenant or _NO_VALUE,
+            printable(info.model),
+            printable(info.tenant) or _NO_VALUE,
             str(info.start_token),
             str(info.num_tokens),
             format_bytes(info.num_bytes),
@@ -58,13 +70,13 @@ def details_report(details: SegmentDetails) -> RenderableType:
     checksums = "being taken" if details.checksums is None else "taken (verify compares them)"
     facts = {
         "segment": str(info.segment_id),
-        "model": f"{info.model} ({info.fingerprint})",
-        "tenant": info.tenant or _NO_VALUE,
+        "model": f"{printable(info.model)} ({info.fingerprint})",
+        "tenant": printable(info.tenant) or _NO_VALUE,
         "tokens": f"[{info.start_token}, {end_token}), pages of {details.page_size}",
-        "after": details.parent_key or "the start of a conversation",
-        "last page": details.last_page_key,
+        "after": printable(details.parent_key or "") or "the start of a conversation",
+        "last page": printable(details.last_page_key),
         "size": f"{format_bytes(info.num_bytes)}, {_bytes_per_token(info)} bytes per token",
-        "codec": info.codec,
+        "codec": printable(info.codec),
         "tiers": ", ".join(info.tiers),
         "leases": str(info.num_leases),
         "idle": format_seconds(info.idle_s),
@@ -92,6 +104,11 @@ def bits_per_value(codec_params: Mapping[str, Any]) -> float | None:
             return None
         total += layer.precision.bits * (1.0 if layer.partner is None else 0.5)
     return total / len(strategy.layers)
+
+
+def printable(text: str) -> str:
+    """``text`` without what a terminal would obey: names of models and tenants come from outside."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def format_bytes(num_bytes: float) -> str:
