@@ -141,11 +141,11 @@ def inspect(
     as_json: AsJson = False,
     timeout_s: Timeout = 30.0,
 ) -> None:
-    """Show one segment whole: its place in the conversation, and layer by layer how it is stored."""
+    """Show one segment in DRAM: its place in the conversation, and layer by layer how it is stored."""
     with _daemon(endpoint, curve_dir, timeout_s) as client:
         details = client.inspect(segment)
     if details is None:
-        _fail(f"there is no segment {segment} (any more): krul-backend list shows those that are", 1)
+        _fail(f"segment {segment} is not in DRAM (any more): krul-backend list shows what is where", 1)
     _print(as_json, to_json(details), lambda: details_report(details))
 
 

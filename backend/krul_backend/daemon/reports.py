@@ -85,8 +85,6 @@ def details_report(details: SegmentDetails) -> RenderableType:
     }
     width = max(map(len, facts))
     lines = Text("\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items()))
-    if not details.layer_num_bytes:
-        return Group(lines, Text("layers: not known here, the segment lies in a lower tier"))
     return Group(lines, _layer_table(details))
 
 

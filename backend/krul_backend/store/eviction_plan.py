@@ -16,9 +16,10 @@ def plan_eviction(
 ) -> list[StoredSegment] | None:
     """The shortest run of ``idle_segments`` whose leaving makes blocks of all ``sizes`` (bytes) fit.
 
-    ``leaving`` are idle segments that leave in any case; they come first in the answer. Returns None when even the last one does not make them fit. Changes nothing: it is tried on a copy of the
-    free space, so that no segment leaves for a reservation that fails anyway. What counts are extents, not
-    sums of bytes, because pinned blocks can lie between the freed ones.
+    ``leaving`` are idle segments that leave in any case; they come first in the answer. Returns None when
+    even the last one does not make them fit. Changes nothing: it is tried on a copy of the free space, so
+    that no segment leaves for a reservation that fails anyway. What counts are extents, not sums of bytes,
+    because pinned blocks can lie between the freed ones.
     """
     aligned_sizes = [aligned_num_bytes(num_bytes) for num_bytes in sizes]
     needed_bytes = sum(aligned_sizes)

@@ -28,9 +28,7 @@ class HostBase(KVStore):
         tenant_quota: float = 1.0,
     ) -> None:
         if not 0 < tenant_quota <= 1:
-            raise ConfigError(
-                f"tenant_quota is a share of the arena, above 0 and up to 1, not {tenant_quota}"
-            )
+            raise ConfigError(f"tenant_quota is a share of the arena above 0, up to 1, not {tenant_quota}")
         policy = policy if policy is not None else make_policy("value", clock)
         self._lock = threading.Lock()
         # None once the store is closed.

@@ -109,6 +109,11 @@ class HostLeases(HostBase):
         with self._lock:
             return self._books.clears.now
 
+    def was_cleared(self, model: ModelIdentity, began_at: int) -> bool:
+        """Whether ``model`` was cleared since ``began_at``, a mark."""
+        with self._lock:
+            return self._books.clears.is_outdated(began_at, model)
+
     def admit(
         self,
         manifest: SegmentManifest,

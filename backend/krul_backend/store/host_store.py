@@ -43,7 +43,8 @@ class HostStore(HostLeases, HostUpkeep):
 
     One lock guards all bookkeeping (``DramBooks``) and is held for bookkeeping only. Checksums are taken
     outside it, by threads behind each commit; a lease, a trim or a verification waits for those of the
-    segments that it needs. A pinned segment is neither evicted nor, unless the pin is the trim's own, trimmed.
+    segments that it needs. A pinned segment is neither evicted nor, unless the pin is the trim's own,
+    trimmed.
 
     It has no lower tier itself, but what a ``TieredStore`` over it needs: segments of lower tiers are let in
     (``admit``), and segments are held while they are copied to lower tiers (``hold``).

@@ -192,10 +192,9 @@ class SegmentInfo:
 
 @dataclass(frozen=True)
 class SegmentDetails:
-    """One committed segment whole: its line of ``list``, and what is stored of each layer.
+    """One segment in DRAM whole: its line of ``list``, and what is stored of each layer, as in the manifest.
 
-    ``layer_first_token`` and ``layer_num_bytes`` are the manifest's; both are empty for a segment that no tier
-    but a lower one holds. ``checksums`` is None while they are still being taken.
+    ``checksums`` (XXH3, 64 bit, by layer) is None while they are still being taken.
     """
 
     info: SegmentInfo
@@ -305,7 +304,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
-        """Drop the first tokens of a segment's blocks in DRAM; returns the bytes that went (not alignment).
+        """Drop the first tokens of a segment's blocks in DRAM; returns the bytes that went, not aligned.
 
         Layer ``l`` then holds the tokens from ``layer_first_token[l]`` (a position in the conversation) on,
         in the last ``layer_num_bytes[l]`` bytes of its block. The codec knows which these are
@@ -352,7 +351,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def inspect(self, segment_id: int) -> SegmentDetails | None:
-        """One of ``list_segments``, whole; None if it is not there (any more)."""
+        """One segment in DRAM, whole; None if it is not there (any more)."""
 
     @abstractmethod
     def verify(self) -> DamageReport:
