@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from krul_backend.daemon.lanes import Answer, Deferred, Lane
 from krul_backend.daemon.replies import (
     DaemonStats,
     FlushReply,
@@ -25,7 +26,6 @@ from krul_backend.daemon.requests import (
     StatsRequest,
     VerifyRequest,
 )
-from krul_backend.daemon.session_handlers import Answer, Deferred
 from krul_backend.store.interface import DamageReport, KVStore, SegmentDetails, SegmentInfo
 
 MAX_FLUSH_S = 600.0
@@ -79,11 +79,12 @@ class AdminHandlers:
         def finish(future: Future[DamageReport]) -> Reply:
             return VerifyReply(id=request.id, report=future.result())
 
-        return Deferred(self._store.verify, finish)
+        return Deferred(self._store.verify, finish, Lane.VERIFY)
 
     def _flush(self, request: FlushRequest) -> Answer:
         timeout_s = min(request.timeout_s, MAX_FLUSH_S)
         return Deferred(
             lambda: self._store.flush(timeout_s),
             lambda future: FlushReply(id=request.id, is_durable=future.result()),
+            Lane.FLUSH,
         )
