@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from krul_backend.daemon.lanes import Answer, Deferred, Lane
 from krul_backend.daemon.replies import (
     DaemonStats,
     InspectReply,
@@ -23,7 +24,6 @@ from krul_backend.daemon.requests import (
     StatsRequest,
     VerifyRequest,
 )
-from krul_backend.daemon.session_handlers import Answer, Deferred
 from krul_backend.store.interface import DamageReport, KVStore, SegmentInfo
 
 
@@ -65,6 +65,7 @@ class AdminHandlers:
         return Deferred(work, finish)
 
     def _inspect(self, request: InspectRequest) -> Answer:
+        # A lower tier has ids of its own; DRAM's segments are listed before them.
         def work() -> SegmentInfo | None:
             infos = self._store.list_segments()
             return next((info for info in infos if info.segment_id == request.segment_id), None)
@@ -75,4 +76,4 @@ class AdminHandlers:
         def finish(future: Future[DamageReport]) -> Reply:
             return VerifyReply(id=request.id, report=future.result())
 
-        return Deferred(self._store.verify, finish)
+        return Deferred(self._store.verify, finish, Lane.VERIFY)

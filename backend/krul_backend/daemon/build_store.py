@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from krul_backend.daemon.config import DaemonConfig
 from krul_backend.daemon.server import SharedArena
 from krul_backend.errors import ConfigError
+from krul_backend.memory import parse_bytes
 from krul_backend.store.host_store import HostStore
 from krul_backend.store.interface import KVStore
 from krul_backend.store.policy_registry import make_policy
+from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.lower_tier import LowerTier
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +47,14 @@ def build_store(config: DaemonConfig) -> BuiltStore:
     try:
         if config.ssd_dir is not None:
             tiers.append(_ssd_tier(config, config.ssd_dir))
+        if config.mooncake is not None:
+            tiers.append(_mooncake_tier(config.mooncake, host))
     except BaseException:
         for tier in tiers:
             tier.close()
         host.close()
         raise
-    return BuiltStore(host, host, may_lookup_wait=config.mooncake is not None)
+    return BuiltStore(TieredStore(host, tiers), host, may_lookup_wait=config.mooncake is not None)
 
 
 def _ssd_tier(config: DaemonConfig, directory: Path) -> LowerTier:
@@ -55,6 +67,37 @@ def _ssd_tier(config: DaemonConfig, directory: Path) -> LowerTier:
     return SsdTier(
         directory, capacity_bytes, read_timeout_s=config.ssd_timeout_s, policy=make_policy(config.eviction)
     )
+
+
+def _mooncake_tier(given: Mapping[str, str], host: HostStore) -> LowerTier:
+    from krul_backend.tiers.mooncake.options import MooncakeOptions
+    from krul_backend.tiers.mooncake.tier import MooncakeTier
+
+    return MooncakeTier(parse_options(MooncakeOptions, "mooncake", given), host.buffer)
+
+
+def parse_options(kind: type[Options], name: str, given: Mapping[str, str]) -> Options:
+    """An instance of a dataclass of text, numbers, and sizes (``*_bytes``) from their texts.
+
+    Raises:
+        ConfigError: an option that there is none of, that is missing or cannot be parsed; names ``name``.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for option in given:
+        if option not in fields:
+            raise ConfigError(f"{name}: got {option!r}, accepted are {', '.join(fields)}")
+    for option, field in fields.items():
+        if option not in given and field.default is dataclasses.MISSING:
+            raise ConfigError(f"{name}: {option} is needed, got {', '.join(given)}")
+    # From their annotations, which dataclasses keep as text.
+    parsers: dict[object, Callable[[str], object]] = {"str": str, "int": parse_bytes, "float": float}
+    values: dict[str, object] = {}
+    for option, text in given.items():
+        try:
+            values[option] = parsers[fields[option].type](text)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {option}={text!r}: {error}") from error
+    return kind(**values)
 
 
 def default_ssd_capacity(directory: Path) -> int:

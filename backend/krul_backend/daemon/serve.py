@@ -60,9 +60,9 @@ def serve(config: DaemonConfig, observer: Observer | None = None) -> None:
             admin_socket=admin.socket if admin is not None else None,
         )
         with _stopped_by_signals(server):
-            _tune_garbage_collection()
-            _announce(config)
             try:
+                _tune_garbage_collection()
+                _announce(config)
                 server.run()
             finally:
                 server.disconnect()

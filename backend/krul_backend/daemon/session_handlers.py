@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from krul_backend.daemon.lanes import Answer, Deferred, Lane
 from krul_backend.daemon.limits import PROTOCOL_VERSION
 from krul_backend.daemon.replies import (
     AbortReply,
@@ -72,17 +72,6 @@ MAX_HELD = 65_536
 MAX_FLUSH_S = 600.0
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Deferred(Generic[T]):
-    """Work for another thread, and what the server's thread makes of its result (or of its exception)."""
-
-    work: Callable[[], T]
-    finish: Callable[[Future[T]], Reply]
-
-
-Answer: TypeAlias = Reply | Deferred[Any]
 
 
 class SessionHandlers:
@@ -298,6 +287,7 @@ class SessionHandlers:
         return Deferred(
             lambda: self._store.flush(timeout_s),
             lambda future: FlushReply(id=request.id, is_durable=future.result()),
+            Lane.FLUSH,
         )
 
     def _slices(self, slices: tuple[SegmentSlice, ...]) -> tuple[WireSlice, ...]:

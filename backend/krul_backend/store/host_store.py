@@ -72,7 +72,7 @@ class HostStore(HostLeases, HostUpkeep):
             return self._books.arena.buffer
 
     def fileno(self) -> int:
-        """Descriptor of the arena's memory file, for other processes to map it. The arena's own."""
+        """Descriptor of the arena's memory file; the store keeps it open until it is closed."""
         with self._lock:
             return self._books.arena.fileno()
 
