@@ -1,4 +1,4 @@
-"""A daemon in a thread that does what a test tells it: it stores nothing, and can be slow, wrong or silent."""
+"""A daemon in a thread that does what a test says: it stores nothing, and can be wrong or silent."""
 
 from __future__ import annotations
 
@@ -86,6 +86,9 @@ class FakeDaemon:
         self._sessions.clear()
 
     def stop(self) -> None:
+        """May be called again."""
+        if self._is_over.is_set():
+            return
         self._is_over.set()
         self._thread.join()
         self.end_sessions()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import time
@@ -16,12 +17,14 @@ from krul_backend.daemon.replies import (
     ErrorReply,
     FindMissingReply,
     LeaseReply,
+    ListReply,
     ReserveReply,
     WireHeader,
     WireSlice,
 )
+from krul_backend.daemon.requests import ListRequest, Request
 from krul_backend.errors import DaemonError, ProtocolError, StoreClosedError, TierReadError
-from krul_backend.store.interface import Lease, Span
+from krul_backend.store.interface import Lease, SegmentInfo, Span
 
 MODEL = make_model()
 KEYS = page_keys("c", 0, 3)
@@ -129,6 +132,11 @@ def test_an_endpoint_that_shares_no_memory_is_refused(runtime_dir: Path) -> None
         DaemonStore("tcp://host:1", model=MODEL)
 
 
+def test_a_directory_too_deep_for_sockets_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DaemonError, match="shorter"):
+        DaemonStore(tmp_path / ("d" * 100), model=MODEL)
+
+
 def test_a_reservation_is_a_window_into_the_daemons_memory(daemon: FakeDaemon, make_store: Make) -> None:
     reservation = make_store().reserve((3, 0, 2))
     assert reservation is not None
@@ -233,6 +241,39 @@ def test_a_reservation_of_other_sizes_is_none(daemon: FakeDaemon, make_store: Ma
     wait_until(lambda: daemon.ops()[-1] == "abort")
 
 
+def test_threads_that_end_leave_no_descriptors(daemon: FakeDaemon, make_store: Make) -> None:
+    store = make_store()
+
+    def ask_in_a_thread() -> None:
+        thread = threading.Thread(target=lambda: store.find_missing(MODEL, KEYS))
+        thread.start()
+        thread.join()
+
+    def num_descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    ask_in_a_thread()
+    before = num_descriptors()
+    for _ in range(30):
+        ask_in_a_thread()
+    assert daemon.ops().count("find_missing") == 31
+    # ZeroMQ closes in its own thread.
+    wait_until(lambda: num_descriptors() <= before + 3)
+
+
+def test_long_lists_come_in_parts(daemon: FakeDaemon, make_store: Make) -> None:
+    infos = [SegmentInfo(i, "m", "f", "", 0, 4, 10, "raw", {}, ("dram",), 0, 0.0, 0.0) for i in range(5)]
+
+    def two_of_five(request: Request) -> ListReply:
+        assert isinstance(request, ListRequest)
+        part = infos[request.offset : request.offset + 2]
+        return ListReply(id=request.id, segments=tuple(part), num_segments=5)
+
+    daemon.answers["list"] = two_of_five
+    assert make_store().list_segments() == infos
+    assert daemon.ops().count("list") == 3
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [("value", ValueError), ("key", KeyError), ("tier-read", TierReadError)],
@@ -307,7 +348,8 @@ def test_a_session_that_ends_is_replaced_and_its_arrays_stay(daemon: FakeDaemon,
     store = make_store(on_arena=arenas.append, restart=lambda: restarts.append(None))
     first = store.reserve((4, 4))
     second = store.reserve((4, 4))
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     first.blocks[0][:] = 5
     daemon.end_sessions()
     wait_until(lambda: store.counters.reconnects == 1)
@@ -344,7 +386,8 @@ def test_after_close_only_release_and_abort_are_silent(daemon: FakeDaemon, make_
     daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=(SLICE,))
     store = make_store()
     lease, reservation = store.lease(MODEL, KEYS, TOKENS), store.reserve((10, 10))
-    assert lease is not None and reservation is not None
+    assert lease is not None
+    assert reservation is not None
     store.close()
     store.close()
     store.release(lease)

@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import zmq
 
 from krul_backend.daemon.client_session import ClientSession
+from krul_backend.daemon.connection import Connection
 from krul_backend.daemon.limits import PROTOCOL_VERSION
-from krul_backend.daemon.replies import ClearReply, HelloReply, PingReply
-from krul_backend.daemon.request_channel import RequestChannels
-from krul_backend.daemon.requests import ClearRequest, HelloRequest, PingRequest
-from krul_backend.daemon.wire import model_to_wire
+from krul_backend.daemon.replies import ClearReply, PingReply
+from krul_backend.daemon.requests import ClearRequest, PingRequest
+from krul_backend.daemon.views import Arena
 from krul_backend.errors import DaemonUnreachableError, KrulError, ProtocolError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
 
@@ -28,8 +26,6 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 5.0
 CLEAR_TIMEOUT_S = 30.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
-
-Arena = npt.NDArray[np.uint8]
 
 
 @dataclass
@@ -63,38 +59,6 @@ class _Clear:
     @property
     def fingerprint(self) -> str | None:
         return None if self.model is None else self.model.fingerprint
-
-
-class Connection:
-    """One session, its requests, and the models that it said hello with."""
-
-    def __init__(self, session: ClientSession, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.session = session
-        self.channels = RequestChannels(
-            context, session.control_endpoint, session.token, has_ended=lambda: not session.is_alive
-        )
-        self._known: set[str] = set()
-
-    @property
-    def arena(self) -> Arena:
-        return self.session.arena
-
-    def say_hello(self, model: ModelIdentity, timeout_s: float) -> None:
-        """Register a model, once. Raises as ``RequestChannels.ask``."""
-        if model.fingerprint in self._known:
-            return
-        request = HelloRequest(
-            **self.channels.head(),
-            format=FORMAT_VERSION,
-            model=model_to_wire(model),
-            fingerprint=model.fingerprint,
-        )
-        self.channels.ask(request, HelloReply, timeout_s)
-        self._known.add(model.fingerprint)
-
-    def close(self) -> None:
-        self.session.close()
-        self.channels.close()
 
 
 class DaemonLink:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import math
@@ -15,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from krul_backend.daemon.client_session import runtime_dir_of
-from krul_backend.daemon.daemon_link import Connection, DaemonLink, LinkCounters
+from krul_backend.daemon.connection import Connection
+from krul_backend.daemon.daemon_link import DaemonLink, LinkCounters
 from krul_backend.daemon.offline import NO_DAMAGE, NO_STATS
-from krul_backend.daemon.protocol import op_of
 from krul_backend.daemon.replies import (
     CommitReply,
     FetchReply,
@@ -38,7 +37,8 @@ from krul_backend.daemon.replies import (
     UnpinReply,
     VerifyReply,
 )
-from krul_backend.daemon.request_channel import RequestHead, RequestTimeoutError, SessionEndedError
+from krul_backend.daemon.request_channel import RequestHead, SessionEndedError
+from krul_backend.daemon.requester import UNANSWERED, Requester
 from krul_backend.daemon.requests import (
     AbortRequest,
     CommitRequest,
@@ -63,7 +63,7 @@ from krul_backend.daemon.requests import (
 )
 from krul_backend.daemon.views import slice_in, view_in
 from krul_backend.daemon.wire import header_from_wire, manifest_to_wire, runs_from_wire
-from krul_backend.errors import DaemonError, ProtocolError, StoreClosedError, TierReadError
+from krul_backend.errors import ProtocolError, StoreClosedError, TierReadError
 from krul_backend.restore.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.interface import (
@@ -81,14 +81,11 @@ from krul_backend.store.interface import (
 logger = logging.getLogger(__name__)
 
 SLOW_TIMEOUT_S = 10.0
-"""For operations that read blocks or wait for a network; no scheduler waits for them."""
+"""For operations that read blocks, wait for a network or have long answers; no scheduler waits for them."""
 VERIFY_TIMEOUT_S = 3600.0
 _LONGEST_PIN_S = 1e9
 
 R = TypeVar("R", bound=Reply)
-
-_UNANSWERED = (DaemonError, StoreClosedError)
-"""Errors of asking, not of what was asked: the engine does without."""
 
 
 class DaemonStore(KVStore):
@@ -131,7 +128,6 @@ class DaemonStore(KVStore):
         self._lock = threading.Lock()
         self._leases: dict[int, Connection] = {}
         self._reservations: dict[int, Connection] = {}
-        self._said: set[str] = set()
         self._is_closed = False
         self._link = DaemonLink(
             runtime_dir_of(endpoint),
@@ -141,6 +137,7 @@ class DaemonStore(KVStore):
             on_lost=on_lost,
             restart=restart,
         )
+        self._requests = Requester(self._link, request_timeout_s)
 
     @property
     def is_connected(self) -> bool:
@@ -164,7 +161,8 @@ class DaemonStore(KVStore):
         sizes = tuple(int(num_bytes) for num_bytes in layer_num_bytes)
         if not sizes or any(num_bytes < 0 for num_bytes in sizes):
             raise ValueError(f"a reservation needs blocks, of no fewer than 0 bytes each, got {sizes}")
-        connection = self._connection()
+        self._check_open()
+        connection = self._link.current()
         if connection is None:
             return None
         reservation_id = next(self._ids)
@@ -175,14 +173,14 @@ class DaemonStore(KVStore):
                 layer_num_bytes=sizes,
                 tenant=tenant,
             )
-            spans = self._ask(connection, ReserveReply, request).spans
+            spans = self._requests.ask(connection, ReserveReply, request).spans
             if spans is None:
                 return None
             if tuple(span.num_bytes for span in spans) != sizes:
                 raise ProtocolError(f"asked for blocks of {sizes} bytes, got {spans}")
             blocks = tuple(view_in(connection.arena, span) for span in spans)
-        except _UNANSWERED as error:
-            self._note(connection, "reserve", error)
+        except UNANSWERED as error:
+            self._requests.note(connection, "reserve", error)
             self._post_abort(connection, reservation_id)
             return None
         with self._lock:
@@ -193,8 +191,6 @@ class DaemonStore(KVStore):
         self._check_open()
         reservation_id = reservation.reservation_id
         connection = self._settle(reservation)
-        for block in reservation.blocks:
-            block.flags.writeable = False
         try:
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon that reserved the space is gone, or does not answer")
@@ -204,11 +200,16 @@ class DaemonStore(KVStore):
                 fingerprint=manifest.model.fingerprint,
                 manifest=manifest_to_wire(manifest),
             )
-            return self._ask(
-                connection, CommitReply, request, SLOW_TIMEOUT_S, manifest.token_ids, manifest.model
+            return self._requests.ask(
+                connection,
+                CommitReply,
+                request,
+                manifest.model,
+                timeout_s=SLOW_TIMEOUT_S,
+                token_ids=manifest.token_ids,
             ).segment_id
-        except _UNANSWERED as error:
-            self._note(connection, "commit", error)
+        except UNANSWERED as error:
+            self._requests.note(connection, "commit", error)
             self._post_abort(connection, reservation_id)
             raise StoreClosedError(f"the segment was not stored: {error}") from error
 
@@ -219,7 +220,8 @@ class DaemonStore(KVStore):
     def lease(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Lease | None:
         keys = tuple(page_keys)
         token_ids = _checked_tokens(model, keys, token_ids)
-        connection = self._connection()
+        self._check_open()
+        connection = self._link.current()
         if connection is None:
             return None
         lease_id = next(self._ids)
@@ -230,7 +232,7 @@ class DaemonStore(KVStore):
                 page_keys=keys,
                 lease_id=lease_id,
             )
-            reply = self._ask(connection, LeaseReply, request, self._timeout_s, token_ids, model)
+            reply = self._requests.ask(connection, LeaseReply, request, model, token_ids=token_ids)
             if not reply.num_pages:
                 return None
             slices = tuple(slice_in(connection.arena, part) for part in reply.slices)
@@ -239,8 +241,8 @@ class DaemonStore(KVStore):
             # A clear may have failed meanwhile: what was found before it is not what is wanted.
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon was lost while it answered")
-        except _UNANSWERED as error:
-            self._note(connection, "lease", error)
+        except UNANSWERED as error:
+            self._requests.note(connection, "lease", error)
             self._post_release(connection, lease_id)
             return None
         with self._lock:
@@ -257,13 +259,13 @@ class DaemonStore(KVStore):
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon that gave the lease is gone, or does not answer")
             request = FetchRequest(**connection.channels.head(), lease_id=lease.lease_id)
-            reply = self._ask(connection, FetchReply, request, SLOW_TIMEOUT_S)
+            reply = self._requests.ask(connection, FetchReply, request, timeout_s=SLOW_TIMEOUT_S)
             slices = tuple(slice_in(connection.arena, part) for part in reply.slices)
             if any(len(part.blocks) != len(part.checksums) for part in slices):
                 raise ProtocolError("a fetched lease has segments without blocks")
             return slices
-        except _UNANSWERED as error:
-            self._note(connection, "fetch", error)
+        except UNANSWERED as error:
+            self._requests.note(connection, "fetch", error)
             raise TierReadError(f"nothing was fetched: {error}") from error
 
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
@@ -389,15 +391,11 @@ class DaemonStore(KVStore):
         self._link.close()
 
     def _list_from(self, offset: int) -> ListReply | None:
-        return self._try(ListReply, lambda head: ListRequest(**head, offset=offset))
+        return self._try(ListReply, lambda head: ListRequest(**head, offset=offset), timeout_s=SLOW_TIMEOUT_S)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise StoreClosedError("the KV store was closed")
-
-    def _connection(self) -> Connection | None:
-        self._check_open()
-        return self._link.current()
 
     def _try(
         self,
@@ -408,63 +406,26 @@ class DaemonStore(KVStore):
         timeout_s: float | None = None,
         token_ids: TokenIds | None = None,
     ) -> R | None:
-        """Ask what grants nothing. None: there is no answer."""
-        connection = self._connection()
-        if connection is None:
-            return None
-        request = make(connection.channels.head())
-        try:
-            return self._ask(connection, reply_type, request, timeout_s, token_ids, model)
-        except _UNANSWERED as error:
-            self._note(connection, op_of(request), error)
-            return None
-
-    def _ask(
-        self,
-        connection: Connection,
-        reply_type: type[R],
-        request: Request,
-        timeout_s: float | None = None,
-        token_ids: TokenIds | None = None,
-        model: ModelIdentity | None = None,
-    ) -> R:
-        """Raises as ``RequestChannels.ask``. ``model``: which one the request names."""
-        self._link.count(requests=1)
-        if model is not None:
-            connection.say_hello(model, self._timeout_s)
-        timeout_s = timeout_s if timeout_s is not None else self._timeout_s
-        return connection.channels.ask(request, reply_type, timeout_s, token_ids)
-
-    def _note(self, connection: Connection, op: str, error: Exception) -> None:
-        """Draw the conclusions from a request that was not answered."""
-        if isinstance(error, RequestTimeoutError):
-            self._link.count(timeouts=1)
-            self._link.suspect(connection)
-        elif not isinstance(error, SessionEndedError):
-            self._link.count(failures=1)
-            with self._lock:
-                is_new = op not in self._said
-                self._said.add(op)
-            if is_new:
-                logger.error("krul daemon cannot answer %r (said once): %s", op, error)
+        self._check_open()
+        return self._requests.attempt(reply_type, make, model, timeout_s=timeout_s, token_ids=token_ids)
 
     def _settle(self, reservation: Reservation) -> Connection:
         with self._lock:
             connection = self._reservations.pop(reservation.reservation_id, None)
         if connection is None:
             raise KeyError(f"reservation {reservation.reservation_id} is unknown, committed or aborted")
+        # A late write of the holder's must not reach bytes that are somebody else's by now.
+        for block in reservation.blocks:
+            block.flags.writeable = False
         return connection
 
     def _post_release(self, connection: Connection, lease_id: int) -> None:
-        self._post(connection, ReleaseRequest(**connection.channels.head(), lease_id=lease_id))
+        self._requests.post(connection, ReleaseRequest(**connection.channels.head(), lease_id=lease_id))
 
     def _post_abort(self, connection: Connection, reservation_id: int) -> None:
-        self._post(connection, AbortRequest(**connection.channels.head(), reservation_id=reservation_id))
-
-    def _post(self, connection: Connection, request: Request) -> None:
-        # Of a session that is over, everything was given back.
-        with contextlib.suppress(SessionEndedError):
-            connection.channels.post(request)
+        self._requests.post(
+            connection, AbortRequest(**connection.channels.head(), reservation_id=reservation_id)
+        )
 
 
 def _checked_tokens(model: ModelIdentity, keys: Sequence[str], token_ids: TokenIds) -> TokenIds:
