@@ -93,7 +93,7 @@ class HostStore(KVStore):
         self._arena: DramArena | None = DramArena(capacity_bytes)
         self._policy = policy if policy is not None else LruPolicy()
         self._clock = clock
-        self._index = PageIndex()
+        self._index: PageIndex[StoredSegment] = PageIndex()
         self._segments: dict[int, StoredSegment] = {}
         self._pending: dict[int, _Pending] = {}
         self._leases: dict[int, tuple[StoredSegment, ...]] = {}
@@ -368,7 +368,7 @@ class HostStore(KVStore):
         # A dropped segment was still a use of the copies that were there before.
         self._touch(self._index.path_to(segment))
 
-    def _grant(self, runs: Sequence[PageRun], num_pages: int) -> Lease:
+    def _grant(self, runs: Sequence[PageRun[StoredSegment]], num_pages: int) -> Lease:
         """Turn pinned and verified runs into a lease; the pins become the lease's."""
         segments = tuple(run.segment for run in runs)
         for segment in segments:
@@ -456,7 +456,7 @@ def _checked_manifest(pending: _Pending, manifest: SegmentManifest) -> SegmentMa
     )
 
 
-def _num_leading_intact(runs: Sequence[PageRun]) -> int:
+def _num_leading_intact(runs: Sequence[PageRun[StoredSegment]]) -> int:
     """How many runs come before the first one whose segment is damaged."""
     for i, run in enumerate(runs):
         if not run.segment.is_intact():
