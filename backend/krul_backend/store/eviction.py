@@ -5,14 +5,33 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+
+class Evictable(Protocol):
+    """What an order may go by. All of it may change between calls, except the id."""
+
+    @property
+    def segment_id(self) -> int: ...
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes that its leaving sets free."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def restore_s(self) -> float:
+        """Seconds that a restore saves by finding it here; 0 if not known."""
 
 
 class EvictionPolicy(ABC):
-    """Orders whole segments by their ids. Called under the store's lock; knows no sizes, pins or bytes."""
+    """Orders whole segments. Not thread-safe: called under the lock of whoever owns it; knows no pins."""
 
     @abstractmethod
-    def touch(self, path: Sequence[int]) -> None:
-        """Note a use of the segments ``path``, in conversation order. Ids not seen before are added.
+    def touch(self, path: Sequence[Evictable]) -> None:
+        """Note a use of the segments ``path``, in conversation order. Segments not seen before are added.
 
         ``path`` reaches from the conversation's first stored segment to the last one used, so that the policy
         can keep the rule that every order must obey: a segment leaves before those that it continues, because
@@ -29,7 +48,14 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def victims(self) -> Iterator[int]:
-        """All known segments, the first to leave first. Do not touch or remove while iterating."""
+        """All known segments, the first to leave first. Do not touch or remove while iterating.
+
+        The order is worked out as far as it is asked for.
+        """
+
+    @abstractmethod
+    def fresh(self) -> EvictionPolicy:
+        """A policy of the same kind that knows no segment."""
 
 
 class LruPolicy(EvictionPolicy):
@@ -38,13 +64,16 @@ class LruPolicy(EvictionPolicy):
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
 
-    def touch(self, path: Sequence[int]) -> None:
-        for segment_id in reversed(path):
-            self._order[segment_id] = None
-            self._order.move_to_end(segment_id)
+    def touch(self, path: Sequence[Evictable]) -> None:
+        for segment in reversed(path):
+            self._order[segment.segment_id] = None
+            self._order.move_to_end(segment.segment_id)
 
     def remove(self, segment_id: int) -> None:
         del self._order[segment_id]
 
     def victims(self) -> Iterator[int]:
         return iter(self._order)
+
+    def fresh(self) -> LruPolicy:
+        return LruPolicy()
