@@ -46,7 +46,11 @@ class FaultyDisk(Disk):
         if not self.gate.is_set():
             self.num_stalled += 1
             self.gate.wait(20)
-        num_read = super().preadv(fd, [_limited(buffers[0], self.max_step_bytes)], offset)
+        num_read = super().preadv(fd, buffers, offset)
+        if self.max_step_bytes is not None and num_read > self.max_step_bytes:
+            # As if the rest had never come.
+            buffers[0][self.max_step_bytes :] = bytes(len(buffers[0]) - self.max_step_bytes)
+            num_read = self.max_step_bytes
         if self.flipped_read_offset is not None and num_read > self.flipped_read_offset:
             buffers[0][self.flipped_read_offset] ^= 1
         return num_read
@@ -58,7 +62,7 @@ class FaultyDisk(Disk):
                 raise OSError(errno.ENOSPC, "injected")
             self.num_good_writes -= 1
         if self.max_step_bytes is not None:
-            buffers = [_limited(buffers[0], self.max_step_bytes)]
+            buffers = [buffers[0][: self.max_step_bytes]]
         return super().pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
@@ -76,10 +80,6 @@ class FaultyDisk(Disk):
     def unlink(self, path: Path) -> None:
         self._check("unlink")
         super().unlink(path)
-
-
-def _limited(buffer: memoryview, num_bytes: int | None) -> memoryview:
-    return buffer if num_bytes is None else buffer[:num_bytes]
 
 
 def open_tier(directory: Path, disk: Disk | None = None, **options: Any) -> SsdTier:

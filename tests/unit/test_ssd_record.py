@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_builders import make_manifest, make_model
@@ -47,7 +48,9 @@ manifests = st.builds(
     sizes=st.lists(st.integers(1, 1 << 40), min_size=1, max_size=9),
     tenant=st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
     recompute_s=st.floats(0, 1e6),
-    params=st.dictionaries(st.text("abc"), st.integers(0, 9) | st.lists(st.booleans(), max_size=3), max_size=3),
+    params=st.dictionaries(
+        st.text("abc"), st.integers(0, 9) | st.lists(st.booleans(), max_size=3), max_size=3
+    ),
 )
 
 
@@ -82,6 +85,23 @@ def test_a_changed_or_cut_header_is_refused(data: st.DataObject) -> None:
         damaged = bytes(changed)
     with pytest.raises(RecordError):
         decode_header(damaged)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_a_forged_header_is_refused_or_makes_a_manifest(data: st.DataObject) -> None:
+    header = encode(make_manifest("a", 2, 5, (100, 60)), (5, 6))
+    num_bytes = int.from_bytes(header[16:24], "little")
+    forged = bytearray(header)
+    for offset in data.draw(st.lists(st.integers(32, num_bytes - 1), min_size=1, max_size=4)):
+        forged[offset] = data.draw(st.integers(0, 255) | st.sampled_from(list(b'0019"{[,')))
+    forged[8:16] = xxhash.xxh3_64_intdigest(bytes(forged[16:num_bytes])).to_bytes(8, "little")
+    try:
+        record = decode_header(bytes(forged))
+    except RecordError:
+        return
+    assert len(record.checksums) == len(record.manifest.layer_num_bytes) == len(record.block_offsets)
+    assert record.block_offsets[0] >= num_bytes
 
 
 @given(st.binary(max_size=400))

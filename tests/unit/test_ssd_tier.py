@@ -270,5 +270,3 @@ def test_segments_are_listed_and_costs_are_measured(tier: SsdTier) -> None:
 def test_a_capacity_without_room_for_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="4 of them"):
         open_tier(tmp_path, capacity_bytes=100_000)
-
-

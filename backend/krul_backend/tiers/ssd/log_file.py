@@ -151,17 +151,14 @@ class LogFile:
         Then nothing more may be appended, ever: after a part of a record no other is found. ``num_bytes`` is
         what the file really takes afterwards.
         """
+        is_clean = True
         try:
             self._disk.truncate(self._fd, self.num_synced_bytes)
             self._disk.fdatasync(self._fd)
-            self.num_bytes = self.num_synced_bytes
         except OSError:
-            try:
-                self.num_bytes = max(self.num_bytes, self._disk.size(self._fd))
-            except OSError:
-                return False
-            return False
-        return True
+            is_clean = False
+        self.num_bytes = self._disk.size(self._fd)
+        return is_clean
 
     def close(self) -> None:
         self._disk.close(self.read_fd)

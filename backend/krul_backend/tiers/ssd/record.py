@@ -195,7 +195,7 @@ def decode_header(header: bytes) -> SegmentRecord:
     metadata = memoryview(header)[FIXED_NUM_BYTES : size.header_num_bytes]
     try:
         manifest, checksums = _decode_metadata(metadata, counts)
-    except (KeyError, TypeError, ValueError, AttributeError, ManifestError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, ManifestError) as error:
         raise RecordError(f"a header that contradicts itself: {error}") from error
     offsets, record_num_bytes = _layout(size.header_num_bytes, manifest.layer_num_bytes)
     if record_num_bytes != size.record_num_bytes:

@@ -19,8 +19,8 @@ from krul_backend.tiers.ssd.ssd_segment import SsdSegment
 
 logger = logging.getLogger(__name__)
 
-COMPACT_DEAD_SHARE = 1 / 3
-"""A file is rewritten when this much of it is dead: at worst two bytes are copied for each that gets free."""
+MAX_DEAD_SHARE = 0.2
+"""So much of the space may be dead before records are copied to get it back."""
 
 ReadBlocks = Callable[[SsdSegment, Sequence[Block]], None]
 
@@ -75,7 +75,9 @@ class Room:
                 worst = max(files, key=_dead_bytes, default=None)
                 if worst is not None and not self._can_compact(worst):
                     worst = None
-                is_worth_it = worst is not None and _dead_bytes(worst) >= COMPACT_DEAD_SHARE * worst.num_bytes
+                # Below this, evicting on may well empty a file: then nothing had to be copied.
+                num_dead_bytes = sum(map(_dead_bytes, files))
+                is_worth_it = worst is not None and num_dead_bytes >= MAX_DEAD_SHARE * self._limit_bytes
                 if not has_dead and not is_worth_it and self._evict(shortfall):
                     continue
                 is_any_busy = any(self._writer.is_busy(file) for file in self._writer.files.values())
