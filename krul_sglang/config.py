@@ -14,7 +14,7 @@ from typing import Any
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
 from krul_backend.restore.registry import PLANNER_NAMES
-from krul_backend.store.eviction import POLICY_NAMES
+from krul_backend.store.policy_registry import POLICIES
 from krul_backend.strategy.registry import SELECTOR_NAMES
 from krul_backend.strategy.strategy import Precision
 
@@ -96,7 +96,7 @@ def _parse_optional_text(value: object) -> str:
 
 
 def _parse_eviction(value: object) -> str:
-    if value not in POLICY_NAMES:
+    if value not in POLICIES:
         raise ValueError("unknown")
     return str(value)
 
@@ -111,7 +111,7 @@ def _parse_port(value: object) -> int:
 def _parse_mooncake(value: object) -> str:
     """``"key=value,key=value"``, also given as an object; kept as text, which every source can carry."""
     if isinstance(value, Mapping):
-        return ",".join(f"{key}={value[key]}" for key in value)
+        value = ",".join(f"{key}={value[key]}" for key in value)
     text = _parse_optional_text(value)
     if text and any("=" not in part for part in text.split(",")):
         raise ValueError("not a list of settings")
@@ -194,8 +194,8 @@ class KrulConfig:
         "",
         _parse_optional_text,
         "the runtime directory of a running krul-backend, or empty",
-        "The daemon to join. Empty: the server starts one of its own, which ends with it. Options marked "
-        "*daemon* are then those of that daemon, and refused here.",
+        "The daemon to join; options marked *daemon* are then its own, and refused here. Empty: the server "
+        "starts one, which ends with it.",
     )
     ssd_dir: str = _option(
         "",
@@ -226,7 +226,7 @@ class KrulConfig:
     eviction: str = _option(
         "value",
         _parse_eviction,
-        "one of " + ", ".join(POLICY_NAMES),
+        "one of " + ", ".join(POLICIES),
         '*daemon* What leaves a full tier first: "value" weighs the time that a segment saves by its bytes '
         'and by how long nobody used it; "lru" looks at the last use only.',
     )

@@ -16,15 +16,20 @@ class SpaceAllocation(ABC):
 
     @abstractmethod
     def head_ends(
-        self, num_tokens: int, layer_token_bytes: tuple[float, ...], strategy: Strategy
+        self,
+        num_tokens: int,
+        layer_token_bytes: tuple[float, ...],
+        last_use: tuple[int, ...],
+        strategy: Strategy,
     ) -> tuple[int, ...] | None:
         """For each layer the token before which nothing needs to be kept; None to keep everything.
 
-        ``num_tokens``: of the whole conversation. ``strategy`` is what its last turn is stored with, and
-        ``layer_token_bytes[l]`` are the bytes that a token takes in layer ``l``'s block then. Heads never
-        grow from layer to layer: a token's hidden state in a layer needs the layer before it. Tensor-parallel
-        ranks ask with equal arguments and must get equal answers, or what they can restore differs. Each of
-        them asks once for every turn, also one that has no room for it, so that they may decide together.
+        ``num_tokens``: of the whole conversation. ``strategy`` is what its last turn is stored with;
+        ``layer_token_bytes[l]`` are the bytes that a token takes in layer ``l``'s block then, and
+        ``last_use[l]`` the last layer that needs that block. Heads never grow from layer to layer: a token's
+        hidden state in a layer needs the layer before it. Tensor-parallel ranks ask with equal arguments and
+        must get equal answers, or what they can restore differs. Each of them asks once for every turn, also
+        one that has no room for it, so that they may decide together.
         """
 
 

@@ -19,9 +19,10 @@ from krul_sglang.config import KrulConfig
 from krul_sglang.engine.cost_calibration import CostCalibration, units_in_use
 from krul_sglang.engine.head_recompute import HeadRecompute
 from krul_sglang.engine.kv_pool import DevicePool
-from krul_sglang.engine.linker import EngineParts, Restore
+from krul_sglang.engine.linker import EngineParts
 from krul_sglang.engine.planned_allocation import PlannedAllocation
 from krul_sglang.engine.radix_cache import KrulRadixCache
+from krul_sglang.engine.restore import Restore
 from krul_sglang.engine.restore_forward import RestoreForward
 from krul_sglang.engine.restore_planning import RestorePlanning
 from krul_sglang.engine.restore_trace import TraceLog
@@ -44,7 +45,7 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
         IncompatibleEngineError: they can be, but not to what a prefill computes.
     """
     runner, config = parts.model_runner, parts.config
-    pool = DevicePool(runner.token_to_kv_pool)
+    pool = parts.pool
     heads, proof = _proven_heads(runner, cache, pool, parts)
     calibration = CostCalibration(runner, cache, pool, heads, parts.restore_agreement)
     costs = _costs(calibration, parts, runner)
@@ -77,7 +78,7 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
         chunk_tokens=chunk_tokens,
         skip_heads=config.fault_injection == "skip-heads",
     )
-    linker.attach_restore(Restore(proof, planning, forward, traces))
+    linker.attach_restore(Restore(proof, planning, forward, traces, parts.model.page_size))
     runner.krul_restore_forward = forward
     if not config.store_full_tail and heads is not None:
         linker.allocate_space(

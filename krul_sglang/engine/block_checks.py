@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from krul_backend.errors import KrulError
+from krul_backend.store.hashing import block_checksum
 from krul_backend.store.interface import SegmentSlice
-from krul_backend.store.stored_segment import block_checksum
 
 
 class DamagedBlockError(KrulError):
@@ -30,6 +30,7 @@ class BlockChecks:
         self._timeout_s = timeout_s
         self._report_damage = report_damage
         self._checks: dict[tuple[int, int], Future[None]] = {}
+        self._is_closed = False
         # On a CPU the forward owns the cores.
         num_threads = 1 if device.type == "cpu" else 4
         self._workers = ThreadPoolExecutor(num_threads, thread_name_prefix="krul-check")
@@ -50,14 +51,17 @@ class BlockChecks:
         self._checks[source.segment_id, layer].result()
 
     def close(self) -> None:
-        """Begin no more checks. One that runs may still read; it writes nothing."""
+        """Begin no more checks, and report nothing: one that runs may still read, but what was leased may be
+        somebody else's bytes by then."""
+        self._is_closed = True
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, source: SegmentSlice, layer: int) -> None:
         if source.status is not None:
             source.status.wait(layer, self._timeout_s)
         if block_checksum(source.blocks[layer]) != source.checksums[layer]:
-            self._report_damage(source.segment_id)
+            if not self._is_closed:
+                self._report_damage(source.segment_id)
             raise DamagedBlockError(
                 f"layer {layer} of segment {source.segment_id} has a wrong checksum in {source.tier}"
             )

@@ -132,6 +132,7 @@ def build_cache(ctx: Any) -> Any:
     ctx.params.krul_parts = EngineParts(
         config=config,
         model=model,
+        pool=pool,
         connection=connect_store(
             config,
             model,

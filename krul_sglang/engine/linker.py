@@ -7,17 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from krul_backend.codec.options import CodecOptions, Sharing
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.errors import CodecError
 from krul_backend.memory import format_bytes
 from krul_backend.segment import ModelIdentity, TokenIds
-from krul_backend.store.interface import Lease
 from krul_backend.strategy.registry import SelectorOptions, make_selector
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.config import KrulConfig
@@ -27,15 +24,10 @@ from krul_sglang.engine.error_budget import PAIR_PRECISIONS, ErrorBudget, table_
 from krul_sglang.engine.fault_injection import FaultInjection
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.layer_maps import LayerMapLearner, layer_maps_path
-from krul_sglang.engine.load_batch import Load
 from krul_sglang.engine.loading import LayerWiseLoader
 from krul_sglang.engine.offload import TurnOffloader
 from krul_sglang.engine.probing import Prober
-from krul_sglang.engine.restore_forward import RestoreForward
-from krul_sglang.engine.restore_planning import RestorePlanning
-from krul_sglang.engine.restore_trace import TraceLog
-from krul_sglang.engine.segment_reader import OpenSlice
-from krul_sglang.engine.start_proof import HeadProof
+from krul_sglang.engine.restore import HeldLease, Restore, Returning
 from krul_sglang.engine.store_connection import StoreConnection
 from krul_sglang.engine.strategy_choice import SelectorDecision, StrategyChooser
 from krul_sglang.engine.transfer_gate import TransferGate
@@ -49,49 +41,20 @@ logger = logging.getLogger(__name__)
 class EngineParts:
     """What ``factory.py`` found out about this rank's engine; SGLang hands it on as ``params.krul_parts``.
 
-    ``connection`` is this rank's way to the daemon; the linker closes it. ``rotary`` is None if keys must keep their rotary embedding,
-    ``capture`` if no attention is observed. ``agreement`` joins the threads of all ranks that store turns,
-    ``restore_agreement`` their scheduler threads.
+    ``connection`` is this rank's way to the daemon; the linker closes it. ``rotary`` is None if keys must
+    keep their rotary embedding, ``capture`` if no attention is observed. ``agreement`` joins the threads of
+    all ranks that store turns, ``restore_agreement`` their scheduler threads.
     """
 
     config: KrulConfig
     model: ModelIdentity
+    pool: DevicePool
     connection: StoreConnection
     rotary: RotaryTable | None
     capture: TurnCapture | None
     agreement: RankAgreement
     restore_agreement: RankAgreement
     model_runner: Any
-
-
-@dataclass(frozen=True)
-class Returning:
-    """A request about to load: ``device_tokens`` of its prefix are in the pool, ``new_tokens`` follow it."""
-
-    device_tokens: int
-    new_tokens: int
-
-
-@dataclass(frozen=True, eq=False)
-class Restore:
-    """What plans and runs restores; made when the engine can be measured, before the first request.
-
-    ``proof`` is None if heads cannot be recomputed.
-    """
-
-    proof: HeadProof | None
-    planning: RestorePlanning
-    forward: RestoreForward
-    traces: TraceLog
-
-
-@dataclass(frozen=True)
-class HeldLease:
-    """What a waiting request was promised: the lease, and the page keys it was given for."""
-
-    first_key: str
-    num_keys: int
-    lease: Lease
 
 
 class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -114,10 +77,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Called by SGLang's linker factory; ``params.krul_parts`` are ``EngineParts``."""
         parts: EngineParts = params.krul_parts
         self.model = parts.model
-        kv_pool = params.token_to_kv_pool_allocator.get_kvcache()
         self.forward_stream = forward_stream
-        self.pools = {PoolName.KV: kv_pool}
-        self._pool = DevicePool(kv_pool)
+        self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
+        self._pool = parts.pool
         self._connection = parts.connection
         self._store = parts.connection.store
         self._capture = parts.capture
@@ -263,7 +225,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if held is None:
             return False
         try:
-            load = self._plan_load(held, transfer, self._returning.pop(rid))
+            returning = self._returning.pop(rid)
+            assert self._restore is not None
+            load = self._restore.plan_load(held, transfer.keys[0], transfer.device_indices, returning)
         except BaseException:
             self._store.release(held.lease)
             raise
@@ -272,25 +236,6 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return False
         self.loader.queue(rid, load)
         return True
-
-    def _plan_load(self, held: HeldLease, transfer: PoolTransfer, returning: Returning) -> Load | None:
-        slots = transfer.device_indices
-        assert self._restore is not None
-        if held.first_key != transfer.keys[0] or len(slots) > held.lease.num_pages * self.model.page_size:
-            return None
-        planning = self._restore.planning
-        slices: list[OpenSlice] | None = None
-        try:
-            slices = planning.open(held.lease, len(slots))
-        except CodecError as error:
-            logger.warning("krul: a stored prefix cannot be read and is computed: %s", error)
-        # Asked without slices, too: other ranks may have theirs, and wait for this one.
-        planned = planning.plan(
-            slices, device_tokens=returning.device_tokens, new_tokens=returning.new_tokens
-        )
-        if planned is None or slices is None:
-            return None
-        return Load(held.lease, slices, slots, returning.device_tokens, planned.plan, planned.forecast)
 
     def start_layer_wise_loading(self) -> int:
         # Called before every prefill batch: events are recorded only when there is something to load.
@@ -401,19 +346,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "budget": None if self._budget is None else self._budget.as_dict(),
             },
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
-            "restore": None if self._restore is None else self._restore_stats(self._restore),
+            "restore": None if self._restore is None else self._restore.as_dict(),
             "waiting_leases": len(self._leases),
         }
 
     def traces(self) -> list[dict[str, Any]]:
         """The last restores of this rank, see ``RestoreTrace.as_dict``."""
         return [] if self._restore is None else self._restore.traces.as_list()
-
-    @staticmethod
-    def _restore_stats(restore: Restore) -> dict[str, Any]:
-        return {
-            "plans": asdict(restore.planning.counters),
-            "forward": asdict(restore.forward.counters),
-            "costs": asdict(restore.planning.costs.current()),
-            "proof": None if restore.proof is None else asdict(restore.proof),
-        }

@@ -9,7 +9,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from krul_backend.store.interface import KVStore
+from krul_backend.errors import TierReadError
+from krul_backend.store.interface import KVStore, SegmentSlice
 from krul_sglang.engine.block_checks import BlockChecks
 from krul_sglang.engine.copy_stream import CopyStream
 from krul_sglang.engine.kv_pool import DevicePool
@@ -191,10 +192,9 @@ class LayerWiseLoader:
         """The load's slices with blocks: what is in a lower tier is on its way from here on."""
         if load.lease.is_in_dram:
             return load.slices
-        return [
-            replace(part, source=source)
-            for part, source in zip(load.slices, self._store.fetch(load.lease), strict=False)
-        ]
+        # Fewer may be loaded than were leased: ranks agree on the shortest prefix.
+        fetched = self._store.fetch(load.lease)[: len(load.slices)]
+        return [_arriving(part, source) for part, source in zip(load.slices, fetched, strict=True)]
 
     def _write(self, layer: int, load: Load, readers: Sequence[SegmentReader]) -> None:
         first = 0
@@ -206,3 +206,20 @@ class LayerWiseLoader:
         self.counters.requests += len(loads)
         self.counters.tokens += sum(len(load.slots) for load in loads)
         self.counters.num_bytes += sum(reader.num_bytes for of_load in readers for reader in of_load)
+
+
+def _arriving(part: OpenSlice, source: SegmentSlice) -> OpenSlice:
+    """``part`` with the blocks that came, or come, for it.
+
+    Raises:
+        TierReadError: they are encoded in another way than what was leased, and than the decoder and the plan
+            are for: somebody stored these tokens again meanwhile.
+    """
+    leased, came = part.source.header, source.header
+    if (
+        (came.start_token, came.num_tokens) != (leased.start_token, leased.num_tokens)
+        or came.codec != leased.codec
+        or came.codec_params != leased.codec_params
+    ):
+        raise TierReadError(f"tokens from {leased.start_token} on were stored again since they were leased")
+    return replace(part, source=source)

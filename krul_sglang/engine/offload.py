@@ -169,8 +169,9 @@ class TurnOffloader:
     def _head_ends(self, num_tokens: int, strategy: Strategy) -> tuple[int, ...] | None:
         if self.allocation is None:
             return None
-        layer_token_bytes = self._codec.layer_token_bytes(strategy)
-        return self.allocation.head_ends(num_tokens, layer_token_bytes, strategy)
+        return self.allocation.head_ends(
+            num_tokens, self._codec.layer_token_bytes(strategy), self._codec.last_use(strategy), strategy
+        )
 
     def _trim(self, turn: Turn, head_ends: tuple[int, ...]) -> None:
         """The turn is stored, whatever comes of this: what is not dropped only takes space."""

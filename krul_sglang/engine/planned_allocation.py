@@ -43,7 +43,11 @@ class PlannedAllocation(SpaceAllocation):
         self._max_head_tokens = max_head_tokens
 
     def head_ends(
-        self, num_tokens: int, layer_token_bytes: tuple[float, ...], strategy: Strategy
+        self,
+        num_tokens: int,
+        layer_token_bytes: tuple[float, ...],
+        last_use: tuple[int, ...],
+        strategy: Strategy,
     ) -> tuple[int, ...] | None:
         run = StoredRun(
             tier=DRAM_TIER,
@@ -51,10 +55,7 @@ class PlannedAllocation(SpaceAllocation):
             end_token=num_tokens,
             layer_token_bytes=layer_token_bytes,
             decode_token_s=self._decode_costs.token_s(strategy),
-            last_use=tuple(
-                max(layer, entry.partner) if entry.partner is not None else layer
-                for layer, entry in enumerate(strategy.layers)
-            ),
+            last_use=last_use,
             stored_from=(0,) * len(strategy.layers),
         )
         heads = allocate(

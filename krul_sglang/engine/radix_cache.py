@@ -15,8 +15,9 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from krul_sglang.engine.linker import KrulLinker, Returning
+from krul_sglang.engine.linker import KrulLinker
 from krul_sglang.engine.request_hints import owner_of
+from krul_sglang.engine.restore import Returning
 from krul_sglang.engine.turn import StoredPath
 
 

@@ -1,4 +1,4 @@
-"""What a request says about the KV of its conversation beside its tokens: whose it is, and how long to keep it."""
+"""What a request says about its conversation beside its tokens: whose it is, and how long to keep it."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -65,7 +65,9 @@ def connect_store(
     """
     leader = model.tp_rank // ranks_per_host * ranks_per_host
     daemon: EmbeddedDaemon | None = None
-    found: dict[str, str] = {"endpoint": config.endpoint}
+    store: DaemonStore | None = None
+    pinned = PinnedArena(device)
+    found = {"endpoint": config.endpoint}
     if not config.endpoint and model.tp_rank == leader:
         try:
             daemon = _start_daemon(config, rank_bytes * min(ranks_per_host, model.tp_size))
@@ -73,30 +75,42 @@ def connect_store(
         except KrulError as error:
             found = {"error": str(error)}
     try:
-        of_ranks = [orjson.loads(content) for content in agreement.gather_bytes(orjson.dumps(found))]
-        _raise_first(of_ranks)
-        endpoint = of_ranks[leader]["endpoint"]
-        pinned = PinnedArena(device)
-        store = DaemonStore(
-            endpoint,
-            model=model,
-            on_arena=pinned.register,
-            restart=None if daemon is None else daemon.restart,
-        )
-        if not store.is_connected:
-            store.close()
-            raise DaemonError(f"no krul-backend answers in {endpoint}: is it running, as this user?")
+        endpoint = _gathered(agreement, found)[leader]["endpoint"]
+        connected: dict[str, str] = {}
+        try:
+            store = DaemonStore(
+                endpoint,
+                model=model,
+                on_arena=pinned.register,
+                restart=None if daemon is None else daemon.restart,
+            )
+            if not store.is_connected:
+                connected = {"error": f"no krul-backend answers in {endpoint}: is it running, as this user?"}
+        except KrulError as error:
+            connected = {"error": str(error)}
+        _gathered(agreement, connected)
+        assert store is not None
     except BaseException:
+        pinned.close()
+        if store is not None:
+            store.close()
         if daemon is not None:
             daemon.close()
         raise
     return StoreConnection(store, pinned, daemon, endpoint)
 
 
-def _raise_first(of_ranks: Sequence[dict[str, str]]) -> None:
-    for rank, found in enumerate(of_ranks):
-        if "error" in found:
-            raise DaemonError(f"rank {rank} has no KV store: {found['error']}")
+def _gathered(agreement: RankAgreement, found: dict[str, str]) -> list[dict[str, str]]:
+    """What every rank found, by rank.
+
+    Raises:
+        DaemonError: on every rank, if one of them found an error.
+    """
+    of_ranks = [orjson.loads(content) for content in agreement.gather_bytes(orjson.dumps(found))]
+    for rank, of_rank in enumerate(of_ranks):
+        if "error" in of_rank:
+            raise DaemonError(f"rank {rank} has no KV store: {of_rank['error']}")
+    return of_ranks
 
 
 def _start_daemon(config: KrulConfig, arena_bytes: int) -> EmbeddedDaemon:
@@ -115,10 +129,12 @@ def daemon_arguments(config: KrulConfig, arena_bytes: int) -> list[str]:
     """Arguments of ``krul-backend serve`` for what this configuration says about its daemon."""
     arguments = ["--host-memory", str(arena_bytes), "--eviction", config.eviction]
     arguments += ["--tenant-quota", str(config.tenant_quota), "--metrics-port", str(config.metrics_port)]
+    arguments += ["--ssd-timeout", str(config.ssd_timeout)]
     if config.ssd_dir:
-        arguments += ["--ssd-dir", config.ssd_dir, "--ssd-timeout", str(config.ssd_timeout)]
-        if config.ssd_capacity is not None:
-            arguments += ["--ssd-capacity", str(config.ssd_capacity)]
-    if config.mooncake:
-        arguments += ["--mooncake", config.mooncake]
+        arguments += ["--ssd-dir", str(Path(config.ssd_dir).expanduser())]
+    if config.ssd_capacity is not None:
+        # Without a directory, too: the daemon refuses that, and says why.
+        arguments += ["--ssd-capacity", str(config.ssd_capacity)]
+    for setting in config.mooncake.split(",") if config.mooncake else ():
+        arguments += ["--mooncake", setting]
     return arguments

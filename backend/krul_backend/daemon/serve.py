@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import TextIO
 
 import msgspec
 import zmq
@@ -34,15 +33,13 @@ def serve(config: DaemonConfig) -> None:
     """Serve until a signal, a shutdown request, or nobody uses the daemon any more; then flush and return.
 
     When clients can connect, one JSON line is printed: ``{"ready": true, "runtime_dir": ..., "pid": ...}``.
-    Changes the process: standard output, umask, limit of open files, garbage collection, and what SIGTERM
-    and SIGINT do.
+    Changes the process: umask, limit of open files, garbage collection, handlers of SIGTERM and SIGINT.
 
     Raises:
         DaemonError, ConfigError: it cannot start; says why.
     """
     os.umask(0o077)
     _allow_many_files()
-    stdout = _take_stdout()
     with contextlib.ExitStack() as stack:
         runtime_dir = RuntimeDir(config.runtime_dir)
         stack.callback(runtime_dir.close)
@@ -71,7 +68,7 @@ def serve(config: DaemonConfig) -> None:
                 _tune_garbage_collection()
                 if config.metrics_port:
                     metrics.serve(config.metrics_port)
-                _announce(config, stdout)
+                _announce(config)
                 server.run()
             finally:
                 server.disconnect()
@@ -81,19 +78,11 @@ def serve(config: DaemonConfig) -> None:
     logger.info("ended")
 
 
-def _announce(config: DaemonConfig, stdout: TextIO) -> None:
+def _announce(config: DaemonConfig) -> None:
     logger.info("serving %s of memory in %s", format_bytes(config.arena_bytes), config.runtime_dir)
     ready = {"ready": True, "runtime_dir": str(config.runtime_dir.absolute()), "pid": os.getpid()}
-    stdout.write(msgspec.json.encode(ready).decode() + "\n")
-    stdout.flush()
-
-
-def _take_stdout() -> TextIO:
-    """The standard output, for one line alone: what a library prints there goes to the log from now on."""
+    sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
     sys.stdout.flush()
-    stdout = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return stdout
 
 
 def _flush(built: BuiltStore) -> None:
