@@ -22,6 +22,8 @@ _OBJECT_NOT_FOUND = -704
 _OBJECT_ALREADY_EXISTS = -705
 
 _PROBE_TIMEOUT_S = 0.5
+# A host that leaves takes its part of the cluster with it. Mooncake makes as many copies as it has hosts for.
+_NUM_PINNED_REPLICAS = 3
 
 
 def require_mooncake() -> Any:
@@ -30,8 +32,7 @@ def require_mooncake() -> Any:
     Raises:
         DaemonError: it is not installed, or a library that it needs is not.
     """
-    # The client logs each failed ping; the tier's own counters and its one log line are what people read.
-    os.environ.setdefault("GLOG_minloglevel", "3")
+    # Otherwise the client logs each call to stderr; its errors cannot be turned off.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         return importlib.import_module("mooncake.store")
@@ -63,6 +64,7 @@ class MooncakeClient:
         self._replication = module.ReplicateConfig()
         self._pinned = module.ReplicateConfig()
         self._pinned.with_hard_pin = True
+        self._pinned.replica_num = _NUM_PINNED_REPLICAS
         self._store = module.MooncakeDistributedStore()
         code = self._store.setup(
             options.local_hostname,

@@ -31,7 +31,7 @@ class ObjectStore(Protocol):
     def put(self, key: str, value: Block | bytes, *, is_pinned: bool = False) -> None:
         """Store an object of at least one byte unless there is one of that name, which then stays as it is.
 
-        ``is_pinned``: never evict it. Raises ``StoreFullError``, too.
+        ``is_pinned``: never evict it, and keep copies on several hosts. Raises ``StoreFullError``, too.
         """
 
     def replace(self, key: str, value: bytes, *, is_pinned: bool = False) -> None:
