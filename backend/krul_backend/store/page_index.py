@@ -154,7 +154,8 @@ class PageIndex(Generic[SegmentT]):
 
         ``token_ids``: ``[len(page_keys) * page_size]``. The first page is at position ``next_token`` of the
         conversation, if that is known (the request may start anywhere in it); each later run must start where
-        the one before it ended. Keys and tokens are compared a run at a time: a conversation has few segments and many pages.
+        the one before it ended. Keys and tokens are compared a run at a time: a conversation has few segments
+        and many pages.
         """
         pages = self._pages.get(model.fingerprint, {})
         page_size = model.page_size

@@ -6,14 +6,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-Buffer = bytes | memoryview | npt.NDArray[np.uint8]
+Buffer = bytes | memoryview
 
 
 class Disk:
-    """Files by descriptor. Every method raises ``OSError`` as the system call does, and may do less than asked."""
+    """Files by descriptor. Every method raises ``OSError`` as the system call does."""
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
         return os.open(path, flags | os.O_CLOEXEC, mode)
@@ -28,7 +25,7 @@ class Disk:
         """Bytes read, fewer than asked for at the end of the file or whenever the kernel likes."""
         return os.preadv(fd, buffers, offset)
 
-    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Bytes written, which may be fewer than given."""
         return os.pwritev(fd, buffers, offset)
 

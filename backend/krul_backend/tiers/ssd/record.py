@@ -3,7 +3,7 @@
 All numbers are little endian. A record starts at a multiple of 4096 bytes and takes a multiple of 4096::
 
     offset  size
-    0       8     magic: b"KRULSEG1" (a segment) or b"KRULCLR1" (a clear)
+    0       8     magic: b"KRULSEG1"
     8       8     XXH3-64 of bytes [16, header_num_bytes)
     16      8     header_num_bytes, without the padding that follows it
     24      8     record_num_bytes, all padding included
@@ -19,7 +19,7 @@ All numbers are little endian. A record starts at a multiple of 4096 bytes and t
     ..      4 T   token ids (int32)
     ..      2 P   bytes of each page key
     ..      K     page keys, UTF-8, one after the other
-    ..      J     the manifest's other fields as JSON; of a clear: {"fingerprint": which model, or null for all}
+    ..      J     the manifest's other fields as JSON
     then zeros to the next multiple of 64: layer 0's block; each block starts at a multiple of 64.
 
 Nothing of a header is believed before its checksum was found right.
@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -39,19 +40,28 @@ import xxhash
 
 from krul_backend.errors import ManifestError, RecordError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, SegmentManifest
+from krul_backend.store.interface import Block
+from krul_backend.tiers.ssd.disk import Buffer
 
 RECORD_ALIGN = 4096
 """Records begin and end at multiples of this: what O_DIRECT asks for, and whole pages of the page cache."""
 
 BLOCK_ALIGN = 64
-_SEGMENT_MAGIC = b"KRULSEG1"
-_CLEAR_MAGIC = b"KRULCLR1"
+_MAGIC = b"KRULSEG1"
 _FIXED = struct.Struct("<8sQQQQIIIIII")
 FIXED_NUM_BYTES = _FIXED.size
 MAX_HEADER_NUM_BYTES = 1 << 30
 _MAX_RECORD_NUM_BYTES = 1 << 46
 _CHECKED_FROM = 16
-_SCALARS = ("parent_key", "start_token", "codec", "codec_params", "layer_first_token", "tenant", "recompute_s")
+_SCALARS = (
+    "parent_key",
+    "start_token",
+    "codec",
+    "codec_params",
+    "layer_first_token",
+    "tenant",
+    "recompute_s",
+)
 
 
 def aligned(num_bytes: int, align: int) -> int:
@@ -78,18 +88,14 @@ class SegmentRecord:
     block_offsets: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class ClearRecord:
-    """Everything with a smaller sequence is gone: of the model with this fingerprint, or (None) of all."""
-
-    sequence: int
-    record_num_bytes: int
-    fingerprint: str | None
-
-
 def segment_num_bytes(manifest: SegmentManifest, metadata: bytes) -> int:
     """Bytes of a whole record, padding included; ``metadata`` is ``encode_metadata``'s."""
     return _layout(FIXED_NUM_BYTES + len(metadata), manifest.layer_num_bytes)[1]
+
+
+def block_offsets(manifest: SegmentManifest, metadata: bytes) -> tuple[int, ...]:
+    """Where each layer's block starts, from the record's start."""
+    return _layout(FIXED_NUM_BYTES + len(metadata), manifest.layer_num_bytes)[0]
 
 
 def encode_metadata(manifest: SegmentManifest, checksums: tuple[int, ...]) -> bytes:
@@ -133,16 +139,25 @@ def encode_segment(manifest: SegmentManifest, metadata: bytes, sequence: int) ->
     )
     num_json_bytes = len(metadata) - 16 * num_layers - 4 * num_tokens - 2 * num_pages - num_keys_bytes
     counts = (num_layers, num_pages, num_tokens, num_json_bytes, num_keys_bytes)
-    header = _sealed(_SEGMENT_MAGIC, record_num_bytes, sequence, counts, metadata)
-    return header.ljust(offsets[0], b"\0")
+    fields = (header_num_bytes, record_num_bytes, sequence, *counts, FORMAT_VERSION)
+    unsealed = _FIXED.pack(_MAGIC, 0, *fields) + metadata
+    checksum = xxhash.xxh3_64_intdigest(memoryview(unsealed)[_CHECKED_FROM:])
+    return (_FIXED.pack(_MAGIC, checksum, *fields) + metadata).ljust(offsets[0], b"\0")
 
 
-def encode_clear(fingerprint: str | None, sequence: int) -> bytes:
-    """A whole clear record, padding included."""
-    json = orjson.dumps({"fingerprint": fingerprint})
-    record_num_bytes = aligned(FIXED_NUM_BYTES + len(json), RECORD_ALIGN)
-    record = _sealed(_CLEAR_MAGIC, record_num_bytes, sequence, (0, 0, 0, len(json), 0), json)
-    return record.ljust(record_num_bytes, b"\0")
+def record_buffers(
+    manifest: SegmentManifest, metadata: bytes, blocks: Sequence[Block], sequence: int
+) -> tuple[list[Buffer], int]:
+    """What to write one after the other, padding included, and the bytes of it all."""
+    header = encode_segment(manifest, metadata, sequence)
+    buffers: list[Buffer] = [header]
+    num_bytes = len(header)
+    for block in blocks:
+        padding = bytes(aligned(block.nbytes, BLOCK_ALIGN) - block.nbytes)
+        buffers += [block.data, padding]
+        num_bytes += block.nbytes + len(padding)
+    padding = bytes(aligned(num_bytes, RECORD_ALIGN) - num_bytes)
+    return [*buffers, padding], num_bytes + len(padding)
 
 
 def decode_size(fixed: bytes) -> HeaderSize:
@@ -154,7 +169,7 @@ def decode_size(fixed: bytes) -> HeaderSize:
     if len(fixed) < FIXED_NUM_BYTES:
         raise RecordError(f"a record needs {FIXED_NUM_BYTES} bytes, got {len(fixed)}")
     magic, _, header_num_bytes, record_num_bytes, *_ = _FIXED.unpack_from(fixed)
-    if magic not in (_SEGMENT_MAGIC, _CLEAR_MAGIC):
+    if magic != _MAGIC:
         raise RecordError("no record starts here")
     is_header_possible = FIXED_NUM_BYTES <= header_num_bytes <= min(MAX_HEADER_NUM_BYTES, record_num_bytes)
     if not is_header_possible or record_num_bytes > _MAX_RECORD_NUM_BYTES or record_num_bytes % RECORD_ALIGN:
@@ -162,7 +177,7 @@ def decode_size(fixed: bytes) -> HeaderSize:
     return HeaderSize(header_num_bytes, record_num_bytes)
 
 
-def decode_header(header: bytes) -> SegmentRecord | ClearRecord:
+def decode_header(header: bytes) -> SegmentRecord:
     """What a header says; bytes after ``header_num_bytes`` are ignored.
 
     Raises:
@@ -171,7 +186,7 @@ def decode_header(header: bytes) -> SegmentRecord | ClearRecord:
     size = decode_size(header)
     if len(header) < size.header_num_bytes:
         raise RecordError(f"a header of {size.header_num_bytes} bytes, cut off after {len(header)}")
-    magic, checksum, _, _, sequence, *counts, version = _FIXED.unpack_from(header)
+    _, checksum, _, _, sequence, *counts, version = _FIXED.unpack_from(header)
     checked = memoryview(header)[_CHECKED_FROM : size.header_num_bytes]
     if xxhash.xxh3_64_intdigest(checked) != checksum:
         raise RecordError("the header's checksum is wrong")
@@ -179,26 +194,13 @@ def decode_header(header: bytes) -> SegmentRecord | ClearRecord:
         raise RecordError(f"a record of format {version}, this is format {FORMAT_VERSION}")
     metadata = memoryview(header)[FIXED_NUM_BYTES : size.header_num_bytes]
     try:
-        if magic == _CLEAR_MAGIC:
-            fingerprint = orjson.loads(metadata)["fingerprint"]
-            return ClearRecord(sequence, size.record_num_bytes, fingerprint)
         manifest, checksums = _decode_metadata(metadata, counts)
-    except (KeyError, TypeError, ValueError, AttributeError, ManifestError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, ManifestError) as error:
         raise RecordError(f"a header that contradicts itself: {error}") from error
     offsets, record_num_bytes = _layout(size.header_num_bytes, manifest.layer_num_bytes)
     if record_num_bytes != size.record_num_bytes:
         raise RecordError(f"blocks of {record_num_bytes} bytes in a record of {size.record_num_bytes}")
     return SegmentRecord(sequence, record_num_bytes, manifest, checksums, offsets)
-
-
-def _sealed(
-    magic: bytes, record_num_bytes: int, sequence: int, counts: tuple[int, ...], metadata: bytes
-) -> bytes:
-    header_num_bytes = FIXED_NUM_BYTES + len(metadata)
-    fields = (header_num_bytes, record_num_bytes, sequence, *counts, FORMAT_VERSION)
-    unsealed = _FIXED.pack(magic, 0, *fields) + metadata
-    checksum = xxhash.xxh3_64_intdigest(memoryview(unsealed)[_CHECKED_FROM:])
-    return _FIXED.pack(magic, checksum, *fields) + metadata
 
 
 def _layout(header_num_bytes: int, layer_num_bytes: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
@@ -208,9 +210,7 @@ def _layout(header_num_bytes: int, layer_num_bytes: tuple[int, ...]) -> tuple[tu
     return tuple(offsets), aligned(end, RECORD_ALIGN)
 
 
-def _decode_metadata(
-    metadata: memoryview, counts: list[int]
-) -> tuple[SegmentManifest, tuple[int, ...]]:
+def _decode_metadata(metadata: memoryview, counts: list[int]) -> tuple[SegmentManifest, tuple[int, ...]]:
     num_layers, num_pages, num_tokens, num_json_bytes, num_keys_bytes = counts
     parts: list[memoryview] = []
     at = 0
@@ -228,9 +228,7 @@ def _decode_metadata(
     tokens.flags.writeable = False
     manifest = SegmentManifest(
         model=ModelIdentity(**scalars.pop("model")),
-        page_keys=tuple(
-            bytes(keys[start:end]).decode() for start, end in zip(ends[:-1], ends[1:], strict=True)
-        ),
+        page_keys=tuple(bytes(keys[start:end]).decode() for start, end in pairwise(ends)),
         token_ids=tokens,
         layer_num_bytes=tuple(np.frombuffer(sizes, "<u8").tolist()),
         layer_first_token=tuple(scalars.pop("layer_first_token")),
