@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,11 +16,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+import zmq.auth
 
 from krul_backend.daemon.admin import AdminClient
 from krul_backend.daemon.daemon_store import DaemonStore
 from krul_backend.daemon.launcher import MAX_RESTARTS, EmbeddedDaemon
-from krul_backend.errors import DaemonError, DaemonUnreachableError, ManifestError, TierReadError
+from krul_backend.daemon.request_channel import CurveKeys
+from krul_backend.errors import ConfigError, DaemonError, DaemonUnreachableError, ManifestError, TierReadError
 from krul_backend.store.stored_segment import block_checksum
 from tests.unit.store_builders import (
     fill,
@@ -425,13 +428,36 @@ def test_the_command_lines_client_can_end_a_daemon(own_daemon: EmbeddedDaemon) -
     with AdminClient(f"ipc://{own_daemon.runtime_dir}/control.sock", timeout_s=2.0) as admin:
         admin.shutdown()
         wait_until(lambda: not own_daemon.is_running)
-        with pytest.raises(DaemonUnreachableError):
-            AdminClient(own_daemon.runtime_dir, timeout_s=0.2).ping()
+    with pytest.raises(DaemonUnreachableError, match="no krul daemon"):
+        AdminClient(own_daemon.runtime_dir)
 
 
-def test_admin_over_tcp_needs_keys() -> None:
+def test_admin_over_tcp_needs_keys_that_the_daemon_knows(tmp_path: Path) -> None:
     with pytest.raises(DaemonError, match="CURVE"):
         AdminClient("tcp://127.0.0.1:1")
+    clients = tmp_path / "clients"
+    clients.mkdir()
+    server_key, server_secret = zmq.auth.create_certificates(tmp_path, "server")
+    _, client_secret = zmq.auth.create_certificates(clients, "operator")
+    _, stranger_secret = zmq.auth.create_certificates(tmp_path, "stranger")
+    os.chmod(server_secret, 0o600)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    daemon = EmbeddedDaemon((*ARGUMENTS, "--admin-endpoint", endpoint, "--curve-dir", str(tmp_path)))
+    try:
+        keys = CurveKeys.read(Path(client_secret), Path(server_key))
+        with AdminClient(endpoint, curve=keys) as admin:
+            assert admin.stats()[1].pid == daemon.pid
+        strange = CurveKeys.read(Path(stranger_secret), Path(server_key))
+        with (
+            AdminClient(endpoint, curve=strange, timeout_s=0.5) as admin,
+            pytest.raises(DaemonUnreachableError),
+        ):
+            admin.ping()
+        with pytest.raises(ConfigError, match="no secret key"):
+            CurveKeys.read(Path(server_key), Path(server_key))
+    finally:
+        daemon.close()
 
 
 def test_an_embedded_daemon_lives_in_a_private_directory_and_leaves_none() -> None:

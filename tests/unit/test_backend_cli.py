@@ -214,19 +214,16 @@ def test_inspect_shows_each_layer(daemon: FakeDaemon) -> None:
     assert ["after", "aa03"] in lines
 
 
-def test_inspect_without_checksums_or_layers(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_of_a_segment_without_checksums_yet(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     pending = replace(DETAILS, checksums=None)
     monkeypatch.setattr(daemon, "inspect", lambda segment_id: pending)
     assert ["checksums", "being", "taken"] in lines_of("inspect", 7)
-    elsewhere = replace(DETAILS, checksums=None, layer_first_token=(), layer_num_bytes=())
-    monkeypatch.setattr(daemon, "inspect", lambda segment_id: elsewhere)
-    assert "lower tier" in " ".join(lines_of("inspect", 7)[-1])
 
 
 def test_inspect_of_no_segment(daemon: FakeDaemon) -> None:
     result = run("inspect", 8, "--endpoint", "/run/krul")
     assert result.exit_code == 1
-    assert "no segment 8" in result.stderr
+    assert "segment 8 is not in DRAM" in result.stderr
     assert result.stdout == ""
 
 

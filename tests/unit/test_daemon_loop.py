@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
+from krul_backend.daemon.intake import error_code
 from krul_backend.daemon.replies import (
     ErrorReply,
     InspectReply,
@@ -29,7 +30,7 @@ from krul_backend.daemon.requests import (
     VerifyRequest,
 )
 from krul_backend.daemon.runtime_dir import RuntimeDir
-from krul_backend.daemon.server import DaemonServer, error_code
+from krul_backend.daemon.server import DaemonServer
 from krul_backend.errors import ConfigError, ManifestError, ProtocolError, StoreClosedError, TierReadError
 from krul_backend.store.host_store import HostStore
 from tests.integration.daemon_client import TIMEOUT_S, RawClient
@@ -148,7 +149,7 @@ def test_what_takes_long_holds_up_nobody(tmp_path: Path) -> None:
 
 
 def test_long_work_that_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("krul_backend.daemon.server._MAX_PENDING", 2)
+    monkeypatch.setattr("krul_backend.daemon.lanes.MAX_PENDING", 2)
     store = MoodyStore()
     with serving(tmp_path / "run", store) as client:
         for _ in range(2):

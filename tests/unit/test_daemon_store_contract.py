@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import zmq
+from daemon_builders import serving
+from store_builders import make_model
 from test_host_store import (  # noqa: F401
     test_a_cleared_segment_keeps_its_bytes_until_the_last_release,
     test_a_lease_can_start_and_end_inside_segments,
@@ -46,35 +44,16 @@ from test_host_store import (  # noqa: F401
 )
 
 from krul_backend.daemon.daemon_store import DaemonStore
-from krul_backend.daemon.runtime_dir import RuntimeDir
-from krul_backend.daemon.server import DaemonServer
 from krul_backend.store.eviction import LruPolicy
 from krul_backend.store.host_store import HostStore
-from tests.unit.store_builders import make_model
 
 
 @pytest.fixture
 def store() -> Iterator[DaemonStore]:
-    """A daemon in a thread, of the size that the tests count on, and a client of it."""
-    # Not tmp_path: a socket's path holds 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="krul-") as path:
-        runtime_dir = RuntimeDir(Path(path))
-        host_store = HostStore(4096, LruPolicy())
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        server = DaemonServer(runtime_dir, host_store, host_store, context)
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        store = DaemonStore(path, model=make_model(), request_timeout_s=10.0)
-        try:
-            yield store
-        finally:
-            counters = store.counters
-            store.close()
-            server.stop()
-            thread.join()
-            server.disconnect()
-            host_store.close()
-            server.close()
-            context.term()
-            runtime_dir.close()
-        assert (counters.timeouts, counters.failures, counters.lost) == (0, 0, 0)
+    """A daemon of the size that the tests count on, and a client of it."""
+    host_store = HostStore(4096, LruPolicy())
+    with serving(host_store, host_store) as runtime_dir:
+        store = DaemonStore(runtime_dir, model=make_model(), request_timeout_s=10.0)
+        yield store
+        store.close()
+    assert (store.counters.timeouts, store.counters.failures, store.counters.lost) == (0, 0, 0)

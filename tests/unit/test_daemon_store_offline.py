@@ -132,6 +132,11 @@ def test_an_endpoint_that_shares_no_memory_is_refused(runtime_dir: Path) -> None
         DaemonStore("tcp://host:1", model=MODEL)
 
 
+def test_a_directory_too_deep_for_sockets_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DaemonError, match="shorter"):
+        DaemonStore(tmp_path / ("d" * 100), model=MODEL)
+
+
 def test_a_reservation_is_a_window_into_the_daemons_memory(daemon: FakeDaemon, make_store: Make) -> None:
     reservation = make_store().reserve((3, 0, 2))
     assert reservation is not None

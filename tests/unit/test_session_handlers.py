@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from krul_backend.daemon.lanes import Deferred
 from krul_backend.daemon.replies import LeaseReply, Reply
 from krul_backend.daemon.requests import HelloRequest, LeaseRequest, ReleaseRequest
-from krul_backend.daemon.session_handlers import MAX_MODELS, Deferred, SessionHandlers
+from krul_backend.daemon.session_handlers import MAX_MODELS, SessionHandlers
 from krul_backend.daemon.sessions import Session
 from krul_backend.daemon.wire import model_to_wire
 from krul_backend.errors import ProtocolError, TierReadError

@@ -29,7 +29,7 @@ from krul_backend.daemon.requests import (
     StatsRequest,
     VerifyRequest,
 )
-from krul_backend.errors import DaemonError
+from krul_backend.errors import DaemonError, DaemonUnreachableError
 from krul_backend.store.interface import DamageReport, SegmentDetails, SegmentInfo, StoreStats
 
 
@@ -45,7 +45,8 @@ class AdminClient:
         timeout_s: for each answer; ``verify`` has its own.
 
     Raises:
-        DaemonError: an endpoint of another kind, TCP without keys, or keys that are none.
+        DaemonUnreachableError: no daemon was ever there.
+        DaemonError: an endpoint of another kind, or TCP without keys.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class AdminClient:
             if curve is None:
                 raise DaemonError(f"{address}: over TCP a daemon answers only to CURVE keys")
         else:
-            address = f"ipc://{runtime_dir_of(endpoint) / CONTROL_SOCKET}"
-            curve = None
+            path = runtime_dir_of(endpoint) / CONTROL_SOCKET
+            if not path.is_socket():
+                raise DaemonUnreachableError(f"no krul daemon serves {path.parent}")
+            address, curve = f"ipc://{path}", None
         self._timeout_s = timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channels = RequestChannels(self._context, address, curve=curve)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from krul_backend.daemon.lanes import Answer, Deferred, Lane
 from krul_backend.daemon.replies import (
     DaemonStats,
     FlushReply,
@@ -25,7 +26,6 @@ from krul_backend.daemon.requests import (
     StatsRequest,
     VerifyRequest,
 )
-from krul_backend.daemon.session_handlers import Answer, Deferred, Lane
 from krul_backend.store.interface import DamageReport, KVStore, SegmentDetails, SegmentInfo
 
 MAX_FLUSH_S = 600.0

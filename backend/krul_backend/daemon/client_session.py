@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from krul_backend.daemon.protocol import CONTROL_SOCKET, SESSION_SOCKET, SessionGreeting, decode_greeting
+from krul_backend.daemon.runtime_dir import check_socket_path
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError
 
 _MAX_GREETING_BYTES = 4096
@@ -53,7 +54,7 @@ class ClientSession:
 
     Raises:
         DaemonUnreachableError: nothing answers there.
-        DaemonError: somebody else's process does.
+        DaemonError: somebody else's process does, or the path is too long for a socket.
         ProtocolError: what answers is not a daemon of this protocol.
     """
 
@@ -64,6 +65,7 @@ class ClientSession:
         timeout_s: float = 5.0,
         on_end: Callable[[ClientSession], None] | None = None,
     ) -> None:
+        check_socket_path(runtime_dir)
         self.runtime_dir = runtime_dir
         self._on_end = on_end
         self._is_over = threading.Event()

@@ -81,7 +81,7 @@ from krul_backend.store.interface import (
 logger = logging.getLogger(__name__)
 
 SLOW_TIMEOUT_S = 10.0
-"""For operations that read blocks or wait for a network; no scheduler waits for them."""
+"""For operations that read blocks, wait for a network or have long answers; no scheduler waits for them."""
 VERIFY_TIMEOUT_S = 3600.0
 _LONGEST_PIN_S = 1e9
 
@@ -391,7 +391,7 @@ class DaemonStore(KVStore):
         self._link.close()
 
     def _list_from(self, offset: int) -> ListReply | None:
-        return self._try(ListReply, lambda head: ListRequest(**head, offset=offset))
+        return self._try(ListReply, lambda head: ListRequest(**head, offset=offset), timeout_s=SLOW_TIMEOUT_S)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -36,7 +36,8 @@ _END_TIMEOUT_S = 15.0  # the daemon flushes for up to 10 s
 class EmbeddedDaemon:
     """A ``krul-backend`` process in a private runtime directory, of this process alone.
 
-    It ends by itself some seconds after its last client; ``close`` is for not waiting. Ctrl-C of the engine
+    It ends by itself some seconds after its last client, or a minute after its start if none came; ``close``
+    is for not waiting. Ctrl-C of the engine
     does not reach it (a process group of its own): it must be able to flush. What it logs is in ``log_path``.
 
     Args:

@@ -8,15 +8,18 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypedDict, TypeVar
 
 import zmq
+import zmq.auth
 
 from krul_backend.daemon.limits import MAX_FRAME_BYTES
 from krul_backend.daemon.protocol import decode_reply, encode, encode_token_ids
 from krul_backend.daemon.replies import ErrorCode, ErrorReply, Reply
 from krul_backend.daemon.requests import Request
 from krul_backend.errors import (
+    ConfigError,
     DaemonError,
     DaemonUnreachableError,
     ManifestError,
@@ -64,6 +67,26 @@ class CurveKeys:
     public: bytes
     secret: bytes
     server: bytes
+
+    @classmethod
+    def read(cls, client_path: Path, server_path: Path) -> CurveKeys:
+        """From files as ``zmq.auth.create_certificates`` writes them.
+
+        Args:
+            client_path: the client's ``*.key_secret``.
+            server_path: the server's ``*.key``.
+
+        Raises:
+            ConfigError: one of them cannot be read, or the client's has no secret key.
+        """
+        try:
+            public, secret = zmq.auth.load_certificate(client_path)
+            server, _ = zmq.auth.load_certificate(server_path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"CURVE keys {client_path}, {server_path} cannot be read: {error}") from error
+        if secret is None:
+            raise ConfigError(f"{client_path} has no secret key: expected the client's *.key_secret")
+        return cls(public, secret, server)
 
 
 class _Channel:

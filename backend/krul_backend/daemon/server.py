@@ -7,9 +7,8 @@ import math
 import os
 import time
 from collections import Counter, deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,14 +17,15 @@ import zmq
 
 from krul_backend.daemon.admin_handlers import AdminHandlers
 from krul_backend.daemon.control_socket import bind_router
-from krul_backend.daemon.limits import PROTOCOL_VERSION
-from krul_backend.daemon.protocol import decode_envelope, decode_request, decode_token_ids, encode, op_of
-from krul_backend.daemon.replies import DaemonStats, ErrorCode, ErrorReply, Reply, ShutdownReply
-from krul_backend.daemon.requests import TOKEN_REQUESTS, Request, ShutdownRequest
+from krul_backend.daemon.intake import checked_request, error_code
+from krul_backend.daemon.lanes import Answer, Deferred, Lanes
+from krul_backend.daemon.protocol import decode_envelope, decode_token_ids, encode, op_of
+from krul_backend.daemon.replies import DaemonStats, ErrorReply, Reply, ShutdownReply
+from krul_backend.daemon.requests import Request, ShutdownRequest
 from krul_backend.daemon.runtime_dir import RuntimeDir
-from krul_backend.daemon.session_handlers import Answer, Deferred, Lane, SessionHandlers
+from krul_backend.daemon.session_handlers import SessionHandlers
 from krul_backend.daemon.sessions import Session, SessionTable
-from krul_backend.errors import ManifestError, ProtocolError, StoreClosedError, TierReadError
+from krul_backend.errors import ProtocolError
 from krul_backend.store.interface import KVStore, Reservation
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,6 @@ NEVER_USED_S = 60.0
 
 _MAX_WAIT_S = 1.0
 _MAX_BATCH = 64
-_MAX_PENDING = 256
-_NUM_THREADS = {Lane.SHORT: 4, Lane.FLUSH: 2, Lane.VERIFY: 1}
 
 
 class SharedArena(Protocol):
@@ -109,17 +107,11 @@ class DaemonServer:
         self._start_s = time.monotonic()
         self._num_requests = 0
         self._num_failed = 0
-        self._num_pending = 0
         self._bad_messages: Counter[str] = Counter()
         self._logged: set[str] = set()
         self._orphans: deque[tuple[float, Reservation]] = deque()
-        self._finished: SimpleQueue[tuple[_Caller, Deferred[Any], Future[Any]]] = SimpleQueue()
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_stopping = False
-        self._lanes = {
-            lane: ThreadPoolExecutor(num_threads, thread_name_prefix=f"krul-{lane.value}")
-            for lane, num_threads in _NUM_THREADS.items()
-        }
+        self._lanes: Lanes[_Caller] = Lanes()
         self._sessions = SessionTable(
             runtime_dir.session_socket, arena.fileno(), arena.buffer.nbytes, self._end_session
         )
@@ -128,7 +120,7 @@ class DaemonServer:
         os.chmod(runtime_dir.control_socket, 0o600)
         self._sockets = [self._control, *([admin_socket] if admin_socket is not None else [])]
         self._poller = zmq.Poller()
-        for source in (*self._sockets, self._sessions, self._wakeup):
+        for source in (*self._sockets, self._sessions, self._lanes):
             self._poller.register(source, zmq.POLLIN)
 
     def run(self) -> None:
@@ -139,7 +131,8 @@ class DaemonServer:
                 self._receive(socket)
             # After the requests: what a client sent before it ended still counts.
             self._sessions.serve()
-            self._send_finished()
+            for caller, deferred, future in self._lanes.take_done():
+                self._finish(caller, deferred, future)
             self._free_orphans()
             if self._exit_when_unused and self._is_unused():
                 logger.info("nobody uses this daemon any more")
@@ -148,7 +141,7 @@ class DaemonServer:
     def stop(self) -> None:
         """Make ``run`` return; from any thread, or a signal handler."""
         self._is_stopping = True
-        os.eventfd_write(self._wakeup, 1)
+        self._lanes.wake()
 
     def disconnect(self) -> None:
         """Close all sockets, after ``run``: clients know at once. What they held is left as it is."""
@@ -159,9 +152,7 @@ class DaemonServer:
 
     def close(self) -> None:
         """End the threads, after ``disconnect`` and the store's ``close``, which ends what they do."""
-        for threads in self._lanes.values():
-            threads.shutdown(wait=True, cancel_futures=True)
-        os.close(self._wakeup)
+        self._lanes.close()
 
     def _wait_ms(self) -> int:
         due_s = self._orphans[0][0] - time.monotonic() if self._orphans else _MAX_WAIT_S
@@ -179,7 +170,7 @@ class DaemonServer:
     def _handle(self, socket: zmq.Socket[bytes], identity: bytes, frames: list[bytes]) -> None:
         start_s = time.monotonic()
         try:
-            request = _checked_request(frames)
+            request = checked_request(frames)
         except ProtocolError as error:
             self._count_bad("undecodable", error)
             envelope = decode_envelope(frames[0]) if frames else None
@@ -217,32 +208,12 @@ class DaemonServer:
         return isinstance(request, ShutdownRequest) or self._admin_handlers.knows(request)
 
     def _defer(self, caller: _Caller, deferred: Deferred[Any]) -> None:
-        if self._num_pending >= _MAX_PENDING:
-            future: Future[Any] = Future()
-            future.set_exception(ProtocolError(f"{_MAX_PENDING} long operations wait already: try later"))
-            self._finish(caller, deferred, future)
-            return
-        self._num_pending += 1
-        future = self._lanes[deferred.lane].submit(deferred.work)
-        future.add_done_callback(lambda done: self._has_finished(caller, deferred, done))
-
-    def _has_finished(self, caller: _Caller, deferred: Deferred[Any], future: Future[Any]) -> None:
-        """In the thread that did the work."""
-        self._finished.put((caller, deferred, future))
-        os.eventfd_write(self._wakeup, 1)
-
-    def _send_finished(self) -> None:
         try:
-            os.eventfd_read(self._wakeup)
-        except BlockingIOError:
-            return
-        while True:
-            try:
-                caller, deferred, future = self._finished.get_nowait()
-            except Empty:
-                return
-            self._num_pending -= 1
-            self._finish(caller, deferred, future)
+            self._lanes.submit(caller, deferred)
+        except ProtocolError as error:
+            refused: Future[Any] = Future()
+            refused.set_exception(error)
+            self._finish(caller, deferred, refused)
 
     def _finish(self, caller: _Caller, deferred: Deferred[Any], future: Future[Any]) -> None:
         try:
@@ -317,38 +288,3 @@ class DaemonServer:
             failed_requests=self._num_failed,
             bad_messages=dict(self._bad_messages),
         )
-
-
-def error_code(error: Exception) -> ErrorCode:
-    """What an exception is called on the wire."""
-    codes: tuple[tuple[type[Exception], ErrorCode], ...] = (
-        (ManifestError, "manifest"),
-        (StoreClosedError, "closed"),
-        (TierReadError, "tier-read"),
-        (ProtocolError, "protocol"),
-        (KeyError, "key"),
-        (ValueError, "value"),
-    )
-    return next((code for kind, code in codes if isinstance(error, kind)), "internal")
-
-
-def _checked_request(frames: list[bytes]) -> Request:
-    """Raises ProtocolError if the frames are not one request of this version, with the frames it needs."""
-    if not 1 <= len(frames) <= 2:
-        raise ProtocolError(f"expected a message of 1 or 2 frames, got {len(frames)}")
-    try:
-        request = decode_request(frames[0])
-    except ProtocolError:
-        envelope = decode_envelope(frames[0])
-        _check_version(envelope[0] if envelope is not None else PROTOCOL_VERSION)
-        raise
-    _check_version(request.version)
-    needed = 2 if isinstance(request, TOKEN_REQUESTS) else 1
-    if len(frames) != needed:
-        raise ProtocolError(f"{op_of(request)} has {needed} frames, got {len(frames)}")
-    return request
-
-
-def _check_version(version: int) -> None:
-    if version != PROTOCOL_VERSION:
-        raise ProtocolError(f"the daemon speaks protocol {PROTOCOL_VERSION}, the client {version}")

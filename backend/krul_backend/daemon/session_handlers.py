@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from krul_backend.daemon.lanes import Answer, Deferred, Lane
 from krul_backend.daemon.limits import PROTOCOL_VERSION
 from krul_backend.daemon.replies import (
     AbortReply,
@@ -69,26 +68,6 @@ MAX_HELD = 65_536
 """Models, and leases or reservations, of one session."""
 
 T = TypeVar("T")
-
-
-class Lane(Enum):
-    """Threads of their own, so that what takes minutes holds up only its like."""
-
-    SHORT = "short"
-    FLUSH = "flush"
-    VERIFY = "verify"
-
-
-@dataclass(frozen=True)
-class Deferred(Generic[T]):
-    """Work for another thread, and what the server's thread makes of its result (or of its exception)."""
-
-    work: Callable[[], T]
-    finish: Callable[[Future[T]], Reply]
-    lane: Lane = Lane.SHORT
-
-
-Answer: TypeAlias = Reply | Deferred[Any]
 
 
 class SessionHandlers:

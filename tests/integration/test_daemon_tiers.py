@@ -1,0 +1,121 @@
+"""A daemon with an SSD tier: what was flushed is there after its end, and comes back layer by layer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from krul_backend.daemon.replies import (
+    ErrorReply,
+    FetchReply,
+    FlushReply,
+    HelloReply,
+    PrefetchReply,
+    ReleaseReply,
+    StatsReply,
+)
+from krul_backend.daemon.requests import (
+    FetchRequest,
+    FlushRequest,
+    HelloRequest,
+    PrefetchRequest,
+    ReleaseRequest,
+    StatsRequest,
+)
+from krul_backend.daemon.wire import model_to_wire
+from krul_backend.segment import FORMAT_VERSION
+from krul_backend.store.arrival import LayerStatus
+from krul_backend.store.stored_segment import block_checksum
+from tests.integration.daemon_client import TIMEOUT_S, DaemonProcess, RawClient
+from tests.integration.test_daemon_server import MODEL, SIZES, lease, store
+from tests.unit.store_builders import page_keys, tokens_of
+
+DISK = ("--ssd-capacity", "256MiB")
+
+
+def with_disk(path: Path, name: str) -> DaemonProcess:
+    return DaemonProcess(path / name, "--ssd-dir", str(path / "disk"), *DISK)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A directory whose daemon stored two segments, flushed, and was killed."""
+    with with_disk(tmp_path, "first") as daemon, RawClient(daemon.runtime_dir) as client:
+        store(client, "disk", 0, 2, number=1, seed=1)
+        store(client, "disk", 2, 3, number=2, seed=2)
+        assert client.ask(FlushRequest, FlushReply, timeout_s=TIMEOUT_S).is_durable
+        daemon.process.kill()
+        daemon.end()
+    return tmp_path
+
+
+def test_what_was_flushed_is_restored_by_the_next_daemon(stored: Path) -> None:
+    with with_disk(stored, "second") as daemon, RawClient(daemon.runtime_dir) as client:
+        hello = client.ask(
+            HelloRequest,
+            HelloReply,
+            format=FORMAT_VERSION,
+            model=model_to_wire(MODEL),
+            fingerprint=MODEL.fingerprint,
+        )
+        assert hello.tier_costs["ssd"].byte_s > 0
+        granted = lease(client, "disk", 3)
+        assert granted.num_pages == 3
+        assert [(part.tier, part.spans) for part in granted.slices] == [("ssd", ())] * 2
+        fetched = client.ask(FetchRequest, FetchReply, lease_id=1)
+        for part in fetched.slices:
+            # None: all layers had landed before the answer was written.
+            status = LayerStatus(client.blocks([part.status_span])[0]) if part.status_span else None
+            for layer, block in enumerate(client.blocks(part.spans)):
+                if status is not None:
+                    status.wait(layer, TIMEOUT_S)
+                assert block.nbytes == SIZES[layer]
+                assert block_checksum(block) == part.checksums[layer]
+        client.ask(ReleaseRequest, ReleaseReply, lease_id=1)
+        again = lease(client, "disk", 3, number=2)
+        assert {part.tier for part in again.slices} == {"dram"}
+        counted = client.ask(StatsRequest, StatsReply).store
+        assert dict(counted.tier_hit_pages) == {"dram": 3, "ssd": 3}
+        assert counted.tiers[0].num_segments == 2
+
+
+def test_a_fetch_of_nobodys_lease_is_an_error(stored: Path) -> None:
+    with with_disk(stored, "second") as daemon, RawClient(daemon.runtime_dir) as client:
+        client.say_hello(MODEL)
+        lease(client, "disk", 3)
+        client.ask(ReleaseRequest, ReleaseReply, lease_id=1)
+        refused = client.ask(FetchRequest, ErrorReply, lease_id=1)
+        assert (refused.code, refused.message) == ("key", "lease 1 is unknown or was released")
+
+
+def test_a_prefetch_brings_segments_without_a_lease(stored: Path) -> None:
+    with with_disk(stored, "second") as daemon, RawClient(daemon.runtime_dir) as client:
+        client.say_hello(MODEL)
+        keys = page_keys("disk", 0, 3)
+        prefetch = {"fingerprint": MODEL.fingerprint, "page_keys": keys}
+        assert client.ask(PrefetchRequest, PrefetchReply, tokens_of(keys), **prefetch).num_pages == 3
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while client.ask(StatsRequest, StatsReply).store.fetched_segments < 2:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        assert {part.tier for part in lease(client, "disk", 3).slices} == {"dram"}
+
+
+def test_an_end_by_a_signal_flushes(tmp_path: Path) -> None:
+    with with_disk(tmp_path, "first") as daemon, RawClient(daemon.runtime_dir) as client:
+        store(client, "disk", 0, 2)
+        daemon.process.terminate()
+        assert daemon.end()[0] == 0
+    with with_disk(tmp_path, "second") as daemon, RawClient(daemon.runtime_dir) as client:
+        client.say_hello(MODEL)
+        assert lease(client, "disk", 2).num_pages == 2
+
+
+def test_two_daemons_never_share_a_disk(stored: Path) -> None:
+    with with_disk(stored, "second"):
+        status, log = with_disk(stored, "third").end()
+        assert status == 1
+        assert len(log.splitlines()) == 1
+        assert str(stored / "disk") in log
