@@ -33,11 +33,17 @@ R = TypeVar("R", bound=Reply)
 class DaemonProcess:
     """``krul-backend serve`` in a process of its own, ended with the block."""
 
-    def __init__(self, runtime_dir: Path, *arguments: str, host_memory: str = "4MiB") -> None:
+    def __init__(
+        self,
+        runtime_dir: Path,
+        *arguments: str,
+        host_memory: str = "4MiB",
+        program: tuple[str, ...] = ("-m", "krul_backend.daemon"),
+    ) -> None:
         self.runtime_dir = runtime_dir
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "krul_backend.daemon", "serve"),
+                *(sys.executable, *program, "serve"),
                 *("--runtime-dir", str(runtime_dir), "--host-memory", host_memory, *arguments),
             ],
             stdout=subprocess.PIPE,

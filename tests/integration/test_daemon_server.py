@@ -522,3 +522,24 @@ def test_over_tcp_only_known_keys_are_answered(tmp_path: Path) -> None:
             refused = decode_reply(answer)
             assert isinstance(refused, ErrorReply)
             assert refused.code == "protocol"
+
+
+def test_what_a_library_prints_is_no_message(tmp_path: Path) -> None:
+    """Native libraries write to descriptor 1; a parent reads one line there and nothing else."""
+    code = textwrap.dedent("""
+        import os, sys
+        from krul_backend.daemon import serve
+        build_store = serve.build_store
+        def noisy(config):
+            os.write(1, b"hello from a library")
+            return build_store(config)
+        serve.build_store = noisy
+        from krul_backend.daemon.app import main
+        main()
+    """)
+    daemon = DaemonProcess(tmp_path / "run", program=("-c", code))
+    assert daemon.wait_ready()["ready"]
+    daemon.process.terminate()
+    status, log = daemon.end()
+    assert status == 0
+    assert "hello from a library" in log

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import TextIO
 
 import msgspec
 import zmq
@@ -32,13 +33,15 @@ def serve(config: DaemonConfig, observer: Observer | None = None) -> None:
     """Serve until a signal, a shutdown request, or nobody uses the daemon any more; then flush and return.
 
     When clients can connect, one JSON line is printed: ``{"ready": true, "runtime_dir": ..., "pid": ...}``.
-    Changes the process: umask, limit of open files, garbage collection, handlers of SIGTERM and SIGINT.
+    Changes the process: standard output, umask, limit of open files, garbage collection, and what SIGTERM
+    and SIGINT do.
 
     Raises:
         DaemonError, ConfigError: it cannot start; says why.
     """
     os.umask(0o077)
     _allow_many_files()
+    stdout = _take_stdout()
     with contextlib.ExitStack() as stack:
         runtime_dir = RuntimeDir(config.runtime_dir)
         stack.callback(runtime_dir.close)
@@ -62,7 +65,7 @@ def serve(config: DaemonConfig, observer: Observer | None = None) -> None:
         with _stopped_by_signals(server):
             try:
                 _tune_garbage_collection()
-                _announce(config)
+                _announce(config, stdout)
                 server.run()
             finally:
                 server.disconnect()
@@ -72,11 +75,19 @@ def serve(config: DaemonConfig, observer: Observer | None = None) -> None:
     logger.info("ended")
 
 
-def _announce(config: DaemonConfig) -> None:
+def _announce(config: DaemonConfig, stdout: TextIO) -> None:
     logger.info("serving %s of memory in %s", format_bytes(config.arena_bytes), config.runtime_dir)
     ready = {"ready": True, "runtime_dir": str(config.runtime_dir.absolute()), "pid": os.getpid()}
-    sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
+    stdout.write(msgspec.json.encode(ready).decode() + "\n")
+    stdout.flush()
+
+
+def _take_stdout() -> TextIO:
+    """The standard output, for one line alone: what a library prints there goes to the log from now on."""
     sys.stdout.flush()
+    stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return stdout
 
 
 def _flush(built: BuiltStore) -> None:
