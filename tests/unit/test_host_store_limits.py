@@ -257,7 +257,7 @@ def test_a_reader_gives_up_waiting_for_a_layer(store: HostStore) -> None:
     lease = store.lease_arrival(arrival, 0, 2)
     status = store.fetch(lease)[0].status
     assert status is not None
-    with pytest.raises(TierReadError, match="layer 0 did not arrive from its tier within 0.01 s"):
+    with pytest.raises(TierReadError, match="layer 0 did not arrive from its tier"):
         status.wait(0, 0.01)
 
 
