@@ -20,6 +20,7 @@ from pathlib import Path
 import orjson
 
 import krul_backend
+from krul_backend.daemon.runtime_dir import check_socket_path
 from krul_backend.errors import DaemonError
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 READY_TIMEOUT_S = 30.0
 MAX_RESTARTS, RESTART_WINDOW_S = 5, 600.0
 
+_PREFIX = "krul-"
 _LOG_NAME = "daemon.log"
 _NUM_SHOWN_LINES = 20
 _MAX_READY_BYTES = 4096
@@ -55,7 +57,7 @@ class EmbeddedDaemon:
         self._lock = threading.Lock()
         self._restarts_s: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._is_closed = False
-        self.runtime_dir = Path(tempfile.mkdtemp(prefix="krul-", dir=_private_parent()))
+        self.runtime_dir = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_private_parent()))
         try:
             self._process = self._start()
         except BaseException:
@@ -177,12 +179,13 @@ class EmbeddedDaemon:
 def _private_parent() -> Path:
     """Where runtime directories go: the user's own, or the system's directory for temporary files.
 
-    Not ``TMPDIR``: it can be long, and the path of a socket holds no more than 107 bytes.
+    Not ``TMPDIR``, which is often too long for the path of a socket.
     """
     given = os.environ.get("XDG_RUNTIME_DIR")
     if given:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, DaemonError):
             status = os.stat(given)
+            check_socket_path(Path(given) / (_PREFIX + "12345678"))
             if status.st_uid == os.geteuid() and os.access(given, os.W_OK | os.X_OK):
                 return Path(given)
     return Path("/tmp")
