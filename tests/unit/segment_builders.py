@@ -14,7 +14,8 @@ from krul_backend.codec.layer_map import LayerMap, LayerMapFitter
 from krul_backend.codec.options import CodecOptions, Sharing
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.store.interface import Lease, SegmentSlice
+from krul_backend.store.hashing import block_checksums
+from krul_backend.store.interface import DRAM_TIER, Lease, SegmentSlice, Span
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
 from tests.unit.codec_builders import random_layers, rotary_table
 
@@ -102,5 +103,21 @@ def lease_of(segments: tuple[Stored, ...], device_tokens: int) -> Lease:
     for segment_id, (manifest, blocks) in enumerate(segments):
         first_page = max(0, device_tokens - manifest.start_token) // PAGE_SIZE
         arrays = tuple(block.numpy() for block in blocks)
-        slices.append(SegmentSlice(segment_id, manifest, arrays, first_page, len(manifest.page_keys)))
+        # They lie in no arena: each span is where it would lie if the blocks were the whole of one.
+        ends = np.cumsum([array.nbytes for array in arrays])
+        slices.append(
+            SegmentSlice(
+                segment_id=segment_id,
+                header=manifest.header,
+                tier=DRAM_TIER,
+                blocks=arrays,
+                spans=tuple(
+                    Span(int(end) - array.nbytes, array.nbytes)
+                    for end, array in zip(ends, arrays, strict=True)
+                ),
+                checksums=block_checksums(arrays),
+                first_page=first_page,
+                end_page=len(manifest.page_keys),
+            )
+        )
     return Lease(1, (END - device_tokens) // PAGE_SIZE, tuple(slices))

@@ -9,20 +9,26 @@ from krul_backend.tiers.arena import DramArena, aligned_num_bytes
 
 
 def plan_eviction(
-    arena: DramArena, sizes: Sequence[int], idle_segments: Iterator[StoredSegment]
+    arena: DramArena,
+    sizes: Sequence[int],
+    idle_segments: Iterator[StoredSegment],
+    leaving: Sequence[StoredSegment] = (),
 ) -> list[StoredSegment] | None:
     """The shortest run of ``idle_segments`` whose leaving makes blocks of all ``sizes`` (bytes) fit.
 
-    Returns None when even the last one does not make them fit. Changes nothing: it is tried on a copy of the
-    free space, so that no segment leaves for a reservation that fails anyway. What counts are extents, not
-    sums of bytes, because pinned blocks can lie between the freed ones.
+    ``leaving`` are idle segments that leave in any case; they come first in the answer. Returns None when
+    even the last one does not make them fit. Changes nothing: it is tried on a copy of the free space, so
+    that no segment leaves for a reservation that fails anyway. What counts are extents, not sums of bytes,
+    because pinned blocks can lie between the freed ones.
     """
     aligned_sizes = [aligned_num_bytes(num_bytes) for num_bytes in sizes]
     needed_bytes = sum(aligned_sizes)
     if needed_bytes > arena.capacity_bytes:
         return None
-    victims: list[StoredSegment] = []
-    available_bytes = arena.free_bytes
+    victims = list(leaving)
+    available_bytes = arena.free_bytes + sum(victim.taken_bytes for victim in victims)
+    leaving_set = set(leaving)
+    idle_segments = (segment for segment in idle_segments if segment not in leaving_set)
     # Sums first: they are cheap, and below this many victims no layout can help.
     while available_bytes < needed_bytes:
         victim = next(idle_segments, None)

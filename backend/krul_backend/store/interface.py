@@ -288,7 +288,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
-        """Drop the first tokens of a segment's blocks in DRAM; returns the bytes that went, without alignment.
+        """Drop the first tokens of a segment's blocks in DRAM; returns the bytes that went, not aligned.
 
         Layer ``l`` then holds the tokens from ``layer_first_token[l]`` (a position in the conversation) on,
         in the last ``layer_num_bytes[l]`` bytes of its block. The codec knows which these are

@@ -123,9 +123,13 @@ class PageIndex(Generic[SegmentT]):
 
     def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[SegmentT]:
         """The segments that ``page_keys`` are entered for, each once, by their first page among them."""
+        return list(dict.fromkeys(self.holders_of(model, page_keys)))
+
+    def holders_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[SegmentT]:
+        """The segment of each of ``page_keys`` that is entered."""
         pages = self._pages.get(model.fingerprint, {})
         entries = (pages.get(key) for key in page_keys)
-        return list(dict.fromkeys(entry[0] for entry in entries if entry is not None))
+        return [entry[0] for entry in entries if entry is not None]
 
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         """The maximal runs of ``page_keys`` without an entry, as ascending index ranges."""
@@ -202,9 +206,7 @@ class PageIndex(Generic[SegmentT]):
             seen.add(before.segment_id)
 
     @staticmethod
-    def _page_before(
-        segment: SegmentT, pages: dict[str, tuple[SegmentT, int]]
-    ) -> SegmentT | None:
+    def _page_before(segment: SegmentT, pages: dict[str, tuple[SegmentT, int]]) -> SegmentT | None:
         """Holder of the page right before the first page that is indexed as this segment's own."""
         key_before = segment.manifest.parent_key
         for key in segment.manifest.page_keys:

@@ -1,20 +1,17 @@
-"""A committed segment as a host store keeps it."""
+"""A segment as the DRAM tier keeps it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
 
-import xxhash
-
+from krul_backend.errors import StoreClosedError
 from krul_backend.segment import SegmentManifest
-from krul_backend.store.interface import Block
-from krul_backend.tiers.arena import Extent
+from krul_backend.store.arrival import LayerStatus
+from krul_backend.store.hashing import Checksums, block_checksum
+from krul_backend.store.interface import DRAM_TIER, Block, Span
+from krul_backend.tiers.arena import DramArena, Extent
 from krul_backend.tiers.free_extents import FreeExtents
-
-
-def block_checksum(block: Block) -> int:
-    """XXH3 (64 bit) of a block's bytes. Releases the GIL, so it belongs outside every lock."""
-    return xxhash.xxh3_64_intdigest(block.data)
 
 
 @dataclass(eq=False)
@@ -22,38 +19,96 @@ class StoredSegment:
     """A segment's blocks, and where they lie. Its extents are freed when it is neither indexed nor pinned.
 
     ``extents[l]`` is None where layer ``l`` has no bytes; a block is the end of its extent, after what a trim
-    could not free for alignment. ``num_pins`` counts whoever reads the blocks: leases, running verifications
-    and trims. ``num_leases`` counts the leases among them. ``last_used_s`` is on the store's clock.
+    could not free for alignment. ``num_pins`` counts whoever reads or writes the blocks: leases, arrivals,
+    copies to lower tiers, running verifications and trims. ``num_leases`` counts the leases among them.
+    ``last_used_s`` is on the store's clock.
 
-    What says where the bytes are (``manifest``, ``extents``, ``blocks``, ``checksums``) is changed by a trim
-    alone: all of it at once, under the store's lock, and only while the trim's own pin is the only one. So
-    whoever pins a segment finds everything as it was until the unpin, without the lock.
+    What says where the bytes are (``manifest``, ``extents``, ``blocks``, ``spans``, ``hashes``) is changed by
+    a trim alone: all of it at once, under the store's lock, and only while the trim's own pin is the only
+    one. So whoever pins a segment finds everything as it was until the unpin, without the lock.
+
+    ``status`` is set while layers arrive from ``origin``, a lower tier; its flags lie in ``flags_extent``,
+    which stays as long as the segment does. ``lower_load_s``: seconds to read the segment from the best lower
+    tier that holds it, None if none is known to.
     """
 
     segment_id: int
     manifest: SegmentManifest
     extents: tuple[Extent | None, ...]
     blocks: tuple[Block, ...]
-    checksums: tuple[int, ...]
+    hashes: Future[Checksums]
     last_used_s: float
+    origin: str = DRAM_TIER
+    status: LayerStatus | None = None
+    flags_extent: Extent | None = None
+    lower_load_s: float | None = None
     is_indexed: bool = False
     num_pins: int = 0
     num_leases: int = 0
+    spans: tuple[Span, ...] = field(init=False)
+    taken_bytes: int = field(init=False)
+    """Bytes in the arena, alignment included."""
+
+    def __post_init__(self) -> None:
+        self.place(self.extents, self.blocks)
+
+    def place(self, extents: tuple[Extent | None, ...], blocks: tuple[Block, ...]) -> None:
+        """Say where the blocks lie: at the end of their extents."""
+        self.extents, self.blocks = extents, blocks
+        self.spans = tuple(
+            Span(0 if extent is None else extent.offset + extent.num_bytes - block.nbytes, block.nbytes)
+            for extent, block in zip(extents, blocks, strict=True)
+        )
+        self.taken_bytes = sum(extent.taken_bytes for extent in self.all_extents)
 
     @property
-    def taken_bytes(self) -> int:
-        """Bytes in the arena, alignment included."""
-        return sum(extent.taken_bytes for extent in self.extents if extent is not None)
+    def all_extents(self) -> tuple[Extent, ...]:
+        """What it holds of the arena."""
+        return tuple(extent for extent in (*self.extents, self.flags_extent) if extent is not None)
+
+    @property
+    def checksums(self) -> Checksums:
+        """XXH3 (64 bit) of each block; waits until they are taken. Call it pinned, and outside the lock.
+
+        Raises:
+            StoreClosedError: the store was closed before they were.
+        """
+        try:
+            return self.hashes.result()
+        except CancelledError as error:
+            raise StoreClosedError("the KV store was closed") from error
+
+    @property
+    def num_tokens(self) -> int:
+        return self.manifest.num_tokens
+
+    @property
+    def restore_s(self) -> float:
+        """Seconds that a restore saves by finding it in DRAM: computing it, or reading it from below.
+
+        0 if neither is known.
+        """
+        known = [seconds for seconds in (self.manifest.recompute_s, self.lower_load_s) if seconds]
+        return min(known, default=0.0)
 
     def give_extents_to(self, free_extents: FreeExtents) -> None:
         """Mark this segment's bytes as free in a copy of the arena's free space."""
-        for extent in self.extents:
-            if extent is not None:
-                free_extents.give(extent.offset, extent.taken_bytes)
+        for extent in self.all_extents:
+            free_extents.give(extent.offset, extent.taken_bytes)
 
-    def is_intact(self) -> bool:
-        """Do all blocks still have the checksums taken at commit? Call it pinned, and outside the lock."""
-        return all(
-            block_checksum(block) == checksum
-            for block, checksum in zip(self.blocks, self.checksums, strict=True)
+    def num_damaged(self) -> int:
+        """How many blocks, of those that have landed, have other checksums than those taken at commit.
+
+        Call it pinned, and outside the lock.
+        """
+        status = self.status
+        return sum(
+            block_checksum(block) != checksum
+            for layer, (block, checksum) in enumerate(zip(self.blocks, self.checksums, strict=True))
+            if status is None or status.has_landed(layer)
         )
+
+
+def block_in(arena: DramArena, extent: Extent | None) -> Block:
+    """The bytes of an extent, writable; no bytes where there is none."""
+    return arena.buffer[:0] if extent is None else arena.view(extent)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from krul_backend.errors import ManifestError
 from krul_backend.segment import SegmentManifest
+from krul_backend.store.hashing import Checksums, block_checksum, known_checksums
 from krul_backend.store.interface import Block
-from krul_backend.store.stored_segment import StoredSegment, block_checksum
+from krul_backend.store.stored_segment import StoredSegment
 from krul_backend.tiers.arena import DramArena, Extent
 
 
@@ -25,7 +26,7 @@ class Trim:
         """Bytes that all blocks lose."""
         return sum(self.drop_num_bytes)
 
-    def checksums(self, segment: StoredSegment) -> tuple[int, ...] | None:
+    def checksums(self, segment: StoredSegment) -> Checksums | None:
         """Those of the blocks afterwards; None if one of which a part stays is damaged.
 
         Only blocks that change are read. Call it with the segment pinned, and outside the lock.
@@ -37,7 +38,7 @@ class Trim:
             checksums.append(block_checksum(block[drop:]) if drop else checksum)
         return tuple(checksums)
 
-    def apply(self, segment: StoredSegment, arena: DramArena, checksums: tuple[int, ...]) -> None:
+    def apply(self, segment: StoredSegment, arena: DramArena, checksums: Checksums) -> None:
         """Cut the segment and free what its extents do not need any more.
 
         Call it with the lock held, and with no pin on the segment but the trim's own.
@@ -56,9 +57,8 @@ class Trim:
                 extents.append(arena.free_front(extent, unused + drop))
             blocks.append(block[drop:])
         segment.manifest = self.manifest
-        segment.extents = tuple(extents)
-        segment.blocks = tuple(blocks)
-        segment.checksums = checksums
+        segment.place(tuple(extents), tuple(blocks))
+        segment.hashes = known_checksums(checksums)
 
 
 def plan_trim(

@@ -19,7 +19,7 @@ NUM_OLDEST = 256
 NUM_SAMPLED = 64
 
 _MIN_TAKEN_BYTES = 4096
-"""What a segment of no bytes counts as: its keys and tokens take space, too, and hold up what it continues."""
+"""What a segment of no bytes counts as: keys and tokens take space, too, and it holds up its head."""
 
 _MIN_IDLE_S = 1e-3
 

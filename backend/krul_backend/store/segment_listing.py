@@ -1,0 +1,44 @@
+"""What lies where, as an operator wants to see it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+from krul_backend.segment import SegmentManifest
+from krul_backend.store.host_store import HostStore
+from krul_backend.store.interface import DRAM_TIER, SegmentInfo
+from krul_backend.tiers.lower_tier import LowerTier
+
+
+def list_all_segments(host: HostStore, tiers: Sequence[LowerTier]) -> list[SegmentInfo]:
+    """One line per segment, those in DRAM first. Ids of the others are those of their tier."""
+    manifests = host.manifests()
+    lines = [
+        dataclasses.replace(info, tiers=(DRAM_TIER, *_holders_of(manifests.get(info.segment_id), tiers)))
+        for info in host.list_segments()
+    ]
+    for tier in tiers:
+        # A line does not name its pages, but of equal lines each is as good as the other.
+        listed = Counter(_line_key(info) for info in lines if tier.name in info.tiers)
+        for info in tier.list_segments():
+            key = _line_key(info)
+            if listed[key]:
+                listed[key] -= 1
+            else:
+                lines.append(info)
+    return lines
+
+
+def _holders_of(manifest: SegmentManifest | None, tiers: Sequence[LowerTier]) -> list[str]:
+    """The tiers that hold all pages of a segment; none of one that has gone meanwhile (None)."""
+    if manifest is None:
+        return []
+    model, page_keys = manifest.model, manifest.page_keys
+    return [tier.name for tier in tiers if not tier.find_missing(model, page_keys)]
+
+
+def _line_key(info: SegmentInfo) -> tuple[str, str, int, int]:
+    """What is equal of a segment in whatever tier; a trim in DRAM changes the bytes."""
+    return info.fingerprint, info.tenant, info.start_token, info.num_tokens

@@ -1,0 +1,267 @@
+"""The KV store over all tiers: DRAM, and whatever lies below it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+
+from krul_backend.errors import StoreClosedError, TierReadError
+from krul_backend.restore.costs import TierCost
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.store.admission import Arrival
+from krul_backend.store.fetching import Fetcher, load_s
+from krul_backend.store.host_store import HostStore
+from krul_backend.store.interface import (
+    DRAM_TIER,
+    DamageReport,
+    KVStore,
+    Lease,
+    PathSegment,
+    Reservation,
+    SegmentInfo,
+    SegmentSlice,
+    StoreStats,
+)
+from krul_backend.store.prefix_walk import PrefixWalk
+from krul_backend.store.segment_listing import list_all_segments
+from krul_backend.store.stored_segment import StoredSegment
+from krul_backend.store.tier_reader import TierReader
+from krul_backend.store.tiered_lease import LowerPart, Part, TieredLease, release_parts, slices_of
+from krul_backend.store.write_behind import WriteBehind
+from krul_backend.tiers.lower_tier import LowerTier
+
+_CLOSE_WAIT_S = 5.0
+
+
+class TieredStore(KVStore):
+    """Segments are committed to DRAM, written to every lower tier behind that, and fetched when asked for.
+
+    A lease may have parts of several tiers: DRAM is asked first, then each tier from the first on, then DRAM
+    again from where that got to. ``fetch`` lets what lies below into DRAM, where it is an ordinary segment
+    whose layers land one by one; what came from a tier is written to those above it, too.
+
+    Locks are taken in this order: a lease's, the admission of segments, those of tiers and DRAM. No tier is
+    called with the table of leases locked.
+
+    Args:
+        host: the DRAM tier; owned by the store from here on.
+        tiers: those below it, the fastest first; owned by the store.
+    """
+
+    def __init__(self, host: HostStore, tiers: Sequence[LowerTier] = ()) -> None:
+        self._host = host
+        self._tiers = tuple(tiers)
+        self._reader = TierReader(self._write_up)
+        self._fetcher = Fetcher(host, self._reader)
+        self._write_behind = WriteBehind(host, self._note_written)
+        self._lock = threading.Lock()
+        self._leases: dict[int, TieredLease] = {}
+        self._is_closed = False
+        self._lookups = 0
+        self._missed_pages = 0
+        self._tier_hit_pages = Counter(dict.fromkeys((DRAM_TIER, *(tier.name for tier in tiers)), 0))
+
+    @property
+    def host(self) -> HostStore:
+        """The DRAM tier, whose ``buffer`` engines map."""
+        return self._host
+
+    # Storing
+
+    def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
+        missing = self._host.find_missing(model, page_keys)
+        for tier in self._tiers:
+            missing = [
+                range(run.start + part.start, run.start + part.stop)
+                for run in missing
+                for part in tier.find_missing(model, page_keys[run.start : run.stop])
+            ]
+        return missing
+
+    def reserve(self, layer_num_bytes: Sequence[int], tenant: str = "") -> Reservation | None:
+        return self._host.reserve(layer_num_bytes, tenant)
+
+    def commit(self, reservation: Reservation, manifest: SegmentManifest) -> int:
+        segment_id = self._host.commit(reservation, manifest)
+        self._write_behind.submit(segment_id, self._tiers)
+        return segment_id
+
+    def abort(self, reservation: Reservation) -> None:
+        self._host.abort(reservation)
+
+    # Reading
+
+    def lease(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Lease | None:
+        began_at, parts = self._match(model, page_keys, token_ids)
+        slices = slices_of(parts)
+        num_pages = sum(part.num_pages for part in parts)
+        lease = Lease(self._host.next_id(), num_pages, slices)
+        with self._lock:
+            is_closed = self._is_closed
+            if not is_closed:
+                self._lookups += 1
+                self._missed_pages += len(page_keys) - num_pages
+                for part in slices:
+                    self._tier_hit_pages[part.tier] += part.end_page - part.first_page
+                if parts:
+                    self._leases[lease.lease_id] = TieredLease(parts, began_at)
+        if is_closed:
+            release_parts(self._host, parts)
+            raise StoreClosedError("the KV store was closed")
+        return lease if parts else None
+
+    def fetch(self, lease: Lease) -> tuple[SegmentSlice, ...]:
+        with self._lock:
+            held = self._leases.get(lease.lease_id)
+        if held is None:
+            raise KeyError(f"lease {lease.lease_id} is unknown or was released")
+        slices: list[SegmentSlice] = []
+        with held.lock:
+            if held.is_released:
+                raise KeyError(f"lease {lease.lease_id} was released")
+            for i, part in enumerate(held.parts):
+                if isinstance(part, LowerPart):
+                    # If a later part finds no room, those before it are in DRAM all the same.
+                    part = held.parts[i] = self._fetcher.bring(part, held.began_at)
+                slices.extend(self._host.fetch(part))
+        return tuple(slices)
+
+    def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
+        began_at, parts = self._match(model, page_keys, token_ids)
+        try:
+            for i, part in enumerate(parts):
+                if isinstance(part, LowerPart):
+                    parts[i] = self._fetcher.bring(part, began_at)
+        except TierReadError:
+            # No room: what comes later in the conversation is of no use without this.
+            pass
+        finally:
+            release_parts(self._host, parts)
+        fetched = (part for part in parts if isinstance(part, Lease))
+        return sum(
+            piece.end_page - piece.first_page for piece in slices_of(list(fetched)) if piece.tier != DRAM_TIER
+        )
+
+    def release(self, lease: Lease) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            held = self._leases.pop(lease.lease_id)
+        self._end_lease(held)
+
+    def _end_lease(self, held: TieredLease) -> None:
+        with held.lock:
+            held.is_released = True
+            release_parts(self._host, held.parts)
+
+    def _match(
+        self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds
+    ) -> tuple[int, list[Part]]:
+        """Hold the longest prefix over all tiers; and since when ``clear`` counts for it."""
+        began_at = self._host.clear_mark()
+        walk = PrefixWalk(self._host, self._tiers, model, tuple(page_keys), np.asarray(token_ids))
+        return began_at, walk.run()
+
+    def _write_up(self, arrival: Arrival, tier: LowerTier) -> None:
+        """A segment has come from a tier: those above it keep it, too."""
+        above = self._tiers[: self._tiers.index(tier)]
+        self._write_behind.submit(arrival.segment.segment_id, above)
+
+    def _note_written(self, segment: StoredSegment, tier: LowerTier) -> None:
+        """A segment may lie in a tier now, so that having it in DRAM saves less."""
+
+        def note() -> None:
+            manifest = segment.manifest
+            if not tier.find_missing(manifest.model, manifest.page_keys):
+                seconds = load_s(tier, manifest)
+                before_s = segment.lower_load_s
+                segment.lower_load_s = seconds if before_s is None else min(before_s, seconds)
+
+        self._reader.run_later(note)
+
+    # Upkeep
+
+    def path_segments(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[PathSegment]:
+        return self._host.path_segments(model, page_keys)
+
+    def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
+        return self._host.trim(segment_id, layer_first_token, layer_num_bytes)
+
+    def report_damage(self, segment_id: int) -> bool:
+        return self._host.report_damage(segment_id)
+
+    def pin(self, model: ModelIdentity, page_keys: Sequence[str], ttl_s: float) -> int:
+        return self._host.pin(model, page_keys, ttl_s)
+
+    def unpin(self, model: ModelIdentity, page_keys: Sequence[str]) -> int:
+        return self._host.unpin(model, page_keys)
+
+    def tier_costs(self) -> Mapping[str, TierCost]:
+        return {tier.name: tier.cost() for tier in self._tiers}
+
+    def stats(self) -> StoreStats:
+        of_dram = self._host.stats()
+        with self._lock:
+            return dataclasses.replace(
+                of_dram,
+                num_leases=len(self._leases),
+                lookups=self._lookups,
+                hit_pages=self._tier_hit_pages.total(),
+                missed_pages=self._missed_pages,
+                tier_hit_pages=dict(self._tier_hit_pages),
+                fetched_segments=self._reader.num_fetched,
+                failed_fetches=self._reader.num_failed + self._fetcher.num_rejected,
+                tiers=tuple(tier.stats() for tier in self._tiers),
+            )
+
+    def list_segments(self) -> list[SegmentInfo]:
+        """Ids of segments that DRAM does not hold are those of their tier."""
+        return list_all_segments(self._host, self._tiers)
+
+    def verify(self) -> DamageReport:
+        """As ``KVStore.verify``; ids of segments in lower tiers are those of their tier."""
+        reports = [self._host.verify(), *(tier.verify() for tier in self._tiers)]
+        return DamageReport(
+            num_blocks=sum(report.num_blocks for report in reports),
+            num_bytes=sum(report.num_bytes for report in reports),
+            bad_segments=tuple(bad_id for report in reports for bad_id in report.bad_segments),
+        )
+
+    def flush(self, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        is_flushed = self._write_behind.wait(timeout_s)
+        for tier in self._tiers:
+            is_flushed &= tier.flush(max(0.0, deadline_s - time.monotonic()))
+        return is_flushed
+
+    def clear(self, model: ModelIdentity | None = None) -> None:
+        # Again at the end: while a tier still finds what is to be forgotten, somebody may fetch it.
+        with ExitStack() as stack:
+            stack.callback(self._host.clear, model)
+            for tier in self._tiers:
+                stack.callback(tier.clear, model)
+            # What has left DRAM's index is not queued any more, and the tiers forget what was queued before.
+            stack.callback(self._write_behind.settle)
+            self._host.clear(model)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            leases = list(self._leases.values())
+            self._leases.clear()
+        with ExitStack() as stack:
+            stack.callback(self._host.close)
+            for tier in self._tiers:
+                stack.callback(tier.close)
+            stack.callback(self._write_behind.wait, _CLOSE_WAIT_S)
+            stack.callback(self._reader.close)
+            for held in leases:
+                stack.callback(self._end_lease, held)

@@ -1,0 +1,112 @@
+"""Copies of committed segments, on their way to lower tiers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from krul_backend.store.host_store import HostStore
+from krul_backend.store.stored_segment import StoredSegment
+from krul_backend.tiers.lower_tier import LowerTier
+
+logger = logging.getLogger(__name__)
+
+
+class WriteBehind:
+    """Puts segments to lower tiers as soon as their checksums are taken, and holds them until it is over.
+
+    Args:
+        host: where the segments lie.
+        written: told of each tier that is done with a segment, from any thread and maybe under the tier's
+            locks: it must not call the tier.
+    """
+
+    def __init__(self, host: HostStore, written: Callable[[StoredSegment, LowerTier], None]) -> None:
+        self._host = host
+        self._written = written
+        # Held from the look whether a segment is still indexed until every tier has queued it.
+        self._queueing = threading.Lock()
+        self._changed = threading.Condition()
+        self._num_waiting = 0
+
+    def submit(self, segment_id: int, tiers: Sequence[LowerTier]) -> None:
+        """Write a segment to ``tiers``, unless it has gone. Returns at once."""
+        segment = self._host.hold(segment_id) if tiers else None
+        if segment is None:
+            return
+        with self._changed:
+            self._num_waiting += 1
+        segment.hashes.add_done_callback(lambda _: self._put(segment, tiers))
+
+    def settle(self) -> None:
+        """Wait until no segment that has left the index can be queued any more."""
+        with self._queueing:
+            pass
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until everything submitted before is queued in its tiers; False if that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_waiting == 0, timeout_s)
+
+    def _put(self, segment: StoredSegment, tiers: Sequence[LowerTier]) -> None:
+        hold = _SharedHold(self._host, segment, len(tiers))
+        try:
+            with self._queueing:
+                for tier in tiers:
+                    part = _HoldPart(hold, lambda tier=tier: self._written(segment, tier))  # type: ignore[misc]
+                    if not self._put_to(tier, segment, part.done):
+                        part.give_up()
+        finally:
+            with self._changed:
+                self._num_waiting -= 1
+                self._changed.notify_all()
+
+    @staticmethod
+    def _put_to(tier: LowerTier, segment: StoredSegment, done: Callable[[], None]) -> bool:
+        """Queue a segment in a tier. False if it is not: it left the index, or the tier does not take it."""
+        hashes = segment.hashes
+        if not segment.is_indexed or hashes.cancelled() or hashes.exception() is not None:
+            return False
+        try:
+            return tier.put(segment.manifest, segment.blocks, hashes.result(), done)
+        except Exception:
+            logger.exception("the tier %s failed to queue segment %d", tier.name, segment.segment_id)
+            return False
+
+
+class _SharedHold:
+    """The hold of a segment, until all of ``num_parts`` are over."""
+
+    def __init__(self, host: HostStore, segment: StoredSegment, num_parts: int) -> None:
+        self._host = host
+        self._segment = segment
+        self._num_parts = num_parts
+        self._lock = threading.Lock()
+
+    def end_part(self) -> None:
+        with self._lock:
+            self._num_parts -= 1
+            is_over = self._num_parts == 0
+        if is_over:
+            self._host.unhold(self._segment)
+
+
+class _HoldPart:
+    """One tier's part of a hold, which ends once, however often it is told to."""
+
+    def __init__(self, hold: _SharedHold, written: Callable[[], None]) -> None:
+        self._hold = hold
+        self._written = written
+        self._open = threading.Lock()
+
+    def done(self) -> None:
+        if self._open.acquire(blocking=False):
+            try:
+                self._written()
+            finally:
+                self._hold.end_part()
+
+    def give_up(self) -> None:
+        if self._open.acquire(blocking=False):
+            self._hold.end_part()
