@@ -39,6 +39,10 @@ class TierReadError(KrulError):
     """A segment of a lower tier cannot be had: no room for it, an error, a wrong checksum, or too slow."""
 
 
+class RecordError(KrulError):
+    """Bytes that are no record of a log file, or a damaged one, or one of another format."""
+
+
 class DaemonError(KrulError):
     """A daemon that cannot be started, reached, trusted or understood: says where, and what to do."""
 

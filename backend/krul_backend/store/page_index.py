@@ -5,35 +5,48 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from krul_backend.segment import ModelIdentity, TokenIds
-from krul_backend.store.stored_segment import StoredSegment
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+
+
+class Indexable(Protocol):
+    """What can be found by its pages: a segment in DRAM, or one on a lower tier. Hashed by identity."""
+
+    @property
+    def segment_id(self) -> int: ...
+
+    @property
+    def manifest(self) -> SegmentManifest: ...
+
+
+SegmentT = TypeVar("SegmentT", bound=Indexable)
 
 
 @dataclass(frozen=True)
-class PageRun:
+class PageRun(Generic[SegmentT]):
     """Pages ``[first_page, end_page)`` of one segment."""
 
-    segment: StoredSegment
+    segment: SegmentT
     first_page: int
     end_page: int
 
 
 @dataclass(frozen=True)
-class PrefixMatch:
+class PrefixMatch(Generic[SegmentT]):
     """The longest indexed prefix of a request, in conversation order.
 
     ``is_contradicted`` says that the key after the prefix is indexed, but for other tokens or for another
     position in the conversation.
     """
 
-    runs: tuple[PageRun, ...]
+    runs: tuple[PageRun[SegmentT], ...]
     is_contradicted: bool
 
 
-class PageIndex:
+class PageIndex(Generic[SegmentT]):
     """``(model fingerprint, page key) -> (segment, page in it)``. Not thread-safe: its store holds the lock.
 
     A page has one entry, its first copy's. A later segment that also holds the page is entered with its other
@@ -41,7 +54,7 @@ class PageIndex:
     """
 
     def __init__(self) -> None:
-        self._pages: dict[str, dict[str, tuple[StoredSegment, int]]] = {}
+        self._pages: dict[str, dict[str, tuple[SegmentT, int]]] = {}
         # Both by (fingerprint, page key), and without entries for 0: copies of a page that are not its entry
         # (few), and segments that continue a page.
         self._num_hidden_copies: Counter[tuple[str, str]] = Counter()
@@ -51,7 +64,7 @@ class PageIndex:
     def num_pages(self) -> int:
         return sum(len(pages) for pages in self._pages.values())
 
-    def add(self, segment: StoredSegment) -> int:
+    def add(self, segment: SegmentT) -> int:
         """Enter the pages that are not indexed yet. Returns how many those are; for 0 nothing is changed."""
         manifest = segment.manifest
         fingerprint = manifest.model.fingerprint
@@ -68,7 +81,7 @@ class PageIndex:
                 self._num_continuations[fingerprint, manifest.parent_key] += 1
         return num_new
 
-    def remove(self, segment: StoredSegment) -> None:
+    def remove(self, segment: SegmentT) -> None:
         """Take out what ``add`` entered for ``segment``."""
         manifest = segment.manifest
         fingerprint = manifest.model.fingerprint
@@ -84,7 +97,7 @@ class PageIndex:
         if not pages:
             self._pages.pop(fingerprint, None)
 
-    def is_shared(self, segment: StoredSegment) -> bool:
+    def is_shared(self, segment: SegmentT) -> bool:
         """Whether more than one conversation goes through an indexed segment, or holds a page of it.
 
         That is: another indexed segment holds one of its pages, more than one continues it, or one does so
@@ -108,11 +121,11 @@ class PageIndex:
                 return True
         return False
 
-    def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[StoredSegment]:
+    def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[SegmentT]:
         """The segments that ``page_keys`` are entered for, each once, by their first page among them."""
         return list(dict.fromkeys(self.holders_of(model, page_keys)))
 
-    def holders_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[StoredSegment]:
+    def holders_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[SegmentT]:
         """The segment of each of ``page_keys`` that is entered."""
         pages = self._pages.get(model.fingerprint, {})
         entries = (pages.get(key) for key in page_keys)
@@ -140,16 +153,17 @@ class PageIndex:
         page_keys: tuple[str, ...],
         token_ids: TokenIds,
         next_token: int | None = None,
-    ) -> PrefixMatch:
+    ) -> PrefixMatch[SegmentT]:
         """Walk ``page_keys`` from the first as long as they are indexed, for these tokens, without a gap.
 
-        ``token_ids``: ``[len(page_keys) * page_size]``. The first page is at position ``next_token`` of its
-        conversation, or at any if that is not known (None); each later run must start where the one before it
-        ended. Keys and tokens are compared a run at a time: a conversation has few segments and many pages.
+        ``token_ids``: ``[len(page_keys) * page_size]``. The first page is at position ``next_token`` of the
+        conversation, if that is known (the request may start anywhere in it); each later run must start where
+        the one before it ended. Keys and tokens are compared a run at a time: a conversation has few segments
+        and many pages.
         """
         pages = self._pages.get(model.fingerprint, {})
         page_size = model.page_size
-        runs: list[PageRun] = []
+        runs: list[PageRun[SegmentT]] = []
         i = 0
         while i < len(page_keys):
             entry = pages.get(page_keys[i])
@@ -174,7 +188,7 @@ class PageIndex:
             next_token = start_token + num_pages * page_size
         return PrefixMatch(tuple(runs), is_contradicted=False)
 
-    def path_to(self, segment: StoredSegment) -> list[StoredSegment]:
+    def path_to(self, segment: SegmentT) -> list[SegmentT]:
         """The indexed segments that ``segment`` continues, in conversation order, ``segment`` last.
 
         Followed through the index at each call, not kept: what comes before a segment may be evicted and
@@ -192,9 +206,7 @@ class PageIndex:
             seen.add(before.segment_id)
 
     @staticmethod
-    def _page_before(
-        segment: StoredSegment, pages: dict[str, tuple[StoredSegment, int]]
-    ) -> StoredSegment | None:
+    def _page_before(segment: SegmentT, pages: dict[str, tuple[SegmentT, int]]) -> SegmentT | None:
         """Holder of the page right before the first page that is indexed as this segment's own."""
         key_before = segment.manifest.parent_key
         for key in segment.manifest.page_keys:

@@ -1,0 +1,1 @@
+"""The SSD tier: committed segments in append-only log files."""

@@ -1,0 +1,88 @@
+"""Which segments the SSD tier has, and in which order they leave."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from krul_backend.segment import ModelIdentity, TokenIds
+from krul_backend.store.eviction import EvictionPolicy
+from krul_backend.store.page_index import PageIndex, PageRun
+from krul_backend.tiers.ssd.ssd_segment import SsdSegment
+
+
+class Catalog:
+    """Index, order and sums over all segments that can be found. Called under the tier's lock.
+
+    Args:
+        policy: order of eviction, owned by the catalog from here on.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, policy: EvictionPolicy, clock: Callable[[], float]) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._index: PageIndex[SsdSegment] = PageIndex()
+        self._segments: dict[int, SsdSegment] = {}
+        self._ids = itertools.count(1)
+        self.stored_bytes = 0
+
+    @property
+    def num_segments(self) -> int:
+        return len(self._segments)
+
+    @property
+    def num_pages(self) -> int:
+        return self._index.num_pages
+
+    @property
+    def segments(self) -> list[SsdSegment]:
+        return list(self._segments.values())
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def add(self, segment: SsdSegment) -> bool:
+        """Make a durable segment findable; False if it brings no page that is not here already."""
+        is_new = self._index.add(segment) > 0
+        if is_new:
+            segment.is_indexed = True
+            segment.file.live_bytes += segment.taken_bytes
+            self._segments[segment.segment_id] = segment
+            self.stored_bytes += segment.manifest.num_bytes
+        self._touch(self._index.path_to(segment))
+        return is_new
+
+    def remove(self, segment: SsdSegment) -> None:
+        """Take an indexed segment out; its record is dead from now on."""
+        self._index.remove(segment)
+        self._policy.remove(segment.segment_id)
+        del self._segments[segment.segment_id]
+        segment.is_indexed = False
+        segment.file.live_bytes -= segment.taken_bytes
+        self.stored_bytes -= segment.manifest.num_bytes
+
+    def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
+        return self._index.find_missing(model, page_keys)
+
+    def match(
+        self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
+    ) -> tuple[PageRun[SsdSegment], ...]:
+        """The longest prefix that is here, for these tokens; counts as a use."""
+        runs = self._index.match_prefix(model, tuple(page_keys), token_ids, next_token).runs
+        if runs:
+            before = self._index.path_to(runs[0].segment)[:-1]
+            self._touch([*before, *(run.segment for run in runs)])
+        return runs
+
+    def victims(self) -> Iterator[SsdSegment]:
+        """Segments that may be evicted, the first to leave first. Change nothing while iterating."""
+        segments = (self._segments[segment_id] for segment_id in self._policy.victims())
+        return (segment for segment in segments if segment.num_holds == 0)
+
+    def _touch(self, path: Sequence[SsdSegment]) -> None:
+        path = [segment for segment in path if segment.is_indexed]
+        now_s = self._clock()
+        for segment in path:
+            segment.last_used_s = now_s
+        self._policy.touch(path)

@@ -1,0 +1,194 @@
+"""Appending records to the newest log file, and what all log files take."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from krul_backend.segment import SegmentManifest
+from krul_backend.store.interface import Block
+from krul_backend.tiers.ssd.disk import Disk
+from krul_backend.tiers.ssd.log_file import FILE_HEADER_NUM_BYTES, LogFile
+from krul_backend.tiers.ssd.record import record_buffers
+
+
+@dataclass(frozen=True)
+class _Unsynced:
+    """A record that was written, but may still be lost. ``publish(file, offset)`` makes it findable."""
+
+    offset: int
+    publish: Callable[[LogFile, int], None]
+
+
+class LogWriter:
+    """The log files. Everything but ``release`` and the sizes is for one thread at a time.
+
+    Several records are appended, then made durable by one ``commit``; only then they are published.
+    ``used_bytes`` is raised before bytes are written and lowered after they are gone, so that the files never
+    take more than it says. A removed file that somebody still reads takes its space until the last
+    ``release``.
+
+    Args:
+        lock: the tier's; guards ``files``, ``used_bytes`` and the counts in the files. Taken here, never held
+            during a system call that may block.
+        file_bytes: a file is given a record only if it stays within this size, or has no other.
+    """
+
+    def __init__(
+        self, disk: Disk, directory: Path, lock: threading.Lock, file_bytes: int, files: list[LogFile]
+    ) -> None:
+        self._disk = disk
+        self._directory = directory
+        self._lock = lock
+        self._file_bytes = file_bytes
+        self._unsynced: list[_Unsynced] = []
+        self._active = files[-1] if files else None
+        self._next_number = files[-1].number + 1 if files else 1
+        self._is_removal_in_doubt = False
+        self.files = {file.number: file for file in files}
+        self.used_bytes = sum(file.num_bytes for file in files)
+
+    @property
+    def oldest_sequence(self) -> int:
+        """No record in the files, nor in one that a crash might bring back, has a smaller sequence."""
+        if self._is_removal_in_doubt:
+            return 0
+        sequences = [file.min_sequence for file in self.files.values() if file.min_sequence is not None]
+        return min(sequences, default=1 << 63)
+
+    def num_bytes_for(self, record_num_bytes: int) -> int:
+        """What the files will grow by when such a record is appended."""
+        return record_num_bytes + (FILE_HEADER_NUM_BYTES if self._needs_file(record_num_bytes) else 0)
+
+    def is_busy(self, file: LogFile) -> bool:
+        """Whether a file has records that are not durable yet."""
+        return file is self._active and bool(self._unsynced)
+
+    def append(
+        self,
+        manifest: SegmentManifest,
+        metadata: bytes,
+        blocks: Sequence[Block],
+        sequence: int,
+        publish: Callable[[LogFile, int], None],
+    ) -> None:
+        """Write a record; ``commit`` calls ``publish`` with its place, under the lock, when it is durable.
+
+        Raises:
+            OSError: it could not be written. Everything since the last commit is lost, and never published.
+        """
+        buffers, num_bytes = record_buffers(manifest, metadata, blocks, sequence)
+        if self._needs_file(num_bytes):
+            self.seal()
+            self._active = self._create_file()
+        file = self._active
+        assert file is not None, "a file was created, or there was one"
+        with self._lock:
+            self.used_bytes += num_bytes
+            # Even if this fails: what cannot be cut off again may be found after a crash.
+            file.min_sequence = min(sequence, file.min_sequence or sequence)
+        try:
+            offset = file.append(buffers, num_bytes)
+        except OSError:
+            self._give_up(file, file.num_bytes + num_bytes)
+            raise
+        self._unsynced.append(_Unsynced(offset, publish))
+
+    def commit(self) -> None:
+        """Make durable, then publish, what was appended.
+
+        Raises:
+            OSError: it may not be durable. Everything since the last commit is lost, and never published.
+        """
+        file = self._active
+        if file is None or not self._unsynced:
+            return
+        try:
+            file.sync()
+        except OSError:
+            self._give_up(file, file.num_bytes)
+            raise
+        with self._lock:
+            for record in self._unsynced:
+                record.publish(file, record.offset)
+        self._unsynced.clear()
+
+    def seal(self) -> None:
+        """Commit, and append nothing more to the file that is written now. Raises OSError."""
+        self.commit()
+        self._active = None
+
+    def remove(self, file: LogFile) -> None:
+        """Unlink a file, durably. What it takes is free when nobody holds it any more.
+
+        Raises:
+            OSError: it could not be unlinked, or not durably.
+        """
+        assert not self.is_busy(file), f"{file.path.name} has records that wait for their sync"
+        if file is self._active:
+            self._active = None
+        # Somebody who removed it by hand wanted the same.
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.unlink(file.path)
+        with self._lock:
+            del self.files[file.number]
+            file.is_removed = True
+            file.num_holds += 1
+        self.release(file)
+        try:
+            self._disk.sync_directory(self._directory)
+        except OSError:
+            self._is_removal_in_doubt = True
+            raise
+
+    def release(self, file: LogFile) -> None:
+        """End a hold of a file (``num_holds``)."""
+        with self._lock:
+            file.num_holds -= 1
+            is_gone = file.is_removed and file.num_holds == 0
+        if is_gone:
+            file.close()
+            with self._lock:
+                self.used_bytes -= file.num_bytes
+
+    def close(self) -> None:
+        """Close all files that nobody reads; the others when they are released."""
+        self._active = None
+        for file in list(self.files.values()):
+            with self._lock:
+                del self.files[file.number]
+                file.is_removed = True
+                file.num_holds += 1
+            self.release(file)
+
+    def _needs_file(self, record_num_bytes: int) -> bool:
+        file = self._active
+        if file is None:
+            return True
+        return file.num_bytes > FILE_HEADER_NUM_BYTES and file.num_bytes + record_num_bytes > self._file_bytes
+
+    def _create_file(self) -> LogFile:
+        with self._lock:
+            self.used_bytes += FILE_HEADER_NUM_BYTES
+        try:
+            file = LogFile.create(self._disk, self._directory, self._next_number)
+        except OSError:
+            with self._lock:
+                self.used_bytes -= FILE_HEADER_NUM_BYTES
+            raise
+        finally:
+            self._next_number += 1
+        with self._lock:
+            self.files[file.number] = file
+        return file
+
+    def _give_up(self, file: LogFile, counted_num_bytes: int) -> None:
+        """Drop what is not synced; ``counted_num_bytes`` of the file are in ``used_bytes``."""
+        self._unsynced.clear()
+        if not file.cut_back():
+            self._active = None
+        with self._lock:
+            self.used_bytes -= counted_num_bytes - file.num_bytes

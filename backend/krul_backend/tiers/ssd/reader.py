@@ -1,0 +1,181 @@
+"""Reading ranges of files in pieces, several in flight, with a limit on how long one may take."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from krul_backend.tiers.ssd.disk import Disk
+from krul_backend.tiers.ssd.record import RECORD_ALIGN
+
+# Measured best, or as good as any, for records of 1 to 64 MiB; see docs/tiers.md.
+NUM_THREADS = 4
+PIECE_NUM_BYTES = 4 << 20
+
+Bounce = mmap.mmap
+"""A page-aligned buffer of this reader, as O_DIRECT wants it."""
+
+
+@dataclass(eq=False)
+class _Read:
+    """One call of ``read``. ``released`` is called when it is over and none of its pieces is being read."""
+
+    fd: int
+    released: Callable[[], None]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    num_unfinished: int = 0
+    is_over: bool = False
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Bytes ``[offset, offset + num_bytes)`` of the file on their way into ``bounce``."""
+
+    read: _Read
+    bounce: Bounce
+    offset: int
+    num_bytes: int
+    done: threading.Event = field(default_factory=threading.Event)
+    error: OSError | None = None
+
+
+class PieceReader:
+    """A few threads that read pieces into buffers of their own.
+
+    **The threads write into nothing but the reader's own buffers**; what a caller gets is copied from there
+    in the caller's thread. So a call can give up on a read that the disk does not answer: the thread that is
+    stuck in it may finish at any later time and does no harm. Its buffer and thread come back then, and only
+    then the file may be closed, which ``released`` says.
+
+    Args:
+        disk: does the system calls.
+        timeout_s: how long one piece may take.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        timeout_s: float,
+        num_threads: int = NUM_THREADS,
+        piece_num_bytes: int = PIECE_NUM_BYTES,
+    ) -> None:
+        self._disk = disk
+        self._timeout_s = timeout_s
+        self._piece_num_bytes = piece_num_bytes
+        self._free: queue.SimpleQueue[Bounce] = queue.SimpleQueue()
+        for _ in range(2 * num_threads):
+            self._free.put(mmap.mmap(-1, piece_num_bytes))
+        self._jobs: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        # Daemons: a disk that never answers must not keep the process from ending.
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"ssd-read-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def read(
+        self,
+        fd: int,
+        offset: int,
+        num_bytes: int,
+        take: Callable[[memoryview], None],
+        released: Callable[[], None],
+    ) -> None:
+        """Hand bytes ``[offset, offset + num_bytes)`` to ``take``, piece by piece, in order, in this thread.
+
+        Offset and length are multiples of 4096; a piece is valid during ``take`` only. ``released`` is called
+        exactly once, perhaps later and in another thread.
+
+        Raises:
+            TimeoutError: a piece took longer than ``timeout_s``, or all buffers are stuck in such reads.
+            OSError: the medium failed, or the file ends before the range does.
+        """
+        read = _Read(fd, released)
+        pieces: deque[_Piece] = deque()
+        next_offset, end = offset, offset + num_bytes
+        try:
+            while next_offset < end or pieces:
+                while next_offset < end:
+                    bounce = self._take_bounce(must_wait=not pieces)
+                    if bounce is None:
+                        break
+                    piece = _Piece(read, bounce, next_offset, min(self._piece_num_bytes, end - next_offset))
+                    with read.lock:
+                        read.num_unfinished += 1
+                    pieces.append(piece)
+                    self._jobs.put(piece)
+                    next_offset += piece.num_bytes
+                piece = pieces[0]
+                if not piece.done.wait(self._timeout_s):
+                    raise TimeoutError(f"{piece.num_bytes} bytes took longer than {self._timeout_s:g} s")
+                if piece.error is not None:
+                    raise piece.error
+                take(memoryview(piece.bounce)[: piece.num_bytes])
+                pieces.popleft()
+                self._free.put(piece.bounce)
+        finally:
+            self._give_up(read, pieces)
+
+    def close(self) -> None:
+        """End the threads; those that are stuck end when the disk answers."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout=self._timeout_s)
+
+    def _take_bounce(self, must_wait: bool) -> Bounce | None:
+        try:
+            # Whoever waits has no piece of its own, so that two readers cannot wait for each other.
+            return self._free.get(timeout=self._timeout_s) if must_wait else self._free.get_nowait()
+        except queue.Empty:
+            if must_wait:
+                raise TimeoutError("every buffer is in a read that does not end") from None
+            return None
+
+    def _give_up(self, read: _Read, pieces: deque[_Piece]) -> None:
+        with read.lock:
+            read.is_over = True
+            # Finished pieces are ours; a thread that finishes one from now on gives the buffer back itself.
+            for piece in pieces:
+                if piece.done.is_set():
+                    self._free.put(piece.bounce)
+            is_released = read.num_unfinished == 0
+        if is_released:
+            read.released()
+
+    def _serve(self) -> None:
+        while (piece := self._jobs.get()) is not None:
+            read = piece.read
+            if not read.is_over:
+                try:
+                    self._fill(piece)
+                except OSError as error:
+                    piece.error = error
+            with read.lock:
+                read.num_unfinished -= 1
+                is_last = read.is_over and read.num_unfinished == 0
+                if read.is_over:
+                    self._free.put(piece.bounce)
+                piece.done.set()
+            if is_last:
+                read.released()
+
+    def _fill(self, piece: _Piece) -> None:
+        view = memoryview(piece.bounce)
+        num_read = 0
+        while num_read < piece.num_bytes:
+            rest = view[num_read : piece.num_bytes]
+            step = self._disk.preadv(piece.read.fd, [rest], piece.offset + num_read)
+            # Reading past the page cache can only go on at a multiple of the sector size.
+            num_whole = step // RECORD_ALIGN * RECORD_ALIGN
+            if num_whole <= 0:
+                raise OSError(errno.EIO, f"the read ended {len(rest)} bytes too soon")
+            num_read += num_whole
+        # Nothing to drop after a read past the cache, but not every file system can do that.
+        self._disk.drop_cache(piece.read.fd, piece.offset, piece.num_bytes)

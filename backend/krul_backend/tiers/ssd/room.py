@@ -1,0 +1,166 @@
+"""Keeping the log files under their cap: remove, compact, evict."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from krul_backend.errors import TierReadError
+from krul_backend.store.interface import Block
+from krul_backend.tiers.ssd.catalog import Catalog
+from krul_backend.tiers.ssd.log_file import FILE_HEADER_NUM_BYTES, LogFile
+from krul_backend.tiers.ssd.log_writer import LogWriter
+from krul_backend.tiers.ssd.record import encode_metadata
+from krul_backend.tiers.ssd.ssd_segment import SsdSegment
+
+logger = logging.getLogger(__name__)
+
+MAX_DEAD_SHARE = 0.2
+"""So much of the space may be dead before records are copied to get it back."""
+
+ReadBlocks = Callable[[SsdSegment, Sequence[Block]], None]
+
+
+class Room:
+    """Makes room for records. Called by whoever may append, one at a time.
+
+    Args:
+        capacity_bytes: what the files may take at any moment. One file's size of it is left to compaction,
+            which needs a place for what it keeps before it can remove what it read.
+        lock: the tier's; taken here, never held during a system call.
+        read_blocks: reads a segment into writable blocks, or raises TierReadError.
+        on_evicted: called under the lock for each segment that is evicted.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        file_bytes: int,
+        lock: threading.Lock,
+        catalog: Catalog,
+        writer: LogWriter,
+        read_blocks: ReadBlocks,
+        on_evicted: Callable[[SsdSegment], None],
+    ) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._limit_bytes = capacity_bytes - file_bytes
+        self._lock = lock
+        self._catalog = catalog
+        self._writer = writer
+        self._read_blocks = read_blocks
+        self._on_evicted = on_evicted
+
+    @property
+    def max_record_bytes(self) -> int:
+        return self._limit_bytes - FILE_HEADER_NUM_BYTES
+
+    def make(self, record_num_bytes: int) -> bool:
+        """Bring the files to where such a record can be appended; False if what is held leaves no room.
+
+        Raises:
+            OSError: a file could not be written or removed.
+        """
+        while True:
+            with self._lock:
+                grows_by = self._writer.num_bytes_for(record_num_bytes) if record_num_bytes else 0
+                shortfall = self._writer.used_bytes + grows_by - self._limit_bytes
+                if shortfall <= 0:
+                    return True
+                files = [file for file in self._writer.files.values() if self._is_idle(file)]
+                has_dead = any(file.live_bytes == 0 for file in files)
+                worst = max(files, key=_dead_bytes, default=None)
+                if worst is not None and not self._can_compact(worst):
+                    worst = None
+                # Below this, evicting on may well empty a file: then nothing had to be copied.
+                num_dead_bytes = sum(map(_dead_bytes, files))
+                is_worth_it = worst is not None and num_dead_bytes >= MAX_DEAD_SHARE * self._limit_bytes
+                if not has_dead and not is_worth_it and self._evict(shortfall):
+                    continue
+                is_any_busy = any(self._writer.is_busy(file) for file in self._writer.files.values())
+            if has_dead:
+                self.remove_dead()
+            elif worst is not None:
+                self._compact(worst)
+            elif is_any_busy:
+                # Then it is idle, and may be the one to compact.
+                self._writer.commit()
+            else:
+                return False
+
+    def remove_dead(self) -> None:
+        """Remove the files of which nothing can be found any more. Raises OSError."""
+        with self._lock:
+            dead = [f for f in self._writer.files.values() if self._is_idle(f) and f.live_bytes == 0]
+        for file in dead:
+            self._writer.remove(file)
+
+    def _is_idle(self, file: LogFile) -> bool:
+        is_empty = file.num_bytes <= FILE_HEADER_NUM_BYTES
+        return file.num_holds == 0 and not is_empty and not self._writer.is_busy(file)
+
+    def _can_compact(self, file: LogFile) -> bool:
+        # What is kept may begin a file, and fill it.
+        needed = file.live_bytes + 2 * FILE_HEADER_NUM_BYTES
+        return _dead_bytes(file) > 0 and self._writer.used_bytes + needed <= self._capacity_bytes
+
+    def _evict(self, num_bytes: int) -> bool:
+        """Evict segments of at least ``num_bytes``, or all that may be; False if there is none."""
+        victims: list[SsdSegment] = []
+        num_left = num_bytes
+        for segment in self._catalog.victims():
+            if num_left <= 0:
+                break
+            victims.append(segment)
+            num_left -= segment.taken_bytes
+        for segment in victims:
+            self._catalog.remove(segment)
+            self._on_evicted(segment)
+        return bool(victims)
+
+    def _compact(self, file: LogFile) -> None:
+        """Append a file's live records again. The file is dead afterwards, and removed next."""
+        # A file is sealed before it is read: what it keeps must not be appended to itself.
+        self._writer.seal()
+        with self._lock:
+            segments = [segment for segment in self._catalog.segments if segment.file is file]
+        segments.sort(key=lambda segment: segment.offset)
+        for segment in segments:
+            manifest = segment.manifest
+            blocks = [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.layer_num_bytes]
+            try:
+                self._read_blocks(segment, blocks)
+            except TierReadError as error:
+                cause = error.__cause__
+                if isinstance(cause, OSError):
+                    # What cannot be read would keep its file for ever; what is only slow may be read later.
+                    if not isinstance(cause, TimeoutError):
+                        self._drop(segment)
+                    raise cause from error
+                # It had wrong bytes, or left meanwhile.
+                continue
+            metadata = encode_metadata(manifest, segment.checksums)
+            self._writer.append(manifest, metadata, blocks, segment.sequence, partial(_move, segment))
+        self._writer.commit()
+        logger.debug("compacted %s: kept %d segments", file.path.name, len(segments))
+
+    def _drop(self, segment: SsdSegment) -> None:
+        with self._lock:
+            if segment.is_indexed:
+                self._catalog.remove(segment)
+                self._on_evicted(segment)
+
+
+def _dead_bytes(file: LogFile) -> int:
+    return file.num_bytes - FILE_HEADER_NUM_BYTES - file.live_bytes
+
+
+def _move(segment: SsdSegment, file: LogFile, offset: int) -> None:
+    """Called under the lock. A segment that left meanwhile leaves a dead copy."""
+    if segment.is_indexed:
+        segment.file.live_bytes -= segment.taken_bytes
+        segment.file, segment.offset = file, offset
+        file.live_bytes += segment.taken_bytes

@@ -1,0 +1,281 @@
+"""Committed segments on a local SSD."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from krul_backend.errors import ConfigError, RecordError, TierReadError
+from krul_backend.restore.costs import TierCost
+from krul_backend.segment import FORMAT_VERSION, ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.store.eviction import EvictionPolicy, LruPolicy
+from krul_backend.store.interface import Block, DamageReport, SegmentInfo, TierStats
+from krul_backend.tiers.lower_tier import LowerTier, TierRun
+from krul_backend.tiers.ssd.catalog import Catalog
+from krul_backend.tiers.ssd.directory_lock import DirectoryLock
+from krul_backend.tiers.ssd.disk import Disk
+from krul_backend.tiers.ssd.log_writer import LogWriter
+from krul_backend.tiers.ssd.read_cost import PROBE_NUM_BYTES, ReadCost
+from krul_backend.tiers.ssd.reader import PieceReader
+from krul_backend.tiers.ssd.record import RECORD_ALIGN, encode_metadata
+from krul_backend.tiers.ssd.recovery import FoundRecord, recover
+from krul_backend.tiers.ssd.room import Room
+from krul_backend.tiers.ssd.segment_reads import SegmentReads
+from krul_backend.tiers.ssd.ssd_segment import SsdSegment
+from krul_backend.tiers.ssd.suspension import Suspension
+from krul_backend.tiers.ssd.tier_state import TierState
+from krul_backend.tiers.ssd.write_behind import WriteBehind
+from krul_backend.tiers.ssd.write_queue import QueuedSegment
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+_CLOSE_TIMEOUT_S = 5.0
+_LEAST_FILE_BYTES = 4 * RECORD_ALIGN
+
+
+class SsdTier(LowerTier):
+    """Append-only log files in ``<directory>/krul-v<format>/``; see docs/tiers.md for what is in them.
+
+    Only what is durable can be found. A disk that hangs holds up neither ``match`` nor ``put``: bookkeeping
+    has a lock of its own that is never held during I/O.
+
+    Args:
+        capacity_bytes: what all files together may take, at any moment.
+        read_timeout_s: a fetch fails when one piece of some MiB takes longer.
+        policy: order of eviction, owned by the tier from here on; least recently used first if not given.
+        disk: the system calls.
+        clock: seconds, monotonic; for idle times and suspensions.
+        max_queued_bytes: blocks that may wait to be written; what comes on top is skipped.
+        file_bytes: where a log file ends; by default a 32nd of the capacity, or 64 MiB if that is more.
+
+    Raises:
+        ConfigError: the capacity is too small.
+        DaemonError: the directory cannot be used, or another process uses it.
+    """
+
+    name = "ssd"
+
+    def __init__(
+        self,
+        directory: Path,
+        capacity_bytes: int,
+        *,
+        read_timeout_s: float = 1.0,
+        policy: EvictionPolicy | None = None,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        max_queued_bytes: int = 256 * _MIB,
+        file_bytes: int | None = None,
+    ) -> None:
+        if file_bytes is None:
+            file_bytes = max(capacity_bytes // 32, min(64 * _MIB, capacity_bytes // 8))
+        if file_bytes < _LEAST_FILE_BYTES or capacity_bytes < 4 * file_bytes:
+            raise ConfigError(
+                f"an SSD tier of {capacity_bytes} bytes in files of {file_bytes}: files need at least "
+                f"{_LEAST_FILE_BYTES} bytes, and the capacity must be 4 of them or more"
+            )
+        disk = disk if disk is not None else Disk()
+        self._capacity_bytes = capacity_bytes
+        self._directory = directory / f"krul-v{FORMAT_VERSION}"
+        catalog = Catalog(policy if policy is not None else LruPolicy(), clock)
+        self._state = TierState(catalog, Suspension(self.name, clock), clock)
+        self._directory_lock = DirectoryLock(self._directory)
+        try:
+            recovered = recover(disk, self._directory)
+        except BaseException:
+            self._directory_lock.release()
+            raise
+        self._reader = PieceReader(disk, read_timeout_s)
+        self._writer = LogWriter(disk, self._directory, self._state.lock, file_bytes, recovered.files)
+        cost = ReadCost()
+        self._reads = SegmentReads(self._state, self._writer, self._reader, cost)
+        room = Room(
+            capacity_bytes,
+            file_bytes,
+            self._state.lock,
+            catalog,
+            self._writer,
+            self._read_to_move,
+            self._count_eviction,
+        )
+        for found in recovered.records:
+            catalog.add(self._found_segment(found))
+        try:
+            # The cap may be smaller than it was when the files were written.
+            room.make(0)
+            left_bytes = capacity_bytes - self._writer.used_bytes
+            probe_num_bytes = min(PROBE_NUM_BYTES, left_bytes // 2) // RECORD_ALIGN * RECORD_ALIGN
+            if probe_num_bytes > 0:
+                cost.measure(disk, self._directory, self._reader, probe_num_bytes)
+        except OSError as error:
+            self._state.suspension.failed("failed start", error)
+        self._writes = WriteBehind(
+            self._state, self._writer, room, recovered.clears, recovered.next_sequence, max_queued_bytes
+        )
+
+    def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
+        with self._state.lock:
+            if not self._state.is_usable:
+                # What cannot be read for now is better stored again than counted on.
+                return [range(len(page_keys))] if page_keys else []
+            return self._state.catalog.find_missing(model, page_keys)
+
+    def match(
+        self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
+    ) -> tuple[TierRun, ...]:
+        with self._state.lock:
+            if not self._state.is_usable:
+                return ()
+            runs = self._state.catalog.match(model, page_keys, token_ids, next_token)
+            for run in runs:
+                run.segment.num_holds += 1
+            return tuple(
+                TierRun(
+                    tier=self.name,
+                    manifest=run.segment.manifest,
+                    checksums=run.segment.checksums,
+                    first_page=run.first_page,
+                    end_page=run.end_page,
+                    place=run.segment,
+                )
+                for run in runs
+            )
+
+    def release(self, run: TierRun) -> None:
+        with self._state.lock:
+            run.place.num_holds -= 1
+
+    def fetch(self, run: TierRun, blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
+        self._reads.read(run.place, blocks, landed)
+
+    def put(
+        self,
+        manifest: SegmentManifest,
+        blocks: Sequence[Block],
+        checksums: Sequence[int],
+        done: Callable[[], None],
+    ) -> bool:
+        # Hits are confirmed by these tokens for long: nobody else may change them.
+        token_ids = np.array(manifest.token_ids, dtype=np.int32)
+        token_ids.flags.writeable = False
+        manifest = dataclasses.replace(manifest, token_ids=token_ids)
+        metadata = encode_metadata(manifest, tuple(checksums))
+        return self._writes.put(QueuedSegment(manifest, tuple(blocks), tuple(checksums), metadata, done))
+
+    def discard(self, run: TierRun) -> None:
+        self._state.quarantine(run.place, "its reader found a wrong checksum")
+
+    def cost(self) -> TierCost:
+        return self._reads.cost
+
+    def flush(self, timeout_s: float) -> bool:
+        return self._writes.flush(timeout_s)
+
+    def clear(self, model: ModelIdentity | None = None) -> None:
+        """As ``LowerTier.clear``.
+
+        Raises:
+            DaemonError: the disk takes neither a note of the clear nor the removal of its files. Nothing is
+                found any more in this process, but the next one could find it.
+        """
+        self._writes.clear(model)
+
+    def list_segments(self) -> list[SegmentInfo]:
+        with self._state.lock:
+            now_s = self._state.clock()
+            return [
+                SegmentInfo(
+                    segment_id=segment.segment_id,
+                    model=segment.manifest.model.name,
+                    fingerprint=segment.manifest.model.fingerprint,
+                    tenant=segment.manifest.tenant,
+                    start_token=segment.manifest.start_token,
+                    num_tokens=segment.manifest.num_tokens,
+                    num_bytes=segment.manifest.num_bytes,
+                    codec=segment.manifest.codec,
+                    codec_params=segment.manifest.codec_params,
+                    tiers=(self.name,),
+                    num_leases=segment.num_holds,
+                    idle_s=now_s - segment.last_used_s,
+                    pinned_s=0.0,
+                )
+                for segment in self._state.catalog.segments
+            ]
+
+    def verify(self) -> DamageReport:
+        """As ``LowerTier.verify``. Stops when the disk fails: what was not read is not in the report."""
+        num_blocks = num_bytes = 0
+        bad: list[int] = []
+        with self._state.lock:
+            segments = self._state.catalog.segments
+        for segment in segments:
+            try:
+                self._reads.read(segment, None, lambda layer: None)
+            except TierReadError as error:
+                if isinstance(error.__cause__, RecordError):
+                    bad.append(segment.segment_id)
+                elif isinstance(error.__cause__, OSError):
+                    break
+                else:
+                    # It left meanwhile.
+                    continue
+            num_blocks += len(segment.manifest.layer_num_bytes)
+            num_bytes += segment.manifest.num_bytes
+        return DamageReport(num_blocks, num_bytes, tuple(bad))
+
+    def stats(self) -> TierStats:
+        queued_segments, queued_bytes = self._writes.queued()
+        with self._state.lock:
+            used_bytes = self._writer.used_bytes
+            return TierStats(
+                name=self.name,
+                capacity_bytes=self._capacity_bytes,
+                used_bytes=used_bytes,
+                free_bytes=self._capacity_bytes - used_bytes,
+                stored_bytes=self._state.catalog.stored_bytes,
+                num_segments=self._state.catalog.num_segments,
+                num_pages=self._state.catalog.num_pages,
+                queued_segments=queued_segments,
+                queued_bytes=queued_bytes,
+                is_suspended=self._state.suspension.is_active,
+                **vars(self._state.counters),
+            )
+
+    def close(self) -> None:
+        has_ended = self._writes.close(_CLOSE_TIMEOUT_S)
+        with self._state.lock:
+            was_closed, self._state.is_closed = self._state.is_closed, True
+        if was_closed:
+            return
+        self._reader.close()
+        if has_ended:
+            self._directory_lock.release()
+        else:
+            # A write that hangs may yet arrive: nobody else may have the directory before this process ends.
+            logger.error("the SSD tier was closed while a write to %s hangs", self._directory)
+
+    def _found_segment(self, found: FoundRecord) -> SsdSegment:
+        return SsdSegment(
+            segment_id=self._state.catalog.next_id(),
+            manifest=found.record.manifest,
+            checksums=found.record.checksums,
+            sequence=found.record.sequence,
+            block_offsets=found.record.block_offsets,
+            taken_bytes=found.record.record_num_bytes,
+            file=found.file,
+            offset=found.offset,
+            last_used_s=self._state.clock(),
+        )
+
+    def _read_to_move(self, segment: SsdSegment, blocks: Sequence[Block]) -> None:
+        self._reads.read(segment, blocks, lambda layer: None)
+
+    def _count_eviction(self, segment: SsdSegment) -> None:
+        self._state.counters.evicted_segments += 1
+        self._state.counters.evicted_bytes += segment.manifest.num_bytes

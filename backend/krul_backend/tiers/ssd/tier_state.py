@@ -1,0 +1,56 @@
+"""What reading and writing share."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from krul_backend.tiers.ssd.catalog import Catalog
+from krul_backend.tiers.ssd.ssd_segment import SsdSegment
+from krul_backend.tiers.ssd.suspension import Suspension
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Counters:
+    """Events since the tier was opened, under the names that ``TierStats`` gives them."""
+
+    written_segments: int = 0
+    written_bytes: int = 0
+    skipped_segments: int = 0
+    read_segments: int = 0
+    read_bytes: int = 0
+    evicted_segments: int = 0
+    evicted_bytes: int = 0
+    corrupted_segments: int = 0
+    failed_reads: int = 0
+    slow_reads: int = 0
+    failed_writes: int = 0
+
+
+@dataclass(eq=False)
+class TierState:
+    """``lock`` guards ``catalog``, ``counters`` and the bookkeeping of files; it is never held during I/O."""
+
+    catalog: Catalog
+    suspension: Suspension
+    clock: Callable[[], float]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    counters: Counters = field(default_factory=Counters)
+    is_closed: bool = False
+
+    @property
+    def is_usable(self) -> bool:
+        return not self.is_closed and not self.suspension.is_active
+
+    def quarantine(self, segment: SsdSegment, reason: object) -> None:
+        """Take out a segment with wrong bytes, unless it left before."""
+        with self.lock:
+            if not segment.is_indexed:
+                return
+            self.catalog.remove(segment)
+            self.counters.corrupted_segments += 1
+        logger.error("segment %d on the SSD is damaged and was taken out: %s", segment.segment_id, reason)

@@ -1,0 +1,201 @@
+"""Writing committed segments behind their commit, and clearing them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from krul_backend.errors import DaemonError
+from krul_backend.segment import ModelIdentity
+from krul_backend.tiers.ssd.clear_file import ClearFile
+from krul_backend.tiers.ssd.log_file import LogFile
+from krul_backend.tiers.ssd.log_writer import LogWriter
+from krul_backend.tiers.ssd.record import block_offsets, segment_num_bytes
+from krul_backend.tiers.ssd.room import Room
+from krul_backend.tiers.ssd.ssd_segment import SsdSegment
+from krul_backend.tiers.ssd.tier_state import TierState
+from krul_backend.tiers.ssd.write_queue import QueuedSegment, WriteQueue
+
+logger = logging.getLogger(__name__)
+
+_GROUP_NUM_BYTES = 64 << 20
+"""Written with one sync: the most that waits for it, and that the page cache holds besides."""
+
+
+class WriteBehind:
+    """The writer thread. ``_log_lock`` is held by whoever changes files, also while the disk works.
+
+    Args:
+        next_sequence: of the first record that will be written.
+    """
+
+    def __init__(
+        self,
+        state: TierState,
+        writer: LogWriter,
+        room: Room,
+        clears: ClearFile,
+        next_sequence: int,
+        max_queued_bytes: int,
+    ) -> None:
+        self._state = state
+        self._writer = writer
+        self._room = room
+        self._clears = clears
+        self._sequences = itertools.count(next_sequence)
+        self._queue = WriteQueue(max_queued_bytes)
+        self._log_lock = threading.Lock()
+        # A daemon: a disk that never answers must not keep the process from ending.
+        self._thread = threading.Thread(target=self._serve, name="ssd-write", daemon=True)
+        self._thread.start()
+
+    def queued(self) -> tuple[int, int]:
+        """Segments and bytes that are not written yet."""
+        return self._queue.sizes()
+
+    def put(self, item: QueuedSegment) -> bool:
+        is_fitting = segment_num_bytes(item.manifest, item.metadata) <= self._room.max_record_bytes
+        if self._state.is_usable and is_fitting and self._queue.put(item):
+            return True
+        self._count_skipped(1)
+        return False
+
+    def flush(self, timeout_s: float) -> bool:
+        return self._queue.flush(timeout_s)
+
+    def clear(self, model: ModelIdentity | None) -> None:
+        """As ``LowerTier.clear``. Raises DaemonError if the disk lets nothing be forgotten."""
+        fingerprint = None if model is None else model.fingerprint
+
+        def is_cleared(of: QueuedSegment | SsdSegment) -> bool:
+            return fingerprint is None or of.manifest.model.fingerprint == fingerprint
+
+        # While this holds the log nothing is half written, and nothing can be published late.
+        with self._log_lock:
+            with contextlib.suppress(OSError):
+                self._writer.commit()
+            dropped = self._queue.drop(is_cleared)
+            with self._state.lock:
+                for segment in self._state.catalog.segments:
+                    if is_cleared(segment):
+                        self._state.catalog.remove(segment)
+            try:
+                self._forget_durably(fingerprint)
+                self._room.remove_dead()
+            except OSError as error:
+                self._state.suspension.failed("failed removal", error)
+            finally:
+                self._queue.settle(dropped)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what is queued, for ``timeout_s`` at most; False if a write hangs even then."""
+        self._queue.close()
+        self._thread.join(timeout_s)
+        self._queue.settle(self._queue.drop(lambda item: True))
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        with self._log_lock:
+            self._writer.close()
+        return True
+
+    def _serve(self) -> None:
+        while self._queue.wait():
+            with self._log_lock:
+                items = self._queue.take(_GROUP_NUM_BYTES)
+                try:
+                    self._write(items)
+                except Exception:
+                    logger.exception("writing to the SSD failed: the segments stay in DRAM only")
+            self._queue.settle(items)
+
+    def _write(self, items: Sequence[QueuedSegment]) -> None:
+        """Write a group, one sync at its end. What fails is given up, and counted."""
+        if not self._state.is_usable:
+            self._count_skipped(len(items))
+            return
+        published: list[QueuedSegment] = []
+        num_appended = 0
+        try:
+            for item in items:
+                manifest = item.manifest
+                with self._state.lock:
+                    is_new = bool(self._state.catalog.find_missing(manifest.model, manifest.page_keys))
+                if not is_new:
+                    continue
+                if not self._room.make(segment_num_bytes(manifest, item.metadata)):
+                    self._count_skipped(1)
+                    continue
+                sequence = next(self._sequences)
+                publish = self._publisher(item, sequence, published)
+                num_appended += 1
+                self._writer.append(manifest, item.metadata, item.blocks, sequence, publish)
+            self._writer.commit()
+        except OSError as error:
+            # After a failed read or removal, what was appended before is still good.
+            with contextlib.suppress(OSError):
+                self._writer.commit()
+            with self._state.lock:
+                self._state.counters.failed_writes += 1
+            self._count_skipped(num_appended - len(published))
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            self._state.suspension.failed("file system full" if is_full else "failed write", error)
+        else:
+            if published:
+                self._state.suspension.succeeded()
+
+    def _publisher(
+        self, item: QueuedSegment, sequence: int, published: list[QueuedSegment]
+    ) -> Callable[[LogFile, int], None]:
+        """What makes a durable record findable; called under the tier's lock."""
+        state = self._state
+
+        def publish(file: LogFile, offset: int) -> None:
+            published.append(item)
+            manifest = item.manifest
+            state.counters.written_segments += 1
+            state.counters.written_bytes += manifest.num_bytes
+            state.catalog.add(
+                SsdSegment(
+                    segment_id=state.catalog.next_id(),
+                    manifest=manifest,
+                    checksums=item.checksums,
+                    sequence=sequence,
+                    block_offsets=block_offsets(manifest, item.metadata),
+                    taken_bytes=segment_num_bytes(manifest, item.metadata),
+                    file=file,
+                    offset=offset,
+                    last_used_s=state.clock(),
+                )
+            )
+
+        return publish
+
+    def _count_skipped(self, num_segments: int) -> None:
+        with self._state.lock:
+            self._state.counters.skipped_segments += num_segments
+
+    def _forget_durably(self, fingerprint: str | None) -> None:
+        """Note a clear on disk; if the note cannot be written, remove all files."""
+        try:
+            self._clears.add(fingerprint, next(self._sequences), self._writer.oldest_sequence)
+            return
+        except OSError as error:
+            self._state.suspension.failed("failed write", error)
+            logger.warning("a clear cannot be noted on the SSD (%s): removing all of it instead", error)
+        try:
+            with self._state.lock:
+                files = list(self._writer.files.values())
+                for segment in self._state.catalog.segments:
+                    self._state.catalog.remove(segment)
+            for file in files:
+                self._writer.remove(file)
+        except OSError as error:
+            raise DaemonError(
+                f"the SSD can neither note a clear nor remove what was cleared ({error}): remove its "
+                "directory before the next start, or old KV is found again"
+            ) from error

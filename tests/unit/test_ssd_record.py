@@ -1,0 +1,149 @@
+"""The record format: what was written is read, and nothing else is ever believed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_builders import make_manifest, make_model
+
+from krul_backend.errors import ManifestError, RecordError
+from krul_backend.segment import SegmentManifest
+from krul_backend.tiers.ssd.record import (
+    BLOCK_ALIGN,
+    RECORD_ALIGN,
+    decode_header,
+    encode_metadata,
+    encode_segment,
+    record_buffers,
+    segment_num_bytes,
+)
+
+
+def encode(manifest: SegmentManifest, checksums: tuple[int, ...], sequence: int = 1) -> bytes:
+    return encode_segment(manifest, encode_metadata(manifest, checksums), sequence)
+
+
+def assert_same(left: SegmentManifest, right: SegmentManifest) -> None:
+    np.testing.assert_array_equal(left.token_ids, right.token_ids)
+    for field in dataclasses.fields(SegmentManifest):
+        if field.name != "token_ids":
+            assert getattr(left, field.name) == getattr(right, field.name), field.name
+
+
+manifests = st.builds(
+    lambda conversation, first, pages, sizes, tenant, recompute_s, params: dataclasses.replace(
+        make_manifest(conversation, first, first + pages, tuple(sizes)),
+        tenant=tenant,
+        recompute_s=recompute_s,
+        codec_params=params,
+    ),
+    conversation=st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
+    first=st.integers(0, 1000),
+    pages=st.integers(1, 9),
+    sizes=st.lists(st.integers(1, 1 << 40), min_size=1, max_size=9),
+    tenant=st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
+    recompute_s=st.floats(0, 1e6),
+    params=st.dictionaries(
+        st.text("abc"), st.integers(0, 9) | st.lists(st.booleans(), max_size=3), max_size=3
+    ),
+)
+
+
+@given(manifest=manifests, sequence=st.integers(0, 2**64 - 1), data=st.data())
+def test_a_header_says_what_was_written(
+    manifest: SegmentManifest, sequence: int, data: st.DataObject
+) -> None:
+    num_layers = len(manifest.layer_num_bytes)
+    checksum = st.integers(0, 2**64 - 1)
+    checksums = tuple(data.draw(st.lists(checksum, min_size=num_layers, max_size=num_layers)))
+    record = decode_header(encode(manifest, checksums, sequence))
+    assert_same(record.manifest, manifest)
+    assert record.checksums == checksums
+    assert record.sequence == sequence
+    assert not record.manifest.token_ids.flags.writeable
+    assert all(offset % BLOCK_ALIGN == 0 for offset in record.block_offsets)
+    assert record.record_num_bytes % RECORD_ALIGN == 0
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_a_changed_or_cut_header_is_refused(data: st.DataObject) -> None:
+    manifest = make_manifest("a", 2, 5, (100, 60))
+    header = encode(manifest, (5, 6))
+    num_bytes = int.from_bytes(header[16:24], "little")
+    if data.draw(st.booleans()):
+        damaged = header[: data.draw(st.integers(0, num_bytes - 1))]
+    else:
+        changed = bytearray(header)
+        for bit in data.draw(st.sets(st.integers(0, 8 * num_bytes - 1), min_size=1, max_size=4)):
+            changed[bit // 8] ^= 1 << bit % 8
+        damaged = bytes(changed)
+    with pytest.raises(RecordError):
+        decode_header(damaged)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_a_forged_header_is_refused_or_makes_a_manifest(data: st.DataObject) -> None:
+    header = encode(make_manifest("a", 2, 5, (100, 60)), (5, 6))
+    num_bytes = int.from_bytes(header[16:24], "little")
+    forged = bytearray(header)
+    for offset in data.draw(st.lists(st.integers(32, num_bytes - 1), min_size=1, max_size=4)):
+        forged[offset] = data.draw(st.integers(0, 255) | st.sampled_from(list(b'0019"{[,')))
+    forged[8:16] = xxhash.xxh3_64_intdigest(bytes(forged[16:num_bytes])).to_bytes(8, "little")
+    try:
+        record = decode_header(bytes(forged))
+    except RecordError:
+        return
+    assert len(record.checksums) == len(record.manifest.layer_num_bytes) == len(record.block_offsets)
+    assert record.block_offsets[0] >= num_bytes
+
+
+@given(st.binary(max_size=400))
+def test_random_bytes_are_no_record(data: bytes) -> None:
+    for candidate in (data, b"KRULSEG1" + data):
+        with pytest.raises(RecordError):
+            decode_header(candidate)
+
+
+def test_empty_blocks_of_a_trimmed_segment_survive() -> None:
+    whole = make_manifest("a", 1, 4, (100, 60))
+    manifest = dataclasses.replace(
+        whole, layer_num_bytes=(0, 60), layer_first_token=(whole.end_token, whole.start_token)
+    )
+    assert_same(decode_header(encode(manifest, (1, 2))).manifest, manifest)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (64, 65), (4096, 1, 8191)])
+def test_a_record_takes_what_it_says_and_its_blocks_lie_where_it_says(sizes: tuple[int, ...]) -> None:
+    manifest = make_manifest("a", 0, 3, sizes)
+    blocks = [np.full(size, 7 + layer, dtype=np.uint8) for layer, size in enumerate(sizes)]
+    metadata = encode_metadata(manifest, tuple(range(len(sizes))))
+    buffers, num_bytes = record_buffers(manifest, metadata, blocks, 1)
+    data = b"".join(buffers)
+    record = decode_header(data)
+    assert len(data) == num_bytes == record.record_num_bytes == segment_num_bytes(manifest, metadata)
+    for offset, block in zip(record.block_offsets, blocks, strict=True):
+        assert data[offset : offset + len(block)] == block.tobytes()
+
+
+def test_metadata_stays_below_a_hundredth_of_the_blocks() -> None:
+    # 1000 tokens of 2 KiB per layer (8 heads of 64, bf16), 32 layers, keys as SGLang's: 64 hex digits.
+    model = make_model(num_layers=32)
+    manifest = dataclasses.replace(
+        make_manifest("a", 0, 250, (1000 * 2048,) * 32, model),
+        page_keys=tuple(f"{page:064x}" for page in range(250)),
+    )
+    num_bytes = segment_num_bytes(manifest, encode_metadata(manifest, (0,) * 32))
+    assert num_bytes - manifest.num_bytes < manifest.num_bytes / 100
+
+
+def test_what_json_cannot_hold_is_refused() -> None:
+    manifest = dataclasses.replace(make_manifest("a", 0, 1, (9,)), codec_params={"layers": {1, 2}})
+    with pytest.raises(ManifestError, match="JSON"):
+        encode_metadata(manifest, (0,))

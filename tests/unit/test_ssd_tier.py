@@ -1,0 +1,272 @@
+"""The SSD tier on a disk that works: finding, reading, forgetting, starting again."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ssd_builders import (
+    SIZES,
+    FaultyDisk,
+    disk_bytes,
+    fetch,
+    has,
+    match,
+    open_tier,
+    put,
+    put_manifest,
+    random_blocks,
+)
+from store_builders import make_manifest, make_model, page_keys, tokens_of
+
+from krul_backend.errors import ConfigError, DaemonError, TierReadError
+from krul_backend.store.hashing import block_checksum
+from krul_backend.tiers.ssd.ssd_tier import SsdTier
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[SsdTier]:
+    opened = open_tier(tmp_path)
+    yield opened
+    opened.close()
+
+
+def test_what_was_put_is_found_with_its_bytes(tier: SsdTier) -> None:
+    assert put(tier, "a", 0, 2, seed=1)
+    assert put(tier, "a", 2, 5, seed=2)
+    runs = match(tier, "a", 0, 5)
+    assert [(run.first_page, run.end_page) for run in runs] == [(0, 2), (0, 3)]
+    for run, seed in zip(runs, (1, 2), strict=True):
+        right = random_blocks(SIZES, seed)
+        assert run.checksums == tuple(block_checksum(block) for block in right)
+        for block, expected in zip(fetch(tier, run), right, strict=True):
+            np.testing.assert_array_equal(block, expected)
+        tier.release(run)
+    stats = tier.stats()
+    assert (stats.num_segments, stats.num_pages, stats.stored_bytes) == (2, 5, 2 * sum(SIZES))
+    assert (stats.written_segments, stats.read_segments) == (2, 2)
+
+
+def test_pieces_that_cut_blocks_anywhere_give_the_same_bytes(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    tier = open_tier(tmp_path, disk, capacity_bytes=64 << 20, file_bytes=16 << 20)
+    sizes = (5 << 20, 1, 0, 3 << 20)
+    manifest = make_manifest("a", 0, 2, (5 << 20, 1, 1, 3 << 20))
+    end = manifest.end_token
+    manifest = dataclasses.replace(manifest, layer_num_bytes=sizes, layer_first_token=(0, 0, end, 0))
+    assert put_manifest(tier, manifest, seed=3)
+    assert tier.flush(20)
+    assert has(tier, "a", seed=3, model=manifest.model)
+    tier.close()
+
+
+def test_only_the_missing_pages_are_missing(tier: SsdTier) -> None:
+    put(tier, "a", 0, 2)
+    put(tier, "a", 4, 6)
+    assert tier.find_missing(make_model(), page_keys("a", 0, 8)) == [range(2, 4), range(6, 8)]
+    assert len(match(tier, "a", 0, 8)) == 1
+
+
+def test_other_tokens_or_another_position_are_no_hit(tier: SsdTier) -> None:
+    put(tier, "a", 2, 4)
+    keys = page_keys("a", 2, 4)
+    tokens = tokens_of(keys)
+    assert tier.match(make_model(), keys, tokens, 4) == ()
+    (run,) = tier.match(make_model(), keys, tokens, 8)
+    assert run.end_page == 2
+    tokens[5] += 1
+    (run,) = tier.match(make_model(), keys, tokens, 8)
+    assert run.end_page == 1
+
+
+def test_a_segment_is_not_written_twice(tier: SsdTier) -> None:
+    put(tier, "a")
+    used_bytes = tier.stats().used_bytes
+    done = threading.Event()
+    blocks = random_blocks(SIZES, 0)
+    checksums = [block_checksum(block) for block in blocks]
+    assert tier.put(make_manifest("a", 0, 2, SIZES), blocks, checksums, done.set)
+    assert tier.flush(20)
+    assert done.is_set()
+    assert tier.stats().used_bytes == used_bytes
+
+
+def test_a_new_tier_finds_what_was_flushed(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    for number in range(12):
+        put(tier, f"c{number}", seed=number)
+    before = tier.stats()
+    tier.close()
+    tier = open_tier(tmp_path)
+    after = tier.stats()
+    assert (after.num_segments, after.used_bytes) == (before.num_segments, before.used_bytes)
+    assert all(has(tier, f"c{number}", seed=number) for number in range(12))
+    # What is written after a start does not hide what was before.
+    put(tier, "new", seed=5)
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert has(tier, "new", seed=5)
+    assert has(tier, "c11", seed=11)
+    tier.close()
+
+
+def test_close_writes_what_is_queued(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    for number in range(5):
+        put_manifest(tier, make_manifest(f"c{number}", 0, 2, SIZES), seed=number)
+    tier.close()
+    assert not put_manifest(tier, make_manifest("late", 0, 2, SIZES))
+    assert match(tier, "c0") == ()
+    tier = open_tier(tmp_path)
+    assert all(has(tier, f"c{number}", seed=number) for number in range(5))
+    tier.close()
+
+
+def test_a_clear_outlives_the_process_and_frees_the_files(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    put(tier, "a", seed=1)
+    put(tier, "b", seed=2)
+    tier.clear()
+    assert not has(tier, "a")
+    assert disk_bytes(tmp_path) == tier.stats().used_bytes == 0
+    put(tier, "b", seed=3)
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert not has(tier, "a")
+    assert has(tier, "b", seed=3)
+    tier.close()
+
+
+def test_a_clear_of_one_model_spares_the_others(tmp_path: Path) -> None:
+    old, other = make_model("old"), make_model("other")
+    tier = open_tier(tmp_path)
+    put(tier, "a", model=old, seed=1)
+    put(tier, "a", model=other, seed=2)
+    tier.clear(old)
+    put(tier, "b", model=old, seed=3)
+    for _ in range(2):
+        assert not has(tier, "a", model=old)
+        assert has(tier, "a", model=other, seed=2)
+        assert has(tier, "b", model=old, seed=3)
+        tier.close()
+        tier = open_tier(tmp_path)
+    tier.close()
+
+
+def test_a_clear_holds_although_a_record_before_it_is_damaged(tmp_path: Path) -> None:
+    old, other = make_model("old"), make_model("other")
+    tier = open_tier(tmp_path)
+    put(tier, "a", model=old)
+    put(tier, "a", model=other)
+    tier.clear(old)
+    tier.close()
+    (path,) = tmp_path.rglob("*.log")
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"KRULSEG1") + 70] ^= 1
+    path.write_bytes(data)
+    tier = open_tier(tmp_path)
+    assert tier.stats().num_segments == 0
+    tier.close()
+
+
+def test_without_the_record_of_clears_nothing_is_found(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    put(tier, "a")
+    tier.close()
+    (path,) = tmp_path.rglob("clears")
+    path.write_bytes(path.read_bytes()[:-1])
+    tier = open_tier(tmp_path)
+    assert tier.stats().num_segments == 0
+    assert disk_bytes(tmp_path) == 0
+    tier.close()
+
+
+def test_a_clear_drops_what_is_queued_and_stops_what_is_read(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    tier = open_tier(tmp_path, disk, read_timeout_s=20.0)
+    put(tier, "a")
+    (run,) = match(tier, "a")
+    disk.gate.clear()
+    errors: list[Exception] = []
+
+    def read() -> None:
+        try:
+            fetch(tier, run)
+        except TierReadError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    with tier._writes._log_lock:  # the writer is busy
+        done = threading.Event()
+        blocks = random_blocks(SIZES, 0)
+        checksums = [block_checksum(block) for block in blocks]
+        tier.put(make_manifest("queued", 0, 2, SIZES), blocks, checksums, done.set)
+        clearing = threading.Thread(target=tier.clear)
+        clearing.start()
+    clearing.join(20)
+    disk.gate.set()
+    thread.join(20)
+    assert len(errors) == 1
+    assert tier.flush(20)
+    assert done.is_set()
+    tier.release(run)
+    tier.close()
+
+
+def test_a_directory_has_one_owner_who_is_named(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    with pytest.raises(DaemonError, match=r"in use by process \d+"):
+        open_tier(tmp_path)
+    tier.close()
+    open_tier(tmp_path).close()
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    put(tier, "a")
+    (directory,) = tmp_path.iterdir()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}
+    assert {path.name for path in directory.iterdir()} == {"lock", "clears", "00000001.log"}
+    tier.close()
+
+
+def test_discard_takes_a_segment_out(tier: SsdTier) -> None:
+    put(tier, "a")
+    (run,) = match(tier, "a")
+    tier.discard(run)
+    tier.release(run)
+    assert not has(tier, "a")
+    assert tier.stats().corrupted_segments == 1
+
+
+def test_the_queue_is_bounded(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, max_queued_bytes=20_000)
+    with tier._writes._log_lock:  # the writer is busy
+        taken = [put_manifest(tier, make_manifest(f"c{i}", 0, 2, SIZES)) for i in range(4)]
+        assert not tier.flush(0.01)
+        assert tier.stats().queued_segments == 2
+    assert taken == [True, True, False, False]
+    assert tier.flush(20)
+    assert tier.stats().skipped_segments == 2
+    tier.close()
+
+
+def test_segments_are_listed_and_costs_are_measured(tier: SsdTier) -> None:
+    put(tier, "a", 2, 5)
+    (info,) = tier.list_segments()
+    assert (info.start_token, info.num_tokens, info.num_bytes, info.tiers) == (8, 12, sum(SIZES), ("ssd",))
+    cost = tier.cost()
+    assert cost.latency_s > 0
+    assert 0 < cost.byte_s < 1e-5
+
+
+def test_a_capacity_without_room_for_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="4 of them"):
+        open_tier(tmp_path, capacity_bytes=100_000)
