@@ -1,0 +1,167 @@
+"""Asking the cluster for the segments of a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.store.page_index import PageRun
+from krul_backend.tiers.mooncake.catalog import Catalog
+from krul_backend.tiers.mooncake.epochs import Epochs
+from krul_backend.tiers.mooncake.object_store import ObjectStore
+from krul_backend.tiers.mooncake.stored_object import (
+    MAX_METADATA_BYTES,
+    MAX_POINTER_BYTES,
+    MAX_POINTERS,
+    StoredObject,
+    decode_object,
+    decode_pointer,
+    encode_pointer,
+    pointer_key,
+)
+
+
+class Lookup:
+    """Fills a catalog from the cluster. Thread-safe.
+
+    Args:
+        clock: seconds, monotonic.
+        on_damage: called for each object that is not what its name says.
+    """
+
+    def __init__(
+        self, catalog: Catalog, epochs: Epochs, clock: Callable[[], float], on_damage: Callable[[], None]
+    ) -> None:
+        self._catalog = catalog
+        self._epochs = epochs
+        self._clock = clock
+        self._on_damage = on_damage
+
+    def known_runs(
+        self, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
+    ) -> tuple[tuple[PageRun[StoredObject], ...], bool]:
+        """What is known for sure of a prefix, and whether asking the cluster would tell no more."""
+        epoch = self._epochs.known(model.fingerprint)
+        if epoch is None or epoch.prefix is None:
+            return (), epoch is not None
+        match = self._catalog.match_prefix(model, page_keys, token_ids)
+        num_pages = 0
+        for num_runs, run in enumerate(match.runs):
+            if run.segment.prefix != epoch.prefix or not self._catalog.is_confirmed(run.segment):
+                return match.runs[:num_runs], False
+            num_pages += run.end_page - run.first_page
+        is_end = num_pages == len(page_keys) or match.is_contradicted
+        return match.runs, is_end or self._catalog.is_absent(epoch.prefix, page_keys[num_pages])
+
+    def ask(
+        self, store: ObjectStore, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
+    ) -> None:
+        """Find out what of a prefix is there; ``known_runs`` then tells.
+
+        Raises:
+            ObjectStoreError: the cluster does not answer.
+        """
+        num_clears = self._catalog.num_clears
+        prefix = self._epochs.prefix(store, model.fingerprint)
+        self._catalog.forget_model(model.fingerprint, except_prefix=prefix)
+        if prefix is None:
+            return
+        num_pages = -1
+        while True:
+            match = self._catalog.match_prefix(model, page_keys, token_ids)
+            if not all(self._confirm(store, run.segment) for run in match.runs):
+                continue
+            num_before, num_pages = num_pages, sum(run.end_page - run.first_page for run in match.runs)
+            if num_pages == len(page_keys) or match.is_contradicted:
+                return
+            rest = page_keys[num_pages:], token_ids[num_pages * model.page_size :]
+            if num_pages <= num_before or not self._learn(store, prefix, model, *rest, num_clears):
+                self._catalog.note_absent(prefix, page_keys[num_pages])
+                return
+
+    def find_copy(self, store: ObjectStore, prefix: str, manifest: SegmentManifest) -> bool:
+        """Whether the cluster holds all pages of a segment, in one that begins like it; then it is known."""
+        num_clears = self._catalog.num_clears
+        return self._learn(
+            store, prefix, manifest.model, manifest.page_keys, manifest.token_ids, num_clears
+        ) >= len(manifest.page_keys)
+
+    def publish(self, store: ObjectStore, prefix: str, first_page_key: str, digest: str) -> bool:
+        """Make a written segment findable; False if too many others begin with this page."""
+        pointer = encode_pointer(digest)
+        for n in range(MAX_POINTERS):
+            key = pointer_key(prefix, first_page_key, n)
+            store.put(key, pointer)
+            found = store.get(key, MAX_POINTER_BYTES)
+            if found == pointer:
+                return True
+            other = decode_pointer(found) if found is not None else None
+            if other is None or not store.have_all([f"{prefix}/s/{other}/m"]):
+                store.replace(key, pointer)
+                return True
+        return False
+
+    def _confirm(self, store: ObjectStore, segment: StoredObject) -> bool:
+        if self._catalog.is_confirmed(segment):
+            return True
+        now_s = self._clock()
+        if store.have_all([segment.metadata_key, *segment.block_keys]):
+            segment.confirmed_at_s = now_s
+            return True
+        self._catalog.forget(segment)
+        return False
+
+    def _learn(
+        self,
+        store: ObjectStore,
+        prefix: str,
+        model: ModelIdentity,
+        page_keys: tuple[str, ...],
+        token_ids: TokenIds,
+        num_clears: int,
+    ) -> int:
+        """Add the segment that begins with the first of ``page_keys`` and has most; how many it has."""
+        best: tuple[int, str, SegmentManifest, tuple[int, ...]] | None = None
+        for n in range(MAX_POINTERS):
+            pointer = store.get(pointer_key(prefix, page_keys[0], n), MAX_POINTER_BYTES)
+            if pointer is None:
+                break
+            digest = decode_pointer(pointer)
+            if digest is None:
+                self._on_damage()
+                continue
+            place = f"{prefix}/s/{digest}"
+            metadata = store.get(f"{place}/m", MAX_METADATA_BYTES)
+            if metadata is None:
+                continue
+            decoded = decode_object(digest, metadata, model)
+            if decoded is None:
+                self._on_damage()
+                continue
+            manifest, checksums = decoded
+            num_pages = _num_leading_pages(manifest, page_keys, token_ids)
+            if num_pages > (best[0] if best is not None else 0):
+                best = num_pages, place, manifest, checksums
+            if num_pages == len(page_keys):
+                break
+        if best is None:
+            return 0
+        num_pages, place, manifest, checksums = best
+        now_s = self._clock()
+        found = StoredObject(0, prefix, place, manifest, checksums, now_s)
+        if not store.have_all([found.metadata_key, *found.block_keys]):
+            return 0
+        self._catalog.add(prefix, place, manifest, checksums, now_s, num_clears)
+        return num_pages
+
+
+def _num_leading_pages(manifest: SegmentManifest, page_keys: tuple[str, ...], token_ids: TokenIds) -> int:
+    """How many of the first pages a segment has, for the same tokens."""
+    page_size = manifest.model.page_size
+    num_pages = 0
+    for own, asked in zip(manifest.page_keys, page_keys, strict=False):
+        tokens = slice(num_pages * page_size, (num_pages + 1) * page_size)
+        if own != asked or (manifest.token_ids[tokens] != token_ids[tokens]).any():
+            break
+        num_pages += 1
+    return num_pages

@@ -1,0 +1,155 @@
+"""The object store that Mooncake's own client reaches."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from krul_backend.errors import DaemonError
+from krul_backend.tiers.mooncake.object_store import Block, ObjectStoreError, StoreFullError
+from krul_backend.tiers.mooncake.options import MooncakeOptions
+
+# mooncake-store/include/types.h, ErrorCode.
+_NO_AVAILABLE_HANDLE = -200
+_INVALID_PARAMS = -600
+_OBJECT_NOT_FOUND = -704
+_OBJECT_ALREADY_EXISTS = -705
+
+_PROBE_TIMEOUT_S = 0.5
+# A host that leaves takes its part of the cluster with it. Mooncake makes as many copies as it has hosts for.
+_NUM_PINNED_REPLICAS = 3
+
+
+def require_mooncake() -> Any:
+    """The module ``mooncake.store``.
+
+    Raises:
+        DaemonError: it is not installed, or a library that it needs is not.
+    """
+    # Otherwise the client logs each call to stderr; its errors cannot be turned off.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    try:
+        return importlib.import_module("mooncake.store")
+    except ImportError as error:
+        raise DaemonError(
+            f"the Mooncake tier cannot load its client ({error}): pip install 'krul-sglang[mooncake]', "
+            "and the system libraries libibverbs1 librdmacm1 libnuma1 ibverbs-providers"
+        ) from error
+
+
+class MooncakeClient:
+    """``ObjectStore`` on ``mooncake.store.MooncakeDistributedStore``.
+
+    Blocks inside ``arena`` are sent and received in place (it is registered with the transfer engine); others
+    are copied once. Calls release the GIL, and take about 4 s to fail when the master is gone.
+
+    Raises:
+        DaemonError: the client is not installed.
+        ObjectStoreError: the cluster does not answer, or does not let us in.
+    """
+
+    def __init__(self, options: MooncakeOptions, arena: Block | None) -> None:
+        module = require_mooncake()
+        # The client's own set-up tries for minutes to reach a master that is not there.
+        try:
+            socket.create_connection(options.master, timeout=_PROBE_TIMEOUT_S).close()
+        except OSError as error:
+            raise ObjectStoreError(f"no Mooncake master at {options.master_address}: {error}") from error
+        self._replication = module.ReplicateConfig()
+        self._pinned = module.ReplicateConfig()
+        self._pinned.with_hard_pin = True
+        self._pinned.replica_num = _NUM_PINNED_REPLICAS
+        self._store = module.MooncakeDistributedStore()
+        code = self._store.setup(
+            options.local_hostname,
+            options.metadata_server,
+            options.segment_bytes,
+            options.buffer_bytes,
+            options.protocol,
+            options.rdma_devices,
+            options.master_address,
+        )
+        if code != 0:
+            raise ObjectStoreError(f"the Mooncake client cannot join the cluster: error {code}")
+        self._arena = arena
+        self._arena_range = range(0)
+        if arena is not None and self._store.register_buffer(arena.ctypes.data, arena.nbytes) == 0:
+            self._arena_range = range(arena.ctypes.data, arena.ctypes.data + arena.nbytes)
+
+    def put(self, key: str, value: Block | bytes, *, is_pinned: bool = False) -> None:
+        config = self._pinned if is_pinned else self._replication
+        if isinstance(value, np.ndarray) and self._is_registered(value):
+            code = self._store.put_from(key, value.ctypes.data, value.nbytes, config)
+        else:
+            code = self._store.put(key, value, config)
+        if code != _OBJECT_ALREADY_EXISTS:
+            _check(code, f"put {key}")
+
+    def replace(self, key: str, value: bytes, *, is_pinned: bool = False) -> None:
+        _check(
+            self._store.upsert(key, value, self._pinned if is_pinned else self._replication), f"replace {key}"
+        )
+
+    def get(self, key: str, max_num_bytes: int) -> bytes | None:
+        num_bytes = self._store.get_size(key)
+        if num_bytes == _OBJECT_NOT_FOUND:
+            return None
+        _check(num_bytes, f"size of {key}")
+        if num_bytes > max_num_bytes:
+            return None
+        # The client answers a lost object and an error alike with no bytes.
+        value: bytes = self._store.get(key)
+        return value or None
+
+    def get_into(self, key: str, block: Block) -> bool:
+        if not self._is_registered(block):
+            value = self.get(key, block.nbytes)
+            if value is None or len(value) != block.nbytes:
+                return False
+            block[:] = np.frombuffer(value, dtype=np.uint8)
+            return True
+        code = self._store.get_into(key, block.ctypes.data, block.nbytes)
+        # INVALID_PARAMS: the object is larger than the block.
+        if code in (_OBJECT_NOT_FOUND, _INVALID_PARAMS):
+            return False
+        _check(code, f"get {key}")
+        return bool(code == block.nbytes)
+
+    def have_all(self, keys: Sequence[str]) -> bool:
+        codes = self._store.batch_is_exist(list(keys))
+        for code in codes:
+            _check(code, "existence of objects")
+        return len(codes) == len(keys) and all(code == 1 for code in codes)
+
+    def remove(self, keys: Sequence[str]) -> None:
+        for code in self._store.batch_remove(list(keys), True):
+            if code != _OBJECT_NOT_FOUND:
+                _check(code, "removal of objects")
+
+    def remove_matching(self, pattern: str) -> None:
+        _check(self._store.remove_by_regex(pattern, False), f"remove {pattern}")
+
+    def close(self) -> None:
+        if self._arena is not None and self._arena_range:
+            self._store.unregister_buffer(self._arena.ctypes.data)
+        self._store.close()
+
+    def _is_registered(self, block: Block) -> bool:
+        start = block.ctypes.data
+        return start in self._arena_range and start + block.nbytes <= self._arena_range.stop
+
+
+def _check(code: int, what: str) -> None:
+    if code >= 0:
+        return
+    # Names of pages tell nothing and are long.
+    what = re.sub(r"[0-9a-f]{16,}", "*", what)
+    if code == _NO_AVAILABLE_HANDLE:
+        raise StoreFullError(f"{what}: no room in the cluster's memory")
+    raise ObjectStoreError(f"{what}: Mooncake answered error {code}")

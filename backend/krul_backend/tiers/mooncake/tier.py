@@ -1,0 +1,292 @@
+"""The tier of more than one machine: segments that any daemon of a Mooncake cluster stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from krul_backend.errors import TierReadError
+from krul_backend.restore.costs import TierCost
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.store.interface import DamageReport, SegmentInfo, TierStats
+from krul_backend.store.stored_segment import block_checksum
+from krul_backend.tiers.lower_tier import Block, LowerTier, TierRun
+from krul_backend.tiers.mooncake.catalog import Catalog
+from krul_backend.tiers.mooncake.cluster_cost import ClusterCost
+from krul_backend.tiers.mooncake.connection import Connection
+from krul_backend.tiers.mooncake.counters import Counters
+from krul_backend.tiers.mooncake.epochs import Epochs
+from krul_backend.tiers.mooncake.lookup import Lookup
+from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, require_mooncake
+from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError
+from krul_backend.tiers.mooncake.options import MooncakeOptions
+from krul_backend.tiers.mooncake.stored_object import StoredObject
+from krul_backend.tiers.mooncake.timed_calls import TimedCalls
+from krul_backend.tiers.mooncake.writer import Writer
+from krul_backend.tiers.ssd.suspension import Suspension
+
+NAME = "mooncake"
+_NUM_LOOKUP_THREADS = 2
+_CLEAR_TIMEOUT_S = 5.0
+
+
+class MooncakeTier(LowerTier):
+    """See ``LowerTier``. A tier that cannot reach its cluster begins suspended, and tries again by itself.
+
+    Args:
+        arena: what blocks are views of, uint8; it is registered for copies in place. None: copies.
+        connect: makes the client; another one than Mooncake's in tests.
+        clock: seconds, monotonic.
+
+    Raises:
+        DaemonError: Mooncake's client is not installed.
+    """
+
+    name = NAME
+
+    def __init__(
+        self,
+        options: MooncakeOptions,
+        arena: npt.NDArray[np.uint8] | None,
+        *,
+        connect: Callable[[MooncakeOptions, Block | None], ObjectStore] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if connect is None:
+            require_mooncake()
+            connect = MooncakeClient
+        self._options = options
+        self._clock = clock
+        self._counters = Counters()
+        self._cost = ClusterCost()
+        self._suspension = Suspension(NAME, clock)
+        self._connection = Connection(lambda: connect(options, arena), self._suspension, self._cost)
+        self._epochs = Epochs(clock)
+        self._catalog = Catalog(clock)
+        self._lookup = Lookup(
+            self._catalog, self._epochs, clock, lambda: self._counters.add(corrupted_segments=1)
+        )
+        self._calls = TimedCalls("krul-mooncake-lookup", _NUM_LOOKUP_THREADS)
+        try:
+            self._connection.store()
+        except ObjectStoreError as error:
+            self._suspension.failed("cannot join the cluster", error)
+        self._writer = Writer(
+            self._connection,
+            self._suspension,
+            self._counters,
+            self._epochs,
+            self._catalog,
+            self._lookup,
+            clock,
+            options.queue_bytes,
+        )
+
+    def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
+        return self._catalog.find_missing(model, page_keys)
+
+    def match(
+        self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
+    ) -> tuple[TierRun, ...]:
+        if len(token_ids) != len(page_keys) * model.page_size:
+            raise ValueError(f"{len(token_ids)} token ids for {len(page_keys)} pages of {model.page_size}")
+        # After a late answer nobody waits for the next before it has come: a scheduler asks again and again.
+        if not page_keys or self._suspension.is_active:
+            return ()
+        keys = tuple(page_keys)
+        runs, is_all = self._lookup.known_runs(model, keys, token_ids)
+        if not is_all and not self._calls.is_late:
+            # The call may outlive this method, and the caller's array with it.
+            tokens = np.array(token_ids, dtype=np.int32)
+            self._calls.run(lambda: self._ask(model, keys, tokens), self._options.lookup_timeout_s)
+            runs, _ = self._lookup.known_runs(model, keys, token_ids)
+        if runs and next_token is not None:
+            first = runs[0]
+            if first.segment.manifest.start_token + first.first_page * model.page_size != next_token:
+                return ()
+        return tuple(
+            TierRun(
+                NAME, run.segment.manifest, run.segment.checksums, run.first_page, run.end_page, run.segment
+            )
+            for run in runs
+        )
+
+    def release(self, run: TierRun) -> None:
+        """Nothing to do: what is held here cannot keep the cluster from evicting."""
+
+    def fetch(self, run: TierRun, blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
+        segment = _place_of(run)
+        sizes = tuple(block.nbytes for block in blocks)
+        if sizes != run.manifest.layer_num_bytes:
+            raise ValueError(f"blocks of {sizes} bytes for layers of {run.manifest.layer_num_bytes}")
+        try:
+            store = self._connection.store()
+            self._check_epoch(store, segment)
+            started_s = self._clock()
+            for layer, block in enumerate(blocks):
+                if block.nbytes:
+                    self._read_block(store, segment, layer, block)
+                if self._clock() - started_s > self._options.read_timeout_s:
+                    self._counters.add(slow_reads=1)
+                    self._suspension.failed("slow reads", f"more than {self._options.read_timeout_s:g} s")
+                    raise TierReadError("a segment took too long to come from the Mooncake cluster")
+                landed(layer)
+        except ObjectStoreError as error:
+            self._counters.add(failed_reads=1)
+            self._suspension.failed("reads fail", error)
+            raise TierReadError(f"the Mooncake cluster cannot be read: {error}") from error
+        self._suspension.succeeded()
+        self._counters.add(read_segments=1, read_bytes=run.manifest.num_bytes)
+
+    def put(
+        self,
+        manifest: SegmentManifest,
+        blocks: Sequence[Block],
+        checksums: Sequence[int],
+        done: Callable[[], None],
+    ) -> bool:
+        if not self._catalog.find_missing(manifest.model, manifest.page_keys):
+            done()
+            return True
+        return self._writer.put(manifest, tuple(blocks), tuple(checksums), done)
+
+    def discard(self, run: TierRun) -> None:
+        segment = _place_of(run)
+        self._catalog.forget(segment)
+        # It may take long when the master is gone, and nobody waits for it.
+        self._calls.begin(lambda: self._remove(segment))
+
+    def cost(self) -> TierCost:
+        return self._cost.current
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything that was put before is in the cluster's memory, or given up."""
+        return self._writer.flush(timeout_s)
+
+    def clear(self, model: ModelIdentity | None = None) -> None:
+        """See ``LowerTier``. While the cluster does not answer, only this daemon has forgotten; it tells the
+        cluster before it uses anything of the model again."""
+        fingerprint = model.fingerprint if model is not None else None
+        self._epochs.clear(fingerprint)
+        self._catalog.clear(fingerprint)
+        self._writer.drop(fingerprint)
+        if not self._calls.run(self._settle, _CLEAR_TIMEOUT_S):
+            self._suspension.failed("slow to clear", f"more than {_CLEAR_TIMEOUT_S:g} s")
+
+    def list_segments(self) -> list[SegmentInfo]:
+        """What this daemon knows of the cluster."""
+        return [
+            SegmentInfo(
+                segment_id=segment.segment_id,
+                model=segment.manifest.model.name,
+                fingerprint=segment.manifest.model.fingerprint,
+                tenant=segment.manifest.tenant,
+                start_token=segment.manifest.start_token,
+                num_tokens=segment.manifest.num_tokens,
+                num_bytes=segment.manifest.num_bytes,
+                codec=segment.manifest.codec,
+                codec_params=segment.manifest.codec_params,
+                tiers=(NAME,),
+                num_leases=0,
+                idle_s=max(0.0, self._clock() - segment.confirmed_at_s),
+                pinned_s=0.0,
+            )
+            for segment in self._catalog.segments()
+        ]
+
+    def verify(self) -> DamageReport:
+        """Read what this daemon knows of the cluster; stops when the cluster does not answer."""
+        num_blocks = num_bytes = 0
+        bad_segments: list[int] = []
+        for segment in self._catalog.segments():
+            try:
+                store = self._connection.store()
+                for layer, size in enumerate(segment.manifest.layer_num_bytes):
+                    if size:
+                        self._read_block(store, segment, layer, np.empty(size, dtype=np.uint8))
+                        num_blocks, num_bytes = num_blocks + 1, num_bytes + size
+            except _WrongBytesError:
+                bad_segments.append(segment.segment_id)
+            except TierReadError:
+                continue
+            except ObjectStoreError as error:
+                self._suspension.failed("reads fail", error)
+                break
+        return DamageReport(num_blocks, num_bytes, tuple(bad_segments))
+
+    def stats(self) -> TierStats:
+        """Of this daemon's part: capacity is the memory that it gave to the cluster, ``stored_bytes`` and
+        the counts are of the segments that it knows, wherever they lie; used is their sum, at most the
+        capacity (the client tells nothing of what others stored here)."""
+        segments = self._catalog.segments()
+        stored_bytes = sum(segment.manifest.num_bytes for segment in segments)
+        capacity_bytes = self._options.segment_bytes
+        used_bytes = min(stored_bytes, capacity_bytes)
+        queued_segments, queued_bytes = self._writer.queued()
+        return TierStats(
+            name=NAME,
+            capacity_bytes=capacity_bytes,
+            used_bytes=used_bytes,
+            free_bytes=capacity_bytes - used_bytes,
+            stored_bytes=stored_bytes,
+            num_segments=len(segments),
+            num_pages=self._catalog.num_pages,
+            queued_segments=queued_segments,
+            queued_bytes=queued_bytes,
+            is_suspended=self._suspension.is_active,
+            **self._counters.snapshot(),
+        )
+
+    def close(self) -> None:
+        self._writer.close()
+        self._calls.close()
+        self._connection.close()
+
+    def _ask(self, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds) -> None:
+        try:
+            self._lookup.ask(self._connection.store(), model, page_keys, token_ids)
+        except ObjectStoreError as error:
+            self._counters.add(failed_reads=1)
+            self._suspension.failed("lookups fail", error)
+
+    def _settle(self) -> None:
+        try:
+            self._epochs.settle(self._connection.store())
+        except ObjectStoreError as error:
+            self._suspension.failed("cannot clear", error)
+
+    def _check_epoch(self, store: ObjectStore, segment: StoredObject) -> None:
+        if self._epochs.prefix(store, segment.manifest.model.fingerprint) != segment.prefix:
+            self._catalog.forget(segment)
+            raise TierReadError("the segment was cleared")
+
+    def _read_block(self, store: ObjectStore, segment: StoredObject, layer: int, block: Block) -> None:
+        started_s = self._clock()
+        if not store.get_into(segment.block_key(layer), block):
+            if self._catalog.forget(segment):
+                self._counters.add(evicted_segments=1, evicted_bytes=segment.manifest.num_bytes)
+            raise TierReadError(f"layer {layer} is not in the Mooncake cluster any more")
+        self._cost.learn(block.nbytes, self._clock() - started_s)
+        if block_checksum(block) != segment.checksums[layer]:
+            self._counters.add(corrupted_segments=1)
+            self._catalog.forget(segment)
+            self._remove(segment)
+            raise _WrongBytesError(f"layer {layer} came from the Mooncake cluster with a wrong checksum")
+
+    def _remove(self, segment: StoredObject) -> None:
+        try:
+            self._connection.store().remove([segment.metadata_key, *segment.block_keys])
+        except ObjectStoreError as error:
+            self._suspension.failed("cannot remove", error)
+
+
+class _WrongBytesError(TierReadError):
+    """A block whose checksum is wrong; its segment has been taken out."""
+
+
+def _place_of(run: TierRun) -> StoredObject:
+    assert isinstance(run.place, StoredObject), f"a run of tier {run.tier} given to {NAME}"
+    return run.place

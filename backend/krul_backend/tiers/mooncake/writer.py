@@ -1,0 +1,137 @@
+"""The thread that writes committed segments to the cluster."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from krul_backend.errors import ManifestError
+from krul_backend.segment import SegmentManifest
+from krul_backend.tiers.lower_tier import Block
+from krul_backend.tiers.mooncake.catalog import Catalog
+from krul_backend.tiers.mooncake.connection import Connection
+from krul_backend.tiers.mooncake.counters import Counters
+from krul_backend.tiers.mooncake.epochs import Epochs
+from krul_backend.tiers.mooncake.lookup import Lookup
+from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError, StoreFullError
+from krul_backend.tiers.mooncake.stored_object import StoredObject, encode_object
+from krul_backend.tiers.ssd.suspension import Suspension
+from krul_backend.tiers.ssd.write_queue import QueuedSegment, WriteQueue
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class Writer:
+    """Takes segments off a queue, one at a time; blocks first, then what describes them, then the pointer."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        suspension: Suspension,
+        counters: Counters,
+        epochs: Epochs,
+        catalog: Catalog,
+        lookup: Lookup,
+        clock: Callable[[], float],
+        queue_bytes: int,
+    ) -> None:
+        self._connection = connection
+        self._suspension = suspension
+        self._counters = counters
+        self._epochs = epochs
+        self._catalog = catalog
+        self._lookup = lookup
+        self._clock = clock
+        self._queue = WriteQueue(queue_bytes)
+        self._is_giving_up = False
+        self._thread = threading.Thread(target=self._work, name="krul-mooncake-writer", daemon=True)
+        self._thread.start()
+
+    def put(
+        self,
+        manifest: SegmentManifest,
+        blocks: tuple[Block, ...],
+        checksums: tuple[int, ...],
+        done: Callable[[], None],
+    ) -> bool:
+        """See ``LowerTier.put``."""
+        item = QueuedSegment(manifest, blocks, checksums, b"", done)
+        if self._suspension.is_active or not self._queue.put(item):
+            self._counters.add(skipped_segments=1)
+            return False
+        return True
+
+    def queued(self) -> tuple[int, int]:
+        """Segments and bytes that wait or are being written."""
+        return self._queue.sizes()
+
+    def flush(self, timeout_s: float) -> bool:
+        return self._queue.flush(timeout_s)
+
+    def drop(self, fingerprint: str | None) -> None:
+        """Give up what waits of a model (None: of all)."""
+        dropped = self._queue.drop(lambda item: fingerprint in (None, item.manifest.model.fingerprint))
+        self._counters.add(skipped_segments=len(dropped))
+        self._queue.settle(dropped)
+
+    def close(self) -> None:
+        """Write what waits, for some seconds at most; what is being written ends by itself."""
+        self._queue.close()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._is_giving_up = True
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _work(self) -> None:
+        while self._queue.wait():
+            # One at a time, so that ``drop`` reaches all others.
+            items = self._queue.take(1)
+            for item in items:
+                if self._is_giving_up or not self._is_written(item):
+                    self._counters.add(skipped_segments=1)
+            self._queue.settle(items)
+
+    def _is_written(self, item: QueuedSegment) -> bool:
+        if self._suspension.is_active:
+            return False
+        try:
+            store = self._connection.store()
+            self._write(store, item)
+            self._suspension.succeeded()
+        except StoreFullError:
+            # Mooncake evicts by itself, behind this: the next one may find room.
+            self._counters.add(failed_writes=1)
+            return False
+        except ObjectStoreError as error:
+            self._counters.add(failed_writes=1)
+            self._suspension.failed("writes fail", error)
+            return False
+        except ManifestError:
+            self._counters.add(failed_writes=1)
+            return False
+        return True
+
+    def _write(self, store: ObjectStore, item: QueuedSegment) -> None:
+        manifest = item.manifest
+        num_clears = self._catalog.num_clears
+        prefix = self._epochs.prefix(store, manifest.model.fingerprint, may_create=True)
+        if prefix is None:
+            raise ObjectStoreError("the epoch's object cannot be kept")
+        if self._lookup.find_copy(store, prefix, manifest):
+            return
+        digest, metadata = encode_object(manifest, item.checksums)
+        place = f"{prefix}/s/{digest}"
+        segment = StoredObject(0, prefix, place, manifest, item.checksums, 0.0)
+        try:
+            for layer, block in enumerate(item.blocks):
+                if block.nbytes:
+                    store.put(segment.block_key(layer), block)
+            store.put(segment.metadata_key, metadata)
+        except StoreFullError:
+            store.remove([segment.metadata_key, *segment.block_keys])
+            raise
+        if self._lookup.publish(store, prefix, manifest.page_keys[0], digest):
+            self._counters.add(written_segments=1, written_bytes=manifest.num_bytes)
+            self._catalog.add(prefix, place, manifest, item.checksums, self._clock(), num_clears)
+        else:
+            self._counters.add(failed_writes=1)
+            store.remove([segment.metadata_key, *segment.block_keys])

@@ -1,0 +1,245 @@
+"""The Mooncake tier on a real master: what one process stores, another one finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from krul_backend.errors import DaemonError
+from krul_backend.tiers.mooncake.epochs import EPOCH_AGE_S
+from krul_backend.tiers.mooncake.epochs import ROOT as EPOCH_ROOT
+from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, require_mooncake
+from krul_backend.tiers.mooncake.options import MooncakeOptions
+
+ROOT = Path(__file__).parents[2]
+
+
+def find_master() -> str:
+    """The program that the client's package installs beside Python."""
+    try:
+        require_mooncake()
+    except DaemonError as error:
+        pytest.skip(str(error))
+    master = shutil.which("mooncake_master", path=str(Path(sys.executable).parent))
+    assert master is not None, "mooncake.store is installed, but not mooncake_master"
+    return master
+
+
+def free_ports(count: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+class Master:
+    """``mooncake_master`` with a metadata server, on ports of its own that it keeps when started again."""
+
+    def __init__(self, log: Path) -> None:
+        self._program = find_master()
+        self._log = log
+        self.rpc_port, self.metadata_port, self._metrics_port = free_ports(3)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [
+            self._program,
+            f"--rpc_port={self.rpc_port}",
+            "--enable_http_metadata_server=true",
+            "--http_metadata_server_host=127.0.0.1",
+            f"--http_metadata_server_port={self.metadata_port}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={self._metrics_port}",
+        ]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline_s = time.monotonic() + 30
+        for port in (self.rpc_port, self.metadata_port):
+            while not _listens(port):
+                assert self._process.poll() is None, self._log.read_text()
+                assert time.monotonic() < deadline_s, self._log.read_text()
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class HostProcess:
+    """``tests/integration/mooncake_host.py`` in a process of its own."""
+
+    def __init__(self, master: Master, log: Path, **options: object) -> None:
+        self._log = log
+        given = {
+            "master_address": f"127.0.0.1:{master.rpc_port}",
+            "metadata_server": f"http://127.0.0.1:{master.metadata_port}/metadata",
+            "segment_bytes": 64 << 20,
+            "buffer_bytes": 16 << 20,
+            # A machine under test may be busy; how fast an answer comes is no matter here.
+            "lookup_timeout_s": 2.0,
+            **options,
+        }
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.integration.mooncake_host", json.dumps(given)],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'backend'}"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+        assert self._read() == "ready"
+
+    def call(self, operation: str, *arguments: object) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([operation, *arguments]).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """Ends the way a user would: end of input, tier closed."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the host ended: {self._log.read_text()}"
+        return json.loads(line)
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[Master]:
+    master = Master(tmp_path / "master.log")
+    master.start()
+    yield master
+    master.kill()
+
+
+@contextmanager
+def two_hosts(master: Master, tmp_path: Path, **options: object) -> Iterator[tuple[HostProcess, HostProcess]]:
+    one = HostProcess(master, tmp_path / "one.log", **options)
+    try:
+        other = HostProcess(master, tmp_path / "other.log", **options)
+        try:
+            yield one, other
+        finally:
+            other.close()
+    finally:
+        one.close()
+
+
+def test_two_hosts_share_segments(master: Master, tmp_path: Path) -> None:
+    with two_hosts(master, tmp_path) as (one, other):
+        assert other.call("match", "c", 3)[0] == 0
+        assert one.call("put", "c", 3, 7)
+        time.sleep(1.0)  # The other one remembers for a second that there was nothing.
+        assert other.call("match", "c", 5)[0] == 3
+        assert other.call("fetch", "c", 3, 7) == "right"
+        assert one.call("fetch", "c", 3, 7) == "right"
+        stats = other.call("stats")
+        assert (stats["read_bytes"], stats["corrupted_segments"]) == (4 << 20, 0)
+        assert not stats["is_suspended"]
+
+        # What does not have the bytes that its description says is an error once, then a miss for all.
+        assert one.call("put", "damaged", 2, 8, 1)
+        assert "wrong checksum" in other.call("fetch", "damaged", 2, 8)
+        assert other.call("match", "damaged", 2)[0] == 0
+        time.sleep(1.0)
+        assert one.call("match", "damaged", 2)[0] == 0
+        assert one.call("put", "damaged", 2, 8)
+        time.sleep(1.0)
+        assert other.call("fetch", "damaged", 2, 8) == "right"
+
+        # New weights: gone here at once, there within a second; what is stored then is found.
+        one.call("clear")
+        assert one.call("match", "c", 3)[0] == 0
+        time.sleep(EPOCH_AGE_S)
+        assert other.call("fetch", "c", 3, 7) == "miss"
+        assert other.call("put", "c", 3, 9)
+        time.sleep(1.0)
+        assert one.call("fetch", "c", 3, 9) == "right"
+
+
+def test_the_epoch_outlives_the_host_that_stored_first(master: Master, tmp_path: Path) -> None:
+    """Or all hosts' segments would be lost with that one."""
+    options = MooncakeOptions(
+        f"127.0.0.1:{master.rpc_port}",
+        f"http://127.0.0.1:{master.metadata_port}/metadata",
+        segment_bytes=0,
+        buffer_bytes=16 << 20,
+    )
+    with two_hosts(master, tmp_path) as (one, _):
+        assert one.call("put", "c", 3, 7)
+        client = MooncakeClient(options, None)
+        try:
+            epoch = client.get(f"{EPOCH_ROOT}/epoch", 16)
+            assert epoch is not None
+            one.close()
+            assert client.get(f"{EPOCH_ROOT}/epoch", 16) == epoch
+        finally:
+            client.close()
+
+
+def test_a_master_that_dies_costs_hits_only(master: Master, tmp_path: Path) -> None:
+    with two_hosts(master, tmp_path, lookup_timeout_s=0.05) as (one, other):
+        assert one.call("put", "c", 3, 7)
+        deadline_s = time.monotonic() + 30
+        while other.call("match", "c", 3)[0] == 0:
+            assert time.monotonic() < deadline_s
+        master.kill()
+        time.sleep(1.1)
+        before_ticks, started_s = other.call("ticks"), time.monotonic()
+        slowest_ms = 0
+        while not (stats := other.call("stats"))["is_suspended"]:
+            pages, took_ms = other.call("match", f"c{time.monotonic()}", 3)
+            assert pages == 0
+            slowest_ms = max(slowest_ms, took_ms)
+            assert time.monotonic() < deadline_s
+        # Nobody waits for the client, which takes seconds to give up, and it stops no other thread.
+        assert slowest_ms < 1000
+        assert other.call("ticks") - before_ticks > 100 * (time.monotonic() - started_s)
+        assert other.call("fetch", "c", 3, 7) == "miss"
+        assert other.call("put", "d", 3, 7) is False
+        assert stats["failed_reads"] >= 1
+        assert (tmp_path / "other.log").read_text().count("left alone") == 1
+
+
+def test_a_host_that_starts_before_its_master_works_alone(tmp_path: Path) -> None:
+    master = Master(tmp_path / "master.log")
+    host = HostProcess(master, tmp_path / "host.log")
+    try:
+        assert host.call("stats")["is_suspended"]
+        assert host.call("match", "c", 3)[0] == 0
+        assert host.call("put", "c", 3, 7) is False
+    finally:
+        host.close()
+    assert "no Mooncake master" in (tmp_path / "host.log").read_text()

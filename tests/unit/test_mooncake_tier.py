@@ -1,0 +1,628 @@
+"""The Mooncake tier on a cluster in memory: what is found, what is refused, what a clear forgets."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from krul_backend.errors import ConfigError, DaemonError, TierReadError
+from krul_backend.segment import ModelIdentity, SegmentManifest
+from krul_backend.store.stored_segment import block_checksum
+from krul_backend.tiers.lower_tier import Block, TierRun
+from krul_backend.tiers.mooncake.epochs import EPOCH_AGE_S
+from krul_backend.tiers.mooncake.options import MooncakeOptions
+from krul_backend.tiers.mooncake.stored_object import MAX_POINTERS, decode_object, encode_object
+from krul_backend.tiers.mooncake.tier import MooncakeTier
+from tests.unit.fake_object_store import FakeCluster, FakeObjectStore
+from tests.unit.store_builders import PAGE_SIZE, make_manifest, make_model, page_keys, tokens_of
+
+MODEL = make_model()
+OPTIONS = MooncakeOptions("127.0.0.1:1", segment_bytes=1 << 20, lookup_timeout_s=5.0)
+SIZES = (100, 60)
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    return FakeCluster()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+Host = Callable[..., MooncakeTier]
+
+
+@pytest.fixture
+def host(cluster: FakeCluster, clock: Clock) -> Iterator[Host]:
+    """Makes tiers that share the cluster, as daemons on several hosts do."""
+    tiers: list[MooncakeTier] = []
+
+    def make(**options: float) -> MooncakeTier:
+        tier = MooncakeTier(
+            dataclasses.replace(OPTIONS, **options),
+            None,
+            connect=lambda options, arena: FakeObjectStore(cluster),
+            clock=clock,
+        )
+        tiers.append(tier)
+        return tier
+
+    yield make
+    cluster.gate.set()
+    for tier in tiers:
+        tier.close()
+
+
+def blocks_of(manifest: SegmentManifest, seed: int = 0) -> list[Block]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, size, dtype=np.uint8) for size in manifest.layer_num_bytes]
+
+
+def put(tier: MooncakeTier, manifest: SegmentManifest, seed: int = 0) -> list[Block]:
+    """Store a segment and wait for it; ``done`` is called exactly once."""
+    blocks = blocks_of(manifest, seed)
+    num_done: list[int] = []
+    assert tier.put(manifest, blocks, [block_checksum(block) for block in blocks], lambda: num_done.append(1))
+    assert tier.flush(5.0)
+    assert num_done == [1]
+    return blocks
+
+
+def match(
+    tier: MooncakeTier,
+    keys: Sequence[str],
+    next_token: int | None = None,
+    model: ModelIdentity = MODEL,
+) -> tuple[TierRun, ...]:
+    return tier.match(model, keys, tokens_of(keys), next_token)
+
+
+def fetch(tier: MooncakeTier, run: TierRun) -> tuple[list[Block], list[int]]:
+    blocks = [np.zeros(size, dtype=np.uint8) for size in run.manifest.layer_num_bytes]
+    landed: list[int] = []
+    tier.fetch(run, blocks, landed.append)
+    return blocks, landed
+
+
+def test_what_one_host_stores_another_finds_and_reads(host: Host) -> None:
+    one, other = host(), host()
+    manifest = dataclasses.replace(make_manifest("c", 0, 3, SIZES), tenant="t", recompute_s=0.5)
+    blocks = put(one, manifest)
+    (run,) = match(other, page_keys("c", 0, 5), next_token=0)
+    assert (run.tier, run.first_page, run.end_page) == ("mooncake", 0, 3)
+    got = run.manifest
+    assert (got.model, got.page_keys, got.tenant, got.recompute_s) == (
+        MODEL,
+        manifest.page_keys,
+        "t",
+        0.5,
+    )
+    assert np.array_equal(got.token_ids, manifest.token_ids)
+    read, landed = fetch(other, run)
+    assert landed == [0, 1]
+    assert all(np.array_equal(a, b) for a, b in zip(read, blocks, strict=True))
+    assert other.stats().read_bytes == sum(SIZES)
+    other.release(run)
+
+
+def test_a_conversation_is_found_segment_by_segment(host: Host) -> None:
+    one, other = host(), host()
+    put(one, make_manifest("c", 0, 2, SIZES))
+    put(one, make_manifest("c", 2, 5, SIZES))
+    runs = match(other, page_keys("c", 0, 6))
+    assert [(run.first_page, run.end_page, run.manifest.start_token) for run in runs] == [
+        (0, 2, 0),
+        (0, 3, 2 * PAGE_SIZE),
+    ]
+    # The middle of a segment is found by who knows the segment.
+    (part,) = match(other, page_keys("c", 3, 5), next_token=3 * PAGE_SIZE)
+    assert (part.first_page, part.end_page) == (1, 3)
+    assert other.find_missing(MODEL, page_keys("c", 0, 6)) == [range(5, 6)]
+
+
+def test_layers_without_bytes_need_no_object_and_land(host: Host, cluster: FakeCluster) -> None:
+    manifest = make_manifest("c", 0, 2, SIZES)
+    manifest = dataclasses.replace(
+        manifest, layer_num_bytes=(0, 60), layer_first_token=(manifest.end_token, 0)
+    )
+    put(host(), manifest)
+    tier = host()
+    (run,) = match(tier, page_keys("c", 0, 2))
+    blocks, landed = fetch(tier, run)
+    assert landed == [0, 1]
+    assert [block.nbytes for block in blocks] == [0, 60]
+    assert not cluster.names("/0") or all(name.endswith("/f/c/0/0") for name in cluster.names("/0"))
+
+
+def test_other_tokens_positions_and_models_find_nothing(host: Host) -> None:
+    put(host(), make_manifest("c", 0, 3, SIZES))
+    tier = host()
+    keys = page_keys("c", 0, 3)
+    tokens = tokens_of(keys)
+    tokens[PAGE_SIZE] += 1
+    (run,) = tier.match(MODEL, keys, tokens, 0)
+    assert run.end_page == 1
+    tokens[0] += 1
+    assert tier.match(MODEL, keys, tokens, 0) == ()
+    assert match(tier, keys, next_token=PAGE_SIZE) == ()
+    assert match(tier, keys, model=make_model("another")) == ()
+    with pytest.raises(ValueError, match="token ids"):
+        tier.match(MODEL, keys, tokens[:-1], 0)
+
+
+def test_segments_that_begin_alike_are_told_apart(host: Host) -> None:
+    """Conversations share a system prompt's page and go on differently."""
+    one, other = host(), host()
+    shared = page_keys("system", 0, 1)
+    for i in range(3):
+        keys = shared + page_keys(f"c{i}", 1, 3)
+        manifest = dataclasses.replace(
+            make_manifest("c", 0, 3, SIZES), page_keys=keys, token_ids=tokens_of(keys)
+        )
+        put(one, manifest, seed=i)
+    keys = shared + page_keys("c2", 1, 3)
+    (run,) = match(other, keys)
+    assert run.manifest.page_keys == keys
+    assert fetch(other, run)[0][0].tobytes() == blocks_of(run.manifest, seed=2)[0].tobytes()
+
+
+def test_segments_that_begin_alike_are_bounded(host: Host, cluster: FakeCluster) -> None:
+    tier = host()
+    shared = page_keys("system", 0, 1)
+    for i in range(MAX_POINTERS + 1):
+        keys = shared + page_keys(f"c{i}", 1, 2)
+        manifest = dataclasses.replace(
+            make_manifest("c", 0, 2, SIZES), page_keys=keys, token_ids=tokens_of(keys)
+        )
+        put(tier, manifest, seed=i)
+    assert len(cluster.metadata_names()) == MAX_POINTERS
+    assert tier.stats().failed_writes == 1
+    # Where one was evicted there is room again.
+    del cluster.objects[cluster.metadata_names()[3]]
+    put(tier, manifest, seed=i)
+    assert match(host(), keys)[0].end_page == 2
+
+
+def test_a_segment_that_another_host_stored_is_not_written_again(host: Host, cluster: FakeCluster) -> None:
+    one, other = host(), host()
+    put(one, make_manifest("c", 0, 3, SIZES))
+    before = dict(cluster.objects)
+    put(other, make_manifest("c", 0, 3, SIZES), seed=1)
+    assert cluster.objects == before
+    assert other.stats().written_segments == 0
+    assert other.find_missing(MODEL, page_keys("c", 0, 3)) == []
+    cluster.calls.clear()
+    put(other, make_manifest("c", 0, 3, SIZES))
+    assert cluster.calls == []
+
+
+def test_half_a_segment_is_never_found(host: Host, cluster: FakeCluster) -> None:
+    """Whatever object is missing, evicted or not written yet, there is no hit."""
+    put(host(), make_manifest("c", 0, 3, SIZES))
+    whole = dict(cluster.objects)
+    for name in whole:
+        cluster.objects = {key: value for key, value in whole.items() if key != name}
+        assert match(host(), page_keys("c", 0, 3)) == (), name
+    cluster.objects = whole
+    assert match(host(), page_keys("c", 0, 3)) != ()
+
+
+def test_the_description_is_written_after_the_blocks_and_the_pointer_last(
+    host: Host, cluster: FakeCluster
+) -> None:
+    put(host(), make_manifest("c", 0, 3, SIZES))
+    puts = [key for operation, key in cluster.calls if operation == "put" and "epoch" not in key]
+    probes = [key for key in puts if "/probe/" in key]
+    assert len(probes) == 2
+    assert [key.rsplit("/", 1)[1] for key in puts if key not in probes] == ["0", "1", "m", "0"]
+    assert "/f/c/0/" in puts[-1]
+
+
+def test_a_damaged_or_foreign_object_is_a_miss(host: Host, cluster: FakeCluster) -> None:
+    put(host(), make_manifest("c", 0, 3, SIZES))
+    whole = dict(cluster.objects)
+    (metadata,) = cluster.metadata_names()
+    (pointer,) = cluster.names("/f/")
+    for name in (metadata, pointer):
+        for value in (b"\0", b"{}", b"[1]", b'{"segment": 3}', b"x" * 100_000, whole[name][:-1]):
+            cluster.objects = {**whole, name: value}
+            tier = host()
+            assert match(tier, page_keys("c", 0, 3)) == ()
+            assert tier.stats().num_segments == 0
+            assert not tier.stats().is_suspended
+    cluster.objects = dict(whole)
+    cluster.damage(metadata)
+    tier = host()
+    assert match(tier, page_keys("c", 0, 3)) == ()
+    assert tier.stats().corrupted_segments == 1
+
+
+def test_no_flipped_bit_makes_another_manifest() -> None:
+    manifest = make_manifest("c", 0, 2, SIZES)
+    digest, metadata = encode_object(manifest, (1, 2))
+    assert decode_object(digest, metadata, MODEL) is not None
+    assert decode_object(digest, metadata, make_model("another")) is None
+    for at in range(len(metadata)):
+        damaged = bytearray(metadata)
+        damaged[at] ^= 0x10
+        assert decode_object(digest, bytes(damaged), MODEL) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"codec": 1}, {"tenant": 7}, {"codec_params": []}, {"start_token": 0.0}, {"recompute_s": "1"}],
+)
+def test_a_sound_object_with_wrong_types_is_refused(changes: dict[str, object]) -> None:
+    manifest = make_manifest("c", 0, 2, SIZES)
+    for name, value in changes.items():
+        object.__setattr__(manifest, name, value)
+    digest, metadata = encode_object(manifest, (1, 2))
+    assert decode_object(digest, metadata, MODEL) is None
+
+
+def test_wrong_bytes_are_an_error_and_leave_the_cluster(host: Host, cluster: FakeCluster) -> None:
+    one, other = host(), host()
+    blocks = put(one, make_manifest("c", 0, 3, SIZES))
+    (place,) = [name.removesuffix("/m") for name in cluster.metadata_names()]
+    cluster.damage(f"{place}/1")
+    (run,) = match(other, page_keys("c", 0, 3))
+    landed: list[int] = []
+    with pytest.raises(TierReadError, match="checksum"):
+        other.fetch(run, [np.zeros(size, np.uint8) for size in SIZES], landed.append)
+    assert landed == [0]
+    assert other.stats().corrupted_segments == 1
+    assert match(other, page_keys("c", 0, 3)) == ()
+    # It can be stored again, and is right then.
+    put(other, make_manifest("c", 0, 3, SIZES))
+    (run,) = match(other, page_keys("c", 0, 3))
+    assert np.array_equal(fetch(other, run)[0][1], blocks[1])
+
+
+def test_an_evicted_block_is_an_error_and_forgotten(host: Host, cluster: FakeCluster, clock: Clock) -> None:
+    tier = host()
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    (run,) = match(tier, page_keys("c", 0, 3))
+    (place,) = [name.removesuffix("/m") for name in cluster.metadata_names()]
+    del cluster.objects[f"{place}/1"]
+    with pytest.raises(TierReadError, match="any more"):
+        fetch(tier, run)
+    assert tier.stats().evicted_segments == 1
+    assert tier.find_missing(MODEL, page_keys("c", 0, 3)) == [range(3)]
+    assert not tier.stats().is_suspended
+
+
+def test_eviction_is_noticed_by_the_next_question(host: Host, cluster: FakeCluster, clock: Clock) -> None:
+    tier = host()
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    assert len(match(tier, page_keys("c", 0, 3))) == 1
+    for name in cluster.names("/s/"):
+        del cluster.objects[name]
+    clock.now_s += 1.5
+    assert match(tier, page_keys("c", 0, 3)) == ()
+
+
+def test_a_scheduler_that_asks_again_does_not_ask_the_cluster(
+    host: Host, cluster: FakeCluster, clock: Clock
+) -> None:
+    put(host(), make_manifest("c", 0, 3, SIZES))
+    tier = host()
+    assert len(match(tier, page_keys("c", 0, 5))) == 1
+    cluster.calls.clear()
+    assert len(match(tier, page_keys("c", 0, 5))) == 1
+    assert match(tier, page_keys("c", 3, 5)) == ()
+    assert cluster.calls == []
+    clock.now_s += 1.5
+    assert len(match(tier, page_keys("c", 0, 5))) == 1
+    assert cluster.calls != []
+
+
+def test_a_slow_cluster_is_a_miss_whose_answer_is_remembered(host: Host, cluster: FakeCluster) -> None:
+    put(host(), make_manifest("c", 0, 3, SIZES))
+    tier = host(lookup_timeout_s=0.02)
+    cluster.gate.clear()
+    assert match(tier, page_keys("c", 0, 3)) == ()
+    started_s = time.monotonic()
+    for _ in range(200):
+        assert match(tier, page_keys("c", 0, 3)) == ()
+    assert time.monotonic() - started_s < 200 * 0.02
+    cluster.gate.set()
+    deadline_s = time.monotonic() + 5
+    while not match(tier, page_keys("c", 0, 3)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    assert not tier.stats().is_suspended
+
+
+def test_a_cluster_that_is_down_suspends_the_tier(
+    host: Host, cluster: FakeCluster, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = host()
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    cluster.is_down = True
+    clock.now_s += 1.5
+    assert match(tier, page_keys("c", 0, 3)) == ()
+    assert tier.stats().is_suspended
+    cluster.calls.clear()
+    assert match(tier, page_keys("c", 0, 3)) == ()
+    other = make_manifest("d", 0, 3, SIZES)
+    assert not tier.put(other, blocks_of(other), (0, 0), lambda: pytest.fail("it was not taken"))
+    assert cluster.calls == []
+    assert tier.stats().skipped_segments == 1
+    # Again after 30 s, then after 60.
+    clock.now_s += 30.5
+    assert match(tier, page_keys("c", 0, 3)) == ()
+    clock.now_s += 30.5
+    assert tier.stats().is_suspended
+    cluster.is_down = False
+    clock.now_s += 30.5
+    assert len(match(tier, page_keys("c", 0, 3))) == 1
+    assert len([record for record in caplog.records if "left alone" in record.message]) == 1
+
+
+def test_a_cluster_that_is_down_at_the_start_is_joined_later(
+    host: Host, cluster: FakeCluster, clock: Clock
+) -> None:
+    put(host(), make_manifest("c", 0, 3, SIZES))
+    cluster.is_down = True
+    tier = host()
+    assert tier.stats().is_suspended
+    assert match(tier, page_keys("c", 0, 3)) == ()
+    cluster.is_down = False
+    clock.now_s += 30.5
+    assert len(match(tier, page_keys("c", 0, 3))) == 1
+
+
+def test_a_failing_read_is_a_tier_error(host: Host, cluster: FakeCluster) -> None:
+    tier = host()
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    (run,) = match(tier, page_keys("c", 0, 3))
+    cluster.is_down = True
+    with pytest.raises(TierReadError, match="cannot be read"):
+        fetch(tier, run)
+    stats = tier.stats()
+    assert (stats.failed_reads, stats.is_suspended) == (1, True)
+
+
+def test_a_slow_read_is_given_up_between_layers(host: Host, clock: Clock) -> None:
+    tier = host()
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    (run,) = match(tier, page_keys("c", 0, 3))
+
+    def land(layer: int) -> None:
+        clock.now_s += 100
+
+    with pytest.raises(TierReadError, match="too long"):
+        tier.fetch(run, [np.zeros(size, np.uint8) for size in SIZES], land)
+    assert tier.stats().slow_reads == 1
+
+
+def test_a_full_cluster_is_a_skipped_segment(host: Host, cluster: FakeCluster) -> None:
+    tier = host()
+    put(tier, make_manifest("a", 0, 1, SIZES))
+    cluster.capacity_bytes = sum(map(len, cluster.objects.values())) + 130
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    stats = tier.stats()
+    assert (stats.failed_writes, stats.written_segments, stats.is_suspended) == (1, 1, False)
+    assert len(cluster.names("/s/")) == 3
+    cluster.capacity_bytes = 1 << 40
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    assert match(host(), page_keys("c", 0, 3)) != ()
+
+
+def test_the_queue_is_bounded_and_each_segment_is_done_once(host: Host, cluster: FakeCluster) -> None:
+    tier = host(queue_bytes=400)
+    cluster.gate.clear()
+    manifests = [make_manifest(f"c{i}", 0, 1, SIZES) for i in range(5)]
+    done: list[int] = []
+    taken = [
+        tier.put(manifest, blocks_of(manifest), [0, 0], lambda i=i: done.append(i))  # type: ignore[misc]
+        for i, manifest in enumerate(manifests)
+    ]
+    assert taken == [True, True, False, False, False]
+    assert tier.stats().queued_bytes == 320
+    assert not tier.flush(0.01)
+    cluster.gate.set()
+    assert tier.flush(5.0)
+    assert done == [0, 1]
+    assert tier.stats().skipped_segments == 3
+
+
+def test_a_clear_is_seen_at_once_here_and_soon_elsewhere(
+    host: Host, cluster: FakeCluster, clock: Clock
+) -> None:
+    one, other = host(), host()
+    put(one, make_manifest("c", 0, 3, SIZES))
+    (run,) = match(other, page_keys("c", 0, 3))
+    another = make_model("another")
+    put(one, make_manifest("c", 0, 3, SIZES, another), seed=1)
+    one.clear(MODEL)
+    assert match(one, page_keys("c", 0, 3)) == ()
+    assert one.find_missing(MODEL, page_keys("c", 0, 3)) == [range(3)]
+    assert match(host(), page_keys("c", 0, 3)) == ()
+    clock.now_s += EPOCH_AGE_S
+    assert match(other, page_keys("c", 0, 3)) == ()
+    with pytest.raises(TierReadError, match="cleared"):
+        fetch(other, run)
+    assert len(match(other, page_keys("c", 0, 3), model=another)) == 1
+    assert not [name for name in cluster.names("/s/") if MODEL.fingerprint in name]
+    one.clear()
+    clock.now_s += EPOCH_AGE_S
+    assert match(other, page_keys("c", 0, 3), model=another) == ()
+    assert cluster.names("/s/") == []
+
+
+def test_what_was_stored_after_a_clear_is_found(host: Host, clock: Clock) -> None:
+    one, other = host(), host()
+    put(one, make_manifest("c", 0, 3, SIZES))
+    assert match(other, page_keys("c", 0, 3)) != ()
+    one.clear(MODEL)
+    blocks = put(one, make_manifest("c", 0, 3, SIZES), seed=5)
+    clock.now_s += EPOCH_AGE_S
+    (run,) = match(other, page_keys("c", 0, 3))
+    assert np.array_equal(fetch(other, run)[0][0], blocks[0])
+
+
+def test_what_a_host_stores_under_an_old_epoch_is_not_found(host: Host, clock: Clock) -> None:
+    """A daemon that has not heard of the clear yet."""
+    one, other = host(), host()
+    put(other, make_manifest("a", 0, 1, SIZES))
+    one.clear(MODEL)
+    put(other, make_manifest("c", 0, 3, SIZES))
+    assert match(one, page_keys("c", 0, 3)) == ()
+    clock.now_s += EPOCH_AGE_S
+    assert match(other, page_keys("c", 0, 3)) == ()
+
+
+def test_two_clears_at_once_leave_nothing(host: Host, cluster: FakeCluster, clock: Clock) -> None:
+    one, other = host(), host()
+    put(one, make_manifest("c", 0, 3, SIZES))
+    objects = dict(cluster.objects)
+    cluster.gate.clear()
+    threads = [threading.Thread(target=tier.clear, args=(MODEL,)) for tier in (one, other)]
+    for thread in threads:
+        thread.start()
+    cluster.gate.set()
+    for thread in threads:
+        thread.join(10)
+    # Even if nothing had been removed.
+    cluster.objects = {**objects, **{key: cluster.objects[key] for key in cluster.names("epoch")}}
+    clock.now_s += EPOCH_AGE_S
+    for tier in (one, other, host()):
+        assert match(tier, page_keys("c", 0, 3)) == ()
+
+
+def test_a_lost_epoch_brings_nothing_back(host: Host, cluster: FakeCluster, clock: Clock) -> None:
+    put(host(), make_manifest("c", 0, 3, SIZES))
+    old = {name: cluster.objects[name] for name in (*cluster.names("/s/"), *cluster.names("/f/"))}
+    tier = host()
+    tier.clear(MODEL)
+    for name in cluster.names("epoch"):
+        del cluster.objects[name]
+    cluster.objects.update(old)
+    clock.now_s += EPOCH_AGE_S
+    put(tier, make_manifest("d", 0, 3, SIZES))
+    assert match(tier, page_keys("d", 0, 3)) != ()
+    assert match(tier, page_keys("c", 0, 3)) == ()
+    assert match(host(), page_keys("c", 0, 3)) == ()
+
+
+def test_a_clear_while_the_cluster_is_down_happens_before_anything_else(
+    host: Host, cluster: FakeCluster, clock: Clock
+) -> None:
+    tier = host()
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    cluster.is_down = True
+    tier.clear(MODEL)
+    cluster.is_down = False
+    assert match(tier, page_keys("c", 0, 3)) == ()
+    clock.now_s += 31
+    assert match(tier, page_keys("c", 0, 3)) == ()
+    assert match(host(), page_keys("c", 0, 3)) == ()
+
+
+def test_a_clear_drops_what_is_queued(host: Host, cluster: FakeCluster) -> None:
+    tier = host()
+    put(tier, make_manifest("a", 0, 1, SIZES))
+    cluster.gate.clear()
+    done: list[str] = []
+    for name in ("b", "c"):
+        manifest = make_manifest(name, 0, 1, SIZES)
+        blocks = blocks_of(manifest)
+        sums = [block_checksum(block) for block in blocks]
+        assert tier.put(manifest, blocks, sums, lambda name=name: done.append(name))  # type: ignore[misc]
+    clearing = threading.Thread(target=tier.clear, args=(MODEL,))
+    clearing.start()
+    deadline_s = time.monotonic() + 5
+    while "c" not in done:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    cluster.gate.set()
+    clearing.join(10)
+    assert tier.flush(5.0)
+    assert sorted(done) == ["b", "c"]
+    for name in ("a", "b", "c"):
+        assert match(tier, page_keys(name, 0, 1)) == ()
+        assert match(host(), page_keys(name, 0, 1)) == ()
+
+
+def test_verify_reads_what_is_known_and_discards_what_is_wrong(host: Host, cluster: FakeCluster) -> None:
+    tier = host()
+    put(tier, make_manifest("a", 0, 1, SIZES))
+    (damaged,) = [name.removesuffix("/m") for name in cluster.metadata_names()]
+    put(tier, make_manifest("b", 0, 1, SIZES), seed=1)
+    cluster.damage(f"{damaged}/0")
+    ids = {info.start_token: info.segment_id for info in tier.list_segments()}
+    assert len(tier.list_segments()) == 2
+    report = tier.verify()
+    assert (report.num_blocks, report.num_bytes, len(report.bad_segments)) == (2, sum(SIZES), 1)
+    assert len(ids) == 1
+    (left,) = tier.list_segments()
+    assert (left.tiers, left.num_bytes) == (("mooncake",), sum(SIZES))
+    assert left.segment_id not in report.bad_segments
+
+
+def test_a_reader_that_found_wrong_bytes_takes_the_segment_out(host: Host, cluster: FakeCluster) -> None:
+    tier = host()
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    (run,) = match(tier, page_keys("c", 0, 3))
+    tier.discard(run)
+    assert tier.find_missing(MODEL, page_keys("c", 0, 3)) == [range(3)]
+    deadline_s = time.monotonic() + 5
+    while cluster.names("/s/"):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    assert match(host(), page_keys("c", 0, 3)) == ()
+
+
+def test_the_numbers_add_up(host: Host) -> None:
+    tier = host(segment_bytes=300)
+    for i in range(3):
+        put(tier, make_manifest(f"c{i}", 0, 1, SIZES), seed=i)
+        stats = tier.stats()
+        assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes == 300
+        assert stats.stored_bytes == 160 * (i + 1)
+    assert (stats.num_segments, stats.num_pages, stats.written_bytes) == (3, 3, 480)
+    assert tier.cost().load_s(1 << 20) > 0
+
+
+def test_without_the_client_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    with pytest.raises(DaemonError, match=r"krul-sglang\[mooncake\]"):
+        MooncakeTier(OPTIONS, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"master_address": "host"}, "master_address"),
+        ({"master_address": "host:99999"}, "master_address"),
+        ({"protocol": "udp"}, "protocol"),
+        ({"segment_bytes": -1}, "segment_bytes"),
+        ({"lookup_timeout_s": 0.0}, "lookup_timeout_s"),
+        ({"read_timeout_s": float("nan")}, "read_timeout_s"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_name(changes: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        dataclasses.replace(OPTIONS, **changes)  # type: ignore[arg-type]
