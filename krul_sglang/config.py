@@ -14,12 +14,16 @@ from typing import Any
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
 from krul_backend.restore.registry import PLANNER_NAMES
+from krul_backend.store.policy_registry import POLICIES
 from krul_backend.strategy.registry import SELECTOR_NAMES
 from krul_backend.strategy.strategy import Precision
 
 ENV_PREFIX = "KRUL_"
 CONFIG_FILE_VARIABLE = "KRUL_CONFIG"
 FLAG = "--unified-cache-external-linker-config"
+
+DAEMON_MARK = "*daemon*"
+"""How the description of an option begins that is the daemon's."""
 
 DEFAULT_HOST_MEMORY_SHARE = 0.25
 """Part of the memory limit (cgroup, else physical) that ``host_memory = "auto"`` takes."""
@@ -79,6 +83,39 @@ def _parse_query_rows(value: object) -> int:
     if not number.is_integer() or not 16 <= number <= 1024:
         raise ValueError("out of range")
     return int(number)
+
+
+def _parse_capacity(value: object) -> int | None:
+    return _parse_host_memory(value)
+
+
+def _parse_optional_text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("not text")
+    return value.strip()
+
+
+def _parse_eviction(value: object) -> str:
+    if value not in POLICIES:
+        raise ValueError("unknown")
+    return str(value)
+
+
+def _parse_port(value: object) -> int:
+    port = _parse_token_count(value)
+    if port > 65535:
+        raise ValueError("out of range")
+    return port
+
+
+def _parse_mooncake(value: object) -> str:
+    """``"key=value,key=value"``, also given as an object; kept as text, which every source can carry."""
+    if isinstance(value, Mapping):
+        value = ",".join(f"{key}={value[key]}" for key in value)
+    text = _parse_optional_text(value)
+    if text and any("=" not in part for part in text.split(",")):
+        raise ValueError("not a list of settings")
+    return text
 
 
 def _parse_path(value: object) -> str:
@@ -150,8 +187,60 @@ class KrulConfig:
         None,
         _parse_host_memory,
         '"auto", or a positive size such as 8589934592, "8GiB" or "500MB"',
-        "Host memory in bytes for stored KV, all tensor-parallel ranks of this server together. "
+        "*daemon* Host memory in bytes for stored KV, all tensor-parallel ranks of this server together. "
         f'"auto" takes {DEFAULT_HOST_MEMORY_SHARE:.0%} of the memory limit (cgroup, else physical).',
+    )
+    endpoint: str = _option(
+        "",
+        _parse_optional_text,
+        "the runtime directory of a running krul-backend, or empty",
+        "The daemon to join; options marked *daemon* are then its own, and refused here. Empty: the server "
+        "starts one, which ends with it.",
+    )
+    ssd_dir: str = _option(
+        "",
+        _parse_optional_text,
+        "a path, or empty",
+        "*daemon* Directory on a local disk for stored KV that leaves host memory, and that is to survive "
+        "a restart. Empty: no SSD tier.",
+    )
+    ssd_capacity: int | None = _option(
+        None,
+        _parse_capacity,
+        '"auto", or a positive size such as "200GiB"',
+        '*daemon* Most bytes that files in ssd_dir take. "auto" takes half of what is free on that disk.',
+    )
+    ssd_timeout: float = _option(
+        1.0,
+        _parse_positive,
+        "a positive number",
+        "*daemon* Seconds after which a read from disk is given up, and the KV recomputed.",
+    )
+    mooncake: str = _option(
+        "",
+        _parse_mooncake,
+        'settings such as "master=10.0.0.1:50051,metadata=http://10.0.0.1:8080/metadata", or empty',
+        "*daemon* A Mooncake Store cluster that shares stored KV between hosts; needs "
+        "`krul-sglang[mooncake]`. Empty: none.",
+    )
+    eviction: str = _option(
+        "value",
+        _parse_eviction,
+        "one of " + ", ".join(POLICIES),
+        '*daemon* What leaves a full tier first: "value" weighs the time that a segment saves by its bytes '
+        'and by how long nobody used it; "lru" looks at the last use only.',
+    )
+    tenant_quota: float = _option(
+        1.0,
+        _parse_share,
+        "a number in (0, 1]",
+        "*daemon* Largest part of host memory that one tenant (`cache_salt`, `extra_key`) may take.",
+    )
+    metrics_port: int = _option(
+        0,
+        _parse_port,
+        "a port number, or 0",
+        "*daemon* Local port for Prometheus metrics of the daemon; 0: none.",
     )
     max_pending_share: float = _option(
         0.25,
@@ -311,9 +400,30 @@ class KrulConfig:
     def as_dict(self) -> dict[str, Any]:
         """Plain values that ``from_mapping`` accepts again."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}
-        if values["host_memory"] is None:
-            values["host_memory"] = "auto"
+        for name in ("host_memory", "ssd_capacity"):
+            if values[name] is None:
+                values[name] = "auto"
         return values
+
+    def check_endpoint(self) -> None:
+        """Refuse options of a daemon when one is joined.
+
+        Raises:
+            ConfigError: names those that differ from their defaults.
+        """
+        if not self.endpoint:
+            return
+        given = [
+            option.name
+            for option in fields(self)
+            if option.metadata["description"].startswith(DAEMON_MARK)
+            and getattr(self, option.name) != option.default
+        ]
+        if given:
+            raise ConfigError(
+                f"endpoint = {self.endpoint!r} joins a daemon that has its own {', '.join(given)}: "
+                "give these to krul-backend serve"
+            )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object], source: str) -> KrulConfig:

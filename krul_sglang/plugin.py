@@ -62,4 +62,6 @@ def _check(server_args: Any) -> None:
     flag_values = server_args.unified_cache_external_linker_config
     if flag_values is not None and not isinstance(flag_values, dict):
         raise ConfigError(f"{FLAG}: expected a JSON object, got {type(flag_values).__name__}")
-    KrulConfig.load(flag_values).host_memory_bytes(num_ranks=1)
+    config = KrulConfig.load(flag_values)
+    config.check_endpoint()
+    config.host_memory_bytes(num_ranks=1)

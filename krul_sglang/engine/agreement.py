@@ -41,6 +41,22 @@ class RankAgreement:
             return None
         return [of_rank[1:].view(*shape) for of_rank in gathered]
 
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank."""
+        if self._group is None:
+            return [content]
+        mine = torch.tensor([len(content)])
+        sizes = [torch.zeros_like(mine) for _ in range(self.num_ranks)]
+        dist.all_gather(sizes, mine, group=self._group)
+        longest = max(1, *(int(size.item()) for size in sizes))
+        padded = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
+        gathered = [torch.empty_like(padded) for _ in range(self.num_ranks)]
+        dist.all_gather(gathered, padded, group=self._group)
+        return [
+            of_rank.numpy().tobytes()[: int(size.item())]
+            for of_rank, size in zip(gathered, sizes, strict=True)
+        ]
+
     def broadcast(self, content: bytes) -> bytes:
         """The first rank's bytes, on every rank."""
         if self._group is None:

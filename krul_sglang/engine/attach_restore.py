@@ -13,16 +13,18 @@ from krul_backend.restore.calibration import OnlineCosts
 from krul_backend.restore.cost_file import load_costs, save_costs
 from krul_backend.restore.costs import RestoreCosts
 from krul_backend.restore.registry import make_planner
+from krul_backend.store.interface import DRAM_TIER
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.cost_calibration import CostCalibration, units_in_use
 from krul_sglang.engine.head_recompute import HeadRecompute
 from krul_sglang.engine.kv_pool import DevicePool
-from krul_sglang.engine.linker import EngineParts, Restore
+from krul_sglang.engine.linker import EngineParts
 from krul_sglang.engine.planned_allocation import PlannedAllocation
 from krul_sglang.engine.radix_cache import KrulRadixCache
+from krul_sglang.engine.restore import Restore
 from krul_sglang.engine.restore_forward import RestoreForward
-from krul_sglang.engine.restore_planning import HOST_TIER, RestorePlanning
+from krul_sglang.engine.restore_planning import RestorePlanning
 from krul_sglang.engine.restore_trace import TraceLog
 from krul_sglang.engine.start_proof import HeadProof, prove_heads
 from krul_sglang.engine.unsupported import UnsupportedSetupError
@@ -43,14 +45,14 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
         IncompatibleEngineError: they can be, but not to what a prefill computes.
     """
     runner, config = parts.model_runner, parts.config
-    pool = DevicePool(runner.token_to_kv_pool)
+    pool = parts.pool
     heads, proof = _proven_heads(runner, cache, pool, parts)
     calibration = CostCalibration(runner, cache, pool, heads, parts.restore_agreement)
     costs = _costs(calibration, parts, runner)
     # Pairs are measured as pairs with shared directions; those that are predicted need maps of the model.
     codec = SegmentCodec(pool.shape, pool.num_layers, parts.rotary)
     units = units_in_use(config.strategy, Precision(config.precision), pool.num_layers)
-    decode_costs = calibration.decode_costs(codec, units, costs.tiers[HOST_TIER])
+    decode_costs = calibration.decode_costs(codec, units, costs.tiers[DRAM_TIER])
     online = OnlineCosts(costs)
     planner = make_planner(config.planner)
     linker = cache.krul_linker
@@ -64,8 +66,9 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
         page_size=parts.model.page_size,
         max_head_tokens=config.max_head_tokens,
         max_new_tokens=chunk_tokens,
+        tier_costs=parts.connection.store.tier_costs,
     )
-    traces = TraceLog(online, HOST_TIER, pool.num_layers)
+    traces = TraceLog(online, pool.num_layers)
     forward = RestoreForward(
         linker.loader,
         heads,
@@ -75,7 +78,7 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
         chunk_tokens=chunk_tokens,
         skip_heads=config.fault_injection == "skip-heads",
     )
-    linker.attach_restore(Restore(proof, planning, forward, traces))
+    linker.attach_restore(Restore(proof, planning, forward, traces, parts.model.page_size))
     runner.krul_restore_forward = forward
     if not config.store_full_tail and heads is not None:
         linker.allocate_space(
@@ -137,7 +140,7 @@ def _chunk_tokens(chunked_prefill_size: int | None) -> int:
 
 
 def _log(config: KrulConfig, costs: RestoreCosts) -> None:
-    tier = costs.tiers[HOST_TIER]
+    tier = costs.tiers[DRAM_TIER]
     logger.info(
         "krul: planner %s; per layer and 1000 tokens: prefill %.2f ms, head %.2f ms; loading %.2f GB/s",
         config.planner,

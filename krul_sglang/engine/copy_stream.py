@@ -9,12 +9,17 @@ from typing import Any
 import torch
 
 
-@contextmanager
-def copy_threads(device: torch.device) -> Iterator[None]:
-    """As many threads for tensor operations as a copy may use: on a CPU the forward owns the cores."""
-    before = torch.get_num_threads()
+def limit_copy_threads(device: torch.device) -> None:
+    """In the calling thread: on a CPU the forward owns the cores, and a copy gets one."""
     if device.type == "cpu":
         torch.set_num_threads(1)
+
+
+@contextmanager
+def copy_threads(device: torch.device) -> Iterator[None]:
+    """``limit_copy_threads`` until the block is left."""
+    before = torch.get_num_threads()
+    limit_copy_threads(device)
     try:
         yield
     finally:
@@ -32,10 +37,8 @@ class CopyStream:
 
     def bind_thread(self) -> None:
         """Call once in the worker thread, before its first copy."""
-        if self._stream is None:
-            # The forward owns the cores; a copy that spread over them would slow it down.
-            torch.set_num_threads(1)
-        else:
+        limit_copy_threads(self._device)
+        if self._stream is not None:
             torch.cuda.set_device(self._device)
 
     @contextmanager

@@ -13,6 +13,7 @@ from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.restore.calibration import fit_compute, fit_tier
 from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.store.interface import DRAM_TIER
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.copy_stream import copy_threads
@@ -20,7 +21,6 @@ from krul_sglang.engine.decode_costs import DecodeCosts
 from krul_sglang.engine.head_recompute import Head, HeadRecompute
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.ordinary_prefill import ordinary_prefill, timed
-from krul_sglang.engine.restore_planning import HOST_TIER
 from krul_sglang.engine.start_proof import random_token_ids
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class CostCalibration:
 
     def measure(self) -> RestoreCosts:
         own, head = self._compute()
-        return RestoreCosts(head=head, own=own, tiers={HOST_TIER: self._tier()})
+        return RestoreCosts(head=head, own=own, tiers={DRAM_TIER: self._tier()})
 
     def _compute(self) -> tuple[ComputeCost, ComputeCost]:
         """Seconds per layer of the engine's own forward, and of a head's."""

@@ -73,6 +73,7 @@ def build_cache(ctx: Any) -> Any:
         IncompatibleEngineError: another SGLang release, or hooks that are not in place.
         UnsupportedSetupError: a server setting, model or pool that krul cannot serve.
         ConfigError: a memory budget that this machine does not have.
+        DaemonError: the daemon that keeps stored KV cannot be started or joined.
         See also ``attach_restore``.
     """
     verify_engine()
@@ -88,6 +89,7 @@ def build_cache(ctx: Any) -> Any:
     from krul_sglang.engine.model_identity import build_model_identity
     from krul_sglang.engine.radix_cache import KrulRadixCache
     from krul_sglang.engine.rotary import read_rotary_table
+    from krul_sglang.engine.store_connection import connect_store
 
     runner = ctx.tp_worker.model_runner
     config: KrulConfig | None = getattr(runner, "krul_config", None)
@@ -105,7 +107,9 @@ def build_cache(ctx: Any) -> Any:
     )
     pool = DevicePool(ctx.params.token_to_kv_pool_allocator.get_kvcache())
     # Ranks may see different cgroups; all take the smallest budget, so that they hold the same prefixes.
-    num_ranks_here = max(1, ctx.tp_size * resolved["dp_size"] // resolved["nnodes"])
+    config.check_endpoint()
+    num_hosts = resolved["nnodes"]
+    num_ranks_here = max(1, ctx.tp_size * resolved["dp_size"] // num_hosts)
     capacity = torch.tensor([config.host_memory_bytes(num_ranks=num_ranks_here)])
     if ctx.tp_size > 1:
         torch.distributed.all_reduce(
@@ -123,14 +127,23 @@ def build_cache(ctx: Any) -> Any:
     )
     if ctx.tp_rank == 0:
         logger.info("krul: configuration %s", config.as_dict())
+    agreement = RankAgreement.create(ctx.tp_size)
     # The linker is made by SGLang, which hands on nothing of ours but these parameters.
     ctx.params.krul_parts = EngineParts(
         config=config,
         model=model,
-        capacity_bytes=int(capacity.item()),
+        pool=pool,
+        connection=connect_store(
+            config,
+            model,
+            torch.device(runner.device),
+            agreement,
+            rank_bytes=int(capacity.item()),
+            ranks_per_host=max(1, ctx.tp_size // num_hosts),
+        ),
         rotary=read_rotary_table(runner.model),
         capture=runner.krul_turn_capture,
-        agreement=RankAgreement.create(ctx.tp_size),
+        agreement=agreement,
         restore_agreement=RankAgreement.create(ctx.tp_size),
         model_runner=runner,
     )

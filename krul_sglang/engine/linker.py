@@ -7,18 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from krul_backend.codec.options import CodecOptions, Sharing
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.errors import CodecError
 from krul_backend.memory import format_bytes
 from krul_backend.segment import ModelIdentity, TokenIds
-from krul_backend.store.host_store import HostStore
-from krul_backend.store.interface import Lease
 from krul_backend.strategy.registry import SelectorOptions, make_selector
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.config import KrulConfig
@@ -28,19 +24,14 @@ from krul_sglang.engine.error_budget import PAIR_PRECISIONS, ErrorBudget, table_
 from krul_sglang.engine.fault_injection import FaultInjection
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.layer_maps import LayerMapLearner, layer_maps_path
-from krul_sglang.engine.load_batch import Load
 from krul_sglang.engine.loading import LayerWiseLoader
 from krul_sglang.engine.offload import TurnOffloader
-from krul_sglang.engine.pinned_arena import PinnedArena
 from krul_sglang.engine.probing import Prober
-from krul_sglang.engine.restore_forward import RestoreForward
-from krul_sglang.engine.restore_planning import RestorePlanning
-from krul_sglang.engine.restore_trace import TraceLog
-from krul_sglang.engine.segment_reader import OpenSlice
-from krul_sglang.engine.start_proof import HeadProof
+from krul_sglang.engine.restore import HeldLease, Restore, Returning
+from krul_sglang.engine.store_connection import StoreConnection
 from krul_sglang.engine.strategy_choice import SelectorDecision, StrategyChooser
 from krul_sglang.engine.transfer_gate import TransferGate
-from krul_sglang.engine.turn import StoredPath, Turn
+from krul_sglang.engine.turn import StoredPath, Turn, TurnOwner
 from krul_sglang.engine.turn_capture import TurnCapture
 
 logger = logging.getLogger(__name__)
@@ -50,49 +41,20 @@ logger = logging.getLogger(__name__)
 class EngineParts:
     """What ``factory.py`` found out about this rank's engine; SGLang hands it on as ``params.krul_parts``.
 
-    ``capacity_bytes`` of host memory; ``rotary`` is None if keys must keep their rotary embedding,
-    ``capture`` if no attention is observed. ``agreement`` joins the threads of all ranks that store turns,
-    ``restore_agreement`` their scheduler threads.
+    ``connection`` is this rank's way to the daemon; the linker closes it. ``rotary`` is None if keys must
+    keep their rotary embedding, ``capture`` if no attention is observed. ``agreement`` joins the threads of
+    all ranks that store turns, ``restore_agreement`` their scheduler threads.
     """
 
     config: KrulConfig
     model: ModelIdentity
-    capacity_bytes: int
+    pool: DevicePool
+    connection: StoreConnection
     rotary: RotaryTable | None
     capture: TurnCapture | None
     agreement: RankAgreement
     restore_agreement: RankAgreement
     model_runner: Any
-
-
-@dataclass(frozen=True)
-class Returning:
-    """A request about to load: ``device_tokens`` of its prefix are in the pool, ``new_tokens`` follow it."""
-
-    device_tokens: int
-    new_tokens: int
-
-
-@dataclass(frozen=True, eq=False)
-class Restore:
-    """What plans and runs restores; made when the engine can be measured, before the first request.
-
-    ``proof`` is None if heads cannot be recomputed.
-    """
-
-    proof: HeadProof | None
-    planning: RestorePlanning
-    forward: RestoreForward
-    traces: TraceLog
-
-
-@dataclass(frozen=True)
-class HeldLease:
-    """What a waiting request was promised: the lease, and the page keys it was given for."""
-
-    first_key: str
-    num_keys: int
-    lease: Lease
 
 
 class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -115,12 +77,11 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Called by SGLang's linker factory; ``params.krul_parts`` are ``EngineParts``."""
         parts: EngineParts = params.krul_parts
         self.model = parts.model
-        kv_pool = params.token_to_kv_pool_allocator.get_kvcache()
         self.forward_stream = forward_stream
-        self.pools = {PoolName.KV: kv_pool}
-        self._pool = DevicePool(kv_pool)
-        self._store = HostStore(parts.capacity_bytes)
-        self._pinned = PinnedArena(self._store.buffer, self._pool.device)
+        self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
+        self._pool = parts.pool
+        self._connection = parts.connection
+        self._store = parts.connection.store
         self._capture = parts.capture
         self._gate = TransferGate()
         self._budget = None
@@ -167,12 +128,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._expected_tokens: dict[str, Callable[[], TokenIds]] = {}
         shape = self._pool.shape
         token_bytes = (shape.k_token_bytes + shape.v_token_bytes) * self._pool.num_layers
+        capacity_bytes = self._store.stats().capacity_bytes // self.model.tp_size
         logger.info(
-            "krul: rank %d/%d keeps up to %s of KV on host memory (%d tokens of %s before compression)",
+            "krul: rank %d/%d keeps about %s of KV on host memory (%d tokens of %s before compression)",
             self.model.tp_rank,
             self.model.tp_size,
-            format_bytes(parts.capacity_bytes),
-            parts.capacity_bytes // token_bytes,
+            format_bytes(capacity_bytes),
+            capacity_bytes // token_bytes,
             self.model.name,
         )
 
@@ -227,7 +189,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._expected_tokens[rid] = token_ids
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every restorable prefix length in pages. Verifies and pins on the first call of a request."""
+        """Every restorable prefix length in pages. Asks the daemon, which pins, on a request's first call."""
         keys = transfers[0].keys
         token_ids = self._expected_tokens.pop(rid)
         held = self._leases.get(rid)
@@ -243,6 +205,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def attach_restore(self, restore: Restore) -> None:
         """Called once, before the first request."""
         self._restore = restore
+        self._offloader.costs = restore.planning.costs
 
     def allocate_space(self, allocation: SpaceAllocation) -> None:
         """From now on leave out of segments what ``allocation`` says. Called before the first request."""
@@ -262,7 +225,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if held is None:
             return False
         try:
-            load = self._plan_load(held, transfer, self._returning.pop(rid))
+            returning = self._returning.pop(rid)
+            assert self._restore is not None
+            load = self._restore.plan_load(held, transfer.keys[0], transfer.device_indices, returning)
         except BaseException:
             self._store.release(held.lease)
             raise
@@ -271,25 +236,6 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return False
         self.loader.queue(rid, load)
         return True
-
-    def _plan_load(self, held: HeldLease, transfer: PoolTransfer, returning: Returning) -> Load | None:
-        slots = transfer.device_indices
-        assert self._restore is not None
-        if held.first_key != transfer.keys[0] or len(slots) > held.lease.num_pages * self.model.page_size:
-            return None
-        planning = self._restore.planning
-        slices: list[OpenSlice] | None = None
-        try:
-            slices = planning.open(held.lease, len(slots))
-        except CodecError as error:
-            logger.warning("krul: a stored prefix cannot be read and is computed: %s", error)
-        # Asked without slices, too: other ranks may have theirs, and wait for this one.
-        planned = planning.plan(
-            slices, device_tokens=returning.device_tokens, new_tokens=returning.new_tokens
-        )
-        if planned is None or slices is None:
-            return None
-        return Load(held.lease, slices, slots, returning.device_tokens, planned.plan, planned.forecast)
 
     def start_layer_wise_loading(self) -> int:
         # Called before every prefill batch: events are recorded only when there is something to load.
@@ -317,15 +263,21 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # ---- store ----
 
-    def offload_turn(
-        self, page_keys: list[str], token_ids: TokenIds, slots: torch.Tensor, *, rid: str, request_slot: int
-    ) -> None:
-        """Store a finished turn (see ``Turn``); completes through ``pop_completed_offload``.
-
-        ``rid`` and ``request_slot`` (its row in SGLang's request pool) name the request whose turn it was.
-        """
-        attention = None if self._capture is None else self._capture.take(rid, request_slot)
-        self._offloader.submit(Turn(page_keys, token_ids, slots, self.record_offload_ready(), attention))
+    def offload_turn(self, path: StoredPath, owner: TurnOwner) -> None:
+        """Store a finished turn (see ``Turn``); completes through ``pop_completed_offload``."""
+        capture = self._capture
+        attention = None if capture is None else capture.take(owner.rid, owner.request_slot)
+        self._offloader.submit(
+            Turn(
+                path.page_keys,
+                path.token_ids,
+                path.slots,
+                self.record_offload_ready(),
+                attention,
+                owner.tenant,
+                owner.keep_s,
+            )
+        )
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Not how krul is fed: nodes know neither positions nor token ids. See ``offload_turn``."""
@@ -376,8 +328,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.loader.close()
         for rid in list(self._leases):
             self.release(rid)
-        self._pinned.close()
-        self._store.close()
+        self._connection.close()
         if self._capture is not None:
             self._capture.close()
 
@@ -387,6 +338,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "tp_rank": self.model.tp_rank,
             "tp_size": self.model.tp_size,
             **asdict(self._store.stats()),
+            "daemon": self._connection.as_dict(),
             "offload": {**asdict(self._offloader.counters), "pending": self._offloader.num_pending()},
             "compression": {
                 **self._chooser.counters.as_dict(),
@@ -394,19 +346,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "budget": None if self._budget is None else self._budget.as_dict(),
             },
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
-            "restore": None if self._restore is None else self._restore_stats(self._restore),
+            "restore": None if self._restore is None else self._restore.as_dict(),
             "waiting_leases": len(self._leases),
         }
 
     def traces(self) -> list[dict[str, Any]]:
         """The last restores of this rank, see ``RestoreTrace.as_dict``."""
         return [] if self._restore is None else self._restore.traces.as_list()
-
-    @staticmethod
-    def _restore_stats(restore: Restore) -> dict[str, Any]:
-        return {
-            "plans": asdict(restore.planning.counters),
-            "forward": asdict(restore.forward.counters),
-            "costs": asdict(restore.planning.costs.current()),
-            "proof": None if restore.proof is None else asdict(restore.proof),
-        }

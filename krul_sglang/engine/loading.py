@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
-from krul_backend.store.interface import KVStore
+from krul_backend.errors import TierReadError
+from krul_backend.store.interface import KVStore, SegmentSlice
+from krul_sglang.engine.block_checks import BlockChecks
 from krul_sglang.engine.copy_stream import CopyStream
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.load_batch import LayerTimes, Load, LoadBatch
-from krul_sglang.engine.segment_reader import SegmentReader
+from krul_sglang.engine.segment_reader import OpenSlice, SegmentReader
 from krul_sglang.engine.transfer_gate import TransferGate
 
 logger = logging.getLogger(__name__)
@@ -52,7 +55,8 @@ class LoadCounter:
 class LayerWiseLoader:
     """Fills the slots of queued loads; the forward waits for each layer through ``counter``.
 
-    A load owns its lease: it is released when the load has ended, well or not, or is cancelled.
+    A load owns its lease: it is released when the load has ended, well or not, or is cancelled. What of it
+    lies in a lower tier is fetched while its first layers are copied.
     ``before_layer(index, layer)`` is called in the loading thread before a layer of a batch is read; what it
     raises fails the batch.
     """
@@ -148,10 +152,20 @@ class LayerWiseLoader:
     def _run(self, index: int, batch: LoadBatch, ready: Sequence[Any]) -> None:
         loads = tuple(batch.loads.values())
         try:
-            with self._gate.restoring(lambda: not batch.is_abandoned), self._stream.active(ready):
+            checks = BlockChecks(self._pool.device, self._timeout_s, self._store.report_damage)
+            with (
+                closing(checks),
+                self._gate.restoring(lambda: not batch.is_abandoned),
+                self._stream.active(ready),
+            ):
                 readers = [
-                    [SegmentReader(part, load.plan.head_ends) for part in load.slices] for load in loads
+                    [SegmentReader(part, load.plan.head_ends, checks) for part in self._fetched(load)]
+                    for load in loads
                 ]
+                for layer in range(self._pool.num_layers):
+                    for of_load in readers:
+                        for reader in of_load:
+                            reader.announce(layer)
                 for layer in range(self._pool.num_layers):
                     self._before_layer(index, layer)
                     begin = batch.clock.mark()
@@ -174,6 +188,14 @@ class LayerWiseLoader:
             for load in loads:
                 self._store.release(load.lease)
 
+    def _fetched(self, load: Load) -> Sequence[OpenSlice]:
+        """The load's slices with blocks: what is in a lower tier is on its way from here on."""
+        if load.lease.is_in_dram:
+            return load.slices
+        # Fewer may be loaded than were leased: ranks agree on the shortest prefix.
+        fetched = self._store.fetch(load.lease)[: len(load.slices)]
+        return [_arriving(part, source) for part, source in zip(load.slices, fetched, strict=True)]
+
     def _write(self, layer: int, load: Load, readers: Sequence[SegmentReader]) -> None:
         first = 0
         for reader in readers:
@@ -184,3 +206,20 @@ class LayerWiseLoader:
         self.counters.requests += len(loads)
         self.counters.tokens += sum(len(load.slots) for load in loads)
         self.counters.num_bytes += sum(reader.num_bytes for of_load in readers for reader in of_load)
+
+
+def _arriving(part: OpenSlice, source: SegmentSlice) -> OpenSlice:
+    """``part`` with the blocks that came, or come, for it.
+
+    Raises:
+        TierReadError: they are encoded in another way than what was leased, and than the decoder and the plan
+            are for: somebody stored these tokens again meanwhile.
+    """
+    leased, came = part.source.header, source.header
+    if (
+        (came.start_token, came.num_tokens) != (leased.start_token, leased.num_tokens)
+        or came.codec != leased.codec
+        or came.codec_params != leased.codec_params
+    ):
+        raise TierReadError(f"tokens from {leased.start_token} on were stored again since they were leased")
+    return replace(part, source=source)

@@ -14,6 +14,7 @@ import torch
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.parameters import CODEC_NAME
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.restore.calibration import OnlineCosts
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import Strategy
@@ -53,7 +54,8 @@ class TurnOffloader:
     """Stores what the store does not hold yet of each submitted turn, in order, on one worker thread.
 
     With an ``allocation``, what a restore would recompute is not stored, and dropped from earlier turns. It
-    may be set later than the offloader is made, before the first turn.
+    may be set later than the offloader is made, before the first turn; so may ``costs``, by which the store
+    learns what computing a segment would take.
 
     Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
     ranks pair their completions by order.
@@ -79,6 +81,7 @@ class TurnOffloader:
         self._chooser = chooser
         self._max_pending_tokens = max_pending_tokens
         self.allocation = allocation
+        self.costs: OnlineCosts | None = None
         self._gate = TransferGate() if gate is None else gate
         self._pending_tokens = 0
         self._queue: deque[tuple[Future[Outcome], int]] = deque()
@@ -159,13 +162,16 @@ class TurnOffloader:
             return Outcome.SKIPPED
         if head_ends is not None:
             self._trim(turn, head_ends)
+        if turn.keep_s is not None:
+            self._store.pin(self._model, turn.page_keys, turn.keep_s)
         return Outcome.STORED
 
     def _head_ends(self, num_tokens: int, strategy: Strategy) -> tuple[int, ...] | None:
         if self.allocation is None:
             return None
-        layer_token_bytes = self._codec.layer_token_bytes(strategy)
-        return self.allocation.head_ends(num_tokens, layer_token_bytes, strategy)
+        return self.allocation.head_ends(
+            num_tokens, self._codec.layer_token_bytes(strategy), self._codec.last_use(strategy), strategy
+        )
 
     def _trim(self, turn: Turn, head_ends: tuple[int, ...]) -> None:
         """The turn is stored, whatever comes of this: what is not dropped only takes space."""
@@ -188,7 +194,7 @@ class TurnOffloader:
         encoding = self._codec.prepare(
             strategy, read, start_token=start, num_tokens=end - start, head_ends=head_ends
         )
-        reservation = self._store.reserve(encoding.layer_num_bytes)
+        reservation = self._store.reserve(encoding.layer_num_bytes, turn.tenant)
         if reservation is None:
             return False
         try:
@@ -211,6 +217,8 @@ class TurnOffloader:
             layer_num_bytes=encoding.layer_num_bytes,
             codec_params=encoding.params,
             layer_first_token=encoding.layer_first_token,
+            tenant=turn.tenant,
+            recompute_s=self._recompute_s(start, end),
         )
         self._store.commit(reservation, manifest)
         self.counters.segments += 1
@@ -218,3 +226,9 @@ class TurnOffloader:
         self.counters.num_bytes += manifest.num_bytes
         self.counters.left_out_bytes += encoding.left_out_num_bytes
         return True
+
+    def _recompute_s(self, start: int, end: int) -> float:
+        """What a segment saves whoever needs it, if nothing is restored of it."""
+        if self.costs is None:
+            return 0.0
+        return self._pool.num_layers * self.costs.current().own.layer_s(end - start, start)

@@ -22,26 +22,34 @@ class PinnedArena:
     on locked memory, say), copies work as before, only slower.
     """
 
-    def __init__(self, buffer: npt.NDArray[np.uint8], device: torch.device) -> None:
-        self._address: int | None = None
-        if device.type != "cuda":
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Kept, so that nothing unmaps it while it is registered.
+        self._buffer: npt.NDArray[np.uint8] | None = None
+
+    def register(self, buffer: npt.NDArray[np.uint8]) -> None:
+        """Take this mapping instead of the one before: that of a daemon that is gone."""
+        if self._device.type != "cuda":
             return
+        self.close()
         start_s = time.perf_counter()
-        with torch.cuda.device(device):
+        with torch.cuda.device(self._device):
             status = _runtime().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)
         if int(status) != 0:
             logger.warning(
                 "krul: host memory could not be pinned (CUDA error %d): copies will be slower", int(status)
             )
             return
-        self._address = buffer.ctypes.data
+        self._buffer = buffer
         logger.info("krul: pinned %s in %.1f s", format_bytes(buffer.nbytes), time.perf_counter() - start_s)
 
     def close(self) -> None:
-        """Call it before the arena is unmapped, and when no copy is under way."""
-        if self._address is not None:
-            _runtime().cudaHostUnregister(self._address)
-            self._address = None
+        """The arena may be unmapped afterwards. Waits for the copies that are under way."""
+        if self._buffer is not None:
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize()
+                _runtime().cudaHostUnregister(self._buffer.ctypes.data)
+            self._buffer = None
 
 
 def _runtime() -> Any:

@@ -8,11 +8,11 @@ from krul_backend.restore.allocation import allocate
 from krul_backend.restore.calibration import OnlineCosts
 from krul_backend.restore.interface import RestorePlanner
 from krul_backend.restore.problem import StoredRun
+from krul_backend.store.interface import DRAM_TIER
 from krul_backend.strategy.strategy import Strategy
 from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.allocation import SpaceAllocation
 from krul_sglang.engine.decode_costs import DecodeCosts
-from krul_sglang.engine.restore_planning import HOST_TIER
 
 EXPECTED_NEW_TOKENS = 128
 """Length of the turn that is expected to follow."""
@@ -43,18 +43,19 @@ class PlannedAllocation(SpaceAllocation):
         self._max_head_tokens = max_head_tokens
 
     def head_ends(
-        self, num_tokens: int, layer_token_bytes: tuple[float, ...], strategy: Strategy
+        self,
+        num_tokens: int,
+        layer_token_bytes: tuple[float, ...],
+        last_use: tuple[int, ...],
+        strategy: Strategy,
     ) -> tuple[int, ...] | None:
         run = StoredRun(
-            tier=HOST_TIER,
+            tier=DRAM_TIER,
             first_token=0,
             end_token=num_tokens,
             layer_token_bytes=layer_token_bytes,
             decode_token_s=self._decode_costs.token_s(strategy),
-            last_use=tuple(
-                max(layer, entry.partner) if entry.partner is not None else layer
-                for layer, entry in enumerate(strategy.layers)
-            ),
+            last_use=last_use,
             stored_from=(0,) * len(strategy.layers),
         )
         heads = allocate(

@@ -15,7 +15,9 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from krul_sglang.engine.linker import KrulLinker, Returning
+from krul_sglang.engine.linker import KrulLinker
+from krul_sglang.engine.request_hints import owner_of
+from krul_sglang.engine.restore import Returning
 from krul_sglang.engine.turn import StoredPath
 
 
@@ -77,9 +79,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         assert len(slots) == len(token_ids) == num_tokens, (len(slots), len(token_ids), num_tokens)
         lock_params = cache.inc_lock_ref(node).to_dec_params()
         try:
-            self.cache_linker.offload_turn(
-                page_keys, token_ids, slots, rid=req.rid, request_slot=req.kv.req_pool_idx
-            )
+            self.cache_linker.offload_turn(StoredPath(page_keys, token_ids, slots), owner_of(req))
         except BaseException:
             cache.dec_lock_ref(node, lock_params)
             raise

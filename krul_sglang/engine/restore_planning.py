@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import orjson
@@ -10,16 +11,17 @@ import torch
 
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.restore.calibration import OnlineCosts
+from krul_backend.restore.costs import TierCost
 from krul_backend.restore.interface import RestorePlan, RestorePlanner
 from krul_backend.restore.pipeline import simulate
 from krul_backend.restore.problem import RestoreProblem, StoredRun
-from krul_backend.store.interface import Lease
+from krul_backend.store.interface import DRAM_TIER, Lease
 from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.decode_costs import DecodeCosts
 from krul_sglang.engine.load_batch import Forecast
 from krul_sglang.engine.segment_reader import OpenSlice, open_slices
 
-HOST_TIER = "dram"
+_TIER_COSTS_AGE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class RestorePlanning:
 
     ``agreement`` joins the scheduler threads of the ranks: each of them plans the same loads in the same
     order. ``max_head_tokens`` bounds the heads of one batch together. A forward computes ``max_new_tokens``
-    at most: of a longer prompt only the first chunk waits for the restore.
+    at most: of a longer prompt only the first chunk waits for the restore. ``tier_costs`` are those of the
+    tiers below DRAM, by name, asked for when something lies there.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class RestorePlanning:
         page_size: int,
         max_head_tokens: int,
         max_new_tokens: int,
+        tier_costs: Callable[[], Mapping[str, TierCost]],
     ) -> None:
         self.counters = PlanCounters()
         self.costs = costs
@@ -73,6 +77,9 @@ class RestorePlanning:
         self._max_head_tokens = max_head_tokens
         self._max_new_tokens = max_new_tokens
         self._batch_head_tokens = 0
+        self._tier_costs = tier_costs
+        self._known_tiers: frozenset[str] = frozenset({DRAM_TIER})
+        self._tiers_asked_s = float("-inf")
 
     def open(self, lease: Lease, num_tokens: int) -> list[OpenSlice]:
         """See ``open_slices``."""
@@ -86,7 +93,7 @@ class RestorePlanning:
         ``new_tokens`` follow the prefix in the request's own forward. ``slices`` is None on a rank that
         cannot read what it leased: then no rank loads it.
         """
-        runs = self._agreed_bounds(None if slices is None else tuple(self._run(part) for part in slices))
+        runs = self._agreed_bounds(None if slices is None else self._runs(slices))
         if runs is None or slices is None:
             self.counters.refused += 1
             return None
@@ -119,18 +126,34 @@ class RestorePlanning:
         """What was planned so far runs now; what comes next is another batch."""
         self._batch_head_tokens = 0
 
+    def _runs(self, slices: Sequence[OpenSlice]) -> tuple[StoredRun, ...] | None:
+        """None if something lies in a tier of which it is not known what reading costs."""
+        tiers = {part.source.tier for part in slices}
+        if tiers != {DRAM_TIER}:
+            self._ask_tiers()
+        return tuple(self._run(part) for part in slices) if tiers <= self._known_tiers else None
+
+    def _ask_tiers(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._tiers_asked_s + _TIER_COSTS_AGE_S:
+            return
+        self._tiers_asked_s = now_s
+        for tier, cost in self._tier_costs().items():
+            self.costs.set_tier(tier, cost, through=DRAM_TIER)
+            self._known_tiers |= {tier}
+
     def _run(self, part: OpenSlice) -> StoredRun:
-        manifest, decoder = part.source.manifest, part.decoder
+        header, decoder = part.source.header, part.decoder
         return StoredRun(
-            tier=HOST_TIER,
+            tier=part.source.tier,
             first_token=part.first_token,
             end_token=part.end_token,
-            layer_token_bytes=tuple(num_bytes / manifest.num_tokens for num_bytes in decoder.layer_num_bytes),
+            layer_token_bytes=tuple(num_bytes / header.num_tokens for num_bytes in decoder.layer_num_bytes),
             decode_token_s=self._decode_costs.token_s(decoder.strategy),
             last_use=decoder.last_use,
             stored_from=tuple(
                 min(max(part.first_token, token), part.end_token)
-                for token in decoder.decodable_from(manifest.layer_first_token)
+                for token in decoder.decodable_from(header.layer_first_token)
             ),
         )
 

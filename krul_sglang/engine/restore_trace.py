@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from krul_backend.restore.calibration import OnlineCosts
+from krul_backend.store.interface import DRAM_TIER
 from krul_sglang.engine.clock import Mark
 from krul_sglang.engine.load_batch import LoadBatch
 
@@ -84,6 +85,7 @@ class RestoreTrace:
                     "device_tokens": load.device_tokens,
                     "restored_tokens": len(load.slots),
                     "head_ends": list(load.plan.head_ends),
+                    "tiers": sorted({part.source.tier for part in load.slices}),
                     "planned_s": load.plan.end_s,
                 }
                 for rid, load in self.batch.loads.items()
@@ -106,12 +108,12 @@ class RestoreTrace:
 class TraceLog:
     """The last restores of one rank; costs learn from each as soon as the device has come by its marks.
 
-    The own forward is learned from prefills that restore nothing: that is what a restore competes with.
+    The own forward is learned from prefills that restore nothing: that is what a restore competes with. A
+    load that has a part in a lower tier teaches about that tier alone.
     """
 
-    def __init__(self, costs: OnlineCosts, tier: str, num_layers: int) -> None:
+    def __init__(self, costs: OnlineCosts, num_layers: int) -> None:
         self._costs = costs
-        self._tier = tier
         self._num_layers = num_layers
         self._prefills: deque[_Prefill] = deque(maxlen=MAX_TRACES)
         self._fresh: deque[RestoreTrace] = deque(maxlen=MAX_TRACES)
@@ -148,10 +150,11 @@ class TraceLog:
         if head_s > 0 and (heads := trace.heads()):
             self._costs.observe_head(head_s, _total_s(heads))
         load_s = sum(load.forecast.load_s for load in loads)
-        if load_s > 0 and (parts := trace.loads()):
-            self._costs.observe_tier(self._tier, load_s, _total_s(parts))
+        tiers = {part.source.tier for load in loads for part in load.slices} - {DRAM_TIER}
+        if load_s > 0 and (parts := trace.loads()) and len(tiers) <= 1:
+            self._costs.observe_tier(next(iter(tiers), DRAM_TIER), load_s, _total_s(parts))
         # Plans are made as if each request came alone.
-        if len(loads) == 1 and not trace.is_mixed:
+        if len(loads) == 1 and not trace.is_mixed and not tiers:
             assert trace.end is not None
             self._costs.observe_overhead(loads[0].plan.end_s, _seconds(trace.end)[0])
 

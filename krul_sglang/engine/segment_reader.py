@@ -10,6 +10,7 @@ import torch
 from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.store.interface import Lease, SegmentSlice
+from krul_sglang.engine.block_checks import BlockChecks
 from krul_sglang.engine.kv_pool import DevicePool
 
 
@@ -23,8 +24,8 @@ class OpenSlice:
 
     @property
     def first_token(self) -> int:
-        manifest = self.source.manifest
-        return manifest.start_token + self.source.first_page * manifest.model.page_size
+        header = self.source.header
+        return header.start_token + self.source.first_page * header.page_size
 
     @property
     def end_token(self) -> int:
@@ -41,29 +42,42 @@ class SegmentReader:
 
     Each block is copied once, in one piece, when its layer comes: from the group on in which the tail of the
     layer that needs it last begins (the other one of a pair, or itself), since heads never grow. It stays on
-    the device until then.
+    the device until then. ``checks`` say when a block is there and right; nothing is copied before.
     """
 
-    def __init__(self, opened: OpenSlice, head_ends: Sequence[int]) -> None:
-        manifest = opened.source.manifest
+    def __init__(self, opened: OpenSlice, head_ends: Sequence[int], checks: BlockChecks) -> None:
+        header = opened.source.header
         self.num_tokens = opened.num_tokens
         self.num_bytes = 0
-        self._manifest = manifest
+        self._header = header
         self._decoder = opened.decoder
         # Rows of the segment from here on.
-        self._first_token = opened.first_token - manifest.start_token
-        self._blocks = opened.source.blocks
-        self._heads = [max(end - manifest.start_token, self._first_token) for end in head_ends]
+        self._first_token = opened.first_token - header.start_token
+        self._source = opened.source
+        self._checks = checks
+        self._heads = [max(end - header.start_token, self._first_token) for end in head_ends]
         self._last_use = opened.decoder.last_use
         self._on_device: dict[int, torch.Tensor] = {}
 
+    def announce(self, layer: int) -> None:
+        """Let the blocks that ``fetch`` of this layer will copy be checked. Layers are announced in order."""
+        for source in self._needed(layer):
+            self._checks.announce(self._source, source)
+
     def fetch(self, layer: int, device: torch.device) -> None:
-        """Copy to the device what ``restore`` of this layer needs and is not there yet. May take its time."""
-        if self._first_row(layer) == self._end_row:
-            return
-        for source in self._decoder.sources(layer):
+        """Copy to the device what ``restore`` of this layer needs and is not there yet. May take its time.
+
+        Raises:
+            DamagedBlockError, TierReadError: see ``BlockChecks.wait``.
+        """
+        for source in self._needed(layer):
             if source not in self._on_device:
+                self._checks.wait(self._source, source)
                 self._on_device[source] = self._copy_tail(source, device)
+
+    def _needed(self, layer: int) -> Sequence[int]:
+        """Layers whose blocks this layer's tail is made of."""
+        return () if self._first_row(layer) == self._end_row else self._decoder.sources(layer)
 
     def restore(self, layer: int, pool: DevicePool, slots: torch.Tensor) -> None:
         """Write the layer's tail to its slots. ``slots``: int64 ``[num_tokens]``, of the whole slice."""
@@ -91,15 +105,15 @@ class SegmentReader:
         return min(self._heads[layer], self._end_row)
 
     def _copy_tail(self, source: int, device: torch.device) -> torch.Tensor:
-        manifest = self._manifest
-        stored_from = manifest.layer_first_token[source] - manifest.start_token
+        header = self._header
+        stored_from = header.layer_first_token[source] - header.start_token
         # The block as it was encoded, in bytes:
         # [0, stored)    left out when it was stored
         # [stored, first)  stored, not needed now
         # [first, ...)   copied
         stored = self._decoder.tail_start(source, stored_from)
         first = self._decoder.tail_start(source, self._first_row(self._last_use[source]))
-        tail = self._blocks[source][first - stored :]
+        tail = self._source.blocks[source][first - stored :]
         self.num_bytes += tail.nbytes
         return torch.from_numpy(tail).to(device, non_blocking=True)
 
@@ -108,17 +122,17 @@ def open_slices(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[Open
     """The first ``num_tokens`` tokens of a lease, in token order.
 
     Raises:
-        CodecError: a manifest's parameters are none that ``codec`` can decode.
+        CodecError: a segment's parameters are none that ``codec`` can decode.
     """
     opened: list[OpenSlice] = []
     for source in lease.slices:
-        manifest = source.manifest
-        num_leased = (source.end_page - source.first_page) * manifest.model.page_size
+        header = source.header
+        num_leased = (source.end_page - source.first_page) * header.page_size
         of_slice = min(num_leased, num_tokens - sum(part.num_tokens for part in opened))
         if of_slice <= 0:
             break
         decoder = codec.open(
-            manifest.codec_params, start_token=manifest.start_token, num_tokens=manifest.num_tokens
+            header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
         )
         opened.append(OpenSlice(source, decoder, of_slice))
     return opened

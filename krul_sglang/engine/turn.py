@@ -25,6 +25,19 @@ class StoredPath:
 
 
 @dataclass(frozen=True)
+class TurnOwner:
+    """The request whose turn it was: ``request_slot`` is its row in SGLang's request pool.
+
+    ``tenant`` and ``keep_s`` as in ``Turn``.
+    """
+
+    rid: str
+    request_slot: int
+    tenant: str = ""
+    keep_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Turn:
     """A conversation as it stands when a turn ends: whole pages from its first token on.
 
@@ -32,6 +45,8 @@ class Turn:
     tokens, ``slots`` (int64, same length, on the pool's device) where their KV lies. ``ready`` are the events
     after which the slots hold the KV. ``attention`` is what was recorded of it, if anything.
     Whoever submits a turn keeps its slots locked until it is popped; the offloader releases ``attention``.
+    ``tenant`` is whom its bytes count for; ``keep_s`` how long it is to stay in DRAM at least, None if nobody
+    asked for it.
     """
 
     page_keys: Sequence[str]
@@ -39,3 +54,5 @@ class Turn:
     slots: torch.Tensor
     ready: Sequence[Any]
     attention: CapturedTurn | None = None
+    tenant: str = ""
+    keep_s: float | None = None

@@ -74,8 +74,8 @@ from krul_backend.daemon.requests import (
 from krul_backend.daemon.server import NEVER_USED_S, UNUSED_S
 from krul_backend.daemon.wire import manifest_to_wire, model_to_wire
 from krul_backend.segment import FORMAT_VERSION
+from krul_backend.store.hashing import block_checksum
 from krul_backend.store.interface import StoreStats
-from krul_backend.store.stored_segment import block_checksum
 from tests.integration.daemon_client import TIMEOUT_S, DaemonProcess, RawClient
 from tests.unit.store_builders import make_manifest, make_model, page_keys, tokens_of
 

@@ -12,7 +12,10 @@ import torch
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.restore.interface import RestorePlan
+from krul_backend.store.host_store import HostStore
 from krul_backend.store.interface import Lease
+from krul_backend.store.tiered_store import TieredStore
+from krul_backend.tiers.lower_tier import LowerTier
 from krul_sglang.engine.load_batch import Forecast, LayerTimes, Load
 from krul_sglang.engine.segment_reader import open_slices
 
@@ -49,6 +52,11 @@ class TensorPool:
     def copy(self) -> list[LayerKV]:
         """Every row of every layer as it is now."""
         return [LayerKV(k.clone(), v.clone()) for k, v in self._layers]
+
+
+def make_store(capacity_bytes: int, tiers: Sequence[LowerTier] = ()) -> TieredStore:
+    """A store in this process, of DRAM alone if there are no ``tiers`` below it."""
+    return TieredStore(HostStore(capacity_bytes), tiers)
 
 
 def make_load(

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
+import orjson
 import pytest
 
 from krul_backend.errors import ConfigError
-from krul_sglang.config import FLAG, KrulConfig
+from krul_sglang.config import DAEMON_MARK, FLAG, KrulConfig
 
 GIB = 1 << 30
 
@@ -16,13 +18,17 @@ def test_defaults() -> None:
     assert (config.host_memory, config.strategy, config.precision) == (None, "none", "native")
 
 
+def share_of(host_memory: int) -> KrulConfig:
+    return KrulConfig(host_memory=host_memory, max_pending_share=0.5)
+
+
 def test_later_sources_win(tmp_path: Path) -> None:
     file = tmp_path / "krul.toml"
     file.write_text('host_memory = "1GiB"\nmax_pending_share = 0.5\n')
     env = {"KRUL_CONFIG": str(file), "KRUL_HOST_MEMORY": "2GiB", "PATH": "/bin"}
-    assert KrulConfig.load(None, env={"KRUL_CONFIG": str(file)}) == KrulConfig(GIB, 0.5)
-    assert KrulConfig.load(None, env=env) == KrulConfig(2 * GIB, 0.5)
-    assert KrulConfig.load({"host_memory": 3 * GIB}, env=env) == KrulConfig(3 * GIB, 0.5)
+    assert KrulConfig.load(None, env={"KRUL_CONFIG": str(file)}) == share_of(GIB)
+    assert KrulConfig.load(None, env=env) == share_of(2 * GIB)
+    assert KrulConfig.load({"host_memory": 3 * GIB}, env=env) == share_of(3 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +57,19 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"estimator": "guess"}, ("estimator = 'guess'", "sampled, heterogeneous, exact")),
         ({"estimator": ["exact"]}, ("estimator = ['exact']",)),
         ({"query_memory": 0}, ("query_memory = 0",)),
+        ({"endpoint": 7}, ("endpoint = 7", "runtime directory")),
+        ({"ssd_dir": ["/mnt"]}, ("ssd_dir = ['/mnt']", "a path")),
+        ({"ssd_capacity": "half"}, ("ssd_capacity = 'half'", '"auto"')),
+        ({"ssd_capacity": -1}, ("ssd_capacity = -1",)),
+        ({"ssd_timeout": 0}, ("ssd_timeout = 0", "positive")),
+        ({"mooncake": "10.0.0.1:50051"}, ("mooncake = '10.0.0.1:50051'", "master=")),
+        ({"mooncake": {"master": "a,b"}}, ("mooncake = {'master': 'a,b'}",)),
+        ({"eviction": "fifo"}, ("eviction = 'fifo'", "value, lru")),
+        ({"eviction": ["lru"]}, ("eviction = ['lru']",)),
+        ({"tenant_quota": 0}, ("tenant_quota = 0", "(0, 1]")),
+        ({"metrics_port": 65536}, ("metrics_port = 65536", "port")),
+        ({"metrics_port": -1}, ("metrics_port = -1",)),
+        ({"metrics_port": "http"}, ("metrics_port = 'http'",)),
     ],
 )
 def test_bad_values_name_key_given_and_accepted(values: dict[str, object], wanted: tuple[str, ...]) -> None:
@@ -85,11 +104,68 @@ def test_budget_is_shared_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_as_dict_round_trips() -> None:
-    for config in (KrulConfig(), KrulConfig(host_memory=123, max_pending_share=1.0)):
-        assert KrulConfig.from_mapping(config.as_dict(), "test") == config
+    for config in (
+        KrulConfig(),
+        KrulConfig(host_memory=123, max_pending_share=1.0),
+        KrulConfig(ssd_dir="/mnt/kv", ssd_capacity=456, mooncake="master=a:1,metadata=b", eviction="lru"),
+    ):
+        # Over JSON, as SGLang hands it to the scheduler processes.
+        values = orjson.loads(orjson.dumps(config.as_dict()))
+        assert KrulConfig.from_mapping(values, "test") == config
 
 
 def test_the_readme_lists_every_option() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    for key in KrulConfig().as_dict():
-        assert f"`{key}`" in readme
+    rows = {line.split("`")[1]: line for line in readme.splitlines() if line.startswith("| `")}
+    for option in fields(KrulConfig):
+        is_daemons = option.metadata["description"].startswith(DAEMON_MARK)
+        assert (DAEMON_MARK in rows[option.name].split("|")[3][:12]) == is_daemons
+
+
+def test_options_of_the_daemon() -> None:
+    config = KrulConfig.load(
+        {
+            "ssd_dir": " /mnt/kv ",
+            "ssd_capacity": "2GiB",
+            "ssd_timeout": "0.5",
+            "mooncake": {"master": "10.0.0.1:50051", "replicas": 2},
+            "eviction": "lru",
+            "tenant_quota": 0.25,
+            "metrics_port": "9400",
+        },
+        env={},
+    )
+    assert (config.ssd_dir, config.ssd_capacity, config.ssd_timeout) == ("/mnt/kv", 2 * GIB, 0.5)
+    assert config.mooncake == "master=10.0.0.1:50051,replicas=2"
+    assert (config.eviction, config.tenant_quota, config.metrics_port) == ("lru", 0.25, 9400)
+    assert KrulConfig.load({"ssd_capacity": "auto"}, env={}).ssd_capacity is None
+    assert KrulConfig.load(None, env={"KRUL_MOONCAKE": "a=b,c=d"}).mooncake == "a=b,c=d"
+
+
+def test_a_daemon_that_is_joined_keeps_its_own_options() -> None:
+    KrulConfig(endpoint="/run/krul", load_timeout=1.0, cache_dir="/x").check_endpoint()
+    KrulConfig(host_memory=GIB, ssd_dir="/mnt/kv", metrics_port=9400).check_endpoint()
+    refused = KrulConfig(endpoint="/run/krul", host_memory=GIB, eviction="lru", max_pending_share=0.5)
+    with pytest.raises(ConfigError) as error:
+        refused.check_endpoint()
+    assert "endpoint = '/run/krul'" in str(error.value)
+    assert "its own host_memory, eviction: give these to krul-backend serve" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("host_memory", GIB),
+        ("ssd_dir", "/mnt/kv"),
+        ("ssd_capacity", GIB),
+        ("ssd_timeout", 2.0),
+        ("mooncake", "a=b"),
+        ("eviction", "lru"),
+        ("tenant_quota", 0.5),
+        ("metrics_port", 9400),
+    ],
+)
+def test_every_option_of_the_daemon_is_refused_beside_an_endpoint(name: str, value: object) -> None:
+    config = KrulConfig.load({"endpoint": "/run/krul", name: value}, env={})
+    with pytest.raises(ConfigError, match=name):
+        config.check_endpoint()

@@ -13,7 +13,6 @@ import torch
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity
-from krul_backend.store.host_store import HostStore
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.load_batch import Load, LoadFailedError
@@ -21,7 +20,7 @@ from krul_sglang.engine.loading import LayerWiseLoader
 from krul_sglang.engine.offload import TurnOffloader
 from krul_sglang.engine.transfer_gate import TransferGate
 from krul_sglang.engine.turn import Turn
-from tests.unit.engine_builders import PATIENCE_S, make_load
+from tests.unit.engine_builders import PATIENCE_S, make_load, make_store
 
 PAGE_SIZE = 4
 NUM_LAYERS = 3
@@ -76,7 +75,7 @@ class Bench:
     def __init__(self, *, capacity_bytes: int = 1 << 20, max_pending_tokens: int = 16) -> None:
         self.sglang_pool = make_pool()
         self.pool = DevicePool(self.sglang_pool)
-        self.store = HostStore(capacity_bytes)
+        self.store = make_store(capacity_bytes)
         self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
         self.codec = SegmentCodec(self.pool.shape, NUM_LAYERS, rotary=None)
         self.chooser = FixedChooser(Strategy.from_pairs(NUM_LAYERS))

@@ -21,7 +21,6 @@ from krul_backend.codec.layer_map import LayerMap, LayerMapFitter, LayerMaps, sa
 from krul_backend.codec.options import CodecOptions, Sharing
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity
-from krul_backend.store.host_store import HostStore
 from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
 from krul_sglang.engine.agreement import RankAgreement
@@ -34,7 +33,7 @@ from krul_sglang.engine.strategy_choice import StrategyChooser
 from krul_sglang.engine.transfer_gate import TransferGate
 from krul_sglang.engine.turn import Turn
 from tests.unit.codec_builders import rotary_table
-from tests.unit.engine_builders import PATIENCE_S, make_load
+from tests.unit.engine_builders import PATIENCE_S, make_load, make_store
 
 PAGE_SIZE, NUM_LAYERS, NUM_SLOTS, HEAD_DIM = 4, 4, 512, 8
 WIDTH = 2 * HEAD_DIM
@@ -381,7 +380,7 @@ def test_the_budget_stores_predicted_pairs_once_there_are_maps(bench: Bench, tmp
         agreement=agreement,
     )
     chooser = StrategyChooser(budget, bench.pool, agreement, num_heads=1)
-    store = HostStore(1 << 22)
+    store = make_store(1 << 22)
     offloader = TurnOffloader(store, MODEL, bench.pool, codec, chooser, max_pending_tokens=NUM_SLOTS)
     loader = LayerWiseLoader(store, bench.pool, TransferGate(), PATIENCE_S)
 
@@ -404,9 +403,9 @@ def test_the_budget_stores_predicted_pairs_once_there_are_maps(bench: Bench, tmp
         lease = store.lease(MODEL, turn.page_keys, turn.token_ids)
         assert lease is not None
         (source,) = lease.slices
-        chosen = Strategy.from_json(source.manifest.codec_params["layers"]).pairs
+        chosen = Strategy.from_json(source.header.codec_params["layers"]).pairs
         assert set(chosen) & set(NEIGHBOURS) == set(chosen) != set()
-        expected = decode_directly(bench, codec, turn, source.manifest.codec_params)
+        expected = decode_directly(bench, codec, turn, source.header.codec_params)
         true = [bench.pool.gather(layer, turn.slots) for layer in range(NUM_LAYERS)]
         targets = (turn.slots + 256) % NUM_SLOTS
         loader.queue("r", make_load(lease, codec, targets))

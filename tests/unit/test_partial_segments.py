@@ -216,7 +216,16 @@ def test_bytes_of_a_token_are_those_of_full_groups(precision: Precision, sharing
     strategy = Strategy.from_pairs(NUM_LAYERS, PAIRS, precision)
     layers = random_layers(SHAPE, NUM_LAYERS, 3 * GROUP)
     _, _, decoder = encode_all(codec, strategy, layers)
+    assert codec.last_use(strategy) == decoder.last_use
     for layer, token_bytes in enumerate(codec.layer_token_bytes(strategy)):
         # From one group to the next: without what a pair retains, which lies at the end.
         two_groups = decoder.tail_start(layer, 2 * GROUP) - decoder.tail_start(layer, 0)
         assert token_bytes * 2 * GROUP == two_groups
+
+
+def test_layers_without_a_partner_are_needed_by_themselves_alone() -> None:
+    codec = make_partial_codec()
+    assert codec.last_use(Strategy.from_pairs(NUM_LAYERS)) == tuple(range(NUM_LAYERS))
+    assert codec.last_use(Strategy.from_pairs(NUM_LAYERS, [(0, 3)])) == (3, 1, 2, 3)
+    with pytest.raises(CodecError):
+        codec.last_use(Strategy.from_pairs(NUM_LAYERS + 1))

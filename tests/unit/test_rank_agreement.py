@@ -21,6 +21,8 @@ dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_s
 agreement = RankAgreement.create(2)
 assert agreement.broadcast(b"of rank 0" if rank == 0 else b"ignored") == b"of rank 0"
 assert agreement.broadcast(b"") == b""
+for contents in ([b"one", b"of rank 1"], [b"", b"\\0x\\0"], [b"", b""], [b"same", b"same"]):
+    assert agreement.gather_bytes(contents[rank]) == contents
 mine = torch.full((2, 3), float(rank + 1), dtype=torch.float64)
 gathered = agreement.gather(mine, (2, 3))
 assert [part.shape for part in gathered] == [(2, 3), (2, 3)]
@@ -40,6 +42,8 @@ def test_a_single_rank_agrees_with_itself() -> None:
     assert agreement.gather(values, (3,)) == [values]
     assert agreement.gather(None, (3,)) is None
     assert agreement.broadcast(b"table") == b"table"
+    assert agreement.gather_bytes(b"table") == [b"table"]
+    assert agreement.gather_bytes(b"") == [b""]
 
 
 def test_two_ranks_get_the_values_of_both_or_of_none(tmp_path: Path) -> None:

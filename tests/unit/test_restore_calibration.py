@@ -153,6 +153,40 @@ def test_what_is_no_time_teaches_nothing(measured_s: float) -> None:
     assert online.current() == START
 
 
+def test_a_tier_that_is_stated_later_passes_through_another() -> None:
+    """Blocks go on while the next one is read: both latencies, and the slower of both per byte."""
+    online = OnlineCosts(START)
+    online.set_tier("ssd", TierCost(10.0, 0.5), through="host")
+    online.set_tier("tape", TierCost(20.0, 5.0), through="host")
+    tiers = online.current().tiers
+    assert tiers == {**START.tiers, "ssd": TierCost(11.0, 2.0), "tape": TierCost(21.0, 5.0)}
+
+
+def test_what_was_observed_of_a_tier_scales_what_is_stated_later() -> None:
+    online = OnlineCosts(START, half_life=1)
+    online.set_tier("ssd", TierCost(10.0, 4.0), through="host")
+    online.observe_tier("ssd", 1.0, 4.0)
+    assert online.current().tiers["ssd"] == TierCost(pytest.approx(22.0), pytest.approx(8.0))
+    online.set_tier("ssd", TierCost(1.0, 6.0), through="host")
+    assert online.current().tiers["ssd"] == TierCost(pytest.approx(4.0), pytest.approx(12.0))
+    assert online.current().tiers["host"] == START.tiers["host"]
+
+
+def test_a_slower_front_tier_is_not_counted_twice() -> None:
+    online = OnlineCosts(START, half_life=1)
+    online.observe_tier("host", 1.0, 4.0)
+    online.set_tier("ssd", TierCost(10.0, 0.5), through="host")
+    # Its own observations will tell.
+    assert online.current().tiers["ssd"] == TierCost(11.0, 2.0)
+
+
+def test_a_tier_cannot_pass_through_one_without_costs() -> None:
+    online = OnlineCosts(START)
+    with pytest.raises(RestoreError, match="'tape' has no costs"):
+        online.set_tier("ssd", TierCost(1.0, 1.0), through="tape")
+    assert online.current() == START
+
+
 def test_unknown_tiers_and_half_lives_are_refused() -> None:
     with pytest.raises(RestoreError, match="'tape' has no costs"):
         OnlineCosts(START).observe_tier("tape", 1.0, 1.0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import orjson
@@ -18,11 +19,13 @@ from krul_backend.restore.interface import RestorePlan, RestorePlanner
 from krul_backend.restore.optimal import OptimalPlanner
 from krul_backend.restore.problem import RestoreProblem
 from krul_backend.restore.timing import RestoreTiming
+from krul_backend.store.interface import DRAM_TIER
 from krul_backend.strategy.strategy import Precision, Strategy
+from krul_sglang.engine import restore_planning
 from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.decode_costs import PAIR_FACTOR, DecodeCosts
 from krul_sglang.engine.planned_allocation import EXPECTED_NEW_TOKENS, PlannedAllocation
-from krul_sglang.engine.restore_planning import HOST_TIER, RestorePlanning
+from krul_sglang.engine.restore_planning import RestorePlanning
 from krul_sglang.engine.segment_reader import OpenSlice
 from tests.unit.engine_builders import PATIENCE_S, in_threads
 from tests.unit.segment_builders import (
@@ -41,13 +44,15 @@ from tests.unit.segment_builders import (
 NUM_TOKENS = END - DEVICE_TOKENS
 ALONE = RankAgreement(None, 1)
 NO_DECODING = DecodeCosts({}, {})
+NATIVE = Strategy.from_pairs(NUM_LAYERS)
+EACH_ALONE = tuple(range(NUM_LAYERS))
 TOKEN_BYTES = 2 * (8 + 4) * 4
 """Of a native token in one layer."""
 
 
 def costs_of(token_s: float = 1.0, byte_s: float = 1.0) -> RestoreCosts:
     compute = ComputeCost(0.0, token_s, 0.0)
-    return RestoreCosts(compute, compute, {HOST_TIER: TierCost(0.0, byte_s)})
+    return RestoreCosts(compute, compute, {DRAM_TIER: TierCost(0.0, byte_s)})
 
 
 class HeadsPlanner(RestorePlanner):
@@ -82,6 +87,7 @@ def planning_of(
     agreement: RankAgreement = ALONE,
     max_head_tokens: int = 1000,
     max_new_tokens: int = 1000,
+    tier_costs: Callable[[], Mapping[str, TierCost]] = dict,
 ) -> RestorePlanning:
     return RestorePlanning(
         planner,
@@ -92,6 +98,7 @@ def planning_of(
         page_size=PAGE_SIZE,
         max_head_tokens=max_head_tokens,
         max_new_tokens=max_new_tokens,
+        tier_costs=tier_costs,
     )
 
 
@@ -124,14 +131,14 @@ def test_a_problem_says_what_is_stored_and_where() -> None:
     assert (problem.num_layers, problem.page_size, problem.max_head_tokens) == (NUM_LAYERS, PAGE_SIZE, 30)
     assert [(run.first_token, run.end_token) for run in problem.runs] == [(8, 24), (24, 44), (44, 48)]
     for run, part in zip(problem.runs, slices, strict=True):
-        manifest = part.source.manifest
-        assert run.tier == HOST_TIER
+        header = part.source.header
+        assert run.tier == DRAM_TIER
         # Layers 0 and 2, 1 and 3 are pairs: the direction in the lower layer's block is needed by both.
         assert run.last_use == (2, 3, 2, 3)
         assert run.decode_token_s == (0.5,) * NUM_LAYERS
         assert run.stored_from == (run.first_token,) * NUM_LAYERS
-        num_bytes = [per_token * manifest.num_tokens for per_token in run.layer_token_bytes]
-        assert num_bytes == pytest.approx(manifest.layer_num_bytes)
+        num_bytes = [per_token * header.num_tokens for per_token in run.layer_token_bytes]
+        assert num_bytes == pytest.approx(header.layer_num_bytes)
 
 
 def test_what_was_left_out_bounds_the_plan() -> None:
@@ -177,7 +184,7 @@ def test_costs_that_were_learned_change_the_next_plan() -> None:
     planning = planning_of(OptimalPlanner(), costs=costs_of(1.0, 0.9 / TOKEN_BYTES))
     first = planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=4)
     for _ in range(50):
-        planning.costs.observe_tier(HOST_TIER, 1.0, 4.0)
+        planning.costs.observe_tier(DRAM_TIER, 1.0, 4.0)
     later = planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=4)
     assert first is not None
     assert later is None or sum(later.plan.head_ends) > sum(first.plan.head_ends)
@@ -247,6 +254,124 @@ def test_a_conversation_that_needs_longer_heads_than_allowed_is_refused() -> Non
     slices = leased(planning, kept_heads=(32, 32, 32, 32))
     assert planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1) is None
     assert planning.counters.refused == 1
+
+
+# ---- tiers below DRAM ----
+
+
+def sunk(slices: Sequence[OpenSlice], tier: str = "ssd", first: int = 1) -> list[OpenSlice]:
+    """From slice ``first`` on they lie in a lower tier: no blocks yet."""
+    return [
+        part if number < first else replace(part, source=replace(part.source, tier=tier, blocks=(), spans=()))
+        for number, part in enumerate(slices)
+    ]
+
+
+class AskedTiers:
+    """What a store says of its lower tiers; counts how often it was asked."""
+
+    def __init__(self, costs: Mapping[str, TierCost]) -> None:
+        self.costs = costs
+        self.num_asked = 0
+
+    def __call__(self) -> Mapping[str, TierCost]:
+        self.num_asked += 1
+        return self.costs
+
+
+class Clock:
+    """Stands for the module ``time`` in ``restore_planning``."""
+
+    now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(restore_planning, "time", clock)
+    return clock
+
+
+def test_what_lies_in_a_lower_tier_is_planned_by_its_costs() -> None:
+    planner = HeadsPlanner(no_heads)
+    tiers = AskedTiers({"ssd": TierCost(0.25, 3.0), "mooncake": TierCost(0.5, 0.1)})
+    planning = planning_of(planner, costs=costs_of(byte_s=1.0), tier_costs=tiers)
+    slices = sunk(leased(planning))
+    slices = [slices[0], slices[1], *sunk(slices[2:], "mooncake", 0)]
+    planned = planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1)
+    (problem,) = planner.problems
+    assert [run.tier for run in problem.runs] == [DRAM_TIER, "ssd", "mooncake"]
+    # On its way a block passes through DRAM: the slower of both.
+    assert problem.costs.tiers == {
+        DRAM_TIER: TierCost(0.0, 1.0),
+        "ssd": TierCost(0.25, 3.0),
+        "mooncake": TierCost(0.5, 1.0),
+    }
+    assert planned is not None
+    in_dram, on_ssd, on_mooncake = (NUM_LAYERS * TOKEN_BYTES * tokens for tokens in (16, 20, 12))
+    latencies_s = NUM_LAYERS * (0.25 + 0.5)
+    assert planned.forecast.load_s == pytest.approx(in_dram + 3.0 * on_ssd + on_mooncake + latencies_s)
+
+
+@pytest.mark.parametrize(("byte_s", "is_loaded"), [(1e-6, True), (1.0, False)])
+def test_the_optimum_decides_by_the_costs_of_the_lower_tier(byte_s: float, is_loaded: bool) -> None:
+    tiers = AskedTiers({"ssd": TierCost(0.0, byte_s)})
+    # Heads are a little slower than the engine's own forward, as they are.
+    costs = replace(costs_of(1.0, 1e-6), head=ComputeCost(0.0, 1.1, 0.0))
+    planning = planning_of(OptimalPlanner(), costs=costs, tier_costs=tiers)
+    slices = sunk(leased(planning), first=0)
+    planned = planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=4)
+    assert (planned is not None) == is_loaded
+
+
+def test_a_tier_of_unknown_costs_is_not_loaded_from() -> None:
+    planner = HeadsPlanner(no_heads)
+    planning = planning_of(planner, tier_costs=AskedTiers({"ssd": TierCost(0.0, 1.0)}))
+    slices = leased(planning)
+    unknown = sunk(slices, "tape")
+    assert planning.plan(unknown, device_tokens=DEVICE_TOKENS, new_tokens=1) is None
+    assert (planning.counters.refused, planning.counters.loads, planner.problems) == (1, 0, [])
+    for known in (slices, sunk(slices)):
+        assert planning.plan(known, device_tokens=DEVICE_TOKENS, new_tokens=1) is not None
+
+
+def test_costs_of_tiers_are_asked_when_needed_and_seldom(clock: Clock) -> None:
+    tiers = AskedTiers({"ssd": TierCost(0.0, 3.0)})
+    planner = HeadsPlanner(no_heads)
+    planning = planning_of(planner, tier_costs=tiers)
+    slices = leased(planning)
+
+    def plan(parts: list[OpenSlice]) -> float | None:
+        planning.plan(parts, device_tokens=DEVICE_TOKENS, new_tokens=1)
+        cost = planner.problems[-1].costs.tiers.get("ssd")
+        return None if cost is None else cost.byte_s
+
+    assert plan(slices) is None
+    assert tiers.num_asked == 0
+    assert plan(sunk(slices)) == 3.0
+    tiers.costs = {"ssd": TierCost(0.0, 7.0)}
+    clock.now_s += 4.9
+    assert plan(sunk(slices)) == 3.0
+    assert tiers.num_asked == 1
+    clock.now_s += 0.2
+    assert plan(slices) == 3.0
+    assert plan(sunk(slices)) == 7.0
+    assert tiers.num_asked == 2
+
+
+def test_a_store_that_knows_no_costs_is_asked_again_later(clock: Clock) -> None:
+    tiers = AskedTiers({})
+    planning = planning_of(HeadsPlanner(no_heads), tier_costs=tiers)
+    slices = sunk(leased(planning))
+    for _ in range(3):
+        assert planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1) is None
+    assert tiers.num_asked == 1
+    tiers.costs = {"ssd": TierCost(0.0, 1.0)}
+    clock.now_s += 5.0
+    assert planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1) is not None
 
 
 # ---- several ranks ----
@@ -389,7 +514,9 @@ def test_an_allocation_plans_the_return_of_the_whole_conversation() -> None:
     planner = HeadsPlanner(lambda problem: (16, 8, 8, 0))
     decode_costs = DecodeCosts({}, {Precision.INT4: 0.5})
     strategy = KINDS["slerp-int4"][1]
-    heads = allocation_of(planner, decode_costs=decode_costs).head_ends(40, (4.0, 3.0, 3.0, 1.0), strategy)
+    heads = allocation_of(planner, decode_costs=decode_costs).head_ends(
+        40, (4.0, 3.0, 3.0, 1.0), (3, 1, 2, 3), strategy
+    )
     assert heads == (16, 8, 8, 0)
     (problem,) = planner.problems
     (run,) = problem.runs
@@ -397,24 +524,15 @@ def test_an_allocation_plans_the_return_of_the_whole_conversation() -> None:
     assert (problem.page_size, problem.max_head_tokens) == (PAGE_SIZE, 24)
     assert (run.first_token, run.end_token, run.stored_from) == (0, 40, (0,) * NUM_LAYERS)
     assert run.layer_token_bytes == (4.0, 3.0, 3.0, 1.0)
-    # Layers 0 and 3 are a pair.
     assert run.last_use == (3, 1, 2, 3)
     assert run.decode_token_s == (0.5, 0.0, 0.0, 0.5)
-
-
-def test_native_layers_are_planned_each_for_itself() -> None:
-    planner = HeadsPlanner(no_heads)
-    strategy = Strategy.from_pairs(NUM_LAYERS)
-    heads = allocation_of(planner).head_ends(40, (float(TOKEN_BYTES),) * NUM_LAYERS, strategy)
-    assert heads == (0,) * NUM_LAYERS
-    assert planner.problems[0].runs[0].last_use == tuple(range(NUM_LAYERS))
 
 
 @pytest.mark.parametrize(
     "planner", [FullRecomputePlanner(), HeadsPlanner(lambda problem: (problem.total_tokens,) * NUM_LAYERS)]
 )
 def test_a_plan_that_loads_nothing_leaves_out_nothing(planner: RestorePlanner) -> None:
-    heads = allocation_of(planner).head_ends(20, (1.0,) * NUM_LAYERS, Strategy.from_pairs(NUM_LAYERS))
+    heads = allocation_of(planner).head_ends(20, (1.0,) * NUM_LAYERS, EACH_ALONE, NATIVE)
     assert heads is None
 
 
@@ -422,17 +540,15 @@ def test_a_plan_that_loads_nothing_leaves_out_nothing(planner: RestorePlanner) -
 def test_the_first_ranks_allocation_is_everyones(decided: list[int] | None, expected: Heads | None) -> None:
     agreement = FakeAgreement(other_bounds=[], first_ranks=orjson.dumps(decided))
     allocation = allocation_of(HeadsPlanner(lambda problem: (4, 4, 4, 4)), agreement)
-    strategy = Strategy.from_pairs(NUM_LAYERS)
-    assert allocation.head_ends(40, (1.0,) * NUM_LAYERS, strategy) == expected
+    assert allocation.head_ends(40, (1.0,) * NUM_LAYERS, EACH_ALONE, NATIVE) == expected
     assert agreement.sent == [b"[4,4,4,4]"]
 
 
 def test_what_an_allocation_leaves_out_can_be_restored_within_the_limit() -> None:
     """By the same planner at the same costs: what it would recompute then is all that is missing."""
     costs = costs_of(token_s=TOKEN_BYTES * 0.5, byte_s=1.0)
-    strategy = Strategy.from_pairs(NUM_LAYERS)
     heads = allocation_of(OptimalPlanner(), costs=costs).head_ends(
-        END, (float(TOKEN_BYTES),) * NUM_LAYERS, strategy
+        END, (float(TOKEN_BYTES),) * NUM_LAYERS, EACH_ALONE, NATIVE
     )
     assert heads is not None
     assert 0 < heads[0] <= 24
@@ -474,8 +590,23 @@ def test_without_any_measurement_decoding_is_free() -> None:
 class OneCannotRead(FakeAgreement):
     """As ``RankAgreement``: nothing for anybody if a rank has nothing; the other rank has something."""
 
+    num_nothing = 0
+
     def gather(self, values: torch.Tensor | None, shape: Sequence[int]) -> list[torch.Tensor] | None:  # type: ignore[override]
-        return None if values is None else super().gather(values, shape)
+        if values is None:
+            self.num_nothing += 1
+            return None
+        return super().gather(values, shape)
+
+
+def test_a_tier_that_one_rank_does_not_know_is_loaded_from_by_none() -> None:
+    agreement = OneCannotRead(other_bounds=[0.0] * NUM_LAYERS)
+    planning = planning_of(HeadsPlanner(no_heads), agreement=agreement)
+    slices = leased(planning)
+    assert planning.plan(sunk(slices), device_tokens=DEVICE_TOKENS, new_tokens=1) is None
+    # It took part in the agreement with nothing, so that the others refuse, too, and nobody sends a plan.
+    assert (agreement.num_nothing, agreement.sent) == (1, [])
+    assert planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1) is not None
 
 
 def test_a_prefix_that_one_rank_cannot_read_is_loaded_by_none() -> None:

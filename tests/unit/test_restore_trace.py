@@ -82,7 +82,14 @@ def test_streams_of_a_restore() -> None:
     assert value["end_s"] == pytest.approx(1.7)
     assert (value["is_mixed"], value["was_rescued"]) == (False, False)
     assert value["requests"] == [
-        {"rid": "a", "device_tokens": 16, "restored_tokens": 64, "head_ends": [48, 32, 16], "planned_s": 0.5}
+        {
+            "rid": "a",
+            "device_tokens": 16,
+            "restored_tokens": 64,
+            "head_ends": [48, 32, 16],
+            "tiers": [],
+            "planned_s": 0.5,
+        }
     ]
 
 
@@ -105,7 +112,7 @@ def test_a_load_that_was_given_up_shows_all_that_was_recomputed(num_landed: int)
     assert value["streams"]["own"] == []
 
     costs = OnlineCosts(COSTS)
-    log = TraceLog(costs, "dram", NUM_LAYERS)
+    log = TraceLog(costs, NUM_LAYERS)
     log.add(trace)
     log.settle()
     assert log.as_list() == [value]
@@ -114,7 +121,7 @@ def test_a_load_that_was_given_up_shows_all_that_was_recomputed(num_landed: int)
 
 def test_costs_learn_from_a_restore_that_the_device_has_ended() -> None:
     costs = OnlineCosts(COSTS, half_life=1.0)
-    log = TraceLog(costs, "dram", NUM_LAYERS)
+    log = TraceLog(costs, NUM_LAYERS)
     trace = ended_restore()
     end, trace.end = trace.end, lambda: None
     log.add(trace)
@@ -136,7 +143,7 @@ def test_costs_learn_from_a_restore_that_the_device_has_ended() -> None:
 
 def test_a_forward_shared_with_other_requests_says_nothing_about_the_overhead() -> None:
     costs = OnlineCosts(COSTS, half_life=1.0)
-    log = TraceLog(costs, "dram", NUM_LAYERS)
+    log = TraceLog(costs, NUM_LAYERS)
     trace = ended_restore()
     trace.is_mixed = True
     log.add(trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import cache
 from itertools import pairwise
 
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 
 from krul_backend.codec.interface import LayerKV
 from krul_backend.errors import CodecError
-from krul_backend.store.host_store import HostStore
+from krul_sglang.engine.block_checks import BlockChecks
 from krul_sglang.engine.segment_reader import OpenSlice, SegmentReader, open_slices
-from tests.unit.engine_builders import TensorPool
+from tests.unit.engine_builders import PATIENCE_S, TensorPool, make_store
 from tests.unit.segment_builders import (
     BOUNDS,
     DEVICE_TOKENS,
@@ -65,21 +66,29 @@ def read_all(
     opened: list[OpenSlice], head_ends: Heads, slots: torch.Tensor, pool: TensorPool
 ) -> list[SegmentReader]:
     """As the loader reads: each layer of every segment, then the next layer."""
-    readers = [SegmentReader(part, head_ends) for part in opened]
-    for layer in range(NUM_LAYERS):
-        for reader in readers:
-            reader.fetch(layer, pool.device)
-        first = 0
-        for reader in readers:
-            reader.restore(layer, pool, slots[first : first + reader.num_tokens])  # type: ignore[arg-type]
-            first += reader.num_tokens
-        assert first == len(slots)
+    with closing(BlockChecks(pool.device, PATIENCE_S, no_damage)) as checks:
+        readers = [SegmentReader(part, head_ends, checks) for part in opened]
+        for layer in range(NUM_LAYERS):
+            for reader in readers:
+                reader.announce(layer)
+        for layer in range(NUM_LAYERS):
+            for reader in readers:
+                reader.fetch(layer, pool.device)
+            first = 0
+            for reader in readers:
+                reader.restore(layer, pool, slots[first : first + reader.num_tokens])  # type: ignore[arg-type]
+                first += reader.num_tokens
+            assert first == len(slots)
     return readers
+
+
+def no_damage(segment_id: int) -> None:
+    raise AssertionError(f"segment {segment_id} is not damaged")
 
 
 def tail_num_bytes(part: OpenSlice, head_ends: Heads) -> int:
     """Bytes of a slice's blocks from the group on that the neediest layer needs, by the codec's layout."""
-    manifest, decoder = part.source.manifest, part.decoder
+    header, decoder = part.source.header, part.decoder
     num_bytes = 0
     for source in range(NUM_LAYERS):
         firsts = [
@@ -88,9 +97,9 @@ def tail_num_bytes(part: OpenSlice, head_ends: Heads) -> int:
             if source in decoder.sources(layer) and head_ends[layer] < part.end_token
         ]
         if firsts:
-            head_len = min(firsts) - manifest.start_token
-            kept = [manifest.end_token] * NUM_LAYERS
-            kept[source] = manifest.start_token + head_len - head_len % GROUP
+            head_len = min(firsts) - header.start_token
+            kept = [header.end_token] * NUM_LAYERS
+            kept[source] = header.start_token + head_len - head_len % GROUP
             num_bytes += decoder.kept_num_bytes(kept)[source]
     return num_bytes
 
@@ -145,14 +154,14 @@ def test_tails_are_read_from_segments_that_lack_their_first_tokens(
     check_restored(kind, before, pool, slots, head_ends)
     for part, reader in zip(opened, readers, strict=True):
         assert reader.num_bytes == tail_num_bytes(part, head_ends)
-        assert reader.num_bytes <= part.source.manifest.num_bytes
+        assert reader.num_bytes <= part.source.header.num_bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str) -> None:
     """Stored whole, leased once to prove it, then trimmed by the store and leased again."""
     codec, kept_heads = codec_of(kind), (36, 32, 16, 12)
-    store = HostStore(1 << 20)
+    store = make_store(1 << 20)
     for manifest, blocks in whole_segments(kind):
         reservation = store.reserve(manifest.layer_num_bytes)
         assert reservation is not None
@@ -161,9 +170,9 @@ def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str) -> None
         store.commit(reservation, manifest)
     keys = [f"page-{page}" for page in range(END // PAGE_SIZE)]
     for segment in store.path_segments(MODEL, keys):
-        manifest = segment.manifest
+        header = segment.header
         decoder = codec.open(
-            manifest.codec_params, start_token=manifest.start_token, num_tokens=manifest.num_tokens
+            header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
         )
         kept_from = decoder.kept_from(kept_heads)
         store.trim(segment.segment_id, kept_from, decoder.kept_num_bytes(kept_from))
@@ -212,13 +221,15 @@ def test_each_block_is_copied_once_and_dropped_after_its_last_use(
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     codec = codec_of(kind)
     (opened,) = open_slices(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), codec, 16)
-    reader = SegmentReader(opened, (16, 12, 8, 8))
-    for layer in range(NUM_LAYERS):
-        reader.fetch(layer, pool.device)
-        reader.fetch(layer, pool.device)
-        needed_later = {source for source in copied if opened.decoder.last_use[source] >= layer}
-        assert set(reader._on_device) == needed_later
-        reader.restore(layer, pool, torch.arange(16))  # type: ignore[arg-type]
+    with closing(BlockChecks(pool.device, PATIENCE_S, no_damage)) as checks:
+        reader = SegmentReader(opened, (16, 12, 8, 8), checks)
+        for layer in range(NUM_LAYERS):
+            reader.announce(layer)
+            reader.fetch(layer, pool.device)
+            reader.fetch(layer, pool.device)
+            needed_later = {source for source in copied if opened.decoder.last_use[source] >= layer}
+            assert set(reader._on_device) == needed_later
+            reader.restore(layer, pool, torch.arange(16))  # type: ignore[arg-type]
     assert sorted(copied) == list(range(NUM_LAYERS))
     assert reader._on_device == {}
 

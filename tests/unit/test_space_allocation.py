@@ -13,13 +13,13 @@ from test_engine_copies import NUM_LAYERS, PAGE_SIZE, FixedChooser, make_pool
 from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity
-from krul_backend.store.host_store import HostStore
 from krul_backend.store.interface import SegmentSlice
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.allocation import SpaceAllocation, trim_path
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.offload import TurnOffloader
 from krul_sglang.engine.turn import Turn
+from tests.unit.engine_builders import make_store
 
 GROUP = 8
 LAYER_TOKEN_BYTES = 2 * 2 * 16 * 4  # (K, V) x heads x channels x float32
@@ -32,12 +32,16 @@ class FixedAllocation(SpaceAllocation):
 
     def __init__(self) -> None:
         self.heads: tuple[int, ...] | None = None
-        self.asked: list[tuple[int, tuple[float, ...], Strategy]] = []
+        self.asked: list[tuple[int, tuple[float, ...], tuple[int, ...], Strategy]] = []
 
     def head_ends(
-        self, num_tokens: int, layer_token_bytes: tuple[float, ...], strategy: Strategy
+        self,
+        num_tokens: int,
+        layer_token_bytes: tuple[float, ...],
+        last_use: tuple[int, ...],
+        strategy: Strategy,
     ) -> tuple[int, ...] | None:
-        self.asked.append((num_tokens, layer_token_bytes, strategy))
+        self.asked.append((num_tokens, layer_token_bytes, last_use, strategy))
         return self.heads
 
 
@@ -58,7 +62,7 @@ class AllocatingBench:
 
     def __init__(self, *, has_allocation: bool = True) -> None:
         self.pool = CountingPool(make_pool())
-        self.store = HostStore(1 << 20)
+        self.store = make_store(1 << 20)
         self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
         self.codec = SegmentCodec(
             self.pool.shape, NUM_LAYERS, rotary=None, options=CodecOptions(group_size=GROUP)
@@ -110,11 +114,11 @@ class AllocatingBench:
         """
         decoded_from = [0] * NUM_LAYERS
         for piece in self.slices(turn):
-            manifest = piece.manifest
-            start, end = manifest.start_token, manifest.end_token
+            header = piece.header
+            start, end = header.start_token, header.end_token
             open_at = {"start_token": start, "num_tokens": end - start}
-            decoder = self.codec.open(manifest.codec_params, **open_at)
-            strategy = Strategy.from_json(manifest.codec_params["layers"])
+            decoder = self.codec.open(header.codec_params, **open_at)
+            strategy = Strategy.from_json(header.codec_params["layers"])
             kv = [self.pool.gather(layer, turn.slots[start:end]) for layer in range(NUM_LAYERS)]
             encoding = self.codec.prepare(strategy, kv.__getitem__, **open_at)
             whole_decoder = self.codec.open(encoding.params, **open_at)
@@ -123,7 +127,7 @@ class AllocatingBench:
                 encoded = self.codec.encode_unit(encoding, unit, [kv[layer] for layer in unit])
                 whole.update(zip(unit, encoded, strict=True))
             kept = {layer: torch.from_numpy(block.copy()) for layer, block in enumerate(piece.blocks)}
-            for layer, first in enumerate(decoder.decodable_from(manifest.layer_first_token)):
+            for layer, first in enumerate(decoder.decodable_from(header.layer_first_token)):
                 if first > start:
                     decoded_from[layer] = first
                 if first < end:
@@ -154,7 +158,7 @@ def test_heads_are_neither_stored_nor_missing(bench: AllocatingBench, strategy: 
     assert counters.left_out_bytes > 0
     assert (stats.num_pages, stats.trimmed_bytes) == (10, 0)
     (piece,) = bench.slices(turn)
-    whole = bench.codec.open(piece.manifest.codec_params, start_token=0, num_tokens=40).layer_num_bytes
+    whole = bench.codec.open(piece.header.codec_params, start_token=0, num_tokens=40).layer_num_bytes
     assert counters.num_bytes + counters.left_out_bytes == sum(whole)
 
 
@@ -193,13 +197,13 @@ def test_trimming_later_leaves_what_storing_less_would_have(
     turns = [bench.turn(6), bench.turn(10)]
     for turn in turns:
         assert bench.store_turn(turn, heads)
-    at_once = [piece.manifest.layer_first_token for piece in bench.slices(turns[1])]
+    at_once = [piece.header.layer_first_token for piece in bench.slices(turns[1])]
     bench.store.clear()
     for turn, of_turn in zip(turns, (None, heads), strict=True):
         assert bench.store_turn(turn, of_turn)
-    assert [piece.manifest.layer_first_token for piece in bench.slices(turns[1])] == at_once
+    assert [piece.header.layer_first_token for piece in bench.slices(turns[1])] == at_once
     bench.decoded_from(turns[1])
-    assert bench.store.verify() == []
+    assert bench.store.verify().bad_segments == ()
 
 
 def test_what_another_conversation_continues_is_not_trimmed(bench: AllocatingBench) -> None:
@@ -209,8 +213,8 @@ def test_what_another_conversation_continues_is_not_trimmed(bench: AllocatingBen
     assert bench.store.stats().trimmed_bytes == 0
     assert bench.decoded_from(bench.turn(8, "b", num_common_pages=4)) == [0, 0, 0]
     first, second = bench.slices(bench.turn(10))
-    assert first.manifest.layer_first_token == (0, 0, 0)
-    assert second.manifest.num_bytes == 0
+    assert first.header.layer_first_token == (0, 0, 0)
+    assert second.header.num_bytes == 0
 
 
 def test_shorter_heads_bring_nothing_back_and_drop_nothing(bench: AllocatingBench) -> None:
@@ -225,8 +229,9 @@ def test_an_allocation_is_told_what_a_token_takes(bench: AllocatingBench) -> Non
     bench.chooser.strategy = PAIRED
     assert bench.store_turn(bench.turn(10), None)
     (native, paired) = bench.allocation.asked
-    assert native == (24, (LAYER_TOKEN_BYTES,) * NUM_LAYERS, NATIVE)
-    assert (paired[0], paired[2]) == (40, PAIRED)
+    assert native == (24, (LAYER_TOKEN_BYTES,) * NUM_LAYERS, (0, 1, 2), NATIVE)
+    # Layer 2 needs the direction in layer 0's block.
+    assert (paired[0], paired[2], paired[3]) == (40, (2, 1, 2), PAIRED)
     # Layer 2 has two norms of half precision for each of two heads.
     assert paired[1][1:] == (
         bench.codec.layer_token_bytes(Strategy.from_pairs(NUM_LAYERS, [], Precision.INT4))[1],
@@ -242,7 +247,7 @@ def test_a_rank_without_room_is_asked_like_the_others(bench: AllocatingBench) ->
     bench.offloader.wait()
     assert [bench.offloader.pop_completed(), bench.offloader.pop_completed()] == [True, False]
     assert bench.offloader.counters.skipped_turns == 1
-    assert [num_tokens for num_tokens, _, _ in bench.allocation.asked] == [48, 64]
+    assert [num_tokens for num_tokens, *_ in bench.allocation.asked] == [48, 64]
 
 
 def test_an_allocation_that_keeps_everything_changes_no_byte() -> None:
@@ -254,7 +259,7 @@ def test_an_allocation_that_keeps_everything_changes_no_byte() -> None:
             assert bench.store_turn(turn, None)
         slices = bench.slices(bench.turn(10))
         blocks.append([[block.tobytes() for block in piece.blocks] for piece in slices])
-        assert [piece.manifest.layer_first_token for piece in slices] == [(0, 0, 0), (24, 24, 24)]
+        assert [piece.header.layer_first_token for piece in slices] == [(0, 0, 0), (24, 24, 24)]
         bench.close()
     assert blocks[0] == blocks[1]
 

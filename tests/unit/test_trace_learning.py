@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.store.interface import DRAM_TIER
 from krul_sglang.engine.clock import StreamClock
 from krul_sglang.engine.load_batch import Forecast, LoadBatch
 from krul_sglang.engine.restore_trace import MAX_TRACES, RestoreTrace, TraceLog
 from tests.unit.engine_builders import PATIENCE_S, bare_load, layer_times
 
 NUM_LAYERS = 2
-TIER = "dram"
 
 
 class RecordingCosts:
@@ -33,7 +35,7 @@ class RecordingCosts:
 
     def current(self) -> RestoreCosts:
         own = ComputeCost(launch_s=1.0, token_s=0.1, context_s=0.01)
-        return RestoreCosts(head=own, own=own, tiers={TIER: TierCost(0.0, 0.0)})
+        return RestoreCosts(head=own, own=own, tiers={DRAM_TIER: TierCost(0.0, 0.0)})
 
     def observe_tier(self, tier: str, predicted_s: float, measured_s: float) -> None:
         self.observed.append((tier, predicted_s, round(measured_s, 6)))
@@ -52,7 +54,7 @@ class ScriptedClock:
 
 def make_log() -> tuple[TraceLog, RecordingCosts]:
     costs: Any = RecordingCosts()
-    return TraceLog(costs, TIER, NUM_LAYERS), costs
+    return TraceLog(costs, NUM_LAYERS), costs
 
 
 def make_trace(*forecasts: Forecast, has_heads: bool = True, end_s: float | None = 9.0) -> RestoreTrace:
@@ -74,11 +76,17 @@ def make_trace(*forecasts: Forecast, has_heads: bool = True, end_s: float | None
     return trace
 
 
+def lie_in(trace: RestoreTrace, *tiers: str) -> None:
+    """Let the first load have slices in these tiers."""
+    slices: Any = tuple(SimpleNamespace(source=SimpleNamespace(tier=tier)) for tier in tiers)
+    trace.batch.loads = {**trace.batch.loads, "r0": replace(trace.batch.loads["r0"], slices=slices)}
+
+
 def test_costs_learn_the_work_of_each_stream_without_its_waits() -> None:
     log, costs = make_log()
     log.add(make_trace(Forecast(1.0, 2.0), Forecast(0.5, 0.25)))
     log.settle()
-    assert costs.observed == [("head", 1.5, 4.0), (TIER, 2.25, 5.0)]
+    assert costs.observed == [("head", 1.5, 4.0), (DRAM_TIER, 2.25, 5.0)]
 
 
 def test_a_request_that_came_alone_tells_what_a_restore_takes_beyond_its_plan() -> None:
@@ -104,7 +112,33 @@ def test_what_a_plan_did_not_have_teaches_nothing() -> None:
     log, costs = make_log()
     log.add(make_trace(Forecast(0.0, 2.0), has_heads=False))
     log.settle()
-    assert [name for name, *_ in costs.observed] == [TIER, "overhead"]
+    assert [name for name, *_ in costs.observed] == [DRAM_TIER, "overhead"]
+
+
+def test_a_load_from_a_lower_tier_teaches_about_that_tier_alone() -> None:
+    """Nothing about the overhead either: how long a tier takes to answer is not the restore's."""
+    log, costs = make_log()
+    for tiers in ((DRAM_TIER, "ssd"), ("ssd",), (DRAM_TIER,)):
+        trace = make_trace(Forecast(0.0, 2.0))
+        lie_in(trace, *tiers)
+        log.add(trace)
+    log.settle()
+    assert costs.observed == [
+        ("ssd", 2.0, 5.0),
+        ("ssd", 2.0, 5.0),
+        (DRAM_TIER, 2.0, 5.0),
+        ("overhead", 1.0, 9.0),
+    ]
+    assert [trace["requests"][0]["tiers"] for trace in log.as_list()] == [["dram", "ssd"], ["ssd"], ["dram"]]
+
+
+def test_a_load_from_two_lower_tiers_teaches_about_neither() -> None:
+    log, costs = make_log()
+    trace = make_trace(Forecast(1.0, 2.0))
+    lie_in(trace, "mooncake", DRAM_TIER, "ssd")
+    log.add(trace)
+    log.settle()
+    assert costs.observed == [("head", 1.0, 4.0)]
 
 
 def test_restores_settle_in_order_when_the_device_has_come_by() -> None:

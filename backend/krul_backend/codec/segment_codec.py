@@ -168,15 +168,26 @@ class SegmentCodec:
         Raises:
             CodecError: a strategy for another number of layers, or a pair without the map it needs.
         """
+        group_size = self._options.group_size
+        return tuple(num_bytes / group_size for num_bytes in self._group_layout(strategy).layer_num_bytes)
+
+    def last_use(self, strategy: Strategy) -> tuple[int, ...]:
+        """For each layer the last one that needs its block: itself, or the other one of a pair.
+
+        Raises:
+            CodecError: as ``layer_token_bytes`` does.
+        """
+        return self._group_layout(strategy).last_use
+
+    def _group_layout(self, strategy: Strategy) -> SegmentLayout:
+        """The blocks of one full group, without retained rows."""
         self._check_strategy(strategy)
         pairs = tuple(
             self._share(pair, strategy.layers[pair[0]].precision, None, 0) for pair in strategy.pairs
         )
-        group_size = self._options.group_size
-        parameters = SegmentParameters(strategy, group_size, False, pairs)
-        place = self._place(parameters, 0, group_size)
-        layout = SegmentLayout(self._units(parameters, place), place)
-        return tuple(num_bytes / group_size for num_bytes in layout.layer_num_bytes)
+        parameters = SegmentParameters(strategy, self._options.group_size, False, pairs)
+        place = self._place(parameters, 0, self._options.group_size)
+        return SegmentLayout(self._units(parameters, place), place)
 
     def encode_unit(
         self, encoding: SegmentEncoding, unit: Unit, layers: Sequence[LayerKV]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.daemon.lanes import Answer, Deferred, Lane
+from krul_backend.daemon.lanes import Answer, Deferred
 from krul_backend.daemon.limits import PROTOCOL_VERSION
 from krul_backend.daemon.replies import (
     AbortReply,
@@ -17,7 +17,6 @@ from krul_backend.daemon.replies import (
     CommitReply,
     FetchReply,
     FindMissingReply,
-    FlushReply,
     HelloReply,
     LeaseReply,
     PathSegmentsReply,
@@ -39,7 +38,6 @@ from krul_backend.daemon.requests import (
     CommitRequest,
     FetchRequest,
     FindMissingRequest,
-    FlushRequest,
     HelloRequest,
     LeaseRequest,
     PathSegmentsRequest,
@@ -68,8 +66,6 @@ from krul_backend.store.interface import KVStore, Lease, SegmentSlice, Span
 MAX_MODELS = 64
 MAX_HELD = 65_536
 """Models, and leases or reservations, of one session."""
-
-MAX_FLUSH_S = 600.0
 
 T = TypeVar("T")
 
@@ -112,7 +108,6 @@ class SessionHandlers:
             ReportDamageRequest: self._report_damage,
             TierCostsRequest: self._tier_costs,
             ClearRequest: self._clear,
-            FlushRequest: self._flush,
         }
 
     def handle(self, session: Session, request: Request, token_ids: TokenIds | None) -> Answer:
@@ -281,14 +276,6 @@ class SessionHandlers:
             return ClearReply(id=request.id)
 
         return Deferred(lambda: self._store.clear(model), finish)
-
-    def _flush(self, session: Session, request: FlushRequest) -> Answer:
-        timeout_s = min(request.timeout_s, MAX_FLUSH_S)
-        return Deferred(
-            lambda: self._store.flush(timeout_s),
-            lambda future: FlushReply(id=request.id, is_durable=future.result()),
-            Lane.FLUSH,
-        )
 
     def _slices(self, slices: tuple[SegmentSlice, ...]) -> tuple[WireSlice, ...]:
         return tuple(slice_to_wire(part, self._status_span(part)) for part in slices)

@@ -128,6 +128,23 @@ class OnlineCosts:
                 raise RestoreError(f"tier {tier!r} has no costs (known: {', '.join(self._tier_logs)})")
             self._tier_logs[tier] = self._moved(self._tier_logs[tier], predicted_s, measured_s)
 
+    def set_tier(self, tier: str, cost: TierCost, *, through: str) -> None:
+        """State what reading ``tier`` costs now, whose blocks pass ``through`` another tier on their way.
+
+        A block goes on while the next one is read: the slower of both counts, and both latencies. What was
+        observed of ``tier`` before still scales it.
+
+        Raises:
+            RestoreError: for a tier to pass through that has no costs.
+        """
+        with self._lock:
+            if through not in self._costs.tiers:
+                raise RestoreError(f"tier {through!r} has no costs (known: {', '.join(self._tier_logs)})")
+            front = self._costs.tiers[through]
+            whole = TierCost(front.latency_s + cost.latency_s, max(front.byte_s, cost.byte_s))
+            self._costs = replace(self._costs, tiers={**self._costs.tiers, tier: whole})
+            self._tier_logs.setdefault(tier, 0.0)
+
     def observe_overhead(self, predicted_s: float, measured_s: float) -> None:
         """A restore was planned to end after ``predicted_s`` and ended after ``measured_s``."""
         if not (0 < predicted_s < math.inf and 0 < measured_s < math.inf):

@@ -1,0 +1,82 @@
+"""What restores on one rank: from the lease that a request was promised to a load, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from krul_backend.errors import CodecError
+from krul_backend.store.interface import Lease
+from krul_sglang.engine.load_batch import Load
+from krul_sglang.engine.restore_forward import RestoreForward
+from krul_sglang.engine.restore_planning import RestorePlanning
+from krul_sglang.engine.restore_trace import TraceLog
+from krul_sglang.engine.segment_reader import OpenSlice
+from krul_sglang.engine.start_proof import HeadProof
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HeldLease:
+    """What a waiting request was promised: the lease, and the page keys it was given for."""
+
+    first_key: str
+    num_keys: int
+    lease: Lease
+
+
+@dataclass(frozen=True)
+class Returning:
+    """A request about to load: ``device_tokens`` of its prefix are in the pool, ``new_tokens`` follow it."""
+
+    device_tokens: int
+    new_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Restore:
+    """Made when the engine can be measured, before the first request.
+
+    ``proof`` is None if heads cannot be recomputed. ``page_size`` is in tokens.
+    """
+
+    proof: HeadProof | None
+    planning: RestorePlanning
+    forward: RestoreForward
+    traces: TraceLog
+    page_size: int
+
+    def plan_load(
+        self, held: HeldLease, first_key: str, slots: torch.Tensor, returning: Returning
+    ) -> Load | None:
+        """How to fill ``slots`` (int64 ``[T]``) with the leased pages from ``first_key`` on.
+
+        None if that is better computed, or cannot be read. The lease stays the caller's then.
+        """
+        if held.first_key != first_key or len(slots) > held.lease.num_pages * self.page_size:
+            return None
+        slices: list[OpenSlice] | None = None
+        try:
+            slices = self.planning.open(held.lease, len(slots))
+        except CodecError as error:
+            logger.warning("krul: a stored prefix cannot be read and is computed: %s", error)
+        # Asked without slices, too: other ranks may have theirs, and wait for this one.
+        planned = self.planning.plan(
+            slices, device_tokens=returning.device_tokens, new_tokens=returning.new_tokens
+        )
+        if planned is None or slices is None:
+            return None
+        return Load(held.lease, slices, slots, returning.device_tokens, planned.plan, planned.forecast)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for ``/server_info``."""
+        return {
+            "plans": asdict(self.planning.counters),
+            "forward": asdict(self.forward.counters),
+            "costs": asdict(self.planning.costs.current()),
+            "proof": None if self.proof is None else asdict(self.proof),
+        }

@@ -1,0 +1,193 @@
+"""Blocks are compared with their checksums before they are used: in DRAM, and while they arrive."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from krul_backend.errors import TierReadError
+from krul_backend.store.arrival import FAILED, LANDED, PENDING, LayerStatus
+from krul_backend.store.hashing import block_checksum
+from krul_backend.store.interface import Block, SegmentSlice
+from krul_sglang.engine import block_checks
+from krul_sglang.engine.block_checks import BlockChecks, DamagedBlockError
+from tests.unit.engine_builders import PATIENCE_S, in_threads
+from tests.unit.segment_builders import END, NUM_LAYERS, lease_of, stored, whole_segments
+
+CPU = torch.device("cpu")
+SHORT_S = 0.05
+"""A deadline that passes soon; what is tested to pass it never comes."""
+
+
+class Rig:
+    def __init__(self, timeout_s: float = PATIENCE_S) -> None:
+        self.reported: list[int] = []
+        self.checks = BlockChecks(CPU, timeout_s, self.reported.append)
+
+    def check(self, source: SegmentSlice, layer: int) -> None:
+        self.checks.announce(source, layer)
+        self.checks.wait(source, layer)
+
+
+@contextmanager
+def rig_of(timeout_s: float = PATIENCE_S) -> Iterator[Rig]:
+    rig = Rig(timeout_s)
+    with closing(rig.checks):
+        yield rig
+
+
+def in_dram() -> SegmentSlice:
+    """The second segment of the conversation, in blocks of the test's own."""
+    source = lease_of(whole_segments("coded"), 0).slices[1]
+    return replace(source, blocks=tuple(block.copy() for block in source.blocks))
+
+
+class Arrival:
+    """A segment on its way: blocks of zeros until ``land``."""
+
+    def __init__(self) -> None:
+        self._stored = in_dram()
+        self.flags = np.full(NUM_LAYERS, PENDING, np.uint8)
+        self.source = replace(
+            self._stored,
+            tier="ssd",
+            blocks=tuple(np.zeros_like(block) for block in self._stored.blocks),
+            status=LayerStatus(self.flags),
+        )
+
+    def land(self, layer: int) -> None:
+        self.source.blocks[layer][:] = self._stored.blocks[layer]
+        self.flags[layer] = LANDED
+
+
+def test_blocks_that_are_right_pass() -> None:
+    source = in_dram()
+    with rig_of() as rig:
+        for layer in range(NUM_LAYERS):
+            rig.check(source, layer)
+        assert rig.reported == []
+
+
+def test_blocks_of_no_bytes_pass() -> None:
+    (source,) = lease_of((stored("native", 0, END, (END, END, 0, 0)),), 0).slices
+    assert [block.nbytes == 0 for block in source.blocks] == [True, True, False, False]
+    with rig_of() as rig:
+        for layer in range(NUM_LAYERS):
+            rig.check(source, layer)
+        assert rig.reported == []
+
+
+@pytest.mark.parametrize("byte", [0, 17, -1])
+def test_a_damaged_block_is_an_error_and_reported(byte: int) -> None:
+    source = in_dram()
+    source.blocks[2][byte] ^= 0x10
+    with rig_of() as rig:
+        for layer in (0, 1, 3):
+            rig.check(source, layer)
+        with pytest.raises(DamagedBlockError, match=r"layer 2 of segment 1 has a wrong checksum in dram"):
+            rig.check(source, 2)
+        # Whoever asks again is told again.
+        with pytest.raises(DamagedBlockError):
+            rig.checks.wait(source, 2)
+    assert rig.reported == [1]
+
+
+def test_a_block_is_hashed_once_and_in_the_order_of_announcement(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = in_dram(), replace(in_dram(), segment_id=7)
+    names = {
+        block.ctypes.data: (number, layer)
+        for number, source in enumerate((first, second))
+        for layer, block in enumerate(source.blocks)
+    }
+    hashed: list[tuple[int, int]] = []
+
+    def recorded(block: Block) -> int:
+        hashed.append(names[block.ctypes.data])
+        return block_checksum(block)
+
+    monkeypatch.setattr(block_checks, "block_checksum", recorded)
+    with rig_of() as rig:
+        for layer in (0, 2, 0):
+            for source in (first, second):
+                rig.checks.announce(source, layer)
+        for source in (first, second):
+            rig.check(source, 2)
+            rig.check(source, 0)
+    assert hashed == [(0, 0), (1, 0), (0, 2), (1, 2)]
+
+
+def test_a_layer_that_lands_late_is_waited_for() -> None:
+    arrival = Arrival()
+    with rig_of() as rig, in_threads() as start:
+        for layer in range(NUM_LAYERS):
+            rig.checks.announce(arrival.source, layer)
+        for layer in range(NUM_LAYERS):
+            waiting = start(lambda layer=layer: rig.checks.wait(arrival.source, layer))  # type: ignore[misc]
+            # Cannot have ended, however long it takes: the bytes are not there.
+            with pytest.raises(TimeoutError):
+                waiting.result(SHORT_S)
+            arrival.land(layer)
+            waiting.result(PATIENCE_S / 2)
+        assert rig.reported == []
+
+
+def test_a_layer_that_cannot_be_read_is_an_error_but_no_damage() -> None:
+    arrival = Arrival()
+    arrival.land(0)
+    arrival.flags[1] = FAILED
+    with rig_of() as rig:
+        rig.check(arrival.source, 0)
+        with pytest.raises(TierReadError, match="layer 1 could not be read"):
+            rig.check(arrival.source, 1)
+        assert rig.reported == []
+
+
+def test_a_layer_that_never_comes_is_given_up() -> None:
+    arrival = Arrival()
+    with rig_of(timeout_s=SHORT_S) as rig:
+        with pytest.raises(TierReadError, match=r"layer 0 did not arrive from its tier within 0\.05 s"):
+            rig.check(arrival.source, 0)
+        # The next one may be there all the same.
+        arrival.land(1)
+        rig.check(arrival.source, 1)
+        assert rig.reported == []
+
+
+def test_bytes_that_landed_wrong_are_damage() -> None:
+    arrival = Arrival()
+    arrival.flags[3] = LANDED
+    with rig_of() as rig:
+        with pytest.raises(DamagedBlockError, match="in ssd"):
+            rig.check(arrival.source, 3)
+        assert rig.reported == [1]
+
+
+def test_closing_neither_waits_nor_begins_what_was_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrival, other = Arrival(), replace(in_dram(), segment_id=7)
+    is_waiting = threading.Event()
+    wait_for_layer = LayerStatus.wait
+
+    def waiting(status: LayerStatus, layer: int, timeout_s: float) -> None:
+        is_waiting.set()
+        wait_for_layer(status, layer, timeout_s)
+
+    monkeypatch.setattr(LayerStatus, "wait", waiting)
+    rig = Rig()
+    rig.checks.announce(arrival.source, 0)
+    rig.checks.announce(other, 0)
+    assert is_waiting.wait(PATIENCE_S)
+    rig.checks.close()
+    with pytest.raises(CancelledError):
+        rig.checks.wait(other, 0)
+    # The lease has ended: its bytes are somebody else's now, and no damage.
+    arrival.flags[0] = LANDED
+    with pytest.raises(DamagedBlockError):
+        rig.checks.wait(arrival.source, 0)
+    assert rig.reported == []

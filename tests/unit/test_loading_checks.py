@@ -1,0 +1,225 @@
+"""Loads of damaged blocks, and of blocks that come from a lower tier: right KV, or none and a failed load."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.errors import TierReadError
+from krul_backend.store.interface import DRAM_TIER
+from krul_sglang.engine.load_batch import Load, LoadFailedError
+from krul_sglang.engine.loading import LayerWiseLoader
+from tests.unit.engine_builders import PATIENCE_S, make_load
+from tests.unit.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, SHAPE, Rig, is_equal
+from tests.unit.memory_tier import MemoryTier
+
+SLOTS = torch.arange(NUM_TOKENS)
+SHORT_S = 0.05
+"""A deadline that passes soon; what is tested to pass it waits for an event that the test sets."""
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig(PATIENCE_S)
+    yield rig
+    rig.loader.close()
+    rig.store.close()
+
+
+class SunkRig(Rig):
+    """The conversation lies in a lower tier alone."""
+
+    def __init__(self, timeout_s: float = PATIENCE_S) -> None:
+        self.tier = MemoryTier()
+        super().__init__(timeout_s, (self.tier,))
+        assert self.store.flush(PATIENCE_S)
+        assert self.tier.record is not None
+        self.store.host.clear()
+
+    def close(self) -> None:
+        self.loader.close()
+        self.store.close()
+
+
+@pytest.fixture
+def sunk() -> Iterator[SunkRig]:
+    rig = SunkRig()
+    yield rig
+    rig.close()
+
+
+def start(rig: Rig, load: Load) -> int:
+    rig.loader.queue("r", load)
+    return rig.loader.start()
+
+
+def assert_load_fails(rig: Rig, load: Load, cause: str, *, first_wrong: int) -> None:
+    """Layers before ``first_wrong`` may have been written, right; nothing else of the pool has changed."""
+    before = rig.pool.copy()
+    index = start(rig, load)
+    with pytest.raises(LoadFailedError, match=cause):
+        rig.batch(index).wait_layer(NUM_LAYERS - 1)
+    assert not rig.loader.finish(index)
+    assert rig.loader.counters.failed_batches == 1
+    assert rig.num_leases() == 0
+    for layer, (new, old) in enumerate(zip(rig.pool.copy(), before, strict=True)):
+        assert is_equal(new, old) == (layer >= first_wrong)
+        assert layer >= first_wrong or rig.holds(layer, SLOTS)
+
+
+# ---- damage ----
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_a_damaged_block_fails_the_load_and_never_reaches_the_pool(rig: Rig, layer: int) -> None:
+    load = rig.load(SLOTS)
+    offset, num_bytes = load.lease.slices[0].spans[layer]
+    rig.store.host.buffer[offset + num_bytes // 2] ^= 0x10
+    assert_load_fails(rig, load, f"layer {layer} of segment .* has a wrong checksum", first_wrong=layer)
+    stats = rig.store.stats()
+    assert (stats.corrupted_segments, stats.num_segments) == (1, 0)
+    # It is found no more, and stored again when the conversation next ends a turn.
+    assert rig.store.lease(rig.model, rig.page_keys, rig.token_ids) is None
+    assert rig.store.find_missing(rig.model, rig.page_keys) == [range(NUM_PAGES)]
+
+
+def test_damage_in_what_is_not_needed_fails_nothing(rig: Rig) -> None:
+    """Heads that cover a layer: its block is neither checked nor copied."""
+    load = rig.load(SLOTS)
+    rig.store.host.buffer[load.lease.slices[0].spans[0].offset] ^= 0x10
+    covered = replace(load, plan=replace(load.plan, head_ends=(NUM_TOKENS, 0, 0)))
+    assert rig.loader.finish(start(rig, covered))
+    assert [rig.holds(layer, SLOTS) for layer in range(NUM_LAYERS)] == [False, True, True]
+    assert rig.store.stats().corrupted_segments == 0
+
+
+def test_damage_of_one_load_spares_the_next_batch(rig: Rig) -> None:
+    load, whole = rig.load(SLOTS), rig.load(SLOTS + 30)
+    offset = load.lease.slices[0].spans[1].offset
+    rig.store.host.buffer[offset] ^= 0x10
+    assert not rig.loader.finish(start(rig, load))
+    rig.store.host.buffer[offset] ^= 0x10
+    assert rig.loader.finish(start(rig, whole))
+    assert all(rig.holds(layer, SLOTS + 30) for layer in range(NUM_LAYERS))
+
+
+# ---- lower tiers ----
+
+
+def test_what_lies_in_a_lower_tier_is_fetched_and_loaded(sunk: SunkRig) -> None:
+    load = sunk.load(SLOTS)
+    assert [part.source.tier for part in load.slices] == ["ssd"]
+    assert not load.lease.is_in_dram
+    assert sunk.loader.finish(start(sunk, load))
+    assert all(sunk.holds(layer, SLOTS) for layer in range(NUM_LAYERS))
+    assert (sunk.num_leases(), sunk.loader.counters.tokens) == (0, NUM_TOKENS)
+    # From now on it is in DRAM, too.
+    again = sunk.load(SLOTS + 30)
+    assert [part.source.tier for part in again.slices] == [DRAM_TIER]
+    assert sunk.loader.finish(start(sunk, again))
+    assert sunk.store.stats().fetched_segments == 1
+
+
+def test_layers_are_loaded_as_they_arrive(sunk: SunkRig) -> None:
+    may_come = [threading.Event() for _ in range(NUM_LAYERS)]
+    sunk.tier.before_layer = lambda layer: wait_for(may_come[layer])
+    index = start(sunk, sunk.load(SLOTS))
+    for layer in range(NUM_LAYERS):
+        assert len(sunk.batch(index).load_times) == layer
+        assert not sunk.holds(layer, SLOTS)
+        may_come[layer].set()
+        sunk.batch(index).wait_layer(layer)
+        assert sunk.holds(layer, SLOTS)
+    assert sunk.loader.finish(index)
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_a_fetch_that_fails_half_way_fails_the_load(sunk: SunkRig, layer: int) -> None:
+    def fail(at: int) -> None:
+        if at == layer:
+            raise TierReadError("the disk is gone")
+
+    sunk.tier.before_layer = fail
+    assert_load_fails(
+        sunk, sunk.load(SLOTS), f"layer {layer} could not be read from its tier", first_wrong=layer
+    )
+    # An error of the medium is no damage.
+    assert sunk.store.stats().corrupted_segments == 0
+    sunk.tier.before_layer = lambda at: None
+    assert sunk.loader.finish(start(sunk, sunk.load(SLOTS)))
+    assert all(sunk.holds(layer, SLOTS) for layer in range(NUM_LAYERS))
+
+
+def test_a_fetch_that_hangs_fails_the_load_after_its_deadline() -> None:
+    rig, go_on = SunkRig(SHORT_S), threading.Event()
+    rig.tier.before_layer = lambda layer: wait_for(go_on)
+    try:
+        before = rig.pool.copy()
+        index = start(rig, rig.load(SLOTS))
+        with pytest.raises(LoadFailedError, match=r"did not arrive|no layer has landed"):
+            rig.batch(index).wait_layer(0)
+        assert not rig.loader.finish(index)
+        assert all(is_equal(new, old) for new, old in zip(rig.pool.copy(), before, strict=True))
+        assert rig.num_leases() == 0
+    finally:
+        go_on.set()
+        rig.close()
+
+
+def test_bytes_that_arrive_wrong_are_no_kv(sunk: SunkRig) -> None:
+    """A tier that claims to have checked what it has not."""
+    assert sunk.tier.record is not None
+    sunk.tier.record.blocks[1][3] ^= 0x10
+    assert_load_fails(sunk, sunk.load(SLOTS), "layer 1 of segment .* has a wrong checksum", first_wrong=1)
+
+
+def test_no_room_for_a_fetch_fails_the_load(sunk: SunkRig) -> None:
+    load = sunk.load(SLOTS)
+    free_bytes = sunk.store.stats().largest_free_bytes
+    taken = sunk.store.reserve([free_bytes])
+    assert taken is not None
+    assert_load_fails(sunk, load, "no room in DRAM", first_wrong=0)
+    sunk.store.abort(taken)
+    assert sunk.tier.num_held == 0
+
+
+def test_other_kv_of_the_same_tokens_is_not_decoded_as_what_was_leased(
+    sunk: SunkRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody stored the tokens again, encoded in another way, between the lease and the fetch."""
+    load = sunk.load(SLOTS)
+    fetch = sunk.store.fetch
+
+    def fetch_other(lease: Any) -> Any:
+        (piece,) = fetch(lease)
+        other = SegmentCodec(SHAPE, NUM_LAYERS, None, CodecOptions(group_size=32))
+        params = {**piece.header.codec_params, "group_size": 32}
+        assert params != piece.header.codec_params
+        other.open(params, start_token=0, num_tokens=NUM_TOKENS)
+        return (replace(piece, header=replace(piece.header, codec_params=params)),)
+
+    monkeypatch.setattr(sunk.store, "fetch", fetch_other)
+    assert_load_fails(sunk, load, "were stored again since they were leased", first_wrong=0)
+
+
+def test_pages_that_ranks_do_not_agree_on_are_fetched_but_not_loaded(sunk: SunkRig) -> None:
+    lease = sunk.store.lease(sunk.model, sunk.page_keys, sunk.token_ids)
+    assert lease is not None
+    before = sunk.pool.copy()
+    loader: LayerWiseLoader = sunk.loader
+    loader.queue("r", make_load(lease, sunk.codec, SLOTS[:4]))
+    assert loader.finish(loader.start())
+    for layer, (new, old) in enumerate(zip(sunk.pool.copy(), before, strict=True)):
+        assert torch.equal(new.k[4:], old.k[4:])
+        assert torch.equal(new.k[:4], sunk.layers[layer].k[:4])

@@ -1,0 +1,241 @@
+"""How ranks come to their daemon: who starts it, who joins it, and that all of them fail together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+
+from krul_backend.errors import DaemonError
+from krul_sglang.config import KrulConfig
+from krul_sglang.engine import store_connection
+from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.store_connection import StoreConnection, connect_store, daemon_arguments
+from tests.unit.engine_builders import PATIENCE_S, in_threads
+from tests.unit.segment_builders import MODEL
+
+GIB = 1 << 30
+ALONE = RankAgreement(None, 1)
+
+
+# ---- what the daemon is told ----
+
+
+def options(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    return list(zip(arguments[::2], arguments[1::2], strict=True))
+
+
+def test_a_daemon_is_told_its_memory_and_the_defaults() -> None:
+    assert options(daemon_arguments(KrulConfig(), 3 * GIB)) == [
+        ("--host-memory", str(3 * GIB)),
+        ("--eviction", "value"),
+        ("--tenant-quota", "1.0"),
+        ("--metrics-port", "0"),
+        ("--ssd-timeout", "1.0"),
+    ]
+
+
+def test_a_daemon_is_told_every_option_that_is_its_own() -> None:
+    config = KrulConfig(
+        ssd_dir="/mnt/kv store",
+        ssd_capacity=5 * GIB,
+        ssd_timeout=0.25,
+        mooncake="master=10.0.0.1:50051,metadata=http://10.0.0.1:8080/metadata?a=b",
+        eviction="lru",
+        tenant_quota=0.5,
+        metrics_port=9400,
+    )
+    assert options(daemon_arguments(config, GIB)) == [
+        ("--host-memory", str(GIB)),
+        ("--eviction", "lru"),
+        ("--tenant-quota", "0.5"),
+        ("--metrics-port", "9400"),
+        ("--ssd-timeout", "0.25"),
+        ("--ssd-dir", "/mnt/kv store"),
+        ("--ssd-capacity", str(5 * GIB)),
+        # One option for each setting.
+        ("--mooncake", "master=10.0.0.1:50051"),
+        ("--mooncake", "metadata=http://10.0.0.1:8080/metadata?a=b"),
+    ]
+
+
+def test_a_directory_in_the_users_home_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert ("--ssd-dir", "/home/somebody/kv") in options(daemon_arguments(KrulConfig(ssd_dir="~/kv"), GIB))
+
+
+def test_a_capacity_without_a_directory_is_the_daemons_to_refuse() -> None:
+    arguments = options(daemon_arguments(KrulConfig(ssd_capacity=GIB), GIB))
+    assert ("--ssd-capacity", str(GIB)) in arguments
+    assert "--ssd-dir" not in dict(arguments)
+
+
+# ---- who connects to what ----
+
+
+class FakeDaemon:
+    def __init__(self, arguments: Sequence[str], number: int) -> None:
+        self.arguments = list(arguments)
+        self.runtime_dir = Path(f"/run/krul-{number}")
+        self.log_path = self.runtime_dir / "daemon.log"
+        self.pid = 4000 + number
+        self.is_closed = False
+
+    def restart(self) -> None:
+        raise AssertionError("nothing died")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclasses.dataclass
+class FakeCounters:
+    num_lost: int = 0
+
+
+class FakeStore:
+    counters = FakeCounters()
+
+    def __init__(self, endpoint: str, restart: Callable[[], None] | None, *, is_connected: bool) -> None:
+        self.endpoint = endpoint
+        self.restart = restart
+        self.is_connected = is_connected
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Host:
+    """Stands for the daemons and stores of all ranks, and fails where a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.daemons: list[FakeDaemon] = []
+        self.stores: dict[int, FakeStore] = {}
+        self.unreachable_rank: int | None = None
+        self.refusing_rank: int | None = None
+        self.start_error: Exception | None = None
+        monkeypatch.setattr(store_connection, "EmbeddedDaemon", self.start)
+        monkeypatch.setattr(store_connection, "DaemonStore", self.connect)
+
+    def start(self, arguments: Sequence[str]) -> FakeDaemon:
+        if self.start_error is not None:
+            raise self.start_error
+        self.daemons.append(FakeDaemon(arguments, len(self.daemons)))
+        return self.daemons[-1]
+
+    def connect(
+        self, endpoint: str, *, model: Any, on_arena: Any, restart: Callable[[], None] | None
+    ) -> FakeStore:
+        rank = model.tp_rank
+        if rank == self.refusing_rank:
+            raise DaemonError("the daemon is another user's")
+        self.stores[rank] = FakeStore(endpoint, restart, is_connected=rank != self.unreachable_rank)
+        return self.stores[rank]
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(monkeypatch)
+
+
+class Meeting(RankAgreement):
+    """Ranks in threads of one process. A rank that does not come breaks the barrier for all."""
+
+    def __init__(self, rank: int, contents: dict[int, bytes], barrier: Barrier) -> None:
+        super().__init__(None, barrier.parties)
+        self._rank = rank
+        self._contents = contents
+        self._barrier = barrier
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        self._contents[self._rank] = content
+        self._barrier.wait()
+        gathered = [self._contents[rank] for rank in range(self.num_ranks)]
+        self._barrier.wait()
+        return gathered
+
+
+def connect(config: KrulConfig, rank: int, num_ranks: int, agreement: RankAgreement, per_host: int) -> Any:
+    model = dataclasses.replace(MODEL, tp_rank=rank, tp_size=num_ranks)
+    return connect_store(
+        config, model, torch.device("cpu"), agreement, rank_bytes=GIB, ranks_per_host=per_host
+    )
+
+
+def connect_all(config: KrulConfig, num_ranks: int, per_host: int) -> list[Future[StoreConnection]]:
+    contents: dict[int, bytes] = {}
+    barrier = Barrier(num_ranks, timeout=PATIENCE_S)
+    with in_threads() as start:
+        return [
+            start(
+                lambda rank=rank: connect(  # type: ignore[misc]
+                    config, rank, num_ranks, Meeting(rank, contents, barrier), per_host
+                )
+            )
+            for rank in range(num_ranks)
+        ]
+
+
+def test_a_single_rank_starts_its_daemon(host: Host) -> None:
+    connection = connect(KrulConfig(), 0, 1, ALONE, 1)
+    (daemon,) = host.daemons
+    assert connection.daemon is daemon
+    assert daemon.arguments == daemon_arguments(KrulConfig(), GIB)
+    assert host.stores[0].endpoint == "/run/krul-0"
+    assert host.stores[0].restart == daemon.restart
+    assert connection.as_dict() == {"endpoint": "/run/krul-0", "is_connected": True, "num_lost": 0}
+    connection.close()
+    assert host.stores[0].is_closed
+    assert daemon.is_closed
+
+
+def test_the_first_rank_of_each_host_starts_a_daemon_for_its_ranks(host: Host) -> None:
+    connections = [connected.result() for connected in connect_all(KrulConfig(), 4, per_host=2)]
+    endpoints = [connection.endpoint for connection in connections]
+    assert endpoints[0] == endpoints[1] != endpoints[2] == endpoints[3]
+    assert [connection.daemon is not None for connection in connections] == [True, False, True, False]
+    assert [host.stores[rank].restart is not None for rank in range(4)] == [True, False, True, False]
+    # The memory of both of its ranks.
+    for daemon in host.daemons:
+        assert daemon.arguments[:2] == ["--host-memory", str(2 * GIB)]
+    assert len(host.daemons) == 2
+
+
+def test_a_daemon_that_is_running_is_joined_and_left_alone(host: Host) -> None:
+    config = KrulConfig(endpoint="/run/other")
+    connections = [connected.result() for connected in connect_all(config, 2, per_host=2)]
+    assert host.daemons == []
+    for connection in connections:
+        assert (connection.endpoint, connection.daemon) == ("/run/other", None)
+        connection.close()
+    assert [store.is_closed for store in host.stores.values()] == [True, True]
+
+
+def test_no_rank_goes_on_without_the_daemon_of_another(host: Host) -> None:
+    host.start_error = DaemonError("no memory")
+    for connected in connect_all(KrulConfig(), 3, per_host=3):
+        with pytest.raises(DaemonError, match="rank 0 has no KV store: no memory"):
+            connected.result()
+    assert host.stores == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("unreachable", "no krul-backend answers in /run/krul-0"), ("refusing", "another user")],
+)
+def test_no_rank_goes_on_if_one_is_not_connected(host: Host, kind: str, said: str) -> None:
+    setattr(host, f"{kind}_rank", 1)
+    for connected in connect_all(KrulConfig(), 3, per_host=3):
+        with pytest.raises(DaemonError, match=f"rank 1 has no KV store: .*{said}"):
+            connected.result()
+    # Nothing is left behind.
+    assert [daemon.is_closed for daemon in host.daemons] == [True]
+    assert all(store.is_closed for store in host.stores.values())
+    assert len(host.stores) == (3 if kind == "unreachable" else 2)
