@@ -324,8 +324,9 @@ def test_people_need_no_session(client: RawClient) -> None:
     client.ask(PingRequest, PingReply, token="")
     assert client.ask(StatsRequest, StatsReply, token="").daemon.num_sessions >= 1
     client.ask(ListRequest, ListReply, token="")
+    assert client.ask(FlushRequest, FlushReply, token="", timeout_s=1.0).is_durable
     assert client.ask_wrongly(ClearRequest, token="", fingerprint=None) == "protocol"
-    assert client.ask_wrongly(FlushRequest, token="", timeout_s=1.0) == "protocol"
+    assert client.ask_wrongly(TierCostsRequest, token="") == "protocol"
 
 
 def test_garbage_is_counted_and_harms_nobody(daemon: DaemonProcess, client: RawClient) -> None:
