@@ -24,7 +24,7 @@ from krul_backend.daemon.daemon_store import DaemonStore
 from krul_backend.daemon.launcher import MAX_RESTARTS, EmbeddedDaemon
 from krul_backend.daemon.request_channel import CurveKeys
 from krul_backend.errors import ConfigError, DaemonError, DaemonUnreachableError, ManifestError, TierReadError
-from krul_backend.store.stored_segment import block_checksum
+from krul_backend.store.hashing import block_checksum
 from tests.unit.store_builders import (
     fill,
     lease_pages,

@@ -12,7 +12,7 @@ import numpy as np
 from store_builders import make_manifest, make_model, page_keys, tokens_of
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.store.stored_segment import block_checksum
+from krul_backend.store.hashing import block_checksum
 from krul_backend.tiers.lower_tier import TierRun
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.ssd_tier import SsdTier

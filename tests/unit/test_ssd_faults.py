@@ -24,7 +24,7 @@ from ssd_builders import (
 from store_builders import make_manifest, make_model, page_keys
 
 from krul_backend.errors import DaemonError, TierReadError
-from krul_backend.store.stored_segment import block_checksum
+from krul_backend.store.hashing import block_checksum
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from krul_backend.tiers.ssd.suspension import FIRST_PAUSE_S
 
