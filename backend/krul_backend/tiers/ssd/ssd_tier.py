@@ -249,12 +249,14 @@ class SsdTier(LowerTier):
 
     def close(self) -> None:
         has_ended = self._writes.close(_CLOSE_TIMEOUT_S)
+        # From here on no read begins; those that run hold their files.
         with self._state.lock:
             was_closed, self._state.is_closed = self._state.is_closed, True
         if was_closed:
             return
         self._reader.close()
         if has_ended:
+            self._writer.close()
             self._directory_lock.release()
         else:
             # A write that hangs may yet arrive: nobody else may have the directory before this process ends.
