@@ -291,6 +291,14 @@ def test_a_disk_that_fails_at_the_start_suspends_the_tier(tmp_path: Path) -> Non
     tier.close()
 
 
+def test_a_disk_smaller_than_the_cap_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk = FaultyDisk()
+    disk.num_free_bytes = 1000
+    with caplog.at_level(logging.WARNING):
+        open_tier(tmp_path, disk).close()
+    assert [record.message for record in caplog.records if "only 1000 left" in record.message]
+
+
 def test_done_is_called_once_whatever_happens(tier: SsdTier, disk: FaultyDisk) -> None:
     blocks = random_blocks(SIZES, 0)
     checksums = [block_checksum(block) for block in blocks]
