@@ -24,7 +24,7 @@ class ChecksumGate:
 
 def install_gate(monkeypatch: pytest.MonkeyPatch) -> ChecksumGate:
     gate = ChecksumGate()
-    for module in ("host_store", "stored_segment", "trimming"):
+    for module in ("hashing", "stored_segment", "trimming"):
         monkeypatch.setattr(f"krul_backend.store.{module}.block_checksum", gate)
     return gate
 

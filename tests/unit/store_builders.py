@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.host_store import HostStore
-from krul_backend.store.interface import Lease, Reservation
+from krul_backend.store.interface import KVStore, Lease, Reservation
 
 PAGE_SIZE = 4
 
@@ -46,6 +47,8 @@ def make_manifest(
     end: int,
     layer_num_bytes: tuple[int, ...],
     model: ModelIdentity | None = None,
+    tenant: str = "",
+    recompute_s: float = 0.0,
 ) -> SegmentManifest:
     model = model if model is not None else make_model(num_layers=len(layer_num_bytes))
     keys = page_keys(conversation, first, end)
@@ -57,6 +60,8 @@ def make_manifest(
         token_ids=tokens_of(keys, model.page_size),
         codec="raw",
         layer_num_bytes=layer_num_bytes,
+        tenant=tenant,
+        recompute_s=recompute_s,
     )
 
 
@@ -69,30 +74,33 @@ def fill(reservation: Reservation, seed: int) -> tuple[bytes, ...]:
 
 
 def put(
-    store: HostStore,
+    store: KVStore,
     conversation: str,
     first: int,
     end: int,
     sizes: tuple[int, ...] = (100, 60),
     model: ModelIdentity | None = None,
     seed: int = 0,
+    tenant: str = "",
+    recompute_s: float = 0.0,
 ) -> tuple[int, tuple[bytes, ...]]:
     """Reserve, fill and commit one segment; returns its id and its bytes."""
-    reservation = store.reserve(sizes)
+    reservation = store.reserve(sizes, tenant)
     assert reservation is not None
     written = fill(reservation, seed)
-    return store.commit(reservation, make_manifest(conversation, first, end, sizes, model)), written
+    manifest = make_manifest(conversation, first, end, sizes, model, tenant, recompute_s)
+    return store.commit(reservation, manifest), written
 
 
 def lease_pages(
-    store: HostStore, conversation: str, first: int, end: int, model: ModelIdentity | None = None
+    store: KVStore, conversation: str, first: int, end: int, model: ModelIdentity | None = None
 ) -> Lease | None:
     model = model if model is not None else make_model()
     keys = page_keys(conversation, first, end)
     return store.lease(model, keys, tokens_of(keys, model.page_size))
 
 
-def stored_ids(store: HostStore) -> list[int]:
+def stored_ids(store: KVStore) -> list[int]:
     return [info.segment_id for info in store.list_segments()]
 
 
@@ -104,3 +112,18 @@ def offset_in(store: HostStore, block: npt.NDArray[np.uint8]) -> int:
 def flip_byte(store: HostStore, offset: int) -> None:
     """Damage one byte of the arena behind the store's back."""
     store.buffer[offset] ^= 0x10
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for another thread to bring something about."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.001)
+
+
+def wait_until_hashed(store: KVStore, conversation: str, first: int, end: int) -> None:
+    """Wait until the checksums of these pages' segments are taken: a lease needs them."""
+    lease = lease_pages(store, conversation, first, end)
+    assert lease is not None
+    store.release(lease)

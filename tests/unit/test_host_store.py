@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import xxhash
 from checksum_gate import ChecksumGate, install_gate, let_go, run_until_gate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,9 +23,13 @@ from store_builders import (
     put,
     stored_ids,
     tokens_of,
+    wait_until,
+    wait_until_hashed,
 )
 
 from krul_backend.errors import ManifestError, StoreClosedError
+from krul_backend.store.eviction import LruPolicy
+from krul_backend.store.hashing import NUM_THREADS, block_checksum
 from krul_backend.store.host_store import HostStore
 from krul_backend.store.interface import Lease
 
@@ -33,7 +38,7 @@ MODEL = make_model()
 
 @pytest.fixture
 def store() -> Iterator[HostStore]:
-    store = HostStore(4096)
+    store = HostStore(4096, LruPolicy())
     yield store
     store.close()
 
@@ -45,7 +50,7 @@ def test_what_was_written_comes_back(store: HostStore) -> None:
     assert lease.num_pages == 3
     (piece,) = lease.slices
     assert (piece.segment_id, piece.first_page, piece.end_page) == (segment_id, 0, 3)
-    assert piece.manifest.page_keys == page_keys("c", 0, 3)
+    assert (piece.header.start_token, piece.header.num_tokens) == (0, 3 * PAGE_SIZE)
     assert tuple(block.tobytes() for block in piece.blocks) == written
     assert not any(block.flags.writeable for block in piece.blocks)
 
@@ -329,7 +334,7 @@ def test_leasing_from_the_middle_keeps_what_comes_before(store: HostStore) -> No
 @given(history=st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 400)), max_size=60))
 def test_a_stored_conversation_never_has_a_hole(history: list[tuple[int, bool, int]]) -> None:
     """Conversations that grow a turn at a time, from what is left of them: what is stored is a prefix."""
-    store = HostStore(2048)
+    store = HostStore(2048, LruPolicy())
     for step, (conversation, is_lease, num_bytes) in enumerate(history):
         name = f"c{conversation}"
         keys = page_keys(name, 0, 64)
@@ -378,7 +383,7 @@ def test_a_reservation_that_pinned_bytes_leave_no_room_for_evicts_nothing(store:
 
 
 def test_a_reservation_that_fragmentation_leaves_no_room_for_evicts_nothing() -> None:
-    store = HostStore(64 * 8)
+    store = HostStore(64 * 8, LruPolicy())
     for i in range(4):
         put(store, f"c{i}", 0, 1, sizes=(64, 64))
     # Eight blocks in order: 0 0 1 1 2 2 3 3. With 1 and 3 pinned no gap is wider than two blocks.
@@ -392,7 +397,7 @@ def test_a_reservation_that_fragmentation_leaves_no_room_for_evicts_nothing() ->
 
 
 def test_fragmentation_costs_as_many_evictions_as_real_extents_need() -> None:
-    store = HostStore(64 * 8)
+    store = HostStore(64 * 8, LruPolicy())
     for i in range(4):
         put(store, f"c{i}", 0, 1, sizes=(64, 64))
     lease = lease_pages(store, "c1", 0, 1)
@@ -521,7 +526,7 @@ def test_a_closed_store_says_so_but_lets_late_threads_end(store: HostStore) -> N
 
 def test_list_shows_what_an_operator_wants() -> None:
     now_s = 100.0
-    store = HostStore(4096, clock=lambda: now_s)
+    store = HostStore(4096, LruPolicy(), lambda: now_s)
     first, _ = put(store, "c", 0, 2)
     second, _ = put(store, "c", 2, 3, sizes=(10, 20))
     now_s = 107.0
@@ -547,12 +552,22 @@ def damage(store: HostStore, conversation: str, first: int, end: int, layer: int
 
 
 @pytest.mark.parametrize(("layer", "byte"), [(0, 0), (0, 99), (1, 0), (1, 59)])
-def test_a_damaged_byte_is_a_miss_and_hurts_no_other_segment(store: HostStore, layer: int, byte: int) -> None:
+def test_reported_damage_is_a_miss_and_hurts_no_other_segment(
+    store: HostStore, layer: int, byte: int
+) -> None:
     first, first_written = put(store, "c", 0, 2, seed=1)
-    put(store, "c", 2, 4, seed=2)
+    second, _ = put(store, "c", 2, 4, seed=2)
     third, _ = put(store, "c", 4, 6, seed=3)
     other, _ = put(store, "d", 0, 2, seed=4)
     damage(store, "c", 2, 4, layer, byte)
+    lease = lease_pages(store, "c", 0, 6)
+    assert lease is not None
+    # Whoever reads the block sees it.
+    block = lease.slices[1].blocks[layer]
+    assert block_checksum(block) != lease.slices[1].checksums[layer]
+    store.release(lease)
+    assert store.report_damage(second)
+    assert not store.report_damage(second)
     lease = lease_pages(store, "c", 0, 6)
     assert lease is not None
     assert lease.num_pages == 2
@@ -568,31 +583,45 @@ def test_a_damaged_byte_is_a_miss_and_hurts_no_other_segment(store: HostStore, l
     assert healed.num_pages == 6
 
 
-def test_a_damaged_first_segment_is_a_whole_miss(store: HostStore) -> None:
-    put(store, "c", 0, 2)
-    damage(store, "c", 0, 2, 0, 50)
-    assert lease_pages(store, "c", 0, 2) is None
-    stats = store.stats()
-    assert (stats.corrupted_segments, stats.used_bytes, stats.num_leases) == (1, 0, 0)
-    assert stats.missed_pages == 2
+def test_a_wrong_report_of_damage_changes_nothing(store: HostStore) -> None:
+    segment_id, _ = put(store, "c", 0, 2)
+    assert not store.report_damage(segment_id)
+    assert not store.report_damage(segment_id + 1)
+    assert stored_ids(store) == [segment_id]
+    assert store.stats().corrupted_segments == 0
+    # Nothing stays pinned by the look.
+    assert store.reserve((4096,)) is not None
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_lease_tells_the_checksums_of_what_was_written(store: HostStore, num_tokens: int) -> None:
+    _, written = put(store, "c", 0, num_tokens, seed=num_tokens)
+    lease = lease_pages(store, "c", 0, num_tokens)
+    assert lease is not None
+    (piece,) = lease.slices
+    assert piece.checksums == tuple(xxhash.xxh3_64_intdigest(block) for block in written)
+    for (offset, num_bytes), block in zip(piece.spans, written, strict=True):
+        assert store.buffer[offset : offset + num_bytes].tobytes() == block
+    assert (piece.tier, piece.status, lease.is_in_dram) == ("dram", None, True)
+    assert store.fetch(lease)[0].spans == piece.spans
 
 
 def test_a_damaged_segment_takes_only_its_own_pages_along(store: HostStore) -> None:
     first, _ = put(store, "c", 0, 3)
     second, _ = put(store, "c", 1, 4)
     damage(store, "c", 3, 4, 0, 0)
-    assert store.verify() == [second]
+    assert store.verify().bad_segments == (second,)
     assert stored_ids(store) == [first]
     assert store.find_missing(MODEL, page_keys("c", 0, 4)) == [range(3, 4)]
     assert store.stats().num_pages == 3
 
 
 def test_damage_under_a_lease_is_freed_at_its_release(store: HostStore) -> None:
-    put(store, "c", 0, 2)
+    segment_id, _ = put(store, "c", 0, 2)
     lease = lease_pages(store, "c", 0, 2)
     assert lease is not None
     flip_byte(store, offset_in(store, lease.slices[0].blocks[1]))
-    assert lease_pages(store, "c", 0, 2) is None
+    assert store.report_damage(segment_id)
     assert lease_pages(store, "c", 0, 2) is None
     stats = store.stats()
     assert (stats.corrupted_segments, stats.num_segments, stats.used_bytes) == (1, 0, 192)
@@ -602,12 +631,15 @@ def test_damage_under_a_lease_is_freed_at_its_release(store: HostStore) -> None:
 
 def test_verify_takes_out_exactly_the_damaged_segments(store: HostStore) -> None:
     ids = [put(store, f"c{i}", 0, 1, seed=i)[0] for i in range(5)]
-    assert store.verify() == []
+    assert store.verify().bad_segments == ()
     damage(store, "c1", 0, 1, 0, 3)
     damage(store, "c4", 0, 1, 1, 3)
-    assert store.verify() == [ids[1], ids[4]]
+    assert store.verify().bad_segments == (
+        ids[1],
+        ids[4],
+    )
     assert stored_ids(store) == [ids[0], ids[2], ids[3]]
-    assert store.verify() == []
+    assert store.verify().bad_segments == ()
     assert store.stats().corrupted_segments == 2
     assert store.stats().used_bytes == 3 * 192
 
@@ -627,52 +659,53 @@ def passed_gate(gate: ChecksumGate) -> ChecksumGate:
     return gate
 
 
-def test_checksums_are_taken_without_the_lock(store: HostStore, gate: ChecksumGate) -> None:
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
-    manifest = make_manifest("c", 0, 1, (100, 60))
-    thread, results = run_until_gate(gate, lambda: store.commit(reservation, manifest))
-    # The store answers, shows nothing yet, and keeps the bytes; nobody else can settle the reservation.
-    assert store.find_missing(MODEL, page_keys("c", 0, 1)) == [range(1)]
-    assert store.stats().used_bytes == 192
-    with pytest.raises(KeyError):
-        store.abort(reservation)
-    let_go(gate, thread)
-    assert stored_ids(store) == results
-
-
-def test_clear_during_a_commit_drops_it(store: HostStore, gate: ChecksumGate) -> None:
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
-    manifest = make_manifest("c", 0, 1, (100, 60))
-    thread, results = run_until_gate(gate, lambda: store.commit(reservation, manifest))
-    store.clear()
-    let_go(gate, thread)
-    assert isinstance(results[0], int)
-    stats = store.stats()
-    assert (stats.num_segments, stats.used_bytes) == (0, 0)
-
-
-def test_a_segment_under_verification_is_not_evicted(store: HostStore, passed_gate: ChecksumGate) -> None:
-    put(store, "c", 0, 1, sizes=(960, 64))
-    thread, results = run_until_gate(passed_gate, lambda: lease_pages(store, "c", 0, 1))
+def test_a_commit_does_not_wait_for_checksums_but_a_lease_does(store: HostStore, gate: ChecksumGate) -> None:
+    gate.go_on.clear()
+    segment_id, written = put(store, "c", 0, 1)
+    assert gate.entered.wait(10)
+    # Visible and evictable like any other; nothing else waits.
+    assert store.find_missing(MODEL, page_keys("c", 0, 1)) == []
+    assert (stored_ids(store), store.stats().used_bytes) == ([segment_id], 192)
+    leases: list[Lease | None] = []
+    thread = threading.Thread(target=lambda: leases.append(lease_pages(store, "c", 0, 1)))
+    thread.start()
+    wait_until(lambda: store.stats().num_leases == 1)
+    assert leases == []
     assert store.reserve((4096,)) is None
-    let_go(passed_gate, thread)
-    assert isinstance(results[0], Lease)
-    assert store.reserve((4096,)) is None
-    store.release(results[0])
-    assert store.reserve((4096,)) is not None
+    let_go(gate, thread)
+    (lease,) = leases
+    assert lease is not None
+    assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
+    assert lease.slices[0].checksums == (0, 0)
 
 
-def test_clear_during_a_verification_leaves_a_zombie(store: HostStore, passed_gate: ChecksumGate) -> None:
+def test_a_segment_that_is_evicted_while_it_is_hashed_makes_room_at_once(
+    store: HostStore, gate: ChecksumGate
+) -> None:
     put(store, "c", 0, 1)
-    thread, results = run_until_gate(passed_gate, lambda: lease_pages(store, "c", 0, 1))
+    assert gate.entered.wait(10)
+    reservation = store.reserve((4096,))
+    assert reservation is not None
+    store.abort(reservation)
+    gate.go_on.set()
+    assert store.stats().used_bytes == 0
+
+
+def test_a_lease_that_waits_for_checksums_keeps_a_cleared_segment(
+    store: HostStore, gate: ChecksumGate
+) -> None:
+    _, written = put(store, "c", 0, 1)
+    assert gate.entered.wait(10)
+    leases: list[Lease | None] = []
+    thread = threading.Thread(target=lambda: leases.append(lease_pages(store, "c", 0, 1)))
+    thread.start()
+    wait_until(lambda: store.stats().num_leases == 1)
     store.clear()
-    assert store.stats().used_bytes == 192
-    let_go(passed_gate, thread)
-    (lease,) = results
-    assert isinstance(lease, Lease)
-    assert store.stats().used_bytes == 192
+    assert (store.stats().num_segments, store.stats().used_bytes) == (0, 192)
+    let_go(gate, thread)
+    (lease,) = leases
+    assert lease is not None
+    assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
     store.release(lease)
     assert store.stats().used_bytes == 0
     # The policy did not get the removed segment back.
@@ -680,29 +713,46 @@ def test_clear_during_a_verification_leaves_a_zombie(store: HostStore, passed_ga
     assert store.reserve((4096,)) is not None
 
 
-@pytest.mark.parametrize("is_damaged", [False, True])
-@pytest.mark.parametrize("call", ["lease", "verify", "commit"])
-def test_close_during_a_verification(
-    store: HostStore, passed_gate: ChecksumGate, call: str, is_damaged: bool
+def test_close_cancels_hashes_that_wait_and_ends_leases_that_wait_for_them(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(store, "c", 0, 1)
+    go_on = threading.Event()
+    monkeypatch.setattr("krul_backend.store.hashing.block_checksum", lambda block: int(go_on.wait(10)))
+    # One more than there are threads: the last one is not begun.
+    for i in range(NUM_THREADS + 1):
+        put(store, f"c{i}", 0, 1)
+    results: list[object] = []
+
+    def lease() -> None:
+        try:
+            results.append(lease_pages(store, f"c{NUM_THREADS}", 0, 1))
+        except StoreClosedError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=lease)
+    thread.start()
+    wait_until(lambda: store.stats().num_leases == 1)
+    store.close()
+    thread.join(10)
+    go_on.set()
+    assert isinstance(results[0], StoreClosedError)
+
+
+@pytest.mark.parametrize("call", ["verify", "report"])
+def test_close_during_a_verification(store: HostStore, passed_gate: ChecksumGate, call: str) -> None:
+    segment_id, _ = put(store, "c", 0, 1)
     put(store, "c", 1, 2)
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
-    calls = {
-        "lease": lambda: lease_pages(store, "c", 0, 2),
-        "verify": store.verify,
-        "commit": lambda: store.commit(reservation, make_manifest("d", 0, 1, (100, 60))),
-    }
+    wait_until_hashed(store, "c", 0, 2)
+    calls = {"verify": store.verify, "report": lambda: store.report_damage(segment_id)}
     thread, results = run_until_gate(passed_gate, calls[call])
     store.close()
-    passed_gate.checksum = int(is_damaged)
+    passed_gate.checksum = 1
     let_go(passed_gate, thread)
     assert isinstance(results[0], StoreClosedError)
 
 
 def test_an_interrupted_verification_leaves_no_pin(store: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(store, "c", 0, 1)
+    segment_id, _ = put(store, "c", 0, 1)
 
     def interrupt(block: object) -> int:
         raise KeyboardInterrupt
@@ -710,14 +760,14 @@ def test_an_interrupted_verification_leaves_no_pin(store: HostStore, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr("krul_backend.store.stored_segment.block_checksum", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            lease_pages(store, "c", 0, 1)
+            store.report_damage(segment_id)
         with pytest.raises(KeyboardInterrupt):
             store.verify()
     assert store.reserve((4096,)) is not None
 
 
 def test_threads_that_do_everything_at_once_never_see_wrong_bytes() -> None:
-    store = HostStore(48 * 1024)
+    store = HostStore(48 * 1024, LruPolicy())
     stop_at = time.monotonic() + 1.5
     failures: list[str] = []
     num_leases = [0] * 4
@@ -749,7 +799,7 @@ def test_threads_that_do_everything_at_once_never_see_wrong_bytes() -> None:
                     continue
                 num_leases[worker] += 1
                 for piece in lease.slices:
-                    page = piece.manifest.start_token // PAGE_SIZE
+                    page = piece.header.start_token // PAGE_SIZE
                     for layer, block in enumerate(piece.blocks):
                         if not (block == content(name, page, layer)).all():
                             failures.append(f"{name} page {page} layer {layer}")

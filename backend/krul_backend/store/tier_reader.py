@@ -59,25 +59,30 @@ class TierReader:
     def _read(self, tier: LowerTier, run: TierRun, arrival: Arrival) -> None:
         has_arrived = False
         try:
-            if not self._is_closing.is_set():
-                tier.fetch(run, arrival.blocks, arrival.landed)
-                arrival.finish()
-                has_arrived = True
-        except TierReadError as error:
-            logger.info(
-                "a segment of %d tokens did not come from %s: %s", run.manifest.num_tokens, tier.name, error
-            )
-        except Exception:
-            logger.exception(
-                "reading a segment of %d tokens from %s failed", run.manifest.num_tokens, tier.name
-            )
+            has_arrived = self._fill(tier, run, arrival)
         finally:
             with self._lock:
                 self.num_fetched += has_arrived
                 self.num_failed += not has_arrived
+
+    def _fill(self, tier: LowerTier, run: TierRun, arrival: Arrival) -> bool:
+        """Read, and end the arrival and the hold; whether the segment has arrived."""
+        num_tokens = run.manifest.num_tokens
+        try:
+            if self._is_closing.is_set():
+                return False
+            tier.fetch(run, arrival.blocks, arrival.landed)
+            arrival.finish()
+        except TierReadError as error:
+            logger.info("a segment of %d tokens did not come from %s: %s", num_tokens, tier.name, error)
+            return False
+        except Exception:
+            logger.exception("reading a segment of %d tokens from %s failed", num_tokens, tier.name)
+            return False
+        finally:
             try:
                 arrival.fail()
             finally:
                 tier.release(run)
-        if has_arrived:
-            self._arrived(arrival, tier)
+        self._arrived(arrival, tier)
+        return True

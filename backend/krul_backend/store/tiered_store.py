@@ -179,9 +179,9 @@ class TieredStore(KVStore):
         def note() -> None:
             manifest = segment.manifest
             if not tier.find_missing(manifest.model, manifest.page_keys):
-                load_s = load_s(tier, manifest)
+                seconds = load_s(tier, manifest)
                 before_s = segment.lower_load_s
-                segment.lower_load_s = load_s if before_s is None else min(before_s, load_s)
+                segment.lower_load_s = seconds if before_s is None else min(before_s, seconds)
 
         self._reader.run_later(note)
 

@@ -1,0 +1,355 @@
+"""Pins, quotas and arrivals of the DRAM tier."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import xxhash
+from store_builders import (
+    fill,
+    lease_pages,
+    make_manifest,
+    make_model,
+    page_keys,
+    put,
+    stored_ids,
+)
+
+from krul_backend.errors import ConfigError, TierReadError
+from krul_backend.store.admission import Arrival
+from krul_backend.store.eviction import LruPolicy
+from krul_backend.store.host_store import HostStore
+
+MODEL = make_model()
+BLOCKS = (b"a" * 100, b"b" * 60)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> Iterator[HostStore]:
+    store = HostStore(4096, LruPolicy(), clock)
+    yield store
+    store.close()
+
+
+# Pins
+
+
+def test_a_pinned_segment_stays_until_its_time_is_over(store: HostStore, clock: Clock) -> None:
+    pinned, _ = put(store, "c", 0, 2, sizes=(960, 64))
+    for i in range(3):
+        put(store, f"x{i}", 0, 1, sizes=(960, 64))
+    assert store.pin(MODEL, page_keys("c", 0, 3), 10.0) == 2
+    (info,) = (info for info in store.list_segments() if info.segment_id == pinned)
+    assert (info.pinned_s, store.stats().pinned_bytes) == (10.0, 1024)
+    clock.now_s = 9.9
+    for i in range(5):
+        put(store, f"y{i}", 0, 1, sizes=(960, 64))
+    assert pinned in stored_ids(store)
+    assert store.reserve((4096,)) is None
+    clock.now_s = 10.0
+    assert store.stats().pinned_bytes == 0
+    assert store.reserve((4096,)) is not None
+
+
+def test_a_later_pin_replaces_an_earlier_one(store: HostStore, clock: Clock) -> None:
+    put(store, "c", 0, 2, sizes=(960, 64))
+    keys = page_keys("c", 0, 2)
+    store.pin(MODEL, keys, 10.0)
+    store.pin(MODEL, keys, 2.0)
+    assert store.stats().pinned_bytes == 1024
+    clock.now_s = 3.0
+    assert store.stats().pinned_bytes == 0
+    # Longer than before: the end of the first one ends nothing.
+    store.pin(MODEL, keys, 5.0)
+    store.pin(MODEL, keys, 20.0)
+    clock.now_s = 11.0
+    assert store.stats().pinned_bytes == 1024
+    assert store.reserve((4096,)) is None
+
+
+def test_unpin_makes_a_segment_ordinary(store: HostStore) -> None:
+    put(store, "c", 0, 2)
+    assert store.unpin(MODEL, page_keys("c", 0, 2)) == 0
+    store.pin(MODEL, page_keys("c", 0, 2), 10.0)
+    assert store.unpin(MODEL, page_keys("c", 0, 4)) == 2
+    assert store.stats().pinned_bytes == 0
+    assert store.reserve((4096,)) is not None
+
+
+def test_pins_take_half_of_the_arena_at_most(store: HostStore) -> None:
+    for i in range(4):
+        put(store, "c", i, i + 1, sizes=(704, 64))
+    # 768 bytes each: two are in the limit of 2048, from the conversation's beginning on.
+    assert store.pin(MODEL, page_keys("c", 0, 4), 10.0) == 2
+    assert store.stats().pinned_bytes == 2 * 768
+    assert [info.pinned_s for info in store.list_segments()] == [10.0, 10.0, 0.0, 0.0]
+    assert store.reserve((4096 - 2 * 768,)) is not None
+
+
+def test_what_leaves_the_index_is_not_pinned_any_more(store: HostStore) -> None:
+    segment_id, _ = put(store, "c", 0, 4)
+    store.pin(MODEL, page_keys("c", 0, 4), 10.0)
+    assert store.stats().pinned_bytes == 192
+    assert store.trim(segment_id, (8, 16), (30, 0)) == 130
+    assert store.stats().pinned_bytes == 64
+    store.clear()
+    assert (store.stats().pinned_bytes, store.stats().used_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_pin_lasts_a_number_of_seconds(store: HostStore, ttl_s: float) -> None:
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        store.pin(MODEL, page_keys("c", 0, 1), ttl_s)
+
+
+# Quotas
+
+
+@pytest.fixture
+def shared() -> Iterator[HostStore]:
+    """1024 bytes for each tenant."""
+    store = HostStore(4096, LruPolicy(), tenant_quota=0.25)
+    yield store
+    store.close()
+
+
+def test_a_tenant_over_its_quota_evicts_its_own_first(shared: HostStore) -> None:
+    other, _ = put(shared, "b", 0, 1, sizes=(448, 64), tenant="b")
+    first, _ = put(shared, "a1", 0, 1, sizes=(448, 64), tenant="a")
+    second, _ = put(shared, "a2", 0, 1, sizes=(448, 64), tenant="a")
+    # Half of the arena is free, and the least recently used segment is b's.
+    third, _ = put(shared, "a3", 0, 1, sizes=(448, 64), tenant="a")
+    assert stored_ids(shared) == [other, second, third]
+    assert first not in stored_ids(shared)
+    stats = shared.stats()
+    assert (stats.evicted_segments, stats.used_bytes) == (1, 3 * 512)
+
+
+def test_a_tenant_that_cannot_make_room_is_rejected_and_loses_nothing(shared: HostStore) -> None:
+    put(shared, "b", 0, 1, sizes=(448, 64), tenant="b")
+    put(shared, "a1", 0, 1, sizes=(448, 64), tenant="a")
+    put(shared, "a2", 0, 1, sizes=(448, 64), tenant="a")
+    lease = lease_pages(shared, "a1", 0, 1)
+    assert lease is not None
+    assert shared.reserve((1025,), "a") is None
+    assert shared.reserve((640,), "a") is None
+    assert (shared.stats().rejected_reservations, shared.stats().evicted_segments) == (2, 0)
+    assert shared.reserve((512,), "a") is not None
+    # A segment that left the index counts as long as somebody reads it; so do reservations.
+    shared.clear()
+    assert shared.reserve((64,), "a") is None
+    shared.release(lease)
+    assert shared.reserve((512,), "a") is not None
+    assert shared.reserve((64,), "a") is None
+    assert shared.reserve((1024,), "b") is not None
+
+
+def test_what_a_tenant_gave_back_it_may_take_again(shared: HostStore) -> None:
+    for _ in range(3):
+        reservation = shared.reserve((1024,), "a")
+        assert reservation is not None
+        shared.abort(reservation)
+    segment_id, _ = put(shared, "a", 0, 4, sizes=(960, 64), tenant="a")
+    assert shared.trim(segment_id, (8, 0), (448, 64)) == 512
+    reservation = shared.reserve((512,), "a")
+    assert reservation is not None
+    assert shared.stats().evicted_segments == 0
+    # The bytes are whose manifest they have.
+    shared.commit(reservation, make_manifest("b", 0, 1, (512,), make_model(num_layers=1), tenant="b"))
+    assert shared.reserve((512,), "a") is not None
+    assert shared.reserve((1024,), "b") is not None
+
+
+def test_a_full_arena_takes_from_others_within_their_quotas(shared: HostStore) -> None:
+    for tenant in "abcd":
+        put(shared, tenant, 0, 1, sizes=(960, 64), tenant=tenant)
+    put(shared, "e", 0, 1, sizes=(960, 64), tenant="e")
+    assert [info.tenant for info in shared.list_segments()] == ["b", "c", "d", "e"]
+
+
+@pytest.mark.parametrize("quota", [0.0, -0.1, 1.1])
+def test_a_quota_is_a_share(quota: float) -> None:
+    with pytest.raises(ConfigError, match="tenant_quota"):
+        HostStore(4096, tenant_quota=quota)
+
+
+# Arrivals
+
+
+def admit(store: HostStore, name: str = "c", first: int = 0, end: int = 2) -> Arrival:
+    manifest = make_manifest(name, first, end, (100, 60))
+    checksums = [xxhash.xxh3_64_intdigest(block) for block in BLOCKS]
+    arrival = store.admit(manifest, checksums, "ssd", 0.5)
+    assert arrival is not None
+    return arrival
+
+
+def land(arrival: Arrival, layer: int) -> None:
+    arrival.blocks[layer][:] = np.frombuffer(BLOCKS[layer], dtype=np.uint8)
+    arrival.landed(layer)
+
+
+def test_an_arrival_is_leased_from_its_tier_until_it_is_whole(store: HostStore) -> None:
+    arrival = admit(store)
+    lease = lease_pages(store, "c", 0, 2)
+    assert lease is not None
+    assert (lease.slices[0].tier, lease.slices[0].blocks, lease.is_in_dram) == ("ssd", (), False)
+    (piece,) = store.fetch(lease)
+    assert piece.status is not None
+    waiting = threading.Thread(target=piece.status.wait, args=(1, 20))
+    waiting.start()
+    land(arrival, 0)
+    with pytest.raises(RuntimeError, match="cannot finish"):
+        arrival.finish()
+    land(arrival, 1)
+    waiting.join(20)
+    arrival.finish()
+    assert tuple(block.tobytes() for block in piece.blocks) == BLOCKS
+    with pytest.raises(RuntimeError, match="cannot finish"):
+        arrival.finish()
+    arrival.fail()
+    ordinary = lease_pages(store, "c", 0, 2)
+    assert ordinary is not None
+    assert (ordinary.slices[0].tier, ordinary.slices[0].status) == ("dram", None)
+    assert store.verify().num_blocks == 2
+    for held in (lease, ordinary):
+        store.release(held)
+    assert store.stats().used_bytes == 192 + 64
+    assert store.reserve((4096,)) is not None
+
+
+def test_a_failed_arrival_is_gone_at_once(store: HostStore) -> None:
+    arrival = admit(store)
+    lease = lease_pages(store, "c", 0, 2)
+    assert lease is not None
+    (piece,) = store.fetch(lease)
+    land(arrival, 0)
+    arrival.fail()
+    arrival.fail()
+    assert piece.status is not None
+    assert piece.status.has_landed(0)
+    with pytest.raises(TierReadError):
+        piece.status.wait(1, 0)
+    assert store.find_missing(MODEL, page_keys("c", 0, 2)) == [range(2)]
+    assert store.stats().used_bytes == 256
+    store.release(lease)
+    assert store.stats().used_bytes == 0
+
+
+def test_a_reader_gives_up_waiting_for_a_layer(store: HostStore) -> None:
+    arrival = admit(store)
+    lease = store.lease_arrival(arrival, 0, 2)
+    status = store.fetch(lease)[0].status
+    assert status is not None
+    with pytest.raises(TierReadError, match="layer 0 did not arrive from its tier within 0.01 s"):
+        status.wait(0, 0.01)
+
+
+def test_an_arrival_of_what_dram_holds_is_its_readers_alone(store: HostStore) -> None:
+    first, _ = put(store, "c", 0, 2)
+    arrival = admit(store)
+    assert stored_ids(store) == [first]
+    lease = store.lease_arrival(arrival, 0, 2)
+    for layer in range(2):
+        land(arrival, layer)
+    arrival.finish()
+    assert tuple(block.tobytes() for block in store.fetch(lease)[0].blocks) == BLOCKS
+    store.release(lease)
+    assert (stored_ids(store), store.stats().used_bytes) == ([first], 192)
+
+
+def test_an_arrival_without_room_is_refused(store: HostStore) -> None:
+    put(store, "c", 0, 1, sizes=(2048, 1920))
+    lease = lease_pages(store, "c", 0, 1)
+    assert lease is not None
+    # There would be room for one of 100 and 60 bytes, but for its flags.
+    reservation = store.reserve((64,))
+    assert reservation is not None
+    assert store.admit(make_manifest("d", 0, 1, (10,)), (0,), "ssd", 0.5) is None
+    assert store.stats().rejected_reservations == 1
+
+
+def test_a_store_that_closes_tells_those_who_wait(store: HostStore) -> None:
+    arrival = admit(store)
+    status = store.fetch(store.lease_arrival(arrival, 0, 2))[0].status
+    assert status is not None
+    store.close()
+    with pytest.raises(TierReadError):
+        status.wait(0, 20)
+    arrival.fail()
+
+
+# Fragmentation
+
+
+def churn(sizes: np.ndarray, capacity_bytes: int, num_layers: int) -> tuple[HostStore, float]:
+    """Segments of ``sizes`` bytes come until the arena has been filled many times over.
+
+    Returns the store, and the mean share of it that is free although every segment had to make room.
+    """
+    store = HostStore(capacity_bytes, LruPolicy())
+    free_shares = []
+    for i, size in enumerate(sizes):
+        blocks = tuple(int(size) // num_layers + layer % 3 for layer in range(num_layers))
+        reservation = store.reserve(blocks)
+        assert reservation is not None
+        store.commit(reservation, make_manifest(f"c{i}", 0, 1, blocks, make_model(num_layers=num_layers)))
+        stats = store.stats()
+        if stats.evicted_segments > 100:
+            free_shares.append((stats.free_bytes - 0) / stats.capacity_bytes)
+    return store, float(np.mean(free_shares))
+
+
+def test_free_space_that_cannot_be_used_is_bounded() -> None:
+    """Sizes from 10 KB to 8 MB, scaled by 64, at full churn: nothing is pinned, all fits."""
+    rng = np.random.default_rng(3)
+    sizes = np.exp(rng.uniform(np.log(160), np.log(131_072), 3000)).astype(int)
+    store, free_share = churn(sizes, 4 * 1024 * 1024, num_layers=8)
+    assert store.stats().rejected_reservations == 0
+    assert store.stats().evicted_segments > 2000
+    assert free_share < 0.05
+    store.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_reservation_fits_when_evictable_bytes_are_twice_as_many(seed: int) -> None:
+    """Up to an eighth of the arena, while random segments that take half of it stay leased."""
+    rng = np.random.default_rng(seed)
+    capacity_bytes, num_layers = 1024 * 1024, 8
+    sizes = np.exp(rng.uniform(np.log(160), np.log(32_768), 1500)).astype(int)
+    store, _ = churn(sizes, capacity_bytes, num_layers)
+    model = make_model(num_layers=num_layers)
+    leased_bytes = 0
+    infos = store.list_segments()
+    for position in rng.permutation(len(infos)):
+        info = infos[position]
+        if leased_bytes + info.num_bytes > capacity_bytes // 2:
+            continue
+        number = stored_ids(store).index(info.segment_id)
+        name = store.manifests()[stored_ids(store)[number]].page_keys[0].split("/")[0]
+        assert lease_pages(store, name, 0, 1, model) is not None
+        leased_bytes += info.num_bytes
+    assert leased_bytes > capacity_bytes * 0.45
+    evictable_bytes = capacity_bytes - leased_bytes
+    wanted_bytes = min(capacity_bytes // 8, evictable_bytes // 2)
+    blocks = (wanted_bytes // num_layers - 64,) * num_layers
+    reservation = store.reserve(blocks)
+    assert reservation is not None
+    fill(reservation, seed)
+    store.close()
