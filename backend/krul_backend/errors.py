@@ -43,5 +43,9 @@ class DaemonError(KrulError):
     """A daemon that cannot be started, reached, trusted or understood: says where, and what to do."""
 
 
+class DaemonUnreachableError(DaemonError):
+    """Nobody answers: the daemon is not there, gone, or hangs."""
+
+
 class ProtocolError(DaemonError):
     """A message that is no message of this protocol: what was expected, and what came."""

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import gc
+import mmap
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -196,3 +200,24 @@ def test_trying_on_free_extents_changes_nothing_and_tells_the_truth(
         for offset, size in twin._size_at.items():
             taken[offset : offset + size] += 1
         assert taken.max() == 1
+
+
+def test_the_descriptor_maps_the_same_bytes_and_cannot_change_their_number() -> None:
+    arena = DramArena(1 << 16)
+    other = mmap.mmap(arena.fileno(), arena.capacity_bytes)
+    arena.buffer[12_345] = 7
+    assert other[12_345] == 7
+    for num_bytes in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fileno(), num_bytes)
+
+
+def test_the_descriptor_is_closed_with_the_arena() -> None:
+    arena = DramArena(1 << 16)
+    descriptor, view = arena.fileno(), arena.buffer
+    os.fstat(descriptor)
+    del arena
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    view[:] = 1

@@ -71,6 +71,11 @@ class HostStore(HostLeases, HostUpkeep):
         with self._lock:
             return self._books.arena.buffer
 
+    def fileno(self) -> int:
+        """Descriptor of the arena's memory file; the store keeps it open until it is closed."""
+        with self._lock:
+            return self._books.arena.fileno()
+
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         with self._lock:
             return self._books.index.find_missing(model, page_keys)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,7 +42,9 @@ class DramArena:
     """Best-fit allocator over one memory file, mapped shared. Not thread-safe: its store holds the lock.
 
     The operating system backs a page of the mapping with memory at the first write to it, so an empty arena
-    costs nothing; freed extents stay backed. The memory goes back when the arena and the last view are gone.
+    costs nothing; freed extents stay backed. The memory goes back when the arena, the last view and the last
+    mapping of its file in another process are gone. The file is sealed: nobody can change its size, which
+    would make every access to what is missing fatal.
 
     Args:
         capacity_bytes: size in bytes; rounded down to a multiple of ``ALIGNMENT_BYTES``, since the rest could
@@ -55,7 +59,9 @@ class DramArena:
         capacity_bytes -= capacity_bytes % ALIGNMENT_BYTES
         if capacity_bytes <= 0:
             raise ValueError(f"an arena needs at least {ALIGNMENT_BYTES} bytes, got {capacity_bytes}")
-        self._buffer = np.frombuffer(_map_memory_file(capacity_bytes), dtype=np.uint8)
+        self._descriptor = _create_memory_file(capacity_bytes)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._buffer = np.frombuffer(mmap.mmap(self._descriptor, capacity_bytes), dtype=np.uint8)
         self._free = FreeExtents(capacity_bytes)
         self._live: dict[int, Extent] = {}
 
@@ -63,6 +69,10 @@ class DramArena:
     def buffer(self) -> npt.NDArray[np.uint8]:
         """The whole arena, uint8 ``[capacity_bytes]``: its address and size are what CUDA can register."""
         return self._buffer
+
+    def fileno(self) -> int:
+        """Descriptor of the memory file, for others to map it. Closed when the arena is gone."""
+        return self._descriptor
 
     @property
     def capacity_bytes(self) -> int:
@@ -158,11 +168,15 @@ class DramArena:
             raise ValueError(f"{extent} is not held in this arena: freed before, or another arena's")
 
 
-def _map_memory_file(num_bytes: int) -> mmap.mmap:
-    """A shared mapping of a new, nameless file in memory; it lives as long as the mapping does."""
-    descriptor = os.memfd_create("krul-arena", os.MFD_CLOEXEC)
+def _create_memory_file(num_bytes: int) -> int:
+    """Descriptor of a new, nameless file in memory; it lives as long as a descriptor or a mapping does."""
+    descriptor = os.memfd_create("krul-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, num_bytes)
-        return mmap.mmap(descriptor, num_bytes)
-    finally:
+        fcntl.fcntl(
+            descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,1 @@
+"""The process that keeps stored KV: protocol, server, sessions, clients."""

@@ -1,0 +1,126 @@
+"""A daemon process from its configuration to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+import msgspec
+import zmq
+
+from krul_backend.daemon.build_store import BuiltStore, build_store
+from krul_backend.daemon.config import DaemonConfig
+from krul_backend.daemon.control_socket import AdminEndpoint
+from krul_backend.daemon.runtime_dir import RuntimeDir
+from krul_backend.daemon.server import DaemonServer, Observer
+from krul_backend.memory import format_bytes
+
+logger = logging.getLogger(__name__)
+
+END_FLUSH_S = 10.0
+"""An end waits this long for what was committed to become durable."""
+
+
+def serve(config: DaemonConfig, observer: Observer | None = None) -> None:
+    """Serve until a signal, a shutdown request, or nobody uses the daemon any more; then flush and return.
+
+    When clients can connect, one JSON line is printed: ``{"ready": true, "runtime_dir": ..., "pid": ...}``.
+    Changes the process: umask, limit of open files, garbage collection, handlers of SIGTERM and SIGINT.
+
+    Raises:
+        DaemonError, ConfigError: it cannot start; says why.
+    """
+    os.umask(0o077)
+    _allow_many_files()
+    with contextlib.ExitStack() as stack:
+        runtime_dir = RuntimeDir(config.runtime_dir)
+        stack.callback(runtime_dir.close)
+        built = build_store(config)
+        stack.callback(built.store.close)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.callback(context.term)
+        admin = _admin_endpoint(context, config)
+        if admin is not None:
+            stack.callback(admin.close)
+        server = DaemonServer(
+            runtime_dir,
+            built.store,
+            built.arena,
+            context,
+            may_lookup_wait=built.may_lookup_wait,
+            observer=observer,
+            exit_when_unused=config.exit_when_unused,
+            admin_socket=admin.socket if admin is not None else None,
+        )
+        with _stopped_by_signals(server):
+            try:
+                _tune_garbage_collection()
+                _announce(config)
+                server.run()
+            finally:
+                server.disconnect()
+                _flush(built)
+                built.store.close()
+                server.close()
+    logger.info("ended")
+
+
+def _announce(config: DaemonConfig) -> None:
+    logger.info("serving %s of memory in %s", format_bytes(config.arena_bytes), config.runtime_dir)
+    ready = {"ready": True, "runtime_dir": str(config.runtime_dir.absolute()), "pid": os.getpid()}
+    sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
+    sys.stdout.flush()
+
+
+def _flush(built: BuiltStore) -> None:
+    try:
+        if not built.store.flush(END_FLUSH_S):
+            logger.warning(
+                "ending with segments that are not durable: they took longer than %g s", END_FLUSH_S
+            )
+    except Exception:
+        logger.exception("what was committed last may not be durable")
+
+
+def _admin_endpoint(context: zmq.Context[zmq.Socket[bytes]], config: DaemonConfig) -> AdminEndpoint | None:
+    if config.admin_endpoint is None or config.curve_dir is None:
+        return None
+    return AdminEndpoint(context, config.admin_endpoint, config.curve_dir)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(server: DaemonServer) -> Iterator[None]:
+    def stop(signum: int, frame: FrameType | None) -> None:
+        server.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _allow_many_files() -> None:
+    """Each session takes several descriptors; the usual soft limit is as many as there may be sessions."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _tune_garbage_collection() -> None:
+    """Keep the collector from walking the page index in the middle of a request.
+
+    The store's millions of long-lived objects have no cycles; reference counts free what leaves. A full
+    collection would stop every client for a good part of a second and find nothing, so it gets rare.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 1_000)

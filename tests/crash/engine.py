@@ -1,0 +1,156 @@
+"""Stands for an engine: stores and restores conversations until somebody kills it.
+
+``python -m tests.crash.engine RUNTIME_DIR JOURNAL ENGINE SEED``
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from krul_backend.daemon.daemon_store import DaemonStore
+from krul_backend.errors import KrulError
+from krul_backend.segment import ModelIdentity
+from krul_backend.store.interface import KVStore, Lease
+from krul_backend.store.stored_segment import block_checksum
+from tests.crash.conversations import NUM_LAYERS, Turn, model_of, page_keys, tokens_of
+from tests.crash.journal import Journal
+
+_PATIENCE_S = 10.0
+_MAX_CONVERSATIONS = 6
+_MAX_PAGES = 48
+
+
+class WrongBytesError(AssertionError):
+    """The one thing that must never happen."""
+
+
+def check_lease(store: KVStore, lease: Lease) -> list[Turn]:
+    """Compare every byte of a lease with what was stored; the turns that it covers.
+
+    A block whose checksum is wrong may be found by its reader, which then does without; wrong bytes behind a
+    right checksum may not.
+
+    Raises:
+        WrongBytesError: they differ.
+        TierReadError: a lower tier does not give them.
+    """
+    slices = lease.slices if lease.is_in_dram else store.fetch(lease)
+    turns = []
+    for part in slices:
+        turn = Turn(*part.header.codec_params["turn"])
+        for layer in range(NUM_LAYERS):
+            if part.status is not None:
+                part.status.wait(layer, _PATIENCE_S)
+            if block_checksum(part.blocks[layer]) != part.checksums[layer]:
+                raise WrongBytesError(f"layer {layer} of {turn} has a wrong checksum in {part.tier}")
+            if not np.array_equal(part.blocks[layer], turn.block(layer)):
+                raise WrongBytesError(f"layer {layer} of {turn} has other bytes in {part.tier}")
+        turns.append(turn)
+    return turns
+
+
+class Engine:
+    """Appends turns to a few conversations, and restores them, in random order."""
+
+    def __init__(self, store: DaemonStore, model: ModelIdentity, journal: Journal, seed: int) -> None:
+        self._store = store
+        self._model = model
+        self._journal = journal
+        self._rng = random.Random(seed)
+        self._seed = seed
+        self._num_begun = 0
+        self._num_pages: dict[str, int] = {}
+
+    def step(self) -> None:
+        action = self._rng.choices(
+            (self._store_turn, self._restore, self._abandon, self._flush, self._clear), (600, 400, 50, 40, 4)
+        )[0]
+        action()
+
+    def _store_turn(self) -> None:
+        conversation = self._some_conversation()
+        first = self._num_pages[conversation]
+        turn = Turn(conversation, first, first + self._rng.randint(1, 12))
+        reservation = self._store.reserve(turn.layer_num_bytes)
+        if reservation is None:
+            return
+        for layer in range(NUM_LAYERS):
+            reservation.blocks[layer][:] = turn.block(layer)
+        self._journal.write("commit", turn)
+        self._num_pages[conversation] = turn.end_page
+        connection = self._connection()
+        try:
+            self._store.commit(reservation, turn.manifest(self._model))
+        except KrulError:
+            return  # The daemon is gone; whether it committed nobody knows.
+        if self._is_still(connection):
+            self._journal.write("committed", turn, connection)
+
+    def _restore(self) -> None:
+        conversation = self._some_conversation()
+        keys = page_keys(conversation, 0, self._num_pages[conversation])
+        lease = self._store.lease(self._model, keys, tokens_of(keys)) if keys else None
+        if lease is None:
+            return
+        try:
+            check_lease(self._store, lease)
+        except KrulError:
+            pass  # A miss.
+        finally:
+            self._store.release(lease)
+
+    def _abandon(self) -> None:
+        """Reserve, write a part, think better of it."""
+        turn = Turn(f"abandoned-{self._seed}", 0, self._rng.randint(1, 12))
+        reservation = self._store.reserve(turn.layer_num_bytes)
+        if reservation is not None:
+            reservation.blocks[0][:] = turn.block(0)
+            self._store.abort(reservation)
+
+    def _flush(self) -> None:
+        connection = self._connection()
+        if self._store.flush(_PATIENCE_S) and self._is_still(connection):
+            self._journal.write("flushed", connection=connection)
+
+    def _clear(self) -> None:
+        connection = self._connection()
+        self._journal.write("clear")
+        self._store.clear(self._model)
+        # One that waits for the daemon to come back dies with this process.
+        if self._is_still(connection):
+            self._journal.write("cleared")
+        self._num_pages.clear()
+
+    def _connection(self) -> int:
+        return self._store.counters.lost
+
+    def _is_still(self, connection: int) -> bool:
+        """Whether there was one connection all the time since ``connection`` was asked for."""
+        return self._store.is_connected and self._connection() == connection
+
+    def _some_conversation(self) -> str:
+        """One of the last few, or a new one; one that has become long is left alone."""
+        open_ones = [name for name, pages in self._num_pages.items() if pages < _MAX_PAGES]
+        if (len(open_ones) < _MAX_CONVERSATIONS and self._rng.random() < 0.2) or not open_ones:
+            self._num_begun += 1
+            name = f"{self._seed}-{self._num_begun}"
+            self._num_pages[name] = 0
+            return name
+        return self._rng.choice(open_ones[-_MAX_CONVERSATIONS:])
+
+
+def main() -> None:
+    runtime_dir, journal = Path(sys.argv[1]), Path(sys.argv[2])
+    model, seed = model_of(int(sys.argv[3])), int(sys.argv[4])
+    engine = Engine(DaemonStore(runtime_dir, model=model), model, Journal(journal), seed)
+    print("ready", flush=True)
+    while True:
+        engine.step()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,524 @@
+"""The daemon as a process: its sockets, what it holds for whom, and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+import zmq.auth
+
+from krul_backend.daemon.limits import MAX_FRAME_BYTES, PROTOCOL_VERSION
+from krul_backend.daemon.protocol import decode_reply, encode
+from krul_backend.daemon.replies import (
+    AbortReply,
+    ClearReply,
+    CommitReply,
+    ErrorReply,
+    FetchReply,
+    FindMissingReply,
+    FlushReply,
+    InspectReply,
+    LeaseReply,
+    ListReply,
+    PathSegmentsReply,
+    PingReply,
+    PinReply,
+    PrefetchReply,
+    ReleaseReply,
+    ReportDamageReply,
+    ReserveReply,
+    ShutdownReply,
+    StatsReply,
+    TierCostsReply,
+    TrimReply,
+    UnpinReply,
+    VerifyReply,
+)
+from krul_backend.daemon.requests import (
+    AbortRequest,
+    ClearRequest,
+    CommitRequest,
+    FetchRequest,
+    FindMissingRequest,
+    FlushRequest,
+    HelloRequest,
+    InspectRequest,
+    LeaseRequest,
+    ListRequest,
+    PathSegmentsRequest,
+    PingRequest,
+    PinRequest,
+    PrefetchRequest,
+    ReleaseRequest,
+    ReportDamageRequest,
+    ReserveRequest,
+    ShutdownRequest,
+    StatsRequest,
+    TierCostsRequest,
+    TrimRequest,
+    UnpinRequest,
+    VerifyRequest,
+)
+from krul_backend.daemon.server import NEVER_USED_S, UNUSED_S
+from krul_backend.daemon.wire import manifest_to_wire, model_to_wire
+from krul_backend.segment import FORMAT_VERSION
+from krul_backend.store.interface import StoreStats
+from krul_backend.store.stored_segment import block_checksum
+from tests.integration.daemon_client import TIMEOUT_S, DaemonProcess, RawClient
+from tests.unit.store_builders import make_manifest, make_model, page_keys, tokens_of
+
+MODEL = make_model()
+SIZES = (100, 60)
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path_factory.mktemp("d") / "run") as process:
+        yield process
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[RawClient]:
+    with RawClient(daemon.runtime_dir) as client:
+        yield client
+        client.say_hello(MODEL)
+        client.ask(ClearRequest, ClearReply, fingerprint=None)
+
+
+def store(client: RawClient, conversation: str, first: int, end: int, number: int = 1, seed: int = 0) -> int:
+    """Reserve, write through the mapping, commit; returns the segment's id."""
+    fingerprint = client.say_hello(MODEL)
+    reserved = client.ask(
+        ReserveRequest, ReserveReply, reservation_id=number, layer_num_bytes=SIZES, tenant=""
+    )
+    assert reserved.spans is not None
+    rng = np.random.default_rng(seed)
+    for block in client.blocks(reserved.spans):
+        block[:] = rng.integers(0, 256, block.nbytes, dtype=np.uint8)
+    manifest = make_manifest(conversation, first, end, SIZES, MODEL)
+    return client.ask(
+        CommitRequest,
+        CommitReply,
+        manifest.token_ids,
+        reservation_id=number,
+        fingerprint=fingerprint,
+        manifest=manifest_to_wire(manifest),
+    ).segment_id
+
+
+def lease(client: RawClient, conversation: str, end: int, number: int = 1) -> LeaseReply:
+    keys = page_keys(conversation, 0, end)
+    return client.ask(
+        LeaseRequest,
+        LeaseReply,
+        tokens_of(keys),
+        lease_id=number,
+        fingerprint=MODEL.fingerprint,
+        page_keys=keys,
+    )
+
+
+def stats(client: RawClient) -> StoreStats:
+    return client.ask(StatsRequest, StatsReply).store
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "this never became true"
+        time.sleep(0.02)
+
+
+def test_the_sockets_are_private(daemon: DaemonProcess) -> None:
+    assert stat.S_IMODE(daemon.runtime_dir.stat().st_mode) == 0o700
+    for name in ("session.sock", "control.sock", "daemon.lock"):
+        assert stat.S_IMODE((daemon.runtime_dir / name).stat().st_mode) == 0o600
+
+
+def test_a_client_is_greeted_with_the_arena(daemon: DaemonProcess, client: RawClient) -> None:
+    assert client.greeting.protocol == PROTOCOL_VERSION
+    assert client.greeting.format == FORMAT_VERSION
+    assert client.greeting.capacity_bytes == client.arena.nbytes == 4 << 20
+    with RawClient(daemon.runtime_dir) as other:
+        assert other.greeting.token != client.greeting.token
+        client.arena[4_000_000] = 77
+        assert other.arena[4_000_000] == 77
+
+
+def test_what_one_client_stores_another_restores(daemon: DaemonProcess, client: RawClient) -> None:
+    with RawClient(daemon.runtime_dir) as writer:
+        first = store(writer, "shared", 0, 2)
+        second = store(writer, "shared", 2, 3, number=2, seed=1)
+    client.say_hello(MODEL)
+    granted = lease(client, "shared", 5)
+    assert granted.num_pages == 3
+    assert [part.segment_id for part in granted.slices] == [first, second]
+    for part, seed in zip(granted.slices, (0, 1), strict=True):
+        rng = np.random.default_rng(seed)
+        assert part.status_span is None
+        assert part.header.layer_num_bytes == SIZES
+        for block, checksum in zip(client.blocks(part.spans), part.checksums, strict=True):
+            assert block_checksum(block) == checksum
+            assert block.tolist() == rng.integers(0, 256, block.nbytes, dtype=np.uint8).tolist()
+    fetched = client.ask(FetchRequest, FetchReply, lease_id=1)
+    assert fetched.slices == granted.slices
+    assert stats(client).num_leases == 1
+    client.ask(ReleaseRequest, ReleaseReply, lease_id=1)
+    assert stats(client).num_leases == 0
+
+
+def test_every_other_operation_reaches_the_store(client: RawClient) -> None:
+    segment_id = store(client, "ops", 0, 2)
+    model = {"fingerprint": MODEL.fingerprint, "page_keys": page_keys("ops", 0, 4)}
+    tokens = tokens_of(page_keys("ops", 0, 4))
+    assert client.ask(FindMissingRequest, FindMissingReply, **model).missing == ((2, 4),)
+    (found,) = client.ask(PathSegmentsRequest, PathSegmentsReply, **model).segments
+    assert (found.segment_id, found.header.num_tokens) == (segment_id, 8)
+    assert client.ask(PrefetchRequest, PrefetchReply, tokens, **model).num_pages == 0
+    assert client.ask(PinRequest, PinReply, ttl_s=60.0, **model).num_pages == 2
+    (listed,) = client.ask(ListRequest, ListReply).segments
+    assert (listed.segment_id, listed.num_bytes, listed.tiers) == (segment_id, 160, ("dram",))
+    assert 0 < listed.pinned_s <= 60
+    assert client.ask(InspectRequest, InspectReply, segment_id=segment_id).segment is not None
+    assert client.ask(InspectRequest, InspectReply, segment_id=1 << 40).segment is None
+    assert client.ask(UnpinRequest, UnpinReply, **model).num_pages == 2
+    assert client.ask(TierCostsRequest, TierCostsReply).tier_costs == {}
+    assert client.ask(FlushRequest, FlushReply, timeout_s=5.0).is_durable
+    assert client.ask(VerifyRequest, VerifyReply).report.bad_segments == ()
+    trim = client.ask(
+        TrimRequest, TrimReply, segment_id=segment_id, layer_first_token=(8, 0), layer_num_bytes=(0, 60)
+    )
+    assert trim.num_bytes == 100
+    granted = lease(client, "ops", 2)
+    client.blocks(granted.slices[0].spans)[1][0] ^= 1
+    assert client.ask(ReportDamageRequest, ReportDamageReply, segment_id=segment_id).is_damaged
+    client.ask(ReleaseRequest, ReleaseReply, lease_id=1)
+    assert lease(client, "ops", 2, number=2).num_pages == 0
+    assert stats(client).corrupted_segments >= 1
+
+
+def test_the_list_comes_in_parts(client: RawClient) -> None:
+    ids = [store(client, f"list-{i}", 0, 1, number=i) for i in range(5)]
+    page = client.ask(ListRequest, ListReply, offset=1, limit=3)
+    assert [info.segment_id for info in page.segments] == ids[1:4]
+    assert page.num_segments == 5
+
+
+def test_errors_have_types(client: RawClient) -> None:
+    keys = page_keys("errors", 0, 2)
+    asked = {"fingerprint": MODEL.fingerprint, "page_keys": keys}
+    assert client.ask_wrongly(LeaseRequest, tokens_of(keys), lease_id=1, **asked) == "protocol", "no hello"
+    client.say_hello(MODEL)
+    assert client.ask_wrongly(LeaseRequest, tokens_of(keys)[1:], lease_id=1, **asked) == "value"
+    assert client.ask_wrongly(FetchRequest, lease_id=5) == "key"
+    assert client.ask_wrongly(ReserveRequest, reservation_id=1, layer_num_bytes=(), tenant="") == "value"
+    assert client.ask_wrongly(PinRequest, ttl_s=0.0, **asked) == "value"
+    hello = {"model": model_to_wire(MODEL), "fingerprint": MODEL.fingerprint}
+    assert client.ask_wrongly(HelloRequest, format=FORMAT_VERSION + 1, **hello) == "protocol"
+    hello["fingerprint"] = "0" * 32
+    assert client.ask_wrongly(HelloRequest, format=FORMAT_VERSION, **hello) == "protocol"
+
+
+def test_a_commit_that_is_refused_gives_its_space_back(client: RawClient) -> None:
+    client.say_hello(MODEL)
+    used_bytes = stats(client).used_bytes
+    manifest = make_manifest("refused", 0, 2, SIZES, MODEL)
+    wire = {"fingerprint": MODEL.fingerprint, "manifest": manifest_to_wire(manifest)}
+    for number, sizes, token_ids in ((1, SIZES, manifest.token_ids[1:]), (2, (100, 61), manifest.token_ids)):
+        reserve = {"reservation_id": number, "layer_num_bytes": sizes, "tenant": ""}
+        client.ask(ReserveRequest, ReserveReply, **reserve)
+        assert client.ask_wrongly(CommitRequest, token_ids, reservation_id=number, **wire) == "manifest"
+        assert client.ask_wrongly(CommitRequest, token_ids, reservation_id=number, **wire) == "key"
+    assert (stats(client).used_bytes, stats(client).num_reservations) == (used_bytes, 0)
+
+
+def test_what_is_unknown_may_be_released_and_aborted(client: RawClient) -> None:
+    client.ask(ReleaseRequest, ReleaseReply, lease_id=99)
+    client.ask(AbortRequest, AbortReply, reservation_id=99)
+
+
+def test_a_number_in_use_is_refused(client: RawClient) -> None:
+    store(client, "twice", 0, 1)
+    lease(client, "twice", 1)
+    keys = page_keys("twice", 0, 1)
+    asked = {"lease_id": 1, "fingerprint": MODEL.fingerprint, "page_keys": keys}
+    assert client.ask_wrongly(LeaseRequest, tokens_of(keys), **asked) == "value"
+    assert stats(client).num_leases == 1
+    reserve = {"reservation_id": 7, "layer_num_bytes": (64,), "tenant": ""}
+    client.ask(ReserveRequest, ReserveReply, **reserve)
+    assert client.ask_wrongly(ReserveRequest, **reserve) == "value"
+    client.ask(AbortRequest, AbortReply, reservation_id=7)
+
+
+def test_a_reservation_that_does_not_fit_is_none(client: RawClient) -> None:
+    too_much = {"reservation_id": 1, "layer_num_bytes": (5 << 20,), "tenant": ""}
+    assert client.ask(ReserveRequest, ReserveReply, **too_much).spans is None
+
+
+CLIENT_THAT_DIES = """
+import sys, time
+from pathlib import Path
+from krul_backend.daemon.replies import LeaseReply, ReserveReply
+from krul_backend.daemon.requests import LeaseRequest, ReserveRequest
+from tests.integration.daemon_client import RawClient
+from tests.integration.test_daemon_server import MODEL, lease
+client = RawClient(Path(sys.argv[1]))
+client.say_hello(MODEL)
+assert lease(client, "mortal", 2).num_pages == 2
+client.ask(ReserveRequest, ReserveReply, reservation_id=1, layer_num_bytes=(1000, 1000), tenant="")
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_death_of_a_client_frees_what_it_held(daemon: DaemonProcess, client: RawClient) -> None:
+    store(client, "mortal", 0, 2)
+    used_bytes = stats(client).used_bytes
+    mortal = subprocess.Popen(
+        [sys.executable, "-c", CLIENT_THAT_DIES, str(daemon.runtime_dir)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert mortal.stdout is not None
+    assert mortal.stdout.readline() == "ready\n"
+    before = stats(client)
+    assert (before.num_leases, before.num_reservations) == (1, 1)
+    mortal.kill()
+    mortal.communicate()
+    eventually(lambda: stats(client).num_leases == 0)
+    # A copy of the dead client may still be under way.
+    assert stats(client).num_reservations == 1
+    eventually(lambda: stats(client).num_reservations == 0)
+    assert stats(client).used_bytes == used_bytes
+    assert lease(client, "mortal", 2).num_pages == 2, "what was committed stays"
+
+
+def test_an_ended_session_cannot_ask(daemon: DaemonProcess, client: RawClient) -> None:
+    with RawClient(daemon.runtime_dir) as ended:
+        ended.session.shutdown(socket.SHUT_WR)
+        assert ended.session.recv(1) == b""
+        assert ended.ask_wrongly(FetchRequest, lease_id=1) == "protocol"
+    assert client.ask_wrongly(PingRequest, token="made-up") == "protocol"
+
+
+def test_nothing_may_be_said_on_the_session_socket(daemon: DaemonProcess) -> None:
+    with RawClient(daemon.runtime_dir) as talker:
+        talker.session.sendall(b"GET / HTTP/1.1\r\n")
+        assert talker.session.recv(1) == b""
+
+
+def test_people_need_no_session(client: RawClient) -> None:
+    client.ask(PingRequest, PingReply, token="")
+    assert client.ask(StatsRequest, StatsReply, token="").daemon.num_sessions >= 1
+    client.ask(ListRequest, ListReply, token="")
+    assert client.ask_wrongly(ClearRequest, token="", fingerprint=None) == "protocol"
+    assert client.ask_wrongly(FlushRequest, token="", timeout_s=1.0) == "protocol"
+
+
+def test_garbage_is_counted_and_harms_nobody(daemon: DaemonProcess, client: RawClient) -> None:
+    bad = client.ask(StatsRequest, StatsReply).daemon.bad_messages.get("undecodable", 0)
+    rng = np.random.default_rng(0)
+    garbage: list[list[bytes]] = [
+        [b""],
+        [b"{}"],
+        [b"[" * 200_000],
+        [rng.bytes(1000)],
+        [rng.bytes(1 << 20)],
+        [b"{}"] * 3,
+        [encode(PingRequest(token="", id=1))[:-1]],
+        [b"{}"] * 1000,
+    ]
+    for frames in garbage:
+        client.dealer.send_multipart(frames)
+    answered = client.ask(StatsRequest, StatsReply).daemon
+    assert answered.bad_messages["undecodable"] == bad + len(garbage)
+
+
+def test_what_is_no_request_but_has_an_id_is_answered(client: RawClient) -> None:
+    ping = json.loads(encode(PingRequest(token=client.greeting.token, id=41)))
+    other_version = {**ping, "version": PROTOCOL_VERSION + 1}
+    for fields, said in (
+        ({**ping, "op": "teleport"}, "teleport"),
+        (other_version, f"the client {PROTOCOL_VERSION + 1}"),
+        ({**other_version, "op": "teleport"}, f"the client {PROTOCOL_VERSION + 1}"),
+        ({**ping, "extra": 1}, "extra"),
+    ):
+        client.dealer.send(json.dumps(fields).encode())
+        answer = client.receive()
+        assert isinstance(answer, ErrorReply)
+        assert (answer.id, answer.code) == (41, "protocol")
+        assert said in answer.message
+    client.dealer.send_multipart([json.dumps(ping).encode(), b"1234"])
+    answer = client.receive()
+    assert isinstance(answer, ErrorReply)
+    assert "ping has 1 frames, got 2" in answer.message
+
+
+def test_a_message_beyond_the_bound_ends_its_connection_alone(
+    daemon: DaemonProcess, client: RawClient
+) -> None:
+    big = zmq.Context.instance().socket(zmq.DEALER)
+    big.setsockopt(zmq.LINGER, 0)
+    big.connect(f"ipc://{daemon.runtime_dir / 'control.sock'}")
+    monitor = big.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    big.send(bytes(MAX_FRAME_BYTES + 1))
+    assert monitor.poll(1000 * TIMEOUT_S)
+    big.disable_monitor()
+    big.close()
+    client.ask(PingRequest, PingReply)
+
+
+def test_bytes_that_are_no_zeromq_harm_nobody(daemon: DaemonProcess, client: RawClient) -> None:
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(str(daemon.runtime_dir / "control.sock"))
+        raw.sendall(np.random.default_rng(1).bytes(10_000))
+    client.ask(PingRequest, PingReply)
+
+
+def test_requests_of_one_socket_are_handled_in_order(client: RawClient) -> None:
+    """Abort follows reserve: what a client gives up after a time-out is free, whenever it was granted."""
+    reserved = client.send(ReserveRequest, reservation_id=3, layer_num_bytes=(1000,), tenant="")
+    aborted = client.send(AbortRequest, reservation_id=3)
+    assert [client.receive().id, client.receive().id] == [reserved, aborted]
+    assert stats(client).num_reservations == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_well(tmp_path: Path, number: signal.Signals) -> None:
+    with DaemonProcess(tmp_path / "run") as daemon, RawClient(daemon.runtime_dir) as client:
+        store(client, "end", 0, 2)
+        lease(client, "end", 2)
+        daemon.process.send_signal(number)
+        assert client.session.recv(1) == b"", "clients know at once"
+        status, log = daemon.end()
+        assert status == 0, log
+        assert "Traceback" not in log
+        assert not (tmp_path / "run" / "session.sock").exists()
+        assert not (tmp_path / "run" / "control.sock").exists()
+        assert client.arena.nbytes == 4 << 20
+        client.arena[:] = 1
+
+
+def test_it_ends_when_asked(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path / "run") as daemon, RawClient(daemon.runtime_dir) as client:
+        client.ask(ShutdownRequest, ShutdownReply, token="")
+        status, log = daemon.end()
+        assert status == 0, log
+
+
+def test_it_ends_when_nobody_uses_it(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path / "run", "--exit-when-unused") as daemon:
+        with RawClient(daemon.runtime_dir) as first, RawClient(daemon.runtime_dir) as second:
+            first.close()
+            time.sleep(0.2)
+            second.ask(PingRequest, PingReply)
+        start_s = time.monotonic()
+        status, log = daemon.end()
+        assert status == 0, log
+        assert UNUSED_S - 1 < time.monotonic() - start_s < NEVER_USED_S
+
+
+def test_it_says_where_it_serves_and_who_it_is(tmp_path: Path) -> None:
+    daemon = DaemonProcess(tmp_path / "run")
+    assert daemon.wait_ready() == {
+        "ready": True,
+        "runtime_dir": str(tmp_path / "run"),
+        "pid": daemon.process.pid,
+    }
+    daemon.process.terminate()
+    assert daemon.end()[0] == 0
+
+
+def test_a_second_one_refuses_the_directory_with_one_line(daemon: DaemonProcess) -> None:
+    second = DaemonProcess(daemon.runtime_dir)
+    status, log = second.end()
+    assert status == 1
+    assert log.splitlines() == [
+        f"krul-backend: {daemon.runtime_dir} is in use by another daemon (process {daemon.process.pid})"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--eviction", "random"), "eviction: got 'random'"),
+        (("--admin-endpoint", "tcp://127.0.0.1:0"), "CURVE keys"),
+        (("--mooncake", "master"), "<name>=<value>"),
+        (("--ssd-capacity", "1GiB"), "ssd_capacity_bytes"),
+        (("--ssd-capacity", "many"), "not a size"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    status, log = DaemonProcess(tmp_path / "run", *arguments).end()
+    assert status == 2
+    assert log.startswith("krul-backend: ")
+    assert said in log
+    assert "Traceback" not in log
+
+
+def test_it_does_without_torch(tmp_path: Path) -> None:
+    code = textwrap.dedent("""
+        import sys, krul_backend.daemon.app, krul_backend.daemon.serve
+        print(*{"torch", "sglang", "scipy"} & set(sys.modules))
+    """)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
+
+
+def test_over_tcp_only_known_keys_are_answered(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    (keys / "clients").mkdir(parents=True)
+    zmq.auth.create_certificates(keys, "server")
+    (keys / "server.key_secret").chmod(0o600)
+    zmq.auth.create_certificates(tmp_path, "friend")
+    zmq.auth.create_certificates(tmp_path, "stranger")
+    os.rename(tmp_path / "friend.key", keys / "clients" / "friend.key")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    server_key, _ = zmq.auth.load_certificate(keys / "server.key")
+    arguments = ("--admin-endpoint", endpoint, "--curve-dir", str(keys))
+    with DaemonProcess(tmp_path / "run", *arguments) as daemon:
+
+        def ask(name: str | None, request: bytes, wait_s: float) -> bytes | None:
+            dealer = zmq.Context.instance().socket(zmq.DEALER)
+            dealer.setsockopt(zmq.LINGER, 0)
+            if name is not None:
+                public, secret = zmq.auth.load_certificate(tmp_path / f"{name}.key_secret")
+                assert secret is not None
+                dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
+                dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
+                dealer.setsockopt(zmq.CURVE_SERVERKEY, server_key)
+            dealer.connect(endpoint)
+            dealer.send(request)
+            answer = dealer.recv() if dealer.poll(1000 * wait_s) else None
+            dealer.close()
+            return answer
+
+        ping = encode(PingRequest(token="", id=1))
+        answer = ask("friend", ping, TIMEOUT_S)
+        assert answer is not None
+        assert isinstance(decode_reply(answer), PingReply)
+        assert ask("stranger", ping, 1.0) is None
+        assert ask(None, ping, 1.0) is None
+        # Even a friend who knows a session's token gets none of its operations.
+        with RawClient(daemon.runtime_dir) as local:
+            flush = encode(FlushRequest(token=local.greeting.token, id=2, timeout_s=1.0))
+            answer = ask("friend", flush, TIMEOUT_S)
+            assert answer is not None
+            refused = decode_reply(answer)
+            assert isinstance(refused, ErrorReply)
+            assert refused.code == "protocol"

@@ -1,0 +1,18 @@
+"""Broken messages against a real daemon: some of the cases of ``python -m tests.fuzz``."""
+
+from __future__ import annotations
+
+from krul_backend.daemon.daemon_store import DaemonStore
+from tests.crash.conversing import converse
+from tests.fuzz.messages import MODEL
+from tests.fuzz.run import run_cases
+from tests.integration.daemon_process import running_daemon
+
+
+def test_a_daemon_stands_whatever_it_is_sent() -> None:
+    with running_daemon("--host-memory", "64MiB") as (runtime_dir, process):
+        run_cases(runtime_dir, process.pid, num_cases=2000)
+        assert process.poll() is None
+        store = DaemonStore(runtime_dir, model=MODEL)
+        assert converse(store, MODEL, "after all that", num_turns=4) == 4
+        store.close()

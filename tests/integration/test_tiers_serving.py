@@ -1,0 +1,182 @@
+"""Servers on disks and on a shared daemon: restarts, crashes of the daemon, little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from krul_sglang.demo.server import ServerError, ServerProcess
+from tests.integration.daemon_process import running_daemon
+from tests.integration.scenario import (
+    STRICT,
+    Answer,
+    ask,
+    assert_nothing_left_behind,
+    krul_stats,
+    push_out,
+    random_prompt,
+    settled_stats,
+    small_krul_server_args,
+)
+
+POOL_TOKENS = 2048
+TOKEN_BYTES = 4096  # 4 layers x 2 KV heads x 64 channels x (K, V) x 4 bytes
+NUM_TURNS = 4
+PROMPT_TOKENS = 611
+NAMES = ("first", "second", "third")
+
+
+def histories(name: str, answers: list[Answer]) -> list[int]:
+    """The prompt of the next turn after these answers."""
+    history = random_prompt(name, PROMPT_TOKENS)
+    for turn, answer in enumerate(answers):
+        history = [*history, *answer.output_ids, *random_prompt((name, turn), 29)]
+    return history
+
+
+def converse(server: ServerProcess, name: str, answers: list[Answer], num_turns: int, *, evict: bool) -> None:
+    """Append ``num_turns`` answers; before each of them everything leaves the device, or nothing."""
+    for _ in range(num_turns):
+        if evict:
+            push_out(server, num_tokens=POOL_TOKENS, seed=(name, len(answers)))
+        answers.append(ask(server, histories(name, answers), max_new_tokens=12))
+
+
+@pytest.fixture(scope="module")
+def kept(tiny_models: dict[str, Path]) -> dict[str, list[Answer]]:
+    """Every conversation on a server that never evicts anything."""
+    args = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "16384", "--enable-cache-report")
+    answers: dict[str, list[Answer]] = {name: [] for name in NAMES}
+    with ServerProcess(tiny_models["float32"], args=args) as server:
+        for name in NAMES:
+            converse(server, name, answers[name], NUM_TURNS, evict=False)
+    return answers
+
+
+@contextmanager
+def krul_server(model: Path, options: dict[str, Any], log_path: Path) -> Iterator[ServerProcess]:
+    args = small_krul_server_args(POOL_TOKENS, {"planner": "full-load", **options})
+    with ServerProcess(model, args=args, env=STRICT, log_path=log_path) as server:
+        yield server
+
+
+def assert_same(expected: list[Answer], actual: list[Answer]) -> None:
+    for ours, wanted in zip(actual, expected, strict=True):
+        assert ours.output_ids == wanted.output_ids
+        assert ours.logprobs == pytest.approx(wanted.logprobs, abs=2e-4)
+
+
+def daemon_pid(server: ServerProcess) -> int:
+    """Of the daemon that the server started last."""
+    return int(re.findall(r"krul.*daemon(?: restarted, process)? (\d+)", server.log_text())[-1])
+
+
+def wait_until_connected(server: ServerProcess, timeout_s: float = 60.0) -> dict[str, Any]:
+    deadline_s = time.monotonic() + timeout_s
+    while not (stats := krul_stats(server))["daemon"]["is_connected"]:
+        assert time.monotonic() < deadline_s, f"the daemon never came back: {stats['daemon']}"
+        time.sleep(0.2)
+    return stats
+
+
+def backend(*arguments: str) -> str:
+    command = [sys.executable, "-m", "krul_backend.daemon", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_memory_for_one_conversation_and_a_disk_for_all(
+    tiny_models: dict[str, Path], kept: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    """Evicted from host memory, then everything killed and started again: the disk has it all."""
+    options = {
+        "host_memory": 1500 * TOKEN_BYTES,
+        "ssd_dir": str(tmp_path / "ssd"),
+        "ssd_capacity": "2GiB",
+        "ssd_timeout": 10.0,
+    }
+    answers: dict[str, list[Answer]] = {name: [] for name in NAMES}
+    with krul_server(tiny_models["float32"], options, tmp_path / "first.log") as server:
+        for turn in range(2):
+            for name in NAMES:
+                converse(server, name, answers[name], 1, evict=True)
+                if turn:
+                    assert answers[name][-1].host_tokens > 500
+        stats = settled_stats(server)
+        assert stats["evicted_segments"] > 0
+        assert stats["tier_hit_pages"]["ssd"] > 0
+        assert stats["fetched_segments"] > 0
+        assert_nothing_left_behind(server)
+        assert "true" in backend("flush", "--endpoint", stats["daemon"]["endpoint"], "--json")
+        os.kill(daemon_pid(server), signal.SIGKILL)
+        os.kill(server.pid, signal.SIGKILL)
+    with krul_server(tiny_models["float32"], options, tmp_path / "second.log") as server:
+        for name in NAMES:
+            converse(server, name, answers[name], 1, evict=False)
+            assert answers[name][-1].device_tokens == 0
+            assert answers[name][-1].host_tokens > 500
+        converse(server, "first", answers["first"], 1, evict=True)
+        assert_nothing_left_behind(server)
+    for name in NAMES:
+        assert_same(kept[name][: len(answers[name])], answers[name])
+
+
+def test_a_daemon_that_dies_costs_hits_and_not_answers(
+    tiny_models: dict[str, Path], kept: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    answers: dict[str, list[Answer]] = {name: [] for name in NAMES}
+    with krul_server(tiny_models["float32"], {}, tmp_path / "server.log") as server:
+        converse(server, "first", answers["first"], 2, evict=True)
+        assert answers["first"][-1].host_tokens > 500
+        settled_stats(server)
+        os.kill(daemon_pid(server), signal.SIGKILL)
+        converse(server, "first", answers["first"], 1, evict=True)
+        assert answers["first"][-1].host_tokens == 0
+        stats = wait_until_connected(server)
+        assert (stats["daemon"]["lost"], stats["daemon"]["reconnects"]) == (1, 1)
+        # The new daemon knows nothing of before, and works.
+        converse(server, "second", answers["second"], 2, evict=True)
+        assert answers["second"][-1].host_tokens > 500
+        assert_nothing_left_behind(server)
+        warnings = [line for line in server.log_text().splitlines() if "WARNING" in line and "daemon" in line]
+        assert len(warnings) <= 1, warnings
+    assert_same(kept["first"][:3], answers["first"])
+    assert_same(kept["second"][:2], answers["second"])
+
+
+def test_servers_share_a_daemon_that_outlives_them(
+    tiny_models: dict[str, Path], kept: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    answers: list[Answer] = []
+    with running_daemon("--host-memory", "256MiB") as (runtime_dir, _):
+        options = {"endpoint": str(runtime_dir), "host_memory": "auto"}
+        for number in range(2):
+            log_path = tmp_path / f"server-{number}.log"
+            with krul_server(tiny_models["float32"], options, log_path) as server:
+                converse(server, "third", answers, 2, evict=number == 0)
+                assert_nothing_left_behind(server)
+        listed = json.loads(backend("list", "--endpoint", str(runtime_dir), "--json"))
+        assert len(listed) >= NUM_TURNS
+        assert "0 bad" in backend("verify", "--endpoint", str(runtime_dir))
+    assert answers[2].device_tokens == 0
+    assert answers[2].host_tokens > 500
+    assert_same(kept["third"], answers)
+
+
+def test_a_daemon_that_is_not_there_stops_the_server(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"endpoint": str(tmp_path / "nothing"), "host_memory": "auto"}
+    args = small_krul_server_args(POOL_TOKENS, options)
+    server = ServerProcess(tiny_models["float32"], args=args, log_path=tmp_path / "server.log")
+    with pytest.raises(ServerError):
+        server.start()
+    assert "no krul-backend answers" in server.log_text()

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from krul_backend.daemon.build_store import build_store, default_ssd_capacity, parse_options
+from krul_backend.daemon.config import DaemonConfig
+from krul_backend.errors import ConfigError
+from tests.unit.store_builders import make_model, page_keys
+
+
+@dataclass(frozen=True)
+class Options:
+    address: str
+    limit_s: float = 0.5
+    size_bytes: int = 7
+
+
+def test_options_are_parsed_by_their_types() -> None:
+    given = {"address": "host:1", "limit_s": "1.5", "size_bytes": "2MiB"}
+    assert parse_options(Options, "tier", given) == Options("host:1", 1.5, 2 << 20)
+    assert parse_options(Options, "tier", {"address": "7"}) == Options("7")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"adress": "x"}, "tier: got 'adress', accepted are address, limit_s, size_bytes"),
+        ({"limit_s": "1"}, "tier: address is needed, got limit_s"),
+        ({"address": "x", "limit_s": "soon"}, "tier: limit_s='soon'"),
+        ({"address": "x", "size_bytes": "big"}, "tier: size_bytes='big'"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_named(given: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_options(Options, "tier", given)
+    assert str(caught.value).startswith(said)
+
+
+def test_half_of_the_free_disk_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    directory = tmp_path / "not" / "there"
+    assert default_ssd_capacity(directory) == 5_000
+    (directory / "krul-v3").mkdir(parents=True)
+    (directory / "krul-v3" / "1.log").write_bytes(bytes(2_000))
+    assert default_ssd_capacity(directory) == 6_000, "what a restart finds there does not shrink it"
+
+
+def test_memory_alone_is_a_store_of_one_tier(tmp_path: Path) -> None:
+    built = build_store(DaemonConfig(arena_bytes=1 << 20, runtime_dir=tmp_path, tenant_quota=0.5))
+    assert built.arena.buffer.nbytes == 1 << 20
+    assert not built.may_lookup_wait
+    assert built.store.tier_costs() == {}
+    assert built.store.find_missing(make_model(), page_keys("c", 0, 2)) == [range(2)]
+    assert built.store.reserve((600_000,), "one tenant") is None
+    built.store.close()
+
+
+def test_memory_that_cannot_be_had_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="arena_bytes: got"):
+        build_store(DaemonConfig(arena_bytes=1 << 62, runtime_dir=tmp_path))

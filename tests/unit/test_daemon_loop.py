@@ -1,0 +1,190 @@
+"""The daemon's loop on a store that misbehaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from krul_backend.daemon.replies import (
+    ErrorReply,
+    InspectReply,
+    PingReply,
+    ReserveReply,
+    StatsReply,
+    TrimReply,
+)
+from krul_backend.daemon.requests import (
+    InspectRequest,
+    PingRequest,
+    ReserveRequest,
+    StatsRequest,
+    TrimRequest,
+    VerifyRequest,
+)
+from krul_backend.daemon.runtime_dir import RuntimeDir
+from krul_backend.daemon.server import DaemonServer, error_code
+from krul_backend.errors import ConfigError, ManifestError, ProtocolError, StoreClosedError, TierReadError
+from krul_backend.store.host_store import HostStore
+from tests.integration.daemon_client import TIMEOUT_S, RawClient
+
+TRIM: dict[str, Any] = {"segment_id": 1, "layer_first_token": (0,), "layer_num_bytes": (0,)}
+
+
+class MoodyStore(HostStore):
+    """Fails where it is told to, and trims when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.error: Exception | None = None
+        self.may_trim = threading.Event()
+
+    def reserve(self, *args: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        return super().reserve(*args)
+
+    def trim(self, *args: Any) -> int:
+        assert self.may_trim.wait(TIMEOUT_S)
+        return super().trim(*args)
+
+    def verify(self) -> Any:
+        raise OSError("the disk is on fire")
+
+    def list_segments(self) -> Any:
+        return []
+
+
+class Observed:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[str, float, bool]] = []
+
+    def __call__(self, op: str, seconds: float, ok: bool) -> None:
+        self.answers.append((op, seconds, ok))
+
+
+@contextmanager
+def serving(path: Path, store: HostStore, observer: Observed | None = None) -> Iterator[RawClient]:
+    runtime_dir = RuntimeDir(path)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = DaemonServer(runtime_dir, store, store, context, observer=observer)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        with RawClient(path) as client:
+            yield client
+    finally:
+        server.stop()
+        thread.join(TIMEOUT_S)
+        server.disconnect()
+        store.close()
+        server.close()
+        context.term()
+        runtime_dir.close()
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ManifestError("m"), "manifest", "m"),
+        (KeyError("reservation 7"), "key", "reservation 7"),
+        (ValueError("v"), "value", "v"),
+        (StoreClosedError("c"), "closed", "c"),
+        (TierReadError("t"), "tier-read", "t"),
+        (ProtocolError("p"), "protocol", "p"),
+        (ZeroDivisionError("z"), "internal", "z"),
+        (AssertionError(), "internal", "AssertionError()"),
+        (MemoryError(), "internal", "MemoryError()"),
+    ],
+)
+def test_every_error_of_the_store_is_an_answer(
+    tmp_path: Path, error: Exception, code: str, message: str
+) -> None:
+    store = MoodyStore()
+    store.error = error
+    reserve = {"reservation_id": 1, "layer_num_bytes": (64,), "tenant": ""}
+    with serving(tmp_path / "run", store) as client:
+        answer = client.ask(ReserveRequest, ErrorReply, **reserve)
+        assert (answer.code, answer.message) == (code, message)
+        store.error = None
+        assert client.ask(ReserveRequest, ReserveReply, **reserve).spans is not None
+        assert client.ask(StatsRequest, StatsReply).daemon.failed_requests == 1
+
+
+def test_an_error_of_another_thread_is_an_answer(tmp_path: Path) -> None:
+    with serving(tmp_path / "run", MoodyStore()) as client:
+        answer = client.ask(VerifyRequest, ErrorReply)
+        assert (answer.code, answer.message) == ("internal", "the disk is on fire")
+
+
+def test_an_unknown_error_has_no_name_of_its_own() -> None:
+    assert error_code(ConfigError("x")) == "internal"
+    assert error_code(UnicodeDecodeError("utf-8", b"", 0, 0, "x")) == "value"
+
+
+def test_what_takes_long_holds_up_nobody(tmp_path: Path) -> None:
+    store = MoodyStore()
+    observed = Observed()
+    with serving(tmp_path / "run", store, observed) as client:
+        slow = client.send(TrimRequest, **TRIM)
+        client.ask(PingRequest, PingReply)
+        store.may_trim.set()
+        answer = client.receive()
+        assert isinstance(answer, TrimReply)
+        assert (answer.id, answer.num_bytes) == (slow, 0)
+    ops = [op for op, _, _ in observed.answers]
+    assert ops == ["ping", "trim"]
+    by_op = {op: seconds for op, seconds, _ in observed.answers}
+    assert by_op["trim"] > by_op["ping"] > 0
+
+
+def test_long_work_that_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("krul_backend.daemon.server._MAX_PENDING", 2)
+    store = MoodyStore()
+    with serving(tmp_path / "run", store) as client:
+        for _ in range(2):
+            client.send(TrimRequest, **TRIM)
+        refused = client.ask(TrimRequest, ErrorReply, **TRIM)
+        assert "2 long operations wait already" in refused.message
+        store.may_trim.set()
+        assert {type(client.receive()) for _ in range(2)} == {TrimReply}
+        client.ask(InspectRequest, InspectReply, segment_id=1)
+
+
+def test_an_answer_to_a_peer_that_is_gone_is_dropped(tmp_path: Path) -> None:
+    store = MoodyStore()
+    observed = Observed()
+    with serving(tmp_path / "run", store, observed) as client:
+        with RawClient(tmp_path / "run") as gone:
+            gone.send(TrimRequest, **TRIM)
+            gone.ask(PingRequest, PingReply)
+        store.may_trim.set()
+        client.ask(PingRequest, PingReply)
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while "trim" not in [op for op, _, _ in observed.answers]:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        client.ask(PingRequest, PingReply)
+
+
+def test_the_observer_is_told_of_failures(tmp_path: Path) -> None:
+    observed = Observed()
+    with serving(tmp_path / "run", MoodyStore(), observed) as client:
+        client.ask_wrongly(VerifyRequest)
+        client.ask_wrongly(PingRequest, token="made-up")
+        client.dealer.send(b'{"op":"teleport","version":1,"id":3}')
+        client.receive()
+    assert [(op, ok) for op, _, ok in observed.answers] == [
+        ("verify", False),
+        ("ping", False),
+        ("invalid", False),
+    ]

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from krul_backend.daemon.limits import MAX_FRAME_BYTES, MAX_LAYERS, PROTOCOL_VERSION
+from krul_backend.daemon.protocol import (
+    decode_envelope,
+    decode_greeting,
+    decode_reply,
+    decode_request,
+    decode_token_ids,
+    encode,
+    encode_token_ids,
+    op_of,
+)
+from krul_backend.daemon.replies import REPLIES, ErrorReply, LeaseReply, Reply
+from krul_backend.daemon.requests import (
+    REQUESTS,
+    ClearRequest,
+    CommitRequest,
+    FetchRequest,
+    HelloRequest,
+    LeaseRequest,
+    PingRequest,
+    PinRequest,
+    Request,
+    ReserveRequest,
+)
+from krul_backend.daemon.wire import (
+    header_from_wire,
+    header_to_wire,
+    manifest_from_wire,
+    manifest_to_wire,
+    model_from_wire,
+    model_to_wire,
+    runs_from_wire,
+    runs_to_wire,
+    slice_to_wire,
+)
+from krul_backend.errors import ManifestError, ProtocolError
+from krul_backend.segment import ModelIdentity, SegmentManifest
+from krul_backend.store.interface import SegmentSlice, Span
+
+MODEL = ModelIdentity("tiny", "00ff", "bfloat16", 2, 2, 8, 8, 4, 0, 1)
+MANIFEST = SegmentManifest(
+    model=MODEL,
+    page_keys=("b", "c"),
+    parent_key="a",
+    start_token=4,
+    token_ids=np.arange(8, dtype=np.int32),
+    codec="pair",
+    layer_num_bytes=(100, 0),
+    codec_params={"strategy": {"partners": [1, None]}, "scale": 0.5},
+    layer_first_token=(8, 12),
+    tenant="t",
+    recompute_s=0.25,
+)
+HELLO = HelloRequest(token="s", id=1, format=3, model=model_to_wire(MODEL), fingerprint=MODEL.fingerprint)
+LEASE = LeaseRequest(token="s", id=2, fingerprint="f", page_keys=("a", "b"), lease_id=7)
+COMMIT = CommitRequest(
+    token="s", id=3, reservation_id=9, fingerprint="f", manifest=manifest_to_wire(MANIFEST)
+)
+RESERVE = ReserveRequest(token="s", id=4, reservation_id=9, layer_num_bytes=(1, 2), tenant="t")
+CLEAR = ClearRequest(token="s", id=5, fingerprint=None)
+EXAMPLES: tuple[Request, ...] = (HELLO, LEASE, COMMIT, RESERVE, CLEAR, PingRequest(token="", id=6))
+
+
+def decodes_or_refuses(frame: bytes) -> Request | None:
+    try:
+        request = decode_request(frame)
+    except ProtocolError:
+        return None
+    assert isinstance(request, REQUESTS)
+    return request
+
+
+def changed(request: Request, **fields: Any) -> bytes:
+    return json.dumps({**json.loads(encode(request)), **fields}).encode()
+
+
+def test_every_operation_has_a_request_and_a_reply() -> None:
+    ops = [op_of(request) for request in REQUESTS]
+    assert len(set(ops)) == len(ops)
+    assert {op_of(reply) for reply in REPLIES} == {*ops, "error"}
+
+
+@pytest.mark.parametrize("request_", EXAMPLES, ids=op_of)
+def test_a_request_comes_back_as_it_was(request_: Request) -> None:
+    assert decode_request(encode(request_)) == request_
+    assert decode_envelope(encode(request_)) == (PROTOCOL_VERSION, request_.id)
+
+
+def test_an_operation_of_another_version_still_has_an_id() -> None:
+    frame = b'{"op":"teleport","version":9,"id":5,"whatever":[{}]}'
+    assert decodes_or_refuses(frame) is None
+    assert decode_envelope(frame) == (9, 5)
+    assert decode_envelope(b'{"op":"ping"}') is None
+    assert decode_envelope(b"[]") is None
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        changed(LEASE, lease_id=-1),
+        changed(LEASE, lease_id=1 << 63),
+        changed(LEASE, lease_id=1.5),
+        changed(LEASE, lease_id="7"),
+        changed(LEASE, page_keys=["k" * 129]),
+        changed(LEASE, page_keys=[""]),
+        changed(LEASE, page_keys="abc"),
+        changed(LEASE, surprise=1),
+        changed(LEASE, token="t" * 129),
+        changed(RESERVE, layer_num_bytes=[1] * (MAX_LAYERS + 1)),
+        changed(RESERVE, layer_num_bytes=[-1]),
+        changed(RESERVE, layer_num_bytes=[1 << 60]),
+        changed(RESERVE, tenant="t" * 257),
+        changed(HELLO, model={}),
+        changed(PinRequest(token="s", id=1, fingerprint="f", page_keys=(), ttl_s=1.0), ttl_s=-1),
+        b'{"op":"pin","token":"s","id":1,"version":1,"fingerprint":"f","page_keys":[],"ttl_s":1e999}',
+        b'{"op":"pin","token":"s","id":1,"version":1,"fingerprint":"f","page_keys":[],"ttl_s":NaN}',
+        b'{"op":"ping","token":"\xff","id":1}',
+        b'{"op":"ping","token":"\\ud800","id":1}',
+        b"[" * 100_000,
+        encode(COMMIT).replace(b'"scale":0.5', b'"scale":' + b"[" * 100_000 + b"]" * 100_000),
+        b" " * (MAX_FRAME_BYTES + 1),
+        b"",
+    ],
+    ids=lambda frame: frame[:60].decode(errors="replace"),
+)
+def test_what_is_out_of_bounds_is_refused(frame: bytes) -> None:
+    assert decodes_or_refuses(frame) is None
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(frame: bytes) -> None:
+    assert decodes_or_refuses(frame) is None
+    for decode in (decode_reply, decode_greeting):
+        with pytest.raises(ProtocolError):
+            decode(frame)
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_a_mutated_request_is_a_request_or_refused(request_: Request, data: st.DataObject) -> None:
+    frame = bytearray(encode(request_))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(frame)))
+        removed = data.draw(st.integers(0, 12))
+        frame[at : at + removed] = data.draw(st.binary(max_size=6))
+    decoded = decodes_or_refuses(bytes(frame))
+    if decoded is not None:
+        assert decode_request(encode(decoded)) == decoded
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(EXAMPLES), JSON, st.data())
+def test_a_field_of_another_kind_is_taken_or_refused(
+    request_: Request, value: Any, data: st.DataObject
+) -> None:
+    fields = json.loads(encode(request_))
+    name = data.draw(st.sampled_from(sorted(fields)))
+    fields[name] = value
+    decoded = decodes_or_refuses(json.dumps(fields).encode())
+    if decoded is not None:
+        assert json.loads(encode(decoded))[name] == pytest.approx(value)
+
+
+def test_replies_come_back_as_they_were() -> None:
+    status = Span(4096, 2)
+    part = SegmentSlice(
+        segment_id=3,
+        header=MANIFEST.header,
+        tier="ssd",
+        blocks=(),
+        spans=(Span(0, 100), Span(0, 0)),
+        checksums=((1 << 64) - 1, 0),
+        first_page=0,
+        end_page=2,
+    )
+    replies: tuple[Reply, ...] = (
+        LeaseReply(id=1, num_pages=2, slices=(slice_to_wire(part, status), slice_to_wire(part, None))),
+        ErrorReply(id=2, code="tier-read", message="gone"),
+    )
+    for reply in replies:
+        assert decode_reply(encode(reply)) == reply
+
+
+def test_models_headers_and_manifests_come_back_as_they_were() -> None:
+    assert model_from_wire(model_to_wire(MODEL)) == MODEL
+    assert vars(header_from_wire(header_to_wire(MANIFEST.header))) == vars(MANIFEST.header)
+    sent = decode_request(encode(COMMIT))
+    assert isinstance(sent, CommitRequest)
+    token_ids = decode_token_ids(encode_token_ids(MANIFEST.token_ids))
+    got = manifest_from_wire(sent.manifest, MODEL, token_ids)
+    assert vars(got.header) == vars(MANIFEST.header)
+    assert (got.page_keys, got.parent_key, got.tenant) == (("b", "c"), "a", "t")
+    assert got.recompute_s == 0.25
+    assert got.token_ids.tolist() == list(range(8))
+    with pytest.raises(ManifestError, match="need 8 token ids, got 7"):
+        manifest_from_wire(sent.manifest, MODEL, token_ids[:-1])
+
+
+def test_runs_come_back_as_they_were() -> None:
+    assert runs_from_wire(runs_to_wire([range(3), range(7, 9)])) == [range(3), range(7, 9)]
+
+
+@given(st.lists(st.integers(-(1 << 31), (1 << 31) - 1), max_size=50))
+def test_token_ids_come_back_as_they_were(token_ids: list[int]) -> None:
+    frame = encode_token_ids(np.array(token_ids, dtype=np.int32))
+    assert len(frame) == 4 * len(token_ids)
+    assert decode_token_ids(frame).tolist() == token_ids
+
+
+def test_a_part_of_a_token_id_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="got 5 bytes"):
+        decode_token_ids(b"12345")
+
+
+def test_a_fetch_names_only_its_lease() -> None:
+    frame = encode(FetchRequest(token="s", id=1, lease_id=2))
+    assert json.loads(frame) == {"op": "fetch", "version": 1, "token": "s", "id": 1, "lease_id": 2}

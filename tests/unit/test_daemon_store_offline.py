@@ -1,0 +1,399 @@
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_daemon import CAPACITY_BYTES, FakeDaemon
+from store_builders import make_manifest, make_model, page_keys, tokens_of
+
+from krul_backend.daemon.daemon_store import DaemonStore
+from krul_backend.daemon.replies import (
+    ErrorReply,
+    FindMissingReply,
+    LeaseReply,
+    ListReply,
+    ReserveReply,
+    WireHeader,
+    WireSlice,
+)
+from krul_backend.daemon.requests import ListRequest, Request
+from krul_backend.errors import DaemonError, ProtocolError, StoreClosedError, TierReadError
+from krul_backend.store.interface import Lease, SegmentInfo, Span
+
+MODEL = make_model()
+KEYS = page_keys("c", 0, 3)
+TOKENS = tokens_of(KEYS)
+HEADER = WireHeader(4, 0, 12, "raw", {}, (100, 60), (0, 0))
+SLICE = WireSlice(7, HEADER, "dram", (Span(0, 100), Span(128, 60)), (1, 2), 0, 3, None)
+TIMEOUT_S = 0.3
+
+Make = Callable[..., DaemonStore]
+
+
+@pytest.fixture
+def runtime_dir() -> Iterator[Path]:
+    # Not tmp_path: a socket's path holds 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="krul-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def daemon(runtime_dir: Path) -> Iterator[FakeDaemon]:
+    daemon = FakeDaemon(runtime_dir)
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def make_store(runtime_dir: Path) -> Iterator[Make]:
+    stores = []
+
+    def make(**options: object) -> DaemonStore:
+        options.setdefault("request_timeout_s", TIMEOUT_S)
+        stores.append(DaemonStore(runtime_dir, model=MODEL, **options))  # type: ignore[arg-type]
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline_s, "it did not become so"
+        time.sleep(0.01)
+
+
+def assert_engine_does_without(store: DaemonStore) -> None:
+    assert store.lease(MODEL, KEYS, TOKENS) is None
+    assert store.reserve((100, 60)) is None
+    assert store.find_missing(MODEL, KEYS) == []
+    assert store.path_segments(MODEL, KEYS) == []
+    assert store.trim(1, (0, 0), (10, 10)) == 0
+    assert store.prefetch(MODEL, KEYS, TOKENS) == 0
+    assert (store.pin(MODEL, KEYS, 1.0), store.unpin(MODEL, KEYS)) == (0, 0)
+    assert store.tier_costs() == {}
+    assert store.list_segments() == []
+    assert store.report_damage(1) is False
+    assert store.flush(60.0) is False
+    assert store.verify().num_blocks == 0
+    assert store.stats().capacity_bytes == 0
+
+
+def test_without_a_daemon_the_engine_does_without(make_store: Make) -> None:
+    store = make_store()
+    assert not store.is_connected
+    assert_engine_does_without(store)
+    assert store.counters.requests == 0
+
+
+def test_wrong_arguments_are_errors_without_a_daemon_too(make_store: Make) -> None:
+    store = make_store()
+    with pytest.raises(ValueError, match="12"):
+        store.lease(MODEL, KEYS, TOKENS[:-1])
+    with pytest.raises(ValueError, match="-1"):
+        store.reserve((-1,))
+    with pytest.raises(ValueError, match="inf"):
+        store.pin(MODEL, KEYS, float("inf"))
+    with pytest.raises(KeyError):
+        store.release(Lease(1, 3, ()))
+
+
+def test_a_daemon_that_comes_later_is_found(make_store: Make, runtime_dir: Path) -> None:
+    mapped: list[int] = []
+    store = make_store(on_arena=lambda arena: mapped.append(arena.nbytes))
+    daemon = FakeDaemon(runtime_dir)
+    try:
+        wait_until(lambda: store.is_connected)
+        assert mapped == [CAPACITY_BYTES]
+        assert store.find_missing(MODEL, KEYS) == [range(3)]
+    finally:
+        daemon.stop()
+
+
+def test_a_daemon_of_another_protocol_is_refused_loudly(make_store: Make, runtime_dir: Path) -> None:
+    daemon = FakeDaemon(runtime_dir, protocol=99)
+    try:
+        with pytest.raises(ProtocolError, match="99"):
+            make_store()
+    finally:
+        daemon.stop()
+
+
+def test_an_endpoint_that_shares_no_memory_is_refused(runtime_dir: Path) -> None:
+    with pytest.raises(DaemonError, match="tcp://host:1"):
+        DaemonStore("tcp://host:1", model=MODEL)
+
+
+def test_a_reservation_is_a_window_into_the_daemons_memory(daemon: FakeDaemon, make_store: Make) -> None:
+    reservation = make_store().reserve((3, 0, 2))
+    assert reservation is not None
+    for i, block in enumerate(reservation.blocks):
+        block[:] = i + 1
+    assert daemon.arena[:5] == b"\1\1\1\3\3"
+
+
+def test_only_the_first_call_waits_for_a_daemon_that_hangs(daemon: FakeDaemon, make_store: Make) -> None:
+    lost = threading.Event()
+    store = make_store(on_lost=lost.set)
+    daemon.is_hung.set()
+    assert store.find_missing(MODEL, KEYS) == []
+    requests_before = store.counters.requests
+    assert not store.is_connected
+    assert_engine_does_without(store)
+    assert store.counters.requests == requests_before, "nothing was asked, so nothing was waited for"
+    assert (store.counters.timeouts, store.counters.lost) == (1, 1)
+    assert lost.wait(10)
+    daemon.is_hung.clear()
+    wait_until(lambda: store.is_connected)
+    # The reply to the first call comes late, and must not be taken for the second call's.
+    daemon.answers["find_missing"] = lambda request: FindMissingReply(id=request.id, missing=((1, 2),))
+    assert store.find_missing(MODEL, KEYS) == [range(1, 2)]
+    assert store.counters.reconnects == 1
+
+
+def test_what_is_granted_too_late_is_given_back(daemon: FakeDaemon, make_store: Make) -> None:
+    store = make_store()
+    daemon.is_hung.set()
+    assert store.reserve((10,)) is None
+    daemon.is_hung.clear()
+    wait_until(lambda: store.is_connected)
+    daemon.answers["lease"] = lambda request: None
+    assert store.lease(MODEL, KEYS, TOKENS) is None
+    wait_until(lambda: "release" in daemon.ops())
+    ops = [op for op in daemon.ops() if op not in ("hello", "ping")]
+    assert ops == ["reserve", "abort", "lease", "release"]
+    by_op = dict(zip(daemon.ops(), daemon.requests, strict=True))
+    assert by_op["reserve"].reservation_id == by_op["abort"].reservation_id  # type: ignore[attr-defined]
+    assert by_op["lease"].lease_id == by_op["release"].lease_id  # type: ignore[attr-defined]
+
+
+def test_a_lease_is_released_even_while_the_daemon_hangs(daemon: FakeDaemon, make_store: Make) -> None:
+    daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=(SLICE,))
+    store = make_store()
+    lease = store.lease(MODEL, KEYS, TOKENS)
+    assert lease is not None
+    daemon.is_hung.set()
+    store.find_missing(MODEL, KEYS)
+    store.release(lease)
+    with pytest.raises(KeyError):
+        store.release(lease)
+    daemon.is_hung.clear()
+    wait_until(lambda: "release" in daemon.ops())
+
+
+def test_leased_blocks_are_read_only_views(daemon: FakeDaemon, make_store: Make) -> None:
+    daemon.arena[128:131] = b"abc"
+    fetched = WireSlice(7, HEADER, "ssd", SLICE.spans, (1, 2), 0, 3, Span(256, 2))
+    daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=(fetched,))
+    lease = make_store().lease(MODEL, KEYS, TOKENS)
+    assert lease is not None
+    (part,) = lease.slices
+    assert part.blocks[1][:3].tobytes() == b"abc"
+    assert [block.nbytes for block in part.blocks] == [100, 60]
+    with pytest.raises(ValueError, match="read-only"):
+        part.blocks[0][0] = 1
+    assert part.status is not None
+    assert not part.status.has_landed(1)
+    daemon.arena[257] = 1
+    assert part.status.has_landed(1)
+
+
+@pytest.mark.parametrize(
+    "slices",
+    [
+        (WireSlice(7, HEADER, "dram", (Span(0, 100), Span(CAPACITY_BYTES - 59, 60)), (1, 2), 0, 3, None),),
+        (WireSlice(7, HEADER, "dram", (Span(-1, 100), Span(128, 60)), (1, 2), 0, 3, None),),
+        (WireSlice(7, HEADER, "dram", (Span(0, 100), Span(128, 61)), (1, 2), 0, 3, None),),
+        (WireSlice(7, HEADER, "dram", (), (1, 2), 0, 3, None),),
+        (WireSlice(7, HEADER, "dram", SLICE.spans, (1,), 0, 3, None),),
+        (WireSlice(7, HEADER, "dram", SLICE.spans, (1, 2), 0, 2, None),),
+        (WireSlice(7, HEADER, "ssd", SLICE.spans, (1, 2), 0, 3, Span(0, 1)),),
+        (),
+    ],
+)
+def test_a_lease_that_makes_no_sense_is_a_miss(
+    daemon: FakeDaemon, make_store: Make, slices: tuple[WireSlice, ...]
+) -> None:
+    daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=slices)
+    store = make_store()
+    assert store.lease(MODEL, KEYS, TOKENS) is None
+    assert store.counters.failures == 1
+    wait_until(lambda: daemon.ops()[-1] == "release")
+
+
+def test_a_reservation_of_other_sizes_is_none(daemon: FakeDaemon, make_store: Make) -> None:
+    daemon.answers["reserve"] = lambda request: ReserveReply(id=request.id, spans=(Span(0, 9),))
+    store = make_store()
+    assert store.reserve((10,)) is None
+    wait_until(lambda: daemon.ops()[-1] == "abort")
+
+
+def test_threads_that_end_leave_no_descriptors(daemon: FakeDaemon, make_store: Make) -> None:
+    store = make_store()
+
+    def ask_in_a_thread() -> None:
+        thread = threading.Thread(target=lambda: store.find_missing(MODEL, KEYS))
+        thread.start()
+        thread.join()
+
+    def num_descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    ask_in_a_thread()
+    before = num_descriptors()
+    for _ in range(30):
+        ask_in_a_thread()
+    assert daemon.ops().count("find_missing") == 31
+    # ZeroMQ closes in its own thread.
+    wait_until(lambda: num_descriptors() <= before + 3)
+
+
+def test_long_lists_come_in_parts(daemon: FakeDaemon, make_store: Make) -> None:
+    infos = [SegmentInfo(i, "m", "f", "", 0, 4, 10, "raw", {}, ("dram",), 0, 0.0, 0.0) for i in range(5)]
+
+    def two_of_five(request: Request) -> ListReply:
+        assert isinstance(request, ListRequest)
+        part = infos[request.offset : request.offset + 2]
+        return ListReply(id=request.id, segments=tuple(part), num_segments=5)
+
+    daemon.answers["list"] = two_of_five
+    assert make_store().list_segments() == infos
+    assert daemon.ops().count("list") == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("value", ValueError), ("key", KeyError), ("tier-read", TierReadError)],
+)
+def test_errors_of_the_request_are_the_interfaces(
+    daemon: FakeDaemon, make_store: Make, code: str, expected: type[Exception]
+) -> None:
+    daemon.answers["find_missing"] = lambda request: ErrorReply(id=request.id, code=code, message="so")  # type: ignore[arg-type]
+    with pytest.raises(expected, match="so"):
+        make_store().find_missing(MODEL, KEYS)
+
+
+@pytest.mark.parametrize("code", ["internal", "protocol", "closed"])
+def test_errors_of_the_daemon_are_said_once_and_done_without(
+    daemon: FakeDaemon, make_store: Make, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon.answers["find_missing"] = lambda request: ErrorReply(id=request.id, code=code, message="boom")  # type: ignore[arg-type]
+    store = make_store()
+    assert [store.find_missing(MODEL, KEYS) for _ in range(3)] == [[], [], []]
+    assert store.counters.failures == 3
+    assert [record.message for record in caplog.records if "boom" in record.message] == [
+        "krul daemon cannot answer 'find_missing' (said once): boom"
+    ]
+    assert store.is_connected
+
+
+def test_a_clear_that_was_not_heard_comes_before_the_next_lease(daemon: FakeDaemon, make_store: Make) -> None:
+    store = make_store()
+    daemon.is_hung.set()
+    assert store.find_missing(MODEL, KEYS) == []
+    store.clear(MODEL)
+    store.clear(MODEL)
+    store.clear()
+    assert store.lease(MODEL, KEYS, TOKENS) is None
+    daemon.is_hung.clear()
+    wait_until(lambda: store.is_connected)
+    store.lease(MODEL, KEYS, TOKENS)
+    ops = [op for op in daemon.ops() if op not in ("hello", "ping")]
+    assert ops == ["find_missing", "clear", "clear", "lease"]
+
+
+def test_a_clear_that_fails_is_repeated_before_anything_is_leased(
+    daemon: FakeDaemon, make_store: Make
+) -> None:
+    daemon.answers["clear"] = lambda request: ErrorReply(id=request.id, code="internal", message="disk")
+    store = make_store()
+    store.clear(MODEL)
+    assert store.lease(MODEL, KEYS, TOKENS) is None
+    wait_until(lambda: daemon.ops().count("clear") >= 3)
+    assert not store.is_connected
+    del daemon.answers["clear"]
+    wait_until(lambda: store.is_connected)
+    assert "lease" not in daemon.ops()
+
+
+def test_a_clear_outlives_the_daemon(daemon: FakeDaemon, make_store: Make, runtime_dir: Path) -> None:
+    store = make_store()
+    daemon.stop()
+    wait_until(lambda: not store.is_connected)
+    store.clear(MODEL)
+    other = FakeDaemon(runtime_dir)
+    try:
+        wait_until(lambda: store.is_connected)
+        assert "clear" in other.ops()
+    finally:
+        other.stop()
+
+
+def test_a_session_that_ends_is_replaced_and_its_arrays_stay(daemon: FakeDaemon, make_store: Make) -> None:
+    arenas: list[np.ndarray] = []
+    restarts: list[None] = []
+    store = make_store(on_arena=arenas.append, restart=lambda: restarts.append(None))
+    first = store.reserve((4, 4))
+    second = store.reserve((4, 4))
+    assert first is not None
+    assert second is not None
+    first.blocks[0][:] = 5
+    daemon.end_sessions()
+    wait_until(lambda: store.counters.reconnects == 1)
+    assert len(restarts) == 1
+    assert len(arenas) == 2
+    ops_before = len(daemon.ops())
+    store.abort(first)
+    with pytest.raises(StoreClosedError):
+        store.commit(second, make_manifest("c", 0, 3, (4, 4)))
+    with pytest.raises(KeyError):
+        store.abort(second)
+    assert first.blocks[0].tobytes() == b"\5\5\5\5"
+    store.find_missing(MODEL, KEYS)
+    assert daemon.ops()[ops_before:] == ["find_missing"], "nothing of the old session was sent"
+
+
+def test_a_restart_that_fails_does_not_end_the_search(
+    daemon: FakeDaemon, make_store: Make, runtime_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise DaemonError("five times is enough")
+
+    store = make_store(restart=fail)
+    daemon.stop()
+    wait_until(lambda: any("five times is enough" in record.message for record in caplog.records))
+    other = FakeDaemon(runtime_dir)
+    try:
+        wait_until(lambda: store.is_connected)
+    finally:
+        other.stop()
+
+
+def test_after_close_only_release_and_abort_are_silent(daemon: FakeDaemon, make_store: Make) -> None:
+    daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=(SLICE,))
+    store = make_store()
+    lease, reservation = store.lease(MODEL, KEYS, TOKENS), store.reserve((10, 10))
+    assert lease is not None
+    assert reservation is not None
+    store.close()
+    store.close()
+    store.release(lease)
+    store.abort(reservation)
+    for call in (
+        lambda: store.lease(MODEL, KEYS, TOKENS),
+        lambda: store.commit(reservation, make_manifest("c", 0, 3, (10, 10))),
+        lambda: store.fetch(lease),
+        store.stats,
+        store.clear,
+    ):
+        with pytest.raises(StoreClosedError):
+            call()
+    assert lease.slices[0].blocks[0].nbytes == 100
