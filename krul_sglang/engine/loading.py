@@ -20,6 +20,10 @@ from krul_sglang.engine.transfer_gate import TransferGate
 
 logger = logging.getLogger(__name__)
 
+_CHECKED_AHEAD = 8
+"""Layers that are announced for checking by the time that the first of them is copied: enough to keep the
+threads busy, and few enough that the first copy does not wait while thousands of blocks are announced."""
+
 
 @dataclass
 class LoadCounters:
@@ -162,11 +166,13 @@ class LayerWiseLoader:
                     [SegmentReader(part, load.plan.head_ends, checks) for part in self._fetched(load)]
                     for load in loads
                 ]
+                num_announced = 0
                 for layer in range(self._pool.num_layers):
-                    for of_load in readers:
-                        for reader in of_load:
-                            reader.announce(layer)
-                for layer in range(self._pool.num_layers):
+                    while num_announced < min(layer + _CHECKED_AHEAD, self._pool.num_layers):
+                        for of_load in readers:
+                            for reader in of_load:
+                                reader.announce(num_announced)
+                        num_announced += 1
                     self._before_layer(index, layer)
                     begin = batch.clock.mark()
                     for of_load in readers:
