@@ -11,6 +11,7 @@ from krul_backend.daemon.client_session import runtime_dir_of
 from krul_backend.daemon.protocol import CONTROL_SOCKET
 from krul_backend.daemon.replies import (
     DaemonStats,
+    FlushReply,
     InspectReply,
     ListReply,
     PingReply,
@@ -20,6 +21,7 @@ from krul_backend.daemon.replies import (
 )
 from krul_backend.daemon.request_channel import CurveKeys, RequestChannels
 from krul_backend.daemon.requests import (
+    FlushRequest,
     InspectRequest,
     ListRequest,
     PingRequest,
@@ -28,7 +30,7 @@ from krul_backend.daemon.requests import (
     VerifyRequest,
 )
 from krul_backend.errors import DaemonError
-from krul_backend.store.interface import DamageReport, SegmentInfo, StoreStats
+from krul_backend.store.interface import DamageReport, SegmentDetails, SegmentInfo, StoreStats
 
 
 class AdminClient:
@@ -87,7 +89,7 @@ class AdminClient:
             if not reply.segments or len(segments) >= reply.num_segments:
                 return segments
 
-    def inspect(self, segment_id: int) -> SegmentInfo | None:
+    def inspect(self, segment_id: int) -> SegmentDetails | None:
         """One segment, or None if there is none of this id."""
         request = InspectRequest(**self._channels.head(), segment_id=segment_id)
         return self._channels.ask(request, InspectReply, self._timeout_s).segment
@@ -96,6 +98,11 @@ class AdminClient:
         """Have the daemon read every block of its local tiers."""
         request = VerifyRequest(**self._channels.head())
         return self._channels.ask(request, VerifyReply, timeout_s).report
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything committed before is durable; False if it takes longer than ``timeout_s``."""
+        request = FlushRequest(**self._channels.head(), timeout_s=timeout_s)
+        return self._channels.ask(request, FlushReply, timeout_s + self._timeout_s).is_durable
 
     def shutdown(self) -> None:
         """Have the daemon flush and end; it may still be flushing when this returns."""

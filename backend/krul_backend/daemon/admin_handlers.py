@@ -8,6 +8,7 @@ from typing import Any
 
 from krul_backend.daemon.replies import (
     DaemonStats,
+    FlushReply,
     InspectReply,
     ListReply,
     PingReply,
@@ -16,6 +17,7 @@ from krul_backend.daemon.replies import (
     VerifyReply,
 )
 from krul_backend.daemon.requests import (
+    FlushRequest,
     InspectRequest,
     ListRequest,
     PingRequest,
@@ -24,7 +26,9 @@ from krul_backend.daemon.requests import (
     VerifyRequest,
 )
 from krul_backend.daemon.session_handlers import Answer, Deferred, Lane
-from krul_backend.store.interface import DamageReport, KVStore, SegmentInfo
+from krul_backend.store.interface import DamageReport, KVStore, SegmentDetails, SegmentInfo
+
+MAX_FLUSH_S = 600.0
 
 
 class AdminHandlers:
@@ -39,6 +43,7 @@ class AdminHandlers:
             ListRequest: self._list,
             InspectRequest: self._inspect,
             VerifyRequest: self._verify,
+            FlushRequest: self._flush,
         }
 
     def knows(self, request: Request) -> bool:
@@ -65,15 +70,21 @@ class AdminHandlers:
         return Deferred(work, finish)
 
     def _inspect(self, request: InspectRequest) -> Answer:
-        # A lower tier has ids of its own; DRAM's segments are listed before them.
-        def work() -> SegmentInfo | None:
-            infos = self._store.list_segments()
-            return next((info for info in infos if info.segment_id == request.segment_id), None)
+        def finish(future: Future[SegmentDetails | None]) -> Reply:
+            return InspectReply(id=request.id, segment=future.result())
 
-        return Deferred(work, lambda future: InspectReply(id=request.id, segment=future.result()))
+        return Deferred(lambda: self._store.inspect(request.segment_id), finish)
 
     def _verify(self, request: VerifyRequest) -> Answer:
         def finish(future: Future[DamageReport]) -> Reply:
             return VerifyReply(id=request.id, report=future.result())
 
         return Deferred(self._store.verify, finish, Lane.VERIFY)
+
+    def _flush(self, request: FlushRequest) -> Answer:
+        timeout_s = min(request.timeout_s, MAX_FLUSH_S)
+        return Deferred(
+            lambda: self._store.flush(timeout_s),
+            lambda future: FlushReply(id=request.id, is_durable=future.result()),
+            Lane.FLUSH,
+        )

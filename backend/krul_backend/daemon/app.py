@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from krul_backend.daemon.cli import add_commands
 from krul_backend.daemon.config import DaemonConfig
 from krul_backend.errors import ConfigError, KrulError
 from krul_backend.memory import parse_bytes
@@ -104,6 +105,9 @@ def serve_command(
     curve_dir: Annotated[
         Path | None, typer.Option(help="Its keys: server.key_secret, and clients/*.key of who may ask.")
     ] = None,
+    metrics_port: Annotated[
+        int, typer.Option(help="Serve metrics for Prometheus on this port of 127.0.0.1; 0: do not.")
+    ] = DaemonConfig.metrics_port,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every detail.")] = False,
 ) -> None:
     """Keep KV until a signal, or until nobody needs it any more."""
@@ -128,8 +132,12 @@ def serve_command(
             exit_when_unused=exit_when_unused,
             admin_endpoint=admin_endpoint,
             curve_dir=curve_dir,
+            metrics_port=metrics_port,
         )
     )
+
+
+add_commands(app)
 
 
 def _fail(message: str, status: int) -> NoReturn:

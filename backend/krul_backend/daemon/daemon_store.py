@@ -22,6 +22,7 @@ from krul_backend.daemon.replies import (
     FetchReply,
     FindMissingReply,
     FlushReply,
+    InspectReply,
     LeaseReply,
     ListReply,
     PathSegmentsReply,
@@ -44,6 +45,7 @@ from krul_backend.daemon.requests import (
     FetchRequest,
     FindMissingRequest,
     FlushRequest,
+    InspectRequest,
     LeaseRequest,
     ListRequest,
     PathSegmentsRequest,
@@ -70,6 +72,7 @@ from krul_backend.store.interface import (
     Lease,
     PathSegment,
     Reservation,
+    SegmentDetails,
     SegmentInfo,
     SegmentSlice,
     StoreStats,
@@ -353,6 +356,12 @@ class DaemonStore(KVStore):
             segments += reply.segments
             if not reply.segments or len(segments) >= reply.num_segments:
                 return segments
+
+    def inspect(self, segment_id: int) -> SegmentDetails | None:
+        reply = self._try(
+            InspectReply, lambda head: InspectRequest(**head, segment_id=segment_id), timeout_s=SLOW_TIMEOUT_S
+        )
+        return reply.segment if reply is not None else None
 
     def verify(self) -> DamageReport:
         reply = self._try(VerifyReply, lambda head: VerifyRequest(**head), timeout_s=VERIFY_TIMEOUT_S)

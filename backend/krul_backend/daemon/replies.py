@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from msgspec import Struct
 
 from krul_backend.restore.costs import TierCost
-from krul_backend.store.interface import DamageReport, SegmentInfo, Span, StoreStats
+from krul_backend.store.interface import DamageReport, SegmentDetails, SegmentInfo, Span, StoreStats
 
 ErrorCode = Literal["manifest", "key", "value", "closed", "tier-read", "protocol", "internal"]
 """``manifest``, ``key``, ``value``, ``closed`` and ``tier-read`` are exceptions of ``KVStore``."""
@@ -157,7 +157,7 @@ class ListReply(Reply, frozen=True, kw_only=True, tag="list"):
 
 
 class InspectReply(Reply, frozen=True, kw_only=True, tag="inspect"):
-    segment: SegmentInfo | None
+    segment: SegmentDetails | None
 
 
 class VerifyReply(Reply, frozen=True, kw_only=True, tag="verify"):

@@ -18,8 +18,9 @@ import zmq
 from krul_backend.daemon.build_store import BuiltStore, build_store
 from krul_backend.daemon.config import DaemonConfig
 from krul_backend.daemon.control_socket import AdminEndpoint
+from krul_backend.daemon.metrics import DaemonMetrics
 from krul_backend.daemon.runtime_dir import RuntimeDir
-from krul_backend.daemon.server import DaemonServer, Observer
+from krul_backend.daemon.server import DaemonServer
 from krul_backend.memory import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ END_FLUSH_S = 10.0
 """An end waits this long for what was committed to become durable."""
 
 
-def serve(config: DaemonConfig, observer: Observer | None = None) -> None:
+def serve(config: DaemonConfig) -> None:
     """Serve until a signal, a shutdown request, or nobody uses the daemon any more; then flush and return.
 
     When clients can connect, one JSON line is printed: ``{"ready": true, "runtime_dir": ..., "pid": ...}``.
@@ -49,19 +50,24 @@ def serve(config: DaemonConfig, observer: Observer | None = None) -> None:
         admin = _admin_endpoint(context, config)
         if admin is not None:
             stack.callback(admin.close)
+        # The page is asked for statistics only when it serves, and the server is there.
+        metrics = DaemonMetrics(lambda: (built.store.stats(), server.daemon_stats()))
+        stack.callback(metrics.close)
         server = DaemonServer(
             runtime_dir,
             built.store,
             built.arena,
             context,
             may_lookup_wait=built.may_lookup_wait,
-            observer=observer,
+            observer=metrics.observe if config.metrics_port else None,
             exit_when_unused=config.exit_when_unused,
             admin_socket=admin.socket if admin is not None else None,
         )
         with _stopped_by_signals(server):
             try:
                 _tune_garbage_collection()
+                if config.metrics_port:
+                    metrics.serve(config.metrics_port)
                 _announce(config)
                 server.run()
             finally:

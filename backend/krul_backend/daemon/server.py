@@ -105,7 +105,7 @@ class DaemonServer:
         self._exit_when_unused = exit_when_unused
         self._store = store
         self._session_handlers = SessionHandlers(store, arena.buffer, may_lookup_wait)
-        self._admin_handlers = AdminHandlers(store, self._daemon_stats)
+        self._admin_handlers = AdminHandlers(store, self.daemon_stats)
         self._start_s = time.monotonic()
         self._num_requests = 0
         self._num_failed = 0
@@ -307,7 +307,8 @@ class DaemonServer:
             return now_s - self._start_s > NEVER_USED_S
         return now_s - self._last_session_s > UNUSED_S
 
-    def _daemon_stats(self) -> DaemonStats:
+    def daemon_stats(self) -> DaemonStats:
+        """Of the daemon beside its store; from any thread."""
         return DaemonStats(
             pid=os.getpid(),
             uptime_s=time.monotonic() - self._start_s,

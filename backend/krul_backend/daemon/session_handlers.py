@@ -18,7 +18,6 @@ from krul_backend.daemon.replies import (
     CommitReply,
     FetchReply,
     FindMissingReply,
-    FlushReply,
     HelloReply,
     LeaseReply,
     PathSegmentsReply,
@@ -40,7 +39,6 @@ from krul_backend.daemon.requests import (
     CommitRequest,
     FetchRequest,
     FindMissingRequest,
-    FlushRequest,
     HelloRequest,
     LeaseRequest,
     PathSegmentsRequest,
@@ -69,8 +67,6 @@ from krul_backend.store.interface import KVStore, Lease, SegmentSlice, Span
 MAX_MODELS = 64
 MAX_HELD = 65_536
 """Models, and leases or reservations, of one session."""
-
-MAX_FLUSH_S = 600.0
 
 T = TypeVar("T")
 
@@ -133,7 +129,6 @@ class SessionHandlers:
             ReportDamageRequest: self._report_damage,
             TierCostsRequest: self._tier_costs,
             ClearRequest: self._clear,
-            FlushRequest: self._flush,
         }
 
     def handle(self, session: Session, request: Request, token_ids: TokenIds | None) -> Answer:
@@ -302,14 +297,6 @@ class SessionHandlers:
             return ClearReply(id=request.id)
 
         return Deferred(lambda: self._store.clear(model), finish)
-
-    def _flush(self, session: Session, request: FlushRequest) -> Answer:
-        timeout_s = min(request.timeout_s, MAX_FLUSH_S)
-        return Deferred(
-            lambda: self._store.flush(timeout_s),
-            lambda future: FlushReply(id=request.id, is_durable=future.result()),
-            Lane.FLUSH,
-        )
 
     def _slices(self, slices: tuple[SegmentSlice, ...]) -> tuple[WireSlice, ...]:
         return tuple(slice_to_wire(part, self._status_span(part)) for part in slices)

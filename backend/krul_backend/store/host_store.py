@@ -16,7 +16,14 @@ from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.eviction import EvictionPolicy
 from krul_backend.store.host_leases import HostLeases
 from krul_backend.store.host_upkeep import HostUpkeep
-from krul_backend.store.interface import DRAM_TIER, Reservation, SegmentInfo, Span, StoreStats
+from krul_backend.store.interface import (
+    DRAM_TIER,
+    Reservation,
+    SegmentDetails,
+    SegmentInfo,
+    Span,
+    StoreStats,
+)
 from krul_backend.store.stored_segment import StoredSegment, block_in
 from krul_backend.tiers.arena import Extent
 
@@ -171,25 +178,23 @@ class HostStore(HostLeases, HostUpkeep):
     def list_segments(self) -> list[SegmentInfo]:
         with self._lock:
             books = self._books
-            now_s = self._clock()
-            return [
-                SegmentInfo(
-                    segment_id=segment.segment_id,
-                    model=segment.manifest.model.name,
-                    fingerprint=segment.manifest.model.fingerprint,
-                    tenant=segment.manifest.tenant,
-                    start_token=segment.manifest.start_token,
-                    num_tokens=segment.manifest.num_tokens,
-                    num_bytes=segment.manifest.num_bytes,
-                    codec=segment.manifest.codec,
-                    codec_params=segment.manifest.codec_params,
-                    tiers=(DRAM_TIER,),
-                    num_leases=segment.num_leases,
-                    idle_s=now_s - segment.last_used_s,
-                    pinned_s=books.pins.remaining_s(segment.segment_id),
-                )
-                for segment in books.segments.values()
-            ]
+            return [self._info_of(segment) for segment in books.segments.values()]
+
+    def inspect(self, segment_id: int) -> SegmentDetails | None:
+        with self._lock:
+            segment = self._books.segments.get(segment_id)
+            if segment is None:
+                return None
+            manifest = segment.manifest
+            return SegmentDetails(
+                info=self._info_of(segment),
+                page_size=manifest.model.page_size,
+                parent_key=manifest.parent_key,
+                last_page_key=manifest.page_keys[-1],
+                layer_first_token=manifest.layer_first_token,
+                layer_num_bytes=manifest.layer_num_bytes,
+                checksums=segment.checksums_if_taken,
+            )
 
     def manifests(self) -> dict[int, SegmentManifest]:
         """Those of all indexed segments, by segment id."""
@@ -216,6 +221,25 @@ class HostStore(HostLeases, HostUpkeep):
             self._pending.clear()
             self._leases.clear()
         self._hasher.close()
+
+    def _info_of(self, segment: StoredSegment) -> SegmentInfo:
+        """With the lock held."""
+        manifest = segment.manifest
+        return SegmentInfo(
+            segment_id=segment.segment_id,
+            model=manifest.model.name,
+            fingerprint=manifest.model.fingerprint,
+            tenant=manifest.tenant,
+            start_token=manifest.start_token,
+            num_tokens=manifest.num_tokens,
+            num_bytes=manifest.num_bytes,
+            codec=manifest.codec,
+            codec_params=manifest.codec_params,
+            tiers=(DRAM_TIER,),
+            num_leases=segment.num_leases,
+            idle_s=self._clock() - segment.last_used_s,
+            pinned_s=self._books.pins.remaining_s(segment.segment_id),
+        )
 
     def _settle(self, reservation: Reservation) -> _Pending:
         """Take a reservation off the books; its holder loses the right to write."""

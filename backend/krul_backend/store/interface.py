@@ -191,6 +191,22 @@ class SegmentInfo:
 
 
 @dataclass(frozen=True)
+class SegmentDetails:
+    """One segment in DRAM whole: its line of ``list``, and what is stored of each layer, as in the manifest.
+
+    ``checksums`` (XXH3, 64 bit, by layer) is None while they are still being taken.
+    """
+
+    info: SegmentInfo
+    page_size: int
+    parent_key: str | None
+    last_page_key: str
+    layer_first_token: tuple[int, ...]
+    layer_num_bytes: tuple[int, ...]
+    checksums: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
 class DamageReport:
     """Result of ``verify``: blocks read, and the ids of segments that were taken out for a wrong checksum."""
 
@@ -332,6 +348,10 @@ class KVStore(ABC):
 
     @abstractmethod
     def list_segments(self) -> list[SegmentInfo]: ...
+
+    @abstractmethod
+    def inspect(self, segment_id: int) -> SegmentDetails | None:
+        """One segment in DRAM, whole; None if it is not there (any more)."""
 
     @abstractmethod
     def verify(self) -> DamageReport:

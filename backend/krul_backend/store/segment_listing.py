@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.host_store import HostStore
-from krul_backend.store.interface import DRAM_TIER, SegmentInfo
+from krul_backend.store.interface import DRAM_TIER, SegmentDetails, SegmentInfo
 from krul_backend.tiers.lower_tier import LowerTier
 
 
@@ -29,6 +29,15 @@ def list_all_segments(host: HostStore, tiers: Sequence[LowerTier]) -> list[Segme
             else:
                 lines.append(info)
     return lines
+
+
+def inspect_segment(host: HostStore, tiers: Sequence[LowerTier], segment_id: int) -> SegmentDetails | None:
+    """A segment in DRAM; its line names the lower tiers that hold it, too."""
+    details = host.inspect(segment_id)
+    if details is None:
+        return None
+    holders = (DRAM_TIER, *_holders_of(host.manifests().get(segment_id), tiers))
+    return dataclasses.replace(details, info=dataclasses.replace(details.info, tiers=holders))
 
 
 def _holders_of(manifest: SegmentManifest | None, tiers: Sequence[LowerTier]) -> list[str]:

@@ -79,6 +79,11 @@ class StoredSegment:
             raise StoreClosedError("the KV store was closed") from error
 
     @property
+    def checksums_if_taken(self) -> Checksums | None:
+        """As ``checksums``, without waiting: None if they are not taken yet."""
+        return self.hashes.result() if self.hashes.done() and not self.hashes.cancelled() else None
+
+    @property
     def num_tokens(self) -> int:
         return self.manifest.num_tokens
 

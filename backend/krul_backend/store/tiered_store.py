@@ -24,12 +24,13 @@ from krul_backend.store.interface import (
     Lease,
     PathSegment,
     Reservation,
+    SegmentDetails,
     SegmentInfo,
     SegmentSlice,
     StoreStats,
 )
 from krul_backend.store.prefix_walk import PrefixWalk
-from krul_backend.store.segment_listing import list_all_segments
+from krul_backend.store.segment_listing import inspect_segment, list_all_segments
 from krul_backend.store.stored_segment import StoredSegment
 from krul_backend.store.tier_reader import TierReader
 from krul_backend.store.tiered_lease import LowerPart, Part, TieredLease, release_parts, slices_of
@@ -223,6 +224,9 @@ class TieredStore(KVStore):
     def list_segments(self) -> list[SegmentInfo]:
         """Ids of segments that DRAM does not hold are those of their tier."""
         return list_all_segments(self._host, self._tiers)
+
+    def inspect(self, segment_id: int) -> SegmentDetails | None:
+        return inspect_segment(self._host, self._tiers, segment_id)
 
     def verify(self) -> DamageReport:
         """As ``KVStore.verify``; ids of segments in lower tiers are those of their tier."""
