@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from krul_backend.errors import TierReadError
+from krul_backend.errors import KrulError, TierReadError
 from krul_backend.store.interface import KVStore, SegmentSlice
 from krul_sglang.engine.block_checks import BlockChecks
 from krul_sglang.engine.copy_stream import CopyStream
@@ -187,7 +187,15 @@ class LayerWiseLoader:
             self._count(loads, readers)
         except Exception as error:
             self.counters.failed_batches += 1
-            logger.exception("krul: loading %d request(s) failed; they are recomputed", len(loads))
+            # Damage and slow tiers are expected to happen: where they were noticed in the code says nothing.
+            is_expected = isinstance(error, KrulError)
+            logger.log(
+                logging.WARNING if is_expected else logging.ERROR,
+                "krul: loading %d request(s) failed; they are recomputed: %s",
+                len(loads),
+                error,
+                exc_info=not is_expected,
+            )
             batch.fail(error)
         finally:
             batch.end()

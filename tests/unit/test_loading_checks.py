@@ -15,6 +15,7 @@ from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.errors import TierReadError
 from krul_backend.store.interface import DRAM_TIER, Block
 from krul_backend.tiers.lower_tier import TierRun
+from krul_sglang.engine import loading
 from krul_sglang.engine.load_batch import Load, LoadFailedError
 from krul_sglang.engine.loading import LayerWiseLoader
 from tests.unit.engine_builders import PATIENCE_S, make_load
@@ -104,6 +105,24 @@ def test_a_damaged_block_fails_the_load_and_never_reaches_the_pool(rig: Rig, lay
     # It is found no more, and stored again when the conversation next ends a turn.
     assert rig.store.lease(rig.model, rig.page_keys, rig.token_ids) is None
     assert rig.store.find_missing(rig.model, rig.page_keys) == [range(NUM_PAGES)]
+
+
+def test_damage_is_one_line_in_the_log_and_an_error_of_the_code_has_its_place(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(index: int, layer: int) -> None:
+        raise RuntimeError("no such layer")
+
+    load = rig.load(SLOTS)
+    rig.store.host.buffer[load.lease.slices[0].spans[1].offset] ^= 0x10
+    others = rig.load(SLOTS)
+    assert not rig.loader.finish(start(rig, load))
+    rig.before_layer = fail
+    assert not rig.loader.finish(start(rig, others))
+    damage, bug = (record for record in caplog.records if record.name == loading.__name__)
+    assert "recomputed: layer 1 of segment" in damage.getMessage()
+    assert (damage.levelname, bool(damage.exc_info)) == ("WARNING", False)
+    assert (bug.levelname, bool(bug.exc_info)) == ("ERROR", True)
 
 
 def test_damage_in_what_is_not_needed_fails_nothing(rig: Rig) -> None:
