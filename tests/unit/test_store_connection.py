@@ -79,6 +79,7 @@ def test_a_daemon_is_told_every_option_that_is_its_own() -> None:
             mooncake="master=10.0.0.1:50051,metadata=http://10.0.0.1:8080/metadata?a=b",
             eviction="lru",
             tenant_quota=0.5,
+            metrics_port=9400,
         ),
     ],
 )
@@ -99,6 +100,7 @@ def test_the_daemon_understands_what_it_is_told(config: KrulConfig, monkeypatch:
             mooncake=mooncake or None,
             eviction=config.eviction,
             tenant_quota=config.tenant_quota,
+            metrics_port=config.metrics_port,
         )
     ]
 
