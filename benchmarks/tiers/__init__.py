@@ -1,0 +1,1 @@
+"""The tiers measured: bytes against memcpy and the bare disk, words against the clock."""

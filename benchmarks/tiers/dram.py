@@ -1,0 +1,134 @@
+"""Writing to and reading from a daemon's arena, against memcpy of the same blocks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tiers.configuration import Configuration, TiersBenchmarkError
+from benchmarks.tiers.segments import Ring, Source, copy_blocks, make_manifest, make_model, page_keys, token_ids
+from benchmarks.tiers.timing import byte_row, interleaved, seconds_of
+from krul_backend.daemon.daemon_store import DaemonStore
+from krul_backend.store.hashing import block_checksum
+from krul_backend.store.interface import Lease
+
+_RING_BYTES = 256 << 20
+
+
+def dram_rows(configuration: Configuration, runtime_dir: Path) -> list[dict[str, Any]]:
+    """Each size as one block and as a whole segment. Raises TiersBenchmarkError for wrong bytes."""
+    rows: list[dict[str, Any]] = []
+    for block_bytes in configuration.block_bytes:
+        for num_blocks in sorted({1, configuration.num_blocks(block_bytes)}):
+            with _open(runtime_dir, num_blocks) as store:
+                rows += _Operations(store, block_bytes, num_blocks).rows(configuration.repeats)
+    return rows
+
+
+class _open:
+    """A client whose view of the arena is mapped page by page before anything is measured."""
+
+    def __init__(self, runtime_dir: Path, num_layers: int) -> None:
+        self._store = DaemonStore(
+            runtime_dir,
+            model=make_model(num_layers),
+            request_timeout_s=10.0,
+            # Reading touches a mapping without changing what other sessions left there.
+            on_arena=lambda arena: arena[::4096].sum(),
+        )
+
+    def __enter__(self) -> DaemonStore:
+        return self._store
+
+    def __exit__(self, *_: object) -> None:
+        self._store.clear()
+        self._store.close()
+
+
+class _Operations:
+    """What is timed. Each operation returns its seconds; sources are filled and bytes compared outside."""
+
+    def __init__(self, store: DaemonStore, block_bytes: int, num_blocks: int) -> None:
+        self._store = store
+        self._model = make_model(num_blocks)
+        self._block_bytes, self._num_blocks = block_bytes, num_blocks
+        self._source = Source(block_bytes, num_blocks)
+        self._ring = Ring(block_bytes, num_blocks, _RING_BYTES)
+        self._numbers = itertools.count()
+        # Read again only after others: the oldest of the last few.
+        self._stored: deque[int] = deque(maxlen=3)
+
+    def rows(self, repeats: int) -> list[dict[str, Any]]:
+        taken = interleaved(
+            {
+                "dram-write": self.write,
+                "memcpy": self.memcpy,
+                "dram-read": self.read,
+                "dram-verify-read": self.verify_read,
+            },
+            repeats,
+        )
+        memcpy_s = taken.pop("memcpy")
+        return [
+            byte_row(
+                op, seconds, block_bytes=self._block_bytes, num_blocks=self._num_blocks, memcpy_s=memcpy_s
+            )
+            for op, seconds in taken.items()
+        ]
+
+    def memcpy(self) -> float:
+        target = self._ring.take()
+        return seconds_of(lambda: copy_blocks(self._source.blocks, target))
+
+    def write(self) -> float:
+        """Reserve, copy once, commit."""
+        number = next(self._numbers)
+        self._source.stamp(number)
+        sizes = (self._block_bytes,) * self._num_blocks
+        manifest = make_manifest(self._model, number, 0, 1, sizes)
+
+        def store() -> None:
+            reservation = self._store.reserve(sizes)
+            if reservation is None:
+                raise TiersBenchmarkError("the arena had no room for a segment")
+            copy_blocks(self._source.blocks, reservation.blocks)
+            self._store.commit(reservation, manifest)
+
+        seconds = seconds_of(store)
+        self._stored.append(number)
+        # Its checksums are taken behind the commit: nothing else is timed meanwhile.
+        self._store.release(self._lease(number))
+        return seconds
+
+    def read(self) -> float:
+        """Lease, copy out, release."""
+        return self._read(verifies=False)
+
+    def verify_read(self) -> float:
+        """As an engine does: each block's checksum is compared before the block is copied."""
+        return self._read(verifies=True)
+
+    def _read(self, verifies: bool) -> float:
+        number = self._stored[0]
+        target = self._ring.take()
+
+        def load() -> None:
+            lease = self._lease(number)
+            part = lease.slices[0]
+            for block, checksum, to in zip(part.blocks, part.checksums, target, strict=True):
+                if verifies and block_checksum(block) != checksum:
+                    raise TiersBenchmarkError(f"segment {number} has a wrong checksum")
+                to[:] = block
+            self._store.release(lease)
+
+        seconds = seconds_of(load)
+        self._source.check(number, target, "dram")
+        return seconds
+
+    def _lease(self, number: int) -> Lease:
+        lease = self._store.lease(self._model, page_keys(number, 0, 1), token_ids(0, 1))
+        if lease is None:
+            raise TiersBenchmarkError(f"segment {number} was not found")
+        return lease
