@@ -17,6 +17,8 @@ from krul_backend.daemon.config import DaemonConfig
 from krul_backend.errors import ConfigError, KrulError
 from krul_backend.memory import parse_bytes
 
+EMBEDDED_PATIENCE_S = 20.0
+
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
@@ -139,6 +141,8 @@ def serve_command(
             ssd_dir=ssd_dir,
             ssd_capacity_bytes=ssd_capacity,
             ssd_timeout_s=ssd_timeout,
+            # The daemon of an engine that was just started again may still write what it has.
+            ssd_patience_s=EMBEDDED_PATIENCE_S if embedded else 0.0,
             mooncake=_mooncake_options(mooncake or []),
             eviction=eviction,
             tenant_quota=tenant_quota,

@@ -65,7 +65,11 @@ def _ssd_tier(config: DaemonConfig, directory: Path) -> LowerTier:
     if capacity_bytes is None:
         capacity_bytes = default_ssd_capacity(directory)
     return SsdTier(
-        directory, capacity_bytes, read_timeout_s=config.ssd_timeout_s, policy=make_policy(config.eviction)
+        directory,
+        capacity_bytes,
+        read_timeout_s=config.ssd_timeout_s,
+        policy=make_policy(config.eviction),
+        patience_s=config.ssd_patience_s,
     )
 
 

@@ -16,7 +16,8 @@ class DaemonConfig:
     """Configuration of one daemon. Sizes are in bytes, times in seconds.
 
     ``runtime_dir`` holds the sockets. ``ssd_dir`` None: no SSD tier; ``ssd_capacity_bytes`` None: half of
-    what is free on that disk at start. ``mooncake`` None: no Mooncake tier; otherwise its options by name.
+    what is free on that disk at start. ``ssd_patience_s``: how long to wait for another daemon to leave
+    ``ssd_dir``. ``mooncake`` None: no Mooncake tier; otherwise its options by name.
     ``tenant_quota`` is the share of the arena that one tenant may take. ``metrics_port`` 0: no metrics.
     ``admin_endpoint`` (``tcp://host:port``) needs ``curve_dir``: the server's key, the allowed clients' keys.
 
@@ -29,6 +30,7 @@ class DaemonConfig:
     ssd_dir: Path | None = None
     ssd_capacity_bytes: int | None = None
     ssd_timeout_s: float = 1.0
+    ssd_patience_s: float = 0.0
     mooncake: Mapping[str, str] | None = None
     eviction: str = "value"
     tenant_quota: float = 1.0

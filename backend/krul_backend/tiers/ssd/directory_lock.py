@@ -13,10 +13,6 @@ from krul_backend.errors import DaemonError
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 20.0
-"""How long a daemon waits for another one to leave: that of an engine that was just started again may still
-write what it has."""
-
 _FILE_NAME = "lock"
 _POLL_S = 0.1
 
@@ -26,12 +22,13 @@ class DirectoryLock:
 
     Args:
         directory: is created, for this user only, if it does not exist.
+        patience_s: how long to wait for another one to leave.
 
     Raises:
         DaemonError: the directory cannot be used, belongs to somebody else, or is in use.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, patience_s: float = 0.0) -> None:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if directory.stat().st_uid != os.geteuid():
@@ -43,15 +40,15 @@ class DirectoryLock:
                 f"the SSD tier cannot use {directory} ({error.strerror}): give one that can be written"
             ) from error
         try:
-            self._lock(directory)
+            self._lock(directory, patience_s)
         except BaseException:
             os.close(self._fd)
             raise
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"process {os.getpid()} ({Path(sys.argv[0]).name})\n".encode(), 0)
 
-    def _lock(self, directory: Path) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
+    def _lock(self, directory: Path, patience_s: float) -> None:
+        deadline_s = time.monotonic() + patience_s
         is_waiting = False
         while True:
             try:

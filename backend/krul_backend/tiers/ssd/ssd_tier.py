@@ -72,6 +72,7 @@ class SsdTier(LowerTier):
         clock: Callable[[], float] = time.monotonic,
         max_queued_bytes: int = 256 * _MIB,
         file_bytes: int | None = None,
+        patience_s: float = 0.0,
     ) -> None:
         if file_bytes is None:
             file_bytes = max(capacity_bytes // 32, min(64 * _MIB, capacity_bytes // 8))
@@ -85,7 +86,7 @@ class SsdTier(LowerTier):
         self._directory = directory / f"krul-v{FORMAT_VERSION}"
         catalog = Catalog(policy if policy is not None else LruPolicy(), clock)
         self._state = TierState(catalog, Suspension(self.name, clock), clock)
-        self._directory_lock = DirectoryLock(self._directory)
+        self._directory_lock = DirectoryLock(self._directory, patience_s)
         try:
             recovered = recover(disk, self._directory)
         except BaseException:
