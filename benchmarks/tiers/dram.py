@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tiers.configuration import Configuration, TiersBenchmarkError
-from benchmarks.tiers.segments import Ring, Source, copy_blocks, make_manifest, make_model, page_keys, token_ids
+from benchmarks.tiers.segments import (
+    Ring,
+    Source,
+    copy_blocks,
+    make_manifest,
+    make_model,
+    page_keys,
+    token_ids,
+)
 from benchmarks.tiers.timing import byte_row, interleaved, seconds_of
 from krul_backend.daemon.daemon_store import DaemonStore
 from krul_backend.store.hashing import block_checksum
@@ -22,12 +30,12 @@ def dram_rows(configuration: Configuration, runtime_dir: Path) -> list[dict[str,
     rows: list[dict[str, Any]] = []
     for block_bytes in configuration.block_bytes:
         for num_blocks in sorted({1, configuration.num_blocks(block_bytes)}):
-            with _open(runtime_dir, num_blocks) as store:
+            with _Client(runtime_dir, num_blocks) as store:
                 rows += _Operations(store, block_bytes, num_blocks).rows(configuration.repeats)
     return rows
 
 
-class _open:
+class _Client:
     """A client whose view of the arena is mapped page by page before anything is measured."""
 
     def __init__(self, runtime_dir: Path, num_layers: int) -> None:

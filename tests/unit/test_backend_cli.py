@@ -214,7 +214,9 @@ def test_inspect_shows_each_layer(daemon: FakeDaemon) -> None:
     assert ["after", "aa03"] in lines
 
 
-def test_inspect_of_a_segment_without_checksums_yet(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_of_a_segment_without_checksums_yet(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pending = replace(DETAILS, checksums=None)
     monkeypatch.setattr(daemon, "inspect", lambda segment_id: pending)
     assert ["checksums", "being", "taken"] in lines_of("inspect", 7)

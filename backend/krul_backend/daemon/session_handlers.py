@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.daemon.lanes import Answer, Deferred, Lane
+from krul_backend.daemon.lanes import Answer, Deferred
 from krul_backend.daemon.limits import PROTOCOL_VERSION
 from krul_backend.daemon.replies import (
     AbortReply,
