@@ -14,6 +14,10 @@ from benchmarks.restore.pool import KVPool
 from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
 from krul_backend.codec.restore import restore_layer
+from krul_sglang.engine.block_checks import num_check_threads
+
+PendingChecks = dict[tuple[int, int], Future[None]]
+"""By segment and layer."""
 
 
 class Loading:
@@ -54,15 +58,17 @@ class Loading:
 
 
 class LayerLoader:
-    """Loads from one tier into one pool."""
+    """Loads from one tier into one pool. Blocks are checked ahead of their copies, as the engine does."""
 
     def __init__(self, device: Device, pool: KVPool) -> None:
         self._device = device
         self._pool = pool
         self._worker = ThreadPoolExecutor(1, "load", initializer=device.bind_load_thread)
+        self._checker = ThreadPoolExecutor(num_check_threads(device.device), "check")
 
     def close(self) -> None:
         self._worker.shutdown(wait=True)
+        self._checker.shutdown(wait=True)
 
     def start(
         self, stored: StoredConversation, tier: Tier, head_ends: Sequence[int], slots: torch.Tensor
@@ -80,19 +86,35 @@ class LayerLoader:
         head_ends: Sequence[int],
         slots: torch.Tensor,
     ) -> None:
+        checks: PendingChecks = {}
         try:
             with torch.inference_mode(), self._device.loading():
+                if tier.lies_in_memory:
+                    self._announce(checks, stored, tier, head_ends)
                 blocks: list[dict[int, torch.Tensor]] = [{} for _ in stored.segments]
                 for layer in range(stored.num_layers):
                     start = self._device.mark()
                     num_bytes = sum(
-                        self._load_segment(stored, tier, number, layer, head_ends, slots, of_segment)
+                        self._load_segment(stored, tier, number, layer, head_ends, slots, of_segment, checks)
                         for number, of_segment in enumerate(blocks)
                     )
                     loading.add(start, self._device.mark(), num_bytes)
         except BaseException:
+            for checked in checks.values():
+                checked.cancel()
             loading.fail()
             raise
+
+    def _announce(
+        self, checks: PendingChecks, stored: StoredConversation, tier: Tier, head_ends: Sequence[int]
+    ) -> None:
+        """Begin to check all that will be copied, in that order."""
+        for layer in range(stored.num_layers):
+            for number in range(len(stored.segments)):
+                tail_start = stored.tail_start(number, layer, head_ends[stored.last_use[layer]])
+                if tail_start is not None:
+                    key = stored.key(number, layer)
+                    checks[number, layer] = self._checker.submit(tier.check, key, tail_start)
 
     def _load_segment(
         self,
@@ -103,6 +125,7 @@ class LayerLoader:
         head_ends: Sequence[int],
         slots: torch.Tensor,
         blocks: dict[int, torch.Tensor],
+        checks: PendingChecks,
     ) -> int:
         """One layer of one segment. Returns the bytes copied; ``blocks`` keeps what later layers need.
 
@@ -116,6 +139,8 @@ class LayerLoader:
         num_bytes = 0
         tail_start = stored.tail_start(number, layer, head_ends[stored.last_use[layer]])
         if tail_start is not None:
+            if (number, layer) in checks:
+                checks[number, layer].result()
             blocks[layer] = tier.read(stored.key(number, layer), tail_start)
             num_bytes = blocks[layer].numel()
         first = max(segment.first_token, head_ends[layer])

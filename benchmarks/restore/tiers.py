@@ -11,6 +11,8 @@ from typing import ClassVar
 import torch
 
 from benchmarks.restore.device import Device
+from krul_backend.errors import KrulError
+from krul_backend.store.hashing import block_checksum
 
 _DISK_BLOCK = 4096
 """Direct reads start, end and land at multiples of this, which every disk accepts."""
@@ -31,15 +33,25 @@ class Link:
             time.sleep(left_s)
 
 
+class DamagedPartError(KrulError):
+    """Bytes in host memory are not what they were."""
+
+
 class Tier(ABC):
-    """Holds blocks by key. Used by one loading thread at a time; keeps staging memory for each block."""
+    """Holds blocks by key. Used by one loading thread at a time; keeps staging memory for each block.
+
+    What lies in memory is checked ahead of the copies, by other threads (``check``); what does not, by
+    ``read``, when it has come.
+    """
 
     name: ClassVar[str]
+    lies_in_memory: ClassVar[bool]
 
     def __init__(self, device: Device, bandwidth_gbs: float | None) -> None:
         self.bandwidth_gbs = bandwidth_gbs
         self._device = device
         self._link = Link(bandwidth_gbs)
+        self._checksums: dict[tuple[tuple[object, ...], int], int] = {}
 
     @abstractmethod
     def add(self, key: tuple[object, ...], block: torch.Tensor) -> None:
@@ -49,8 +61,25 @@ class Tier(ABC):
     def _read(self, key: tuple[object, ...], first_byte: int) -> torch.Tensor: ...
 
     @abstractmethod
+    def _host_bytes(self, key: tuple[object, ...]) -> torch.Tensor:
+        """A block in host memory, uint8 ``[num_bytes]``."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give the memory and files back."""
+
+    def check(self, key: tuple[object, ...], first_byte: int) -> None:
+        """Hash bytes ``[first_byte, end)`` of a block: an engine that stores no more than that checks them
+        before it uses one.
+
+        They are compared with what they were at the first call for this part, which warms up.
+
+        Raises:
+            DamagedPartError: they have changed.
+        """
+        checksum = block_checksum(self._host_bytes(key)[first_byte:].numpy())
+        if self._checksums.setdefault((key, first_byte), checksum) != checksum:
+            raise DamagedPartError(f"block {key} has changed from byte {first_byte} on in {self.name}")
 
     def read(self, key: tuple[object, ...], first_byte: int) -> torch.Tensor:
         """Bytes ``[first_byte, end)`` of a block by one copy: uint8 on the device.
@@ -68,6 +97,7 @@ class DramTier(Tier):
     """Host memory, pinned if the device is a GPU."""
 
     name = "dram"
+    lies_in_memory = True
 
     def __init__(self, device: Device, bandwidth_gbs: float | None = None) -> None:
         super().__init__(device, bandwidth_gbs)
@@ -82,6 +112,9 @@ class DramTier(Tier):
     def close(self) -> None:
         self._blocks.clear()
 
+    def _host_bytes(self, key: tuple[object, ...]) -> torch.Tensor:
+        return self._blocks[key][0]
+
     def _read(self, key: tuple[object, ...], first_byte: int) -> torch.Tensor:
         host, staging = self._blocks[key]
         return staging[first_byte:].copy_(host[first_byte:], non_blocking=True)
@@ -95,6 +128,7 @@ class SsdTier(Tier):
     """
 
     name = "ssd"
+    lies_in_memory = False
 
     def __init__(self, device: Device, folder: Path, bandwidth_gbs: float | None = None) -> None:
         super().__init__(device, bandwidth_gbs)
@@ -128,12 +162,17 @@ class SsdTier(Tier):
         os.close(self._writer)
         self._path.unlink()
 
+    def _host_bytes(self, key: tuple[object, ...]) -> torch.Tensor:
+        _, num_bytes, host, _ = self._blocks[key]
+        return host[:num_bytes]
+
     def _read(self, key: tuple[object, ...], first_byte: int) -> torch.Tensor:
         offset, num_bytes, host, staging = self._blocks[key]
         first_read = first_byte // _DISK_BLOCK * _DISK_BLOCK
         if not self.is_direct:
             os.posix_fadvise(self._reader, offset, host.numel(), os.POSIX_FADV_DONTNEED)
         _read_fully(self._reader, host[first_read:], offset + first_read)
+        self.check(key, first_byte)
         if staging is not host:
             staging[first_byte:num_bytes].copy_(host[first_byte:num_bytes], non_blocking=True)
         return staging[first_byte:num_bytes]

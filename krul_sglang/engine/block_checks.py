@@ -16,6 +16,11 @@ class DamagedBlockError(KrulError):
     """A stored block is not what was committed."""
 
 
+def num_check_threads(device: torch.device) -> int:
+    """On a CPU the forward owns the cores."""
+    return 1 if device.type == "cpu" else 4
+
+
 class BlockChecks:
     """The blocks of one batch of loads, checked on threads of their own in the order of their announcement.
 
@@ -31,9 +36,7 @@ class BlockChecks:
         self._report_damage = report_damage
         self._checks: dict[tuple[int, int], Future[None]] = {}
         self._is_closed = False
-        # On a CPU the forward owns the cores.
-        num_threads = 1 if device.type == "cpu" else 4
-        self._workers = ThreadPoolExecutor(num_threads, thread_name_prefix="krul-check")
+        self._workers = ThreadPoolExecutor(num_check_threads(device), thread_name_prefix="krul-check")
 
     def announce(self, source: SegmentSlice, layer: int) -> None:
         """Begin to check a layer's block, unless that has begun."""

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from krul_backend.errors import TierReadError
+from krul_backend.errors import KrulError, TierReadError
 from krul_backend.store.interface import KVStore, SegmentSlice
 from krul_sglang.engine.block_checks import BlockChecks
 from krul_sglang.engine.copy_stream import CopyStream
@@ -19,6 +19,10 @@ from krul_sglang.engine.segment_reader import OpenSlice, SegmentReader
 from krul_sglang.engine.transfer_gate import TransferGate
 
 logger = logging.getLogger(__name__)
+
+_CHECKED_AHEAD = 8
+"""Layers that are announced for checking by the time that the first of them is copied: enough to keep the
+threads busy, and few enough that the first copy does not wait while thousands of blocks are announced."""
 
 
 @dataclass
@@ -162,11 +166,13 @@ class LayerWiseLoader:
                     [SegmentReader(part, load.plan.head_ends, checks) for part in self._fetched(load)]
                     for load in loads
                 ]
+                num_announced = 0
                 for layer in range(self._pool.num_layers):
-                    for of_load in readers:
-                        for reader in of_load:
-                            reader.announce(layer)
-                for layer in range(self._pool.num_layers):
+                    while num_announced < min(layer + _CHECKED_AHEAD, self._pool.num_layers):
+                        for of_load in readers:
+                            for reader in of_load:
+                                reader.announce(num_announced)
+                        num_announced += 1
                     self._before_layer(index, layer)
                     begin = batch.clock.mark()
                     for of_load in readers:
@@ -181,7 +187,15 @@ class LayerWiseLoader:
             self._count(loads, readers)
         except Exception as error:
             self.counters.failed_batches += 1
-            logger.exception("krul: loading %d request(s) failed; they are recomputed", len(loads))
+            # Damage and slow tiers are expected to happen: where they were noticed in the code says nothing.
+            is_expected = isinstance(error, KrulError)
+            logger.log(
+                logging.WARNING if is_expected else logging.ERROR,
+                "krul: loading %d request(s) failed; they are recomputed: %s",
+                len(loads),
+                error,
+                exc_info=not is_expected,
+            )
             batch.fail(error)
         finally:
             batch.end()

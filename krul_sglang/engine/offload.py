@@ -163,7 +163,7 @@ class TurnOffloader:
         if head_ends is not None:
             self._trim(turn, head_ends)
         if turn.keep_s is not None:
-            self._store.pin(self._model, turn.page_keys, turn.keep_s)
+            self._keep(turn, turn.keep_s)
         return Outcome.STORED
 
     def _head_ends(self, num_tokens: int, strategy: Strategy) -> tuple[int, ...] | None:
@@ -180,6 +180,13 @@ class TurnOffloader:
         except Exception:
             self.counters.failed_trims += 1
             logger.exception("krul: a conversation of %d tokens could not be trimmed", len(turn.token_ids))
+
+    def _keep(self, turn: Turn, keep_s: float) -> None:
+        """The turn is stored, whatever comes of this: it may only leave earlier than was asked for."""
+        try:
+            self._store.pin(self._model, turn.page_keys, keep_s)
+        except Exception:
+            logger.exception("krul: a conversation of %d tokens could not be kept", len(turn.token_ids))
 
     def _store_run(
         self, turn: Turn, run: range, strategy: Strategy, head_ends: tuple[int, ...] | None

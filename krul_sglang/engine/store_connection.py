@@ -128,8 +128,9 @@ def _start_daemon(config: KrulConfig, arena_bytes: int) -> EmbeddedDaemon:
 def daemon_arguments(config: KrulConfig, arena_bytes: int) -> list[str]:
     """Arguments of ``krul-backend serve`` for what this configuration says about its daemon."""
     arguments = ["--host-memory", str(arena_bytes), "--eviction", config.eviction]
-    arguments += ["--tenant-quota", str(config.tenant_quota), "--metrics-port", str(config.metrics_port)]
-    arguments += ["--ssd-timeout", str(config.ssd_timeout)]
+    arguments += ["--tenant-quota", str(config.tenant_quota), "--ssd-timeout", str(config.ssd_timeout)]
+    if config.metrics_port:
+        arguments += ["--metrics-port", str(config.metrics_port)]
     if config.ssd_dir:
         arguments += ["--ssd-dir", str(Path(config.ssd_dir).expanduser())]
     if config.ssd_capacity is not None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from krul_backend.daemon.admin import AdminClient
 from krul_backend.daemon.limits import MAX_FRAME_BYTES
 from krul_backend.daemon.protocol import CONTROL_SOCKET, SESSION_SOCKET
-from krul_backend.daemon.session import Session
+from krul_backend.daemon.client_session import ClientSession
 from tests.fuzz.messages import Frames, frames
 
 _MAX_ANSWER_S = 5.0
@@ -32,7 +32,7 @@ class Fuzzer:
         self._process = psutil.Process(pid)
         self._rss_bytes = self._process.memory_info().rss
         self._context = zmq.Context()
-        self._session = Session(runtime_dir)
+        self._session = ClientSession(runtime_dir)
         self._dealer = self._connect()
         self._admin = AdminClient(runtime_dir)
         self._num_cases = 0
@@ -69,7 +69,7 @@ class Fuzzer:
         self._session.close()
         deadline_s = time.monotonic() + _MAX_ANSWER_S
         while True:
-            stats = self._admin.stats()
+            stats, _ = self._admin.stats()
             if not stats.num_leases and not stats.num_reservations:
                 break
             assert time.monotonic() < deadline_s, f"held for nobody: {stats}"

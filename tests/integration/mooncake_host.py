@@ -15,7 +15,7 @@ import numpy as np
 
 from krul_backend.errors import TierReadError
 from krul_backend.segment import SegmentManifest
-from krul_backend.store.stored_segment import block_checksum
+from krul_backend.store.hashing import block_checksum
 from krul_backend.tiers.arena import DramArena
 from krul_backend.tiers.lower_tier import Block
 from krul_backend.tiers.mooncake.options import MooncakeOptions

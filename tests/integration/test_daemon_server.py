@@ -74,8 +74,8 @@ from krul_backend.daemon.requests import (
 from krul_backend.daemon.server import NEVER_USED_S, UNUSED_S
 from krul_backend.daemon.wire import manifest_to_wire, model_to_wire
 from krul_backend.segment import FORMAT_VERSION
+from krul_backend.store.hashing import block_checksum
 from krul_backend.store.interface import StoreStats
-from krul_backend.store.stored_segment import block_checksum
 from tests.integration.daemon_client import TIMEOUT_S, DaemonProcess, RawClient
 from tests.unit.store_builders import make_manifest, make_model, page_keys, tokens_of
 
@@ -324,8 +324,9 @@ def test_people_need_no_session(client: RawClient) -> None:
     client.ask(PingRequest, PingReply, token="")
     assert client.ask(StatsRequest, StatsReply, token="").daemon.num_sessions >= 1
     client.ask(ListRequest, ListReply, token="")
+    assert client.ask(FlushRequest, FlushReply, token="", timeout_s=1.0).is_durable
     assert client.ask_wrongly(ClearRequest, token="", fingerprint=None) == "protocol"
-    assert client.ask_wrongly(FlushRequest, token="", timeout_s=1.0) == "protocol"
+    assert client.ask_wrongly(TierCostsRequest, token="") == "protocol"
 
 
 def test_garbage_is_counted_and_harms_nobody(daemon: DaemonProcess, client: RawClient) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from krul_backend.daemon.daemon_store import DaemonStore
 from krul_backend.daemon.launcher import MAX_RESTARTS, EmbeddedDaemon
 from krul_backend.daemon.request_channel import CurveKeys
 from krul_backend.errors import ConfigError, DaemonError, DaemonUnreachableError, ManifestError, TierReadError
-from krul_backend.store.stored_segment import block_checksum
+from krul_backend.store.hashing import block_checksum
 from tests.unit.store_builders import (
     fill,
     lease_pages,
@@ -470,6 +471,20 @@ def test_an_embedded_daemon_lives_in_a_private_directory_and_leaves_none() -> No
     assert not daemon.runtime_dir.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(("name", "is_used"), [("x", True), ("x" * 100, False)])
+def test_the_users_runtime_directory_is_used_if_a_socket_fits(
+    monkeypatch: pytest.MonkeyPatch, name: str, is_used: bool
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:
+        parent = Path(root) / name
+        parent.mkdir()
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(parent))
+        daemon = EmbeddedDaemon(ARGUMENTS)
+        assert (daemon.runtime_dir.parent == parent) is is_used
+        daemon.close()
+        assert list(parent.iterdir()) == []
 
 
 def test_a_daemon_that_cannot_start_says_why() -> None:

@@ -27,7 +27,7 @@ from krul_backend.daemon.requests import (
 from krul_backend.daemon.wire import model_to_wire
 from krul_backend.segment import FORMAT_VERSION
 from krul_backend.store.arrival import LayerStatus
-from krul_backend.store.stored_segment import block_checksum
+from krul_backend.store.hashing import block_checksum
 from tests.integration.daemon_client import TIMEOUT_S, DaemonProcess, RawClient
 from tests.integration.test_daemon_server import MODEL, SIZES, lease, store
 from tests.unit.store_builders import page_keys, tokens_of

@@ -12,7 +12,7 @@ import numpy as np
 from store_builders import make_manifest, make_model, page_keys, tokens_of
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.store.stored_segment import block_checksum
+from krul_backend.store.hashing import block_checksum
 from krul_backend.tiers.lower_tier import TierRun
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
@@ -32,6 +32,7 @@ class FaultyDisk(Disk):
         self.errors: dict[str, int] = {}
         self.max_step_bytes: int | None = None
         self.num_good_writes: int | None = None
+        self.num_free_bytes: int | None = None
         self.flipped_read_offset: int | None = None
         self.gate = threading.Event()
         self.gate.set()
@@ -64,6 +65,9 @@ class FaultyDisk(Disk):
         if self.max_step_bytes is not None:
             buffers = [buffers[0][: self.max_step_bytes]]
         return super().pwritev(fd, buffers, offset)
+
+    def free_bytes(self, path: Path) -> int:
+        return super().free_bytes(path) if self.num_free_bytes is None else self.num_free_bytes
 
     def fdatasync(self, fd: int) -> None:
         self._check("fdatasync")

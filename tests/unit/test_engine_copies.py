@@ -12,7 +12,10 @@ import torch
 
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.segment import ModelIdentity
+from krul_backend.restore.calibration import OnlineCosts
+from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.segment import ModelIdentity, SegmentManifest
+from krul_backend.store.interface import DRAM_TIER, Reservation
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.load_batch import Load, LoadFailedError
@@ -251,6 +254,51 @@ def test_too_much_pending_is_skipped_counted_and_completed_in_order(bench: Bench
 
 def test_a_turn_longer_than_the_bound_is_taken_when_it_is_alone(bench: Bench) -> None:
     assert bench.store_turn(bench.turn("long", 8))
+
+
+def test_a_conversation_is_kept_as_long_as_its_request_says(bench: Bench) -> None:
+    assert bench.store_turn(bench.turn("a", 2))
+    assert bench.store.stats().pinned_bytes == 0
+    # All of it, also what earlier turns stored, and what was stored before altogether.
+    assert bench.store_turn(dataclasses.replace(bench.turn("a", 3), keep_s=600.0))
+    (pinned_s, *_) = [info.pinned_s for info in bench.store.list_segments()]
+    assert 590.0 < pinned_s <= 600.0
+    assert bench.store.stats().pinned_bytes == bench.store.stats().stored_bytes
+    assert bench.store_turn(dataclasses.replace(bench.turn("a", 3), keep_s=5.0))
+    assert all(0.0 < info.pinned_s <= 5.0 for info in bench.store.list_segments())
+
+
+def test_a_turn_that_cannot_be_kept_is_stored_all_the_same(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(bench.store, "pin", fail)
+    assert bench.store_turn(dataclasses.replace(bench.turn("a", 2), keep_s=600.0))
+    assert bench.store.stats().num_pages == 2
+
+
+def test_the_store_learns_whose_a_turn_is_and_what_computing_it_takes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed: list[SegmentManifest] = []
+    commit = bench.store.commit
+
+    def record(reservation: Reservation, manifest: SegmentManifest) -> int:
+        committed.append(manifest)
+        return commit(reservation, manifest)
+
+    monkeypatch.setattr(bench.store, "commit", record)
+    assert bench.store_turn(dataclasses.replace(bench.turn("a", 2), tenant="t"))
+    head, own = ComputeCost(9.0, 9.0, 9.0), ComputeCost(1.0, 0.5, 0.25)
+    bench.offloader.costs = OnlineCosts(RestoreCosts(head, own, {DRAM_TIER: TierCost(0.0, 1.0)}))
+    assert bench.store_turn(dataclasses.replace(bench.turn("a", 3), tenant="t"))
+    assert [manifest.tenant for manifest in committed] == ["t", "t"]
+    # Not known before the engine was measured; then 4 tokens after 8, in each layer, by the engine itself.
+    of_layer = 1.0 + 0.5 * 4 + 0.25 * 4 * (8 + 2)
+    assert [manifest.recompute_s for manifest in committed] == [0.0, NUM_LAYERS * of_layer]
+    assert {info.tenant for info in bench.store.list_segments()} == {"t"}
 
 
 def test_no_space_in_the_arena_is_skipped_and_counted() -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
 from store_builders import (
@@ -22,8 +23,11 @@ from krul_backend.errors import ConfigError, TierReadError
 from krul_backend.store.admission import Arrival
 from krul_backend.store.eviction import LruPolicy
 from krul_backend.store.host_store import HostStore
+from krul_backend.store.policy_registry import make_policy
 
 MODEL = make_model()
+NUM_LAYERS = 8
+LAYERED_MODEL = make_model(num_layers=NUM_LAYERS)
 BLOCKS = (b"a" * 100, b"b" * 60)
 
 
@@ -298,58 +302,61 @@ def test_a_store_that_closes_tells_those_who_wait(store: HostStore) -> None:
 # Fragmentation
 
 
-def churn(sizes: np.ndarray, capacity_bytes: int, num_layers: int) -> tuple[HostStore, float]:
+def churn(
+    policy: str, rng: np.random.Generator, sizes: npt.NDArray[np.int64], capacity_bytes: int
+) -> tuple[HostStore, float]:
     """Segments of ``sizes`` bytes come until the arena has been filled many times over.
 
-    Returns the store, and the mean share of it that is free although every segment had to make room.
+    Computing one takes as long as it is large, up to a factor of 2. Returns the store, and the mean share of
+    it that is free although room had to be made all the time.
     """
-    store = HostStore(capacity_bytes, LruPolicy())
+    clock = Clock()
+    store = HostStore(capacity_bytes, make_policy(policy, clock), clock)
     free_shares = []
     for i, size in enumerate(sizes):
-        blocks = tuple(int(size) // num_layers + layer % 3 for layer in range(num_layers))
+        clock.now_s += 1.0
+        blocks = tuple(int(size) // NUM_LAYERS + layer % 3 for layer in range(NUM_LAYERS))
         reservation = store.reserve(blocks)
         assert reservation is not None
-        store.commit(reservation, make_manifest(f"c{i}", 0, 1, blocks, make_model(num_layers=num_layers)))
+        manifest = make_manifest(
+            f"c{i}", 0, 1, blocks, LAYERED_MODEL, recompute_s=float(size * rng.uniform(0.5, 2))
+        )
+        store.commit(reservation, manifest)
         stats = store.stats()
         if stats.evicted_segments > 100:
-            free_shares.append((stats.free_bytes - 0) / stats.capacity_bytes)
+            free_shares.append(stats.free_bytes / stats.capacity_bytes)
     return store, float(np.mean(free_shares))
 
 
-def test_free_space_that_cannot_be_used_is_bounded() -> None:
-    """Sizes from 10 KB to 8 MB, scaled by 64, at full churn: nothing is pinned, all fits."""
+@pytest.mark.parametrize(("policy", "max_share"), [("lru", 0.02), ("value", 0.2)])
+def test_free_space_that_cannot_be_used_is_bounded(policy: str, max_share: float) -> None:
+    """Sizes from 10 KB to 8 MB in 256 MiB, scaled by 64, at full churn: nothing is pinned, all fits."""
     rng = np.random.default_rng(3)
-    sizes = np.exp(rng.uniform(np.log(160), np.log(131_072), 3000)).astype(int)
-    store, free_share = churn(sizes, 4 * 1024 * 1024, num_layers=8)
+    sizes = np.exp(rng.uniform(np.log(160), np.log(131_072), 2500)).astype(int)
+    store, free_share = churn(policy, rng, sizes, 4 * 1024 * 1024)
     assert store.stats().rejected_reservations == 0
-    assert store.stats().evicted_segments > 2000
-    assert free_share < 0.05
+    assert store.stats().evicted_segments > 1500
+    assert free_share < max_share
     store.close()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_reservation_fits_when_evictable_bytes_are_twice_as_many(seed: int) -> None:
-    """Up to an eighth of the arena, while random segments that take half of it stay leased."""
+@pytest.mark.parametrize("policy", ["lru", "value"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_reservation_fits_while_half_of_the_arena_is_leased(seed: int, policy: str) -> None:
+    """Up to a 32nd of the arena: as large as the largest segments among those that are stored."""
     rng = np.random.default_rng(seed)
-    capacity_bytes, num_layers = 1024 * 1024, 8
-    sizes = np.exp(rng.uniform(np.log(160), np.log(32_768), 1500)).astype(int)
-    store, _ = churn(sizes, capacity_bytes, num_layers)
-    model = make_model(num_layers=num_layers)
-    leased_bytes = 0
-    infos = store.list_segments()
-    for position in rng.permutation(len(infos)):
-        info = infos[position]
-        if leased_bytes + info.num_bytes > capacity_bytes // 2:
-            continue
-        number = stored_ids(store).index(info.segment_id)
-        name = store.manifests()[stored_ids(store)[number]].page_keys[0].split("/")[0]
-        assert lease_pages(store, name, 0, 1, model) is not None
-        leased_bytes += info.num_bytes
-    assert leased_bytes > capacity_bytes * 0.45
-    evictable_bytes = capacity_bytes - leased_bytes
-    wanted_bytes = min(capacity_bytes // 8, evictable_bytes // 2)
-    blocks = (wanted_bytes // num_layers - 64,) * num_layers
-    reservation = store.reserve(blocks)
+    capacity_bytes = 1024 * 1024
+    sizes = np.exp(rng.uniform(np.log(160), np.log(32_768), 1000)).astype(int)
+    store, _ = churn(policy, rng, sizes, capacity_bytes)
+    manifests = list(store.manifests().values())
+    leased_bytes, wanted_bytes, limit_bytes = 0, capacity_bytes // 32, capacity_bytes // 2
+    for position in rng.permutation(len(manifests)):
+        manifest = manifests[position]
+        if leased_bytes + manifest.num_bytes <= limit_bytes:
+            assert store.lease(LAYERED_MODEL, manifest.page_keys, manifest.token_ids) is not None
+            leased_bytes += manifest.num_bytes
+    assert leased_bytes > limit_bytes * 0.95
+    reservation = store.reserve((wanted_bytes // NUM_LAYERS - 64,) * NUM_LAYERS)
     assert reservation is not None
     fill(reservation, seed)
     store.close()

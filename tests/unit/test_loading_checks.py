@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.errors import TierReadError
-from krul_backend.store.interface import DRAM_TIER
+from krul_backend.store.interface import DRAM_TIER, Block
+from krul_backend.tiers.lower_tier import TierRun
+from krul_sglang.engine import loading
 from krul_sglang.engine.load_batch import Load, LoadFailedError
 from krul_sglang.engine.loading import LayerWiseLoader
 from tests.unit.engine_builders import PATIENCE_S, make_load
+from tests.unit.fake_tier import FakeTier
 from tests.unit.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, SHAPE, Rig, is_equal
-from tests.unit.memory_tier import MemoryTier
 
 SLOTS = torch.arange(NUM_TOKENS)
 SHORT_S = 0.05
@@ -33,14 +35,29 @@ def rig() -> Iterator[Rig]:
     rig.store.close()
 
 
+class SteppedTier(FakeTier):
+    """Calls ``before_layer(layer)`` before a layer lands; what it raises ends the read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_layer: Callable[[int], None] = lambda layer: None
+
+    def fetch(self, run: TierRun, blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
+        def land(layer: int) -> None:
+            self.before_layer(layer)
+            landed(layer)
+
+        super().fetch(run, blocks, land)
+
+
 class SunkRig(Rig):
     """The conversation lies in a lower tier alone."""
 
     def __init__(self, timeout_s: float = PATIENCE_S) -> None:
-        self.tier = MemoryTier()
+        self.tier = SteppedTier()
         super().__init__(timeout_s, (self.tier,))
         assert self.store.flush(PATIENCE_S)
-        assert self.tier.record is not None
+        assert len(self.tier.records) == 1
         self.store.host.clear()
 
     def close(self) -> None:
@@ -88,6 +105,24 @@ def test_a_damaged_block_fails_the_load_and_never_reaches_the_pool(rig: Rig, lay
     # It is found no more, and stored again when the conversation next ends a turn.
     assert rig.store.lease(rig.model, rig.page_keys, rig.token_ids) is None
     assert rig.store.find_missing(rig.model, rig.page_keys) == [range(NUM_PAGES)]
+
+
+def test_damage_is_one_line_in_the_log_and_an_error_of_the_code_has_its_place(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(index: int, layer: int) -> None:
+        raise RuntimeError("no such layer")
+
+    load = rig.load(SLOTS)
+    rig.store.host.buffer[load.lease.slices[0].spans[1].offset] ^= 0x10
+    others = rig.load(SLOTS)
+    assert not rig.loader.finish(start(rig, load))
+    rig.before_layer = fail
+    assert not rig.loader.finish(start(rig, others))
+    damage, bug = (record for record in caplog.records if record.name == loading.__name__)
+    assert "recomputed: layer 1 of segment" in damage.getMessage()
+    assert (damage.levelname, bool(damage.exc_info)) == ("WARNING", False)
+    assert (bug.levelname, bool(bug.exc_info)) == ("ERROR", True)
 
 
 def test_damage_in_what_is_not_needed_fails_nothing(rig: Rig) -> None:
@@ -179,8 +214,10 @@ def test_a_fetch_that_hangs_fails_the_load_after_its_deadline() -> None:
 
 def test_bytes_that_arrive_wrong_are_no_kv(sunk: SunkRig) -> None:
     """A tier that claims to have checked what it has not."""
-    assert sunk.tier.record is not None
-    sunk.tier.record.blocks[1][3] ^= 0x10
+    (record,) = sunk.tier.records.values()
+    damaged = bytearray(record.content[1])
+    damaged[3] ^= 0x10
+    record.content = (record.content[0], bytes(damaged), record.content[2])
     assert_load_fails(sunk, sunk.load(SLOTS), "layer 1 of segment .* has a wrong checksum", first_wrong=1)
 
 
@@ -191,7 +228,7 @@ def test_no_room_for_a_fetch_fails_the_load(sunk: SunkRig) -> None:
     assert taken is not None
     assert_load_fails(sunk, load, "no room in DRAM", first_wrong=0)
     sunk.store.abort(taken)
-    assert sunk.tier.num_held == 0
+    assert sunk.tier.num_holds == 0
 
 
 def test_other_kv_of_the_same_tokens_is_not_decoded_as_what_was_leased(

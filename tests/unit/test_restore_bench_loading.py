@@ -13,7 +13,7 @@ from benchmarks.restore.configuration import RestoreBenchmarkError, TierSpec
 from benchmarks.restore.device import CpuDevice
 from benchmarks.restore.pool import KVPool
 from benchmarks.restore.stored import segment_ends
-from benchmarks.restore.tiers import DramTier, Link, SsdTier, Tier
+from benchmarks.restore.tiers import DamagedPartError, DramTier, Link, SsdTier, Tier
 from tests.unit.restore_bench_builders import HISTORY_TOKENS, NAN, SHAPE, Bench, bench
 
 HEADS = [(0, 0, 0, 0), (256, 192, 64, 0), (128, 128, 64, 64), (192, 0, 0, 0), (256, 256, 256, 256)]
@@ -51,6 +51,55 @@ def test_what_was_stored_natively_comes_back_to_the_bit(built: Bench) -> None:
         kv = built.restorer.pool.gather(layer, built.turn.slots[head_end:HISTORY_TOKENS])
         assert torch.equal(kv.k, built.history[layer].k[head_end:])
         assert torch.equal(kv.v, built.history[layer].v[head_end:])
+
+
+def test_what_is_copied_is_checked_first_and_nothing_else(
+    built: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, head_ends = built.stored["krul"], (256, 192, 64, 0)
+    order: list[tuple[str, tuple[object, ...], int]] = []
+    check, read = DramTier.check, DramTier.read
+
+    def checked(tier: DramTier, key: tuple[object, ...], first_byte: int) -> None:
+        check(tier, key, first_byte)
+        order.append(("check", key, first_byte))
+
+    def copied(tier: DramTier, key: tuple[object, ...], first_byte: int) -> torch.Tensor:
+        order.append(("copy", key, first_byte))
+        return read(tier, key, first_byte)
+
+    monkeypatch.setattr(DramTier, "check", checked)
+    monkeypatch.setattr(DramTier, "read", copied)
+    built.loader.start(stored, built.tier, head_ends, built.turn.slots).finish()
+    copies = [(key, first_byte) for what, key, first_byte in order if what == "copy"]
+    assert [(key, first_byte) for what, key, first_byte in order if what == "check"] == copies != []
+    for key, first_byte in copies:
+        assert order.index(("check", key, first_byte)) < order.index(("copy", key, first_byte))
+
+
+def test_a_damaged_block_is_not_loaded(built: Bench) -> None:
+    stored, everything = built.stored["native"], (0,) * SHAPE.num_layers
+    built.loader.start(stored, built.tier, everything, built.turn.slots).finish()
+    built.restorer.pool.fill(NAN)
+    built.tier._host_bytes(stored.key(1, 2))[5] ^= 0x10
+    loading = built.loader.start(stored, built.tier, everything, built.turn.slots)
+    loading.wait(1)
+    with pytest.raises(DamagedPartError, match="has changed from byte 0 on in dram"):
+        loading.wait(2)
+    assert built.restorer.pool.k[1].isnan().any(dim=(1, 2)).sum() < built.restorer.pool.num_slots
+    assert built.restorer.pool.k[3].isnan().all()
+
+
+def test_bytes_of_a_disk_are_checked_when_they_have_come(tmp_path: Path) -> None:
+    tier = SsdTier(CpuDevice(), tmp_path)
+    tier.add(("block",), torch.ones(10_000, dtype=torch.uint8))
+    assert torch.equal(tier.read(("block",), 0), torch.ones(10_000, dtype=torch.uint8))
+    damaged = bytearray((tmp_path / "blocks").read_bytes())
+    damaged[9_000] ^= 0x10
+    (tmp_path / "blocks").write_bytes(damaged)
+    with pytest.raises(DamagedPartError, match="in ssd"):
+        tier.read(("block",), 0)
+    tier.close()
 
 
 def test_tail_bytes_of_native_tails_are_those_of_their_tokens(built: Bench) -> None:

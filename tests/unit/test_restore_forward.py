@@ -104,7 +104,7 @@ class Rig:
         self.log: list[str] = []
         self.batch = LoadBatch(loads, NUM_LAYERS, torch.device("cpu"), PATIENCE_S)
         self.heads = FakeHeads(self.log)
-        self.traces = TraceLog(OnlineCosts(COSTS), "dram", NUM_LAYERS)
+        self.traces = TraceLog(OnlineCosts(COSTS), NUM_LAYERS)
         loader: Any = FakeLoader(self.batch)
         heads: Any = self.heads if has_heads else None
         self.restore = RestoreForward(

@@ -24,7 +24,7 @@ from ssd_builders import (
 from store_builders import make_manifest, make_model, page_keys
 
 from krul_backend.errors import DaemonError, TierReadError
-from krul_backend.store.stored_segment import block_checksum
+from krul_backend.store.hashing import block_checksum
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from krul_backend.tiers.ssd.suspension import FIRST_PAUSE_S
 
@@ -289,6 +289,14 @@ def test_a_disk_that_fails_at_the_start_suspends_the_tier(tmp_path: Path) -> Non
     assert tier.stats().is_suspended
     assert not put(tier, "a")
     tier.close()
+
+
+def test_a_disk_smaller_than_the_cap_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk = FaultyDisk()
+    disk.num_free_bytes = 1000
+    with caplog.at_level(logging.WARNING):
+        open_tier(tmp_path, disk).close()
+    assert [record.message for record in caplog.records if "only 1000 left" in record.message]
 
 
 def test_done_is_called_once_whatever_happens(tier: SsdTier, disk: FaultyDisk) -> None:

@@ -24,7 +24,7 @@ from ssd_builders import (
 from store_builders import make_model, page_keys
 
 from krul_backend.segment import ModelIdentity
-from krul_backend.store.stored_segment import block_checksum
+from krul_backend.store.hashing import block_checksum
 from krul_backend.tiers.lower_tier import TierRun
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 

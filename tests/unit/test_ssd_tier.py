@@ -25,7 +25,7 @@ from ssd_builders import (
 from store_builders import make_manifest, make_model, page_keys, tokens_of
 
 from krul_backend.errors import ConfigError, DaemonError, TierReadError
-from krul_backend.store.stored_segment import block_checksum
+from krul_backend.store.hashing import block_checksum
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 
 

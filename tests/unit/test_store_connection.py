@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from krul_backend.daemon import serve
+from krul_backend.daemon.app import app
+from krul_backend.daemon.config import DaemonConfig
 from krul_backend.errors import DaemonError
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine import store_connection
@@ -36,7 +40,6 @@ def test_a_daemon_is_told_its_memory_and_the_defaults() -> None:
         ("--host-memory", str(3 * GIB)),
         ("--eviction", "value"),
         ("--tenant-quota", "1.0"),
-        ("--metrics-port", "0"),
         ("--ssd-timeout", "1.0"),
     ]
 
@@ -55,13 +58,50 @@ def test_a_daemon_is_told_every_option_that_is_its_own() -> None:
         ("--host-memory", str(GIB)),
         ("--eviction", "lru"),
         ("--tenant-quota", "0.5"),
-        ("--metrics-port", "9400"),
         ("--ssd-timeout", "0.25"),
+        ("--metrics-port", "9400"),
         ("--ssd-dir", "/mnt/kv store"),
         ("--ssd-capacity", str(5 * GIB)),
         # One option for each setting.
         ("--mooncake", "master=10.0.0.1:50051"),
         ("--mooncake", "metadata=http://10.0.0.1:8080/metadata?a=b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        KrulConfig(),
+        KrulConfig(
+            ssd_dir="/mnt/kv store",
+            ssd_capacity=5 * GIB,
+            ssd_timeout=0.25,
+            mooncake="master=10.0.0.1:50051,metadata=http://10.0.0.1:8080/metadata?a=b",
+            eviction="lru",
+            tenant_quota=0.5,
+            metrics_port=9400,
+        ),
+    ],
+)
+def test_the_daemon_understands_what_it_is_told(config: KrulConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[DaemonConfig] = []
+    monkeypatch.setattr(serve, "serve", served.append)
+    result = CliRunner().invoke(app, ["serve", "--runtime-dir", "/run/krul", *daemon_arguments(config, GIB)])
+    assert result.exit_code == 0, result.output
+    ssd_dir = Path(config.ssd_dir) if config.ssd_dir else None
+    mooncake = dict(setting.split("=", 1) for setting in config.mooncake.split(",") if setting)
+    assert served == [
+        DaemonConfig(
+            arena_bytes=GIB,
+            runtime_dir=Path("/run/krul"),
+            ssd_dir=ssd_dir,
+            ssd_capacity_bytes=config.ssd_capacity,
+            ssd_timeout_s=config.ssd_timeout,
+            mooncake=mooncake or None,
+            eviction=config.eviction,
+            tenant_quota=config.tenant_quota,
+            metrics_port=config.metrics_port,
+        )
     ]
 
 

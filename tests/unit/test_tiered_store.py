@@ -429,7 +429,7 @@ def test_what_comes_from_the_cluster_is_written_to_the_disk_too(rig: Rig) -> Non
     for name in "cd":
         keys = page_keys(name, 0, 3)
         assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == 3
-    wait_until(lambda: len(rig.ssd.records) == 2)
+    wait_until(lambda: rig.store.stats().fetched_segments == 2)
     assert rig.store.flush(10)
     assert [record.content for record in rig.ssd.records.values()][1] == content
     # What came from the disk goes nowhere.

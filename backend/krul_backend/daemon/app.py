@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -99,6 +101,13 @@ def serve_command(
     exit_when_unused: Annotated[
         bool, typer.Option("--exit-when-unused", help="End when the last client has gone.")
     ] = False,
+    embedded: Annotated[
+        bool,
+        typer.Option(
+            "--embedded",
+            help="As an engine starts it: nobody's child, ends when unused, leaves no directory.",
+        ),
+    ] = False,
     admin_endpoint: Annotated[
         str | None, typer.Option(metavar="tcp://HOST:PORT", help="Answer the command line there, too.")
     ] = None,
@@ -111,6 +120,10 @@ def serve_command(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every detail.")] = False,
 ) -> None:
     """Keep KV until a signal, or until nobody needs it any more."""
+    if embedded and os.fork():
+        # Engines end by killing all their descendants; what was just committed has to be written first. No
+        # thread was started yet, and nothing is open but the standard streams.
+        os._exit(0)
     # Here, so that the other commands start without the store.
     from krul_backend.daemon.serve import serve
 
@@ -129,12 +142,14 @@ def serve_command(
             mooncake=_mooncake_options(mooncake or []),
             eviction=eviction,
             tenant_quota=tenant_quota,
-            exit_when_unused=exit_when_unused,
+            exit_when_unused=exit_when_unused or embedded,
             admin_endpoint=admin_endpoint,
             curve_dir=curve_dir,
             metrics_port=metrics_port,
         )
     )
+    if embedded:
+        shutil.rmtree(runtime_dir, ignore_errors=True)
 
 
 add_commands(app)

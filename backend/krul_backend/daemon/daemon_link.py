@@ -16,6 +16,7 @@ from krul_backend.daemon.client_session import ClientSession
 from krul_backend.daemon.connection import Connection
 from krul_backend.daemon.limits import PROTOCOL_VERSION
 from krul_backend.daemon.replies import ClearReply, PingReply
+from krul_backend.daemon.request_channel import RequestTimeoutError
 from krul_backend.daemon.requests import ClearRequest, PingRequest
 from krul_backend.daemon.views import Arena
 from krul_backend.errors import DaemonUnreachableError, KrulError, ProtocolError
@@ -24,7 +25,7 @@ from krul_backend.segment import FORMAT_VERSION, ModelIdentity
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
-CLEAR_TIMEOUT_S = 30.0
+CLEAR_TIMEOUT_S = 10.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
 
 
@@ -70,7 +71,8 @@ class DaemonLink:
             '-------(the session ends)--------> LOST --(new session, new mapping, hello)------^
 
     A thread of its own does the way back, with growing delays. A ``clear`` that did not succeed is done on
-    that way, before anybody sees the connection again.
+    that way, before anybody sees the connection again. A daemon that hangs is waited for, not restarted: its
+    leases and its DRAM may still be good.
 
     Args: see ``DaemonStore``.
 
@@ -144,6 +146,7 @@ class DaemonLink:
             logger.warning(
                 "the krul daemon did not forget what it was told to, it will be told again: %s", error
             )
+            self.count(timeouts=int(isinstance(error, RequestTimeoutError)))
             self.suspect(connection)
 
     def close(self) -> None:

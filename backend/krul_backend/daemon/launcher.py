@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -16,10 +17,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import orjson
 
 import krul_backend
+from krul_backend.daemon.runtime_dir import check_socket_path
 from krul_backend.errors import DaemonError
 
 logger = logging.getLogger(__name__)
@@ -27,10 +30,12 @@ logger = logging.getLogger(__name__)
 READY_TIMEOUT_S = 30.0
 MAX_RESTARTS, RESTART_WINDOW_S = 5, 600.0
 
+_PREFIX = "krul-"
 _LOG_NAME = "daemon.log"
 _NUM_SHOWN_LINES = 20
 _MAX_READY_BYTES = 4096
 _END_TIMEOUT_S = 15.0  # the daemon flushes for up to 10 s
+_KILL_TIMEOUT_S = 5.0
 
 
 class EmbeddedDaemon:
@@ -55,7 +60,7 @@ class EmbeddedDaemon:
         self._lock = threading.Lock()
         self._restarts_s: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._is_closed = False
-        self.runtime_dir = Path(tempfile.mkdtemp(prefix="krul-", dir=_private_parent()))
+        self.runtime_dir = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_private_parent()))
         try:
             self._process = self._start()
         except BaseException:
@@ -69,7 +74,7 @@ class EmbeddedDaemon:
 
     @property
     def is_running(self) -> bool:
-        return self._process.poll() is None
+        return self._process.is_running
 
     @property
     def log_path(self) -> Path:
@@ -91,7 +96,7 @@ class EmbeddedDaemon:
                     f"not started again; {self._last_lines()}"
                 )
             self._restarts_s.append(now_s)
-            _kill(self._process)
+            self._process.end(signal.SIGKILL)
             self._process = self._start()
         logger.info("krul daemon restarted, process %d", self.pid)
 
@@ -103,29 +108,20 @@ class EmbeddedDaemon:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._process.terminate()
-            try:
-                self._process.wait(_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
+            if not self._process.end(signal.SIGTERM, _END_TIMEOUT_S):
                 logger.warning("krul daemon did not end within %g s: killed", _END_TIMEOUT_S)
-            _kill(self._process)
             shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable,
-            "-m",
-            "krul_backend.daemon",
-            "serve",
-            "--runtime-dir",
-            str(self.runtime_dir),
-        ]
-        command += ["--exit-when-unused", *self._arguments]
+    def _start(self) -> _Process:
+        command = [sys.executable, "-m", "krul_backend.daemon", "serve", "--embedded"]
+        command += ["--runtime-dir", str(self.runtime_dir), *self._arguments]
         # The daemon has to find the package where this process found it, installed or not.
         package_parent = str(Path(krul_backend.__file__).resolve().parent.parent)
         python_path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
+        self.runtime_dir.mkdir(mode=0o700, exist_ok=True)
         with open(self.log_path, "ab") as log:
-            process = subprocess.Popen(
+            # This process ends at once: the daemon is its child, in its group.
+            starter = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -133,38 +129,40 @@ class EmbeddedDaemon:
                 env={**os.environ, "PYTHONPATH": python_path},
                 start_new_session=True,
             )
+        assert starter.stdout is not None
         try:
-            self._wait_until_ready(process)
+            return _Process(self._wait_until_ready(starter.stdout))
         except BaseException:
-            _kill(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(starter.pid, signal.SIGKILL)
             raise
-        return process
+        finally:
+            starter.stdout.close()
+            starter.wait()
 
-    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
+    def _wait_until_ready(self, stdout: IO[bytes]) -> int:
+        """The process id that the daemon tells when it serves."""
         deadline_s = time.monotonic() + self._ready_timeout_s
         line = b""
         with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
+            selector.register(stdout, selectors.EVENT_READ)
             while not line.endswith(b"\n") and len(line) < _MAX_READY_BYTES:
                 if not selector.select(max(0.0, deadline_s - time.monotonic())):
                     raise DaemonError(
                         f"the krul daemon is not ready in {self._ready_timeout_s:g} s; {self._last_lines()}"
                     )
                 # Past the buffer of the file object, which select() does not see.
-                data = os.read(process.stdout.fileno(), _MAX_READY_BYTES)
+                data = os.read(stdout.fileno(), _MAX_READY_BYTES)
                 if not data:
-                    _kill(process)
-                    raise DaemonError(
-                        f"the krul daemon ended at start, status {process.returncode}; {self._last_lines()}"
-                    )
+                    raise DaemonError(f"the krul daemon ended at start; {self._last_lines()}")
                 line += data
         try:
-            is_ready = orjson.loads(line)["ready"] is True
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            is_ready = False
-        if not is_ready:
-            raise DaemonError(f"the krul daemon said {line!r} instead of that it is ready")
+            ready = orjson.loads(line)
+            if ready["ready"] is True:
+                return int(ready["pid"])
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+            pass
+        raise DaemonError(f"the krul daemon said {line!r} instead of that it is ready")
 
     def _last_lines(self) -> str:
         try:
@@ -177,21 +175,50 @@ class EmbeddedDaemon:
 def _private_parent() -> Path:
     """Where runtime directories go: the user's own, or the system's directory for temporary files.
 
-    Not ``TMPDIR``: it can be long, and the path of a socket holds no more than 107 bytes.
+    Not ``TMPDIR``, which is often too long for the path of a socket.
     """
     given = os.environ.get("XDG_RUNTIME_DIR")
     if given:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, DaemonError):
             status = os.stat(given)
+            check_socket_path(Path(given) / (_PREFIX + "12345678"))
             if status.st_uid == os.geteuid() and os.access(given, os.W_OK | os.X_OK):
                 return Path(given)
     return Path("/tmp")
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Make sure that a process is gone, reaped, and its pipe closed."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+class _Process:
+    """A process that is not this one's child, by a descriptor: its number cannot come to mean another one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._descriptor: int | None = None
+        with contextlib.suppress(ProcessLookupError):
+            self._descriptor = os.pidfd_open(pid)
+
+    @property
+    def is_running(self) -> bool:
+        return not self._has_ended(0.0)
+
+    def end(self, kind: signal.Signals, timeout_s: float = 0.0) -> bool:
+        """Signal it; kill it if it has not ended ``timeout_s`` later. Returns whether it ended by itself."""
+        if self._descriptor is None:
+            return True
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, kind)
+        ended = self._has_ended(timeout_s)
+        if not ended:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+            self._has_ended(_KILL_TIMEOUT_S)
+        os.close(self._descriptor)
+        self._descriptor = None
+        return ended
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        if self._descriptor is None:
+            return True
+        # A descriptor of a process is readable when it has ended.
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(1000 * timeout_s))

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 ORPHAN_S = 1.0
 """A reservation outlives its client by this: a device copy into it that was under way has ended by then."""
 
-UNUSED_S = 5.0
+UNUSED_S = 2.0
 NEVER_USED_S = 60.0
 """An unused daemon ends: after its last session closed, or if none was opened."""
 

@@ -58,7 +58,7 @@ class DramBooks:
         self, capacity_bytes: int, policy: EvictionPolicy, clock: Callable[[], float], tenant_quota: float
     ) -> None:
         self.arena = DramArena(capacity_bytes)
-        self.index = PageIndex()
+        self.index: PageIndex[StoredSegment] = PageIndex()
         self.segments: dict[int, StoredSegment] = {}
         self.counters = Counters()
         self.clears = ClearMarks()

@@ -33,7 +33,7 @@ class HostLeases(HostBase):
         tenant_quota: float = 1.0,
     ) -> None:
         super().__init__(capacity_bytes, policy, clock, tenant_quota)
-        self._leases: dict[int, tuple[PageRun, ...]] = {}
+        self._leases: dict[int, tuple[PageRun[StoredSegment], ...]] = {}
         self._arriving: dict[int, LayerStatus] = {}
 
     def lease(
@@ -171,7 +171,7 @@ class HostLeases(HostBase):
                 self._open_books.remove(segment)
             self._open_books.unpin((segment,))
 
-    def _grant(self, lease_id: int, runs: tuple[PageRun, ...]) -> list[StoredSegment]:
+    def _grant(self, lease_id: int, runs: tuple[PageRun[StoredSegment], ...]) -> list[StoredSegment]:
         """Pin runs under a lease. Called with the lock held."""
         segments = [run.segment for run in runs]
         for segment in segments:
@@ -180,7 +180,7 @@ class HostLeases(HostBase):
         self._leases[lease_id] = runs
         return segments
 
-    def _lease_of(self, lease_id: int, runs: tuple[PageRun, ...]) -> Lease:
+    def _lease_of(self, lease_id: int, runs: tuple[PageRun[StoredSegment], ...]) -> Lease:
         """The lease on runs that are pinned under its number. Waits for checksums that are being taken."""
         num_pages = sum(run.end_page - run.first_page for run in runs)
         try:
@@ -196,7 +196,7 @@ class HostLeases(HostBase):
         self._arriving.clear()
 
 
-def _slice_of(run: PageRun) -> SegmentSlice:
+def _slice_of(run: PageRun[StoredSegment]) -> SegmentSlice:
     """What a lease tells of a run: where it lies, or which tier it comes from while it arrives."""
     segment = run.segment
     is_here = segment.status is None
@@ -212,7 +212,7 @@ def _slice_of(run: PageRun) -> SegmentSlice:
     )
 
 
-def _readable_slice(run: PageRun) -> SegmentSlice:
+def _readable_slice(run: PageRun[StoredSegment]) -> SegmentSlice:
     """What ``fetch`` tells of a run: where it lies, and which layers of it are there."""
     segment, status = run.segment, run.segment.status
     if status is not None and (status.flags == FAILED).any():

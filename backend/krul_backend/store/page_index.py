@@ -206,9 +206,7 @@ class PageIndex(Generic[SegmentT]):
             seen.add(before.segment_id)
 
     @staticmethod
-    def _page_before(
-        segment: SegmentT, pages: dict[str, tuple[SegmentT, int]]
-    ) -> SegmentT | None:
+    def _page_before(segment: SegmentT, pages: dict[str, tuple[SegmentT, int]]) -> SegmentT | None:
         """Holder of the page right before the first page that is indexed as this segment's own."""
         key_before = segment.manifest.parent_key
         for key in segment.manifest.page_keys:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from krul_backend.errors import TierReadError
 from krul_backend.restore.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.store.hashing import block_checksum
 from krul_backend.store.interface import DamageReport, SegmentInfo, TierStats
-from krul_backend.store.stored_segment import block_checksum
 from krul_backend.tiers.lower_tier import Block, LowerTier, TierRun
 from krul_backend.tiers.mooncake.catalog import Catalog
 from krul_backend.tiers.mooncake.cluster_cost import ClusterCost

@@ -110,6 +110,14 @@ class SsdTier(LowerTier):
             # The cap may be smaller than it was when the files were written.
             room.make(0)
             left_bytes = capacity_bytes - self._writer.used_bytes
+            disk_free_bytes = disk.free_bytes(self._directory)
+            if disk_free_bytes < left_bytes:
+                logger.warning(
+                    "the SSD tier may still take %d bytes, but the file system of %s has only %d left",
+                    left_bytes,
+                    self._directory,
+                    disk_free_bytes,
+                )
             probe_num_bytes = min(PROBE_NUM_BYTES, left_bytes // 2) // RECORD_ALIGN * RECORD_ALIGN
             if probe_num_bytes > 0:
                 cost.measure(disk, self._directory, self._reader, probe_num_bytes)
@@ -249,12 +257,14 @@ class SsdTier(LowerTier):
 
     def close(self) -> None:
         has_ended = self._writes.close(_CLOSE_TIMEOUT_S)
+        # From here on no read begins; those that run hold their files.
         with self._state.lock:
             was_closed, self._state.is_closed = self._state.is_closed, True
         if was_closed:
             return
         self._reader.close()
         if has_ended:
+            self._writer.close()
             self._directory_lock.release()
         else:
             # A write that hangs may yet arrive: nobody else may have the directory before this process ends.

@@ -97,11 +97,7 @@ class WriteBehind:
         self._thread.join(timeout_s)
         self._queue.settle(self._queue.drop(lambda item: True))
         self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return False
-        with self._log_lock:
-            self._writer.close()
-        return True
+        return not self._thread.is_alive()
 
     def _serve(self) -> None:
         while self._queue.wait():

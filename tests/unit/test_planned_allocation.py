@@ -1,0 +1,123 @@
+"""What is left out when a turn is stored, and what decoding costs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import orjson
+import pytest
+
+from krul_backend.restore.calibration import OnlineCosts
+from krul_backend.restore.costs import RestoreCosts
+from krul_backend.restore.full_recompute import FullRecomputePlanner
+from krul_backend.restore.interface import RestorePlanner
+from krul_backend.restore.optimal import OptimalPlanner
+from krul_backend.strategy.strategy import Precision, Strategy
+from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.decode_costs import PAIR_FACTOR, DecodeCosts
+from krul_sglang.engine.planned_allocation import EXPECTED_NEW_TOKENS, PlannedAllocation
+from tests.unit.planning_builders import (
+    ALONE,
+    EACH_ALONE,
+    NATIVE,
+    NO_DECODING,
+    TOKEN_BYTES,
+    FakeAgreement,
+    HeadsPlanner,
+    costs_of,
+    planning_of,
+)
+from tests.unit.segment_builders import BOUNDS, END, KINDS, NUM_LAYERS, PAGE_SIZE, Heads, lease_of, stored
+
+
+def allocation_of(
+    planner: RestorePlanner,
+    agreement: RankAgreement = ALONE,
+    decode_costs: DecodeCosts = NO_DECODING,
+    costs: RestoreCosts | None = None,
+) -> PlannedAllocation:
+    return PlannedAllocation(
+        planner,
+        OnlineCosts(costs_of() if costs is None else costs),
+        decode_costs,
+        agreement,
+        page_size=PAGE_SIZE,
+        max_head_tokens=24,
+    )
+
+
+def test_an_allocation_plans_the_return_of_the_whole_conversation() -> None:
+    planner = HeadsPlanner(lambda problem: (16, 8, 8, 0))
+    decode_costs = DecodeCosts({}, {Precision.INT4: 0.5})
+    strategy = KINDS["slerp-int4"][1]
+    heads = allocation_of(planner, decode_costs=decode_costs).head_ends(
+        40, (4.0, 3.0, 3.0, 1.0), (3, 1, 2, 3), strategy
+    )
+    assert heads == (16, 8, 8, 0)
+    (problem,) = planner.problems
+    (run,) = problem.runs
+    assert (problem.device_tokens, problem.total_tokens, problem.new_tokens) == (0, 40, EXPECTED_NEW_TOKENS)
+    assert (problem.page_size, problem.max_head_tokens) == (PAGE_SIZE, 24)
+    assert (run.first_token, run.end_token, run.stored_from) == (0, 40, (0,) * NUM_LAYERS)
+    assert run.layer_token_bytes == (4.0, 3.0, 3.0, 1.0)
+    assert run.last_use == (3, 1, 2, 3)
+    assert run.decode_token_s == (0.5, 0.0, 0.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    "planner", [FullRecomputePlanner(), HeadsPlanner(lambda problem: (problem.total_tokens,) * NUM_LAYERS)]
+)
+def test_a_plan_that_loads_nothing_leaves_out_nothing(planner: RestorePlanner) -> None:
+    heads = allocation_of(planner).head_ends(20, (1.0,) * NUM_LAYERS, EACH_ALONE, NATIVE)
+    assert heads is None
+
+
+@pytest.mark.parametrize(("decided", "expected"), [([16, 8, 8, 0], (16, 8, 8, 0)), (None, None)])
+def test_the_first_ranks_allocation_is_everyones(decided: list[int] | None, expected: Heads | None) -> None:
+    agreement = FakeAgreement(other_bounds=[], first_ranks=orjson.dumps(decided))
+    allocation = allocation_of(HeadsPlanner(lambda problem: (4, 4, 4, 4)), agreement)
+    assert allocation.head_ends(40, (1.0,) * NUM_LAYERS, EACH_ALONE, NATIVE) == expected
+    assert agreement.sent == [b"[4,4,4,4]"]
+
+
+def test_what_an_allocation_leaves_out_can_be_restored_within_the_limit() -> None:
+    """By the same planner at the same costs: what it would recompute then is all that is missing."""
+    costs = costs_of(token_s=TOKEN_BYTES * 0.5, byte_s=1.0)
+    heads = allocation_of(OptimalPlanner(), costs=costs).head_ends(
+        END, (float(TOKEN_BYTES),) * NUM_LAYERS, EACH_ALONE, NATIVE
+    )
+    assert heads is not None
+    assert 0 < heads[0] <= 24
+    planning = planning_of(OptimalPlanner(), costs=costs, max_head_tokens=24)
+    segments = tuple(stored("native", start, end, heads) for start, end in pairwise(BOUNDS))
+    slices = planning.open(lease_of(segments, 0), END)
+    planned = planning.plan(slices, device_tokens=0, new_tokens=EXPECTED_NEW_TOKENS)
+    assert planned is not None
+    assert planned.plan.head_ends == heads
+
+
+# ---- costs of decoding ----
+
+
+def test_decoding_costs_follow_the_precision_and_the_pairs() -> None:
+    costs = DecodeCosts({Precision.NATIVE: 0.0, Precision.INT8: 2.0}, {Precision.INT8: 7.0})
+    strategy = Strategy.from_pairs(4, [(1, 2)], Precision.INT8)
+    assert costs.token_s(strategy) == (2.0, 7.0, 7.0, 2.0)
+    assert costs.token_s(Strategy.from_pairs(4)) == (0.0,) * 4
+
+
+def test_what_was_not_measured_costs_as_much_as_the_slowest() -> None:
+    costs = DecodeCosts({Precision.NATIVE: 0.0, Precision.INT8: 2.0, Precision.INT4: 3.0}, {})
+    assert costs.token_s(Strategy.from_pairs(2, [], Precision.INT2)) == (3.0, 3.0)
+
+
+def test_a_pair_that_was_not_measured_costs_more_than_its_layers() -> None:
+    costs = DecodeCosts({Precision.NATIVE: 0.0, Precision.INT8: 2.0}, {Precision.NATIVE: 1.0})
+    assert costs.token_s(Strategy.from_pairs(2, [(0, 1)], Precision.INT8)) == (2 * PAIR_FACTOR,) * 2
+    # Measured as nothing is measured.
+    free = DecodeCosts({Precision.INT8: 2.0}, {Precision.INT8: 0.0})
+    assert free.token_s(Strategy.from_pairs(2, [(0, 1)], Precision.INT8)) == (0.0, 0.0)
+
+
+def test_without_any_measurement_decoding_is_free() -> None:
+    assert NO_DECODING.token_s(Strategy.from_pairs(2, [(0, 1)], Precision.INT4)) == (0.0, 0.0)

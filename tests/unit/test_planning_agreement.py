@@ -1,0 +1,125 @@
+"""All ranks come to one plan, whatever each of them stores."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import orjson
+import torch
+
+from krul_backend.restore.interface import RestorePlan
+from krul_sglang.engine.agreement import RankAgreement
+from tests.unit.engine_builders import PATIENCE_S, in_threads
+from tests.unit.planning_builders import (
+    FakeAgreement,
+    HeadsPlanner,
+    OneCannotRead,
+    leased,
+    longest_heads,
+    lowest_heads,
+    no_heads,
+    planning_of,
+)
+from tests.unit.segment_builders import DEVICE_TOKENS, END, NUM_LAYERS
+
+
+def test_the_rank_that_has_least_bounds_the_plan_of_all() -> None:
+    agreement = FakeAgreement(other_bounds=[44.0, 12.0, 0.0, 0.0])
+    planner = HeadsPlanner(lowest_heads)
+    planning = planning_of(planner, agreement=agreement)
+    slices = leased(planning, kept_heads=(40, 24, 16, 0))
+    planned = planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1)
+    assert agreement.gathered == [[40.0, 24.0, 16.0, 0.0]]
+    assert planned is not None
+    assert planned.plan.head_ends == (44, 24, 16, 8)
+    for run in planner.problems[0].runs:
+        assert all(run.first_token <= token <= run.end_token for token in run.stored_from)
+
+
+def test_the_first_ranks_plan_is_everyones() -> None:
+    others = orjson.dumps([[20, 12, 12, 8], 3.5, False])
+    agreement = FakeAgreement(other_bounds=[0.0] * NUM_LAYERS, first_ranks=others)
+    planning = planning_of(HeadsPlanner(longest_heads), agreement=agreement)
+    planned = planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=1)
+    assert planned is not None
+    assert planned.plan == RestorePlan((20, 12, 12, 8), 3.5)
+    # What counts for the next request is what is really recomputed.
+    assert planning.counters.head_tokens == 12
+    assert [orjson.loads(sent)[0] for sent in agreement.sent] == [[END] * NUM_LAYERS]
+
+
+def test_all_ranks_refuse_what_the_first_one_refuses() -> None:
+    refused = orjson.dumps([[END] * NUM_LAYERS, 1.0, True])
+    agreement = FakeAgreement(other_bounds=[0.0] * NUM_LAYERS, first_ranks=refused)
+    planning = planning_of(HeadsPlanner(no_heads), agreement=agreement)
+    assert planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=1) is None
+    assert (planning.counters.refused, planning.counters.loads) == (1, 0)
+
+
+class MeetingPoint:
+    """Where two threads exchange what they have."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=PATIENCE_S)
+        self._values: dict[int, object] = {}
+
+    def exchange(self, rank: int, value: object) -> list[object]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = [self._values[0], self._values[1]]
+        self._barrier.wait()
+        return values
+
+
+class ThreadAgreement(RankAgreement):
+    """Two ranks in two threads; tensors of different shapes do not meet, as in a real collective."""
+
+    def __init__(self, rank: int, meeting: MeetingPoint) -> None:
+        super().__init__(None, num_ranks=2)
+        self._rank = rank
+        self._meeting = meeting
+
+    def gather(self, values: torch.Tensor | None, shape: Sequence[int]) -> list[torch.Tensor]:
+        of_ranks = [part for part in self._meeting.exchange(self._rank, values) if torch.is_tensor(part)]
+        assert [tuple(part.shape) for part in of_ranks] == [tuple(shape)] * 2
+        return of_ranks
+
+    def broadcast(self, content: bytes) -> bytes:
+        first = self._meeting.exchange(self._rank, content)[0]
+        assert isinstance(first, bytes)
+        return first
+
+
+def test_ranks_whose_segments_begin_elsewhere_come_to_one_plan() -> None:
+    """One rank evicted and stored again, in one segment, what the other one holds in two."""
+    meeting = MeetingPoint()
+    planners = [HeadsPlanner(lowest_heads), HeadsPlanner(lowest_heads)]
+    plannings = [
+        planning_of(planner, agreement=ThreadAgreement(rank, meeting))
+        for rank, planner in enumerate(planners)
+    ]
+    slices = [
+        leased(plannings[0], kept_heads=(40, 12, 12, 0)),
+        leased(plannings[1], kept_heads=(32, 24, 8, 0), bounds=(0, 48, END)),
+    ]
+    with in_threads() as start:
+        running = [
+            start(lambda p=planning, s=part: p.plan(s, device_tokens=DEVICE_TOKENS, new_tokens=1))  # type: ignore[misc]
+            for planning, part in zip(plannings, slices, strict=True)
+        ]
+        plans = [plan.result(PATIENCE_S) for plan in running]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert plans[0].plan == plans[1].plan
+    # Groups of eight tokens are kept: those from 8 on for a head that ends at 12.
+    assert plans[0].plan.head_ends == (40, 24, 8, 8)
+    assert lowest_heads(planners[0].problems[0]) == lowest_heads(planners[1].problems[0])
+
+
+def test_a_prefix_that_one_rank_cannot_read_is_loaded_by_none() -> None:
+    agreement = OneCannotRead(other_bounds=[0.0] * NUM_LAYERS)
+    planning = planning_of(HeadsPlanner(no_heads), agreement=agreement)
+    assert planning.plan(None, device_tokens=DEVICE_TOKENS, new_tokens=1) is None
+    assert (planning.counters.refused, agreement.sent) == (1, [])
+    assert planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=1) is not None

@@ -1,0 +1,149 @@
+"""Plans for what lies in tiers below DRAM: by their costs, or not at all where these are not known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from krul_backend.restore.costs import ComputeCost, TierCost
+from krul_backend.restore.optimal import OptimalPlanner
+from krul_backend.store.interface import DRAM_TIER
+from krul_sglang.engine import restore_planning
+from krul_sglang.engine.segment_reader import OpenSlice
+from tests.unit.planning_builders import (
+    TOKEN_BYTES,
+    HeadsPlanner,
+    OneCannotRead,
+    costs_of,
+    leased,
+    no_heads,
+    planning_of,
+)
+from tests.unit.segment_builders import DEVICE_TOKENS, NUM_LAYERS
+
+
+def sunk(slices: Sequence[OpenSlice], tier: str = "ssd", first: int = 1) -> list[OpenSlice]:
+    """From slice ``first`` on they lie in a lower tier: no blocks yet."""
+    return [
+        part if number < first else replace(part, source=replace(part.source, tier=tier, blocks=(), spans=()))
+        for number, part in enumerate(slices)
+    ]
+
+
+class AskedTiers:
+    """What a store says of its lower tiers; counts how often it was asked."""
+
+    def __init__(self, costs: Mapping[str, TierCost]) -> None:
+        self.costs = costs
+        self.num_asked = 0
+
+    def __call__(self) -> Mapping[str, TierCost]:
+        self.num_asked += 1
+        return self.costs
+
+
+class Clock:
+    """Stands for the module ``time`` in ``restore_planning``."""
+
+    now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(restore_planning, "time", clock)
+    return clock
+
+
+def test_what_lies_in_a_lower_tier_is_planned_by_its_costs() -> None:
+    planner = HeadsPlanner(no_heads)
+    tiers = AskedTiers({"ssd": TierCost(0.25, 3.0), "mooncake": TierCost(0.5, 0.1)})
+    planning = planning_of(planner, costs=costs_of(byte_s=1.0), tier_costs=tiers)
+    slices = sunk(leased(planning))
+    slices = [slices[0], slices[1], *sunk(slices[2:], "mooncake", 0)]
+    planned = planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1)
+    (problem,) = planner.problems
+    assert [run.tier for run in problem.runs] == [DRAM_TIER, "ssd", "mooncake"]
+    # On its way a block passes through DRAM: the slower of both.
+    assert problem.costs.tiers == {
+        DRAM_TIER: TierCost(0.0, 1.0),
+        "ssd": TierCost(0.25, 3.0),
+        "mooncake": TierCost(0.5, 1.0),
+    }
+    assert planned is not None
+    in_dram, on_ssd, on_mooncake = (NUM_LAYERS * TOKEN_BYTES * tokens for tokens in (16, 20, 12))
+    latencies_s = NUM_LAYERS * (0.25 + 0.5)
+    assert planned.forecast.load_s == pytest.approx(in_dram + 3.0 * on_ssd + on_mooncake + latencies_s)
+
+
+@pytest.mark.parametrize(("byte_s", "is_loaded"), [(1e-6, True), (1.0, False)])
+def test_the_optimum_decides_by_the_costs_of_the_lower_tier(byte_s: float, is_loaded: bool) -> None:
+    tiers = AskedTiers({"ssd": TierCost(0.0, byte_s)})
+    # Heads are a little slower than the engine's own forward, as they are.
+    costs = replace(costs_of(1.0, 1e-6), head=ComputeCost(0.0, 1.1, 0.0))
+    planning = planning_of(OptimalPlanner(), costs=costs, tier_costs=tiers)
+    slices = sunk(leased(planning), first=0)
+    planned = planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=4)
+    assert (planned is not None) == is_loaded
+
+
+def test_a_tier_of_unknown_costs_is_not_loaded_from() -> None:
+    planner = HeadsPlanner(no_heads)
+    planning = planning_of(planner, tier_costs=AskedTiers({"ssd": TierCost(0.0, 1.0)}))
+    slices = leased(planning)
+    unknown = sunk(slices, "tape")
+    assert planning.plan(unknown, device_tokens=DEVICE_TOKENS, new_tokens=1) is None
+    assert (planning.counters.refused, planning.counters.loads, planner.problems) == (1, 0, [])
+    for known in (slices, sunk(slices)):
+        assert planning.plan(known, device_tokens=DEVICE_TOKENS, new_tokens=1) is not None
+
+
+def test_costs_of_tiers_are_asked_when_needed_and_seldom(clock: Clock) -> None:
+    tiers = AskedTiers({"ssd": TierCost(0.0, 3.0)})
+    planner = HeadsPlanner(no_heads)
+    planning = planning_of(planner, tier_costs=tiers)
+    slices = leased(planning)
+
+    def plan(parts: list[OpenSlice]) -> float | None:
+        planning.plan(parts, device_tokens=DEVICE_TOKENS, new_tokens=1)
+        cost = planner.problems[-1].costs.tiers.get("ssd")
+        return None if cost is None else cost.byte_s
+
+    assert plan(slices) is None
+    assert tiers.num_asked == 0
+    assert plan(sunk(slices)) == 3.0
+    tiers.costs = {"ssd": TierCost(0.0, 7.0)}
+    clock.now_s += 4.9
+    assert plan(sunk(slices)) == 3.0
+    assert tiers.num_asked == 1
+    clock.now_s += 0.2
+    assert plan(slices) == 3.0
+    assert plan(sunk(slices)) == 7.0
+    assert tiers.num_asked == 2
+
+
+def test_a_store_that_knows_no_costs_is_asked_again_later(clock: Clock) -> None:
+    tiers = AskedTiers({})
+    planning = planning_of(HeadsPlanner(no_heads), tier_costs=tiers)
+    slices = sunk(leased(planning))
+    for _ in range(3):
+        assert planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1) is None
+    assert tiers.num_asked == 1
+    tiers.costs = {"ssd": TierCost(0.0, 1.0)}
+    clock.now_s += 5.0
+    assert planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1) is not None
+
+
+def test_a_tier_that_one_rank_does_not_know_is_loaded_from_by_none() -> None:
+    agreement = OneCannotRead(other_bounds=[0.0] * NUM_LAYERS)
+    planning = planning_of(HeadsPlanner(no_heads), agreement=agreement)
+    slices = leased(planning)
+    assert planning.plan(sunk(slices), device_tokens=DEVICE_TOKENS, new_tokens=1) is None
+    # It took part in the agreement with nothing, so that the others refuse, too, and nobody sends a plan.
+    assert (agreement.num_nothing, agreement.sent) == (1, [])
+    assert planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1) is not None
