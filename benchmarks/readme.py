@@ -360,6 +360,7 @@ def tables() -> dict[str, str]:
         "text": text_table(orjson.loads(TEXT_RESULT.read_bytes())),
         "estimator": estimator_table(orjson.loads(ESTIMATOR_RESULT.read_bytes())),
         "restore": restore_table(orjson.loads(RESTORE_RESULT.read_bytes())),
+        "tiers": tiers_table(orjson.loads(TIERS_RESULT.read_bytes())),
     }
 
 
