@@ -16,7 +16,7 @@ _NUM_BLOCKS = 4
 
 
 def fragmentation_row(configuration: Configuration) -> dict[str, Any]:
-    """The share of bytes that were free, and did not help, each time that segments had to leave for another."""
+    """The share of bytes that were free, and did not help, each time that segments had to leave."""
     rng = random.Random(0)
     store = HostStore(configuration.churn_arena_bytes)
     model = make_model(_NUM_BLOCKS)
