@@ -23,6 +23,7 @@ BUDGET_RESULT = RESULTS / "quality-budget-cpu.json"
 TEXT_RESULT = RESULTS / "quality-text-cpu.json"
 ESTIMATOR_RESULT = RESULTS / "estimator-cpu.json"
 RESTORE_RESULT = RESULTS / "restore-cpu.json"
+TIERS_RESULT = RESULTS / "tiers-cpu.json"
 
 
 def demo_table(result: dict[str, Any]) -> str:
@@ -268,6 +269,71 @@ def _restore_notes(result: dict[str, Any], shape: str) -> str:
     )
 
 
+_LEFT_OF_TIERS = ("lookup", "index-lookup", "ssd-metadata", "fragmentation")
+"""Rows of the tiers that are lines of text, not of the table of bytes."""
+
+
+def tiers_table(result: dict[str, Any]) -> str:
+    """Bytes of each tier against memcpy and the bare disk, then the targets."""
+    rows = [row for row in result["rows"] if "left_out" not in row]
+    lines = [
+        "| operation | block | blocks | GB/s | memcpy GB/s | bare disk GB/s | ratio | p50 | p99 |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    lines += [_tiers_line(row) for row in rows if row["op"] not in _LEFT_OF_TIERS]
+    lines += ["", "| target (worst case) | bound | measured | met |", "|---|---:|---:|---:|"]
+    lines += [
+        f"| {target['name']} | {target['bound']:g} | {target['value']:.3g} | "
+        f"{'yes' if target['is_met'] else 'no'} |"
+        for target in result["targets"]
+    ]
+    return "\n".join([*lines, "", _tiers_notes(result, rows)])
+
+
+def _tiers_line(row: dict[str, Any]) -> str:
+    size = row["size_bytes"]
+    block = f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
+    disk = f"{row['disk_gbs']:.2f}" if "disk_gbs" in row else "-"
+    return (
+        f"| {row['op']} | {block} | {row['num_blocks']} | {row['throughput_gbs']:.2f} | "
+        f"{row['memcpy_gbs']:.2f} | {disk} | {row['ratio']:.0%} | {_us(row['p50_us'])} | "
+        f"{_us(row['p99_us'])} |"
+    )
+
+
+def _tiers_notes(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    notes = [
+        "Medians; operations in turn with memcpy of the same blocks, one thread, memory touched before.",
+        "ratio: to memcpy, or to O_DIRECT of the same bytes where there is a disk.",
+        "dram: through a daemon process, round trips included; verify-read compares checksums, as an engine.",
+    ]
+    for row in rows:
+        if row["op"] == "lookup":
+            notes.append(
+                f"lookup of {row['num_pages']} pages: {_us(row['p50_us'])} (p99 {_us(row['p99_us'])})."
+            )
+        elif row["op"] == "index-lookup":
+            notes.append(
+                f"{row['num_pages']} pages among {row['num_segments']} segments, without the socket: "
+                f"{_us(row['p50_us'])} (p99 {_us(row['p99_us'])})."
+            )
+        elif row["op"] == "ssd-metadata":
+            notes.append(f"Metadata on disk at 1/{row['ratio_to_bf16']} of bf16: {row['share']:.2%}.")
+        elif row["op"] == "fragmentation":
+            notes.append(
+                f"A full arena under churn has {row['free_share_mean']:.1%} free that the next segment did "
+                f"not fit into (p99 {row['free_share_p99']:.1%})."
+            )
+    notes += [f"{row['op']}: {row['left_out']}." for row in result["rows"] if "left_out" in row]
+    source = TIERS_RESULT.relative_to(ROOT)
+    notes.append(f"Machine: {result['machine']['cores']} cores. Source: [`{source}`]({source}).")
+    return " ".join(notes)
+
+
+def _us(microseconds: float) -> str:
+    return f"{microseconds / 1000:.1f} ms" if microseconds >= 1000 else f"{microseconds:.0f} us"
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms"
 
@@ -294,6 +360,7 @@ def tables() -> dict[str, str]:
         "text": text_table(orjson.loads(TEXT_RESULT.read_bytes())),
         "estimator": estimator_table(orjson.loads(ESTIMATOR_RESULT.read_bytes())),
         "restore": restore_table(orjson.loads(RESTORE_RESULT.read_bytes())),
+        "tiers": tiers_table(orjson.loads(TIERS_RESULT.read_bytes())),
     }
 
 

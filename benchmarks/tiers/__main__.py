@@ -38,7 +38,8 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tiers", description="The tiers against memcpy, the bare disk and the clock."
+        prog="python -m benchmarks.tiers",
+        description="The tiers against memcpy, the bare disk and the clock.",
     )
     add = parser.add_argument
     add("--json", type=Path, required=True, help="file for the result")

@@ -53,9 +53,7 @@ def _rows(
     finally:
         tier.close()
     return [
-        byte_row(
-            op, taken["tier"], block_bytes=block_bytes, num_blocks=num_blocks, memcpy_s=taken["memcpy"]
-        )
+        byte_row(op, taken["tier"], block_bytes=block_bytes, num_blocks=num_blocks, memcpy_s=taken["memcpy"])
         for op, taken in (("mooncake-put", writes), ("mooncake-get", reads))
     ]
 

@@ -19,8 +19,8 @@ class TiersBenchmarkError(KrulError):
 class Configuration:
     """Sizes are in bytes. ``segment_bytes`` bounds the blocks of one segment, ``max_blocks`` their number.
 
-    ``folder`` holds the files of the disk's rows; a temporary one if None. ``index_segments``: the sizes of the
-    index that lookups are compared at. ``churn`` segments of random sizes go through an arena of
+    ``folder`` holds the files of the disk's rows; a temporary one if None. ``index_segments``: the sizes of
+    the index that lookups are compared at. ``churn`` segments of random sizes go through an arena of
     ``churn_arena_bytes``.
     """
 

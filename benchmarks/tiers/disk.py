@@ -6,6 +6,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def disk_rows(configuration: Configuration, folder: Path) -> list[dict[str, Any]
         tier = SsdTier(directory, capacity_bytes, read_timeout_s=_TIMEOUT_S)
         bare = _BareFile(folder / f"bare-{block_bytes}", block_bytes, num_blocks)
         try:
-            bench = TierOperations(tier, block_bytes, num_blocks, before_read=lambda: evict(directory))
+            bench = TierOperations(tier, block_bytes, num_blocks, before_read=partial(evict, directory))
             rows += _rows(bench, bare, configuration.disk_repeats)
         finally:
             tier.close()

@@ -16,7 +16,7 @@ _NUM_BLOCKS = 4
 
 
 def fragmentation_row(configuration: Configuration) -> dict[str, Any]:
-    """The share of free bytes after each segment, once segments have to leave for it."""
+    """The share of bytes that were free, and did not help, each time that segments had to leave."""
     rng = random.Random(0)
     store = HostStore(configuration.churn_arena_bytes)
     model = make_model(_NUM_BLOCKS)
@@ -27,13 +27,13 @@ def fragmentation_row(configuration: Configuration) -> dict[str, Any]:
             # Evenly on a logarithmic scale: small segments are as frequent as large ones.
             size = int(_SMALLEST_BYTES * (largest / _SMALLEST_BYTES) ** rng.random()) // _NUM_BLOCKS
             sizes = (size,) * _NUM_BLOCKS
+            before = store.stats()
             reservation = store.reserve(sizes)
             if reservation is None:
                 raise TiersBenchmarkError(f"an idle arena had no room for {sum(sizes)} bytes")
             store.commit(reservation, make_manifest(model, number, 0, 1, sizes))
-            stats = store.stats()
-            if stats.evicted_segments:
-                shares.append(stats.free_bytes / stats.capacity_bytes)
+            if store.stats().evicted_segments > before.evicted_segments:
+                shares.append(before.free_bytes / before.capacity_bytes)
     finally:
         store.close()
     if not shares:

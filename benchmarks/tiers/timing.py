@@ -56,7 +56,7 @@ def byte_row(
     memcpy_s: Sequence[float],
     disk_s: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """An operation on ``num_blocks`` blocks beside memcpy of them, and beside the bare disk if it uses one."""
+    """An operation on ``num_blocks`` blocks beside memcpy of them, and the bare disk if it uses one."""
     num_bytes = block_bytes * num_blocks
     throughput_gbs = gbs(num_bytes, statistics.median(seconds))
     memcpy_gbs = gbs(num_bytes, statistics.median(memcpy_s))
