@@ -82,8 +82,11 @@ def settled_stats(server: ServerProcess, timeout_s: float = 30.0) -> dict[str, A
         time.sleep(0.05)
 
 
-def assert_nothing_left_behind(server: ServerProcess) -> None:
-    """No lease, lock, reservation or slot outlives the requests, and the bytes add up."""
+def assert_nothing_left_behind(server: ServerProcess, failed_batches: int = 0) -> None:
+    """No lease, lock, reservation or slot outlives the requests, and the bytes add up.
+
+    ``failed_batches`` of loads were made to fail since the server started.
+    """
     stats = settled_stats(server)
     assert stats["num_leases"] == 0
     assert stats["waiting_leases"] == 0
@@ -91,7 +94,7 @@ def assert_nothing_left_behind(server: ServerProcess) -> None:
     assert stats["used_bytes"] + stats["free_bytes"] == stats["capacity_bytes"]
     assert stats["stored_bytes"] <= stats["used_bytes"] <= stats["capacity_bytes"]
     assert stats["offload"]["failed_turns"] == 0
-    assert stats["load"]["failed_batches"] == 0
+    assert stats["load"]["failed_batches"] == failed_batches
     # The idle check of SGLang (strict here) has run by now: a leak would have ended the server.
     ask(server, random_prompt("alive", 20), max_new_tokens=1)
     settled_stats(server)
