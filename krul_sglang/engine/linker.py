@@ -27,12 +27,13 @@ from krul_sglang.engine.layer_maps import LayerMapLearner, layer_maps_path
 from krul_sglang.engine.loading import LayerWiseLoader
 from krul_sglang.engine.offload import TurnOffloader
 from krul_sglang.engine.probing import Prober
-from krul_sglang.engine.restore import HeldLease, Restore, Returning
+from krul_sglang.engine.restore import Restore, Returning
 from krul_sglang.engine.store_connection import StoreConnection
 from krul_sglang.engine.strategy_choice import SelectorDecision, StrategyChooser
 from krul_sglang.engine.transfer_gate import TransferGate
 from krul_sglang.engine.turn import StoredPath, Turn, TurnOwner
 from krul_sglang.engine.turn_capture import TurnCapture
+from krul_sglang.engine.waiting_leases import WaitingLeases
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             before_layer=faults.before_layer,
         )
         self._restore: Restore | None = None
-        self._leases: dict[str, HeldLease] = {}
+        self._waiting = WaitingLeases(self._store, self.model)
         self._returning: dict[str, Returning] = {}
         self._expected_tokens: dict[str, Callable[[], TokenIds]] = {}
         shape = self._pool.shape
@@ -189,18 +190,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._expected_tokens[rid] = token_ids
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every restorable prefix length in pages. Asks the daemon, which pins, on a request's first call."""
+        """Every restorable prefix length in pages; see ``WaitingLeases.promise``."""
         keys = transfers[0].keys
         token_ids = self._expected_tokens.pop(rid)
-        held = self._leases.get(rid)
-        if held is None or held.first_key != keys[0] or held.num_keys != len(keys):
-            self.release(rid)
-            lease = self._store.lease(self.model, keys, token_ids())
-            if lease is None:
-                return []
-            held = HeldLease(keys[0], len(keys), lease)
-            self._leases[rid] = held
-        return list(range(1, held.lease.num_pages + 1))
+        return list(range(1, self._waiting.promise(rid, keys, token_ids) + 1))
 
     def attach_restore(self, restore: Restore) -> None:
         """Called once, before the first request."""
@@ -221,7 +214,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         They are computed if that is sooner, if what is stored cannot be read, or nothing is leased.
         """
         transfer = transfers[0]
-        held = self._leases.pop(rid, None)
+        held = self._waiting.take(rid)
         if held is None:
             return False
         try:
@@ -257,9 +250,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Give up what a lookup pinned for ``rid``, if anything."""
         self._expected_tokens.pop(rid, None)
         self._returning.pop(rid, None)
-        held = self._leases.pop(rid, None)
-        if held is not None:
-            self._store.release(held.lease)
+        self._waiting.release(rid)
 
     # ---- store ----
 
@@ -317,8 +308,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Forget everything of this model: after a flush (new weights, say) old KV must not come back."""
         self._offloader.discard_all()
         self.loader.discard_all()
-        for rid in list(self._leases):
-            self.release(rid)
+        self._waiting.release_all()
         self._expected_tokens.clear()
         self._returning.clear()
         self._store.clear(self.model)
@@ -326,8 +316,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def close(self) -> None:
         self._offloader.close()
         self.loader.close()
-        for rid in list(self._leases):
-            self.release(rid)
+        self._waiting.release_all()
         self._connection.close()
         if self._capture is not None:
             self._capture.close()
@@ -347,7 +336,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             },
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
             "restore": None if self._restore is None else self._restore.as_dict(),
-            "waiting_leases": len(self._leases),
+            "waiting_leases": len(self._waiting),
         }
 
     def traces(self) -> list[dict[str, Any]]:

@@ -9,24 +9,15 @@ from typing import Any
 import torch
 
 from krul_backend.errors import CodecError
-from krul_backend.store.interface import Lease
 from krul_sglang.engine.load_batch import Load
 from krul_sglang.engine.restore_forward import RestoreForward
 from krul_sglang.engine.restore_planning import RestorePlanning
 from krul_sglang.engine.restore_trace import TraceLog
 from krul_sglang.engine.segment_reader import OpenSlice
 from krul_sglang.engine.start_proof import HeadProof
+from krul_sglang.engine.waiting_leases import HeldLease
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class HeldLease:
-    """What a waiting request was promised: the lease, and the page keys it was given for."""
-
-    first_key: str
-    num_keys: int
-    lease: Lease
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,139 @@
+"""What waiting requests hold, and how it comes from lower tiers while they wait."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from store_builders import page_keys, tokens_of
+from tiered_builders import MODEL, Rig, put_below, put_in_dram, tiers_of
+
+from krul_sglang.engine.waiting_leases import RENEW_S, WaitingLeases
+
+KEYS = page_keys("c", 0, 4)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def waiting(rig: Rig, clock: Clock) -> WaitingLeases:
+    return WaitingLeases(rig.store, MODEL, clock)
+
+
+def lookups(rig: Rig) -> int:
+    return rig.store.stats().lookups
+
+
+def wait_until_read(rig: Rig) -> None:
+    """Until what was fetched has arrived, and its tier is held no more."""
+    deadline_s = time.monotonic() + 20
+    while rig.ssd.num_holds or rig.store.stats().fetched_segments == 0:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def promise(waiting: WaitingLeases, rid: str = "r", keys: tuple[str, ...] = KEYS) -> int:
+    return waiting.promise(rid, keys, lambda: tokens_of(keys))
+
+
+def test_the_store_is_asked_once_for_what_is_in_dram(rig: Rig, waiting: WaitingLeases, clock: Clock) -> None:
+    put_in_dram(rig, "c", 0, 3)
+    for _ in range(5):
+        clock.now_s += 10 * RENEW_S
+        assert promise(waiting) == 3
+    assert lookups(rig) == 1
+    assert len(waiting) == 1
+    waiting.release("r")
+    rig.assert_nothing_is_held()
+
+
+def test_a_miss_holds_nothing_and_is_asked_again(rig: Rig, waiting: WaitingLeases) -> None:
+    assert promise(waiting) == 0
+    assert len(waiting) == 0
+    put_in_dram(rig, "c", 0, 2)
+    assert promise(waiting) == 2
+    waiting.release_all()
+    rig.assert_nothing_is_held()
+
+
+def test_what_lies_below_comes_up_while_a_request_waits(
+    rig: Rig, waiting: WaitingLeases, clock: Clock
+) -> None:
+    put_in_dram(rig, "c", 0, 1)
+    put_below(rig.ssd, "c", 1, 4)
+    assert promise(waiting) == 4
+    # In its first round nothing is fetched: it may be computed rather.
+    assert rig.ssd.num_reads == 0
+    assert promise(waiting) == 4
+    wait_until_read(rig)
+    clock.now_s += RENEW_S
+    assert promise(waiting) == 4
+    held = waiting.take("r")
+    assert held is not None
+    assert tiers_of(held.lease) == [("dram", 1), ("dram", 3)]
+    assert rig.ssd.num_reads == 1
+    rig.store.release(held.lease)
+    rig.assert_nothing_is_held()
+
+
+def test_between_two_renewals_the_store_is_left_alone(rig: Rig, waiting: WaitingLeases, clock: Clock) -> None:
+    put_below(rig.ssd, "c", 0, 4)
+    rig.ssd.reads_go_on.clear()
+    assert promise(waiting) == promise(waiting) == 4
+    before = lookups(rig)
+    assert promise(waiting) == promise(waiting) == 4
+    assert lookups(rig) == before
+    clock.now_s += RENEW_S
+    assert promise(waiting) == 4
+    assert lookups(rig) == before + 1
+    rig.ssd.reads_go_on.set()
+    waiting.release("r")
+    wait_until_read(rig)
+    rig.assert_nothing_is_held()
+
+
+def test_a_promise_outlives_a_store_that_finds_it_no_more(
+    rig: Rig, waiting: WaitingLeases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_below(rig.ssd, "c", 0, 4)
+    assert promise(waiting) == 4
+    monkeypatch.setattr(rig.store, "lease", lambda *args: None)
+    assert promise(waiting) == 4
+    waiting.release("r")
+    rig.assert_nothing_is_held()
+
+
+def test_other_pages_are_another_promise(rig: Rig, waiting: WaitingLeases) -> None:
+    put_in_dram(rig, "c", 0, 4)
+    assert promise(waiting) == 4
+    assert promise(waiting, keys=KEYS[1:]) == 3
+    assert len(waiting) == 1
+    waiting.release_all()
+    rig.assert_nothing_is_held()
+
+
+def test_what_was_taken_is_the_takers(rig: Rig, waiting: WaitingLeases) -> None:
+    put_in_dram(rig, "c", 0, 4)
+    promise(waiting)
+    held = waiting.take("r")
+    assert held is not None
+    assert waiting.take("r") is None
+    waiting.release("r")
+    rig.store.release(held.lease)
+    rig.assert_nothing_is_held()
