@@ -125,10 +125,11 @@ class Engine:
             self._journal.write("cleared")
         self._num_pages.clear()
 
-    def _connection(self) -> int:
-        return self._store.counters.lost
+    def _connection(self) -> str:
+        # No two processes have the same seed.
+        return f"{self._seed}/{self._store.counters.lost}"
 
-    def _is_still(self, connection: int) -> bool:
+    def _is_still(self, connection: str) -> bool:
         """Whether there was one connection all the time since ``connection`` was asked for."""
         return self._store.is_connected and self._connection() == connection
 

@@ -18,8 +18,8 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
-    def write(self, event: str, turn: Turn | None = None, connection: int = 0) -> None:
-        """``connection``: the number of the connection to a daemon on which it happened."""
+    def write(self, event: str, turn: Turn | None = None, connection: str = "") -> None:
+        """``connection``: the one to a daemon on which it happened, different from every other one."""
         fields = None if turn is None else [turn.conversation, turn.first_page, turn.end_page]
         os.write(self._descriptor, orjson.dumps([event, fields, connection]) + b"\n")
 
@@ -42,7 +42,7 @@ class ExpectedState:
         something about what was committed on the same connection.
         """
         state = cls()
-        committed: dict[Turn, int] = {}
+        committed: dict[Turn, str] = {}
         for event, turn, connection in _events(path):
             if event == "commit":
                 assert turn is not None
@@ -62,7 +62,7 @@ class ExpectedState:
         return state
 
 
-def _events(path: Path) -> Iterator[tuple[str, Turn | None, int]]:
+def _events(path: Path) -> Iterator[tuple[str, Turn | None, str]]:
     for line in path.read_bytes().splitlines() if path.exists() else ():
         event, fields, connection = orjson.loads(line)
         yield event, None if fields is None else Turn(*fields), connection

@@ -62,7 +62,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"ssd_capacity": "half"}, ("ssd_capacity = 'half'", '"auto"')),
         ({"ssd_capacity": -1}, ("ssd_capacity = -1",)),
         ({"ssd_timeout": 0}, ("ssd_timeout = 0", "positive")),
-        ({"mooncake": "10.0.0.1:50051"}, ("mooncake = '10.0.0.1:50051'", "master=")),
+        ({"mooncake": "10.0.0.1:50051"}, ("mooncake = '10.0.0.1:50051'", "master_address=")),
         ({"mooncake": {"master": "a,b"}}, ("mooncake = {'master': 'a,b'}",)),
         ({"eviction": "fifo"}, ("eviction = 'fifo'", "value, lru")),
         ({"eviction": ["lru"]}, ("eviction = ['lru']",)),
@@ -107,7 +107,12 @@ def test_as_dict_round_trips() -> None:
     for config in (
         KrulConfig(),
         KrulConfig(host_memory=123, max_pending_share=1.0),
-        KrulConfig(ssd_dir="/mnt/kv", ssd_capacity=456, mooncake="master=a:1,metadata=b", eviction="lru"),
+        KrulConfig(
+            ssd_dir="/mnt/kv",
+            ssd_capacity=456,
+            mooncake="master_address=a:1,metadata_server=b",
+            eviction="lru",
+        ),
     ):
         # Over JSON, as SGLang hands it to the scheduler processes.
         values = orjson.loads(orjson.dumps(config.as_dict()))
@@ -136,7 +141,7 @@ def test_options_of_the_daemon() -> None:
         env={},
     )
     assert (config.ssd_dir, config.ssd_capacity, config.ssd_timeout) == ("/mnt/kv", 2 * GIB, 0.5)
-    assert config.mooncake == "master=10.0.0.1:50051,replicas=2"
+    assert config.mooncake == "master_address=10.0.0.1:50051,replicas=2"
     assert (config.eviction, config.tenant_quota, config.metrics_port) == ("lru", 0.25, 9400)
     assert KrulConfig.load({"ssd_capacity": "auto"}, env={}).ssd_capacity is None
     assert KrulConfig.load(None, env={"KRUL_MOONCAKE": "a=b,c=d"}).mooncake == "a=b,c=d"

@@ -49,7 +49,7 @@ def test_a_daemon_is_told_every_option_that_is_its_own() -> None:
         ssd_dir="/mnt/kv store",
         ssd_capacity=5 * GIB,
         ssd_timeout=0.25,
-        mooncake="master=10.0.0.1:50051,metadata=http://10.0.0.1:8080/metadata?a=b",
+        mooncake="master_address=10.0.0.1:50051,metadata_server=http://10.0.0.1:8080/metadata?a=b",
         eviction="lru",
         tenant_quota=0.5,
         metrics_port=9400,
@@ -63,8 +63,8 @@ def test_a_daemon_is_told_every_option_that_is_its_own() -> None:
         ("--ssd-dir", "/mnt/kv store"),
         ("--ssd-capacity", str(5 * GIB)),
         # One option for each setting.
-        ("--mooncake", "master=10.0.0.1:50051"),
-        ("--mooncake", "metadata=http://10.0.0.1:8080/metadata?a=b"),
+        ("--mooncake", "master_address=10.0.0.1:50051"),
+        ("--mooncake", "metadata_server=http://10.0.0.1:8080/metadata?a=b"),
     ]
 
 
@@ -76,7 +76,7 @@ def test_a_daemon_is_told_every_option_that_is_its_own() -> None:
             ssd_dir="/mnt/kv store",
             ssd_capacity=5 * GIB,
             ssd_timeout=0.25,
-            mooncake="master=10.0.0.1:50051,metadata=http://10.0.0.1:8080/metadata?a=b",
+            mooncake="master_address=10.0.0.1:50051,metadata_server=http://10.0.0.1:8080/metadata?a=b",
             eviction="lru",
             tenant_quota=0.5,
             metrics_port=9400,
