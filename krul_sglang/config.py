@@ -219,7 +219,7 @@ class KrulConfig:
     mooncake: str = _option(
         "",
         _parse_mooncake,
-        'settings such as "master_address=10.0.0.1:50051,metadata_server=http://10.0.0.1:8080/metadata", or empty',
+        'settings such as "master_address=10.0.0.1:50051,local_hostname=10.0.0.2", or empty',
         "*daemon* A Mooncake Store cluster that shares stored KV between hosts; needs "
         "`krul-sglang[mooncake]`. Empty: none.",
     )

@@ -133,7 +133,7 @@ def test_options_of_the_daemon() -> None:
             "ssd_dir": " /mnt/kv ",
             "ssd_capacity": "2GiB",
             "ssd_timeout": "0.5",
-            "mooncake": {"master": "10.0.0.1:50051", "replicas": 2},
+            "mooncake": {"master_address": "10.0.0.1:50051", "replicas": 2},
             "eviction": "lru",
             "tenant_quota": 0.25,
             "metrics_port": "9400",
