@@ -103,7 +103,7 @@ class FreeExtents:
         self._insert(offset, num_bytes)
 
     def _take_run(self, num_bytes: int, max_blocks: int) -> list[int]:
-        """Take up to ``max_blocks`` blocks of ``num_bytes`` each, from one range; none if there is no such range.
+        """Take up to ``max_blocks`` blocks of ``num_bytes`` each, from one range; none if no range holds one.
 
         As if one by one: what is left of the smallest range that holds a block is smaller than all others.
         """
