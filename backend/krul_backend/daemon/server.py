@@ -126,9 +126,10 @@ class DaemonServer:
     def run(self) -> None:
         """Serve until ``stop``, a shutdown request, or nobody uses the daemon any more."""
         while not self._is_stopping:
-            self._poller.poll(self._wait_ms())
+            ready = {source for source, _ in self._poller.poll(self._wait_ms())}
             for socket in self._sockets:
-                self._receive(socket)
+                if socket in ready:
+                    self._receive(socket)
             # After the requests: what a client sent before it ended still counts.
             self._sessions.serve()
             for caller, deferred, future in self._lanes.take_done():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import starmap
-from operator import add, itemgetter
+from operator import add
 from typing import overload
 
 import numpy as np
@@ -17,8 +16,6 @@ from krul_backend.store.arrival import LayerStatus
 from krul_backend.store.interface import DRAM_TIER, Block, SegmentSlice, Span
 
 Arena = npt.NDArray[np.uint8]
-
-_OFFSET, _NUM_BYTES = itemgetter(0), itemgetter(1)
 
 
 def view_in(arena: Arena, span: Span) -> Block:
@@ -80,19 +77,17 @@ def _slice_in(arena: Arena, wire: WireSlice) -> SegmentSlice:
             f"segment {wire.segment_id}: {len(wire.checksums)} checksums for {num_layers} layers, "
             f"pages {wire.first_page} to {wire.end_page}"
         )
-    is_missing = not wire.spans and wire.tier != DRAM_TIER
-    if not is_missing and tuple(map(_NUM_BYTES, wire.spans)) != wire.header.layer_num_bytes:
-        raise ProtocolError(
-            f"segment {wire.segment_id}: {wire.spans} for {wire.header.layer_num_bytes} bytes"
-        )
-    if wire.spans and not (
-        min(map(_OFFSET, wire.spans)) >= 0
-        and min(wire.header.layer_num_bytes) >= 0
-        and max(starmap(add, wire.spans)) <= arena.nbytes
-    ):
-        raise ProtocolError(
-            f"segment {wire.segment_id}: {wire.spans} are not all within an arena of {arena.nbytes} bytes"
-        )
+    if wire.spans or wire.tier == DRAM_TIER:
+        offsets, sizes = zip(*wire.spans, strict=True) if wire.spans else ((), ())
+        if sizes != wire.header.layer_num_bytes:
+            raise ProtocolError(
+                f"segment {wire.segment_id}: {wire.spans} for {wire.header.layer_num_bytes} bytes"
+            )
+        ends = map(add, offsets, sizes)
+        if sizes and not (min(offsets) >= 0 and min(sizes) >= 0 and max(ends) <= arena.nbytes):
+            raise ProtocolError(
+                f"segment {wire.segment_id}: {wire.spans} are not all within an arena of {arena.nbytes} bytes"
+            )
     status = None
     if wire.status_span is not None:
         if wire.status_span.num_bytes != num_layers:
