@@ -131,9 +131,11 @@ class DaemonServer:
                 if socket in ready:
                     self._receive(socket)
             # After the requests: what a client sent before it ended still counts.
-            self._sessions.serve()
-            for caller, deferred, future in self._lanes.take_done():
-                self._finish(caller, deferred, future)
+            if self._sessions.fileno() in ready:
+                self._sessions.serve()
+            if self._lanes.fileno() in ready:
+                for caller, deferred, future in self._lanes.take_done():
+                    self._finish(caller, deferred, future)
             self._free_orphans()
             if self._exit_when_unused and self._is_unused():
                 logger.info("nobody uses this daemon any more")
@@ -162,10 +164,9 @@ class DaemonServer:
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         """Handle what has come; a bounded number, so that sessions and results have their turn."""
         for _ in range(_MAX_BATCH):
-            try:
-                identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                 return
+            identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
             self._handle(socket, identity, frames)
 
     def _handle(self, socket: zmq.Socket[bytes], identity: bytes, frames: list[bytes]) -> None:
