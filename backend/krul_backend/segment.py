@@ -146,7 +146,8 @@ class SegmentManifest:
         for layer, (first, size) in enumerate(zip(self.layer_first_token, self.layer_num_bytes, strict=True)):
             if not start <= first <= end:
                 raise ManifestError(
-                    f"layer {layer} cannot hold tokens from {first} on in a segment of tokens {start} to {end}"
+                    f"layer {layer} cannot hold tokens from {first} on in a segment of tokens {start} "
+                    f"to {end}"
                 )
             if size < 0 or (size == 0) != (first == end):
                 raise ManifestError(

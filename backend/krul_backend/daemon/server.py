@@ -164,9 +164,10 @@ class DaemonServer:
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         """Handle what has come; a bounded number, so that sessions and results have their turn."""
         for _ in range(_MAX_BATCH):
-            if not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            try:
+                identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
                 return
-            identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
             self._handle(socket, identity, frames)
 
     def _handle(self, socket: zmq.Socket[bytes], identity: bytes, frames: list[bytes]) -> None:
