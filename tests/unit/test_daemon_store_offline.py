@@ -228,6 +228,10 @@ def test_leased_blocks_are_read_only_views(daemon: FakeDaemon, make_store: Make)
     (part,) = lease.slices
     assert part.blocks[1][:3].tobytes() == b"abc"
     assert [block.nbytes for block in part.blocks] == [100, 60]
+    assert [block.nbytes for block in part.blocks[1:]] == [60]
+    assert part.blocks[-1].nbytes == 60
+    with pytest.raises(IndexError):
+        part.blocks[2]
     with pytest.raises(ValueError, match="read-only"):
         part.blocks[0][0] = 1
     assert part.status is not None
