@@ -142,15 +142,16 @@ class SegmentManifest:
             )
         if not 0.0 <= self.recompute_s < math.inf:
             raise ManifestError(f"computing a segment cannot take {self.recompute_s} s")
+        start, end = self.start_token, self.end_token
         for layer, (first, size) in enumerate(zip(self.layer_first_token, self.layer_num_bytes, strict=True)):
-            if not self.start_token <= first <= self.end_token:
+            if not start <= first <= end:
                 raise ManifestError(
-                    f"layer {layer} cannot hold tokens from {first} on in a segment of tokens "
-                    f"{self.start_token} to {self.end_token}"
+                    f"layer {layer} cannot hold tokens from {first} on in a segment of tokens {start} "
+                    f"to {end}"
                 )
-            if size < 0 or (size == 0) != (first == self.end_token):
+            if size < 0 or (size == 0) != (first == end):
                 raise ManifestError(
-                    f"layer {layer} holds {self.end_token - first} tokens in {size} bytes: "
+                    f"layer {layer} holds {end - first} tokens in {size} bytes: "
                     "exactly the blocks of no tokens are empty"
                 )
 

@@ -164,6 +164,31 @@ def test_only_the_first_call_waits_for_a_daemon_that_hangs(daemon: FakeDaemon, m
     assert store.counters.reconnects == 1
 
 
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("verify", lambda store: store.verify()),
+        ("flush", lambda store: store.flush(30.0)),
+        ("trim", lambda store: store.trim(1, (0, 0), (1, 1))),
+        ("list", lambda store: store.list_segments()),
+        ("inspect", lambda store: store.inspect(1)),
+        ("report_damage", lambda store: store.report_damage(1)),
+        ("clear", lambda store: store.clear()),
+    ],
+)
+def test_what_may_take_long_is_not_asked_of_a_daemon_that_hangs(
+    daemon: FakeDaemon, make_store: Make, op: str, call: Callable[[DaemonStore], object]
+) -> None:
+    store = make_store()
+    daemon.is_hung.set()
+    call(store)
+    assert (store.counters.timeouts, store.is_connected) == (1, False)
+    daemon.is_hung.clear()
+    wait_until(lambda: daemon.ops().count("ping") > 1)
+    # A clear is asked for after the next ping that was answered, never before one.
+    assert op not in daemon.ops()[: daemon.ops().index("ping") + 2]
+
+
 def test_what_is_granted_too_late_is_given_back(daemon: FakeDaemon, make_store: Make) -> None:
     store = make_store()
     daemon.is_hung.set()
@@ -203,6 +228,10 @@ def test_leased_blocks_are_read_only_views(daemon: FakeDaemon, make_store: Make)
     (part,) = lease.slices
     assert part.blocks[1][:3].tobytes() == b"abc"
     assert [block.nbytes for block in part.blocks] == [100, 60]
+    assert [block.nbytes for block in part.blocks[1:]] == [60]
+    assert part.blocks[-1].nbytes == 60
+    with pytest.raises(IndexError):
+        part.blocks[2]
     with pytest.raises(ValueError, match="read-only"):
         part.blocks[0][0] = 1
     assert part.status is not None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from store_builders import (
 
 from krul_backend.errors import ManifestError, StoreClosedError
 from krul_backend.store.eviction import LruPolicy
-from krul_backend.store.hashing import NUM_THREADS, block_checksum
+from krul_backend.store.hashing import NICENESS, NUM_THREADS, Hasher, block_checksum
 from krul_backend.store.host_store import HostStore
 from krul_backend.store.interface import Lease
 
@@ -713,12 +714,29 @@ def test_a_lease_that_waits_for_checksums_keeps_a_cleared_segment(
     assert store.reserve((4096,)) is not None
 
 
-def test_close_cancels_hashes_that_wait_and_ends_leases_that_wait_for_them(
+def test_a_lease_does_not_wait_for_other_segments_checksums(
     store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr("krul_backend.store.hashing.block_checksum", lambda block: int(go_on.wait(10)))
+
+    def checksum(block: object) -> int:
+        if threading.current_thread().name.startswith("krul-checksum"):
+            assert go_on.wait(10)
+        return 7
+
+    monkeypatch.setattr("krul_backend.store.hashing.block_checksum", checksum)
     # One more than there are threads: the last one is not begun.
+    for i in range(NUM_THREADS + 1):
+        put(store, f"c{i}", 0, 1)
+    lease = lease_pages(store, f"c{NUM_THREADS}", 0, 1)
+    assert lease is not None
+    assert lease.slices[0].checksums == (7, 7)
+    go_on.set()
+
+
+def test_close_ends_a_lease_that_takes_checksums(store: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr("krul_backend.store.hashing.block_checksum", lambda block: int(go_on.wait(10)))
     for i in range(NUM_THREADS + 1):
         put(store, f"c{i}", 0, 1)
     results: list[object] = []
@@ -733,9 +751,21 @@ def test_close_cancels_hashes_that_wait_and_ends_leases_that_wait_for_them(
     thread.start()
     wait_until(lambda: store.stats().num_leases == 1)
     store.close()
-    thread.join(10)
     go_on.set()
+    thread.join(10)
     assert isinstance(results[0], StoreClosedError)
+
+
+def test_checksums_are_taken_at_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    def niceness(block: object) -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    monkeypatch.setattr("krul_backend.store.hashing.block_checksum", niceness)
+    hasher = Hasher()
+    hashes = hasher.submit((np.zeros(1, np.uint8),))
+    wait_until(lambda: hashes.if_taken is not None)
+    hasher.close()
+    assert hashes.if_taken == (max(NICENESS, niceness(None)),)
 
 
 @pytest.mark.parametrize("call", ["verify", "report"])

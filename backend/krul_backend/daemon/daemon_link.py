@@ -141,6 +141,8 @@ class DaemonLink:
         if connection is None:
             return
         try:
+            # A clear may take long; that the daemon hangs is found out sooner.
+            self._ping(connection)
             self._clear_pending(connection)
         except Exception as error:
             logger.warning(
@@ -208,9 +210,8 @@ class DaemonLink:
 
     def _answering_connection(self) -> Connection:
         connection = self._living_connection()
-        ping = PingRequest(**connection.channels.head())
         try:
-            connection.channels.ask(ping, PingReply, self._request_timeout_s)
+            self._ping(connection)
         except DaemonUnreachableError:
             raise
         except Exception:
@@ -286,6 +287,11 @@ class DaemonLink:
             connection = self._connection
             if connection is not None and connection.session is session and self._state is _State.CONNECTED:
                 self._lose(_State.LOST)
+
+    def _ping(self, connection: Connection) -> None:
+        """Raises as ``RequestChannels.ask``."""
+        ping = PingRequest(**connection.channels.head())
+        connection.channels.ask(ping, PingReply, self._request_timeout_s)
 
     def _lose(self, state: _State) -> None:
         """With the lock held."""

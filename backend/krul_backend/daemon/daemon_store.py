@@ -61,7 +61,7 @@ from krul_backend.daemon.requests import (
     UnpinRequest,
     VerifyRequest,
 )
-from krul_backend.daemon.views import slice_in, view_in
+from krul_backend.daemon.views import slices_in, view_in
 from krul_backend.daemon.wire import header_from_wire, manifest_to_wire, runs_from_wire
 from krul_backend.errors import ProtocolError, StoreClosedError, TierReadError
 from krul_backend.restore.costs import TierCost
@@ -235,7 +235,7 @@ class DaemonStore(KVStore):
             reply = self._requests.ask(connection, LeaseReply, request, model, token_ids=token_ids)
             if not reply.num_pages:
                 return None
-            slices = tuple(slice_in(connection.arena, part) for part in reply.slices)
+            slices = slices_in(connection.arena, reply.slices)
             if sum(part.end_page - part.first_page for part in slices) != reply.num_pages:
                 raise ProtocolError(f"a lease of {reply.num_pages} pages whose slices have others")
             # A clear may have failed meanwhile: what was found before it is not what is wanted.
@@ -260,7 +260,7 @@ class DaemonStore(KVStore):
                 raise SessionEndedError("the krul daemon that gave the lease is gone, or does not answer")
             request = FetchRequest(**connection.channels.head(), lease_id=lease.lease_id)
             reply = self._requests.ask(connection, FetchReply, request, timeout_s=SLOW_TIMEOUT_S)
-            slices = tuple(slice_in(connection.arena, part) for part in reply.slices)
+            slices = slices_in(connection.arena, reply.slices)
             if any(len(part.blocks) != len(part.checksums) for part in slices):
                 raise ProtocolError("a fetched lease has segments without blocks")
             return slices

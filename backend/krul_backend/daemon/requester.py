@@ -11,9 +11,9 @@ from typing import TypeVar
 from krul_backend.daemon.connection import Connection
 from krul_backend.daemon.daemon_link import DaemonLink
 from krul_backend.daemon.protocol import op_of
-from krul_backend.daemon.replies import Reply
+from krul_backend.daemon.replies import PingReply, Reply
 from krul_backend.daemon.request_channel import RequestHead, RequestTimeoutError, SessionEndedError
-from krul_backend.daemon.requests import Request
+from krul_backend.daemon.requests import PingRequest, Request
 from krul_backend.errors import DaemonError, StoreClosedError
 from krul_backend.segment import ModelIdentity, TokenIds
 
@@ -50,6 +50,9 @@ class Requester:
     ) -> R | None:
         """Ask for what grants nothing. None: there is no answer.
 
+        What may take longer than usual is asked of a daemon that answers a ping: one that hangs is found out
+        within the usual time.
+
         Raises:
             ManifestError, KeyError, ValueError, TierReadError: the answer is this error.
         """
@@ -58,6 +61,8 @@ class Requester:
             return None
         request = make(connection.channels.head())
         try:
+            if timeout_s is not None and timeout_s > self._timeout_s:
+                self.ask(connection, PingReply, PingRequest(**connection.channels.head()))
             return self.ask(connection, reply_type, request, model, timeout_s=timeout_s, token_ids=token_ids)
         except UNANSWERED as error:
             self.note(connection, op_of(request), error)

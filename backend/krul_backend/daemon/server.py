@@ -126,13 +126,16 @@ class DaemonServer:
     def run(self) -> None:
         """Serve until ``stop``, a shutdown request, or nobody uses the daemon any more."""
         while not self._is_stopping:
-            self._poller.poll(self._wait_ms())
+            ready = {source for source, _ in self._poller.poll(self._wait_ms())}
             for socket in self._sockets:
-                self._receive(socket)
+                if socket in ready:
+                    self._receive(socket)
             # After the requests: what a client sent before it ended still counts.
-            self._sessions.serve()
-            for caller, deferred, future in self._lanes.take_done():
-                self._finish(caller, deferred, future)
+            if self._sessions.fileno() in ready:
+                self._sessions.serve()
+            if self._lanes.fileno() in ready:
+                for caller, deferred, future in self._lanes.take_done():
+                    self._finish(caller, deferred, future)
             self._free_orphans()
             if self._exit_when_unused and self._is_unused():
                 logger.info("nobody uses this daemon any more")

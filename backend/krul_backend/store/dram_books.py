@@ -94,10 +94,9 @@ class DramBooks:
 
     def give(self, extents: Iterable[Extent | None], tenant: str) -> None:
         """Free extents that a tenant was charged for."""
-        for extent in extents:
-            if extent is not None:
-                self.arena.free(extent)
-                self._quotas.charge(tenant, -extent.taken_bytes)
+        held = [extent for extent in extents if extent is not None]
+        self.arena.free_all(held)
+        self._quotas.charge(tenant, -sum(extent.taken_bytes for extent in held))
 
     def move_charge(self, num_bytes: int, tenant: str, to_tenant: str) -> None:
         """Taken bytes turn out to be another tenant's."""

@@ -13,7 +13,7 @@ from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.admission import Arrival
 from krul_backend.store.arrival import FAILED, PENDING, LayerStatus
 from krul_backend.store.eviction import EvictionPolicy
-from krul_backend.store.hashing import known_checksums
+from krul_backend.store.hashing import SegmentHashes
 from krul_backend.store.host_base import HostBase
 from krul_backend.store.interface import DRAM_TIER, Lease, SegmentSlice
 from krul_backend.store.page_index import PageRun
@@ -144,7 +144,7 @@ class HostLeases(HostBase):
                 manifest=manifest,
                 extents=tuple(block_extents),
                 blocks=tuple(block.view() for block in blocks),
-                hashes=known_checksums(checksums),
+                hashes=SegmentHashes.known(checksums),
                 last_used_s=self._clock(),
                 origin=origin,
                 status=status,

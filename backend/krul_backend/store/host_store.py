@@ -42,7 +42,7 @@ class HostStore(HostLeases, HostUpkeep):
     """Segments in one DRAM arena: an extent per layer block, an index by page keys, whole segments evicted.
 
     One lock guards all bookkeeping (``DramBooks``) and is held for bookkeeping only. Checksums are taken
-    outside it, by threads behind each commit; a lease, a trim or a verification waits for those of the
+    outside it, by threads behind each commit; a lease, a trim or a verification takes what is missing of the
     segments that it needs. A pinned segment is neither evicted nor, unless the pin is the trim's own,
     trimmed.
 

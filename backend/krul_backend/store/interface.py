@@ -56,7 +56,7 @@ class SegmentSlice:
     segment_id: int
     header: SegmentHeader
     tier: str
-    blocks: tuple[Block, ...]
+    blocks: Sequence[Block]
     spans: tuple[Span, ...]
     checksums: tuple[int, ...]
     first_page: int

@@ -236,6 +236,9 @@ def _num_equal_keys(left: tuple[str, ...], left_start: int, right: tuple[str, ..
 
 def _num_equal_pages(left: TokenIds, right: TokenIds, page_size: int) -> int:
     """Leading pages whose token ids are all equal; both are ``[num_pages * page_size]``."""
+    # Comparing memory, with its copies, is several times faster than comparing elements.
+    if left.dtype == right.dtype and left.tobytes() == right.tobytes():
+        return len(left) // page_size
     if np.array_equal(left, right):
         return len(left) // page_size
     return int(np.argmax(left != right)) // page_size

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
-from krul_backend.errors import StoreClosedError
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.arrival import LayerStatus
-from krul_backend.store.hashing import Checksums, block_checksum
+from krul_backend.store.hashing import Checksums, SegmentHashes, block_checksum
 from krul_backend.store.interface import DRAM_TIER, Block, Span
 from krul_backend.tiers.arena import DramArena, Extent
 from krul_backend.tiers.free_extents import FreeExtents
@@ -36,7 +34,7 @@ class StoredSegment:
     manifest: SegmentManifest
     extents: tuple[Extent | None, ...]
     blocks: tuple[Block, ...]
-    hashes: Future[Checksums]
+    hashes: SegmentHashes
     last_used_s: float
     origin: str = DRAM_TIER
     status: LayerStatus | None = None
@@ -68,20 +66,17 @@ class StoredSegment:
 
     @property
     def checksums(self) -> Checksums:
-        """XXH3 (64 bit) of each block; waits until they are taken. Call it pinned, and outside the lock.
+        """XXH3 (64 bit) of each block; takes those that are missing. Call it pinned, and outside the lock.
 
         Raises:
             StoreClosedError: the store was closed before they were.
         """
-        try:
-            return self.hashes.result()
-        except CancelledError as error:
-            raise StoreClosedError("the KV store was closed") from error
+        return self.hashes.result()
 
     @property
     def checksums_if_taken(self) -> Checksums | None:
         """As ``checksums``, without waiting: None if they are not taken yet."""
-        return self.hashes.result() if self.hashes.done() and not self.hashes.cancelled() else None
+        return self.hashes.if_taken
 
     @property
     def num_tokens(self) -> int:
@@ -98,8 +93,7 @@ class StoredSegment:
 
     def give_extents_to(self, free_extents: FreeExtents) -> None:
         """Mark this segment's bytes as free in a copy of the arena's free space."""
-        for extent in self.all_extents:
-            free_extents.give(extent.offset, extent.taken_bytes)
+        free_extents.give_all((extent.offset, extent.taken_bytes) for extent in self.all_extents)
 
     def num_damaged(self) -> int:
         """How many blocks, of those that have landed, have other checksums than those taken at commit.

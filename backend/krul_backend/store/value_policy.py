@@ -97,7 +97,8 @@ class ValuePolicy(EvictionPolicy):
         now_s = self._clock()
         oldest = iter(self._leaf_order)
         first = list(itertools.islice(oldest, NUM_OLDEST))
-        sampled = [self._random.choice(self._leaves) for _ in range(NUM_SAMPLED if self._leaves else 0)]
+        # With fewer leaves the oldest are all of them.
+        sampled = self._random.choices(self._leaves, k=NUM_SAMPLED) if len(self._leaves) > NUM_OLDEST else []
         offered = dict.fromkeys((*first, *sampled))
         candidates = [(self._nodes[segment_id].worth(now_s), segment_id) for segment_id in offered]
         heapq.heapify(candidates)

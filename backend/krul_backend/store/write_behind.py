@@ -37,7 +37,7 @@ class WriteBehind:
             return
         with self._changed:
             self._num_waiting += 1
-        segment.hashes.add_done_callback(lambda _: self._put(segment, tiers))
+        segment.hashes.when_over(lambda: self._put(segment, tiers))
 
     def settle(self) -> None:
         """Wait until no segment that has left the index can be queued any more."""
@@ -65,11 +65,11 @@ class WriteBehind:
     @staticmethod
     def _put_to(tier: LowerTier, segment: StoredSegment, done: Callable[[], None]) -> bool:
         """Queue a segment in a tier. False if it is not: it left the index, or the tier does not take it."""
-        hashes = segment.hashes
-        if not segment.is_indexed or hashes.cancelled() or hashes.exception() is not None:
+        checksums = segment.checksums_if_taken
+        if not segment.is_indexed or checksums is None:
             return False
         try:
-            return tier.put(segment.manifest, segment.blocks, hashes.result(), done)
+            return tier.put(segment.manifest, segment.blocks, checksums, done)
         except Exception:
             logger.exception("the tier %s failed to queue segment %d", tier.name, segment.segment_id)
             return False

@@ -126,9 +126,21 @@ class DramArena:
         Raises:
             ValueError: if the extent was freed before or belongs to another arena.
         """
-        self._check_live(extent)
-        del self._live[extent.offset]
-        self._free.give(extent.offset, extent.taken_bytes)
+        self.free_all((extent,))
+
+    def free_all(self, extents: Sequence[Extent]) -> None:
+        """Give extents back, each as ``free`` does; the neighbours among them at once.
+
+        Raises:
+            ValueError: one was freed before, belongs to another arena, or is named twice. None is freed then.
+        """
+        for extent in extents:
+            self._check_live(extent)
+        if len({extent.offset for extent in extents}) != len(extents):
+            raise ValueError("an extent cannot be freed twice")
+        for extent in extents:
+            del self._live[extent.offset]
+        self._free.give_all((extent.offset, extent.taken_bytes) for extent in extents)
 
     def free_front(self, extent: Extent, num_bytes: int) -> Extent:
         """Give back as much of the first ``num_bytes`` of an extent as is aligned; returns what is left.

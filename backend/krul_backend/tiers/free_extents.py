@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sortedcontainers import SortedList
 
@@ -44,27 +44,28 @@ class FreeExtents:
 
         Returns the offset, or None when no single range is large enough.
         """
-        position = self._by_size.bisect_left((num_bytes, 0))
-        if position == len(self._by_size):
-            return None
-        size, offset = self._by_size[position]
-        self._remove(offset, size)
-        if size > num_bytes:
-            self._insert(offset + num_bytes, size - num_bytes)
-        return int(offset)
+        offsets = self._take_run(num_bytes, 1)
+        return offsets[0] if offsets else None
 
     def take_all(self, sizes: Sequence[int]) -> list[int] | None:
         """Take one range per size, or nothing at all. Returns the offsets in the order of ``sizes``."""
         offsets = [0] * len(sizes)
         # Largest first: a small block placed early could split the only range that a large one fits into.
         order = sorted(range(len(sizes)), key=lambda i: sizes[i], reverse=True)
-        for num_taken, i in enumerate(order):
-            offset = self.take(sizes[i])
-            if offset is None:
-                for j in order[:num_taken]:
-                    self.give(offsets[j], sizes[j])
+        num_taken = 0
+        while num_taken < len(order):
+            size = sizes[order[num_taken]]
+            # Most segments have blocks of one size.
+            num_equal = 1
+            while num_taken + num_equal < len(order) and sizes[order[num_taken + num_equal]] == size:
+                num_equal += 1
+            run = self._take_run(size, num_equal)
+            if not run:
+                self.give_all((offsets[j], sizes[j]) for j in order[:num_taken])
                 return None
-            offsets[i] = offset
+            for offset in run:
+                offsets[order[num_taken]] = offset
+                num_taken += 1
         return offsets
 
     def fits_all(self, sizes: Sequence[int]) -> bool:
@@ -72,9 +73,20 @@ class FreeExtents:
         offsets = self.take_all(sizes)
         if offsets is None:
             return False
-        for offset, size in zip(offsets, sizes, strict=True):
-            self.give(offset, size)
+        self.give_all(zip(offsets, sizes, strict=True))
         return True
+
+    def give_all(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Give taken ranges ``(offset, num_bytes)`` back; those that touch each other go as one."""
+        start = end = -1
+        for offset, num_bytes in sorted(ranges):
+            if offset != end:
+                if end > start:
+                    self.give(start, end - start)
+                start = offset
+            end = offset + num_bytes
+        if end > start:
+            self.give(start, end - start)
 
     def give(self, offset: int, num_bytes: int) -> None:
         """Give a taken range back and join it with the free ranges that touch it."""
@@ -89,6 +101,21 @@ class FreeExtents:
             self._remove(start_before, size_before)
             offset, num_bytes = start_before, num_bytes + size_before
         self._insert(offset, num_bytes)
+
+    def _take_run(self, num_bytes: int, max_blocks: int) -> list[int]:
+        """Take up to ``max_blocks`` blocks of ``num_bytes`` each, from one range; none if no range holds one.
+
+        As if one by one: what is left of the smallest range that holds a block is smaller than all others.
+        """
+        position = self._by_size.bisect_left((num_bytes, 0))
+        if position == len(self._by_size):
+            return []
+        size, offset = self._by_size[position]
+        self._remove(offset, size)
+        taken_bytes = min(max_blocks, size // num_bytes) * num_bytes
+        if size > taken_bytes:
+            self._insert(offset + taken_bytes, size - taken_bytes)
+        return list(range(offset, offset + taken_bytes, num_bytes))
 
     def _insert(self, offset: int, size: int) -> None:
         self._by_size.add((size, offset))
