@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.record import RECORD_ALIGN
 
-# Measured best, or as good as any, for records of 1 to 64 MiB; see docs/tiers.md.
-NUM_THREADS = 4
-PIECE_NUM_BYTES = 4 << 20
+# Measured best, or as good as any, for records of 32 to 64 MiB; see docs/tiers.md. A piece that is small is still
+# in the processor's cache when it is checked and copied, and the last one of a record is done soon after it came.
+NUM_THREADS = 3
+PIECE_NUM_BYTES = 1 << 20
+_NUM_BUFFERS = 8
 
 Bounce = mmap.mmap
 """A page-aligned buffer of this reader, as O_DIRECT wants it."""
@@ -68,7 +70,7 @@ class PieceReader:
         self._timeout_s = timeout_s
         self._piece_num_bytes = piece_num_bytes
         self._free: queue.SimpleQueue[Bounce] = queue.SimpleQueue()
-        for _ in range(2 * num_threads):
+        for _ in range(_NUM_BUFFERS):
             self._free.put(mmap.mmap(-1, piece_num_bytes))
         self._jobs: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         # Daemons: a disk that never answers must not keep the process from ending.
