@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from sortedcontainers import SortedList
 
@@ -10,7 +11,7 @@ from sortedcontainers import SortedList
 class FreeExtents:
     """Disjoint, maximal free ranges of ``[0, capacity_bytes)``. No memory, no alignment, not thread-safe.
 
-    Kept apart from the memory itself so that an eviction can be tried on a copy before anything is evicted.
+    Kept apart from the memory itself so that an eviction can be tried before anything is evicted.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -21,14 +22,17 @@ class FreeExtents:
         self._start_of_end: dict[int, int] = {}
         self._insert(0, capacity_bytes)
 
-    def copy(self) -> FreeExtents:
-        """An independent copy; linear in the number of free ranges."""
-        twin = FreeExtents.__new__(FreeExtents)
-        twin.free_bytes = self.free_bytes
-        twin._by_size = self._by_size.copy()
-        twin._size_at = self._size_at.copy()
-        twin._start_of_end = self._start_of_end.copy()
-        return twin
+    @contextmanager
+    def trial(self) -> Iterator[FreeTrial]:
+        """Give ranges to see what would fit; when the block ends they are taken as before, error or not.
+
+        Nothing else may be given or taken meanwhile.
+        """
+        trial = FreeTrial(self)
+        try:
+            yield trial
+        finally:
+            trial.end()
 
     @property
     def num_ranges(self) -> int:
@@ -54,30 +58,50 @@ class FreeExtents:
         return int(offset)
 
     def take_all(self, sizes: Sequence[int]) -> list[int] | None:
-        """Take one range per size, or nothing at all. Returns the offsets in the order of ``sizes``."""
+        """Take one range per size, or nothing at all. Returns the offsets in the order of ``sizes``.
+
+        Side by side as far as that goes: what is taken together is often given back together, and then one
+        large range is free instead of many small ones.
+        """
         offsets = [0] * len(sizes)
         # Largest first: a small block placed early could split the only range that a large one fits into.
         order = sorted(range(len(sizes)), key=lambda i: sizes[i], reverse=True)
-        for num_taken, i in enumerate(order):
-            offset = self.take(sizes[i])
+        left_bytes = sum(sizes)
+        num_taken = 0
+        while num_taken < len(order):
+            # The smallest range that holds all that is left, or else as many as the largest range holds.
+            room = left_bytes if left_bytes <= self.largest else self.largest
+            num_fitting = num_bytes = 0
+            for i in order[num_taken:]:
+                if num_bytes + sizes[i] > room:
+                    break
+                num_fitting += 1
+                num_bytes += sizes[i]
+            offset = self.take(num_bytes) if num_fitting else None
             if offset is None:
-                for j in order[:num_taken]:
-                    self.give(offsets[j], sizes[j])
+                for i in order[:num_taken]:
+                    self.give(offsets[i], sizes[i])
                 return None
-            offsets[i] = offset
+            for i in order[num_taken : num_taken + num_fitting]:
+                offsets[i] = offset
+                offset += sizes[i]
+            num_taken += num_fitting
+            left_bytes -= num_bytes
         return offsets
 
-    def fits_all(self, sizes: Sequence[int]) -> bool:
-        """Would ``take_all`` succeed? Leaves the free ranges as they were."""
+    def find_all(self, sizes: Sequence[int]) -> list[int] | None:
+        """What ``take_all`` would return. Leaves the free ranges as they were."""
         offsets = self.take_all(sizes)
-        if offsets is None:
-            return False
-        for offset, size in zip(offsets, sizes, strict=True):
-            self.give(offset, size)
-        return True
+        if offsets is not None:
+            for offset, size in zip(offsets, sizes, strict=True):
+                self.give(offset, size)
+        return offsets
 
-    def give(self, offset: int, num_bytes: int) -> None:
-        """Give a taken range back and join it with the free ranges that touch it."""
+    def give(self, offset: int, num_bytes: int) -> tuple[int, int]:
+        """Give a taken range back and join it with the free ranges that touch it.
+
+        Returns offset and size of the free range that it is in now.
+        """
         end = offset + num_bytes
         size_after = self._size_at.get(end)
         if size_after is not None:
@@ -89,6 +113,7 @@ class FreeExtents:
             self._remove(start_before, size_before)
             offset, num_bytes = start_before, num_bytes + size_before
         self._insert(offset, num_bytes)
+        return offset, num_bytes
 
     def _insert(self, offset: int, size: int) -> None:
         self._by_size.add((size, offset))
@@ -101,3 +126,32 @@ class FreeExtents:
         del self._size_at[offset]
         del self._start_of_end[offset + size]
         self.free_bytes -= size
+
+
+class FreeTrial:
+    """Ranges that were given on trial. Costs what is given, however many ranges are free."""
+
+    def __init__(self, free: FreeExtents) -> None:
+        self._free = free
+        self._given: list[tuple[int, int, int, int]] = []
+
+    def give(self, offset: int, num_bytes: int) -> int:
+        """As ``FreeExtents.give``; returns the bytes of the free range that it is in now."""
+        start, joined = self._free.give(offset, num_bytes)
+        self._given.append((offset, num_bytes, start, joined))
+        return joined
+
+    def find_all(self, sizes: Sequence[int]) -> list[int] | None:
+        """As ``FreeExtents.find_all``."""
+        return self._free.find_all(sizes)
+
+    def end(self) -> None:
+        """Take back what was given, the last one first: each is still in the range that it was joined to."""
+        while self._given:
+            offset, num_bytes, start, joined = self._given.pop()
+            end, joined_end = offset + num_bytes, start + joined
+            self._free._remove(start, joined)
+            if start < offset:
+                self._free._insert(start, offset - start)
+            if end < joined_end:
+                self._free._insert(end, joined_end - end)
