@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.record import RECORD_ALIGN
 
-# Measured best, or as good as any, for records of 32 to 64 MiB; see docs/tiers.md. A small piece is still in the
-# processor's cache when it is checked and copied, and the last one of a record is done soon after it came.
+# Measured best, or as good as any, for records of 32 to 64 MiB; see docs/tiers.md. A small piece is still in
+# the processor's cache when it is checked and copied, and a record's last one is done soon after it came.
 NUM_THREADS = 3
 PIECE_NUM_BYTES = 1 << 20
 _NUM_BUFFERS = 8
