@@ -187,17 +187,28 @@ def test_trying_on_free_extents_changes_nothing_and_tells_the_truth(
         if i in freed and offset is not None:
             free_extents.give(offset, size)
     before = (dict(free_extents._size_at), list(free_extents._by_size), free_extents.free_bytes)
-    twin = free_extents.copy()
-    fits = free_extents.fits_all(wanted)
+    found = free_extents.find_all(wanted)
     assert (dict(free_extents._size_at), list(free_extents._by_size), free_extents.free_bytes) == before
-    placed = twin.take_all(wanted)
-    assert (placed is not None) == fits
+    with free_extents.trial() as trial:
+        given_bytes = 0
+        for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+            if i not in freed and offset is not None:
+                assert trial.give(offset, size) >= size
+                given_bytes += size
+        assert free_extents.free_bytes == before[2] + given_bytes
+        assert free_extents.num_ranges == 1
+        assert trial.find_all(wanted) is not None or sum(wanted) > 200
     assert (dict(free_extents._size_at), list(free_extents._by_size), free_extents.free_bytes) == before
+    assert free_extents._start_of_end == {offset + size: offset for offset, size in before[0].items()}
+    placed = free_extents.take_all(wanted)
+    assert placed == found
+    if placed is None:
+        assert (dict(free_extents._size_at), list(free_extents._by_size), free_extents.free_bytes) == before
     if placed is not None:
         taken = np.zeros(200, dtype=int)
         for offset, size in zip(placed, wanted, strict=True):
             taken[offset : offset + size] += 1
-        for offset, size in twin._size_at.items():
+        for offset, size in free_extents._size_at.items():
             taken[offset : offset + size] += 1
         assert taken.max() == 1
 

@@ -22,6 +22,7 @@ from store_builders import (
 from krul_backend.errors import ConfigError, TierReadError
 from krul_backend.store.admission import Arrival
 from krul_backend.store.eviction import LruPolicy
+from krul_backend.store.eviction_plan import MAX_FREE_SHARE
 from krul_backend.store.host_store import HostStore
 from krul_backend.store.policy_registry import make_policy
 
@@ -328,7 +329,7 @@ def churn(
     return store, float(np.mean(free_shares))
 
 
-@pytest.mark.parametrize(("policy", "max_share"), [("lru", 0.02), ("value", 0.2)])
+@pytest.mark.parametrize(("policy", "max_share"), [("lru", 0.02), ("value", MAX_FREE_SHARE)])
 def test_free_space_that_cannot_be_used_is_bounded(policy: str, max_share: float) -> None:
     """Sizes from 10 KB to 8 MB in 256 MiB, scaled by 64, at full churn: nothing is pinned, all fits."""
     rng = np.random.default_rng(3)

@@ -125,7 +125,7 @@ class DramBooks:
                     break
             else:
                 return None
-        return plan_eviction(self.arena, wanted, self._idle(self._policy.victims()), own)
+        return plan_eviction(self.arena, wanted, self._idle(self._policy.victims()), own, self.index.before)
 
     def _idle(self, segment_ids: Iterator[int]) -> Iterator[StoredSegment]:
         """Those of the segments that may be evicted, in the same order."""

@@ -188,6 +188,10 @@ class PageIndex(Generic[SegmentT]):
             next_token = start_token + num_pages * page_size
         return PrefixMatch(tuple(runs), is_contradicted=False)
 
+    def before(self, segment: SegmentT) -> SegmentT | None:
+        """The indexed segment that ``segment`` continues."""
+        return self._page_before(segment, self._pages.get(segment.manifest.model.fingerprint, {}))
+
     def path_to(self, segment: SegmentT) -> list[SegmentT]:
         """The indexed segments that ``segment`` continues, in conversation order, ``segment`` last.
 

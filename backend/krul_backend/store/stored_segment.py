@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from krul_backend.segment import SegmentManifest
@@ -9,7 +10,6 @@ from krul_backend.store.arrival import LayerStatus
 from krul_backend.store.hashing import Checksums, SegmentHashes, block_checksum
 from krul_backend.store.interface import DRAM_TIER, Block, Span
 from krul_backend.tiers.arena import DramArena, Extent
-from krul_backend.tiers.free_extents import FreeExtents
 
 
 @dataclass(eq=False)
@@ -44,6 +44,8 @@ class StoredSegment:
     num_pins: int = 0
     num_leases: int = 0
     spans: tuple[Span, ...] = field(init=False)
+    ranges: tuple[Span, ...] = field(init=False)
+    """What it takes of the arena, alignment included: extents that touch as one range."""
     taken_bytes: int = field(init=False)
     """Bytes in the arena, alignment included."""
 
@@ -57,7 +59,8 @@ class StoredSegment:
             Span(0 if extent is None else extent.offset + extent.num_bytes - block.nbytes, block.nbytes)
             for extent, block in zip(extents, blocks, strict=True)
         )
-        self.taken_bytes = sum(extent.taken_bytes for extent in self.all_extents)
+        self.ranges = tuple(_joined(self.all_extents))
+        self.taken_bytes = sum(span.num_bytes for span in self.ranges)
 
     @property
     def all_extents(self) -> tuple[Extent, ...]:
@@ -91,10 +94,6 @@ class StoredSegment:
         known = [seconds for seconds in (self.manifest.recompute_s, self.lower_load_s) if seconds]
         return min(known, default=0.0)
 
-    def give_extents_to(self, free_extents: FreeExtents) -> None:
-        """Mark this segment's bytes as free in a copy of the arena's free space."""
-        free_extents.give_all((extent.offset, extent.taken_bytes) for extent in self.all_extents)
-
     def num_damaged(self) -> int:
         """How many blocks, of those that have landed, have other checksums than those taken at commit.
 
@@ -106,6 +105,18 @@ class StoredSegment:
             for layer, (block, checksum) in enumerate(zip(self.blocks, self.checksums, strict=True))
             if status is None or status.has_landed(layer)
         )
+
+
+def _joined(extents: Sequence[Extent]) -> Iterator[Span]:
+    start = end = 0
+    for offset, num_bytes in sorted((extent.offset, extent.taken_bytes) for extent in extents):
+        if offset != end:
+            if end > start:
+                yield Span(start, end - start)
+            start = offset
+        end = offset + num_bytes
+    if end > start:
+        yield Span(start, end - start)
 
 
 def block_in(arena: DramArena, extent: Extent | None) -> Block:

@@ -7,12 +7,13 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.tiers.free_extents import FreeExtents
+from krul_backend.tiers.free_extents import FreeExtents, FreeTrial
 
 ALIGNMENT_BYTES = 64
 """Every extent starts at a multiple of this: a cache line, and the widest vector load of a CPU."""
@@ -171,9 +172,9 @@ class DramArena:
         self._check_live(extent)
         return self._buffer[extent.offset : extent.offset + extent.num_bytes]
 
-    def free_extents(self) -> FreeExtents:
-        """A copy of the free space, to try allocations on. Its sizes are aligned sizes."""
-        return self._free.copy()
+    def trial(self) -> AbstractContextManager[FreeTrial]:
+        """See ``FreeExtents.trial``: to try what would fit if more were free. Its sizes are aligned sizes."""
+        return self._free.trial()
 
     def _check_live(self, extent: Extent) -> None:
         if self._live.get(extent.offset) is not extent:

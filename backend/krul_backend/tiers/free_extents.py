@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from sortedcontainers import SortedList
 
@@ -10,7 +11,7 @@ from sortedcontainers import SortedList
 class FreeExtents:
     """Disjoint, maximal free ranges of ``[0, capacity_bytes)``. No memory, no alignment, not thread-safe.
 
-    Kept apart from the memory itself so that an eviction can be tried on a copy before anything is evicted.
+    Kept apart from the memory itself so that an eviction can be tried before anything is evicted.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -21,14 +22,17 @@ class FreeExtents:
         self._start_of_end: dict[int, int] = {}
         self._insert(0, capacity_bytes)
 
-    def copy(self) -> FreeExtents:
-        """An independent copy; linear in the number of free ranges."""
-        twin = FreeExtents.__new__(FreeExtents)
-        twin.free_bytes = self.free_bytes
-        twin._by_size = self._by_size.copy()
-        twin._size_at = self._size_at.copy()
-        twin._start_of_end = self._start_of_end.copy()
-        return twin
+    @contextmanager
+    def trial(self) -> Iterator[FreeTrial]:
+        """Give ranges to see what would fit; when the block ends they are taken as before, error or not.
+
+        Nothing else may be given or taken meanwhile.
+        """
+        trial = FreeTrial(self)
+        try:
+            yield trial
+        finally:
+            trial.end()
 
     @property
     def num_ranges(self) -> int:
@@ -44,37 +48,52 @@ class FreeExtents:
 
         Returns the offset, or None when no single range is large enough.
         """
-        offsets = self._take_run(num_bytes, 1)
-        return offsets[0] if offsets else None
+        position = self._by_size.bisect_left((num_bytes, 0))
+        if position == len(self._by_size):
+            return None
+        size, offset = self._by_size[position]
+        self._remove(offset, size)
+        if size > num_bytes:
+            self._insert(offset + num_bytes, size - num_bytes)
+        return int(offset)
 
     def take_all(self, sizes: Sequence[int]) -> list[int] | None:
-        """Take one range per size, or nothing at all. Returns the offsets in the order of ``sizes``."""
+        """Take one range per size, or nothing at all. Returns the offsets in the order of ``sizes``.
+
+        Side by side as far as that goes: what is taken together is often given back together, and then one
+        large range is free instead of many small ones.
+        """
         offsets = [0] * len(sizes)
         # Largest first: a small block placed early could split the only range that a large one fits into.
         order = sorted(range(len(sizes)), key=lambda i: sizes[i], reverse=True)
+        left_bytes = sum(sizes)
         num_taken = 0
         while num_taken < len(order):
-            size = sizes[order[num_taken]]
-            # Most segments have blocks of one size.
-            num_equal = 1
-            while num_taken + num_equal < len(order) and sizes[order[num_taken + num_equal]] == size:
-                num_equal += 1
-            run = self._take_run(size, num_equal)
-            if not run:
-                self.give_all((offsets[j], sizes[j]) for j in order[:num_taken])
+            # The smallest range that holds all that is left, or else as many as the largest range holds.
+            room = left_bytes if left_bytes <= self.largest else self.largest
+            num_fitting = num_bytes = 0
+            for i in order[num_taken:]:
+                if num_bytes + sizes[i] > room:
+                    break
+                num_fitting += 1
+                num_bytes += sizes[i]
+            offset = self.take(num_bytes) if num_fitting else None
+            if offset is None:
+                self.give_all((offsets[i], sizes[i]) for i in order[:num_taken])
                 return None
-            for offset in run:
-                offsets[order[num_taken]] = offset
-                num_taken += 1
+            for i in order[num_taken : num_taken + num_fitting]:
+                offsets[i] = offset
+                offset += sizes[i]
+            num_taken += num_fitting
+            left_bytes -= num_bytes
         return offsets
 
-    def fits_all(self, sizes: Sequence[int]) -> bool:
-        """Would ``take_all`` succeed? Leaves the free ranges as they were."""
+    def find_all(self, sizes: Sequence[int]) -> list[int] | None:
+        """What ``take_all`` would return. Leaves the free ranges as they were."""
         offsets = self.take_all(sizes)
-        if offsets is None:
-            return False
-        self.give_all(zip(offsets, sizes, strict=True))
-        return True
+        if offsets is not None:
+            self.give_all(zip(offsets, sizes, strict=True))
+        return offsets
 
     def give_all(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Give taken ranges ``(offset, num_bytes)`` back; those that touch each other go as one."""
@@ -88,8 +107,11 @@ class FreeExtents:
         if end > start:
             self.give(start, end - start)
 
-    def give(self, offset: int, num_bytes: int) -> None:
-        """Give a taken range back and join it with the free ranges that touch it."""
+    def give(self, offset: int, num_bytes: int) -> tuple[int, int]:
+        """Give a taken range back and join it with the free ranges that touch it.
+
+        Returns offset and size of the free range that it is in now.
+        """
         end = offset + num_bytes
         size_after = self._size_at.get(end)
         if size_after is not None:
@@ -101,21 +123,7 @@ class FreeExtents:
             self._remove(start_before, size_before)
             offset, num_bytes = start_before, num_bytes + size_before
         self._insert(offset, num_bytes)
-
-    def _take_run(self, num_bytes: int, max_blocks: int) -> list[int]:
-        """Take up to ``max_blocks`` blocks of ``num_bytes`` each, from one range; none if no range holds one.
-
-        As if one by one: what is left of the smallest range that holds a block is smaller than all others.
-        """
-        position = self._by_size.bisect_left((num_bytes, 0))
-        if position == len(self._by_size):
-            return []
-        size, offset = self._by_size[position]
-        self._remove(offset, size)
-        taken_bytes = min(max_blocks, size // num_bytes) * num_bytes
-        if size > taken_bytes:
-            self._insert(offset + taken_bytes, size - taken_bytes)
-        return list(range(offset, offset + taken_bytes, num_bytes))
+        return offset, num_bytes
 
     def _insert(self, offset: int, size: int) -> None:
         self._by_size.add((size, offset))
@@ -128,3 +136,32 @@ class FreeExtents:
         del self._size_at[offset]
         del self._start_of_end[offset + size]
         self.free_bytes -= size
+
+
+class FreeTrial:
+    """Ranges that were given on trial. Costs what is given, however many ranges are free."""
+
+    def __init__(self, free: FreeExtents) -> None:
+        self._free = free
+        self._given: list[tuple[int, int, int, int]] = []
+
+    def give(self, offset: int, num_bytes: int) -> int:
+        """As ``FreeExtents.give``; returns the bytes of the free range that it is in now."""
+        start, joined = self._free.give(offset, num_bytes)
+        self._given.append((offset, num_bytes, start, joined))
+        return joined
+
+    def find_all(self, sizes: Sequence[int]) -> list[int] | None:
+        """As ``FreeExtents.find_all``."""
+        return self._free.find_all(sizes)
+
+    def end(self) -> None:
+        """Take back what was given, the last one first: each is still in the range that it was joined to."""
+        while self._given:
+            offset, num_bytes, start, joined = self._given.pop()
+            end, joined_end = offset + num_bytes, start + joined
+            self._free._remove(start, joined)
+            if start < offset:
+                self._free._insert(start, offset - start)
+            if end < joined_end:
+                self._free._insert(end, joined_end - end)
