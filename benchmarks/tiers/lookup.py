@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.tiers.configuration import Configuration, TiersBenchmarkError
 from benchmarks.tiers.segments import make_manifest, make_model, page_keys, token_ids
 from benchmarks.tiers.timing import row, seconds_of
+from krul_backend.daemon.collector import tune_garbage_collection
 from krul_backend.daemon.daemon_store import DaemonStore
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.host_store import HostStore
@@ -52,6 +53,9 @@ def index_rows(configuration: Configuration) -> list[dict[str, Any]]:
         try:
             for conversation in range(num_conversations):
                 _store_turns(store, model, conversation, _INDEX_TURNS, _INDEX_TURN_PAGES)
+            # Every checksum is taken, and the collector is as in a daemon.
+            store.flush(600.0)
+            tune_garbage_collection()
             rng = random.Random(0)
             chosen = [rng.randrange(num_conversations) for _ in range(configuration.index_repeats)]
             num_pages = _INDEX_TURNS * _INDEX_TURN_PAGES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import resource
@@ -17,6 +16,7 @@ import msgspec
 import zmq
 
 from krul_backend.daemon.build_store import BuiltStore, build_store
+from krul_backend.daemon.collector import tune_garbage_collection
 from krul_backend.daemon.config import DaemonConfig
 from krul_backend.daemon.control_socket import AdminEndpoint
 from krul_backend.daemon.metrics import DaemonMetrics
@@ -68,7 +68,7 @@ def serve(config: DaemonConfig) -> None:
         )
         with _stopped_by_signals(server):
             try:
-                _tune_garbage_collection()
+                tune_garbage_collection()
                 if config.metrics_port:
                     metrics.serve(config.metrics_port)
                 _announce(config, stdout)
@@ -130,14 +130,3 @@ def _allow_many_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _tune_garbage_collection() -> None:
-    """Keep the collector from walking the page index in the middle of a request.
-
-    The store's millions of long-lived objects have no cycles; reference counts free what leaves. A full
-    collection would stop every client for a good part of a second and find nothing, so it gets rare.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 1_000)
