@@ -23,6 +23,7 @@ from krul_backend.errors import ConfigError, TierReadError
 from krul_backend.store.admission import Arrival
 from krul_backend.store.eviction import LruPolicy
 from krul_backend.store.eviction_plan import MAX_FREE_SHARE
+from krul_backend.store.hashing import block_checksum, yielding_checksum
 from krul_backend.store.host_store import HostStore
 from krul_backend.store.policy_registry import make_policy
 
@@ -361,3 +362,9 @@ def test_a_reservation_fits_while_half_of_the_arena_is_leased(seed: int, policy:
     assert reservation is not None
     fill(reservation, seed)
     store.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 512 << 10, (512 << 10) + 1, 1_700_001])
+def test_a_checksum_taken_in_pieces_is_that_of_the_whole(num_bytes: int) -> None:
+    block = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, dtype=np.uint8)
+    assert yielding_checksum(block) == block_checksum(block)

@@ -18,12 +18,26 @@ NUM_THREADS = 2
 NICENESS = 10
 """Of these threads: they must not take the processor from whoever waits for the commit's answer."""
 
+_PIECE_BYTES = 512 << 10
+
 Checksums = tuple[int, ...]
 
 
 def block_checksum(block: Block) -> int:
     """XXH3 (64 bit) of a block's bytes. Releases the GIL, so it belongs outside every lock."""
     return xxhash.xxh3_64_intdigest(block.data)
+
+
+def yielding_checksum(block: Block) -> int:
+    """The same, for a thread that gives way: between two pieces whoever waits for a processor gets this one.
+
+    Low priority alone is not enough: the kernel lets a thread that runs end its slice of some milliseconds.
+    """
+    digest = xxhash.xxh3_64()
+    for first in range(0, block.nbytes, _PIECE_BYTES):
+        digest.update(block[first : first + _PIECE_BYTES].data)
+        os.sched_yield()
+    return digest.intdigest()
 
 
 def block_checksums(blocks: Sequence[Block]) -> Checksums:
@@ -69,13 +83,13 @@ class SegmentHashes:
                 raise StoreClosedError("the KV store was closed") from error
         return self.if_taken
 
-    def take(self) -> None:
-        """Take those that nobody has begun."""
+    def take(self, checksum: Callable[[Block], int] = block_checksum) -> None:
+        """Take those that nobody has begun, each by ``checksum``."""
         try:
             for layer in self._waiting:
                 if self._over.cancelled():
                     return
-                self._by_layer[layer] = block_checksum(self._blocks[layer])
+                self._by_layer[layer] = checksum(self._blocks[layer])
                 with self._lock:
                     self._num_missing -= 1
                     is_last = self._num_missing == 0
@@ -119,7 +133,7 @@ class Hasher:
         """
         hashes = SegmentHashes(blocks)
         try:
-            work = self._pool.submit(hashes.take)
+            work = self._pool.submit(hashes.take, yielding_checksum)
         except RuntimeError as error:
             raise StoreClosedError("the KV store was closed") from error
         work.add_done_callback(lambda done: hashes.cancel() if done.cancelled() else None)
