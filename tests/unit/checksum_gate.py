@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -24,9 +25,16 @@ class ChecksumGate:
 
 def install_gate(monkeypatch: pytest.MonkeyPatch) -> ChecksumGate:
     gate = ChecksumGate()
-    for module in ("hashing", "stored_segment", "trimming"):
+    replace_hashing(monkeypatch, gate)
+    for module in ("stored_segment", "trimming"):
         monkeypatch.setattr(f"krul_backend.store.{module}.block_checksum", gate)
     return gate
+
+
+def replace_hashing(patch: pytest.MonkeyPatch, checksum: Callable[[Any], int]) -> None:
+    """Let checksums be taken by ``checksum``, behind a commit and by who cannot wait for that."""
+    for name in ("block_checksum", "yielding_checksum"):
+        patch.setattr(f"krul_backend.store.hashing.{name}", checksum)
 
 
 def run_until_gate(gate: ChecksumGate, call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import xxhash
-from checksum_gate import ChecksumGate, install_gate, let_go, run_until_gate
+from checksum_gate import ChecksumGate, install_gate, let_go, replace_hashing, run_until_gate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_builders import (
@@ -741,7 +741,7 @@ def test_a_lease_does_not_wait_for_other_segments_checksums(
             assert go_on.wait(10)
         return 7
 
-    monkeypatch.setattr("krul_backend.store.hashing.block_checksum", checksum)
+    replace_hashing(monkeypatch, checksum)
     # One more than there are threads: the last one is not begun.
     for i in range(NUM_THREADS + 1):
         put(store, f"c{i}", 0, 1)
@@ -753,7 +753,7 @@ def test_a_lease_does_not_wait_for_other_segments_checksums(
 
 def test_close_ends_a_lease_that_takes_checksums(store: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr("krul_backend.store.hashing.block_checksum", lambda block: int(go_on.wait(10)))
+    replace_hashing(monkeypatch, lambda block: int(go_on.wait(10)))
     for i in range(NUM_THREADS + 1):
         put(store, f"c{i}", 0, 1)
     results: list[object] = []
@@ -777,7 +777,7 @@ def test_checksums_are_taken_at_low_priority(monkeypatch: pytest.MonkeyPatch) ->
     def niceness(block: object) -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    monkeypatch.setattr("krul_backend.store.hashing.block_checksum", niceness)
+    monkeypatch.setattr("krul_backend.store.hashing.yielding_checksum", niceness)
     hasher = Hasher()
     hashes = hasher.submit((np.zeros(1, np.uint8),))
     wait_until(lambda: hashes.if_taken is not None)

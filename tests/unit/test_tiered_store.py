@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from checksum_gate import replace_hashing
 from store_builders import lease_pages, make_model, page_keys, put, tokens_of, wait_until
 from tiered_builders import (
     FLAGS_BYTES,
@@ -408,7 +409,7 @@ def test_a_segment_without_checksums_is_not_written(rig: Rig, monkeypatch: pytes
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("krul_backend.store.hashing.block_checksum", fail)
+        replace_hashing(patch, fail)
         put(rig.store, "c", 0, 2)
         assert rig.store.flush(10)
     assert (rig.ssd.num_puts, rig.mooncake.num_puts) == (0, 0)
@@ -525,7 +526,7 @@ def test_a_clear_that_meets_a_segment_before_it_is_queued_keeps_it_out(
         return 0
 
     with monkeypatch.context() as patch:
-        patch.setattr("krul_backend.store.hashing.block_checksum", checksum)
+        replace_hashing(patch, checksum)
         put(rig.store, "c", 0, 2)
         assert entered.wait(10)
         rig.store.clear()

@@ -83,13 +83,14 @@ class SegmentHashes:
                 raise StoreClosedError("the KV store was closed") from error
         return self.if_taken
 
-    def take(self, checksum: Callable[[Block], int] = block_checksum) -> None:
-        """Take those that nobody has begun, each by ``checksum``."""
+    def take(self, checksum: Callable[[Block], int] | None = None) -> None:
+        """Take those that nobody has begun, each by ``checksum``, or else as fast as can be."""
+        take_one = block_checksum if checksum is None else checksum
         try:
             for layer in self._waiting:
                 if self._over.cancelled():
                     return
-                self._by_layer[layer] = checksum(self._blocks[layer])
+                self._by_layer[layer] = take_one(self._blocks[layer])
                 with self._lock:
                     self._num_missing -= 1
                     is_last = self._num_missing == 0
