@@ -382,7 +382,7 @@ def test_a_session_that_ends_is_replaced_and_its_arrays_stay(daemon: FakeDaemon,
     first.blocks[0][:] = 5
     daemon.end_sessions()
     wait_until(lambda: store.counters.reconnects == 1)
-    assert len(restarts) == 1
+    assert restarts == [], "the daemon itself was there"
     assert len(arenas) == 2
     ops_before = len(daemon.ops())
     store.abort(first)
@@ -409,6 +409,26 @@ def test_a_restart_that_fails_does_not_end_the_search(
         wait_until(lambda: store.is_connected)
     finally:
         other.stop()
+
+
+def test_a_daemon_that_dies_again_at_once_is_started_again(
+    daemon: FakeDaemon, make_store: Make, runtime_dir: Path
+) -> None:
+    others: list[FakeDaemon | None] = []
+
+    def restart() -> None:
+        # The first one does not live until somebody connects.
+        others.append(FakeDaemon(runtime_dir) if others else None)
+
+    store = make_store(restart=restart)
+    daemon.stop()
+    try:
+        wait_until(lambda: store.is_connected)
+        assert len(others) == 2
+    finally:
+        for other in others:
+            if other is not None:
+                other.stop()
 
 
 def test_after_close_only_release_and_abort_are_silent(daemon: FakeDaemon, make_store: Make) -> None:

@@ -98,12 +98,14 @@ class AdminClient:
         return self._channels.ask(request, InspectReply, self._timeout_s).segment
 
     def verify(self, timeout_s: float = 3600.0) -> DamageReport:
-        """Have the daemon read every block of its local tiers."""
+        """Have the daemon read every block of its local tiers; one that hangs is found out sooner."""
+        self.ping()
         request = VerifyRequest(**self._channels.head())
         return self._channels.ask(request, VerifyReply, timeout_s).report
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything committed before is durable; False if it takes longer than ``timeout_s``."""
+        self.ping()
         request = FlushRequest(**self._channels.head(), timeout_s=timeout_s)
         return self._channels.ask(request, FlushReply, timeout_s + self._timeout_s).is_durable
 

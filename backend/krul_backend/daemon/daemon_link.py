@@ -221,18 +221,29 @@ class DaemonLink:
         return connection
 
     def _living_connection(self) -> Connection:
-        """The connection whose session lasts, or a new one."""
-        connection = self._connection
-        if connection is not None and not connection.session.is_alive:
-            self._drop_connection()
-            if self._restart is not None:
-                with _logged("restarting the krul daemon"):
-                    self._restart()
-            connection = None
-        return self._connect() if connection is None else connection
+        """The connection whose session lasts, or a new one; to a daemon that is started again if need be.
 
-    def _connect(self) -> Connection:
-        session = ClientSession(self._runtime_dir, timeout_s=HANDSHAKE_TIMEOUT_S, on_end=self._session_ended)
+        Raises:
+            DaemonUnreachableError: there is none, and it is not this side's to start.
+            DaemonError: it does not start, or did so too often.
+        """
+        connection = self._connection
+        if connection is not None and connection.session.is_alive:
+            return connection
+        self._drop_connection()
+        try:
+            session = self._open_session()
+        except DaemonUnreachableError:
+            if self._restart is None:
+                raise
+            self._restart()
+            session = self._open_session()
+        return self._connect(session)
+
+    def _open_session(self) -> ClientSession:
+        return ClientSession(self._runtime_dir, timeout_s=HANDSHAKE_TIMEOUT_S, on_end=self._session_ended)
+
+    def _connect(self, session: ClientSession) -> Connection:
         connection = Connection(session, self._context)
         try:
             greeting = session.greeting
@@ -274,7 +285,7 @@ class DaemonLink:
 
     def _try_first(self) -> None:
         try:
-            connection = self._connect()
+            connection = self._connect(self._open_session())
         except DaemonUnreachableError as error:
             logger.warning("%s; nothing is stored or restored until it does", error)
             return
