@@ -16,11 +16,15 @@ from typing import Any
 
 import pytest
 
+from krul_backend.daemon.daemon_store import DaemonStore
 from krul_backend.errors import DaemonError
 from krul_backend.tiers.mooncake.epochs import EPOCH_AGE_S
 from krul_backend.tiers.mooncake.epochs import ROOT as EPOCH_ROOT
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, require_mooncake
 from krul_backend.tiers.mooncake.options import MooncakeOptions
+from tests.crash.conversations import model_of
+from tests.crash.conversing import check, converse
+from tests.integration.daemon_process import running_daemon
 
 ROOT = Path(__file__).parents[2]
 
@@ -243,3 +247,30 @@ def test_a_host_that_starts_before_its_master_works_alone(tmp_path: Path) -> Non
     finally:
         host.close()
     assert "no Mooncake master" in (tmp_path / "host.log").read_text()
+
+
+def test_two_daemons_share_conversations(master: Master) -> None:
+    """What engines of one host stored is restored on another one, whose daemon never saw it."""
+    settings = {
+        "master_address": f"127.0.0.1:{master.rpc_port}",
+        "metadata_server": f"http://127.0.0.1:{master.metadata_port}/metadata",
+        "segment_bytes": "64MiB",
+        "buffer_bytes": "16MiB",
+        "lookup_timeout_s": "2",
+    }
+    given = [word for name, value in settings.items() for word in ("--mooncake", f"{name}={value}")]
+    model = model_of(0)
+    with (
+        running_daemon("--host-memory", "32MiB", *given) as (here, _),
+        running_daemon("--host-memory", "32MiB", *given) as (there, _),
+    ):
+        store = DaemonStore(here, model=model, request_timeout_s=20.0)
+        turns = converse(store, model, "shared", num_turns=5)
+        assert store.flush(60.0)
+        store.close()
+        store = DaemonStore(there, model=model, request_timeout_s=20.0)
+        check(store, model, turns)
+        stats = store.stats()
+        store.close()
+    assert stats.tier_hit_pages["mooncake"] == turns[-1].end_page
+    assert (stats.fetched_segments, stats.failed_fetches, stats.num_leases) == (len(turns), 0, 0)
