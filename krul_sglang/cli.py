@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -45,11 +50,36 @@ class _OneLineErrors(TyperGroup):
         sys.exit(status if isinstance(status, int) else 0)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            # Here, because versions of typer differ in what they make of it further out.
-            _fail("interrupted", EXIT_INTERRUPTED)
+        # Here, because versions of typer differ in what they make of it further out.
+        with _noted_interrupts() as interrupts:
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:
+                _fail("interrupted", EXIT_INTERRUPTED)
+            except Exception:
+                if interrupts:
+                    # An error of what was being done when it was interrupted, or of its clean-up.
+                    _fail("interrupted", EXIT_INTERRUPTED)
+                raise
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C as always; and whether there was one, whatever became of the exception."""
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 app = typer.Typer(

@@ -54,7 +54,7 @@ def index_rows(configuration: Configuration) -> list[dict[str, Any]]:
             for conversation in range(num_conversations):
                 _store_turns(store, model, conversation, _INDEX_TURNS, _INDEX_TURN_PAGES)
             # Every checksum is taken, and the collector is as in a daemon.
-            store.flush(600.0)
+            store.verify()
             tune_garbage_collection()
             rng = random.Random(0)
             chosen = [rng.randrange(num_conversations) for _ in range(configuration.index_repeats)]

@@ -150,7 +150,7 @@ def test_an_interrupted_demo_exits_with_130_and_leaves_no_process(tmp_path: Path
         assert len(tree) >= 3, "demo, supervisor, server"
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert errors.splitlines()[-1] == "krul-sglang: error: interrupted"
     assert names_left(tree, timeout_s=30) == []
 

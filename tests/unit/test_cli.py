@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +186,21 @@ def test_an_interrupt_exits_with_130(
     monkeypatch.setattr("krul_sglang.demo.run.run_demo", interrupt)
     result = run("demo", "--model-path", model_path, "--conversations", conversations, "--max-tokens", "500")
     assert_one_line(result, 130, "interrupted")
+
+
+def test_an_error_that_follows_an_interrupt_is_the_interrupts(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, conversations: Path
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise KrulError("half of it is gone")
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("krul_sglang.demo.run.run_demo", interrupt)
+    result = run("demo", "--model-path", model_path, "--conversations", conversations, "--max-tokens", "500")
+    assert_one_line(result, 130, "interrupted")
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize(
