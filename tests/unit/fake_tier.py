@@ -169,24 +169,7 @@ class FakeTier(LowerTier):
 
     def list_segments(self) -> list[SegmentInfo]:
         with self._lock:
-            return [
-                SegmentInfo(
-                    segment_id=n,
-                    model=record.manifest.model.name,
-                    fingerprint=record.manifest.model.fingerprint,
-                    tenant=record.manifest.tenant,
-                    start_token=record.manifest.start_token,
-                    num_tokens=record.manifest.num_tokens,
-                    num_bytes=record.manifest.num_bytes,
-                    codec=record.manifest.codec,
-                    codec_params=record.manifest.codec_params,
-                    tiers=(self.name,),
-                    num_leases=0,
-                    idle_s=0.0,
-                    pinned_s=0.0,
-                )
-                for n, record in self.records.items()
-            ]
+            return [SegmentInfo.of(n, record.manifest, self.name) for n, record in self.records.items()]
 
     def verify(self) -> DamageReport:
         with self._lock:

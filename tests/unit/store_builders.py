@@ -16,6 +16,16 @@ from krul_backend.store.interface import KVStore, Lease, Reservation
 PAGE_SIZE = 4
 
 
+class Clock:
+    """Stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 def make_model(name: str = "tiny", num_layers: int = 2, page_size: int = PAGE_SIZE) -> ModelIdentity:
     return ModelIdentity(
         name=name,

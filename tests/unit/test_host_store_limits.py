@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 import xxhash
 from store_builders import (
+    Clock,
     fill,
     lease_pages,
     make_manifest,
@@ -31,14 +32,6 @@ MODEL = make_model()
 NUM_LAYERS = 8
 LAYERED_MODEL = make_model(num_layers=NUM_LAYERS)
 BLOCKS = (b"a" * 100, b"b" * 60)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

@@ -21,20 +21,12 @@ from ssd_builders import (
     put,
     random_blocks,
 )
-from store_builders import make_manifest, make_model, page_keys
+from store_builders import Clock, make_manifest, make_model, page_keys
 
 from krul_backend.errors import DaemonError, TierReadError
 from krul_backend.store.hashing import block_checksum
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from krul_backend.tiers.ssd.suspension import FIRST_PAUSE_S
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

@@ -5,20 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
-from store_builders import page_keys, tokens_of
+from store_builders import Clock, page_keys, tokens_of
 from tiered_builders import MODEL, Rig, put_below, put_in_dram, tiers_of
 
 from krul_sglang.engine.waiting_leases import RENEW_S, WaitingLeases
 
 KEYS = page_keys("c", 0, 4)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

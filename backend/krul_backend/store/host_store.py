@@ -225,17 +225,10 @@ class HostStore(HostLeases, HostUpkeep):
     def _info_of(self, segment: StoredSegment) -> SegmentInfo:
         """With the lock held."""
         manifest = segment.manifest
-        return SegmentInfo(
-            segment_id=segment.segment_id,
-            model=manifest.model.name,
-            fingerprint=manifest.model.fingerprint,
-            tenant=manifest.tenant,
-            start_token=manifest.start_token,
-            num_tokens=manifest.num_tokens,
-            num_bytes=manifest.num_bytes,
-            codec=manifest.codec,
-            codec_params=manifest.codec_params,
-            tiers=(DRAM_TIER,),
+        return SegmentInfo.of(
+            segment.segment_id,
+            manifest,
+            DRAM_TIER,
             num_leases=segment.num_leases,
             idle_s=self._clock() - segment.last_used_s,
             pinned_s=self._books.pins.remaining_s(segment.segment_id),

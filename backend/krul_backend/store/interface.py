@@ -189,6 +189,34 @@ class SegmentInfo:
     idle_s: float
     pinned_s: float
 
+    @classmethod
+    def of(
+        cls,
+        segment_id: int,
+        manifest: SegmentManifest,
+        tier: str,
+        *,
+        num_leases: int = 0,
+        idle_s: float = 0.0,
+        pinned_s: float = 0.0,
+    ) -> SegmentInfo:
+        """Of a segment as one tier holds it."""
+        return cls(
+            segment_id=segment_id,
+            model=manifest.model.name,
+            fingerprint=manifest.model.fingerprint,
+            tenant=manifest.tenant,
+            start_token=manifest.start_token,
+            num_tokens=manifest.num_tokens,
+            num_bytes=manifest.num_bytes,
+            codec=manifest.codec,
+            codec_params=manifest.codec_params,
+            tiers=(tier,),
+            num_leases=num_leases,
+            idle_s=idle_s,
+            pinned_s=pinned_s,
+        )
+
 
 @dataclass(frozen=True)
 class SegmentDetails:

@@ -32,6 +32,23 @@ class TierRun:
     place: Any
 
 
+@dataclass
+class TierCounters:
+    """Events since a tier was opened, under the names that ``TierStats`` gives them. Not thread-safe."""
+
+    written_segments: int = 0
+    written_bytes: int = 0
+    skipped_segments: int = 0
+    read_segments: int = 0
+    read_bytes: int = 0
+    evicted_segments: int = 0
+    evicted_bytes: int = 0
+    corrupted_segments: int = 0
+    failed_reads: int = 0
+    slow_reads: int = 0
+    failed_writes: int = 0
+
+
 class LowerTier(ABC):
     """Thread-safe. Only ``fetch``, ``flush``, ``verify``, ``clear`` and ``close`` may take long.
 

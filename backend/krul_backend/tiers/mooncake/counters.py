@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
-
-@dataclass
-class Counts:
-    """See ``TierStats``."""
-
-    written_segments: int = 0
-    written_bytes: int = 0
-    skipped_segments: int = 0
-    read_segments: int = 0
-    read_bytes: int = 0
-    evicted_segments: int = 0
-    evicted_bytes: int = 0
-    corrupted_segments: int = 0
-    failed_reads: int = 0
-    slow_reads: int = 0
-    failed_writes: int = 0
+from krul_backend.tiers.lower_tier import TierCounters
 
 
 class Counters:
-    """Thread-safe."""
+    """``TierCounters``, thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = Counts()
+        self._counts = TierCounters()
 
     def add(self, **amounts: int) -> None:
         """``add(failed_reads=1)``; a name that is no counter is an AttributeError."""

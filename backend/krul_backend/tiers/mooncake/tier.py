@@ -179,20 +179,11 @@ class MooncakeTier(LowerTier):
     def list_segments(self) -> list[SegmentInfo]:
         """What this daemon knows of the cluster."""
         return [
-            SegmentInfo(
-                segment_id=segment.segment_id,
-                model=segment.manifest.model.name,
-                fingerprint=segment.manifest.model.fingerprint,
-                tenant=segment.manifest.tenant,
-                start_token=segment.manifest.start_token,
-                num_tokens=segment.manifest.num_tokens,
-                num_bytes=segment.manifest.num_bytes,
-                codec=segment.manifest.codec,
-                codec_params=segment.manifest.codec_params,
-                tiers=(NAME,),
-                num_leases=0,
+            SegmentInfo.of(
+                segment.segment_id,
+                segment.manifest,
+                NAME,
                 idle_s=max(0.0, self._clock() - segment.confirmed_at_s),
-                pinned_s=0.0,
             )
             for segment in self._catalog.segments()
         ]

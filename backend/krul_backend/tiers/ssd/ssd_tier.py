@@ -199,20 +199,12 @@ class SsdTier(LowerTier):
         with self._state.lock:
             now_s = self._state.clock()
             return [
-                SegmentInfo(
-                    segment_id=segment.segment_id,
-                    model=segment.manifest.model.name,
-                    fingerprint=segment.manifest.model.fingerprint,
-                    tenant=segment.manifest.tenant,
-                    start_token=segment.manifest.start_token,
-                    num_tokens=segment.manifest.num_tokens,
-                    num_bytes=segment.manifest.num_bytes,
-                    codec=segment.manifest.codec,
-                    codec_params=segment.manifest.codec_params,
-                    tiers=(self.name,),
+                SegmentInfo.of(
+                    segment.segment_id,
+                    segment.manifest,
+                    self.name,
                     num_leases=segment.num_holds,
                     idle_s=now_s - segment.last_used_s,
-                    pinned_s=0.0,
                 )
                 for segment in self._state.catalog.segments
             ]

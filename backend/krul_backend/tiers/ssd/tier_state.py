@@ -7,28 +7,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from krul_backend.tiers.lower_tier import TierCounters
 from krul_backend.tiers.ssd.catalog import Catalog
 from krul_backend.tiers.ssd.ssd_segment import SsdSegment
 from krul_backend.tiers.ssd.suspension import Suspension
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Counters:
-    """Events since the tier was opened, under the names that ``TierStats`` gives them."""
-
-    written_segments: int = 0
-    written_bytes: int = 0
-    skipped_segments: int = 0
-    read_segments: int = 0
-    read_bytes: int = 0
-    evicted_segments: int = 0
-    evicted_bytes: int = 0
-    corrupted_segments: int = 0
-    failed_reads: int = 0
-    slow_reads: int = 0
-    failed_writes: int = 0
 
 
 @dataclass(eq=False)
@@ -39,7 +23,7 @@ class TierState:
     suspension: Suspension
     clock: Callable[[], float]
     lock: threading.Lock = field(default_factory=threading.Lock)
-    counters: Counters = field(default_factory=Counters)
+    counters: TierCounters = field(default_factory=TierCounters)
     is_closed: bool = False
 
     @property
