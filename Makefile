@@ -6,13 +6,17 @@ STAMP := $(VENV)/.krul-installed
 ARGS ?=
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test lint format clean
+.PHONY: demo test gpu-check lint format clean
 
 demo: $(STAMP)
 	$(BIN)/krul-sglang demo $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+# On a machine with an NVIDIA GPU: docs/gpu.md. ARGS="--long" takes hours, ARGS="--stages a" needs no SGLang.
+gpu-check: $(STAMP)
+	$(BIN)/python -m tests.gpu $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +39,21 @@ class _Mode:
 
 
 @dataclass
+class _Request:
+    rid: str = "request"
+
+
+@dataclass
 class _Batch:
-    """One request's forward batch, as far as the capture looks at it."""
+    """One request's batch, as far as the capture looks at it."""
 
     forward_mode: _Mode
-    seq_lens: torch.Tensor
-    req_pool_indices: torch.Tensor
+    seq_lens_cpu: torch.Tensor
     req_pool_indices_cpu: torch.Tensor
-    rids: tuple[str, ...] = ("request",)
-    extend_prefix_lens_cpu: tuple[int, ...] = (0,)
-    extend_seq_lens_cpu: tuple[int, ...] = (16,)
+    reqs: tuple[_Request, ...] = (_Request(),)
+    decoding_reqs: None = None
+    prefix_lens: tuple[int, ...] = (0,)
+    extend_lens: tuple[int, ...] = (16,)
 
 
 def capture_seconds_per_step(shape: QueryShape, device: torch.device, repeats: int) -> list[float]:
@@ -57,23 +63,24 @@ def capture_seconds_per_step(shape: QueryShape, device: torch.device, repeats: i
     hooks, and covers the steps that record and those between them in the engine's proportion.
     """
     plan = CapturePlan.fit(shape, max_requests=4, num_rows=_NUM_ROWS, max_bytes=1 << 30)
-    capture = QueryCapture(shape, plan, num_slots=4, device=device)
+    capture = QueryCapture(shape, plan, device=device)
     plain = [_Attention() for _ in range(shape.num_layers)]
     hooked = [_Attention() for _ in range(shape.num_layers)]
     capture.install(hooked)
-    slot = torch.zeros(1, dtype=torch.int64, device=device)
+    slot = torch.zeros(1, dtype=torch.int64)
     width = shape.num_query_heads * shape.head_dim
-    prompt = _Batch(_Mode(False), torch.tensor([16], device=device), slot, slot.cpu())
-    for module in hooked:
-        module(torch.zeros(16, width, dtype=shape.dtype, device=device), None, None, prompt)
+    with capture.recording(_Batch(_Mode(False), torch.tensor([16]), slot)):
+        for module in hooked:
+            module(torch.zeros(16, width, dtype=shape.dtype, device=device), None, None, None)
     query = torch.zeros(1, width, dtype=shape.dtype, device=device)
 
     def run(modules: list[_Attention]) -> float:
         started = time.perf_counter()
         for step in range(_STEPS):
-            batch = _Batch(_Mode(True), torch.tensor([17 + step], device=device), slot, slot)
-            for module in modules:
-                module(query, None, None, batch)
+            batch = _Batch(_Mode(True), torch.tensor([17 + step]), slot)
+            with capture.recording(batch) if modules is hooked else nullcontext():
+                for module in modules:
+                    module(query, None, None, batch)
         if device.type == "cuda":
             torch.cuda.synchronize()
         return (time.perf_counter() - started) / _STEPS

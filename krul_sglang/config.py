@@ -36,6 +36,10 @@ FAULTS = ("none", "load-error", "load-stall", "skip-heads")
 PRECISIONS = tuple(precision.value for precision in Precision if precision is not Precision.INT0)
 
 
+ATTENTION_STRATEGIES = ("budget", "krul", "matching")
+"""Strategies that are chosen from a conversation's own attention."""
+
+
 def _parse_size(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError("not a size")
@@ -156,6 +160,12 @@ def _parse_token_count(value: object) -> int:
     if not number.is_integer() or number < 0:
         raise ValueError("out of range")
     return int(number)
+
+
+def _parse_max_head_tokens(value: object) -> int | None:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return None
+    return _parse_token_count(value)
 
 
 def _parse_fault(value: object) -> str:
@@ -280,8 +290,8 @@ class KrulConfig:
         0.01,
         _parse_positive,
         "a positive number",
-        'For the strategy "budget": the damage allowed, as the mean divergence of next-token distributions '
-        "in nats.",
+        'For the strategy "budget": the damage allowed to a conversation over all its turns, as the mean '
+        "divergence of next-token distributions in nats.",
     )
     probe_share: float = _option(
         0.05,
@@ -303,7 +313,8 @@ class KrulConfig:
         256,
         _parse_query_rows,
         "a whole number from 16 to 1024",
-        "Query vectors kept of each turn for attention statistics, half of them from the prompt.",
+        "Query vectors kept of each turn for attention statistics, half of them from the prompt; fewer, down "
+        "to 64, where query_memory is short.",
     )
     query_memory: int = _option(
         512 << 20,
@@ -335,18 +346,19 @@ class KrulConfig:
         "Store every token in every layer. Otherwise tokens that the planner would recompute when the "
         "conversation returns are left out, which takes less memory.",
     )
-    max_head_tokens: int = _option(
-        32768,
-        _parse_token_count,
-        "a whole number that is not negative",
+    max_head_tokens: int | None = _option(
+        None,
+        _parse_max_head_tokens,
+        '"auto", or a whole number that is not negative',
         "Most tokens that are recomputed for the requests of one batch together; others of the batch wait "
-        "for them.",
+        'for them. "auto" takes as many as the server prefills at once (--chunked-prefill-size).',
     )
     load_timeout: float = _option(
-        10.0,
+        2.0,
         _parse_positive,
         "a positive number",
-        "Seconds after which a load of which no further layer has landed is given up, and recomputed.",
+        "Seconds, beyond those that its plan expects, after which a load of which no further layer has "
+        "landed is given up, and recomputed.",
     )
 
     fault_injection: str = _option(
@@ -378,7 +390,7 @@ class KrulConfig:
     @property
     def needs_attention(self) -> bool:
         """Whether the strategy is chosen from a conversation's own attention."""
-        return self.strategy in ("budget", "krul", "matching")
+        return self.strategy in ATTENTION_STRATEGIES
 
     def host_memory_bytes(self, *, num_ranks: int) -> int:
         """Arena bytes of one rank when ``num_ranks`` share this host.
@@ -397,10 +409,14 @@ class KrulConfig:
             )
         return total // num_ranks
 
+    def head_token_limit(self, prefill_tokens: int) -> int:
+        """``max_head_tokens``; if that is "auto", the ``prefill_tokens`` that the server computes at once."""
+        return prefill_tokens if self.max_head_tokens is None else self.max_head_tokens
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values that ``from_mapping`` accepts again."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}
-        for name in ("host_memory", "ssd_capacity"):
+        for name in ("host_memory", "ssd_capacity", "max_head_tokens"):
             if values[name] is None:
                 values[name] = "auto"
         return values

@@ -25,6 +25,8 @@ def register() -> None:
     HookRegistry.register(hook_targets.INIT_ATTENTION, factory.attach_capture, HookType.AFTER)
     HookRegistry.register(hook_targets.ON_IDLE, factory.probe_when_idle, HookType.BEFORE)
     HookRegistry.register(hook_targets.FORWARD, factory.forward_with_restore, HookType.AROUND)
+    for path in hook_targets.WEIGHT_WRITERS:
+        HookRegistry.register(path, factory.change_weights, HookType.AROUND)
     HookRegistry.register(hook_targets.INTERNAL_STATE, factory.add_stats, HookType.AFTER)
 
 
@@ -47,21 +49,16 @@ def _check(server_args: Any) -> None:
     from krul_backend.errors import ConfigError
     from krul_sglang.config import FLAG, KrulConfig
     from krul_sglang.engine.hook_targets import check_version
-    from krul_sglang.engine.unsupported import UnsupportedSetupError, check_flags, flags_of
+    from krul_sglang.engine.unsupported import check_flags, flags_of
 
     check_version()
-    check_flags(flags_of(server_args))
-    if server_args.enable_unified_cache_external_linker:
-        raise UnsupportedSetupError(
-            "--radix-cache-backend krul does not run with --enable-unified-cache-external-linker: "
-            "it brings its own linker"
-        )
-    model_path = str(server_args.model_path)
-    if model_path.startswith(("/", "./", "../", "~")) and not Path(model_path).expanduser().exists():
-        raise ConfigError(f"--model-path {model_path}: no such file or directory")
     flag_values = server_args.unified_cache_external_linker_config
     if flag_values is not None and not isinstance(flag_values, dict):
         raise ConfigError(f"{FLAG}: expected a JSON object, got {type(flag_values).__name__}")
     config = KrulConfig.load(flag_values)
+    check_flags(flags_of(server_args, config))
+    model_path = str(server_args.model_path)
+    if model_path.startswith(("/", "./", "../", "~")) and not Path(model_path).expanduser().exists():
+        raise ConfigError(f"--model-path {model_path}: no such file or directory")
     config.check_endpoint()
     config.host_memory_bytes(num_ranks=1)

@@ -1,4 +1,4 @@
-"""A tiny random Llama that the real SGLang server serves on a CPU within seconds.
+"""A tiny random Llama, or Qwen3-MoE, that the real SGLang server serves on a CPU within seconds.
 
 Its greedy text is noise, but it depends on the whole prompt: with N(0, 0.08) weights, an untied head and a
 hidden size of 256 it does not fall into repeating one token (at 64 it does), so a wrong KV cache changes the
@@ -41,36 +41,46 @@ def build_tiny_model(
     max_positions: int = 8192,
     init_std: float = 0.08,
     seed: int = 0,
+    num_experts: int = 0,
 ) -> Path:
     """Write a checkpoint directory (weights, config, tokenizer, chat template) and return its path.
 
-    Deterministic: the same arguments give the same weights and the same tokenizer. ``num_kv_heads`` is even
-    by default, so that the model can be split over two tensor-parallel ranks.
+    A Qwen3-MoE with two of ``num_experts`` per token if there are any, else a Llama. Deterministic: the same
+    arguments give the same weights and the same tokenizer. ``num_kv_heads`` is even by default, so that the
+    model can be split over two tensor-parallel ranks.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     token_ids = _write_tokenizer(path, vocab_size)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=max_positions,
-        initializer_range=init_std,
-        tie_word_embeddings=False,
-        bos_token_id=token_ids["<bos>"],
-        eos_token_id=token_ids["<end>"],
-        pad_token_id=token_ids["<pad>"],
-    )
+    shape = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": max_positions,
+        "initializer_range": init_std,
+        "tie_word_embeddings": False,
+        "bos_token_id": token_ids["<bos>"],
+        "eos_token_id": token_ids["<end>"],
+        "pad_token_id": token_ids["<pad>"],
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        if num_experts:
+            experts = {
+                "num_experts": num_experts,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": hidden_size,
+            }
+            model: torch.nn.Module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**shape))
     model.to(getattr(torch, dtype)).save_pretrained(path)
     return path
 

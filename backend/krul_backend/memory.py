@@ -66,6 +66,17 @@ def format_bytes(num_bytes: int) -> str:
     return f"{value:.1f} {unit}"
 
 
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+"""Texts in errors of torch's allocators, the CUDA runtime and cuBLAS; the last two raise RuntimeError."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that there was no memory, on a device or on the host."""
+    if isinstance(error, RuntimeError):
+        return any(words in str(error) for words in _OUT_OF_MEMORY)
+    return isinstance(error, MemoryError)
+
+
 @dataclass(frozen=True)
 class _CgroupFiles:
     """Names of one cgroup version's memory files, and the key of reclaimable page cache in its statistics."""

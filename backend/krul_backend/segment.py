@@ -16,8 +16,11 @@ from krul_backend.errors import ManifestError
 
 TokenIds = npt.NDArray[np.int32]
 
-FORMAT_VERSION = 3
-"""Version of the manifest and of every codec's block layout; part of each model's fingerprint."""
+FORMAT_VERSION = 4
+"""Version of the manifest, every codec's block layout and the SSD's files; part of models' fingerprints."""
+
+MAX_CODEC_PARAMS_BYTES = 256 << 10
+"""Of a segment's codec parameters as JSON. Every lookup that finds the segment carries them."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class ModelIdentity:
     """Everything that must be equal for stored KV to be usable by a model runner.
 
     ``config_digest`` covers the architecture, RoPE settings and the weights' identity as far as they can be
-    known; ``dtype`` is the KV pool's element type (``"bfloat16"``); ``num_kv_heads`` and the head sizes are
-    those of one tensor-parallel rank; ``page_size`` is in tokens.
+    known; ``dtype`` is the KV pool's element type (``"bfloat16"``), of fp8 KV with a digest of its scales;
+    ``num_kv_heads`` and the head sizes are those of one tensor-parallel rank; ``page_size`` is in tokens.
     """
 
     name: str
@@ -168,6 +171,14 @@ class SegmentManifest:
             layer_first_token=self.layer_first_token,
         )
 
+    def shares_encoded_pages(self, other: SegmentManifest) -> bool:
+        """Whether both hold a page, encoded alike: who cannot decode one cannot decode the other."""
+        return (
+            (self.codec, self.codec_params) == (other.codec, other.codec_params)
+            and self.model.fingerprint == other.model.fingerprint
+            and not set(self.page_keys).isdisjoint(other.page_keys)
+        )
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
@@ -181,3 +192,11 @@ class SegmentManifest:
     def num_bytes(self) -> int:
         """Bytes of all layer blocks."""
         return sum(self.layer_num_bytes)
+
+
+def check_codec_params_num_bytes(num_bytes: int) -> None:
+    """Raises ManifestError if codec parameters take more bytes as JSON than a store keeps."""
+    if num_bytes > MAX_CODEC_PARAMS_BYTES:
+        raise ManifestError(
+            f"codec parameters of {num_bytes} bytes as JSON: a segment may have {MAX_CODEC_PARAMS_BYTES}"
+        )

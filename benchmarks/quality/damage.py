@@ -101,12 +101,12 @@ class LearnedDamage:
 
         def round_trip(
             unit: Unit, precision: Precision, layers: Sequence[LayerKV]
-        ) -> tuple[Sequence[LayerKV], int]:
-            # The tokens after the last whole page stay exact; the bytes are those of the stored ones alone.
+        ) -> tuple[Sequence[LayerKV], float]:
+            # The tokens after the last whole page stay exact.
             stored = history.restore_unit(self._sharing, history.num_segments, unit, precision)
             rest = token_slice(layers, num_stored, num_tokens)
             decoded = [concatenate(parts) for parts in zip(stored.layers, rest, strict=True)]
-            return decoded, round(stored.num_bytes * num_tokens / num_stored)
+            return decoded, stored.num_bytes / num_stored
 
         pairs = nearest_pairs(statistics, MAX_PAIRS)
         units = self._meter.units_of(self._model.num_layers, pairs)

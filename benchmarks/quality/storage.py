@@ -68,8 +68,8 @@ class StoredHistory:
         if key not in self._units:
             start, kv = self._segments[segment]
             trip = UnitRoundTrip(self._codecs[sharing], start_token=start)
-            layers, num_bytes = trip(unit, precision, [kv[layer] for layer in unit])
-            self._units[key] = StoredUnit(tuple(layers), num_bytes)
+            layers, token_bytes = trip(unit, precision, [kv[layer] for layer in unit])
+            self._units[key] = StoredUnit(tuple(layers), round(token_bytes * len(kv[0].k)))
         return self._units[key]
 
     def restore(self, sharing: str, strategies: Sequence[Strategy]) -> Restored:

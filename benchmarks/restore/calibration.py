@@ -116,18 +116,18 @@ class Calibration:
                 marks = forward()
                 device.synchronize()
                 if number > 0:
-                    total_s = sum(device.seconds(start, end) for start, end in marks)
+                    total_s = sum(start.seconds_until(end) for start, end in marks)
                     seconds[size].append(total_s / len(marks))
         return [(*size, statistics.median(of_size)) for size, of_size in seconds.items()]
 
     def _once(self, work: Callable[[], object]) -> float:
         device = self.restorer.device
         device.synchronize()
-        start = device.mark()
+        start = device.record()
         work()
-        end = device.mark()
+        end = device.record()
         device.synchronize()
-        return device.seconds(start, end)
+        return start.seconds_until(end)
 
 
 def _doubling(limit: int) -> list[int]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 
-from benchmarks.restore.device import Device
 from benchmarks.restore.pool import KVPool
 from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
 from krul_backend.codec.restore import restore_layer
+from krul_backend.device import Device, Event
 from krul_sglang.engine.block_checks import num_check_threads
 
 PendingChecks = dict[tuple[int, int], Future[None]]
@@ -26,12 +25,12 @@ class Loading:
     ended: Future[None]
 
     def __init__(self, device: Device, num_layers: int) -> None:
-        self.marks: list[tuple[Any, Any]] = []
+        self.marks: list[tuple[Event, Event]] = []
         self.num_bytes = 0
         self._device = device
         self._loaded = [threading.Event() for _ in range(num_layers)]
 
-    def add(self, start: Any, end: Any, num_bytes: int) -> None:
+    def add(self, start: Event, end: Event, num_bytes: int) -> None:
         """The next layer has been loaded, or queued on the load stream."""
         self.num_bytes += num_bytes
         self.marks.append((start, end))
@@ -63,8 +62,9 @@ class LayerLoader:
     def __init__(self, device: Device, pool: KVPool) -> None:
         self._device = device
         self._pool = pool
-        self._worker = ThreadPoolExecutor(1, "load", initializer=device.bind_load_thread)
-        self._checker = ThreadPoolExecutor(num_check_threads(device.device), "check")
+        self._worker = ThreadPoolExecutor(1, "load", initializer=device.bind_thread)
+        self._stream = device.new_stream()
+        self._checker = ThreadPoolExecutor(num_check_threads(device), "check")
 
     def close(self) -> None:
         self._worker.shutdown(wait=True)
@@ -88,17 +88,17 @@ class LayerLoader:
     ) -> None:
         checks: PendingChecks = {}
         try:
-            with torch.inference_mode(), self._device.loading():
+            with torch.inference_mode(), self._device.on_stream(self._stream):
                 if tier.lies_in_memory:
                     self._announce(checks, stored, tier, head_ends)
                 blocks: list[dict[int, torch.Tensor]] = [{} for _ in stored.segments]
                 for layer in range(stored.num_layers):
-                    start = self._device.mark()
+                    start = self._device.record()
                     num_bytes = sum(
                         self._load_segment(stored, tier, number, layer, head_ends, slots, of_segment, checks)
                         for number, of_segment in enumerate(blocks)
                     )
-                    loading.add(start, self._device.mark(), num_bytes)
+                    loading.add(start, self._device.record(), num_bytes)
         except BaseException:
             for checked in checks.values():
                 checked.cancel()

@@ -5,22 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from benchmarks.restore.device import Device
 from benchmarks.restore.loader import LayerLoader, Loading
 from benchmarks.restore.model import Decoder
 from benchmarks.restore.pool import KVPool
 from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
+from krul_backend.device import Device, Event
 from krul_backend.restore.interface import RestorePlan
 
 Span = tuple[float, float]
 """Start and end in seconds from the start of the restore."""
 
-Marks = list[tuple[Any, Any]]
+Marks = list[tuple[Event, Event]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +77,7 @@ class Restorer:
         """The pool's slots of the turn are written; nothing of it is taken to be there."""
         self.device.synchronize()
         started_s = time.perf_counter()
-        start = self.device.mark()
+        start = self.device.record()
         loading = None if plan.is_recompute else self._loader.start(stored, tier, plan.head_ends, turn.slots)
         heads = [] if plan.is_recompute else self.recompute_heads(turn, plan.head_ends)
         num_past = 0 if plan.is_recompute else turn.history_tokens
@@ -109,9 +108,9 @@ class Restorer:
         for layer, head_end in enumerate(head_ends):
             if head_end == 0:
                 break
-            start = self.device.mark()
+            start = self.device.record()
             hidden = self.model.layer(layer, hidden[:head_end], self.pool, turn.slots)
-            marks.append((start, self.device.mark()))
+            marks.append((start, self.device.record()))
         return marks
 
     def own_forward(
@@ -123,16 +122,14 @@ class Restorer:
         for layer in range(self.pool.num_layers):
             if loading is not None:
                 loading.wait(layer)
-            start = self.device.mark()
+            start = self.device.record()
             hidden = self.model.layer(layer, hidden, self.pool, turn.slots, num_past)
-            marks.append((start, self.device.mark()))
+            marks.append((start, self.device.record()))
         return self.model.logits(hidden), marks
 
-    def _spans(self, start: Any, marks: Marks) -> tuple[Span, ...]:
+    def _spans(self, start: Event, marks: Marks) -> tuple[Span, ...]:
         self.device.synchronize()
-        return tuple(
-            (self.device.seconds(start, first), self.device.seconds(start, end)) for first, end in marks
-        )
+        return tuple((start.seconds_until(first), start.seconds_until(end)) for first, end in marks)
 
 
 def _total(spans: Sequence[Span]) -> float:

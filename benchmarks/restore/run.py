@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from benchmarks.restore.configuration import Configuration
-from benchmarks.restore.device import make_device
 from benchmarks.restore.methods import METHODS, strategies
 from benchmarks.restore.shape_run import ShapeRun
 from benchmarks.restore.shapes import SHAPES
+from krul_backend.device import Device
 from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
 
 
@@ -29,7 +29,8 @@ def run(configuration: Configuration) -> dict[str, Any]:
     """
     started = time.monotonic()
     torch.set_num_threads(configuration.threads)
-    device = make_device(configuration.device)
+    kind = configuration.device
+    device = Device(torch.device(kind) if kind == "cpu" else torch.device(kind, 0))
     rows: list[dict[str, Any]] = []
     models, left_out = [], []
     with tempfile.TemporaryDirectory(dir=configuration.ssd_folder) as folder:

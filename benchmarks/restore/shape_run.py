@@ -12,7 +12,6 @@ import torch
 from benchmarks.restore.calibration import Calibration
 from benchmarks.restore.checks import TOLERANCES, Checks
 from benchmarks.restore.configuration import Configuration, TierSpec
-from benchmarks.restore.device import Device
 from benchmarks.restore.loader import LayerLoader
 from benchmarks.restore.methods import strategies
 from benchmarks.restore.model import Decoder
@@ -24,6 +23,7 @@ from benchmarks.restore.stored import StoredConversation, segment_ends, store
 from benchmarks.restore.tiers import SsdTier, Tier
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.device import Device
 from krul_backend.restore.calibration import fit_compute, fit_tier
 from krul_backend.restore.costs import RestoreCosts, TierCost
 
@@ -49,10 +49,12 @@ class ShapeRun:
         longest = max(configuration.history_tokens) + configuration.new_tokens
         # Twice what is needed: the slots of a request lie between those of others.
         num_slots = 2 * -(-longest // page_size) * page_size
-        pool = KVPool(shape.kv_shape(self.dtype), shape.num_layers, num_slots, device.device)
-        model = Decoder(shape, self.dtype, device.device, longest, is_one_layer=configuration.is_one_layer)
+        pool = KVPool(shape.kv_shape(self.dtype), shape.num_layers, num_slots, device.torch_device)
+        model = Decoder(
+            shape, self.dtype, device.torch_device, longest, is_one_layer=configuration.is_one_layer
+        )
         self.weight_bytes = model.num_bytes
-        self._slots = scattered_slots(num_slots, page_size, seed=1, device=device.device)
+        self._slots = scattered_slots(num_slots, page_size, seed=1, device=device.torch_device)
         self._codec = SegmentCodec(shape.kv_shape(self.dtype), shape.num_layers, model.rotary)
         self._loader = LayerLoader(device, pool)
         self._restorer = Restorer(model, pool, device, self._loader)
@@ -134,7 +136,7 @@ class ShapeRun:
         num_tokens = history_tokens + self._configuration.new_tokens
         generator = torch.Generator().manual_seed(history_tokens)
         token_ids = torch.randint(SHAPES[self._name].vocab_size, (num_tokens,), generator=generator)
-        return Turn(token_ids.to(self._device.device), self._slots[:num_tokens], history_tokens)
+        return Turn(token_ids.to(self._device.torch_device), self._slots[:num_tokens], history_tokens)
 
     def _history(self, turn: Turn) -> list[LayerKV]:
         """What the last forward, of the whole turn, left in the pool of the history."""

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from benchmarks.restore.device import Device
+from krul_backend.device import Device
 from krul_backend.errors import KrulError
 from krul_backend.store.hashing import block_checksum
 
@@ -104,9 +104,9 @@ class DramTier(Tier):
         self._blocks: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def add(self, key: tuple[object, ...], block: torch.Tensor) -> None:
-        host = self._device.host_buffer(block.numel())
+        host = self._device.host_empty((block.numel(),), torch.uint8)
         host.copy_(block)
-        staging = torch.zeros(block.numel(), dtype=torch.uint8, device=self._device.device)
+        staging = torch.zeros(block.numel(), dtype=torch.uint8, device=self._device.torch_device)
         self._blocks[key] = host, staging
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class DramTier(Tier):
 
     def _read(self, key: tuple[object, ...], first_byte: int) -> torch.Tensor:
         host, staging = self._blocks[key]
-        return staging[first_byte:].copy_(host[first_byte:], non_blocking=True)
+        return self._device.upload(host[first_byte:], staging[first_byte:])
 
 
 class SsdTier(Tier):
@@ -147,12 +147,12 @@ class SsdTier(Tier):
     def add(self, key: tuple[object, ...], block: torch.Tensor) -> None:
         num_bytes = block.numel()
         padded = -(-num_bytes // _DISK_BLOCK) * _DISK_BLOCK
-        host = _aligned(self._device.host_buffer(padded + _DISK_BLOCK), padded)
+        host = _aligned(self._device.host_empty((padded + _DISK_BLOCK,), torch.uint8), padded)
         host[:num_bytes].copy_(block)
         host[num_bytes:] = 0
         _write_fully(self._writer, host, self._end)
         os.fsync(self._writer)
-        staging = host.to(self._device.device)
+        staging = self._device.upload(host)
         self._blocks[key] = self._end, num_bytes, host, staging
         self._end += padded
 
@@ -174,7 +174,7 @@ class SsdTier(Tier):
         _read_fully(self._reader, host[first_read:], offset + first_read)
         self.check(key, first_byte)
         if staging is not host:
-            staging[first_byte:num_bytes].copy_(host[first_byte:num_bytes], non_blocking=True)
+            self._device.upload(host[first_byte:num_bytes], staging[first_byte:num_bytes])
         return staging[first_byte:num_bytes]
 
 

@@ -20,7 +20,7 @@ from benchmarks.tiers.segments import (
 )
 from benchmarks.tiers.timing import byte_row, interleaved, seconds_of
 from krul_backend.daemon.daemon_store import DaemonStore
-from krul_backend.store.hashing import block_checksum
+from krul_backend.store.hashing import block_checksum, block_checksums
 from krul_backend.store.interface import Lease
 
 _RING_BYTES = 256 << 20
@@ -97,7 +97,7 @@ class _Operations:
         return seconds_of(lambda: copy_blocks(self._source.blocks, target))
 
     def write(self) -> float:
-        """Reserve, copy once, commit."""
+        """Reserve, copy once, take the checksums, commit."""
         number = next(self._numbers)
         self._source.stamp(number)
         sizes = (self._block_bytes,) * self._num_blocks
@@ -108,12 +108,10 @@ class _Operations:
             if reservation is None:
                 raise TiersBenchmarkError("the arena had no room for a segment")
             copy_blocks(self._source.blocks, reservation.blocks)
-            self._store.commit(reservation, manifest)
+            self._store.commit(reservation, manifest, block_checksums(reservation.blocks))
 
         seconds = seconds_of(store)
         self._stored.append(number)
-        # Its checksums are taken behind the commit: nothing else is timed meanwhile.
-        self._store.release(self._lease(number))
         return seconds
 
     def read(self) -> float:

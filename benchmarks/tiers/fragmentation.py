@@ -31,7 +31,8 @@ def fragmentation_row(configuration: Configuration) -> dict[str, Any]:
             reservation = store.reserve(sizes)
             if reservation is None:
                 raise TiersBenchmarkError(f"an idle arena had no room for {sum(sizes)} bytes")
-            store.commit(reservation, make_manifest(model, number, 0, 1, sizes))
+            # Nobody reads it.
+            store.commit(reservation, make_manifest(model, number, 0, 1, sizes), (0,) * _NUM_BLOCKS)
             if store.stats().evicted_segments > before.evicted_segments:
                 shares.append(before.free_bytes / before.capacity_bytes)
     finally:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-import psutil
-
 
 def versions(packages: Sequence[str] = ("torch", "sglang")) -> dict[str, str]:
     """Python, krul and the packages that decide about a result."""
@@ -21,13 +19,13 @@ def versions(packages: Sequence[str] = ("torch", "sglang")) -> dict[str, str]:
 
 
 def machine() -> dict[str, str | int | None]:
-    import torch
+    from krul_backend.device import Device
 
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "device": Device.of_machine().name,
         "system": platform.platform(),
         "load_average_1min": round(os.getloadavg()[0]),
     }

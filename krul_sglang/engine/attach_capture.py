@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from krul_backend.device import Device
 from krul_backend.memory import format_bytes
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.attention_observer import QueryShape
@@ -46,7 +47,7 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> TurnCapture:
     )
     if config.estimator == "sampled":
         return _attach_sampled(model_runner, config, shape, modules)
-    is_on_gpu = torch.device(model_runner.device).type != "cpu"
+    is_on_gpu = not Device.of(model_runner.req_to_token_pool.req_to_token).shares_cores
     check_estimator(config.estimator, runs_graphs=is_on_gpu and not cuda_graph_fully_disabled())
     of_every_row = _attach_every_row(model_runner, config, shape, modules)
     if not config.needs_query_rows:
@@ -61,13 +62,13 @@ def _attach_sampled(
     plan = CapturePlan.fit(
         shape, max_requests=slots, num_rows=config.query_rows, max_bytes=config.query_memory
     )
-    capture = QueryCapture(shape, plan, num_slots=slots, device=torch.device(model_runner.device))
+    capture = QueryCapture(shape, plan, device=torch.device(model_runner.device))
     capture.install(modules)
     logger.info(
         "krul: query rows of up to %d requests at a time, %d rows of %d heads each: %s",
         plan.num_requests,
         plan.num_rows,
-        shape.num_kv_heads,
+        shape.num_query_heads,
         format_bytes(plan.num_bytes),
     )
     return capture
@@ -79,7 +80,7 @@ def _attach_every_row(
     req_to_token = model_runner.req_to_token_pool.req_to_token
     capture = EstimatorCapture(
         shape,
-        make_source(config.estimator, shape.num_layers, shape.num_kv_heads),
+        make_source(config.estimator, shape.num_layers, shape.num_query_heads),
         DevicePool(model_runner.token_to_kv_pool).gather_keys,
         req_to_token,
         max_requests=req_to_token.shape[0],

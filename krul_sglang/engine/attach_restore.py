@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.errors import KrulError
 from krul_backend.restore.calibration import OnlineCosts
 from krul_backend.restore.cost_file import load_costs, save_costs
 from krul_backend.restore.costs import RestoreCosts
@@ -17,7 +18,7 @@ from krul_backend.store.interface import DRAM_TIER
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.cost_calibration import CostCalibration, units_in_use
-from krul_sglang.engine.head_recompute import HeadRecompute
+from krul_sglang.engine.head_recompute import HeadRecompute, unsupported_model
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.linker import EngineParts
 from krul_sglang.engine.planned_allocation import PlannedAllocation
@@ -48,7 +49,7 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
     pool = parts.pool
     heads, proof = _proven_heads(runner, cache, pool, parts)
     calibration = CostCalibration(runner, cache, pool, heads, parts.restore_agreement)
-    costs = _costs(calibration, parts, runner)
+    costs = _costs(calibration, parts)
     # Pairs are measured as pairs with shared directions; those that are predicted need maps of the model.
     codec = SegmentCodec(pool.shape, pool.num_layers, parts.rotary)
     units = units_in_use(config.strategy, Precision(config.precision), pool.num_layers)
@@ -57,14 +58,15 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
     planner = make_planner(config.planner)
     linker = cache.krul_linker
     chunk_tokens = _chunk_tokens(chunked_prefill_size)
+    max_head_tokens = config.head_token_limit(chunk_tokens)
     planning = RestorePlanning(
         planner,
         online,
         decode_costs,
         linker.codec,
         parts.restore_agreement,
-        page_size=parts.model.page_size,
-        max_head_tokens=config.max_head_tokens,
+        page_size=parts.model.identity.page_size,
+        max_head_tokens=max_head_tokens,
         max_new_tokens=chunk_tokens,
         tier_costs=parts.connection.store.tier_costs,
     )
@@ -78,7 +80,16 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
         chunk_tokens=chunk_tokens,
         skip_heads=config.fault_injection == "skip-heads",
     )
-    linker.attach_restore(Restore(proof, planning, forward, traces, parts.model.page_size))
+    linker.attach_restore(
+        Restore(
+            proof,
+            planning,
+            forward,
+            traces,
+            parts.model.identity.page_size,
+            parts.connection.store.report_damage,
+        )
+    )
     runner.krul_restore_forward = forward
     if not config.store_full_tail and heads is not None:
         linker.allocate_space(
@@ -87,11 +98,11 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
                 online,
                 decode_costs,
                 parts.agreement,
-                page_size=parts.model.page_size,
-                max_head_tokens=config.max_head_tokens,
+                page_size=parts.model.identity.page_size,
+                max_head_tokens=max_head_tokens,
             )
         )
-    if parts.model.tp_rank == 0:
+    if parts.model.identity.tp_rank == 0:
         _log(config, costs)
 
 
@@ -99,8 +110,7 @@ def _proven_heads(
     runner: Any, cache: KrulRadixCache, pool: DevicePool, parts: EngineParts
 ) -> tuple[HeadRecompute, HeadProof] | tuple[None, None]:
     try:
-        heads = HeadRecompute(runner, pool, parts.capture)
-        return heads, prove_heads(runner, cache, pool, heads)
+        return _prove(runner, cache, pool, parts)
     except UnsupportedSetupError as error:
         if parts.config.planner != WHOLE_LOADS:
             raise
@@ -108,14 +118,29 @@ def _proven_heads(
         return None, None
 
 
-def _costs(calibration: CostCalibration, parts: EngineParts, runner: Any) -> RestoreCosts:
+def _prove(
+    runner: Any, cache: KrulRadixCache, pool: DevicePool, parts: EngineParts
+) -> tuple[HeadRecompute, HeadProof]:
+    """Raises UnsupportedSetupError whatever a model does that krul does not know."""
+    try:
+        heads = HeadRecompute(runner, pool, parts.capture)
+        return heads, prove_heads(runner, cache, pool, heads)
+    except KrulError:
+        raise
+    except Exception as error:
+        logger.debug("the proof of heads failed", exc_info=True)
+        raise unsupported_model(
+            runner.model, f"its layers failed with {type(error).__name__}: {error}"
+        ) from error
+
+
+def _costs(calibration: CostCalibration, parts: EngineParts) -> RestoreCosts:
     """Measured at the first start with a model on a device, read from a file at later ones.
 
     All ranks measure, or none: measuring runs the model.
     """
-    device = torch.device(runner.device)
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    fingerprint = parts.model.fingerprint
+    device_name = parts.pool.streams.name
+    fingerprint = parts.model.identity.fingerprint
     path = Path(parts.config.cache_dir).expanduser() / COSTS_FILE
     known = load_costs(path, fingerprint, device_name)
     is_known = torch.tensor([known is not None], dtype=torch.float64)
@@ -124,6 +149,8 @@ def _costs(calibration: CostCalibration, parts: EngineParts, runner: Any) -> Res
     if known is not None and all(of_rank.item() for of_rank in of_ranks):
         return known
     measured = calibration.measure()
+    if not parts.model.is_lasting:
+        return measured
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_costs(path, fingerprint, device_name, measured)

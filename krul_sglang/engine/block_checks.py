@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
-
+from krul_backend.device import Device
 from krul_backend.errors import KrulError
 from krul_backend.store.hashing import block_checksum
 from krul_backend.store.interface import SegmentSlice
@@ -16,9 +15,9 @@ class DamagedBlockError(KrulError):
     """A stored block is not what was committed."""
 
 
-def num_check_threads(device: torch.device) -> int:
+def num_check_threads(device: Device) -> int:
     """On a CPU the forward owns the cores."""
-    return 1 if device.type == "cpu" else 4
+    return 1 if device.shares_cores else 4
 
 
 class BlockChecks:
@@ -29,9 +28,7 @@ class BlockChecks:
     ``report_damage(segment_id)``.
     """
 
-    def __init__(
-        self, device: torch.device, timeout_s: float, report_damage: Callable[[int], object]
-    ) -> None:
+    def __init__(self, device: Device, timeout_s: float, report_damage: Callable[[int], object]) -> None:
         self._timeout_s = timeout_s
         self._report_damage = report_damage
         self._checks: dict[tuple[int, int], Future[None]] = {}

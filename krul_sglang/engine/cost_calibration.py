@@ -16,7 +16,6 @@ from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.store.interface import DRAM_TIER
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.agreement import RankAgreement
-from krul_sglang.engine.copy_stream import copy_threads
 from krul_sglang.engine.decode_costs import DecodeCosts
 from krul_sglang.engine.head_recompute import Head, HeadRecompute
 from krul_sglang.engine.kv_pool import DevicePool
@@ -89,7 +88,7 @@ class CostCalibration:
             assert part is not None
             assert self._heads is not None
             run = _bound(self._heads.run, part)
-            seconds = min(timed(self._pool.device, run) for _ in range(_REPEATS))
+            seconds = min(timed(self._pool.streams, run) for _ in range(_REPEATS))
             yield part.ends[0] - part.start, part.start, seconds / self._pool.num_layers
 
     def _slowest_s(self, seconds: float) -> float:
@@ -124,8 +123,8 @@ class CostCalibration:
         self, codec: SegmentCodec, unit: tuple[int, ...], precision: Precision, num_tokens: int
     ) -> tuple[float, float]:
         """Bytes and seconds to restore ``num_tokens`` of the last layer of a unit. The pool is unused yet."""
-        device = self._pool.device
-        slots = torch.arange(1, num_tokens + 1, device=device)
+        device = self._pool.streams
+        slots = torch.arange(1, num_tokens + 1, device=self._pool.device)
         strategy = Strategy.of_unit(self._pool.num_layers, unit, precision)
 
         def read(layer: int) -> LayerKV:
@@ -133,15 +132,20 @@ class CostCalibration:
 
         encoding = codec.prepare(strategy, read, start_token=0, num_tokens=num_tokens)
         encoded = codec.encode_unit(encoding, unit, [read(layer) for layer in unit])
-        on_host = {layer: block.cpu() for layer, block in zip(unit, encoded, strict=True)}
+        on_host = {}
+        for layer, block in zip(unit, encoded, strict=True):
+            # As the arena is: copies of other memory are several times slower.
+            on_host[layer] = device.host_empty(block.shape, block.dtype)
+            device.download(on_host[layer], block)
+        device.synchronize()
         decoder = codec.open(encoding.params, start_token=0, num_tokens=num_tokens)
 
         def restore() -> None:
-            blocks = {source: on_host[source].to(device) for source in decoder.sources(unit[-1])}
+            blocks = {source: device.upload(on_host[source]) for source in decoder.sources(unit[-1])}
             buffers = self._pool.buffers(unit[-1])
             restore_layer(decoder, unit[-1], blocks, 0, num_tokens, *buffers, slots)
 
-        with copy_threads(device):
+        with device.as_bound_thread():
             seconds = min(timed(device, restore) for _ in range(_REPEATS))
         return float(sum(on_host[source].numel() for source in decoder.sources(unit[-1]))), seconds
 

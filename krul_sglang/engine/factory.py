@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from krul_sglang.config import KrulConfig
@@ -13,12 +15,20 @@ from krul_sglang.engine.hook_targets import (
     IncompatibleEngineError,
     verify_engine,
 )
-from krul_sglang.engine.unsupported import check_flags, check_model
+from krul_sglang.engine.unsupported import (
+    SMALL_PAGES,
+    check_flags,
+    check_model,
+    model_facts,
+    options_of,
+)
 from krul_sglang.traced_restore import RESTORES
 
 logger = logging.getLogger(__name__)
 
 BACKEND_NAME = "krul"
+_RESET_WEIGHTS = "reset_tensors"
+"""The action of SGLang's ``check_weights`` that overwrites weights; the others only read."""
 
 
 def select_linker(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -79,6 +89,7 @@ def build_cache(ctx: Any) -> Any:
     verify_engine()
 
     import torch
+    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
     from sglang.srt.runtime_context import get_context, get_memory
 
@@ -86,7 +97,7 @@ def build_cache(ctx: Any) -> Any:
     from krul_sglang.engine.attach_restore import attach_restore
     from krul_sglang.engine.kv_pool import DevicePool
     from krul_sglang.engine.linker import EngineParts
-    from krul_sglang.engine.model_identity import build_model_identity
+    from krul_sglang.engine.model_identity import identify_model
     from krul_sglang.engine.radix_cache import KrulRadixCache
     from krul_sglang.engine.rotary import read_rotary_table
     from krul_sglang.engine.store_connection import connect_store
@@ -99,13 +110,18 @@ def build_cache(ctx: Any) -> Any:
             "krul would never load or store anything"
         )
     resolved = get_context().resolved_server_args_dict()
-    check_flags(resolved)
-    check_model(
-        is_hybrid_swa=ctx.is_hybrid_swa,
-        is_hybrid_ssm=ctx.is_hybrid_ssm,
-        is_embedding=not ctx.model_config.is_generation,
+    # krul has switched this one on itself.
+    flags = {**resolved, "enable_unified_cache_external_linker": False, **options_of(config)}
+    check_flags(flags)
+    check_model(model_facts(ctx), str(ctx.model_config.model_path))
+    pool = DevicePool(
+        ctx.params.token_to_kv_pool_allocator.get_kvcache(),
+        (module for module in runner.model.modules() if isinstance(module, RadixAttention)),
+        (runner.prefill_attention_backend_str, runner.decode_attention_backend_str),
     )
-    pool = DevicePool(ctx.params.token_to_kv_pool_allocator.get_kvcache())
+    # "auto" takes the checkpoint's format, which only the pool tells.
+    check_flags({**flags, "kv_cache_dtype": pool.fp8_format})
+    warn_of_small_pages(ctx.params.page_size, ctx.tp_rank)
     # Ranks may see different cgroups; all take the smallest budget, so that they hold the same prefixes.
     config.check_endpoint()
     num_hosts = resolved["nnodes"]
@@ -117,17 +133,23 @@ def build_cache(ctx: Any) -> Any:
         )
     # Leased blocks are read-only arrays on purpose; torch has no read-only tensors and would warn.
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-    model = build_model_identity(
+    agreement = RankAgreement.create(ctx.tp_size)
+    ranks_per_host = max(1, ctx.tp_size // num_hosts)
+    model = identify_model(
         ctx.model_config,
+        resolved,
         pool.shape,
-        num_layers=pool.num_layers,
+        agreement,
+        cache_dir=Path(config.cache_dir).expanduser(),
+        kv_format=pool.format,
         page_size=ctx.params.page_size,
+        num_layers=pool.num_layers,
         tp_rank=ctx.tp_rank,
         tp_size=ctx.tp_size,
+        ranks_per_host=ranks_per_host,
     )
     if ctx.tp_rank == 0:
         logger.info("krul: configuration %s", config.as_dict())
-    agreement = RankAgreement.create(ctx.tp_size)
     # The linker is made by SGLang, which hands on nothing of ours but these parameters.
     ctx.params.krul_parts = EngineParts(
         config=config,
@@ -135,11 +157,11 @@ def build_cache(ctx: Any) -> Any:
         pool=pool,
         connection=connect_store(
             config,
-            model,
-            torch.device(runner.device),
+            model.identity,
+            pool.streams,
             agreement,
             rank_bytes=int(capacity.item()),
-            ranks_per_host=max(1, ctx.tp_size // num_hosts),
+            ranks_per_host=ranks_per_host,
         ),
         rotary=read_rotary_table(runner.model),
         capture=runner.krul_turn_capture,
@@ -152,12 +174,50 @@ def build_cache(ctx: Any) -> Any:
     return cache
 
 
+def warn_of_small_pages(page_size: int, tp_rank: int) -> None:
+    """Once for a server: by the first rank."""
+    if page_size == 1 and tp_rank == 0:
+        logger.warning(SMALL_PAGES)
+
+
 def forward_with_restore(original: Any, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook of ``TpModelWorker.forward_batch_generation``: prefixes that are restored come first."""
-    restore = getattr(worker.model_runner, "krul_restore_forward", None)
-    if restore is None or batch is None or not batch.forward_mode.is_extend():
+    """AROUND hook of ``TpModelWorker.forward_batch_generation``: prefixes that are restored come first.
+
+    It runs on the host at every forward, also one that is replayed as a graph: so what is recorded of a
+    forward is set up here, too.
+    """
+    if batch is None:
         return original(worker, batch, *args, **kwargs)
-    return restore.run(batch, lambda: original(worker, batch, *args, **kwargs))
+    runner = worker.model_runner
+    capture = getattr(runner, "krul_turn_capture", None)
+    restore = getattr(runner, "krul_restore_forward", None)
+    provenance = getattr(runner, "krul_kv_provenance", None)
+    with nullcontext() if capture is None else capture.recording(batch):
+        if restore is None or not batch.forward_mode.is_extend():
+            result = original(worker, batch, *args, **kwargs)
+        else:
+            result = restore.run(batch, lambda: original(worker, batch, *args, **kwargs))
+    if provenance is not None:
+        provenance.after_forward(batch)
+    return result
+
+
+def change_weights(original: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook of what writes weights: KV of the old ones is never taken for KV of the new ones.
+
+    An update that fails counts as a change: nobody knows how far it got.
+    """
+    cache = updater.scheduler.tree_cache
+    is_change = getattr(request, "action", _RESET_WEIGHTS) == _RESET_WEIGHTS
+    if not is_change or not hasattr(cache, "begin_weights_change"):
+        return original(updater, request, *args, **kwargs)
+    cache.begin_weights_change()
+    try:
+        return original(updater, request, *args, **kwargs)
+    finally:
+        # Of a session of several updates the last one completes the weights.
+        if updater._session is None:
+            cache.end_weights_change()
 
 
 def probe_when_idle(scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -18,7 +18,7 @@ class FaultInjection:
 
     def __init__(self, config: KrulConfig, rank: int, num_ranks: int, num_layers: int) -> None:
         self._fault = config.fault_injection
-        self._stall_s = 1.5 * config.load_timeout
+        self._stall_s = 3 * config.load_timeout
         self._rank = rank
         self._num_ranks = num_ranks
         self._num_layers = num_layers

@@ -25,6 +25,27 @@ INTERNAL_STATE = (
     "SchedulerInternalStateController.get_internal_state"
 )
 
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+WEIGHT_WRITERS = tuple(
+    f"{_UPDATER}.{name}"
+    for name in (
+        "update_weights_from_disk",
+        "update_weights_from_distributed",
+        "update_weights_from_tensor",
+        "update_weights_from_ipc",
+        "begin_weight_update",
+        "end_weight_update",
+        "check_weights",
+        "release_memory_occupation",
+        "resume_memory_occupation",
+    )
+)
+"""Everything that may leave a running server with other weights, or with a pool of other contents.
+
+Between ``begin_weight_update`` and ``end_weight_update`` a trainer may write into the weights by itself;
+``check_weights`` overwrites them when it is told to reset.
+"""
+
 
 class IncompatibleEngineError(KrulError):
     """The installed SGLang is not one that this release of krul was tested with."""
@@ -51,10 +72,16 @@ TARGETS = (
     Target(ON_IDLE, ("self",), hooked=True),
     Target("sglang.srt.managers.scheduler.Scheduler.is_fully_idle", ("self",)),
     Target(INTERNAL_STATE, ("self", "recv_req"), hooked=True),
+    *(Target(path, ("self", "recv_req"), hooked=True) for path in WEIGHT_WRITERS),
+    Target(_UPDATER, ("scheduler", "_session")),
     Target("sglang.srt.mem_cache.registry.create_unified_radix_cache", ("ctx", "cache_class")),
     Target("sglang.srt.model_executor.cuda_graph_config.cuda_graph_fully_disabled", ()),
     Target(f"{_CACHE}.init_cache_linker", ("self", "cache_linker")),
     Target(f"{_CACHE}.checkpoint_into_tree", ("self", "req", "up_to", "kwargs")),
+    Target(f"{_CACHE}.claim_kv_row", ("self", "req")),
+    Target(f"{_CACHE}.free_kv_row", ("self", "kv", "ranges")),
+    Target("sglang.srt.session.streaming_session.StreamingSession.borrowed_slot", ("self", "req")),
+    Target("sglang.srt.mem_cache.utils.get_storage_hash_str", ("key", "prior_hash", "page_size")),
     Target(f"{_CACHE}.path_device_indices", ("self", "node")),
     Target(f"{_CACHE}.evict", ("self", "params")),
     Target(f"{_CACHE}.evict_for_alloc", ("self", "params")),
@@ -75,6 +102,10 @@ TARGETS = (
         "sglang.srt.layers.layer_boundary.stage.StageBoundary.from_pp", ("self", "tensors", "forward_batch")
     ),
     Target("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", ("self",)),
+    Target(
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",
+        ("self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale", "layer_id_override"),
+    ),
 )
 
 

@@ -42,8 +42,8 @@ class LayerMapLearner:
 
     From each turn a few new tokens enter the sums of every pair's fitter. When there are enough, one pair is
     fitted at each turn, for all ``precisions``. A map never changes after that, because segments name it by
-    its digest; when all pairs are through, the maps are written to ``path``, and the next run starts with
-    them and learns nothing. Sums are not kept between runs.
+    its digest; when all pairs are through, the maps are written to ``path`` (None: no later run has this
+    model), and the next run starts with them and learns nothing. Sums are not kept between runs.
 
     ``max_bytes`` bounds the fitters (host memory) and the maps (memory of the pool's device) each: where it
     is too little for all neighbours, the pairs with the most similar attention on the first turn are taken,
@@ -61,7 +61,7 @@ class LayerMapLearner:
     def __init__(
         self,
         *,
-        path: Path,
+        path: Path | None,
         model: ModelIdentity,
         pool: DevicePool,
         rotary: RotaryTable | None,
@@ -99,8 +99,11 @@ class LayerMapLearner:
     def num_needed_tokens(self) -> int:
         return TOKENS_PER_CHANNEL * self._width
 
-    def learn(self, turn: Turn, statistics: AttentionStatistics) -> None:
-        """Take what is new in a turn that all ranks store. ``statistics`` are those of all ranks' heads."""
+    def learn(self, turn: Turn, statistics: AttentionStatistics, first_exact_token: int = 0) -> None:
+        """Take what is new in a turn that all ranks store. ``statistics`` are those of all ranks' heads.
+
+        From ``first_exact_token`` on the turn's KV was computed, and not decoded; the same on all ranks.
+        """
         if self._is_complete or not statistics.num_rows:
             return
         if not self._waiting:
@@ -108,9 +111,14 @@ class LayerMapLearner:
         elif self.num_learned_tokens >= self.num_needed_tokens:
             self._fit_next()
             return
-        tokens = self._new_tokens(turn.page_keys)
+        tokens = self._new_tokens(turn.page_keys, first_exact_token)
         self.num_learned_tokens += len(tokens)
         self._add(turn.slots[tokens.start : tokens.stop], tokens.start)
+
+    def forget_model(self) -> None:
+        """The model has other weights, not those that ``path`` is named for."""
+        self._path = None
+        self._seen_pages.clear()
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -135,8 +143,8 @@ class LayerMapLearner:
             # The other ranks go on until they hear of it, when the pairs are fitted.
             logger.exception("krul: layers will not be predicted")
 
-    def _new_tokens(self, page_keys: Sequence[str]) -> range:
-        """Of the pages that no earlier turn had: the last tokens, as many as one turn may give."""
+    def _new_tokens(self, page_keys: Sequence[str], first_exact_token: int) -> range:
+        """Of the pages that no earlier turn had: the last exact tokens, as many as one turn may give."""
         seen = [page for page, key in enumerate(page_keys) if key in self._seen_pages]
         first_page = seen[-1] + 1 if seen else 0
         self._seen_pages.update(dict.fromkeys(page_keys[first_page:]))
@@ -144,7 +152,8 @@ class LayerMapLearner:
             self._seen_pages.popitem(last=False)
         end = len(page_keys) * self._page_size
         missing = self.num_needed_tokens - self.num_learned_tokens
-        return range(max(first_page * self._page_size, end - min(MAX_TURN_TOKENS, self._width, missing)), end)
+        first = max(first_page * self._page_size, first_exact_token)
+        return range(max(first, end - min(MAX_TURN_TOKENS, self._width, missing)), end)
 
     def _add(self, slots: torch.Tensor, start_token: int) -> None:
         if not len(slots):
@@ -189,7 +198,7 @@ class LayerMapLearner:
             self.num_pairs,
             self.num_learned_tokens,
         )
-        if not self._maps:
+        if not self._maps or self._path is None:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -250,8 +259,12 @@ def _disjoint_first(pairs: Sequence[Pair]) -> list[Pair]:
     return together + [pair for pair in pairs if pair not in together]
 
 
-def _load(path: Path, neighbours: Sequence[Pair], precisions: Sequence[Precision], width: int) -> LayerMaps:
+def _load(
+    path: Path | None, neighbours: Sequence[Pair], precisions: Sequence[Precision], width: int
+) -> LayerMaps:
     """What an earlier run of this model wrote; nothing, with a warning, if that cannot be used."""
+    if path is None:
+        return {}
     try:
         maps = load_layer_maps(path)
         for (pair, precision), layer_map in maps.items():

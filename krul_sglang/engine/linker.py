@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from krul_backend.codec.options import CodecOptions, Sharing
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.memory import format_bytes
-from krul_backend.segment import ModelIdentity, TokenIds
+from krul_backend.segment import TokenIds
 from krul_backend.strategy.registry import SelectorOptions, make_selector
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.config import KrulConfig
@@ -27,7 +28,9 @@ from krul_sglang.engine.layer_maps import LayerMapLearner, layer_maps_path
 from krul_sglang.engine.loading import LayerWiseLoader
 from krul_sglang.engine.offload import TurnOffloader
 from krul_sglang.engine.probing import Prober
+from krul_sglang.engine.provenance import KvProvenance
 from krul_sglang.engine.restore import Restore, Returning
+from krul_sglang.engine.served_model import ServedModel
 from krul_sglang.engine.store_connection import StoreConnection
 from krul_sglang.engine.strategy_choice import SelectorDecision, StrategyChooser
 from krul_sglang.engine.transfer_gate import TransferGate
@@ -48,7 +51,7 @@ class EngineParts:
     """
 
     config: KrulConfig
-    model: ModelIdentity
+    model: ServedModel
     pool: DevicePool
     connection: StoreConnection
     rotary: RotaryTable | None
@@ -82,6 +85,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self._pool = parts.pool
         self._connection = parts.connection
+        self._agreement = parts.restore_agreement
         self._store = parts.connection.store
         self._capture = parts.capture
         self._gate = TransferGate()
@@ -95,15 +99,18 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 CodecOptions(sharing=Sharing.PREDICTED),
                 learner.maps,
             )
-            group = params.tp_cache_group if self.model.tp_size > 1 else None
-            self._budget = self._make_budget(parts, codec, learner, group)
+            group = params.tp_cache_group if parts.model.identity.tp_size > 1 else None
+            keys, _ = self._pool.buffers(0)
+            provenance = KvProvenance(len(keys), keys.device, lambda index: self.loader.batch(index))
+            parts.model_runner.krul_kv_provenance = provenance
+            self._budget = self._make_budget(parts, codec, learner, provenance, group)
         else:
             codec = SegmentCodec(self._pool.shape, self._pool.num_layers, parts.rotary)
         self._chooser = StrategyChooser(
             self._make_selector_decision(parts.config) if self._budget is None else self._budget,
             self._pool,
             parts.agreement,
-            num_heads=self._pool.shape.num_kv_heads,
+            num_heads=0 if parts.capture is None else parts.capture.num_heads,
         )
         self._offloader = TurnOffloader(
             self._store,
@@ -115,7 +122,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             gate=self._gate,
         )
         self.codec = codec
-        faults = FaultInjection(parts.config, self.model.tp_rank, self.model.tp_size, self._pool.num_layers)
+        identity = self.model.identity
+        faults = FaultInjection(parts.config, identity.tp_rank, identity.tp_size, self._pool.num_layers)
         self.loader = LayerWiseLoader(
             self._store,
             self._pool,
@@ -129,20 +137,22 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._expected_tokens: dict[str, Callable[[], TokenIds]] = {}
         shape = self._pool.shape
         token_bytes = (shape.k_token_bytes + shape.v_token_bytes) * self._pool.num_layers
-        capacity_bytes = self._store.stats().capacity_bytes // self.model.tp_size
+        capacity_bytes = self._store.stats().capacity_bytes // identity.tp_size
         logger.info(
             "krul: rank %d/%d keeps about %s of KV on host memory (%d tokens of %s before compression)",
-            self.model.tp_rank,
-            self.model.tp_size,
+            identity.tp_rank,
+            identity.tp_size,
             format_bytes(capacity_bytes),
             capacity_bytes // token_bytes,
-            self.model.name,
+            identity.name,
         )
 
     def _make_learner(self, parts: EngineParts) -> LayerMapLearner:
+        identity = self.model.identity
+        path = layer_maps_path(parts.config.cache_dir, identity, parts.rotary)
         return LayerMapLearner(
-            path=layer_maps_path(parts.config.cache_dir, self.model, parts.rotary),
-            model=self.model,
+            path=path if self.model.is_lasting else None,
+            model=identity,
             pool=self._pool,
             rotary=parts.rotary,
             precisions=PAIR_PRECISIONS,
@@ -151,12 +161,21 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
 
     def _make_budget(
-        self, parts: EngineParts, codec: SegmentCodec, learner: LayerMapLearner, group: Any | None
+        self,
+        parts: EngineParts,
+        codec: SegmentCodec,
+        learner: LayerMapLearner,
+        provenance: KvProvenance,
+        group: Any | None,
     ) -> ErrorBudget:
         return ErrorBudget(
             limit=parts.config.error_budget,
+            store=self._store,
+            provenance=provenance,
             probe_share=parts.config.probe_share,
-            table_path=table_path(parts.config.cache_dir, self.model),
+            table_path=table_path(parts.config.cache_dir, self.model.identity)
+            if self.model.is_lasting
+            else None,
             model=self.model,
             pool=self._pool,
             codec=codec,
@@ -246,8 +265,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def cancel_queued_load(self, rid: str) -> bool:
         return self.loader.cancel(rid)
 
+    def give_back(self, rid: str) -> None:
+        """Unpin what a lookup found for ``rid``, which still waits: not every rank has it."""
+        self._expected_tokens.pop(rid, None)
+        self._waiting.give_back(rid)
+
     def release(self, rid: str) -> None:
-        """Give up what a lookup pinned for ``rid``, if anything."""
+        """Forget ``rid``, and unpin what a lookup found for it."""
         self._expected_tokens.pop(rid, None)
         self._returning.pop(rid, None)
         self._waiting.release(rid)
@@ -305,13 +329,46 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # ---- lifecycle ----
 
     def reset(self) -> None:
-        """Forget everything of this model: after a flush (new weights, say) old KV must not come back."""
+        """Forget everything of this model: after a flush old KV must not come back."""
         self._offloader.discard_all()
         self.loader.discard_all()
         self._waiting.release_all()
         self._expected_tokens.clear()
         self._returning.clear()
-        self._store.clear(self.model)
+        # Under the identity of weights that have just changed nothing was stored yet.
+        if self.model.is_settled:
+            self._store.clear(self.model.identity)
+        self.model.empty_pool()
+
+    def begin_weights_change(self) -> None:
+        """Weights will be written: from here on nothing is stored, nor found, under the identity of before.
+
+        On every rank at the same point, when no turn waits to be stored. What was stored stays for servers
+        that still have the old weights; only if there can be none, it is dropped.
+        """
+        assert not self._offloader.num_pending()
+        was_settled = self.model.is_settled
+        self.model.begin_change()
+        if not was_settled:
+            return  # the identity is new, and nothing has been stored under it
+        before, was_lasting = self.model.identity, self.model.is_lasting
+        self.model.rename(self._agreement.broadcast(os.urandom(16)))
+        self._waiting.release_all()
+        self._chooser.forget_model()
+        if not was_lasting:
+            self._store.clear(before)
+
+    def end_weights_change(self, *, is_pool_empty: bool) -> None:
+        """The weights are complete. ``is_pool_empty``: no KV of before is on the device."""
+        self.model.end_change(is_pool_empty=is_pool_empty)
+        fingerprint = self.model.identity.fingerprint
+        if self.model.is_settled:
+            logger.info("krul: other weights; KV is stored as that of model %s", fingerprint)
+        else:
+            logger.warning(
+                "krul: other weights, while the cache holds KV of the old ones: nothing is stored until "
+                "/flush_cache"
+            )
 
     def close(self) -> None:
         self._offloader.close()
@@ -324,8 +381,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def stats(self) -> dict[str, Any]:
         """Counters of this rank, as plain values: the store's, the offloader's and the loader's."""
         return {
-            "tp_rank": self.model.tp_rank,
-            "tp_size": self.model.tp_size,
+            "tp_rank": self.model.identity.tp_rank,
+            "tp_size": self.model.identity.tp_size,
+            "weights": {
+                "fingerprint": self.model.identity.fingerprint,
+                "is_lasting": self.model.is_lasting,
+                "is_settled": self.model.is_settled,
+            },
             **asdict(self._store.stats()),
             "daemon": self._connection.as_dict(),
             "offload": {**asdict(self._offloader.counters), "pending": self._offloader.num_pending()},

@@ -12,10 +12,9 @@ from typing import Any
 from krul_backend.errors import KrulError, TierReadError
 from krul_backend.store.interface import KVStore, SegmentSlice
 from krul_sglang.engine.block_checks import BlockChecks
-from krul_sglang.engine.copy_stream import CopyStream
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.load_batch import LayerTimes, Load, LoadBatch
-from krul_sglang.engine.segment_reader import OpenSlice, SegmentReader
+from krul_sglang.engine.segment_reader import KeptRoom, OpenSlice, SegmentReader
 from krul_sglang.engine.transfer_gate import TransferGate
 
 logger = logging.getLogger(__name__)
@@ -83,7 +82,8 @@ class LayerWiseLoader:
         self._queued: dict[str, Load] = {}
         self._running: dict[int, Future[None]] = {}
         self._next_index = 0
-        self._stream = CopyStream(pool.device)
+        self._device = pool.streams
+        self._stream = self._device.new_stream()
         self._worker = self._new_worker()
 
     def queue(self, rid: str, load: Load) -> None:
@@ -105,7 +105,7 @@ class LayerWiseLoader:
         if not self._queued:
             return -1
         index, self._next_index = self._next_index, self._next_index + 1
-        batch = LoadBatch(dict(self._queued), self._pool.num_layers, self._pool.device, self._timeout_s)
+        batch = LoadBatch(dict(self._queued), self._pool.num_layers, self._device, self._timeout_s)
         self._queued.clear()
         self.counter.batches[index] = batch
         self._running[index] = self._worker.submit(self._run, index, batch, ready)
@@ -150,20 +150,21 @@ class LayerWiseLoader:
 
     def _new_worker(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="krul-load", initializer=self._stream.bind_thread
+            max_workers=1, thread_name_prefix="krul-load", initializer=self._device.bind_thread
         )
 
     def _run(self, index: int, batch: LoadBatch, ready: Sequence[Any]) -> None:
         loads = tuple(batch.loads.values())
         try:
-            checks = BlockChecks(self._pool.device, self._timeout_s, self._store.report_damage)
+            checks = BlockChecks(self._device, batch.timeout_s, self._store.report_damage)
+            room = KeptRoom()
             with (
                 closing(checks),
                 self._gate.restoring(lambda: not batch.is_abandoned),
-                self._stream.active(ready),
+                self._device.working_on(self._stream, ready),
             ):
                 readers = [
-                    [SegmentReader(part, load.plan.head_ends, checks) for part in self._fetched(load)]
+                    [SegmentReader(part, load.plan.head_ends, checks, room) for part in self._fetched(load)]
                     for load in loads
                 ]
                 num_announced = 0
@@ -175,14 +176,12 @@ class LayerWiseLoader:
                         num_announced += 1
                     self._before_layer(index, layer)
                     begin = batch.clock.mark()
-                    for of_load in readers:
-                        for reader in of_load:
-                            reader.fetch(layer, self._pool.device)
+                    for load, of_load in zip(loads, readers, strict=True):
+                        if not self._load_layer(layer, batch, load, of_load):
+                            return
                     with batch.writing() as is_wanted:
                         if not is_wanted:
                             return
-                        for load, of_load in zip(loads, readers, strict=True):
-                            self._write(layer, load, of_load)
                         batch.landed(LayerTimes(begin, batch.clock.mark()))
             self._count(loads, readers)
         except Exception as error:
@@ -210,11 +209,17 @@ class LayerWiseLoader:
         fetched = self._store.fetch(load.lease)[: len(load.slices)]
         return [_arriving(part, source) for part, source in zip(load.slices, fetched, strict=True)]
 
-    def _write(self, layer: int, load: Load, readers: Sequence[SegmentReader]) -> None:
+    def _load_layer(self, layer: int, batch: LoadBatch, load: Load, readers: Sequence[SegmentReader]) -> bool:
+        """Segment after segment, so that the device never holds the blocks of several; False if given up."""
         first = 0
         for reader in readers:
-            reader.restore(layer, self._pool, load.slots[first : first + reader.num_tokens])
+            reader.fetch(layer, self._device)
+            with batch.writing() as is_wanted:
+                if not is_wanted:
+                    return False
+                reader.restore(layer, self._pool, load.slots[first : first + reader.num_tokens])
             first += reader.num_tokens
+        return True
 
     def _count(self, loads: Sequence[Load], readers: Sequence[Sequence[SegmentReader]]) -> None:
         self.counters.requests += len(loads)

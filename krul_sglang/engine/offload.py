@@ -15,17 +15,22 @@ from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.parameters import CODEC_NAME
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.restore.calibration import OnlineCosts
-from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.store.interface import KVStore
+from krul_backend.segment import SegmentManifest
+from krul_backend.store.hashing import block_checksums
+from krul_backend.store.interface import KVStore, Reservation
 from krul_backend.strategy.strategy import Strategy
 from krul_sglang.engine.allocation import SpaceAllocation, trim_path
-from krul_sglang.engine.copy_stream import CopyStream
 from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.served_model import ServedModel
 from krul_sglang.engine.strategy_choice import StrategyChooser
-from krul_sglang.engine.transfer_gate import TransferGate
+from krul_sglang.engine.transfer_gate import Patience, TransferGate
 from krul_sglang.engine.turn import Turn
 
 logger = logging.getLogger(__name__)
+
+MAX_LAYER_BYTES = 32 << 20
+"""Of one layer of a segment, as the pool holds it. Longer runs of tokens become several segments: storing and
+loading hold a layer of a segment, or both of a pair, on the device at a time, beside SGLang's own budget."""
 
 
 class Outcome(Enum):
@@ -64,7 +69,7 @@ class TurnOffloader:
     def __init__(
         self,
         store: KVStore,
-        model: ModelIdentity,
+        model: ServedModel,
         pool: DevicePool,
         codec: SegmentCodec,
         chooser: StrategyChooser,
@@ -72,6 +77,7 @@ class TurnOffloader:
         max_pending_tokens: int,
         allocation: SpaceAllocation | None = None,
         gate: TransferGate | None = None,
+        max_layer_bytes: int = MAX_LAYER_BYTES,
     ) -> None:
         self.counters = OffloadCounters()
         self._store = store
@@ -85,16 +91,19 @@ class TurnOffloader:
         self._gate = TransferGate() if gate is None else gate
         self._pending_tokens = 0
         self._queue: deque[tuple[Future[Outcome], int]] = deque()
-        self._stream = CopyStream(pool.device)
+        page_bytes = (pool.shape.k_token_bytes + pool.shape.v_token_bytes) * model.identity.page_size
+        self._segment_pages = max(1, max_layer_bytes // page_bytes)
+        self._device = pool.streams
+        self._stream = self._device.new_stream()
         self._worker = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="krul-offload", initializer=self._stream.bind_thread
+            max_workers=1, thread_name_prefix="krul-offload", initializer=self._device.bind_thread
         )
 
     def submit(self, turn: Turn) -> None:
         """Queue a turn. Pages that are stored already are never read or encoded again."""
         self.counters.turns += 1
-        page_size = self._model.page_size
-        missing = sum(map(len, self._store.find_missing(self._model, turn.page_keys))) * page_size
+        page_size = self._model.identity.page_size
+        missing = sum(map(len, self._store.find_missing(self._model.identity, turn.page_keys))) * page_size
         # A lone turn is always taken, however long it is: it cannot starve the pool more than its own
         # request did while it ran.
         has_room = not self._pending_tokens or self._pending_tokens + missing <= self._max_pending_tokens
@@ -143,22 +152,26 @@ class TurnOffloader:
 
     def _store_turn(self, turn: Turn, has_room: bool) -> Outcome:
         try:
-            with self._stream.active(turn.ready):
+            with self._device.working_on(self._stream, turn.ready):
+                # Asked again here: an earlier turn in the queue may have stored a common prefix meanwhile.
+                missing = self._missing_segments(turn) if has_room else []
                 # Without room, too: ranks decide together, and each of them must take part.
-                strategy = self._chooser.choose(turn if has_room else None)
-                head_ends = self._head_ends(len(turn.token_ids), strategy)
+                choice = self._chooser.choose(turn if has_room else None, missing)
+                head_ends = self._head_ends(len(turn.token_ids), choice.strategy)
                 if not has_room:
                     return Outcome.SKIPPED
-                # Asked again here: an earlier turn in the queue may have stored a common prefix meanwhile.
-                missing = self._store.find_missing(self._model, turn.page_keys)
-                stored = [self._store_run(turn, run, strategy, head_ends) for run in missing]
+                patience = self._gate.patience()
+                is_stored = all(
+                    self._store_run(turn, run, choice.strategy, head_ends, damage, patience)
+                    for run, damage in zip(missing, choice.damages, strict=True)
+                )
         except Exception:
             logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
             return Outcome.FAILED
         finally:
             if turn.attention is not None:
                 turn.attention.release()
-        if not all(stored):
+        if not is_stored:
             return Outcome.SKIPPED
         if head_ends is not None:
             self._trim(turn, head_ends)
@@ -176,7 +189,7 @@ class TurnOffloader:
     def _trim(self, turn: Turn, head_ends: tuple[int, ...]) -> None:
         """The turn is stored, whatever comes of this: what is not dropped only takes space."""
         try:
-            trim_path(self._store, self._model, self._codec, turn.page_keys, head_ends)
+            trim_path(self._store, self._model.identity, self._codec, turn.page_keys, head_ends)
         except Exception:
             self.counters.failed_trims += 1
             logger.exception("krul: a conversation of %d tokens could not be trimmed", len(turn.token_ids))
@@ -184,38 +197,53 @@ class TurnOffloader:
     def _keep(self, turn: Turn, keep_s: float) -> None:
         """The turn is stored, whatever comes of this: it may only leave earlier than was asked for."""
         try:
-            self._store.pin(self._model, turn.page_keys, keep_s)
+            self._store.pin(self._model.identity, turn.page_keys, keep_s)
         except Exception:
             logger.exception("krul: a conversation of %d tokens could not be kept", len(turn.token_ids))
 
+    def _missing_segments(self, turn: Turn) -> list[range]:
+        """Runs of pages to be stored, cut so that a layer of none is larger than the device should hold."""
+        return [
+            range(first, min(first + self._segment_pages, run.stop))
+            for run in self._store.find_missing(self._model.identity, turn.page_keys)
+            for first in range(run.start, run.stop, self._segment_pages)
+        ]
+
     def _store_run(
-        self, turn: Turn, run: range, strategy: Strategy, head_ends: tuple[int, ...] | None
+        self,
+        turn: Turn,
+        run: range,
+        strategy: Strategy,
+        head_ends: tuple[int, ...] | None,
+        damage: float | None,
+        patience: Patience,
     ) -> bool:
         """Store one run of missing pages as a segment; False if there is no space for it."""
-        page_size = self._model.page_size
+        page_size = self._model.identity.page_size
         start, end = run.start * page_size, run.stop * page_size
 
         def read(layer: int) -> LayerKV:
             return self._pool.gather(layer, turn.slots[start:end])
 
         encoding = self._codec.prepare(
-            strategy, read, start_token=start, num_tokens=end - start, head_ends=head_ends
+            strategy, read, start_token=start, num_tokens=end - start, head_ends=head_ends, damage=damage
         )
         reservation = self._store.reserve(encoding.layer_num_bytes, turn.tenant)
         if reservation is None:
             return False
         try:
             for unit in encoding.kept_units:
-                self._gate.let_restores_pass()
+                self._gate.let_restores_pass(patience)
                 encoded = self._codec.encode_unit(encoding, unit, [read(layer) for layer in unit])
                 for layer, block in zip(unit, encoded, strict=True):
-                    torch.from_numpy(reservation.blocks[layer]).copy_(block, non_blocking=True)
-            self._stream.synchronize()
+                    self._device.download(torch.from_numpy(reservation.blocks[layer]), block)
+            self._device.synchronize(self._stream)
+            checksums = block_checksums(reservation.blocks)
         except BaseException:
-            self._store.abort(reservation)
+            self._give_back(reservation)
             raise
         manifest = SegmentManifest(
-            model=self._model,
+            model=self._model.identity,
             page_keys=tuple(turn.page_keys[run.start : run.stop]),
             parent_key=turn.page_keys[run.start - 1] if run.start else None,
             start_token=start,
@@ -227,12 +255,21 @@ class TurnOffloader:
             tenant=turn.tenant,
             recompute_s=self._recompute_s(start, end),
         )
-        self._store.commit(reservation, manifest)
+        self._store.commit(reservation, manifest, checksums)
         self.counters.segments += 1
         self.counters.tokens += end - start
         self.counters.num_bytes += manifest.num_bytes
         self.counters.left_out_bytes += encoding.left_out_num_bytes
         return True
+
+    def _give_back(self, reservation: Reservation) -> None:
+        """Abort when no copy into the bytes is under way: they may be somebody else's at once."""
+        try:
+            self._device.synchronize(self._stream)
+        except Exception:
+            logger.exception("krul: %d reserved blocks may still be written to", len(reservation.blocks))
+            return
+        self._store.abort(reservation)
 
     def _recompute_s(self, start: int, end: int) -> float:
         """What a segment saves whoever needs it, if nothing is restored of it."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from krul_backend.device import Device
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,7 @@ def ordinary_prefill(model_runner: Any, tree_cache: Any, token_ids: Sequence[int
     slots = row[: len(token_ids)].long()
     try:
         with torch.no_grad():
-            seconds = timed(model_runner.device, lambda: _forward(model_runner, ForwardBatch, batch))
+            seconds = timed(Device.of(row), lambda: _forward(model_runner, ForwardBatch, batch))
         yield Prefilled(batch.input_ids, slots, seconds)
     finally:
         model_runner.token_to_kv_pool_allocator.free(batch.out_cache_loc)
@@ -70,15 +72,10 @@ def _forward(model_runner: Any, forward_batch_class: Any, batch: Any) -> None:
     model_runner.forward(forward_batch)
 
 
-def timed(device: Any, work: Any) -> float:
+def timed(device: Device, work: Callable[[], object]) -> float:
     """Seconds until ``work()`` has ended on the device, too."""
-    _synchronize(device)
+    device.synchronize()
     start_s = time.perf_counter()
     work()
-    _synchronize(device)
+    device.synchronize()
     return time.perf_counter() - start_s
-
-
-def _synchronize(device: Any) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)

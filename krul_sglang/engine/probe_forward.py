@@ -93,6 +93,7 @@ def probe_forward(
     num_tokens = len(token_ids)
     device = token_ids.device
     positions = torch.arange(first_position, first_position + num_tokens, device=device)
+    seq_lens_cpu = torch.arange(first_position + 1, first_position + num_tokens + 1)
     nowhere = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     batch = ForwardBatch(
         forward_mode=ForwardMode.DECODE,
@@ -100,8 +101,8 @@ def probe_forward(
         input_ids=token_ids,
         req_pool_indices=nowhere,
         seq_lens=positions + 1,
-        seq_lens_cpu=(positions + 1).cpu(),
-        seq_lens_sum=int((positions + 1).sum()),
+        seq_lens_cpu=seq_lens_cpu,
+        seq_lens_sum=int(seq_lens_cpu.sum()),
         out_cache_loc=nowhere,
         positions=positions,
         capture_hidden_mode=CaptureHiddenMode.NULL,

@@ -55,7 +55,7 @@ class Prober:
         num_history = len(path.token_ids) - PROBED_TOKENS
         if num_history < 1:
             return None
-        token_ids = torch.from_numpy(path.token_ids[num_history:]).long().to(self._pool.device)
+        token_ids = self._pool.streams.from_list(path.token_ids[num_history:].tolist())
         slots = path.slots[:num_history]
 
         def read(layer: int) -> LayerKV:
@@ -71,6 +71,14 @@ class Prober:
 
         reference, _ = run(lambda layer: None)
         return OpenProbe(self, read, run, reference)
+
+    def is_on_any_rank(self, flag: bool) -> bool:
+        """Whether ``flag`` is set on one of the ranks; every rank asks."""
+        if self._group is None:
+            return flag
+        value = torch.tensor([float(flag)])
+        torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        return bool(value.item())
 
     def decode(self, strategy: Strategy, read: Callable[[int], LayerKV]) -> dict[int, LayerKV]:
         """The layers that ``strategy`` compresses, encoded and decoded."""

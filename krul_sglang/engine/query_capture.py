@@ -1,22 +1,26 @@
 """Keeps a few query vectors of every running request: what attention statistics are computed from.
 
-Written by device operations only, into buffers of fixed size and address, so that a decode step captured into
-a CUDA graph records as an eager one does, and nothing waits for the device.
+Which rows are kept, and where, is decided on the host before each forward and written into buffers of fixed
+size and address. The modules only copy by what these buffers say. So a forward that is replayed as a graph
+records as an eager one does, and nothing waits for the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from krul_backend.attention.interface import Phase
 from krul_backend.attention.placement import sample_positions
 from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.device import Device
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes
-from krul_sglang.engine.attention_observer import AttentionObserver, QueryShape
+from krul_sglang.engine.attention_observer import AttentionObserver, BatchPart, QueryShape, parts_of
 from krul_sglang.engine.request_places import Recording, RequestPlaces
 from krul_sglang.engine.turn_capture import CapturedTurn
 
@@ -24,6 +28,9 @@ DECODE_INTERVAL = 16
 """Of so many consecutive decoded tokens one query is kept."""
 
 _MIN_ROWS = 8
+_FEW_ROWS = 64
+_FEW_REQUESTS = 16
+"""Rows of a request are given up, down to so many, where fewer than so many requests would fit."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +49,35 @@ class CapturePlan:
     def num_decode_rows(self) -> int:
         return self.num_rows - self.num_prompt_rows
 
+    @property
+    def num_forward_rows(self) -> int:
+        """Rows that one forward may keep: one of each decoding request, and those of a prompt."""
+        return self.num_requests + self.num_prompt_rows
+
     @classmethod
     def fit(cls, shape: QueryShape, *, max_requests: int, num_rows: int, max_bytes: int) -> CapturePlan:
-        """As many requests as ``max_bytes`` allow; fewer rows if not even one fits.
+        """As many requests as ``max_bytes`` allow; fewer rows if only a few would fit, or not even one.
 
         One further request's rows are taken for what is not recorded: writes need a place to go.
 
         Raises:
             ConfigError: if ``max_bytes`` is too small for one request with the fewest rows.
         """
-        while 2 * num_rows * shape.row_bytes > max_bytes and num_rows // 2 >= _MIN_ROWS:
+
+        def num_requests() -> int:
+            return min(max_requests, max_bytes // (num_rows * shape.row_bytes) - 1)
+
+        while num_rows // 2 >= _FEW_ROWS and num_requests() < min(_FEW_REQUESTS, max_requests):
+            num_rows //= 2
+        while num_rows // 2 >= _MIN_ROWS and num_requests() < 1:
             num_rows //= 2
         request_bytes = num_rows * shape.row_bytes
-        num_requests = min(max_requests, max_bytes // request_bytes - 1)
-        if num_requests < 1:
+        if num_requests() < 1:
             raise ConfigError(
                 f"query_memory = {format_bytes(max_bytes)} is too small: {num_rows} query rows of a request "
                 f"need {format_bytes(2 * request_bytes)}"
             )
-        return cls(num_requests, num_rows, (num_requests + 1) * request_bytes)
+        return cls(num_requests(), num_rows, (num_requests() + 1) * request_bytes)
 
 
 class QueryCapture(AttentionObserver):
@@ -74,25 +91,37 @@ class QueryCapture(AttentionObserver):
     of the prompt's rows, so that each chunk of a long prompt ends with about an equal share. Decoded tokens
     go around the remaining rows, one of ``DECODE_INTERVAL``.
 
-    Prompts that run inside a prefill graph are not recorded (their decoded tokens are).
+    ::
+
+        host, before a forward   tokens [W]   which of the forward's tokens are kept
+                                 targets [W]  the row that each of them is written to
+        each attention module    queries[layer][targets] = q[tokens]
+        host, after it           every target is in the place that nobody reads
+
+    A captured graph of ``n`` tokens holds this copy of the first ``min(n, W)`` entries: a forward never keeps
+    more rows than it has tokens, and the entries that it leaves alone go to the unread place.
     """
 
-    def __init__(self, shape: QueryShape, plan: CapturePlan, *, num_slots: int, device: torch.device) -> None:
+    def __init__(self, shape: QueryShape, plan: CapturePlan, *, device: torch.device) -> None:
         self.shape = shape
         self.plan = plan
-        self._unused_place = plan.num_requests
         num_places = plan.num_requests + 1
-        rows = (shape.num_layers, num_places * plan.num_rows, shape.num_kv_heads, shape.head_dim)
+        rows = (shape.num_layers, num_places * plan.num_rows, shape.num_query_heads, shape.head_dim)
         self._queries = torch.zeros(rows, dtype=shape.dtype, device=device)
         # How many tokens each row sees: its position + 1. Zero where nothing is recorded.
         self._num_visible = torch.zeros(num_places * plan.num_rows, dtype=torch.int64, device=device)
-        self._place_of_slot = torch.full((num_slots,), self._unused_place, dtype=torch.int64, device=device)
-        self._device = device
+        self._unread_row = plan.num_requests * plan.num_rows
+        self._tokens = torch.zeros(plan.num_forward_rows, dtype=torch.int64, device=device)
+        self._targets = torch.full_like(self._tokens, self._unread_row)
+        self._device = Device.of(self._queries)
         self._places = RequestPlaces(plan.num_requests)
         self._decode_steps = 0
-        # Where this step's rows go, and which tokens of the batch they are (None: all). None: no rows.
-        self._targets: torch.Tensor | None = None
-        self._tokens: torch.Tensor | None = None
+        self._num_kept = 0
+        self._is_captured = False
+
+    @property
+    def num_heads(self) -> int:
+        return self.shape.num_query_heads
 
     def take(self, rid: str, slot: int) -> CapturedRows | None:
         recording = self._places.take(rid, slot)
@@ -106,89 +135,93 @@ class QueryCapture(AttentionObserver):
 
     def read(self, place: int) -> QueryRows:
         """Copies of a place's rows, by position. Call it after the forwards that wrote them."""
-        rows = slice(place * self.plan.num_rows, (place + 1) * self.plan.num_rows)
+        rows = self._rows_of(place)
         num_visible, order = self._num_visible[rows].sort()
         order = order[num_visible > 0]
         return QueryRows(
             queries=self._queries[:, rows][:, order],
             positions=num_visible[num_visible > 0] - 1,
-            kv_heads=torch.arange(self.shape.num_kv_heads, device=self._device),
+            kv_heads=self.shape.kv_heads(),
             scaling=self.shape.scaling,
         )
 
     def release(self, place: int) -> None:
         self._places.release(place)
 
-    def begin_step(self, forward_batch: Any) -> None:
-        self._targets = self._tokens = None
-        mode = forward_batch.forward_mode
-        if self.is_suspended:
-            return
-        if mode.is_decode():
-            self._begin_decode(forward_batch)
-        elif mode.is_extend_without_speculative() and forward_batch.rids is not None:
-            self._begin_extend(forward_batch)
+    def begin_forward(self, schedule_batch: Any) -> None:
+        mode = schedule_batch.forward_mode
+        is_prompt = mode.is_extend_without_speculative()
+        keeps_decoded = False
+        if mode.is_decode() or (is_prompt and schedule_batch.decoding_reqs):
+            self._decode_steps += 1
+            keeps_decoded = self._decode_steps % DECODE_INTERVAL == 0 and not self._places.is_empty()
+        if is_prompt or keeps_decoded:
+            self._keep(self._chosen(parts_of(schedule_batch), keeps_decoded))
 
     def record(self, layer: int, q: torch.Tensor) -> None:
-        if self._targets is None:
-            return
-        kept = self.shape.one_head_per_group(q if self._tokens is None else q.index_select(0, self._tokens))
-        self._queries[layer].index_copy_(0, self._targets, kept.to(self.shape.dtype))
+        if layer == 0:
+            self._is_captured = self._device.is_capturing()
+        num_rows = min(len(self._tokens), len(q)) if self._is_captured else self._num_kept
+        if num_rows:
+            kept = self.shape.split_heads(q).index_select(0, self._tokens[:num_rows])
+            self._queries[layer].index_copy_(0, self._targets[:num_rows], kept.to(self.shape.dtype))
 
-    def _begin_decode(self, forward_batch: Any) -> None:
-        self._decode_steps += 1
-        is_captured = _is_graph_being_captured(self._device)
-        # In a graph the same operations run at every step: the rows of one interval overwrite each other.
-        if not is_captured and (self._decode_steps % DECODE_INTERVAL or self._places.is_empty()):
-            return
-        num_visible = forward_batch.seq_lens.to(torch.int64)
-        # Rows that only fill a captured batch up see one token and name a slot that is not theirs.
-        is_real = num_visible > 1
-        place = self._place_of_slot[forward_batch.req_pool_indices.to(torch.int64)]
-        place = torch.where(is_real, place, self._unused_place)
-        turn = num_visible.div(DECODE_INTERVAL, rounding_mode="floor") % self.plan.num_decode_rows
-        self._targets = place * self.plan.num_rows + self.plan.num_prompt_rows + turn
-        self._num_visible.index_copy_(0, self._targets, num_visible)
+    def end_forward(self) -> None:
+        if self._num_kept:
+            # A graph that is replayed without a word of what to keep must not write into somebody's place,
+            # and its tokens may be fewer.
+            self._tokens.zero_()
+            self._targets.fill_(self._unread_row)
+            self._num_kept = 0
 
-    def _begin_extend(self, forward_batch: Any) -> None:
-        targets: list[int] = []
-        tokens: list[int] = []
-        num_visible: list[int] = []
-        first_token = 0
-        for rid, slot, start, length in zip(
-            forward_batch.rids,
-            forward_batch.req_pool_indices_cpu.tolist(),
-            forward_batch.extend_prefix_lens_cpu,
-            forward_batch.extend_seq_lens_cpu,
-            strict=True,
-        ):
-            recording = self._recording_of(rid, slot, start)
-            if recording is not None and length:
-                stride = recording.num_chunks + 1
-                entries = range(recording.num_chunks, self.plan.num_prompt_rows, stride)
-                positions = sample_positions(start, start + length, len(entries)).tolist()
-                targets += [
-                    recording.place * self.plan.num_rows + entry for entry in entries[: len(positions)]
-                ]
-                tokens += [first_token + position - start for position in positions]
-                num_visible += [position + 1 for position in positions]
-                recording.num_chunks += 1
-                recording.end = start + length
-            first_token += length
-        if targets:
-            self._targets = torch.tensor(targets).to(self._device, non_blocking=True)
-            self._tokens = torch.tensor(tokens).to(self._device, non_blocking=True)
-            self._num_visible.index_copy_(
-                0, self._targets, torch.tensor(num_visible).to(self._device, non_blocking=True)
-            )
+    def _chosen(self, parts: Sequence[BatchPart], keeps_decoded: bool) -> list[tuple[int, int, int]]:
+        """``(token of the forward, row to write, tokens it sees)`` of each row that is kept."""
+        decoded, prompts = [], []
+        for part in parts:
+            if part.phase is Phase.DECODE:
+                recording = self._places.find(part.rid, part.slot) if keeps_decoded else None
+                if recording is not None:
+                    turn = part.end // DECODE_INTERVAL % self.plan.num_decode_rows
+                    row = self.plan.num_prompt_rows + turn
+                    decoded.append((part.first_row, recording.place * self.plan.num_rows + row, part.end))
+            else:
+                recording = self._entered(part)
+                if recording is not None:
+                    prompts.append((part, recording))
+        # At least one each: no more requests are recorded than a forward has rows.
+        share = (self.plan.num_forward_rows - len(decoded)) // max(1, len(prompts))
+        return decoded + [row for prompt in prompts for row in self._of_prompt(*prompt, share)]
 
-    def _recording_of(self, rid: str, slot: int, start: int) -> Recording | None:
-        recording, is_new = self._places.enter(rid, slot, start)
-        if is_new:
-            place = self._unused_place if recording is None else recording.place
-            self._place_of_slot[slot] = place
-            self._num_visible[place * self.plan.num_rows : (place + 1) * self.plan.num_rows] = 0
+    def _of_prompt(self, part: BatchPart, recording: Recording, max_rows: int) -> list[tuple[int, int, int]]:
+        entries = range(recording.num_chunks, self.plan.num_prompt_rows, recording.num_chunks + 1)
+        entries = entries[:: -(-len(entries) // max_rows)] if entries else entries
+        recording.num_chunks += 1
+        recording.end = part.end
+        if not entries:
+            return []
+        positions = sample_positions(part.start, part.end, len(entries)).tolist()
+        first = recording.place * self.plan.num_rows
+        return [
+            (part.first_row + position - part.start, first + entry, position + 1)
+            for position, entry in zip(positions, entries, strict=False)
+        ]
+
+    def _entered(self, part: BatchPart) -> Recording | None:
+        recording, is_new = self._places.enter(part.rid, part.slot, part.start)
+        if is_new and recording is not None:
+            self._num_visible[self._rows_of(recording.place)] = 0
         return recording
+
+    def _keep(self, chosen: Sequence[tuple[int, int, int]]) -> None:
+        if chosen:
+            tokens, targets, num_visible = self._device.from_list(list(zip(*chosen, strict=True)))
+            self._num_kept = len(chosen)
+            self._tokens[: self._num_kept].copy_(tokens)
+            self._targets[: self._num_kept].copy_(targets)
+            self._num_visible.index_copy_(0, targets, num_visible)
+
+    def _rows_of(self, place: int) -> slice:
+        return slice(place * self.plan.num_rows, (place + 1) * self.plan.num_rows)
 
 
 class CapturedRows(CapturedTurn):
@@ -210,7 +243,3 @@ class CapturedRows(CapturedTurn):
 
     def release(self) -> None:
         self._capture.release(self._place)
-
-
-def _is_graph_being_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

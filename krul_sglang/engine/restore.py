@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from krul_backend.errors import CodecError
+from krul_backend.store.interface import DamageReason
 from krul_sglang.engine.load_batch import Load
 from krul_sglang.engine.restore_forward import RestoreForward
 from krul_sglang.engine.restore_planning import RestorePlanning
@@ -32,7 +34,8 @@ class Returning:
 class Restore:
     """Made when the engine can be measured, before the first request.
 
-    ``proof`` is None if heads cannot be recomputed. ``page_size`` is in tokens.
+    ``proof`` is None if heads cannot be recomputed. ``page_size`` is in tokens. ``report_damage`` is the
+    store's: it is told of segments that cannot be decoded here, so that they are stored again.
     """
 
     proof: HeadProof | None
@@ -40,6 +43,7 @@ class Restore:
     forward: RestoreForward
     traces: TraceLog
     page_size: int
+    report_damage: Callable[[int, DamageReason], object]
 
     def plan_load(
         self, held: HeldLease, first_key: str, slots: torch.Tensor, returning: Returning
@@ -59,6 +63,9 @@ class Restore:
         planned = self.planning.plan(
             slices, device_tokens=returning.device_tokens, new_tokens=returning.new_tokens
         )
+        if slices is None:
+            for segment_id in self.planning.find_undecodable(held.lease):
+                self.report_damage(segment_id, "undecodable")
         if planned is None or slices is None:
             return None
         return Load(held.lease, slices, slots, returning.device_tokens, planned.plan, planned.forecast)

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from krul_backend.device import Device, StreamClock
+from krul_backend.errors import KrulError
+from krul_backend.memory import is_out_of_memory
 from krul_sglang.engine.agreement import RankAgreement
-from krul_sglang.engine.clock import StreamClock
 from krul_sglang.engine.head_recompute import Head, HeadRecompute
 from krul_sglang.engine.load_batch import Load, LoadBatch, LoadFailedError
 from krul_sglang.engine.loading import LayerWiseLoader
@@ -22,13 +24,29 @@ _MIN_TIMED_TOKENS = 32
 """Shorter prompts say more about what surrounds a forward than about its layers."""
 
 
+_MIN_CHUNK_TOKENS = 64
+"""Where there is no memory to recompute so few tokens at a time, there is none."""
+
+_NO_CONSUMER = -1
+
+
+class NoMemoryError(KrulError):
+    """There is no memory to recompute even a few tokens at a time."""
+
+
 @dataclass
 class ForwardCounters:
-    """``head_tokens``: tokens of the first layer. ``rescued_requests``: a load failed, all was recomputed."""
+    """``head_tokens``: tokens of the first layer. ``rescued_requests``: a load failed, all was recomputed.
+
+    ``out_of_memory``: forwards of heads that ended so. ``lost_requests``: SGLang ended them with an error,
+    because they could be neither loaded nor recomputed.
+    """
 
     head_tokens: int = 0
     rescued_requests: int = 0
     rescued_tokens: int = 0
+    out_of_memory: int = 0
+    lost_requests: int = 0
 
 
 class RestoreForward:
@@ -58,6 +76,7 @@ class RestoreForward:
         self._req_to_token = req_to_token
         self._chunk_tokens = chunk_tokens
         self._skip_heads = skip_heads
+        self._warned: set[str] = set()
 
     def run(self, schedule_batch: Any, forward: Callable[[], Any]) -> Any:
         """``forward()``, with what it needs of a prefix recomputed before it or loaded while it runs.
@@ -70,16 +89,24 @@ class RestoreForward:
             return self._prefill(schedule_batch, forward)
         prefixes = list(self._prefixes(schedule_batch, batch))
         trace = RestoreTrace(batch, is_mixed=len(prefixes) < len(schedule_batch.reqs))
+        batch.agreement = self._agreement
+        # Models that write KV themselves ask SGLang's pool for its buffers: heads wait for no load.
+        self._loader.counter.set_consumer(_NO_CONSUMER)
+        has_failed = False
         try:
             if not self._skip_heads:
-                self._recompute([prefix.head() for prefix in prefixes], trace)
-            self._agree(batch)
+                self._recompute(prefixes, _Prefix.head_ends, trace)
             result = forward()
         except LoadFailedError as error:
-            logger.warning("krul: %s; %d request(s) are recomputed", error, len(prefixes))
-            batch.abandon(is_refilled=self._heads is not None)
-            if self._heads is not None:
-                self._rescue(prefixes, trace)
+            has_failed = True
+            # As text: somebody may keep log records, and with an exception all that its frames hold.
+            logger.warning("krul: %s; %d request(s) are recomputed", str(error), len(prefixes))
+        except NoMemoryError as error:
+            has_failed = True
+            self._warn_once("krul: %s; %s request(s) are tried without their loads", error, len(prefixes))
+        if has_failed:
+            # Outside of the handlers: with the exception everything that the failed forward held is gone.
+            self._rescue(batch, prefixes, trace)
             result = forward()
         trace.end = batch.clock.mark()
         self._traces.add(trace)
@@ -91,7 +118,7 @@ class RestoreForward:
         lengths = schedule_batch.extend_lens
         if len(lengths) != 1 or lengths[0] < _MIN_TIMED_TOKENS:
             return forward()
-        clock = StreamClock(self._req_to_token.device)
+        clock = StreamClock(Device.of(self._req_to_token))
         begin = clock.mark()
         result = forward()
         self._traces.add_prefill(lengths[0], schedule_batch.prefix_lens[0], begin, clock.mark())
@@ -105,42 +132,95 @@ class RestoreForward:
             if load is not None:
                 yield _Prefix(load, req.full_untruncated_fill_ids, self._req_to_token[request_slot])
 
-    def _recompute(self, heads: Sequence[Head], trace: RestoreTrace) -> None:
-        """Recompute heads, so many tokens of each at a time that a forward stays small."""
-        heads = [head for head in heads if head.ends[0] > head.start]
-        if not heads or self._heads is None:
-            return
-        self.counters.head_tokens += sum(head.ends[0] - head.start for head in heads)
-        chunk_tokens = max(1, self._chunk_tokens // len(heads))
-        for first in range(0, max(head.ends[0] - head.start for head in heads), chunk_tokens):
-            parts = [part for head in heads if (part := head.part(first, first + chunk_tokens)) is not None]
-            self._heads.run(parts, trace.mark_head_layer)
+    def _recompute(
+        self, prefixes: Sequence[_Prefix], ends_of: Callable[[_Prefix], tuple[int, ...]], trace: RestoreTrace
+    ) -> None:
+        """Recompute a head of each prefix, so many tokens of each at a time that a forward stays small.
 
-    def _agree(self, batch: LoadBatch) -> None:
-        """With several ranks: none begins a forward that another one cannot end.
+        Where memory runs out the rest goes on in smaller steps.
 
         Raises:
-            LoadFailedError: on all ranks, if the load of one of them will not land.
+            NoMemoryError: there is not enough for the smallest step, or for the heads' indices. On every rank
+                or none.
         """
-        if self._agreement.num_ranks == 1:
+        wanted = [
+            (prefix, ends) for prefix in prefixes if (ends := ends_of(prefix))[0] > prefix.load.device_tokens
+        ]
+        if self._heads is None or not wanted:
             return
-        error: LoadFailedError | None = None
-        try:
-            batch.wait_queued()
-        except LoadFailedError as failed:
-            error = failed
-        has_landed = torch.tensor([error is None], dtype=torch.float64)
-        of_ranks = self._agreement.gather(has_landed, (1,))
-        assert of_ranks is not None
-        if error is not None:
-            raise error
-        if not all(of_rank.item() for of_rank in of_ranks):
-            raise LoadFailedError("loading failed on another rank")
+        heads = self._heads_on_device(wanted)
+        longest = max(head.ends[0] - head.start for head in heads)
+        step = min(longest, max(1, self._chunk_tokens // len(heads)))
+        first = 0
+        while first < longest:
+            parts = [part for head in heads if (part := head.part(first, first + step)) is not None]
+            if self._run_heads(self._heads, parts, trace):
+                first += step
+            elif step > 1 and step * len(heads) > _MIN_CHUNK_TOKENS:
+                step //= 2
+            else:
+                raise NoMemoryError(f"no memory to recompute {step * len(heads)} tokens")
+        self.counters.head_tokens += sum(head.ends[0] - head.start for head in heads)
 
-    def _rescue(self, prefixes: Sequence[_Prefix], trace: RestoreTrace) -> None:
+    def _heads_on_device(self, wanted: Sequence[tuple[_Prefix, tuple[int, ...]]]) -> list[Head]:
+        """Heads up to the given ends. With several ranks, all have theirs when one returns.
+
+        Raises:
+            NoMemoryError: on all ranks, if one has no memory for its indices.
+        """
+        heads: list[Head] = []
+        mine: torch.Tensor | None = None
+        try:
+            heads = [prefix.head(ends) for prefix, ends in wanted]
+            mine = torch.ones(1)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._count_out_of_memory(error)
+        if self._agreement.gather(mine, (1,)) is None:
+            raise NoMemoryError("no memory for the indices of recomputed tokens")
+        return heads
+
+    def _run_heads(self, recompute: HeadRecompute, parts: Sequence[Head], trace: RestoreTrace) -> bool:
+        """Whether there was memory for it; what was written without is written again.
+
+        With several ranks the error is raised: the others are inside of the same layer's collectives, and
+        nothing that this rank could do instead would meet them there. SGLang then ends the server, as when
+        its own forward runs out of memory.
+        """
+        try:
+            recompute.run(parts, trace.mark_head_layer)
+        except Exception as error:
+            if not is_out_of_memory(error) or self._agreement.num_ranks > 1:
+                raise
+            self._count_out_of_memory(error)
+            return False
+        return True
+
+    def _count_out_of_memory(self, error: Exception) -> None:
+        self.counters.out_of_memory += 1
+        self._warn_once("krul: out of memory while recomputing heads; smaller steps follow: %s", error)
+
+    def _warn_once(self, text: str, *values: object) -> None:
+        """Later warnings with this text are for debugging only: counters tell how many there were."""
+        level = logging.DEBUG if text in self._warned else logging.WARNING
+        self._warned.add(text)
+        logger.log(level, text, *map(str, values))
+
+    def _rescue(self, batch: LoadBatch, prefixes: Sequence[_Prefix], trace: RestoreTrace) -> None:
+        """Recompute what the batch was to bring; if that cannot be done, SGLang ends its requests."""
+        batch.abandon(is_refilled=False)
+        if self._heads is None:
+            return
+        try:
+            self._recompute(prefixes, _Prefix.whole_ends, trace)
+        except NoMemoryError as error:
+            self.counters.lost_requests += len(prefixes)
+            self._warn_once("krul: %s; %s request(s) end with an error", error, len(prefixes))
+            return
+        batch.is_refilled = True
         self.counters.rescued_requests += len(prefixes)
         self.counters.rescued_tokens += sum(len(prefix.load.slots) for prefix in prefixes)
-        self._recompute([prefix.whole() for prefix in prefixes], trace)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,15 +231,16 @@ class _Prefix:
     fill_ids: Sequence[int]
     row: torch.Tensor
 
-    def head(self) -> Head:
-        return self._head(self.load.plan.head_ends)
+    def head_ends(self) -> tuple[int, ...]:
+        """Those of the plan."""
+        return self.load.plan.head_ends
 
-    def whole(self) -> Head:
+    def whole_ends(self) -> tuple[int, ...]:
         """Everything that the load was to bring, in every layer."""
         end = self.load.device_tokens + len(self.load.slots)
-        return self._head((end,) * len(self.load.plan.head_ends))
+        return (end,) * len(self.load.plan.head_ends)
 
-    def _head(self, ends: tuple[int, ...]) -> Head:
-        start, end, device = self.load.device_tokens, ends[0], self.load.slots.device
-        token_ids = torch.tensor(list(self.fill_ids[start:end]), dtype=torch.int64)
-        return Head(token_ids.to(device), self.row[:end].long(), start, ends)
+    def head(self, ends: tuple[int, ...]) -> Head:
+        start, end = self.load.device_tokens, ends[0]
+        token_ids = Device.of(self.row).from_list(list(self.fill_ids[start:end]))
+        return Head(token_ids, self.row[:end].long(), start, ends)

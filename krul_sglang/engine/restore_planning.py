@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import orjson
 import torch
 
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.errors import CodecError
+from krul_backend.memory import is_out_of_memory
 from krul_backend.restore.calibration import OnlineCosts
 from krul_backend.restore.costs import TierCost
 from krul_backend.restore.interface import RestorePlan, RestorePlanner
@@ -20,6 +24,10 @@ from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.decode_costs import DecodeCosts
 from krul_sglang.engine.load_batch import Forecast
 from krul_sglang.engine.segment_reader import OpenSlice, open_slices
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _TIER_COSTS_AGE_S = 5.0
 
@@ -36,13 +44,17 @@ class PlannedRestore:
 class PlanCounters:
     """``loads`` plans had a tail in some layer, ``refused`` ones would have lost against recompute.
 
-    ``head_tokens`` of the first layer and ``prefix_tokens`` of all planned loads.
+    ``head_tokens`` of the first layer and ``prefix_tokens`` of all planned loads. ``undecodable`` segments
+    were leased and reported, since nothing here can decode them. ``out_of_memory``: times that there was none
+    to open or plan a load, which was refused then.
     """
 
     loads: int = 0
     refused: int = 0
     head_tokens: int = 0
     prefix_tokens: int = 0
+    undecodable: int = 0
+    out_of_memory: int = 0
 
 
 class RestorePlanning:
@@ -81,9 +93,23 @@ class RestorePlanning:
         self._known_tiers: frozenset[str] = frozenset({DRAM_TIER})
         self._tiers_asked_s = float("-inf")
 
-    def open(self, lease: Lease, num_tokens: int) -> list[OpenSlice]:
-        """See ``open_slices``."""
-        return open_slices(lease, self._codec, num_tokens)
+    def open(self, lease: Lease, num_tokens: int) -> list[OpenSlice] | None:
+        """See ``open_slices``; None without memory for it."""
+        return self._unless_out_of_memory(lambda: open_slices(lease, self._codec, num_tokens))
+
+    def find_undecodable(self, lease: Lease) -> list[int]:
+        """Ids of the leased segments that the codec cannot open."""
+        found: list[int] = []
+        for source in lease.slices:
+            header = source.header
+            try:
+                self._codec.open(
+                    header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
+                )
+            except CodecError:
+                found.append(source.segment_id)
+        self.counters.undecodable += len(found)
+        return found
 
     def plan(
         self, slices: Sequence[OpenSlice] | None, *, device_tokens: int, new_tokens: int
@@ -93,7 +119,8 @@ class RestorePlanning:
         ``new_tokens`` follow the prefix in the request's own forward. ``slices`` is None on a rank that
         cannot read what it leased: then no rank loads it.
         """
-        runs = self._agreed_bounds(None if slices is None else self._runs(slices))
+        runs = None if slices is None else self._unless_out_of_memory(lambda: self._runs(slices))
+        runs = self._agreed_bounds(runs)
         if runs is None or slices is None:
             self.counters.refused += 1
             return None
@@ -108,7 +135,8 @@ class RestorePlanning:
             costs=self.costs.current(),
             max_head_tokens=max(0, self._max_head_tokens - self._batch_head_tokens),
         )
-        plan = self._agreed_plan(self._planner.plan(problem))
+        plan = self._unless_out_of_memory(lambda: self._planner.plan(problem))
+        plan = self._agreed_plan(RestorePlan.recompute(problem) if plan is None else plan)
         if plan.is_recompute:
             self.counters.refused += 1
             self.costs.fade_overhead()
@@ -125,6 +153,18 @@ class RestorePlanning:
     def start_batch(self) -> None:
         """What was planned so far runs now; what comes next is another batch."""
         self._batch_head_tokens = 0
+
+    def _unless_out_of_memory(self, compute: Callable[[], T]) -> T | None:
+        """``compute()``, or None: the error would end the scheduler, and leave other ranks waiting."""
+        try:
+            return compute()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.counters.out_of_memory += 1
+            level = logging.WARNING if self.counters.out_of_memory == 1 else logging.DEBUG
+            logger.log(level, "krul: out of memory while planning a load; the engine computes it: %s", error)
+            return None
 
     def _runs(self, slices: Sequence[OpenSlice]) -> tuple[StoredRun, ...] | None:
         """None if something lies in a tier of which it is not known what reading costs."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from krul_backend.device import Mark
 from krul_backend.restore.calibration import OnlineCosts
 from krul_backend.store.interface import DRAM_TIER
-from krul_sglang.engine.clock import Mark
 from krul_sglang.engine.load_batch import LoadBatch
 
 MAX_TRACES = 16

@@ -9,9 +9,30 @@ import torch
 
 from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
-from krul_backend.store.interface import Lease, SegmentSlice
+from krul_backend.device import Device
+from krul_backend.store.interface import Block, Lease, SegmentSlice
 from krul_sglang.engine.block_checks import BlockChecks
 from krul_sglang.engine.kv_pool import DevicePool
+
+MAX_KEPT_BYTES = 128 << 20
+"""Of the device's memory, for blocks that wait there for the other layer of their pair."""
+
+
+class KeptRoom:
+    """Device memory in which the readers of one batch keep blocks from one layer to a later one."""
+
+    def __init__(self, num_bytes: int = MAX_KEPT_BYTES) -> None:
+        self._free_bytes = num_bytes
+
+    def take(self, num_bytes: int) -> bool:
+        """Whether there is room for a block, which it has then."""
+        if num_bytes > self._free_bytes:
+            return False
+        self._free_bytes -= num_bytes
+        return True
+
+    def give_back(self, num_bytes: int) -> None:
+        self._free_bytes += num_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +61,15 @@ class SegmentReader:
         [first_token, head_ends[l])   not read
         [head_ends[l], end_token)     read, decoded and written to their slots
 
-    Each block is copied once, in one piece, when its layer comes: from the group on in which the tail of the
-    layer that needs it last begins (the other one of a pair, or itself), since heads never grow. It stays on
-    the device until then. ``checks`` say when a block is there and right; nothing is copied before.
+    Each block is copied in one piece when its layer comes: from the group on in which the tail of the layer
+    that needs it last begins (the other one of a pair, or itself), since heads never grow. It stays on the
+    device until then, if there is ``room``; otherwise the part that the other layer needs is copied again
+    when that comes. ``checks`` say when a block is there and right; nothing is copied before.
     """
 
-    def __init__(self, opened: OpenSlice, head_ends: Sequence[int], checks: BlockChecks) -> None:
+    def __init__(
+        self, opened: OpenSlice, head_ends: Sequence[int], checks: BlockChecks, room: KeptRoom
+    ) -> None:
         header = opened.source.header
         self.num_tokens = opened.num_tokens
         self.num_bytes = 0
@@ -57,14 +81,16 @@ class SegmentReader:
         self._checks = checks
         self._heads = [max(end - header.start_token, self._first_token) for end in head_ends]
         self._last_use = opened.decoder.last_use
+        self._room = room
         self._on_device: dict[int, torch.Tensor] = {}
+        self._kept: set[int] = set()
 
     def announce(self, layer: int) -> None:
         """Let the blocks that ``fetch`` of this layer will copy be checked. Layers are announced in order."""
         for source in self._needed(layer):
             self._checks.announce(self._source, source)
 
-    def fetch(self, layer: int, device: torch.device) -> None:
+    def fetch(self, layer: int, device: Device) -> None:
         """Copy to the device what ``restore`` of this layer needs and is not there yet. May take its time.
 
         Raises:
@@ -73,7 +99,7 @@ class SegmentReader:
         for source in self._needed(layer):
             if source not in self._on_device:
                 self._checks.wait(self._source, source)
-                self._on_device[source] = self._copy_tail(source, device)
+                self._on_device[source] = self._copy_tail(source, layer, device)
 
     def _needed(self, layer: int) -> Sequence[int]:
         """Layers whose blocks this layer's tail is made of."""
@@ -93,8 +119,10 @@ class SegmentReader:
                 slots[first - self._first_token :],
             )
         for source in self._decoder.sources(layer):
-            if self._last_use[source] <= layer:
-                self._on_device.pop(source, None)
+            if self._last_use[source] <= layer or source not in self._kept:
+                block = self._on_device.pop(source, None)
+                if block is not None and source in self._kept:
+                    self._room.give_back(block.nbytes)
 
     @property
     def _end_row(self) -> int:
@@ -104,18 +132,29 @@ class SegmentReader:
         """First row of the segment that this layer's tail has; the end if it has none."""
         return min(self._heads[layer], self._end_row)
 
-    def _copy_tail(self, source: int, device: torch.device) -> torch.Tensor:
+    def _copy_tail(self, source: int, layer: int, device: Device) -> torch.Tensor:
+        """Copy what the last layer that needs the block reads; if that cannot stay, what ``layer`` reads."""
+        last_use = self._last_use[source]
+        tail = self._tail(source, last_use)
+        if last_use > layer:
+            if self._room.take(tail.nbytes):
+                self._kept.add(source)
+            else:
+                tail = self._tail(source, layer)
+        self.num_bytes += tail.nbytes
+        return device.upload(torch.from_numpy(tail))
+
+    def _tail(self, source: int, layer: int) -> Block:
+        """The part of a block from the group on in which the tail of ``layer`` begins."""
         header = self._header
         stored_from = header.layer_first_token[source] - header.start_token
         # The block as it was encoded, in bytes:
         # [0, stored)    left out when it was stored
         # [stored, first)  stored, not needed now
-        # [first, ...)   copied
+        # [first, ...)   the tail
         stored = self._decoder.tail_start(source, stored_from)
-        first = self._decoder.tail_start(source, self._first_row(self._last_use[source]))
-        tail = self._source.blocks[source][first - stored :]
-        self.num_bytes += tail.nbytes
-        return torch.from_numpy(tail).to(device, non_blocking=True)
+        first = self._decoder.tail_start(source, self._first_row(layer))
+        return self._source.blocks[source][first - stored :]
 
 
 def open_slices(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[OpenSlice]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import orjson
-import torch
 
 from krul_backend.daemon.daemon_store import DaemonStore
 from krul_backend.daemon.launcher import EmbeddedDaemon
+from krul_backend.device import Device
 from krul_backend.errors import DaemonError, KrulError
+from krul_backend.memory import format_bytes
 from krul_backend.segment import ModelIdentity
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.agreement import RankAgreement
-from krul_sglang.engine.pinned_arena import PinnedArena
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ class StoreConnection:
     """One rank's store. ``daemon`` is None on ranks that did not start one."""
 
     store: DaemonStore
-    pinned: PinnedArena
+    device: Device
     daemon: EmbeddedDaemon | None
     endpoint: str
 
@@ -41,7 +44,7 @@ class StoreConnection:
 
     def close(self) -> None:
         """Call it when no copy is under way. The daemon ends with its last client."""
-        self.pinned.close()
+        self.device.unlock_pages()
         self.store.close()
         if self.daemon is not None:
             self.daemon.close()
@@ -50,7 +53,7 @@ class StoreConnection:
 def connect_store(
     config: KrulConfig,
     model: ModelIdentity,
-    device: torch.device,
+    device: Device,
     agreement: RankAgreement,
     *,
     rank_bytes: int,
@@ -66,7 +69,6 @@ def connect_store(
     leader = model.tp_rank // ranks_per_host * ranks_per_host
     daemon: EmbeddedDaemon | None = None
     store: DaemonStore | None = None
-    pinned = PinnedArena(device)
     found = {"endpoint": config.endpoint}
     if not config.endpoint and model.tp_rank == leader:
         try:
@@ -81,7 +83,7 @@ def connect_store(
             store = DaemonStore(
                 endpoint,
                 model=model,
-                on_arena=pinned.register,
+                on_arena=partial(lock_arena, device),
                 restart=None if daemon is None else daemon.restart,
             )
             if not store.is_connected:
@@ -91,13 +93,28 @@ def connect_store(
         _gathered(agreement, connected)
         assert store is not None
     except BaseException:
-        pinned.close()
+        device.unlock_pages()
         if store is not None:
             store.close()
         if daemon is not None:
             daemon.close()
         raise
-    return StoreConnection(store, pinned, daemon, endpoint)
+    return StoreConnection(store, device, daemon, endpoint)
+
+
+def lock_arena(device: Device, arena: npt.NDArray[np.uint8]) -> None:
+    """Have the device copy from and to a mapping of a daemon's arena by itself.
+
+    All of it is backed with memory from then on, and cannot be swapped. Where that is refused (a limit on
+    locked memory, say), copies work as before, only slower. A mapping that another one replaces, because its
+    daemon is gone, stays locked until the last load or turn that uses it has ended.
+    """
+    start_s = time.perf_counter()
+    error = device.lock_pages(arena)
+    if error != 0:
+        logger.warning("krul: host memory could not be pinned (error %d): copies will be slower", error)
+    elif not device.shares_cores:
+        logger.info("krul: pinned %s in %.1f s", format_bytes(arena.nbytes), time.perf_counter() - start_s)
 
 
 def _gathered(agreement: RankAgreement, found: dict[str, str]) -> list[dict[str, str]]:

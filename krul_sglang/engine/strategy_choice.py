@@ -7,6 +7,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,17 +22,19 @@ from krul_sglang.engine.turn import Turn
 
 logger = logging.getLogger(__name__)
 
-_MAX_CONVERSATIONS = 1024
+_MAX_STATISTICS_BYTES = 256 << 20
 
 
 class ConversationStatistics:
     """Attention statistics of conversations by the key of the last page that they cover.
 
-    The least recently grown conversations are forgotten first; theirs start again from nothing.
+    The least recently grown conversations are forgotten first, where all together take more than
+    ``max_bytes``; theirs start again from nothing.
     """
 
-    def __init__(self, max_conversations: int = _MAX_CONVERSATIONS) -> None:
-        self._max_conversations = max_conversations
+    def __init__(self, max_bytes: int = _MAX_STATISTICS_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._by_last_page: OrderedDict[str, AttentionStatistics] = OrderedDict()
 
     def extend(self, page_keys: Sequence[str], turn: AttentionStatistics) -> AttentionStatistics:
@@ -43,11 +46,20 @@ class ConversationStatistics:
             (self._by_last_page[key] for key in reversed(page_keys) if key in self._by_last_page), None
         )
         total = turn if earlier is None else earlier + turn
+        replaced = self._by_last_page.pop(page_keys[-1], None)
         self._by_last_page[page_keys[-1]] = total
-        self._by_last_page.move_to_end(page_keys[-1])
-        while len(self._by_last_page) > self._max_conversations:
-            self._by_last_page.popitem(last=False)
+        self._num_bytes += total.nbytes - (0 if replaced is None else replaced.nbytes)
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= self._by_last_page.popitem(last=False)[1].nbytes
         return total
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a turn is stored. ``damages``: of each run of pages, in nats, see ``SegmentParameters``."""
+
+    strategy: Strategy
+    damages: tuple[float | None, ...]
 
 
 class Decision(ABC):
@@ -55,13 +67,21 @@ class Decision(ABC):
 
     @abstractmethod
     def decide(
-        self, turn: Turn | None, statistics: AttentionStatistics | None, rows: QueryRows | None
-    ) -> Strategy:
+        self,
+        turn: Turn | None,
+        missing: Sequence[range],
+        statistics: AttentionStatistics | None,
+        rows: QueryRows | None,
+    ) -> Choice:
         """``turn`` is None on a rank that does not store it: there ``statistics`` are None on all ranks.
 
-        ``rows`` are this rank's, of this turn, None if there are none; ``statistics`` are of all heads and
-        all turns of the conversation.
+        ``missing`` are the runs of its pages that will be stored. ``rows`` are this rank's, of this turn,
+        None if there are none; ``statistics`` are of all heads and all turns of the conversation.
         """
+
+    @abstractmethod
+    def forget_model(self) -> None:
+        """The model has other weights: what was learned of it no longer holds. No turn is being stored."""
 
 
 class SelectorDecision(Decision):
@@ -72,10 +92,18 @@ class SelectorDecision(Decision):
         self._num_layers = num_layers
 
     def decide(
-        self, turn: Turn | None, statistics: AttentionStatistics | None, rows: QueryRows | None
-    ) -> Strategy:
+        self,
+        turn: Turn | None,
+        missing: Sequence[range],
+        statistics: AttentionStatistics | None,
+        rows: QueryRows | None,
+    ) -> Choice:
         seed = 0 if turn is None else zlib.crc32(turn.page_keys[0].encode())
-        return self._selector.select(Evidence(self._num_layers, statistics, conversation_seed=seed))
+        strategy = self._selector.select(Evidence(self._num_layers, statistics, conversation_seed=seed))
+        return Choice(strategy, (None,) * len(missing))
+
+    def forget_model(self) -> None:
+        """Nothing is learned of a model."""
 
 
 class StrategyChooser:
@@ -95,8 +123,16 @@ class StrategyChooser:
         self._num_heads = num_heads
         self._conversations = ConversationStatistics()
 
-    def choose(self, turn: Turn | None) -> Strategy:
-        """The strategy for ``turn``; called on every rank, with None where the turn is not stored."""
+    def forget_model(self) -> None:
+        """The model has other weights. No turn is being stored."""
+        self._conversations = ConversationStatistics()
+        self._decision.forget_model()
+
+    def choose(self, turn: Turn | None, missing: Sequence[range]) -> Choice:
+        """How the ``missing`` runs of a turn's pages are stored.
+
+        Called on every rank, with None where the turn is not stored.
+        """
         rows, mine = None, None
         try:
             if turn is not None and turn.attention is not None:
@@ -111,8 +147,9 @@ class StrategyChooser:
         statistics = self._agree(mine)
         if turn is not None and statistics is not None:
             statistics = self._conversations.extend(turn.page_keys, statistics)
-        strategy = self._decision.decide(turn, statistics, rows)
+        choice = self._decision.decide(turn, missing, statistics, rows)
         if turn is not None:
+            strategy = choice.strategy
             self.counters.add(strategy)
             logger.debug(
                 "krul: %d tokens are stored as pairs %s, precisions %s",
@@ -120,7 +157,7 @@ class StrategyChooser:
                 strategy.pairs,
                 [layer.precision.value for layer in strategy.layers],
             )
-        return strategy
+        return choice
 
     def _agree(self, mine: AttentionStatistics | None) -> AttentionStatistics | None:
         num_layers = self._pool.num_layers

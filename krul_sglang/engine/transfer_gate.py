@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class Patience:
+    """How many seconds a saver will still wait for restores, in all."""
+
+    left_s: float
 
 
 class TransferGate:
@@ -27,9 +36,16 @@ class TransferGate:
                 self._restores.remove(is_wanted)
                 self._changed.notify_all()
 
-    def let_restores_pass(self) -> None:
-        """Wait until nothing is being restored, but never long: a saver must get on, too."""
+    def patience(self) -> Patience:
+        """For saving one turn: its path is locked on the device meanwhile, so it must get on, too."""
+        return Patience(self._max_wait_s)
+
+    def let_restores_pass(self, patience: Patience) -> None:
+        """Wait until nothing is being restored, or the patience is at its end."""
+        begin_s = time.monotonic()
         with self._changed:
             self._changed.wait_for(
-                lambda: not any(is_wanted() for is_wanted in self._restores), self._max_wait_s
+                lambda: patience.left_s <= 0 or not any(is_wanted() for is_wanted in self._restores),
+                patience.left_s,
             )
+        patience.left_s -= time.monotonic() - begin_s

@@ -37,6 +37,18 @@ class TurnCapture(ABC):
     How many at a time is bounded; a request that finds no room simply is not recorded.
     """
 
+    @property
+    @abstractmethod
+    def num_heads(self) -> int:
+        """Heads of the statistics: this rank's query heads."""
+
+    @abstractmethod
+    def recording(self, schedule_batch: Any) -> AbstractContextManager[None]:
+        """The forward of SGLang's ``ScheduleBatch`` runs inside, eagerly or as a graph, once or again.
+
+        Entered for every forward, also those of which nothing is recorded.
+        """
+
     @abstractmethod
     def take(self, rid: str, slot: int) -> CapturedTurn | None:
         """What was recorded of a request that has ended in a row of SGLang's request pool.
@@ -63,6 +75,15 @@ class PairedCapture(TurnCapture):
     def __init__(self, of_statistics: TurnCapture, of_rows: TurnCapture) -> None:
         self._of_statistics = of_statistics
         self._of_rows = of_rows
+
+    @property
+    def num_heads(self) -> int:
+        return self._of_statistics.num_heads
+
+    @contextmanager
+    def recording(self, schedule_batch: Any) -> Iterator[None]:
+        with self._of_statistics.recording(schedule_batch), self._of_rows.recording(schedule_batch):
+            yield
 
     def take(self, rid: str, slot: int) -> CapturedTurn | None:
         """None unless both have recorded the request."""

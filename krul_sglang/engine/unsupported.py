@@ -1,6 +1,8 @@
-"""Server settings that krul cannot serve yet: refused at start, with the flag's name.
+"""The table of server settings: what krul refuses at start, what it was seen to serve, what nobody has tried.
 
-Running half of such a server would store or restore wrong KV, so the list errs on the side of refusing.
+Refusals, their tests and ``docs/support.md`` are all made from the rows below. A setting is refused if krul
+would store or restore wrong KV with it, answer otherwise than the engine alone, or hang. That it was never
+tried is no reason.
 """
 
 from __future__ import annotations
@@ -10,6 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from krul_backend.errors import KrulError
+from krul_sglang.config import ATTENTION_STRATEGIES, KrulConfig
+
+FP8_DTYPES = ("fp8_e4m3", "fp8_e5m2")
+_PLAIN_DTYPES = ("auto", "bf16", "bfloat16")
 
 
 class UnsupportedSetupError(KrulError):
@@ -17,100 +23,339 @@ class UnsupportedSetupError(KrulError):
 
 
 @dataclass(frozen=True)
-class Rule:
-    """``flag`` is refused when ``applies`` to the value of ``field`` in the server arguments."""
+class Refusal:
+    """krul does not run with ``setting``: a flag, or something that flags lead to."""
 
-    flag: str
-    field: str
-    applies: Callable[[Any], bool]
+    setting: str
     reason: str
 
+    def error(self, found: str) -> UnsupportedSetupError:
+        """The one line that stops the server. ``found`` says what exactly was met."""
+        return UnsupportedSetupError(
+            f"--radix-cache-backend krul does not run with {self.setting} ({found}): {self.reason}"
+        )
 
-def _is_set(value: Any) -> bool:
-    return bool(value)
+
+@dataclass(frozen=True)
+class Rule(Refusal):
+    """A refusal that follows from values: when ``applies(*values of fields)``. ``example``: such values."""
+
+    fields: tuple[str, ...]
+    applies: Callable[..., bool]
+    example: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Served:
+    """With ``setting`` the answers were those of a server that never evicts, in ``seen_on``."""
+
+    setting: str
+    seen_on: str
+
+
+@dataclass(frozen=True)
+class Untested:
+    """Nothing is known against ``setting``, but nobody has seen it work. ``note``: where to look first."""
+
+    setting: str
+    note: str = ""
 
 
 def _is_several(value: Any) -> bool:
     return value is not None and value > 1
 
 
+def _is_named(value: Any) -> bool:
+    return value not in (None, "null", "none")
+
+
+def _flag(flag: str, reason: str, *, example: Any = True, applies: Callable[[Any], bool] = bool) -> Rule:
+    """A rule about one flag; its field in the server arguments is called like it."""
+    return Rule(flag, reason, (flag.removeprefix("--").replace("-", "_"),), applies, (example,))
+
+
+def _model(kind: str, reason: str, fact: str) -> Rule:
+    """A rule about a kind of model, for which ``model_facts`` has ``fact``."""
+    return Rule(f"--model-path of {kind}", reason, (fact,), bool, (True,))
+
+
 _OTHER_TIER = "another KV tier cannot run beside krul"
 _FOREIGN_POOL = "krul does not know this KV pool"
+_LORA = "recomputed heads run without the adapter, and stored KV does not name its weights"
+_MEDIA = "images and sounds are not in the token ids by which KV is found and heads are recomputed"
+_BITWISE = "recomputed KV is not rounded like KV that was prefilled"
+_SCATTERED = "ranks hold different tokens between layers, where heads are cut by token"
+_DRAFTS = "draft tokens have KV in the pool, too"
+_BY_SLOT = "what it returns of a prompt is kept by KV slot, and is not restored with the KV"
+_FULL_ATTENTION = "heads are recomputed with attention over all tokens"
 
-RULES = (
-    Rule("--enable-hierarchical-cache", "enable_hierarchical_cache", _is_set, _OTHER_TIER),
-    Rule("--hicache-storage-backend", "hicache_storage_backend", _is_set, _OTHER_TIER),
-    Rule("--enable-lmcache", "enable_lmcache", _is_set, _OTHER_TIER),
-    Rule("--enable-flexkv", "enable_flexkv", _is_set, _OTHER_TIER),
-    Rule("--disable-radix-cache", "disable_radix_cache", _is_set, "krul extends the radix cache"),
-    Rule("--pp-size", "pp_size", _is_several, "pipeline parallelism is not supported yet"),
-    Rule("--enable-dp-attention", "enable_dp_attention", _is_set, "DP attention is not supported yet"),
-    Rule("--attn-dp-size", "attn_dp_size", _is_several, "DP attention is not supported yet"),
-    Rule("--attn-cp-size", "attn_cp_size", _is_several, "context parallelism is not supported yet"),
-    Rule("--dcp-size", "dcp_size", _is_several, "decode context parallelism is not supported yet"),
-    Rule(
-        "--speculative-algorithm",
-        "speculative_algorithm",
-        _is_set,
-        "speculative decoding is not supported yet",
+LAUNCH_RULES = (
+    _flag("--enable-hierarchical-cache", _OTHER_TIER),
+    _flag("--hicache-storage-backend", _OTHER_TIER, example="file"),
+    _flag(
+        "--disaggregation-decode-retraction-backup",
+        _OTHER_TIER,
+        example="host_pool",
+        applies=lambda value: value == "host_pool",
+    ),
+    _flag("--enable-lmcache", _OTHER_TIER),
+    _flag("--enable-flexkv", _OTHER_TIER),
+    _flag("--enable-unified-cache-external-linker", "krul brings its own linker"),
+    _flag("--disable-radix-cache", "krul extends the radix cache"),
+    _flag("--enable-mis", "it switches the radix cache off, which krul extends"),
+    _flag("--is-embedding", "embedding models have no turns to restore"),
+    _flag("--enable-lora", _LORA),
+    _flag("--lora-paths", _LORA, example=["name=path"]),
+    _flag("--encoder-only", _MEDIA),
+    _flag("--language-only", _MEDIA),
+    _flag("--dllm-algorithm", "a block's KV is written several times", example="LowConfidence"),
+    _flag("--enable-pdmux", "its prefills do not pass the hook that restores prefixes"),
+    _flag("--disaggregation-mode", "a turn is split over servers", example="prefill", applies=_is_named),
+    _flag("--pp-size", "heads need all layers on one rank", example=2, applies=_is_several),
+    _flag("--enable-dp-attention", _SCATTERED),
+    _flag("--attn-dp-size", _SCATTERED, example=2, applies=_is_several),
+    _flag("--attn-cp-size", _SCATTERED, example=2, applies=_is_several),
+    _flag("--enable-prefill-cp", _SCATTERED),
+    _flag("--enable-layernorm-sp", _SCATTERED),
+    _flag("--enable-attn-tp-input-scattered", _SCATTERED),
+    _flag("--dcp-size", "it splits a conversation's KV over ranks", example=2, applies=_is_several),
+    _flag(
+        "--elastic-ep-backend", "ranks may leave, and krul waits for all", example="nixl", applies=_is_named
     ),
     Rule(
-        "--disaggregation-mode",
-        "disaggregation_mode",
-        lambda value: value not in (None, "null"),
-        "prefill/decode disaggregation is not supported yet",
+        "--dp-size without endpoint",
+        'each replica would start a daemon of its own; run krul-backend, and set endpoint = "..."',
+        ("dp_size", "krul.endpoint"),
+        lambda dp_size, endpoint: _is_several(dp_size) and not endpoint,
+        (2, ""),
     ),
-    Rule(
+    _flag("--speculative-algorithm", _DRAFTS, example="EAGLE"),
+    _flag("--decoupled-spec-role", _DRAFTS, example="verifier", applies=_is_named),
+    _flag(
         "--kv-cache-dtype",
-        "kv_cache_dtype",
-        lambda value: value not in (None, "auto", "bf16", "bfloat16"),
-        "quantized KV pools are not supported yet",
+        "krul knows no such elements, only those of the model, bf16, fp8_e4m3 and fp8_e5m2",
+        example="nvfp4",
+        applies=lambda dtype: dtype is not None and dtype not in (*_PLAIN_DTYPES, *FP8_DTYPES),
     ),
-    Rule("--enable-kv-cache-sharding", "enable_kv_cache_sharding", _is_set, _FOREIGN_POOL),
-    Rule("--enable-unified-memory", "enable_unified_memory", _is_set, _FOREIGN_POOL),
-    Rule("--enable-hisparse", "enable_hisparse", _is_set, _FOREIGN_POOL),
+    Rule(
+        "--kv-cache-dtype fp8_* and a strategy or precision that compresses",
+        'fp8 KV is stored as it is: leave strategy = "none" and precision = "native"',
+        ("kv_cache_dtype", "krul.strategy", "krul.precision"),
+        lambda dtype, *stored_as: dtype in FP8_DTYPES and stored_as != ("none", "native"),
+        ("fp8_e4m3", "krul", "int4"),
+    ),
+    Rule(
+        "--enable-two-batch-overlap and a strategy that looks at attention",
+        'it runs each forward in two halves, and rows are counted in whole ones: leave strategy = "none"',
+        ("enable_two_batch_overlap", "krul.strategy"),
+        lambda is_split, strategy: bool(is_split) and strategy in ATTENTION_STRATEGIES,
+        (True, "krul"),
+    ),
+    _flag(
+        "--quantization-param-path",
+        "the engine writes KV with these scales and does not read it with them",
+        example="scales.json",
+    ),
+    _flag("--enable-kv-cache-sharding", _FOREIGN_POOL),
+    _flag("--enable-page-major-kv-layout", _FOREIGN_POOL),
+    _flag("--enable-unified-memory", _FOREIGN_POOL),
+    _flag("--enable-hisparse", _FOREIGN_POOL),
+    Rule(
+        "--attention-backend minicpm_*",
+        "it keeps a summary of keys beside the pool, and reads few of them",
+        ("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+        lambda *names: any(str(name).startswith("minicpm_") for name in names),
+        (None, "minicpm_flashattn", None),
+    ),
+    _flag("--enable-deterministic-inference", _BITWISE),
+    _flag("--rl-on-policy-target", _BITWISE, example="fsdp"),
+    _flag("--enable-memory-saver", "it takes the KV pool away while krul's threads copy"),
+    _flag(
+        "--offload-group-size",
+        "heads end before the last layer, and the weights prefetched next would be those of a wrong one",
+        example=2,
+        applies=lambda value: value is not None and value > 0,
+    ),
+    _flag(
+        "--checkpoint-engine-wait-weights-before-ready",
+        "krul names the weights, and proves heads with them, before these have come",
+    ),
+    _flag("--delete-ckpt-after-loading", "krul names the weights by their files"),
+    Rule(
+        "--load-format dummy with endpoint, ssd_dir or mooncake",
+        "servers of the real weights would find KV of random ones",
+        ("load_format", "krul.endpoint", "krul.ssd_dir", "krul.mooncake"),
+        lambda load_format, *shared: load_format == "dummy" and any(shared),
+        ("dummy", "", "/kv", ""),
+    ),
+    _flag("--enable-return-routed-experts", _BY_SLOT),
+    _flag("--enable-return-indexer-topk", _BY_SLOT),
+    _flag("--kv-canary", "its marks are not restored with the KV", example="log", applies=_is_named),
+)
+"""About server arguments, as given or resolved, and krul's own options, ``krul.*``."""
+
+MODEL_RULES = (
+    _model("a vision or audio model (--enable-multimodal)", _MEDIA, "is_multimodal"),
+    _model("an encoder-decoder model", "cross attention has KV of its own", "is_encoder_decoder"),
+    _model("an embedding model", "embedding models have no turns to restore", "is_embedding"),
+    _model("a model with sliding windows", "its KV is not one pool of all tokens", "is_hybrid_swa"),
+    _model("a Mamba or hybrid model", "its state is not in the KV of tokens", "is_hybrid_ssm"),
+    _model("a model with chunked or sparse attention", _FULL_ATTENTION, "has_partial_attention"),
+    _model("a model with n-gram embeddings", "a head's first tokens lack theirs", "has_ngram_embedding"),
+)
+"""About the model: see ``model_facts``."""
+
+FOREIGN_POOL = Refusal(
+    "a KV pool that is not MHATokenToKVPool", "MLA, sparse and scaled KV is unknown to krul"
+)
+FOREIGN_LAYOUT = Refusal("a KV pool that is not laid out by token", "krul copies whole tokens")
+FOREIGN_ELEMENTS = Refusal("--kv-cache-dtype resolved from the checkpoint", "krul knows no such elements")
+FOREIGN_SCALES = Refusal(
+    "--kv-cache-dtype fp8_* with scales in the checkpoint",
+    "only --attention-backend flashinfer, triton and fa3 are known to write and read by them",
+)
+FOREIGN_LAYERS = Refusal(
+    "layers that are not called as those of Llama are",
+    'heads cannot be recomputed; start with planner = "full-load" to load whole prefixes',
+)
+EAGER_ESTIMATOR = Refusal(
+    'estimator = "exact" or "heterogeneous" and CUDA graphs',
+    "it reduces attention between forwards, in Python, which is the cost of the paper's way; "
+    'start the server with --disable-cuda-graph, or choose estimator = "sampled"',
 )
 
+FOUND_LATER = (
+    FOREIGN_POOL,
+    FOREIGN_LAYOUT,
+    FOREIGN_ELEMENTS,
+    FOREIGN_SCALES,
+    FOREIGN_LAYERS,
+    EAGER_ESTIMATOR,
+)
+"""Found when what they are about is built, in the scheduler."""
 
-def flags_of(server_args: Any) -> dict[str, Any]:
-    """What ``check_flags`` looks at, of SGLang's ``ServerArgs``.
+SERVED = (
+    Served(
+        "--device cpu (krul's CPU platform), --attention-backend torch_native", "all of tests/integration"
+    ),
+    Served("Llama (random weights, and the bundled model)", "tests/integration/test_bundled_model.py"),
+    Served("Qwen3-MoE (random weights)", "tests/integration/test_restoring.py"),
+    Served("--page-size 1, 16, 64", "tests/integration/test_restoring.py"),
+    Served("--chunked-prefill-size", "tests/integration/test_restoring.py"),
+    Served("--enable-mixed-chunk", "tests/integration/test_restoring.py"),
+    Served("--schedule-policy fcfs, lpm", "tests/integration/test_restoring.py"),
+    Served("--tp-size 2 on one host", "tests/integration/test_restoring.py"),
+    Served("--dp-size 2 with endpoint", "tests/integration/test_tiers_serving.py"),
+    Served("--dtype float32, bfloat16", "tests/integration/test_lossless.py"),
+    Served("the radix tree in Rust and in Python", "tests/integration/test_lossless.py"),
+    Served("--kv-cache-dtype fp8_e4m3, fp8_e5m2 without scales", "tests/integration/test_fp8_serving.py"),
+    Served("the overlap scheduler, --disable-overlap-schedule", "tests/integration/test_fp8_serving.py"),
+    Served("--radix-eviction-policy lru, lfu", "tests/integration/test_fp8_serving.py"),
+    Served("cache_salt, extra_key; aborts, disconnects, flushes", "tests/integration/test_serving.py"),
+    Served("/update_weights_from_disk", "tests/integration/test_weight_updates.py"),
+    Served("--enable-streaming-session", "tests/integration/test_weight_updates.py"),
+    Served("ssd_dir, and a daemon that several servers join", "tests/integration/test_tiers_serving.py"),
+)
+
+UNTESTED = (
+    Untested("any GPU; every attention backend but torch_native"),
+    Untested("CUDA graphs, of decoding and of prefill", "a prefill graph waits for all layers of a load"),
+    Untested("models other than Llama and Qwen3-MoE", "the proof of recomputed heads at every start"),
+    Untested(
+        "MoE: --ep-size, --moe-a2a-backend, --enable-eplb, --moe-dp-size, --dwdp-size", "the same proof"
+    ),
+    Untested("--enable-two-batch-overlap, --enable-single-batch-overlap", "heads run as one batch"),
+    Untested("--enable-torch-compile"),
+    Untested("--quantization of weights"),
+    Untested("fp8 KV with scales in the checkpoint", "tested without a server"),
+    Untested("--tp-size over several hosts (--nnodes), --use-ray"),
+    Untested("--enable-session-radix-cache"),
+    Untested(
+        "/update_weights_from_tensor, _from_distributed, _from_ipc", "the same hook as of those from disk"
+    ),
+    Untested("--enable-priority-scheduling, and preemption by it"),
+    Untested("--enable-prefill-delayer, --num-continuous-decode-steps"),
+    Untested("beam search (beam_width)"),
+    Untested("--cpu-offload-gb", 'layers are wrapped: only planner = "full-load" can start'),
+    Untested("--disable-hybrid-swa-memory", 'layers have windows: only planner = "full-load" can start'),
+    Untested("--enable-paged-experts, --kt-weight-path"),
+    Untested("--startup-weight-load-mode overlap", "weights must be there when krul proves heads"),
+    Untested("--enable-torch-symm-mem, --enable-symm-mem, --enable-mscclpp, --enable-nccl-nvls"),
+    Untested("--enable-flashinfer-allreduce-fusion", "sums between layers are completed where heads are cut"),
+    Untested("--enable-nvidia-megakernel, --enable-amd-monokernel", "they decode only"),
+    Untested("--language-model-only"),
+    Untested("--forward-hooks, --debug-tensor-dump-*", "they see recomputed heads, too"),
+    Untested("--kv-events-config"),
+    Untested("--enable-return-hidden-states, --enable-return-aux-hidden-states"),
+    Untested("--model-impl transformers"),
+)
+
+SMALL_PAGES = (
+    "krul: --page-size 1 makes a key of every token, and lookups and manifests that much larger; "
+    "set --page-size 16 or more"
+)
+"""A warning, not a refusal."""
+
+
+def flags_of(server_args: Any, config: KrulConfig) -> dict[str, Any]:
+    """The values that ``check_flags`` looks at.
 
     Raises AttributeError if SGLang dropped one of these arguments: a rule that looks at nothing is no rule.
     """
-    return {rule.field: getattr(server_args, rule.field) for rule in RULES}
+    names = {name for rule in LAUNCH_RULES for name in rule.fields if not name.startswith("krul.")}
+    return {name: getattr(server_args, name) for name in names} | options_of(config)
+
+
+def options_of(config: KrulConfig) -> dict[str, Any]:
+    """Krul's options under the names by which rules know them."""
+    return {f"krul.{name}": value for name, value in config.as_dict().items()}
 
 
 def check_flags(values: Mapping[str, Any]) -> None:
-    """``values``: server arguments by field name, as given (``flags_of``) or resolved.
+    """``values``: server arguments by field name, as given (``flags_of``) or resolved, and ``options_of``.
 
     Raises:
         UnsupportedSetupError: one line that names the flag and why.
     """
-    for rule in RULES:
-        value = values[rule.field]
-        if rule.applies(value):
-            raise UnsupportedSetupError(
-                f"--radix-cache-backend krul does not run with {rule.flag} (set to {value!r}): {rule.reason}"
-            )
+    for rule in LAUNCH_RULES:
+        met = [values[name] for name in rule.fields]
+        if rule.applies(*met):
+            raise rule.error("set to " + ", ".join(repr(value) for value in met))
 
 
-def check_model(*, is_hybrid_swa: bool, is_hybrid_ssm: bool, is_embedding: bool) -> None:
-    """Raises UnsupportedSetupError for models whose KV is not one full-attention pool."""
-    if is_hybrid_swa:
-        raise UnsupportedSetupError("--radix-cache-backend krul: sliding-window models are not supported yet")
-    if is_hybrid_ssm:
-        raise UnsupportedSetupError(
-            "--radix-cache-backend krul: Mamba and hybrid models are not supported yet"
-        )
-    if is_embedding:
-        raise UnsupportedSetupError("--radix-cache-backend krul: embedding models have no turns to restore")
+def model_facts(ctx: Any) -> dict[str, bool]:
+    """What ``MODEL_RULES`` ask; ``ctx`` is SGLang's ``TreeCacheBuildContext``."""
+    model = ctx.model_config
+    hf_config = model.hf_config
+    return {
+        "is_multimodal": bool(
+            model.is_multimodal
+            or model.is_audio_model
+            or model.is_image_understandable_model
+            or model.is_audio_understandable_model
+        ),
+        "is_encoder_decoder": model.is_encoder_decoder,
+        "is_embedding": not model.is_generation,
+        "is_hybrid_swa": ctx.is_hybrid_swa,
+        "is_hybrid_ssm": ctx.is_hybrid_ssm,
+        "has_partial_attention": model.is_local_attention_model
+        or any(getattr(hf_config, name, None) for name in ("dual_chunk_attention_config", "sparse_config")),
+        "has_ngram_embedding": model.use_ngram_embedding,
+    }
+
+
+def check_model(facts: Mapping[str, bool], name: str) -> None:
+    """``name``: what the message calls the model.
+
+    Raises:
+        UnsupportedSetupError: for models whose KV is not one full-attention pool of the tokens' ids.
+    """
+    for rule in MODEL_RULES:
+        if rule.applies(*(facts[fact] for fact in rule.fields)):
+            raise rule.error(name)
 
 
 def check_estimator(name: str, *, runs_graphs: bool) -> None:
     """Raises UnsupportedSetupError for an estimator of every row where forwards are replayed as graphs."""
     if runs_graphs:
-        raise UnsupportedSetupError(
-            f'estimator = "{name}" does not run with CUDA graphs: it reduces attention between forwards, in '
-            "Python, which is the cost of the paper's way; start the server with --disable-cuda-graph, or "
-            'choose estimator = "sampled"'
-        )
+        raise EAGER_ESTIMATOR.error(f'estimator = "{name}"')

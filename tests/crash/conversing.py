@@ -13,6 +13,7 @@ import orjson
 
 from krul_backend.daemon.daemon_store import DaemonStore
 from krul_backend.segment import ModelIdentity
+from krul_backend.store.hashing import block_checksums
 from tests.crash.conversations import NUM_LAYERS, Turn, model_of, page_keys, tokens_of
 from tests.crash.engine import check_lease
 
@@ -31,7 +32,7 @@ def converse(store: DaemonStore, model: ModelIdentity, name: str, num_turns: int
         assert reservation is not None, f"{name}: no room"
         for layer in range(NUM_LAYERS):
             reservation.blocks[layer][:] = turn.block(layer)
-        store.commit(reservation, turn.manifest(model))
+        store.commit(reservation, turn.manifest(model), block_checksums(reservation.blocks))
         turns.append(turn)
     return turns
 

@@ -14,8 +14,8 @@ import numpy as np
 from krul_backend.daemon.daemon_store import DaemonStore
 from krul_backend.errors import KrulError
 from krul_backend.segment import ModelIdentity
+from krul_backend.store.hashing import block_checksum, block_checksums
 from krul_backend.store.interface import KVStore, Lease
-from krul_backend.store.stored_segment import block_checksum
 from tests.crash.conversations import NUM_LAYERS, Turn, model_of, page_keys, tokens_of
 from tests.crash.journal import Journal
 
@@ -84,7 +84,7 @@ class Engine:
         self._num_pages[conversation] = turn.end_page
         connection = self._connection()
         try:
-            self._store.commit(reservation, turn.manifest(self._model))
+            self._store.commit(reservation, turn.manifest(self._model), block_checksums(reservation.blocks))
         except KrulError:
             return  # The daemon is gone; whether it committed nobody knows.
         if self._is_still(connection):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -13,12 +15,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import psutil
 import pytest
+import torch
 import zmq.auth
 
 from krul_backend.daemon.admin import AdminClient
@@ -27,7 +31,9 @@ from krul_backend.daemon.launcher import MAX_RESTARTS, EmbeddedDaemon
 from krul_backend.daemon.request_channel import CurveKeys
 from krul_backend.errors import ConfigError, DaemonError, DaemonUnreachableError, ManifestError, TierReadError
 from krul_backend.store.hashing import block_checksum
+from krul_sglang.engine.store_connection import lock_arena
 from tests.unit.store_builders import (
+    commit_to,
     fill,
     lease_pages,
     make_manifest,
@@ -37,6 +43,7 @@ from tests.unit.store_builders import (
     stored_ids,
     tokens_of,
 )
+from tests.unit.strict_device import StrictDevice
 
 CAPACITY_BYTES = 4 << 20
 MODEL = make_model()
@@ -136,10 +143,10 @@ def test_nobody_sees_a_segment_before_its_commit(store: DaemonStore) -> None:
     fill(reservation, 1)
     assert store.find_missing(MODEL, page_keys("c", 0, 2)) == [range(2)]
     assert lease_pages(store, "c", 0, 2) is None
-    store.commit(reservation, make_manifest("c", 0, 2, (100, 60)))
+    commit_to(store, reservation, make_manifest("c", 0, 2, (100, 60)))
     assert not any(block.flags.writeable for block in reservation.blocks)
     assert store.find_missing(MODEL, page_keys("c", 0, 4)) == [range(2, 4)]
-    for settle in (store.abort, lambda r: store.commit(r, make_manifest("c", 0, 2, (100, 60)))):
+    for settle in (store.abort, lambda r: commit_to(store, r, make_manifest("c", 0, 2, (100, 60)))):
         with pytest.raises(KeyError):
             settle(reservation)
 
@@ -158,7 +165,7 @@ def test_other_sizes_than_reserved_are_refused_and_freed(store: DaemonStore) -> 
     reservation = store.reserve((100, 60))
     assert reservation is not None
     with pytest.raises(ManifestError):
-        store.commit(reservation, make_manifest("c", 0, 2, (100, 61)))
+        commit_to(store, reservation, make_manifest("c", 0, 2, (100, 61)))
     assert num_held(store) == (0, 0)
 
 
@@ -219,7 +226,7 @@ def test_codec_parameters_and_partial_blocks_come_back(store: DaemonStore) -> No
         tenant="t",
         recompute_s=0.25,
     )
-    segment_id = store.commit(reservation, manifest)
+    segment_id = commit_to(store, reservation, manifest)
     lease = lease_pages(store, "c", 0, 3)
     assert lease is not None
     header = lease.slices[0].header
@@ -288,7 +295,7 @@ def test_clear_drops_what_was_reserved_before_it(store: DaemonStore) -> None:
     assert reservation is not None
     before = lease.slices[0].blocks[0].tobytes()
     store.clear(MODEL)
-    store.commit(reservation, make_manifest("c", 0, 2, (100, 60)))
+    commit_to(store, reservation, make_manifest("c", 0, 2, (100, 60)))
     assert store.find_missing(MODEL, page_keys("c", 0, 2)) == [range(2)]
     assert lease.slices[0].blocks[0].tobytes() == before
     store.release(lease)
@@ -399,6 +406,40 @@ def test_a_daemon_that_is_killed_is_started_again(own_daemon: EmbeddedDaemon) ->
     bystander.close()
 
 
+def test_the_arena_of_a_daemon_that_died_stays_locked_while_it_is_copied_from(
+    own_daemon: EmbeddedDaemon,
+) -> None:
+    device = StrictDevice()
+    store = DaemonStore(
+        own_daemon.runtime_dir,
+        model=MODEL,
+        on_arena=partial(lock_arena, device),
+        restart=own_daemon.restart,
+    )
+    _, written = put(store, "c", 0, 2)
+    lease = lease_pages(store, "c", 0, 2)
+    assert lease is not None
+    (old_pages,) = device.module.locked
+    os.kill(own_daemon.pid, signal.SIGKILL)
+    wait_until(lambda: store.counters.reconnects == 1)
+    block = lease.slices[0].blocks[0]
+    loading = device.new_stream()
+    with device.on_stream(loading):
+        arrived = device.upload(torch.from_numpy(block))
+    assert device.module.pageable_copies == 0
+    # The new one beside it.
+    assert len(device.module.locked) == 2
+    device.synchronize(loading)
+    assert arrived.numpy().tobytes() == written[0]
+    store.release(lease)
+    del block, lease
+    assert device.module.unlocked.acquire(timeout=30)
+    (new_pages,) = device.module.locked
+    assert new_pages != old_pages
+    store.close()
+    device.check()
+
+
 def test_clear_while_the_daemon_hangs_is_done_before_the_next_lease(own_daemon: EmbeddedDaemon) -> None:
     store = DaemonStore(own_daemon.runtime_dir, model=MODEL, request_timeout_s=0.3)
     put(store, "c", 0, 2)
@@ -474,6 +515,40 @@ def test_an_embedded_daemon_lives_in_a_private_directory_and_leaves_none() -> No
     # Nobody's child: who adopted it may not have buried it yet.
     with contextlib.suppress(psutil.NoSuchProcess):
         assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def shut_down(runtime_dir: Path, pid: int) -> None:
+    """Ask a daemon to end, and wait until its process is gone."""
+    end = os.pidfd_open(pid)
+    try:
+        with AdminClient(runtime_dir) as admin:
+            admin.shutdown()
+        assert select.select([end], [], [], 20)[0], "it did not end"
+    finally:
+        os.close(end)
+
+
+def test_an_embedded_daemon_leaves_a_users_own_directory_as_it_is() -> None:
+    with tempfile.TemporaryDirectory(prefix="krul-test-", dir="/tmp") as own:
+        (Path(own) / "notes").write_text("precious")
+        (Path(own) / "daemon.log").write_text("not this daemon's")
+        command = [sys.executable, "-m", "krul_backend.daemon", "serve", "--embedded", "--runtime-dir", own]
+        with subprocess.Popen([*command, *ARGUMENTS], stdout=subprocess.PIPE) as starter:
+            assert starter.stdout is not None
+            shut_down(Path(own), json.loads(starter.stdout.readline())["pid"])
+        assert (Path(own) / "notes").read_text() == "precious"
+        assert (Path(own) / "daemon.log").read_text() == "not this daemon's"
+
+
+def test_what_somebody_put_beside_an_embedded_daemon_stays() -> None:
+    daemon = EmbeddedDaemon(ARGUMENTS)
+    foreign = daemon.runtime_dir / "notes"
+    foreign.write_text("precious")
+    shut_down(daemon.runtime_dir, daemon.pid)
+    assert [entry.name for entry in daemon.runtime_dir.iterdir()] == ["notes"]
+    assert foreign.read_text() == "precious"
+    foreign.unlink()
+    daemon.close()
 
 
 @pytest.mark.parametrize(("name", "is_used"), [("x", True), ("x" * 100, False)])

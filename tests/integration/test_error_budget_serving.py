@@ -25,6 +25,7 @@ from tests.integration.scenario import (
 )
 
 POOL_TOKENS = 4096
+ERROR_BUDGET = 0.05
 TOKEN_BYTES = 12 * 2 * 64 * 2 * 4  # layers x KV heads x channels x (K, V) x bytes of float32
 
 
@@ -37,7 +38,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(cache_dir: Path) -> Iterator[ServerProcess]:
     options = {
         "strategy": "budget",
-        "error_budget": 0.05,
+        "error_budget": ERROR_BUDGET,
         "probe_share": 1,
         "cache_dir": str(cache_dir),
         "planner": "full-load",
@@ -62,6 +63,23 @@ def test_an_idle_server_learns_what_compression_costs(server: ServerProcess, cac
     assert sum(known) >= 8
     budget = krul_stats(server)["compression"]["budget"]
     assert 0 <= budget["last_kl"] < 10
+
+
+def test_a_conversation_has_one_budget_however_often_it_returns(server: ServerProcess) -> None:
+    """Each turn starts from what the segments that came back lossy cost, and measures what it adds."""
+    history = random_prompt("one budget", 320)
+    costs: list[float] = []
+    for turn in range(4):
+        answer = ask(server, history)
+        assert turn == 0 or answer.host_tokens > 300
+        budget = settled_stats(server)["compression"]["budget"]
+        assert budget["last_spent"] == pytest.approx(sum(costs))
+        assert budget["last_damage"] > 0
+        costs.append(budget["last_damage"])
+        assert sum(costs) <= ERROR_BUDGET
+        history += [*answer.output_ids, *random_prompt(("more", turn), 64)]
+        push_out(server, num_tokens=POOL_TOKENS, seed=("one budget", turn))
+    assert_nothing_left_behind(server)
 
 
 def test_facts_are_recalled_from_compressed_history(server: ServerProcess) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import psutil
+import pytest
 
 from krul_sglang.demo.server import default_device_args, find_free_port
 from tests.integration.scenario import KRUL
@@ -23,17 +29,60 @@ def launch(model: Path, *args: str, python_path: Path | None = None) -> subproce
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if python_path is not None:
         env["PYTHONPATH"] = str(python_path)
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    # A session of its own, so that every process it started can be told from others.
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        start_new_session=True,
+    ) as process:
+        stdout, stderr = process.communicate(timeout=300)
+    assert processes_of_session(process.pid) == []
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def test_a_wrong_launch_stops_with_one_line(tiny_models: dict[str, Path]) -> None:
-    """One real launch; the other cases run on the same check in ``tests/unit/test_launch_check.py``."""
-    result = launch(tiny_models["float32"], "--enable-hierarchical-cache")
+def processes_of_session(session: int) -> list[str]:
+    commands = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                commands.append(" ".join(process.cmdline()))
+    return commands
+
+
+WRONG_LAUNCHES = {
+    "--enable-hierarchical-cache": ("--enable-hierarchical-cache",),
+    "--lora-paths": ("--lora-paths", "name=/no/such/adapter"),
+    "--kv-cache-dtype fp8_*": (
+        *("--kv-cache-dtype", "fp8_e4m3"),
+        *("--unified-cache-external-linker-config", '{"strategy": "krul"}'),
+    ),
+}
+
+
+@pytest.mark.parametrize("named", WRONG_LAUNCHES)
+def test_a_wrong_launch_stops_with_one_line(named: str, tiny_models: dict[str, Path]) -> None:
+    """A few real launches; all cases run on the same check in ``tests/unit/test_unsupported.py``."""
+    result = launch(tiny_models["float32"], *WRONG_LAUNCHES[named])
     assert result.returncode != 0
     lines = [line for line in result.stderr.splitlines() if line.startswith("krul-sglang: ")]
     assert len(lines) == 1
-    assert "--enable-hierarchical-cache" in lines[0]
+    assert named in lines[0]
     assert "Traceback" not in result.stderr
+
+
+def test_a_model_that_is_refused_stops_the_server(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Known from the checkpoint only: the scheduler stops, and takes every process with it."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_models["float32"], model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "sparse_config": {"block_size": 64}}))
+    result = launch(model, "--max-total-tokens", "1024")
+    assert result.returncode != 0
+    output = result.stdout + result.stderr
+    assert f"--model-path of a model with chunked or sparse attention ({model})" in output
 
 
 def test_a_server_whose_hooks_are_missing_does_not_serve(

@@ -25,6 +25,7 @@ from tests.integration.scenario import (
     settled_stats,
     small_krul_server_args,
 )
+from tests.tiny_model import build_tiny_model
 
 NUM_TURNS = 5
 POOL_TOKENS = 2560
@@ -56,6 +57,10 @@ MODES = {
     ),
     "page-64-stuck-loads": Mode(
         {**RANDOM, "fault_injection": "load-stall", "load_timeout": 0.5}, ("--page-size", "64")
+    ),
+    "page-16-mixed-chunks": Mode(
+        {**RANDOM, "max_head_tokens": 100_000},
+        ("--chunked-prefill-size", "256", "--enable-mixed-chunk", "--schedule-policy", "lpm"),
     ),
     "page-16-tp2-failing-loads": Mode(
         {**RANDOM, "fault_injection": "load-error"},
@@ -207,6 +212,21 @@ def test_the_trace_shows_what_both_streams_did(restored: Restored) -> None:
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in work)
     names = " ".join(event["name"] for event in work)
     assert all(kind in names for kind in ("load", "head", "own"))
+
+
+def test_heads_of_a_model_with_experts_are_recomputed(tmp_path: Path) -> None:
+    """It asks its attention backend for SGLang's pool, to write KV itself where it can."""
+    model = build_tiny_model(tmp_path / "model", num_experts=4)
+    args = small_krul_server_args(POOL_TOKENS, {**RANDOM, "cache_dir": str(tmp_path / "cache")})
+    prompt = random_prompt("experts", 611)
+    with ServerProcess(model, args=args, env=STRICT) as server:
+        first = ask(server, prompt, max_new_tokens=12)
+        push_out(server, num_tokens=POOL_TOKENS, seed="experts")
+        again = ask(server, prompt, max_new_tokens=12)
+        stats = settled_stats(server)
+    assert_same([first], [again])
+    assert again.host_tokens > 500
+    assert stats["restore"]["forward"]["head_tokens"] > 0
 
 
 def test_answers_differ_from_each_other(kept: Played) -> None:

@@ -178,6 +178,40 @@ def test_servers_share_a_daemon_that_outlives_them(
     assert_same(kept["third"], answers)
 
 
+def stored_turns(server: ServerProcess) -> int:
+    """Of all replicas."""
+    states = [state["krul"] for state in server.server_info()["internal_states"]]
+    return sum(state["offload"]["turns"] - state["offload"]["pending"] for state in states)
+
+
+def test_replicas_of_a_server_find_each_others_conversations(
+    tiny_models: dict[str, Path], kept: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    """Nothing is evicted: what comes from the host is what the other replica computed."""
+    answers: list[Answer] = []
+    with running_daemon("--host-memory", "256MiB") as (runtime_dir, _):
+        options = {"endpoint": str(runtime_dir), "host_memory": "auto", "planner": "random"}
+        args = (*small_krul_server_args(POOL_TOKENS, options), "--dp-size", "2")
+        args = (*args, "--load-balance-method", "round_robin")
+        env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+        log_path = tmp_path / "replicas.log"
+        with ServerProcess(tiny_models["float32"], args=args, env=env, log_path=log_path) as server:
+            for _ in range(NUM_TURNS):
+                num_stored = stored_turns(server)
+                converse(server, "first", answers, 1, evict=False)
+                deadline_s = time.monotonic() + 30.0
+                while stored_turns(server) == num_stored:
+                    assert time.monotonic() < deadline_s, "the turn was never stored"
+                    time.sleep(0.05)
+            assert len(server.server_info()["internal_states"]) == 2
+    assert_same(kept["first"], answers)
+    assert answers[1].device_tokens == 0
+    assert answers[1].host_tokens > 500
+    # Its own turn before the last is on the device, the other replica's last turn is not.
+    assert answers[2].device_tokens > 500
+    assert answers[2].host_tokens > 0
+
+
 def test_a_daemon_that_is_not_there_stops_the_server(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     options = {"endpoint": str(tmp_path / "nothing"), "host_memory": "auto"}
     args = small_krul_server_args(POOL_TOKENS, options)

@@ -1,40 +1,38 @@
-"""Stops a store in the middle of hashing, so that a test can do something else meanwhile."""
+"""Stops a trim or a check while it reads blocks, so that a test can do something else meanwhile."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
+from krul_backend.store.hashing import block_checksum
+from krul_backend.store.interface import Block
+
 
 class ChecksumGate:
-    """Stands in for the checksum: the first call waits until the test lets it go on."""
+    """Stands in for the checksum: the first call waits until the test lets it go on.
+
+    Gives the right checksum, or ``checksum`` if the test sets one.
+    """
 
     def __init__(self) -> None:
         self.entered, self.go_on = threading.Event(), threading.Event()
-        self.checksum = 0
+        self.checksum: int | None = None
 
-    def __call__(self, block: object) -> int:
+    def __call__(self, block: Block) -> int:
         if not self.entered.is_set():
             self.entered.set()
             assert self.go_on.wait(10)
-        return self.checksum
+        return block_checksum(block) if self.checksum is None else self.checksum
 
 
 def install_gate(monkeypatch: pytest.MonkeyPatch) -> ChecksumGate:
     gate = ChecksumGate()
-    replace_hashing(monkeypatch, gate)
     for module in ("stored_segment", "trimming"):
         monkeypatch.setattr(f"krul_backend.store.{module}.block_checksum", gate)
     return gate
-
-
-def replace_hashing(patch: pytest.MonkeyPatch, checksum: Callable[[Any], int]) -> None:
-    """Let checksums be taken by ``checksum``, behind a commit and by who cannot wait for that."""
-    for name in ("block_checksum", "yielding_checksum"):
-        patch.setattr(f"krul_backend.store.hashing.{name}", checksum)
 
 
 def run_until_gate(gate: ChecksumGate, call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:

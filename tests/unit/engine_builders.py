@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,11 +12,13 @@ import torch
 
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.device import Device
 from krul_backend.restore.interface import RestorePlan
 from krul_backend.store.host_store import HostStore
 from krul_backend.store.interface import Lease
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.lower_tier import LowerTier
+from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.load_batch import Forecast, LayerTimes, Load
 from krul_sglang.engine.segment_reader import open_slices
 
@@ -29,10 +32,18 @@ PATIENCE_S = 30.0
 class TensorPool:
     """What the loader and head attention use of ``DevicePool``: random rows of every layer, on the CPU."""
 
-    def __init__(self, shape: LayerShape, num_layers: int, num_slots: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        shape: LayerShape,
+        num_layers: int,
+        num_slots: int,
+        seed: int = 0,
+        device: Device | None = None,
+    ) -> None:
         self.shape = shape
         self.num_layers = num_layers
         self.device = torch.device("cpu")
+        self.streams = Device(self.device) if device is None else device
         generator = torch.Generator().manual_seed(seed)
         self._layers = [
             tuple(
@@ -48,6 +59,17 @@ class TensorPool:
     def gather(self, layer: int, slots: torch.Tensor) -> LayerKV:
         k, v = self._layers[layer]
         return LayerKV(k[slots], v[slots])
+
+    @property
+    def element_type(self) -> torch.dtype:
+        return self.shape.dtype
+
+    def typed_buffers(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return self.buffers(layer)
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        for buffer, rows in zip(self._layers[layer], (k, v), strict=True):
+            buffer[slots] = rows.to(buffer.dtype)
 
     def copy(self) -> list[LayerKV]:
         """Every row of every layer as it is now."""
@@ -91,3 +113,40 @@ def in_threads() -> Iterator[Callable[[Callable[[], T]], Future[T]]]:
     """Starts functions in threads of their own; all have ended when the block is left."""
     with ThreadPoolExecutor(max_workers=4) as threads:
         yield threads.submit
+
+
+class MeetingPoint:
+    """Where two threads exchange what they have."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=PATIENCE_S)
+        self._values: dict[int, object] = {}
+
+    def exchange(self, rank: int, value: object) -> list[object]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = [self._values[0], self._values[1]]
+        self._barrier.wait()
+        return values
+
+
+class ThreadAgreement(RankAgreement):
+    """Two ranks in two threads; tensors of different shapes do not meet, as in a real collective."""
+
+    def __init__(self, rank: int, meeting: MeetingPoint) -> None:
+        super().__init__(None, num_ranks=2)
+        self._rank = rank
+        self._meeting = meeting
+
+    def gather(self, values: torch.Tensor | None, shape: Sequence[int]) -> list[torch.Tensor] | None:
+        met = self._meeting.exchange(self._rank, (values, tuple(shape)))
+        of_ranks = [part for part in met if isinstance(part, tuple)]
+        assert [shape for _, shape in of_ranks] == [tuple(shape)] * 2
+        tensors = [part for part, _ in of_ranks if part is not None]
+        assert all(part.shape == torch.Size(shape) for part in tensors)
+        return tensors if len(tensors) == 2 else None
+
+    def broadcast(self, content: bytes) -> bytes:
+        first = self._meeting.exchange(self._rank, content)[0]
+        assert isinstance(first, bytes)
+        return first

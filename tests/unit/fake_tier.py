@@ -145,21 +145,28 @@ class FakeTier(LowerTier):
                 done()
 
         thread = threading.Thread(target=write)
-        self._writers.append(thread)
-        thread.start()
+        with self._lock:
+            thread.start()
+            self._writers.append(thread)
         return True
 
-    def discard(self, run: TierRun) -> None:
+    def discard(self, manifest: SegmentManifest) -> None:
         with self._lock:
-            self.records = {n: record for n, record in self.records.items() if record is not run.place}
+            self.records = {
+                n: record
+                for n, record in self.records.items()
+                if not record.manifest.shares_encoded_pages(manifest)
+            }
 
     def cost(self) -> TierCost:
         return self._cost
 
     def flush(self, timeout_s: float) -> bool:
-        for thread in self._writers:
+        with self._lock:
+            writers = list(self._writers)
+        for thread in writers:
             thread.join(timeout_s)
-        return not any(thread.is_alive() for thread in self._writers)
+        return not any(thread.is_alive() for thread in writers)
 
     def clear(self, model: ModelIdentity | None = None) -> None:
         self.flush(20)

@@ -10,7 +10,9 @@ import torch
 
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.device import Device
 from krul_backend.segment import ModelIdentity, SegmentManifest
+from krul_backend.store.hashing import block_checksums
 from krul_backend.strategy.strategy import Strategy
 from krul_backend.tiers.lower_tier import LowerTier
 from krul_sglang.engine.load_batch import Load, LoadBatch
@@ -18,6 +20,7 @@ from krul_sglang.engine.loading import LayerWiseLoader
 from krul_sglang.engine.transfer_gate import TransferGate
 from tests.unit.codec_builders import encode_all, random_layers
 from tests.unit.engine_builders import PATIENCE_S, TensorPool, make_load, make_store
+from tests.unit.strict_device import check_device
 
 NUM_LAYERS = 3
 PAGE_SIZE = 4
@@ -29,10 +32,14 @@ SHAPE = LayerShape(2, 8, 8, torch.float32)
 class Rig:
     """A store with one conversation, a pool, and a loader whose layers can be made to wait or to fail."""
 
-    def __init__(self, timeout_s: float, tiers: Sequence[LowerTier] = ()) -> None:
+    def __init__(
+        self, timeout_s: float, tiers: Sequence[LowerTier] = (), device: Device | None = None
+    ) -> None:
         self.gate = TransferGate(max_wait_s=PATIENCE_S)
         self.store = make_store(1 << 20, tiers)
-        self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, num_slots=64)
+        self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, num_slots=64, device=device)
+        self.device: Device = self.pool.streams
+        self.device.lock_pages(self.store.host.buffer)
         self.codec = SegmentCodec(SHAPE, NUM_LAYERS, None)
         self.layers = random_layers(SHAPE, NUM_LAYERS, NUM_TOKENS)
         self.before_layer: Callable[[int, int], None] = lambda index, layer: None
@@ -63,7 +70,13 @@ class Rig:
                 encoding.layer_num_bytes,
                 encoding.params,
             ),
+            block_checksums(reservation.blocks),
         )
+
+    def close(self) -> None:
+        self.loader.close()
+        self.store.close()
+        check_device(self.device)
 
     def load(self, slots: torch.Tensor) -> Load:
         lease = self.store.lease(self.model, self.page_keys, self.token_ids)

@@ -99,7 +99,9 @@ def leased(
     num_tokens: int = NUM_TOKENS,
 ) -> list[OpenSlice]:
     segments = tuple(stored(kind, start, end, kept_heads) for start, end in pairwise(bounds))
-    return planning.open(lease_of(segments, DEVICE_TOKENS), num_tokens)
+    slices = planning.open(lease_of(segments, DEVICE_TOKENS), num_tokens)
+    assert slices is not None
+    return slices
 
 
 def lowest_heads(problem: RestoreProblem) -> list[int]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.restore.device import CpuDevice
 from benchmarks.restore.loader import LayerLoader
 from benchmarks.restore.methods import strategies
 from benchmarks.restore.model import Decoder
@@ -19,6 +18,7 @@ from benchmarks.restore.stored import StoredConversation, segment_ends, store
 from benchmarks.restore.tiers import DramTier
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.device import Device
 
 SHAPE = ModelShape(
     num_layers=4,
@@ -52,11 +52,11 @@ class Bench:
 @contextmanager
 def bench() -> Iterator[Bench]:
     """fp32, with every stored history in host memory and a pool that holds nothing but NaN."""
-    device = CpuDevice()
+    device = Device(torch.device("cpu"))
     kv_shape = SHAPE.kv_shape(torch.float32)
-    pool = KVPool(kv_shape, SHAPE.num_layers, 2 * (HISTORY_TOKENS + PAGE_SIZE), device.device)
-    model = Decoder(SHAPE, torch.float32, device.device, NUM_TOKENS)
-    slots = scattered_slots(pool.num_slots, PAGE_SIZE, seed=1, device=device.device)
+    pool = KVPool(kv_shape, SHAPE.num_layers, 2 * (HISTORY_TOKENS + PAGE_SIZE), device.torch_device)
+    model = Decoder(SHAPE, torch.float32, device.torch_device, NUM_TOKENS)
+    slots = scattered_slots(pool.num_slots, PAGE_SIZE, seed=1, device=device.torch_device)
     token_ids = torch.arange(NUM_TOKENS) * 7 % SHAPE.vocab_size
     turn = Turn(token_ids, slots[:NUM_TOKENS], HISTORY_TOKENS)
     loader = LayerLoader(device, pool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,18 @@ class FaultyDisk(Disk):
     """Each call of a method in ``errors`` raises that errno. The other faults are described by their names.
 
     ``num_good_writes``: so many more calls of ``pwritev`` succeed before the next raise ENOSPC.
+    ``is_full``: no file can grow, as on a full disk; what it has can be overwritten.
+    ``unreadable``: names of files that cannot be read. ``before_read`` is called before anything is read.
     """
 
     def __init__(self) -> None:
         self.errors: dict[str, int] = {}
         self.max_step_bytes: int | None = None
         self.num_good_writes: int | None = None
+        self.is_full = False
+        self.unreadable: set[str] = set()
+        self.before_read: Callable[[], None] = lambda: None
+        self._names: dict[int, str] = {}
         self.num_free_bytes: int | None = None
         self.flipped_read_offset: int | None = None
         self.gate = threading.Event()
@@ -42,8 +48,16 @@ class FaultyDisk(Disk):
         if name in self.errors:
             raise OSError(self.errors[name], f"injected in {name}")
 
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+        fd = super().open(path, flags, mode)
+        self._names[fd] = path.name
+        return fd
+
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._check("preadv")
+        if self._names[fd] in self.unreadable:
+            raise OSError(errno.EIO, "injected")
+        self.before_read()
         if not self.gate.is_set():
             self.num_stalled += 1
             self.gate.wait(20)
@@ -62,6 +76,8 @@ class FaultyDisk(Disk):
             if self.num_good_writes == 0:
                 raise OSError(errno.ENOSPC, "injected")
             self.num_good_writes -= 1
+        if self.is_full and offset + sum(map(len, buffers)) > self.size(fd):
+            raise OSError(errno.ENOSPC, "injected")
         if self.max_step_bytes is not None:
             buffers = [buffers[0][: self.max_step_bytes]]
         return super().pwritev(fd, buffers, offset)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
+from krul_backend.store.hashing import block_checksums
 from krul_backend.store.host_store import HostStore
 from krul_backend.store.interface import KVStore, Lease, Reservation
 
@@ -83,6 +84,11 @@ def fill(reservation: Reservation, seed: int) -> tuple[bytes, ...]:
     return tuple(block.tobytes() for block in reservation.blocks)
 
 
+def commit_to(store: KVStore, reservation: Reservation, manifest: SegmentManifest) -> int:
+    """Commit what the blocks hold by now."""
+    return store.commit(reservation, manifest, block_checksums(reservation.blocks))
+
+
 def put(
     store: KVStore,
     conversation: str,
@@ -99,7 +105,7 @@ def put(
     assert reservation is not None
     written = fill(reservation, seed)
     manifest = make_manifest(conversation, first, end, sizes, model, tenant, recompute_s)
-    return store.commit(reservation, manifest), written
+    return commit_to(store, reservation, manifest), written
 
 
 def lease_pages(
@@ -130,10 +136,3 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen"
         time.sleep(0.001)
-
-
-def wait_until_hashed(store: KVStore, conversation: str, first: int, end: int) -> None:
-    """Wait until the checksums of these pages' segments are taken: a lease needs them."""
-    lease = lease_pages(store, conversation, first, end)
-    assert lease is not None
-    store.release(lease)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from krul_backend.device import Device
 from krul_backend.errors import TierReadError
 from krul_backend.store.arrival import FAILED, LANDED, PENDING, LayerStatus
 from krul_backend.store.hashing import block_checksum
@@ -21,7 +22,7 @@ from krul_sglang.engine.block_checks import BlockChecks, DamagedBlockError
 from tests.unit.engine_builders import PATIENCE_S, in_threads
 from tests.unit.segment_builders import END, NUM_LAYERS, lease_of, stored, whole_segments
 
-CPU = torch.device("cpu")
+CPU = Device(torch.device("cpu"))
 SHORT_S = 0.05
 """A deadline that passes soon; what is tested to pass it never comes."""
 

@@ -9,6 +9,7 @@ import pytest
 from krul_backend.daemon.build_store import build_store, default_ssd_capacity, parse_options
 from krul_backend.daemon.config import DaemonConfig
 from krul_backend.errors import ConfigError
+from tests.unit.ssd_builders import disk_bytes, open_tier, put
 from tests.unit.store_builders import make_model, page_keys
 
 
@@ -45,9 +46,28 @@ def test_half_of_the_free_disk_is_the_default(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
     directory = tmp_path / "not" / "there"
     assert default_ssd_capacity(directory) == 5_000
-    (directory / "krul-v3").mkdir(parents=True)
-    (directory / "krul-v3" / "1.log").write_bytes(bytes(2_000))
-    assert default_ssd_capacity(directory) == 6_000, "what a restart finds there does not shrink it"
+    tier = open_tier(directory)
+    put(tier, "a")
+    tier.close()
+    own_bytes = disk_bytes(directory)
+    assert own_bytes > 8192
+    assert default_ssd_capacity(directory) == 5_000 + own_bytes // 2, "a restart does not shrink it"
+
+
+def test_what_others_have_on_the_disk_is_not_counted_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    open_tier(tmp_path).close()
+    (own,) = tmp_path.iterdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "krul-v1").symlink_to(elsewhere)
+    for foreign in (tmp_path / "model.safetensors", elsewhere / "00000001.log", own / "00000001.log"):
+        foreign.write_bytes(bytes(50_000))
+    (own / "00000002.log").symlink_to(elsewhere / "00000001.log")
+    assert default_ssd_capacity(tmp_path) == 5_000
 
 
 def test_memory_alone_is_a_store_of_one_tier(tmp_path: Path) -> None:

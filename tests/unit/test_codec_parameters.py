@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from typing import Any
 
 import pytest
@@ -65,6 +66,9 @@ def changed(path: tuple[str | int, ...], value: object) -> dict[str, Any]:
         (changed(("pairs", 0, "v"), [0, NUM_TOKENS + 1]), "not all in 0..20"),
         (changed(("pairs", 0, "v"), [0, -1]), "not all in"),
         (changed(("pairs", 0, "v"), [0, 1.5]), "not all in"),
+        (changed(("damage",), -0.1), "damage -0.1"),
+        (changed(("damage",), True), "damage True"),
+        (changed(("damage",), "0.1"), "damage '0.1'"),
     ],
 )
 def test_contradicting_parameters_are_refused(params: Any, message: str) -> None:
@@ -136,3 +140,29 @@ def test_random_bytes_never_crash_the_decoder(layer: int, seed: int) -> None:
     decoder = CODEC.open(ENCODING.params, start_token=START_TOKEN, num_tokens=NUM_TOKENS)
     decoded = decoder.decode(layer, blocks, 0, NUM_TOKENS)
     assert (decoded.k.shape, decoded.k.dtype) == ((NUM_TOKENS, 2, 16), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "damage", "written", "read"),
+    [
+        (Strategy.from_pairs(4), None, "absent", 0.0),
+        (Strategy.from_pairs(4, [], Precision.INT8), None, "absent", math.inf),
+        (Strategy.from_pairs(4, [], Precision.INT8), 0.25, 0.25, 0.25),
+        (Strategy.from_pairs(4), 0.125, 0.125, 0.125),
+        (Strategy.from_pairs(4), math.inf, None, math.inf),
+    ],
+)
+def test_what_a_segment_costs_is_read_as_it_was_noted(
+    strategy: Strategy, damage: float | None, written: object, read: float
+) -> None:
+    encoding = CODEC.prepare(
+        strategy,
+        random_layers(SHAPE, 4, NUM_TOKENS).__getitem__,
+        start_token=0,
+        num_tokens=NUM_TOKENS,
+        damage=damage,
+    )
+    params = json.loads(json.dumps(encoding.params))
+    assert params.get("damage", "absent") == written
+    assert CODEC.open(params, start_token=0, num_tokens=NUM_TOKENS).damage == read
+    assert CODEC.damage_of(params, NUM_TOKENS) == read

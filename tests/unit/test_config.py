@@ -67,6 +67,8 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"eviction": "fifo"}, ("eviction = 'fifo'", "value, lru")),
         ({"eviction": ["lru"]}, ("eviction = ['lru']",)),
         ({"tenant_quota": 0}, ("tenant_quota = 0", "(0, 1]")),
+        ({"max_head_tokens": "some"}, ("max_head_tokens = 'some'", '"auto"')),
+        ({"max_head_tokens": -1}, ("max_head_tokens = -1",)),
         ({"metrics_port": 65536}, ("metrics_port = 65536", "port")),
         ({"metrics_port": -1}, ("metrics_port = -1",)),
         ({"metrics_port": "http"}, ("metrics_port = 'http'",)),
@@ -106,7 +108,7 @@ def test_budget_is_shared_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_as_dict_round_trips() -> None:
     for config in (
         KrulConfig(),
-        KrulConfig(host_memory=123, max_pending_share=1.0),
+        KrulConfig(host_memory=123, max_pending_share=1.0, max_head_tokens=0),
         KrulConfig(
             ssd_dir="/mnt/kv",
             ssd_capacity=456,
@@ -125,6 +127,16 @@ def test_the_readme_lists_every_option() -> None:
     for option in fields(KrulConfig):
         is_daemons = option.metadata["description"].startswith(DAEMON_MARK)
         assert (DAEMON_MARK in rows[option.name].split("|")[3][:12]) == is_daemons
+
+
+def test_heads_of_a_batch_are_at_most_what_the_server_prefills_at_once() -> None:
+    """Longer ones, or a load that is waited for longer, would hold up the tokens of everybody else."""
+    assert KrulConfig().head_token_limit(prefill_tokens=2048) == 2048
+    assert KrulConfig.load({"max_head_tokens": "auto"}, env={}) == KrulConfig()
+    for given in (0, 100_000):
+        config = KrulConfig.load({"max_head_tokens": given}, env={})
+        assert config.head_token_limit(prefill_tokens=2048) == given
+    assert KrulConfig().load_timeout == 2.0
 
 
 def test_options_of_the_daemon() -> None:

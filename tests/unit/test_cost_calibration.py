@@ -20,6 +20,7 @@ from krul_sglang.engine.cost_calibration import CostCalibration, units_in_use
 from krul_sglang.engine.head_recompute import Head
 from krul_sglang.engine.ordinary_prefill import Prefilled
 from tests.unit.engine_builders import TensorPool
+from tests.unit.strict_device import StrictDevice
 
 NUM_LAYERS = 2
 SHAPE = LayerShape(1, 8, 8, torch.float32)
@@ -110,3 +111,18 @@ def test_units_in_use_follow_the_strategy() -> None:
     assert units_in_use("krul", Precision.INT4, 8) == [native, int4, ((0, 1), Precision.INT4)]
     assert units_in_use("krul", Precision.INT4, 1) == [native, int4]
     assert units_in_use("budget", Precision.INT4, 8) == [((0,), each) for each in Precision]
+
+
+def test_loads_are_measured_as_restores_copy() -> None:
+    """From page-locked memory: copies of other memory are several times slower."""
+    engine, device = FakeEngine(1e-6), StrictDevice()
+    engine.pool.streams = device
+    codec = SegmentCodec(SHAPE, NUM_LAYERS, None)
+    num_bytes, seconds = engine.calibration()._restore_s(codec, (0, 1), Precision.INT4, 64)
+    assert seconds > 0
+    uploads = [entry for entry in device.module.log if entry.kind == "upload"]
+    # Both blocks of the pair, each time.
+    assert len(uploads) == 2 * cost_calibration._REPEATS
+    assert sum(len(entry.host) for entry in uploads[:2]) == num_bytes
+    assert device.module.pageable_copies == 0
+    device.check()

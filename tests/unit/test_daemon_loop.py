@@ -45,10 +45,13 @@ class MoodyStore(HostStore):
         super().__init__(1 << 20)
         self.error: Exception | None = None
         self.may_trim = threading.Event()
+        self.may_reserve = threading.Event()
+        self.may_reserve.set()
 
     def reserve(self, *args: Any) -> Any:
         if self.error is not None:
             raise self.error
+        assert self.may_reserve.wait(TIMEOUT_S)
         return super().reserve(*args)
 
     def trim(self, *args: Any) -> int:
@@ -159,6 +162,18 @@ def test_long_work_that_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
         store.may_trim.set()
         assert {type(client.receive()) for _ in range(2)} == {TrimReply}
         client.ask(InspectRequest, InspectReply, segment_id=1)
+
+
+def test_who_looks_for_space_holds_nobody_up(tmp_path: Path) -> None:
+    store = MoodyStore()
+    store.may_reserve.clear()
+    with serving(tmp_path / "run", store) as client:
+        client.send(ReserveRequest, reservation_id=1, layer_num_bytes=(64,), tenant="")
+        client.ask(PingRequest, PingReply)
+        store.may_reserve.set()
+        reply = client.receive()
+        assert isinstance(reply, ReserveReply)
+        assert reply.spans is not None
 
 
 def test_an_answer_to_a_peer_that_is_gone_is_dropped(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from krul_backend.daemon.wire import (
     slice_to_wire,
 )
 from krul_backend.errors import ManifestError, ProtocolError
-from krul_backend.segment import ModelIdentity, SegmentManifest
+from krul_backend.segment import MAX_CODEC_PARAMS_BYTES, ModelIdentity, SegmentManifest
 from krul_backend.store.interface import SegmentSlice, Span
 
 MODEL = ModelIdentity("tiny", "00ff", "bfloat16", 2, 2, 8, 8, 4, 0, 1)
@@ -64,7 +64,12 @@ MANIFEST = SegmentManifest(
 HELLO = HelloRequest(token="s", id=1, format=3, model=model_to_wire(MODEL), fingerprint=MODEL.fingerprint)
 LEASE = LeaseRequest(token="s", id=2, fingerprint="f", page_keys=("a", "b"), lease_id=7)
 COMMIT = CommitRequest(
-    token="s", id=3, reservation_id=9, fingerprint="f", manifest=manifest_to_wire(MANIFEST)
+    token="s",
+    id=3,
+    reservation_id=9,
+    fingerprint="f",
+    manifest=manifest_to_wire(MANIFEST),
+    checksums=(0, (1 << 64) - 1),
 )
 RESERVE = ReserveRequest(token="s", id=4, reservation_id=9, layer_num_bytes=(1, 2), tenant="t")
 CLEAR = ClearRequest(token="s", id=5, fingerprint=None)
@@ -229,6 +234,26 @@ def test_a_part_of_a_token_id_is_refused() -> None:
         decode_token_ids(b"12345")
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        b'{"a":"' + b"x" * MAX_CODEC_PARAMS_BYTES + b'"}',
+        b"[]",
+        b'{"a":"\xff"}',
+        b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    ],
+)
+def test_codec_params_on_the_wire_are_bounded_before_they_are_decoded(params: bytes) -> None:
+    frame = encode(COMMIT).replace(bytes(COMMIT.manifest.codec_params), params)
+    try:
+        sent = decode_request(frame)
+    except ProtocolError:
+        return
+    assert isinstance(sent, CommitRequest)
+    with pytest.raises(ManifestError, match="codec parameters"):
+        manifest_from_wire(sent.manifest, MODEL, MANIFEST.token_ids)
+
+
 def test_a_fetch_names_only_its_lease() -> None:
     frame = encode(FetchRequest(token="s", id=1, lease_id=2))
-    assert json.loads(frame) == {"op": "fetch", "version": 1, "token": "s", "id": 1, "lease_id": 2}
+    assert json.loads(frame) == {"op": "fetch", "version": 2, "token": "s", "id": 1, "lease_id": 2}

@@ -9,6 +9,7 @@ from daemon_builders import serving
 from store_builders import make_model
 from test_host_store import (  # noqa: F401
     test_a_cleared_segment_keeps_its_bytes_until_the_last_release,
+    test_a_commit_needs_a_checksum_for_each_layer,
     test_a_lease_can_start_and_end_inside_segments,
     test_a_lease_crosses_segments_and_ends_at_the_first_gap,
     test_a_miss_is_none_and_counted,
@@ -24,6 +25,7 @@ from test_host_store import (  # noqa: F401
     test_changing_the_callers_token_ids_later_changes_nothing,
     test_clear_drops_what_was_reserved_before_it,
     test_clearing_another_model_drops_nothing,
+    test_codec_params_that_cannot_be_kept_are_refused,
     test_committing_a_turn_keeps_the_head_of_its_conversation,
     test_leased_segments_are_never_evicted,
     test_leasing_from_the_middle_keeps_what_comes_before,

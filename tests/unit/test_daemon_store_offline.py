@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_daemon import CAPACITY_BYTES, FakeDaemon
-from store_builders import make_manifest, make_model, page_keys, tokens_of
+from store_builders import commit_to, make_manifest, make_model, page_keys, tokens_of
 
+from krul_backend.daemon.connection import Connection
 from krul_backend.daemon.daemon_store import DaemonStore
 from krul_backend.daemon.replies import (
     ErrorReply,
@@ -387,7 +388,7 @@ def test_a_session_that_ends_is_replaced_and_its_arrays_stay(daemon: FakeDaemon,
     ops_before = len(daemon.ops())
     store.abort(first)
     with pytest.raises(StoreClosedError):
-        store.commit(second, make_manifest("c", 0, 3, (4, 4)))
+        commit_to(store, second, make_manifest("c", 0, 3, (4, 4)))
     with pytest.raises(KeyError):
         store.abort(second)
     assert first.blocks[0].tobytes() == b"\5\5\5\5"
@@ -431,6 +432,96 @@ def test_a_daemon_that_dies_again_at_once_is_started_again(
                 other.stop()
 
 
+class GatedLock:
+    """A lock that stops the first thread that asks for it until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.asked, self.go_on = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self.asked.is_set():
+            self.asked.set()
+            assert self.go_on.wait(10)
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("call", ["release", "abort", "commit", "fetch"])
+def test_a_call_that_meets_the_close_fails_as_after_it(
+    daemon: FakeDaemon, make_store: Make, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=(SLICE,))
+    store = make_store()
+    lease, reservation = store.lease(MODEL, KEYS, TOKENS), store.reserve((10, 10))
+    assert lease is not None
+    assert reservation is not None
+    calls: dict[str, Callable[[], object]] = {
+        "release": lambda: store.release(lease),
+        "abort": lambda: store.abort(reservation),
+        "commit": lambda: commit_to(store, reservation, make_manifest("c", 0, 3, (10, 10))),
+        "fetch": lambda: store.fetch(lease),
+    }
+    results: list[object] = []
+
+    def record() -> None:
+        try:
+            results.append(calls[call]())
+        except Exception as error:
+            results.append(type(error))
+
+    gate = GatedLock()
+    monkeypatch.setattr(store, "_lock", gate)
+    thread = threading.Thread(target=record)
+    thread.start()
+    assert gate.asked.wait(10)
+    store.close()
+    gate.go_on.set()
+    thread.join(10)
+    assert results == [StoreClosedError if call in ("commit", "fetch") else None]
+    # The mapping outlives the store as long as somebody has a view of it.
+    assert lease.slices[0].blocks[0].nbytes == 100
+    assert reservation.blocks[0].sum() == 0
+
+
+@pytest.mark.parametrize("call", ["release", "abort"])
+def test_what_is_given_back_while_the_session_closes_goes_unsaid(
+    daemon: FakeDaemon, make_store: Make, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The thread has its connection already when the store and its sockets close."""
+    daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=(SLICE,))
+    store = make_store()
+    lease, reservation = store.lease(MODEL, KEYS, TOKENS), store.reserve((10, 10))
+    assert lease is not None
+    assert reservation is not None
+    asked, go_on = threading.Event(), threading.Event()
+    post = store._requests.post
+
+    def slow_post(connection: Connection, request: Request) -> None:
+        asked.set()
+        assert go_on.wait(10)
+        post(connection, request)
+
+    monkeypatch.setattr(store._requests, "post", slow_post)
+    errors: list[Exception] = []
+
+    def give_back() -> None:
+        try:
+            store.release(lease) if call == "release" else store.abort(reservation)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=give_back)
+    thread.start()
+    assert asked.wait(10)
+    store.close()
+    go_on.set()
+    thread.join(10)
+    assert errors == []
+
+
 def test_after_close_only_release_and_abort_are_silent(daemon: FakeDaemon, make_store: Make) -> None:
     daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=(SLICE,))
     store = make_store()
@@ -443,7 +534,7 @@ def test_after_close_only_release_and_abort_are_silent(daemon: FakeDaemon, make_
     store.abort(reservation)
     for call in (
         lambda: store.lease(MODEL, KEYS, TOKENS),
-        lambda: store.commit(reservation, make_manifest("c", 0, 3, (10, 10))),
+        lambda: commit_to(store, reservation, make_manifest("c", 0, 3, (10, 10))),
         lambda: store.fetch(lease),
         store.stats,
         store.clear,

@@ -13,7 +13,7 @@ from krul_backend.attention.rows import QueryRows
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import LayerKV
 from krul_backend.errors import StrategyError
-from krul_backend.strategy.damage import DamageMeter, attention_output_error, nearest_pairs
+from krul_backend.strategy.damage import DamageMeter, attention_output, attention_output_error, nearest_pairs
 from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
 from krul_backend.strategy.strategy import Precision
 
@@ -80,6 +80,27 @@ def test_the_error_is_that_of_a_naive_attention() -> None:
     )
 
 
+@pytest.mark.parametrize("block_bytes", [1, 4 * NUM_TOKENS * (NUM_ROWS + HEAD_DIM + V_HEAD_DIM) * 3])
+def test_every_query_head_counts_whatever_the_memory(
+    block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One head, or three, at a time: damage to what a single query head looks at is seen."""
+    monkeypatch.setattr("krul_backend.attention.rows.CPU_BLOCK_BYTES", block_bytes)
+    rows, kv = make_rows(), make_kv()[0]
+    output = attention_output(rows.queries[0], rows.positions, rows.kv_heads, rows.scaling, kv)
+    for head in range(QUERY_HEADS):
+        for row in range(NUM_ROWS):
+            expected = naive_output(rows, 0, row, head, kv)
+            torch.testing.assert_close(output[row, head].double(), expected, rtol=1e-4, atol=1e-4)
+    # Only the last query head of its group looks at token 3 with full attention.
+    queries = torch.zeros_like(rows.queries[0])
+    queries[:, QUERY_HEADS - 1] = 50 * kv.k[3, KV_HEADS - 1].float()
+    values = kv.v.clone()
+    values[3, KV_HEADS - 1] = 0
+    looking = QueryRows(queries[None], rows.positions, rows.kv_heads, rows.scaling)
+    assert error_of(looking, kv, LayerKV(kv.k, values)) > 0.3
+
+
 def test_no_damage_is_no_error_and_lost_values_are_an_error_of_one() -> None:
     rows, kv = make_rows(), make_kv()[0]
     assert error_of(rows, kv, kv) == 0
@@ -131,12 +152,12 @@ class FakeStorage:
 
     def round_trip(
         self, unit: tuple[int, ...], precision: Precision, layers: Sequence[LayerKV]
-    ) -> tuple[Sequence[LayerKV], int]:
+    ) -> tuple[Sequence[LayerKV], float]:
         assert [kv.k.data_ptr() for kv in layers] == [self.kv[layer].k.data_ptr() for layer in unit]
         self.trips.append((unit, precision))
         bits = precision.bits
         assert bits is not None
-        return [damaged(kv, AMOUNTS[precision] * len(unit)) for kv in layers], 100 * bits
+        return [damaged(kv, AMOUNTS[precision] * len(unit)) for kv in layers], 1.5 * bits
 
 
 def test_the_meter_measures_each_layer_and_pair_at_each_precision() -> None:
@@ -165,7 +186,7 @@ def test_the_meter_measures_each_layer_and_pair_at_each_precision() -> None:
     for m in measured:
         option = m.option
         assert [error.layer for error in m.errors] == list(option.unit)
-        assert option.num_bytes == 100 * (option.precision.bits or 0) / NUM_TOKENS
+        assert option.num_bytes == 1.5 * (option.precision.bits or 0)
         amount = AMOUNTS[option.precision] * len(option.unit)
         for error in m.errors:
             kv = storage.kv[error.layer]
@@ -192,7 +213,7 @@ def test_a_round_trip_that_breaks_numbers_rules_the_option_out() -> None:
 
     def broken(
         unit: tuple[int, ...], precision: Precision, layers: Sequence[LayerKV]
-    ) -> tuple[Sequence[LayerKV], int]:
+    ) -> tuple[Sequence[LayerKV], float]:
         return [LayerKV(kv.k * math.nan, kv.v) for kv in layers], 1
 
     meter = DamageMeter(SensitivityTable("m", NUM_LAYERS), single_precisions=(Precision.INT4,))

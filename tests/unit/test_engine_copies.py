@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.device import Device
 from krul_backend.restore.calibration import OnlineCosts
 from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest
@@ -20,10 +23,13 @@ from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.load_batch import Load, LoadFailedError
 from krul_sglang.engine.loading import LayerWiseLoader
-from krul_sglang.engine.offload import TurnOffloader
+from krul_sglang.engine.offload import MAX_LAYER_BYTES, TurnOffloader
+from krul_sglang.engine.served_model import ServedModel
+from krul_sglang.engine.strategy_choice import Choice
 from krul_sglang.engine.transfer_gate import TransferGate
 from krul_sglang.engine.turn import Turn
 from tests.unit.engine_builders import PATIENCE_S, make_load, make_store
+from tests.unit.strict_device import DEVICES, StrictDevice, check_device, make_device
 
 PAGE_SIZE = 4
 NUM_LAYERS = 3
@@ -57,9 +63,9 @@ class FixedChooser:
         self.strategy = strategy
         self.asked: list[Turn | None] = []
 
-    def choose(self, turn: Turn | None) -> Strategy:
+    def choose(self, turn: Turn | None, missing: Sequence[range]) -> Choice:
         self.asked.append(turn)
-        return self.strategy
+        return Choice(self.strategy, (None,) * len(missing))
 
 
 class FakeCapturedTurn:
@@ -75,20 +81,30 @@ class FakeCapturedTurn:
 class Bench:
     """A pool, a store, and what moves KV between them."""
 
-    def __init__(self, *, capacity_bytes: int = 1 << 20, max_pending_tokens: int = 16) -> None:
+    def __init__(
+        self,
+        *,
+        capacity_bytes: int = 1 << 20,
+        max_pending_tokens: int = 16,
+        device: Device | None = None,
+        max_layer_bytes: int = MAX_LAYER_BYTES,
+    ) -> None:
         self.sglang_pool = make_pool()
         self.pool = DevicePool(self.sglang_pool)
+        self.pool.streams = device = self.pool.streams if device is None else device
         self.store = make_store(capacity_bytes)
+        device.lock_pages(self.store.host.buffer)
         self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
         self.codec = SegmentCodec(self.pool.shape, NUM_LAYERS, rotary=None)
         self.chooser = FixedChooser(Strategy.from_pairs(NUM_LAYERS))
         self.offloader = TurnOffloader(
             self.store,
-            self.model,
+            ServedModel(self.model),
             self.pool,
             self.codec,
             self.chooser,
             max_pending_tokens=max_pending_tokens,
+            max_layer_bytes=max_layer_bytes,
         )
         self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), timeout_s=PATIENCE_S)
 
@@ -96,6 +112,7 @@ class Bench:
         self.offloader.close()
         self.loader.close()
         self.store.close()
+        check_device(self.pool.streams)
 
     def turn(self, name: str, num_pages: int, first_slot: int = 0) -> Turn:
         num_tokens = num_pages * PAGE_SIZE
@@ -122,11 +139,16 @@ class Bench:
         return [buffer[slots].clone() for buffer in (*self.sglang_pool.k_buffer, *self.sglang_pool.v_buffer)]
 
 
-@pytest.fixture
-def bench() -> Any:
-    bench = Bench()
+@pytest.fixture(params=DEVICES)
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = Bench(device=make_device(request.param))
     yield bench
     bench.close()
+
+
+@pytest.fixture
+def strict() -> StrictDevice:
+    return StrictDevice()
 
 
 def test_stored_rows_come_back_to_other_slots_bit_for_bit(bench: Bench) -> None:
@@ -141,6 +163,22 @@ def test_stored_rows_come_back_to_other_slots_bit_for_bit(bench: Bench) -> None:
     for old, new in zip(before, bench.rows(targets), strict=True):
         assert torch.equal(old, new)
     assert bench.store.stats().num_leases == 0
+
+
+def test_a_stray_write_before_the_commit_is_a_miss(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = bench.store.commit
+
+    def scribble(reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
+        bench.store.host.buffer[reservation.spans[1].offset] ^= 1
+        return commit(reservation, manifest, checksums)
+
+    monkeypatch.setattr(bench.store, "commit", scribble)
+    turn = bench.turn("a", 3)
+    assert bench.store_turn(turn)
+    bench.loader.queue("r", bench.load(turn, turn.slots))
+    assert not bench.loader.finish(bench.loader.start())
+    assert bench.store.stats().corrupted_segments == 1
+    assert bench.store.find_missing(bench.model, turn.page_keys) == [range(3)]
 
 
 @pytest.mark.parametrize(
@@ -285,9 +323,9 @@ def test_the_store_learns_whose_a_turn_is_and_what_computing_it_takes(
     committed: list[SegmentManifest] = []
     commit = bench.store.commit
 
-    def record(reservation: Reservation, manifest: SegmentManifest) -> int:
+    def record(reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
         committed.append(manifest)
-        return commit(reservation, manifest)
+        return commit(reservation, manifest, checksums)
 
     monkeypatch.setattr(bench.store, "commit", record)
     assert bench.store_turn(dataclasses.replace(bench.turn("a", 2), tenant="t"))
@@ -357,6 +395,129 @@ def test_discarded_offloads_neither_complete_nor_reappear(bench: Bench) -> None:
     assert bench.offloader.num_pending() == 0
     bench.store.clear(bench.model)
     assert bench.store.stats().used_bytes == 0
+
+
+# ---- on a GPU ----
+
+
+def test_a_turn_is_read_after_the_forward_has_written_it(strict: StrictDevice) -> None:
+    bench = Bench(device=strict)
+    ready = [strict.record(strict.new_stream()).of_torch for _ in ("schedule", "forward")]
+    assert bench.store_turn(dataclasses.replace(bench.turn("a", 2), ready=ready))
+    assert strict.module.waits_before("download", bench.offloader._stream) == ready
+    assert strict.module.pageable_copies == 0
+    bench.close()
+
+
+def copies_at_each_abort(bench: Bench, strict: StrictDevice, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many were under way: there must be none, because the bytes are somebody else's then."""
+    under_way: list[int] = []
+    abort = bench.store.abort
+
+    def aborted(reservation: Reservation) -> None:
+        under_way.append(len(strict.module.copies_under_way()))
+        abort(reservation)
+
+    monkeypatch.setattr(bench.store, "abort", aborted)
+    return under_way
+
+
+def test_bytes_are_given_back_when_no_copy_writes_them_any_more(
+    strict: StrictDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(device=strict)
+    under_way = copies_at_each_abort(bench, strict, monkeypatch)
+    encode = bench.codec.encode_unit
+
+    def fail_half_way(encoding: Any, unit: tuple[int, ...], layers: Any) -> Any:
+        if unit == (2,):
+            assert len(strict.module.copies_under_way()) == 2
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return encode(encoding, unit, layers)
+
+    monkeypatch.setattr(bench.codec, "encode_unit", fail_half_way)
+    assert not bench.store_turn(bench.turn("a", 2))
+    assert under_way == [0]
+    assert bench.offloader.counters.failed_turns == 1
+    assert bench.store.stats().num_reservations == 0
+    monkeypatch.setattr(bench.codec, "encode_unit", encode)
+    assert bench.store_turn(bench.turn("a", 2))
+    bench.close()
+
+
+def test_bytes_that_may_still_be_written_are_not_given_back(
+    strict: StrictDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(device=strict)
+    under_way = copies_at_each_abort(bench, strict, monkeypatch)
+
+    def fail(stream: object) -> None:
+        raise RuntimeError("the device does not answer")
+
+    strict.module.on_synchronize = fail
+    assert not bench.store_turn(bench.turn("a", 2))
+    assert under_way == []
+    assert bench.store.stats().num_reservations == 1
+    strict.module.on_synchronize = lambda stream: None
+    strict.synchronize()
+    assert bench.store_turn(bench.turn("b", 2))
+    bench.close()
+
+
+def test_a_long_turn_becomes_several_segments_of_bounded_layers(
+    strict: StrictDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four pages each, of ten; neither storing nor loading has more of a layer beside the pool."""
+    layer_bytes = 4 * PAGE_SIZE * TOKEN_BYTES // NUM_LAYERS
+    bench = Bench(device=strict, max_layer_bytes=layer_bytes + PAGE_SIZE)
+    gathered: list[int] = []
+    gather = bench.pool.gather
+
+    def counted(layer: int, slots: torch.Tensor) -> LayerKV:
+        gathered.append(len(slots))
+        return gather(layer, slots)
+
+    monkeypatch.setattr(bench.pool, "gather", counted)
+    turn = bench.turn("a", 10)
+    before = bench.rows(turn.slots)
+    assert bench.store_turn(turn)
+    assert max(gathered) == 4 * PAGE_SIZE
+    segments = bench.store.list_segments()
+    assert sorted((info.start_token, info.num_tokens) for info in segments) == [(0, 16), (16, 16), (32, 8)]
+
+    on_device: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    held: list[int] = []
+    upload = strict.upload
+
+    def watched(host: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        uploaded = upload(host, target)
+        on_device.add(uploaded)
+        held.append(sum(block.nbytes for block in on_device))
+        return uploaded
+
+    monkeypatch.setattr(strict, "upload", watched)
+    targets = torch.arange(NUM_SLOTS - 40, NUM_SLOTS)
+    bench.loader.queue("r", bench.load(turn, targets))
+    assert bench.loader.finish(bench.loader.start())
+    assert max(held) == layer_bytes
+    for old, new in zip(before, bench.rows(targets), strict=True):
+        assert torch.equal(old, new)
+    bench.close()
+
+
+def test_what_follows_a_segment_without_room_is_not_stored_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would start where the prefix that is found has ended before."""
+    bench = Bench(max_layer_bytes=2 * PAGE_SIZE * TOKEN_BYTES // NUM_LAYERS)
+    reserve, has_room = bench.store.reserve, iter([True, False, True])
+
+    def reserve_some(layer_num_bytes: Any, tenant: str = "") -> Reservation | None:
+        return reserve(layer_num_bytes, tenant) if next(has_room) else None
+
+    monkeypatch.setattr(bench.store, "reserve", reserve_some)
+    assert not bench.store_turn(bench.turn("a", 6))
+    assert bench.offloader.counters.skipped_turns == 1
+    assert [(info.start_token, info.num_tokens) for info in bench.store.list_segments()] == [(0, 8)]
+    bench.close()
 
 
 class Blocked:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_builders import Sequence
-from forward_builders import decode_batch, extend_batch
+from forward_builders import decode_batch, extend_batch, mixed_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ from krul_sglang.engine.estimator_source import (
     make_source,
 )
 from krul_sglang.engine.query_capture import CapturePlan, QueryCapture
-from krul_sglang.engine.turn_capture import CapturedTurn, PairedCapture
+from krul_sglang.engine.turn_capture import CapturedTurn, PairedCapture, TurnCapture
 from krul_sglang.engine.unsupported import UnsupportedSetupError, check_estimator
 
 SHAPE = QueryShape(
@@ -45,8 +45,8 @@ def worker() -> Iterator[SimilarityWorker]:
 @pytest.fixture(params=["exact", "heterogeneous"])
 def source(request: pytest.FixtureRequest, worker: SimilarityWorker) -> EstimatorSource:
     if request.param == "exact":
-        return ExactSource(SHAPE.num_layers, SHAPE.num_kv_heads)
-    return HeterogeneousSource(SHAPE.num_layers, SHAPE.num_kv_heads, worker)
+        return ExactSource(SHAPE.num_layers, SHAPE.num_query_heads)
+    return HeterogeneousSource(SHAPE.num_layers, SHAPE.num_query_heads, worker)
 
 
 class Attention(torch.nn.Module):
@@ -84,6 +84,7 @@ class Engine:
         )
         self.layers = [Attention(self, layer) for layer in range(3)]
         self.capture.install(self.layers)
+        self.recorder: TurnCapture = self.capture
 
     def sequence(self, rid: str) -> Sequence:
         if rid not in self.sequences:
@@ -100,12 +101,21 @@ class Engine:
     def decode(self, *requests: tuple[str, int, int]) -> None:
         self._forward(decode_batch(*requests), [(rid, slot, p, p + 1) for rid, slot, p in requests])
 
+    def mixed(self, chunk: tuple[str, int, int, int], *decoding: tuple[str, int, int]) -> None:
+        tokens = [chunk, *((rid, slot, p, p + 1) for rid, slot, p in decoding)]
+        self._forward(mixed_batch([chunk], *decoding), tokens)
+
     def _forward(self, batch: Any, chunks: list[tuple[str, int, int, int]]) -> None:
+        with self.recorder.recording(batch):
+            self.run_modules(*chunks)
+
+    def run_modules(self, *chunks: tuple[str, int, int, int]) -> None:
+        """``(rid, slot, start, end)`` of each request."""
         self.out_slots = torch.cat([self.req_to_token[slot, s:e] for _, slot, s, e in chunks]).long()
         for number, layer in enumerate(self.layers):
             q = torch.cat([self.sequence(rid).queries[number, s:e] for rid, _, s, e in chunks]).flatten(1)
             k = torch.cat([self.sequence(rid).keys[number, s:e] for rid, _, s, e in chunks])
-            layer(q, k, k, batch)
+            layer(q, k, k, None)
 
     def take(self, rid: str, slot: int) -> CapturedTurn:
         turn = self.capture.take(rid, slot)
@@ -120,10 +130,13 @@ class Engine:
         return statistics
 
     def expected(self, rid: str, start: int, end: int) -> AttentionStatistics:
-        """All rows of tokens ``[start, end)`` at once, one head of each KV group."""
+        """All rows and heads of tokens ``[start, end)`` at once."""
         sequence = self.sequence(rid)
         rows = QueryRows(
-            sequence.queries[:, start:end, ::2], torch.arange(start, end), torch.arange(2), SHAPE.scaling
+            sequence.queries[:, start:end],
+            torch.arange(start, end),
+            torch.tensor([0, 0, 1, 1]),
+            SHAPE.scaling,
         )
         return accumulate(rows, sequence.read_keys)
 
@@ -155,7 +168,7 @@ def test_a_chunked_prompt_after_a_restored_prefix(source: EstimatorSource) -> No
 @given(st.data())
 def test_requests_of_shared_batches_do_not_mix(data: st.DataObject) -> None:
     """Any prompts, cut and batched in any way, together with what decodes meanwhile."""
-    engine = Engine(ExactSource(SHAPE.num_layers, SHAPE.num_kv_heads))
+    engine = Engine(ExactSource(SHAPE.num_layers, SHAPE.num_query_heads))
     slots = {"a": 4, "b": 0, "c": 2}
     prompt = {rid: data.draw(st.integers(1, 30), label=f"prompt {rid}") for rid in slots}
     done = dict.fromkeys(slots, 0)
@@ -175,8 +188,18 @@ def test_requests_of_shared_batches_do_not_mix(data: st.DataObject) -> None:
             assert_same(engine.statistics(rid, slots[rid]), engine.expected(rid, 0, num_tokens))
 
 
+def test_decoding_beside_a_prompt_counts_once(source: EstimatorSource) -> None:
+    engine = Engine(source)
+    engine.extend(("a", 3, 0, 20))
+    engine.mixed(("b", 1, 0, 12), ("a", 3, 20))
+    engine.mixed(("b", 1, 12, 17), ("a", 3, 21))
+    engine.decode(("a", 3, 22), ("b", 1, 17))
+    assert_same(engine.statistics("a", 3), engine.expected("a", 0, 23))
+    assert_same(engine.statistics("b", 1), engine.expected("b", 0, 18))
+
+
 def test_prompts_of_the_heterogeneous_one_go_to_the_worker(worker: SimilarityWorker) -> None:
-    source = HeterogeneousSource(SHAPE.num_layers, SHAPE.num_kv_heads, worker)
+    source = HeterogeneousSource(SHAPE.num_layers, SHAPE.num_query_heads, worker)
     engine = Engine(source)
     before = engine.capture.stats()
     engine.extend(("a", 1, 0, 9), ("b", 2, 0, 7))
@@ -234,11 +257,14 @@ def test_requests_at_a_time_are_bounded(source: EstimatorSource) -> None:
 def test_nothing_is_recorded_while_suspended(source: EstimatorSource) -> None:
     engine = Engine(source)
     engine.extend(("a", 3, 0, 20))
+    with engine.capture.recording(decode_batch(("a", 3, 20))):
+        with engine.capture.suspended():
+            engine.run_modules(("b", 1, 0, 20))
+        engine.run_modules(("a", 3, 20, 21))
     with engine.capture.suspended():
-        engine.decode(("a", 3, 20))
-        engine.extend(("b", 1, 0, 20))
+        engine.run_modules(("b", 1, 0, 20))
     assert engine.capture.take("b", 1) is None
-    assert_same(engine.statistics("a", 3), engine.expected("a", 0, 20))
+    assert_same(engine.statistics("a", 3), engine.expected("a", 0, 21))
 
 
 class OutOfMemory(AttentionEstimator):
@@ -263,7 +289,7 @@ class FirstFails(ExactSource):
 
 
 def test_an_estimator_that_fails_costs_its_own_request_only(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(FirstFails(SHAPE.num_layers, SHAPE.num_kv_heads), max_requests=2)
+    engine = Engine(FirstFails(SHAPE.num_layers, SHAPE.num_query_heads), max_requests=2)
     engine.extend(("a", 3, 0, 20), ("b", 1, 0, 20))
     engine.decode(("a", 3, 20), ("b", 1, 20))
     assert "attention of request a could not be reduced" in caplog.text
@@ -278,9 +304,11 @@ def test_an_estimator_that_fails_costs_its_own_request_only(caplog: pytest.LogCa
 def test_rows_beside_statistics_of_every_row(source: EstimatorSource) -> None:
     """The error budget's needs: statistics of all rows, and some rows themselves."""
     engine = Engine(source)
-    sampled = QueryCapture(SHAPE, CapturePlan(1, 16, 0), num_slots=NUM_SLOTS, device=torch.device("cpu"))
+    sampled = QueryCapture(SHAPE, CapturePlan(1, 16, 0), device=torch.device("cpu"))
     sampled.install(engine.layers)
     paired = PairedCapture(engine.capture, sampled)
+    assert paired.num_heads == SHAPE.num_query_heads
+    engine.recorder = paired
     engine.extend(("a", 3, 0, 20), ("b", 1, 0, 20))
     turn = paired.take("a", 3)
     assert turn is not None
@@ -288,7 +316,7 @@ def test_rows_beside_statistics_of_every_row(source: EstimatorSource) -> None:
     assert rows is not None
     assert 0 < rows.num_rows < 8
     assert int(rows.positions.max()) < 16
-    expected = engine.sequence("a").queries[:, rows.positions, ::2]
+    expected = engine.sequence("a").queries[:, rows.positions]
     assert torch.equal(rows.queries, expected)
     statistics = turn.statistics(lambda layer: torch.empty(0), CONTEXT)
     assert statistics is not None
@@ -297,15 +325,19 @@ def test_rows_beside_statistics_of_every_row(source: EstimatorSource) -> None:
     assert paired.take("b", 1) is None
     assert engine.capture.take("b", 1) is None
     turn.release()
-    with paired.suspended():
-        engine.extend(("c", 1, 0, 20))
-    assert paired.take("c", 1) is None
-    engine.extend(("d", 1, 0, 20))
-    assert paired.take("d", 1) is not None
+    with paired.recording(extend_batch(("c", 1, 0, 20))):
+        with paired.suspended():
+            engine.run_modules(("d", 2, 0, 20))
+        engine.run_modules(("c", 1, 0, 20))
+    turn = paired.take("c", 1)
+    assert turn is not None
+    rows = turn.rows(20)
+    assert rows is not None
+    assert torch.equal(rows.queries, engine.sequence("c").queries[:, rows.positions])
 
 
 def test_the_source_closes_its_worker() -> None:
-    source = make_source("heterogeneous", SHAPE.num_layers, SHAPE.num_kv_heads)
+    source = make_source("heterogeneous", SHAPE.num_layers, SHAPE.num_query_heads)
     engine = Engine(source)
     engine.extend(("a", 3, 0, 20))
     turn = engine.take("a", 3)

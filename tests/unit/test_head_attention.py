@@ -10,11 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from krul_backend.codec.interface import LayerShape
 from krul_sglang.engine import head_attention
-from krul_sglang.engine.head_attention import HeadAttention, HeadSpan
+from krul_sglang.engine.head_attention import GatheredAttention, HeadAttention, HeadSpan, SpanAttention
 from krul_sglang.engine.head_recompute import Head
+from krul_sglang.engine.unsupported import UnsupportedSetupError
 from tests.unit.engine_builders import TensorPool
 
 NUM_LAYERS = 2
@@ -46,26 +50,28 @@ class Case:
         num_q_heads: int = 4,
         num_kv_heads: int = 2,
         dtype: torch.dtype = torch.float32,
+        num_slots: int = NUM_SLOTS,
+        value_dim: int = VALUE_DIM,
     ) -> None:
         """``spans``: past tokens and own tokens of each."""
         generator = torch.Generator().manual_seed(len(spans))
-        self.shape = LayerShape(num_kv_heads, HEAD_DIM, VALUE_DIM, dtype)
-        self.pool: Any = TensorPool(self.shape, NUM_LAYERS, NUM_SLOTS)
+        self.shape = LayerShape(num_kv_heads, HEAD_DIM, value_dim, dtype)
+        self.pool: Any = TensorPool(self.shape, NUM_LAYERS, num_slots)
         rows = sum(num_tokens for _, num_tokens in spans)
         self.q, self.k, self.v = (
             torch.randn(rows, heads, dim, generator=generator).to(dtype)
             for heads, dim in (
                 (num_q_heads, HEAD_DIM),
                 (num_kv_heads, HEAD_DIM),
-                (num_kv_heads, VALUE_DIM),
+                (num_kv_heads, value_dim),
             )
         )
-        slots = torch.randperm(NUM_SLOTS, generator=generator)
-        self.spans = []
+        slots = torch.randperm(num_slots, generator=generator)
+        self.spans: list[HeadSpan] = []
         first_row = first_slot = 0
         for num_past, num_tokens in spans:
             of_span = slots[first_slot : first_slot + num_past + num_tokens]
-            self.spans.append(HeadSpan(first_row, num_tokens, of_span[:num_past], of_span[num_past:]))
+            self.spans.append(HeadSpan(first_row, num_tokens, of_span))
             first_row, first_slot = first_row + num_tokens, first_slot + num_past + num_tokens
         self.layer = SimpleNamespace(
             layer_id=1,
@@ -73,14 +79,18 @@ class Case:
             tp_k_head_num=num_kv_heads,
             tp_v_head_num=num_kv_heads,
             qk_head_dim=HEAD_DIM,
-            v_head_dim=VALUE_DIM,
+            v_head_dim=value_dim,
             scaling=SCALING,
+            k_scale_float=None,
+            v_scale_float=None,
         )
 
-    def run(self) -> torch.Tensor:
-        attention = HeadAttention(self.pool)
-        attention.spans = self.spans
-        return attention.forward(self.q.flatten(1), self.k.flatten(1), self.v.flatten(1), self.layer)
+    def run(self, kernel: SpanAttention | None = None, *, save_kv_cache: bool = True) -> torch.Tensor:
+        attention = HeadAttention(self.pool, GatheredAttention() if kernel is None else kernel, None)
+        attention.use(self.spans, torch.cat([own_slots(span) for span in self.spans]))
+        return attention.forward(
+            self.q.flatten(1), self.k.flatten(1), self.v.flatten(1), self.layer, save_kv_cache=save_kv_cache
+        )
 
     def expected(self) -> torch.Tensor:
         """From the pool as it is now, before or after the run: only past slots are read."""
@@ -88,10 +98,18 @@ class Case:
         outputs = []
         for span in self.spans:
             rows = slice(span.first_row, span.first_row + span.num_tokens)
-            k = torch.cat([past[0][span.past_slots], self.k[rows]])
-            v = torch.cat([past[1][span.past_slots], self.v[rows]])
+            k = torch.cat([past[0][past_slots(span)], self.k[rows]])
+            v = torch.cat([past[1][past_slots(span)], self.v[rows]])
             outputs.append(reference(self.q[rows], k, v))
         return torch.cat(outputs)
+
+
+def own_slots(span: HeadSpan) -> torch.Tensor:
+    return span.slots[-span.num_tokens :]
+
+
+def past_slots(span: HeadSpan) -> torch.Tensor:
+    return span.slots[: -span.num_tokens]
 
 
 SPANS = [
@@ -114,12 +132,99 @@ def test_attention_is_causal_over_past_and_own_tokens(
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 8, 9, 100])
-def test_more_queries_than_one_mask_has_rows(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_attention, "_MASKED_QUERIES", chunk)
+@pytest.mark.parametrize("step", [1, 2, 3, 8, 9, 100])
+def test_queries_of_several_calls(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_attention, "_MIN_QUERIES", step)
+    monkeypatch.setattr(head_attention, "_MAX_SCORES", 0)
     case = Case([(5, 9), (3, 8), (0, 9)])
     expected = case.expected()
     torch.testing.assert_close(case.run().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 24)), min_size=1, max_size=4),
+    num_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    dtype=st.sampled_from(sorted(TOLERANCE, key=str)),
+    max_scores=st.integers(0, 2000),
+    value_dim=st.sampled_from([VALUE_DIM, HEAD_DIM]),
+)
+def test_any_spans_attend_as_a_plain_softmax(
+    spans: list[tuple[int, int]],
+    num_kv_heads: int,
+    group: int,
+    dtype: torch.dtype,
+    max_scores: int,
+    value_dim: int,
+) -> None:
+    case = Case(spans, num_kv_heads * group, num_kv_heads, dtype, 300, value_dim)
+    expected = case.expected()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_attention, "_MIN_QUERIES", 4)
+        patch.setattr(head_attention, "_MAX_SCORES", max_scores)
+        output = case.run()
+    assert output.dtype is dtype
+    torch.testing.assert_close(output.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+class Allocations(TorchDispatchMode):
+    """The largest tensor, in bytes, that any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for part in output if isinstance(output, tuple | list) else (output,):
+            if isinstance(part, torch.Tensor):
+                self.largest = max(self.largest, part.untyped_storage().nbytes())
+        return output
+
+
+@pytest.fixture
+def unseen_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias is an empty tensor of a class of its own, which torch cannot make while operations are seen."""
+
+    def make(num_queries: int, num_tokens: int) -> torch.Tensor:
+        with _disable_current_modes():
+            return causal_lower_right(num_queries, num_tokens)
+
+    monkeypatch.setattr(head_attention, "causal_lower_right", make)
+
+
+def largest_tensor(num_past: int, num_tokens: int, backend: SDPBackend) -> int:
+    case = Case([(num_past, num_tokens)], 8, 1, num_slots=num_past + num_tokens, value_dim=HEAD_DIM)
+    attention = HeadAttention(case.pool, GatheredAttention(), None)
+    attention.use(case.spans, own_slots(case.spans[0]))
+    q, k, v = (x.flatten(1) for x in (case.q, case.k, case.v))
+    with sdpa_kernel(backend), Allocations() as allocations:
+        attention.forward(q, k, v, case.layer)
+    return allocations.largest
+
+
+@pytest.mark.usefixtures("unseen_bias")
+@pytest.mark.parametrize("num_past", [0, 2000])
+def test_memory_is_linear_in_tokens(num_past: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_attention, "_MAX_SCORES", 1 << 16)
+    small = largest_tensor(num_past, 1000, SDPBackend.FLASH_ATTENTION)
+    large = largest_tensor(4 * num_past, 4000, SDPBackend.FLASH_ATTENTION)
+    assert large <= 4 * small
+
+
+@pytest.mark.usefixtures("unseen_bias")
+def test_a_kernel_that_keeps_all_scores_takes_bounded_memory() -> None:
+    """As torch's own does for grouped queries under a mask; a GPU without FlashInfer may get it."""
+    largest = largest_tensor(15_000, 1000, SDPBackend.MATH)
+    assert largest <= 4 * head_attention._MAX_SCORES
+    # All at once they would be more.
+    assert 3 * largest < 4 * 8 * 1000 * 16_000
 
 
 def test_kv_is_written_to_the_slots_of_the_spans_and_nowhere_else() -> None:
@@ -132,7 +237,7 @@ def test_kv_is_written_to_the_slots_of_the_spans_and_nowhere_else() -> None:
     expected_k, expected_v = before[1].k, before[1].v
     for span in case.spans:
         rows = slice(span.first_row, span.first_row + span.num_tokens)
-        expected_k[span.slots], expected_v[span.slots] = case.k[rows], case.v[rows]
+        expected_k[own_slots(span)], expected_v[own_slots(span)] = case.k[rows], case.v[rows]
     assert torch.equal(after[1].k, expected_k)
     assert torch.equal(after[1].v, expected_v)
 
@@ -140,14 +245,14 @@ def test_kv_is_written_to_the_slots_of_the_spans_and_nowhere_else() -> None:
 def test_slots_that_a_load_fills_meanwhile_are_not_read() -> None:
     case = Case([(4, 6), (0, 3)])
     expected = case.expected()
-    used = torch.cat([slots for span in case.spans for slots in (span.past_slots, span.slots)])
+    used = torch.cat([span.slots for span in case.spans])
     others = torch.ones(NUM_SLOTS, dtype=torch.bool)
     others[used] = False
     # Its own slots hold whatever was there before, too.
     for buffer in case.pool.buffers(1):
         buffer[others] = float("nan")
         for span in case.spans:
-            buffer[span.slots] = float("nan")
+            buffer[own_slots(span)] = float("nan")
     torch.testing.assert_close(case.run().double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -157,7 +262,31 @@ def test_the_pools_dtype_is_kept() -> None:
     output = case.run()
     assert output.dtype is torch.bfloat16
     torch.testing.assert_close(output.double(), expected, rtol=2e-2, atol=2e-2)
-    assert torch.equal(case.pool.buffers(1)[0][case.spans[0].slots], case.k[:5])
+    assert torch.equal(case.pool.buffers(1)[0][own_slots(case.spans[0])], case.k[:5])
+
+
+def test_kv_that_the_model_wrote_itself_is_read_and_not_written_again() -> None:
+    """It may be rounded in another way than what the model hands on."""
+    case = Case([(4, 6), (0, 3)])
+    k_buffer, v_buffer = case.pool.buffers(1)
+    own = torch.cat([own_slots(span) for span in case.spans])
+    case.k, case.v = k_buffer[own].clone(), v_buffer[own].clone()
+    expected, before = case.expected(), case.pool.copy()
+    case.k, case.v = torch.full_like(case.k, float("nan")), torch.full_like(case.v, float("nan"))
+    torch.testing.assert_close(case.run(save_kv_cache=False).double(), expected, rtol=1e-5, atol=1e-5)
+    for old, new in zip(before, case.pool.copy(), strict=True):
+        assert torch.equal(old.k, new.k)
+        assert torch.equal(old.v, new.v)
+
+
+def test_attention_of_another_kind_is_refused() -> None:
+    case = Case([(0, 3)])
+    attention = HeadAttention(case.pool, GatheredAttention(), None)
+    attention.use(case.spans, own_slots(case.spans[0]))
+    q, k, v = (x.flatten(1) for x in (case.q, case.k, case.v))
+    attention.forward(q, k, v, case.layer, None, True, sinks=None)
+    with pytest.raises(UnsupportedSetupError, match="attention with sinks"):
+        attention.forward(q, k, v, case.layer, None, True, sinks=torch.zeros(4))
 
 
 def test_a_head_in_parts_attends_as_the_head_at_once() -> None:
@@ -165,15 +294,14 @@ def test_a_head_in_parts_attends_as_the_head_at_once() -> None:
     at_once, in_parts = Case([(5, 12)]), Case([(5, 12)])
     (span,) = at_once.spans
     expected = at_once.run()
-    slots = torch.cat([span.past_slots, span.slots])
-    head = Head(torch.arange(12), slots, start=5, ends=(17,))
-    attention = HeadAttention(in_parts.pool)
+    head = Head(torch.arange(12), span.slots, start=5, ends=(17,))
+    attention = HeadAttention(in_parts.pool, GatheredAttention(), None)
     outputs = []
     for first, end in ((0, 5), (5, 6), (6, 12)):
         part = head.part(first, end)
         assert part is not None
         own = part.slots[part.start :]
-        attention.spans = [HeadSpan(0, len(own), part.slots[: part.start], own)]
+        attention.use([HeadSpan(0, len(own), part.slots)], own)
         rows = slice(first, end)
         outputs.append(
             attention.forward(

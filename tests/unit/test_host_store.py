@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -9,11 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import xxhash
-from checksum_gate import ChecksumGate, install_gate, let_go, replace_hashing, run_until_gate
+from checksum_gate import ChecksumGate, install_gate, let_go, run_until_gate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_builders import (
     PAGE_SIZE,
+    commit_to,
     fill,
     flip_byte,
     lease_pages,
@@ -24,15 +24,14 @@ from store_builders import (
     put,
     stored_ids,
     tokens_of,
-    wait_until,
-    wait_until_hashed,
 )
 
 from krul_backend.errors import ManifestError, StoreClosedError
+from krul_backend.segment import MAX_CODEC_PARAMS_BYTES
 from krul_backend.store.eviction import LruPolicy
-from krul_backend.store.hashing import NICENESS, NUM_THREADS, Hasher, block_checksum
+from krul_backend.store.eviction_plan import MAX_VISITED
+from krul_backend.store.hashing import block_checksum, block_checksums
 from krul_backend.store.host_store import HostStore
-from krul_backend.store.interface import Lease
 
 MODEL = make_model()
 
@@ -75,7 +74,7 @@ def test_nobody_sees_a_segment_before_its_commit(store: HostStore) -> None:
     assert [block.nbytes for block in reservation.blocks] == [100, 60]
     assert store.find_missing(MODEL, page_keys("c", 0, 2)) == [range(2)]
     assert lease_pages(store, "c", 0, 2) is None
-    store.commit(reservation, make_manifest("c", 0, 2, (100, 60)))
+    commit_to(store, reservation, make_manifest("c", 0, 2, (100, 60)))
     assert store.find_missing(MODEL, page_keys("c", 0, 2)) == []
 
 
@@ -150,7 +149,7 @@ def test_changing_the_callers_token_ids_later_changes_nothing(store: HostStore) 
     reservation = store.reserve((100, 60))
     assert reservation is not None
     manifest = make_manifest("c", 0, 2, (100, 60))
-    store.commit(reservation, manifest)
+    commit_to(store, reservation, manifest)
     manifest.token_ids[:] = 0
     assert lease_pages(store, "c", 0, 2) is not None
 
@@ -163,7 +162,7 @@ def test_a_slice_at_another_position_ends_the_prefix(store: HostStore) -> None:
     manifest = dataclasses.replace(
         make_manifest("c", 2, 4, (100, 60)), start_token=6 * PAGE_SIZE, layer_first_token=()
     )
-    store.commit(reservation, manifest)
+    commit_to(store, reservation, manifest)
     lease = lease_pages(store, "c", 0, 4)
     assert lease is not None
     assert lease.num_pages == 2
@@ -203,8 +202,8 @@ def test_pages_committed_by_another_keep_their_first_copy(store: HostStore) -> N
     reservations = [store.reserve((100, 60)) for _ in range(2)]
     assert all(reservations)
     written = [fill(reservation, seed) for seed, reservation in enumerate(reservations)]
-    first = store.commit(reservations[0], make_manifest("c", 0, 3, (100, 60)))
-    second = store.commit(reservations[1], make_manifest("c", 0, 3, (100, 60)))
+    first = commit_to(store, reservations[0], make_manifest("c", 0, 3, (100, 60)))
+    second = commit_to(store, reservations[1], make_manifest("c", 0, 3, (100, 60)))
     assert first != second
     assert stored_ids(store) == [first]
     assert store.stats().used_bytes == 128 + 64
@@ -233,7 +232,7 @@ def test_two_threads_that_commit_the_same_pages_leave_one_segment(store: HostSto
 
     def commit(reservation: object) -> None:
         start.wait()
-        store.commit(reservation, make_manifest("c", 0, 3, (100, 60)))  # type: ignore[arg-type]
+        commit_to(store, reservation, make_manifest("c", 0, 3, (100, 60)))  # type: ignore[arg-type]
 
     threads = [threading.Thread(target=commit, args=(reservation,)) for reservation in reservations]
     for thread in threads:
@@ -249,7 +248,7 @@ def test_other_sizes_than_reserved_are_refused_and_freed(store: HostStore, sizes
     reservation = store.reserve((100, 60))
     assert reservation is not None
     with pytest.raises(ManifestError, match="differ from the reserved"):
-        store.commit(reservation, make_manifest("c", 0, 1, sizes))
+        commit_to(store, reservation, make_manifest("c", 0, 1, sizes))
     stats = store.stats()
     assert (stats.used_bytes, stats.num_reservations, stats.num_segments) == (0, 0, 0)
     with pytest.raises(KeyError):
@@ -261,11 +260,11 @@ def test_a_reservation_is_settled_once(store: HostStore) -> None:
     assert committed is not None
     assert aborted is not None
     manifest = make_manifest("c", 0, 1, (100, 60))
-    store.commit(committed, manifest)
+    commit_to(store, committed, manifest)
     store.abort(aborted)
     for reservation in (committed, aborted):
         with pytest.raises(KeyError, match="unknown, committed or aborted"):
-            store.commit(reservation, manifest)
+            commit_to(store, reservation, manifest)
         with pytest.raises(KeyError, match="unknown, committed or aborted"):
             store.abort(reservation)
         # A late write of the holder's cannot reach bytes that are somebody else's by now.
@@ -351,7 +350,7 @@ def test_a_stored_conversation_never_has_a_hole(history: list[tuple[int, bool, i
             # Making room may have cut off this conversation's own end.
             if store.find_missing(MODEL, keys)[0].start == turn:
                 fill(reservation, step)
-                store.commit(reservation, make_manifest(name, turn, turn + 1, (num_bytes, 64)))
+                commit_to(store, reservation, make_manifest(name, turn, turn + 1, (num_bytes, 64)))
             else:
                 store.abort(reservation)
         for other in range(4):
@@ -494,10 +493,10 @@ def test_clear_drops_what_was_reserved_before_it(store: HostStore, model: object
     after = store.reserve((100, 60))
     assert after is not None
     fill(before, 1)
-    dropped = store.commit(before, make_manifest("c", 0, 2, (100, 60)))
+    dropped = commit_to(store, before, make_manifest("c", 0, 2, (100, 60)))
     assert dropped not in stored_ids(store)
     assert lease_pages(store, "c", 0, 2) is None
-    kept = store.commit(after, make_manifest("c", 0, 2, (100, 60)))
+    kept = commit_to(store, after, make_manifest("c", 0, 2, (100, 60)))
     assert stored_ids(store) == [kept]
     assert store.stats().used_bytes == 192
 
@@ -506,7 +505,7 @@ def test_clearing_another_model_drops_nothing(store: HostStore) -> None:
     reservation = store.reserve((100, 60))
     assert reservation is not None
     store.clear(make_model("another"))
-    segment_id = store.commit(reservation, make_manifest("c", 0, 2, (100, 60)))
+    segment_id = commit_to(store, reservation, make_manifest("c", 0, 2, (100, 60)))
     assert stored_ids(store) == [segment_id]
 
 
@@ -528,7 +527,7 @@ def test_a_closed_store_says_so_but_lets_late_threads_end(store: HostStore) -> N
     for call in (
         lambda: store.find_missing(MODEL, ()),
         lambda: store.reserve((1,)),
-        lambda: store.commit(other, make_manifest("c", 0, 1, (100, 60))),
+        lambda: commit_to(store, other, make_manifest("c", 0, 1, (100, 60))),
         lambda: lease_pages(store, "c", 0, 2),
         lambda: store.path_segments(MODEL, page_keys("c", 0, 2)),
         lambda: store.trim(1, (4, 4), (50, 30)),
@@ -601,6 +600,70 @@ def test_reported_damage_is_a_miss_and_hurts_no_other_segment(
     assert healed.num_pages == 6
 
 
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_stray_write_after_the_copy_is_found_by_the_reader(store: HostStore, is_committed: bool) -> None:
+    reservation = store.reserve((100, 60))
+    assert reservation is not None
+    fill(reservation, 1)
+    checksums = block_checksums(reservation.blocks)
+    stray = offset_in(store, reservation.blocks[1]) + 7
+    if not is_committed:
+        flip_byte(store, stray)
+    segment_id = store.commit(reservation, make_manifest("c", 0, 2, (100, 60)), checksums)
+    if is_committed:
+        flip_byte(store, stray)
+    lease = lease_pages(store, "c", 0, 2)
+    assert lease is not None
+    (piece,) = lease.slices
+    assert piece.checksums == checksums
+    assert [block_checksum(block) == checksums[i] for i, block in enumerate(piece.blocks)] == [True, False]
+    store.release(lease)
+    assert store.report_damage(segment_id)
+    assert store.find_missing(MODEL, page_keys("c", 0, 2)) == [range(2)]
+    assert (store.stats().corrupted_segments, store.stats().used_bytes) == (1, 0)
+
+
+@pytest.mark.parametrize("checksums", [(), (1,), (1, 2, 3), (1, -1), (1, 1 << 64)])
+def test_a_commit_needs_a_checksum_for_each_layer(store: HostStore, checksums: tuple[int, ...]) -> None:
+    reservation = store.reserve((100, 60))
+    assert reservation is not None
+    with pytest.raises(ManifestError, match="checksum"):
+        store.commit(reservation, make_manifest("c", 0, 1, (100, 60)), checksums)
+    stats = store.stats()
+    assert (stats.used_bytes, stats.num_reservations, stats.num_segments) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("params", [{"maps": "x" * MAX_CODEC_PARAMS_BYTES}, {"maps": object()}])
+def test_codec_params_that_cannot_be_kept_are_refused(store: HostStore, params: dict[str, object]) -> None:
+    reservation = store.reserve((100, 60))
+    assert reservation is not None
+    manifest = dataclasses.replace(make_manifest("c", 0, 1, (100, 60)), codec_params=params)
+    with pytest.raises(ManifestError, match="codec parameters"):
+        commit_to(store, reservation, manifest)
+    stats = store.stats()
+    assert (stats.used_bytes, stats.num_reservations, stats.num_segments) == (0, 0, 0)
+    largest = {"maps": "x" * (MAX_CODEC_PARAMS_BYTES - len('{"maps":""}'))}
+    reservation = store.reserve((100, 60))
+    assert reservation is not None
+    commit_to(store, reservation, dataclasses.replace(manifest, codec_params=largest))
+    lease = lease_pages(store, "c", 0, 1)
+    assert lease is not None
+    assert lease.slices[0].header.codec_params == largest
+
+
+def test_a_commit_and_a_lease_read_no_block(store: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    reservation = store.reserve((100, 60))
+    assert reservation is not None
+    num_threads = threading.active_count()
+    for module in ("hashing", "stored_segment", "trimming"):
+        monkeypatch.setattr(f"krul_backend.store.{module}.block_checksum", None)
+    store.commit(reservation, make_manifest("c", 0, 2, (100, 60)), (5, 6))
+    lease = lease_pages(store, "c", 0, 2)
+    assert lease is not None
+    assert lease.slices[0].checksums == (5, 6)
+    assert threading.active_count() == num_threads
+
+
 def test_a_wrong_report_of_damage_changes_nothing(store: HostStore) -> None:
     segment_id, _ = put(store, "c", 0, 2)
     assert not store.report_damage(segment_id)
@@ -670,131 +733,15 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> ChecksumGate:
     return install_gate(monkeypatch)
 
 
-@pytest.fixture
-def passed_gate(gate: ChecksumGate) -> ChecksumGate:
-    """A gate that is open for the commits of the set-up."""
-    gate.entered.set()
-    return gate
-
-
-def test_a_commit_does_not_wait_for_checksums_but_a_lease_does(store: HostStore, gate: ChecksumGate) -> None:
-    gate.go_on.clear()
-    segment_id, written = put(store, "c", 0, 1)
-    assert gate.entered.wait(10)
-    # Visible and evictable like any other; nothing else waits.
-    assert store.find_missing(MODEL, page_keys("c", 0, 1)) == []
-    assert (stored_ids(store), store.stats().used_bytes) == ([segment_id], 192)
-    leases: list[Lease | None] = []
-    thread = threading.Thread(target=lambda: leases.append(lease_pages(store, "c", 0, 1)))
-    thread.start()
-    wait_until(lambda: store.stats().num_leases == 1)
-    assert leases == []
-    assert store.reserve((4096,)) is None
-    let_go(gate, thread)
-    (lease,) = leases
-    assert lease is not None
-    assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
-    assert lease.slices[0].checksums == (0, 0)
-
-
-def test_a_segment_that_is_evicted_while_it_is_hashed_makes_room_at_once(
-    store: HostStore, gate: ChecksumGate
-) -> None:
-    put(store, "c", 0, 1)
-    assert gate.entered.wait(10)
-    reservation = store.reserve((4096,))
-    assert reservation is not None
-    store.abort(reservation)
-    gate.go_on.set()
-    assert store.stats().used_bytes == 0
-
-
-def test_a_lease_that_waits_for_checksums_keeps_a_cleared_segment(
-    store: HostStore, gate: ChecksumGate
-) -> None:
-    _, written = put(store, "c", 0, 1)
-    assert gate.entered.wait(10)
-    leases: list[Lease | None] = []
-    thread = threading.Thread(target=lambda: leases.append(lease_pages(store, "c", 0, 1)))
-    thread.start()
-    wait_until(lambda: store.stats().num_leases == 1)
-    store.clear()
-    assert (store.stats().num_segments, store.stats().used_bytes) == (0, 192)
-    let_go(gate, thread)
-    (lease,) = leases
-    assert lease is not None
-    assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
-    store.release(lease)
-    assert store.stats().used_bytes == 0
-    # The policy did not get the removed segment back.
-    put(store, "d", 0, 1, sizes=(4032, 64))
-    assert store.reserve((4096,)) is not None
-
-
-def test_a_lease_does_not_wait_for_other_segments_checksums(
-    store: HostStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = threading.Event()
-
-    def checksum(block: object) -> int:
-        if threading.current_thread().name.startswith("krul-checksum"):
-            assert go_on.wait(10)
-        return 7
-
-    replace_hashing(monkeypatch, checksum)
-    # One more than there are threads: the last one is not begun.
-    for i in range(NUM_THREADS + 1):
-        put(store, f"c{i}", 0, 1)
-    lease = lease_pages(store, f"c{NUM_THREADS}", 0, 1)
-    assert lease is not None
-    assert lease.slices[0].checksums == (7, 7)
-    go_on.set()
-
-
-def test_close_ends_a_lease_that_takes_checksums(store: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
-    replace_hashing(monkeypatch, lambda block: int(go_on.wait(10)))
-    for i in range(NUM_THREADS + 1):
-        put(store, f"c{i}", 0, 1)
-    results: list[object] = []
-
-    def lease() -> None:
-        try:
-            results.append(lease_pages(store, f"c{NUM_THREADS}", 0, 1))
-        except StoreClosedError as error:
-            results.append(error)
-
-    thread = threading.Thread(target=lease)
-    thread.start()
-    wait_until(lambda: store.stats().num_leases == 1)
-    store.close()
-    go_on.set()
-    thread.join(10)
-    assert isinstance(results[0], StoreClosedError)
-
-
-def test_checksums_are_taken_at_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    def niceness(block: object) -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    monkeypatch.setattr("krul_backend.store.hashing.yielding_checksum", niceness)
-    hasher = Hasher()
-    hashes = hasher.submit((np.zeros(1, np.uint8),))
-    wait_until(lambda: hashes.if_taken is not None)
-    hasher.close()
-    assert hashes.if_taken == (max(NICENESS, niceness(None)),)
-
-
 @pytest.mark.parametrize("call", ["verify", "report"])
-def test_close_during_a_verification(store: HostStore, passed_gate: ChecksumGate, call: str) -> None:
+def test_close_during_a_verification(store: HostStore, gate: ChecksumGate, call: str) -> None:
     segment_id, _ = put(store, "c", 0, 1)
     put(store, "c", 1, 2)
-    wait_until_hashed(store, "c", 0, 2)
     calls = {"verify": store.verify, "report": lambda: store.report_damage(segment_id)}
-    thread, results = run_until_gate(passed_gate, calls[call])
+    thread, results = run_until_gate(gate, calls[call])
     store.close()
-    passed_gate.checksum = 1
-    let_go(passed_gate, thread)
+    gate.checksum = 1
+    let_go(gate, thread)
     assert isinstance(results[0], StoreClosedError)
 
 
@@ -813,7 +760,11 @@ def test_an_interrupted_verification_leaves_no_pin(store: HostStore, monkeypatch
     assert store.reserve((4096,)) is not None
 
 
-def test_threads_that_do_everything_at_once_never_see_wrong_bytes() -> None:
+@pytest.mark.parametrize("max_visited", [MAX_VISITED, 2])
+def test_threads_that_do_everything_at_once_never_see_wrong_bytes(
+    monkeypatch: pytest.MonkeyPatch, max_visited: int
+) -> None:
+    monkeypatch.setattr("krul_backend.store.host_base.MAX_VISITED", max_visited)
     store = HostStore(48 * 1024, LruPolicy())
     stop_at = time.monotonic() + 1.5
     failures: list[str] = []
@@ -837,7 +788,7 @@ def test_threads_that_do_everything_at_once_never_see_wrong_bytes() -> None:
                 if rng.random() < 0.1:
                     store.abort(reservation)
                 else:
-                    store.commit(reservation, make_manifest(name, first, first + 1, sizes))
+                    commit_to(store, reservation, make_manifest(name, first, first + 1, sizes))
             elif rng.random() < 0.02:
                 store.clear()
             else:

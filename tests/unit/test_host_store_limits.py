@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ import pytest
 import xxhash
 from store_builders import (
     Clock,
+    commit_to,
     fill,
     lease_pages,
     make_manifest,
@@ -20,11 +21,10 @@ from store_builders import (
     stored_ids,
 )
 
-from krul_backend.errors import ConfigError, TierReadError
+from krul_backend.errors import ConfigError, StoreClosedError, TierReadError
 from krul_backend.store.admission import Arrival
 from krul_backend.store.eviction import LruPolicy
-from krul_backend.store.eviction_plan import MAX_FREE_SHARE
-from krul_backend.store.hashing import block_checksum, yielding_checksum
+from krul_backend.store.eviction_plan import MAX_FREE_SHARE, MAX_VISITED
 from krul_backend.store.host_store import HostStore
 from krul_backend.store.policy_registry import make_policy
 
@@ -89,6 +89,26 @@ def test_unpin_makes_a_segment_ordinary(store: HostStore) -> None:
     assert store.unpin(MODEL, page_keys("c", 0, 4)) == 2
     assert store.stats().pinned_bytes == 0
     assert store.reserve((4096,)) is not None
+
+
+def test_pinning_again_and_again_leaves_few_entries_behind(store: HostStore, clock: Clock) -> None:
+    put(store, "c", 0, 2)
+    put(store, "d", 0, 2)
+    ends = store._books.pins.num_entries
+    for i in range(2_000):
+        clock.now_s += 1.0
+        assert store.pin(MODEL, page_keys("cd"[i % 2], 0, 2), 86_400.0) == 2
+        assert ends() <= 100
+    assert store.stats().pinned_bytes == 2 * 192
+    clock.now_s += 86_399.0
+    assert store.stats().pinned_bytes == 192
+    # Those that are ended early leave no more behind.
+    for _ in range(2_000):
+        assert store.pin(MODEL, page_keys("c", 0, 2), 60.0) == 2
+        assert store.unpin(MODEL, page_keys("c", 0, 2)) == 2
+        assert ends() <= 100
+    clock.now_s += 1.0
+    assert store.stats().pinned_bytes == 0
 
 
 def test_pins_take_half_of_the_arena_at_most(store: HostStore) -> None:
@@ -170,7 +190,7 @@ def test_what_a_tenant_gave_back_it_may_take_again(shared: HostStore) -> None:
     assert reservation is not None
     assert shared.stats().evicted_segments == 0
     # The bytes are whose manifest they have.
-    shared.commit(reservation, make_manifest("b", 0, 1, (512,), make_model(num_layers=1), tenant="b"))
+    commit_to(shared, reservation, make_manifest("b", 0, 1, (512,), make_model(num_layers=1), tenant="b"))
     assert shared.reserve((512,), "a") is not None
     assert shared.reserve((1024,), "b") is not None
 
@@ -316,7 +336,7 @@ def churn(
         manifest = make_manifest(
             f"c{i}", 0, 1, blocks, LAYERED_MODEL, recompute_s=float(size * rng.uniform(0.5, 2))
         )
-        store.commit(reservation, manifest)
+        commit_to(store, reservation, manifest)
         stats = store.stats()
         if stats.evicted_segments > 100:
             free_shares.append(stats.free_bytes / stats.capacity_bytes)
@@ -357,7 +377,172 @@ def test_a_reservation_fits_while_half_of_the_arena_is_leased(seed: int, policy:
     store.close()
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 512 << 10, (512 << 10) + 1, 1_700_001])
-def test_a_checksum_taken_in_pieces_is_that_of_the_whole(num_bytes: int) -> None:
-    block = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, dtype=np.uint8)
-    assert yielding_checksum(block) == block_checksum(block)
+# The lock while space is looked for
+
+
+class CountingLock:
+    """A store's lock that knows how many segments the policy named in one hold of it."""
+
+    def __init__(self) -> None:
+        self.num_named = self.most_named = self.num_holds = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.num_named = 0
+        self.num_holds += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.most_named = max(self.most_named, self.num_named)
+        self._lock.release()
+
+
+class CountingPolicy(LruPolicy):
+    lock: CountingLock
+
+    def victims(self) -> Iterator[int]:
+        for segment_id in super().victims():
+            self.lock.num_named += 1
+            yield segment_id
+
+
+NUM_SMALL = 4000
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HostStore, CountingLock]]:
+    """Full of segments of 64 bytes, every second one leased."""
+    policy, lock = CountingPolicy(), CountingLock()
+    policy.lock = lock
+    store = HostStore(64 * NUM_SMALL, policy)
+    monkeypatch.setattr(store, "_lock", lock)
+    model = make_model(num_layers=1)
+    for i in range(NUM_SMALL):
+        put(store, f"c{i}", 0, 1, sizes=(64,), model=model)
+    for i in range(1, NUM_SMALL, 2):
+        lease_pages(store, f"c{i}", 0, 1, model)
+    lock.most_named = lock.num_holds = 0
+    yield store, lock
+    store.close()
+
+
+def test_one_hold_of_the_lock_looks_at_few_segments_however_many_must_go(
+    crowded: tuple[HostStore, CountingLock],
+) -> None:
+    store, lock = crowded
+    assert store.reserve((64,) * (NUM_SMALL // 2)) is not None
+    assert store.stats().evicted_segments == NUM_SMALL // 2
+    assert lock.most_named <= MAX_VISITED
+    assert lock.num_holds >= NUM_SMALL // MAX_VISITED
+
+
+def test_one_hold_of_the_lock_looks_at_few_segments_when_nothing_fits(
+    crowded: tuple[HostStore, CountingLock],
+) -> None:
+    store, lock = crowded
+    # Every second one may leave, and each lies between two that may not.
+    assert store.reserve((128,)) is None
+    stats = store.stats()
+    assert (stats.evicted_segments, stats.rejected_reservations) == (0, 1)
+    assert lock.most_named <= MAX_VISITED
+
+
+def num_evicted_for_one(policy: str, seed: int) -> int:
+    """How many of a thousand segments of all sizes leave for one that is larger than most."""
+    clock, rng = Clock(), np.random.default_rng(seed)
+    store = HostStore(1 << 20, make_policy(policy, clock), clock)
+    for i in range(1000):
+        clock.now_s += 1.0
+        size = int(64 * 100 ** rng.random())
+        put(store, f"c{i}", 0, 1, sizes=(size, size), recompute_s=float(size * rng.uniform(0.5, 2)))
+    before = store.stats().evicted_segments
+    assert store.reserve((60_000, 50_000)) is not None
+    num_evicted = store.stats().evicted_segments - before
+    store.close()
+    return num_evicted
+
+
+@pytest.mark.parametrize("policy", ["lru", "value"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_search_in_steps_evicts_what_one_in_one_step_does(
+    policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = num_evicted_for_one(policy, seed)
+    assert 10 < at_once <= MAX_VISITED, "one hold of the lock is enough"
+    monkeypatch.setattr("krul_backend.store.host_base.MAX_VISITED", 2)
+    # A run of victims may be an eighth longer than need be, depending on where the steps end.
+    assert at_once * 8 // 9 <= num_evicted_for_one(policy, seed) <= at_once * 9 // 8
+
+
+class Breaths:
+    """Stands in for the moment between two holds of the lock: does something at the first one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+        self.num = 0
+        self._act = act
+        monkeypatch.setattr("krul_backend.store.host_base.MAX_VISITED", 2)
+        monkeypatch.setattr("krul_backend.store.host_base.time.sleep", self._breathe)
+
+    def _breathe(self, seconds: float) -> None:
+        self.num += 1
+        if self.num == 1:
+            self._act()
+
+
+def full_of_small(num: int) -> HostStore:
+    store = HostStore(192 * num, LruPolicy())
+    for i in range(num):
+        put(store, f"c{i}", 0, 1)
+    return store
+
+
+def test_what_is_leased_during_a_search_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = full_of_small(20)
+    leases = []
+    Breaths(monkeypatch, lambda: leases.append(lease_pages(store, "c3", 0, 1)))
+    assert store.reserve((64,) * 30) is not None
+    assert leases[0] is not None
+    assert leases[0].num_pages == 1
+    assert not store.find_missing(MODEL, page_keys("c3", 0, 1))
+    store.close()
+
+
+def test_what_is_used_during_a_search_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    # More than the policy names at a time: those that were used come again at the end of its order.
+    store = full_of_small(600)
+
+    def use_the_oldest() -> None:
+        for i in range(300):
+            lease = lease_pages(store, f"c{i}", 0, 1)
+            assert lease is not None
+            store.release(lease)
+
+    Breaths(monkeypatch, use_the_oldest)
+    assert store.reserve((64,) * 3 * 600) is not None
+    assert store.stats().evicted_segments == 600
+    store.close()
+
+
+def test_what_is_cleared_and_stored_during_a_search_confuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = full_of_small(20)
+
+    def replace_all() -> None:
+        store.clear()
+        for i in range(15):
+            put(store, f"d{i}", 0, 1, sizes=(100, 60))
+
+    Breaths(monkeypatch, replace_all)
+    assert store.reserve((64,) * 50) is not None
+    stats = store.stats()
+    assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes
+    assert store.verify().bad_segments == ()
+    store.clear()
+    assert store.stats().used_bytes == 50 * 64
+    store.close()
+
+
+def test_closing_during_a_search_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = full_of_small(20)
+    Breaths(monkeypatch, store.close)
+    with pytest.raises(StoreClosedError):
+        store.reserve((64,) * 30)

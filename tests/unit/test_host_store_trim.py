@@ -10,6 +10,7 @@ import pytest
 from checksum_gate import ChecksumGate, install_gate, let_go, run_until_gate
 from store_builders import (
     PAGE_SIZE,
+    commit_to,
     fill,
     flip_byte,
     lease_pages,
@@ -18,7 +19,6 @@ from store_builders import (
     offset_in,
     page_keys,
     put,
-    wait_until_hashed,
 )
 
 from krul_backend.errors import ManifestError, StoreClosedError
@@ -96,7 +96,7 @@ def test_a_conversation_with_nothing_stored_of_a_segment_has_no_hole(store: Host
     manifest = dataclasses.replace(
         make_manifest("c", 0, 3, (1, 1)), layer_first_token=(12, 12), layer_num_bytes=(0, 0)
     )
-    first = store.commit(reservation, manifest)
+    first = commit_to(store, reservation, manifest)
     second, written = put(store, "c", 3, 5)
     assert store.find_missing(MODEL, page_keys("c", 0, 6)) == [range(5, 6)]
     assert leased_bytes(store, "c", 0, 5) == [(b"", b""), written]
@@ -115,7 +115,7 @@ def test_some_layers_may_have_no_bytes(store: HostStore) -> None:
     manifest = dataclasses.replace(
         make_manifest("c", 0, 2, (1, 60)), layer_first_token=(8, 0), layer_num_bytes=(0, 60)
     )
-    store.commit(reservation, manifest)
+    commit_to(store, reservation, manifest)
     assert leased_bytes(store, "c", 0, 2) == [written]
     assert store.stats().used_bytes == 64
     store.clear()
@@ -185,7 +185,7 @@ def put_branch(store: HostStore, name: str, at_page: int, seed: int = 9) -> int:
     assert reservation is not None
     fill(reservation, seed)
     manifest = make_manifest(name, at_page, at_page + 1, (100, 60))
-    return store.commit(reservation, dataclasses.replace(manifest, parent_key=f"c/{at_page - 1}"))
+    return commit_to(store, reservation, dataclasses.replace(manifest, parent_key=f"c/{at_page - 1}"))
 
 
 def test_the_one_continuation_of_a_conversation_does_not_share_it(store: HostStore) -> None:
@@ -306,21 +306,11 @@ def test_damage_in_a_layer_that_stays_is_found_later(store: HostStore) -> None:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> ChecksumGate:
-    """Open for the commits of the set-up."""
-    gate = install_gate(monkeypatch)
-    gate.entered.set()
-    return gate
-
-
-def put_hashed(store: HostStore, conversation: str, first: int, end: int) -> tuple[int, tuple[bytes, ...]]:
-    """A segment whose checksums are taken already, so that the next one taken is the trim's."""
-    stored = put(store, conversation, first, end)
-    wait_until_hashed(store, conversation, first, end)
-    return stored
+    return install_gate(monkeypatch)
 
 
 def test_a_lease_given_during_a_trim_keeps_its_bytes(store: HostStore, gate: ChecksumGate) -> None:
-    segment_id, written = put_hashed(store, "c", 0, 3)
+    segment_id, written = put(store, "c", 0, 3)
     thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
     lease = lease_pages(store, "c", 0, 3)
     let_go(gate, thread)
@@ -335,7 +325,7 @@ def test_a_lease_given_during_a_trim_keeps_its_bytes(store: HostStore, gate: Che
 def test_a_trim_during_a_verification_or_another_trim_does_nothing(
     store: HostStore, gate: ChecksumGate
 ) -> None:
-    segment_id, written = put_hashed(store, "c", 0, 3)
+    segment_id, written = put(store, "c", 0, 3)
     for call in (lambda: store.report_damage(segment_id), store.verify):
         thread, results = run_until_gate(gate, call)
         assert store.trim(segment_id, (8, 8), (30, 20)) == 0
@@ -349,7 +339,7 @@ def test_a_trim_during_a_verification_or_another_trim_does_nothing(
 
 
 def test_a_segment_under_a_trim_is_not_evicted(store: HostStore, gate: ChecksumGate) -> None:
-    segment_id, _ = put_hashed(store, "c", 0, 3)
+    segment_id, _ = put(store, "c", 0, 3)
     thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
     assert store.reserve((4096,)) is None
     let_go(gate, thread)
@@ -358,7 +348,7 @@ def test_a_segment_under_a_trim_is_not_evicted(store: HostStore, gate: ChecksumG
 
 
 def test_clear_during_a_trim_frees_everything(store: HostStore, gate: ChecksumGate) -> None:
-    segment_id, _ = put_hashed(store, "c", 0, 3)
+    segment_id, _ = put(store, "c", 0, 3)
     thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
     store.clear()
     assert store.stats().used_bytes == 192
@@ -368,7 +358,7 @@ def test_clear_during_a_trim_frees_everything(store: HostStore, gate: ChecksumGa
 
 
 def test_close_during_a_trim(store: HostStore, gate: ChecksumGate) -> None:
-    segment_id, _ = put_hashed(store, "c", 0, 3)
+    segment_id, _ = put(store, "c", 0, 3)
     thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
     store.close()
     let_go(gate, thread)
@@ -378,7 +368,7 @@ def test_close_during_a_trim(store: HostStore, gate: ChecksumGate) -> None:
 def test_a_conversation_that_branches_off_during_a_trim_keeps_its_prefix(
     store: HostStore, gate: ChecksumGate
 ) -> None:
-    segment_id, written = put_hashed(store, "c", 0, 3)
+    segment_id, written = put(store, "c", 0, 3)
     thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
     put_branch(store, "b", 2)
     let_go(gate, thread)
@@ -387,7 +377,7 @@ def test_a_conversation_that_branches_off_during_a_trim_keeps_its_prefix(
 
 
 def test_damage_found_under_a_lease_is_freed_at_its_release(store: HostStore, gate: ChecksumGate) -> None:
-    segment_id, _ = put_hashed(store, "c", 0, 3)
+    segment_id, _ = put(store, "c", 0, 3)
     thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
     lease = lease_pages(store, "c", 0, 3)
     assert lease is not None
@@ -403,7 +393,7 @@ def test_damage_found_under_a_lease_is_freed_at_its_release(store: HostStore, ga
 def test_an_error_while_hashing_leaves_the_segment_as_it_was(
     store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    segment_id, written = put_hashed(store, "c", 0, 3)
+    segment_id, written = put(store, "c", 0, 3)
 
     def fail(block: object) -> int:
         raise MemoryError
@@ -438,7 +428,7 @@ def test_many_threads_trim_lease_store_and_clear() -> None:
                     continue
                 for layer, block in enumerate(reservation.blocks):
                     block[:] = content(name, first, layer)
-                store.commit(reservation, make_manifest(name, first, first + 1, (1000, 1500)))
+                commit_to(store, reservation, make_manifest(name, first, first + 1, (1000, 1500)))
             elif choice < 0.41:
                 store.clear()
             elif choice < 0.7:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from krul_sglang.engine.factory import warn_of_small_pages
 from krul_sglang.plugin import check_launch
 
 CONFIG = "unified_cache_external_linker_config"
@@ -56,6 +57,15 @@ def test_a_bad_environment_variable_ends_the_launch(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("KRUL_HOST_MEMORY", "lots")
     with pytest.raises(SystemExit, match="KRUL_HOST_MEMORY"):
         check_launch(server_args(tmp_path))
+
+
+@pytest.mark.parametrize(("page_size", "tp_rank", "num_warnings"), [(1, 0, 1), (1, 1, 0), (16, 0, 0)])
+def test_small_pages_are_warned_of_once(
+    page_size: int, tp_rank: int, num_warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_small_pages(page_size, tp_rank)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * num_warnings
+    assert all("--page-size 16 or more" in record.message for record in caplog.records)
 
 
 def test_a_right_launch_passes(tmp_path: Path) -> None:

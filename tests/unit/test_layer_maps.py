@@ -29,6 +29,8 @@ from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.layer_maps import TOKENS_PER_CHANNEL, LayerMapLearner, layer_maps_path
 from krul_sglang.engine.loading import LayerWiseLoader
 from krul_sglang.engine.offload import TurnOffloader
+from krul_sglang.engine.provenance import KvProvenance
+from krul_sglang.engine.served_model import ServedModel
 from krul_sglang.engine.strategy_choice import StrategyChooser
 from krul_sglang.engine.transfer_gate import TransferGate
 from krul_sglang.engine.turn import Turn
@@ -368,11 +370,15 @@ def test_the_budget_stores_predicted_pairs_once_there_are_maps(bench: Bench, tmp
     codec = SegmentCodec(
         bench.pool.shape, NUM_LAYERS, ROTARY, CodecOptions(sharing=Sharing.PREDICTED), learner.maps
     )
+    store = make_store(1 << 22)
+    loader = LayerWiseLoader(store, bench.pool, TransferGate(), PATIENCE_S)
     budget = ErrorBudget(
-        limit=3e-4,
+        limit=6e-4,
+        store=store,
+        provenance=KvProvenance(NUM_SLOTS + PAGE_SIZE, bench.pool.device, loader.batch),
         probe_share=0.0,
         table_path=table_path(str(tmp_path), MODEL),
-        model=MODEL,
+        model=ServedModel(MODEL),
         pool=bench.pool,
         codec=codec,
         learner=learner,
@@ -380,9 +386,9 @@ def test_the_budget_stores_predicted_pairs_once_there_are_maps(bench: Bench, tmp
         agreement=agreement,
     )
     chooser = StrategyChooser(budget, bench.pool, agreement, num_heads=1)
-    store = make_store(1 << 22)
-    offloader = TurnOffloader(store, MODEL, bench.pool, codec, chooser, max_pending_tokens=NUM_SLOTS)
-    loader = LayerWiseLoader(store, bench.pool, TransferGate(), PATIENCE_S)
+    offloader = TurnOffloader(
+        store, ServedModel(MODEL), bench.pool, codec, chooser, max_pending_tokens=NUM_SLOTS
+    )
 
     def store_turn() -> tuple[Turn, int]:
         turn = bench.turn(num_pages=32)
@@ -428,7 +434,9 @@ def decode_directly(bench: Bench, codec: SegmentCodec, turn: Turn, params: Any) 
     """The turn, encoded with the strategy that was stored, and decoded, without a store."""
     kv = [bench.pool.gather(layer, turn.slots) for layer in range(NUM_LAYERS)]
     strategy = Strategy.from_json(params["layers"])
-    encoding = codec.prepare(strategy, kv.__getitem__, start_token=0, num_tokens=len(turn.slots))
+    encoding = codec.prepare(
+        strategy, kv.__getitem__, start_token=0, num_tokens=len(turn.slots), damage=params["damage"]
+    )
     assert encoding.params == params
     blocks: dict[int, torch.Tensor] = {}
     for unit in strategy.units:

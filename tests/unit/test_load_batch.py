@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from krul_sglang.engine import load_batch
-from krul_sglang.engine.load_batch import LoadBatch, LoadFailedError
+from krul_backend.device import Device
+from krul_backend.store.interface import Lease
+from krul_sglang.engine import load_batch, transfer_gate
+from krul_sglang.engine.load_batch import Forecast, LoadBatch, LoadFailedError
 from krul_sglang.engine.transfer_gate import TransferGate
-from tests.unit.engine_builders import PATIENCE_S, in_threads, layer_times
+from tests.unit.engine_builders import (
+    PATIENCE_S,
+    MeetingPoint,
+    ThreadAgreement,
+    bare_load,
+    in_threads,
+    layer_times,
+)
 from tests.unit.loading_builders import NUM_LAYERS, NUM_TOKENS, Rig, is_equal
+from tests.unit.strict_device import DEVICES, StrictDevice, StrictEvent, StrictStream, make_device
 
-CPU = torch.device("cpu")
+FIRST_SLOTS = torch.arange(0, NUM_TOKENS)
+OTHER_SLOTS = torch.arange(30, 30 + NUM_TOKENS)
+CPU = Device(torch.device("cpu"))
 SHORT_S = 0.05
 """A deadline that passes soon; what is tested to pass it waits for an event that the test sets."""
 
 
 def make_batch(timeout_s: float = PATIENCE_S) -> LoadBatch:
-    return LoadBatch({}, NUM_LAYERS, CPU, timeout_s)
+    return LoadBatch({}, NUM_LAYERS, Device(torch.device("cpu")), timeout_s)
 
 
 # ---- the batch alone ----
@@ -49,7 +64,7 @@ def test_a_layer_that_has_landed_is_not_waited_for() -> None:
     batch.wait_layer(0)
     batch.wait_layer(1)
     assert sorted(batch.wait_times) == [0, 1]
-    with pytest.raises(LoadFailedError, match=r"no layer has landed for 0\.0 s"):
+    with pytest.raises(LoadFailedError, match="no layer has landed for 0 s"):
         batch.wait_layer(2)
     assert sorted(batch.wait_times) == [0, 1]
 
@@ -107,7 +122,7 @@ def test_the_deadline_counts_from_the_last_layer_that_landed(monkeypatch: pytest
     monkeypatch.setattr(load_batch, "time", clock)
     batch = make_batch(timeout_s=10.0)
     batch.landed(layer_times())
-    with pytest.raises(LoadFailedError, match=r"10\.0 s"):
+    with pytest.raises(LoadFailedError, match="10 s"):
         batch.wait_layer(1)
     assert clock.left == []
 
@@ -116,7 +131,7 @@ def test_every_layer_that_lands_moves_the_deadline(monkeypatch: pytest.MonkeyPat
     # Three times 9 s of a deadline of 10 s pass, then nothing comes any more.
     clock = ScriptedTime(0.0, 9.0, 18.0, 27.0, 37.0)
     monkeypatch.setattr(load_batch, "time", clock)
-    batch = LoadBatch({}, NUM_LAYERS + 1, CPU, timeout_s=10.0)
+    batch = LoadBatch({}, NUM_LAYERS + 1, Device(torch.device("cpu")), timeout_s=10.0)
     for layer in range(NUM_LAYERS):
         batch.landed(layer_times())
         batch.wait_layer(layer)
@@ -125,20 +140,190 @@ def test_every_layer_that_lands_moves_the_deadline(monkeypatch: pytest.MonkeyPat
     assert clock.left == []
 
 
-def test_all_layers_are_waited_for_before_ranks_agree() -> None:
+def test_a_plan_that_takes_long_gets_its_time_and_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two loads that should take 3 s and 4 s: the first layer may come with the last of them."""
+    loads = {
+        str(load_s): bare_load(0, 8, (0,) * NUM_LAYERS, forecast=Forecast(0.5, load_s))
+        for load_s in (3.0, 4.0)
+    }
+    clock = ScriptedTime(0.0, 8.99, 9.01)
+    monkeypatch.setattr(load_batch, "time", clock)
+    batch = LoadBatch(loads, NUM_LAYERS, CPU, timeout_s=2.0)
+    with pytest.raises(LoadFailedError, match="no layer has landed for 9 s"):
+        batch.wait_layer(0)
+    assert clock.left == []
+
+
+def test_a_failed_load_does_not_keep_what_its_frames_hold() -> None:
+    """What was fetched is memory that recomputing may need."""
     batch = make_batch()
+    fetched = torch.empty(1)
+    is_gone = weakref.ref(fetched)
+
+    def load(fetched: torch.Tensor) -> None:
+        raise OSError("the disk is gone")
+
+    try:
+        load(fetched)
+    except OSError as error:
+        batch.fail(error)
+    del fetched
+    assert is_gone() is None
+    with pytest.raises(LoadFailedError, match="the disk is gone"):
+        batch.wait_layer(0)
+
+
+# ---- several ranks ----
+
+
+class Rank:
+    """One of two ranks: its batch, and a forward that notes the layers whose collectives it enters."""
+
+    def __init__(self, number: int, meeting: MeetingPoint, num_layers: int) -> None:
+        self.batch = LoadBatch({}, num_layers, CPU, PATIENCE_S)
+        self.batch.agreement = ThreadAgreement(number, meeting)
+        self.entered: list[int] = []
+        self.has_entered = [threading.Event() for _ in range(num_layers)]
+        self.may_go_on = [threading.Event() for _ in range(num_layers)]
+        for event in self.may_go_on:
+            event.set()
+
+    def land(self, num_layers: int) -> None:
+        for _ in range(num_layers):
+            self.batch.landed(layer_times())
+
+    def forward(self) -> str | None:
+        """What the forward failed with."""
+        for layer in range(self.batch.num_layers):
+            assert self.may_go_on[layer].wait(PATIENCE_S)
+            try:
+                # The pool's getters of keys and of values both ask.
+                self.batch.wait_layer(layer)
+                self.batch.wait_layer(layer)
+            except LoadFailedError as error:
+                return str(error)
+            self.entered.append(layer)
+            self.has_entered[layer].set()
+        return None
+
+
+def two_ranks(num_layers: int = 4) -> list[Rank]:
+    meeting = MeetingPoint()
+    return [Rank(number, meeting, num_layers) for number in (0, 1)]
+
+
+def test_ranks_begin_while_later_layers_are_still_loaded() -> None:
+    ranks = two_ranks()
     with in_threads() as start:
-        waiting = start(batch.wait_queued)
-        for _ in range(NUM_LAYERS - 1):
-            batch.landed(layer_times())
-        assert not waiting.done()
-        batch.landed(layer_times())
-        waiting.result(PATIENCE_S)
-    failed = make_batch()
-    failed.landed(layer_times())
-    failed.fail(OSError("no"))
-    with pytest.raises(LoadFailedError):
-        failed.wait_queued()
+        running = [start(rank.forward) for rank in ranks]
+        for rank in ranks:
+            rank.land(2)
+        for rank in ranks:
+            assert rank.has_entered[1].wait(PATIENCE_S)
+            assert not rank.has_entered[2].is_set()
+            rank.land(2)
+        assert [forward.result(PATIENCE_S) for forward in running] == [None, None]
+    assert [rank.entered for rank in ranks] == [[0, 1, 2, 3]] * 2
+
+
+def test_no_rank_enters_a_layer_before_it_landed_on_the_other() -> None:
+    ranks = two_ranks()
+    ranks[0].land(4)
+    with in_threads() as start:
+        running = [start(rank.forward) for rank in ranks]
+        ranks[1].land(1)
+        assert ranks[0].has_entered[0].wait(PATIENCE_S)
+        # Cannot be set, however long it takes: the other rank has to come, too.
+        assert not ranks[0].has_entered[1].wait(SHORT_S)
+        ranks[1].land(3)
+        assert [forward.result(PATIENCE_S) for forward in running] == [None, None]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("num_landed", [0, 2])
+def test_a_failure_stops_all_ranks_at_the_same_layer(failing: int, num_landed: int) -> None:
+    ranks = two_ranks()
+    ranks[1 - failing].land(4)
+    ranks[failing].land(num_landed)
+    with in_threads() as start:
+        running = [start(rank.forward) for rank in ranks]
+        if num_landed:
+            assert ranks[failing].has_entered[num_landed - 1].wait(PATIENCE_S)
+        ranks[failing].batch.fail(OSError("the disk is gone"))
+        failures = [forward.result(PATIENCE_S) for forward in running]
+    assert failures[failing] == "loading failed: the disk is gone"
+    assert failures[1 - failing] == "loading failed on another rank"
+    assert [rank.entered for rank in ranks] == [list(range(num_landed))] * 2
+
+
+def test_a_failure_behind_what_was_agreed_on_stops_no_rank_before() -> None:
+    """One rank alone would leave the layer, and the other one wait for it there."""
+    ranks = two_ranks()
+    for rank in ranks:
+        rank.land(3)
+        rank.may_go_on[1].clear()
+    with in_threads() as start:
+        running = [start(rank.forward) for rank in ranks]
+        for rank in ranks:
+            assert rank.has_entered[0].wait(PATIENCE_S)
+        ranks[0].batch.fail(OSError("the disk is gone"))
+        ranks[1].land(1)
+        for rank in ranks:
+            rank.may_go_on[1].set()
+        failures = [forward.result(PATIENCE_S) for forward in running]
+    assert failures == ["loading failed: the disk is gone", "loading failed on another rank"]
+    assert [rank.entered for rank in ranks] == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize(("num_landed", "num_meetings"), [(32, 1), (0, 8)])
+def test_ranks_agree_a_few_times_or_once_if_all_has_landed(
+    num_landed: int, num_meetings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = two_ranks(num_layers=32)
+    meetings: list[int] = []
+    gather = ThreadAgreement.gather
+
+    def counted(agreement: ThreadAgreement, values: Any, shape: Any) -> Any:
+        meetings.append(1)
+        return gather(agreement, values, shape)
+
+    monkeypatch.setattr(ThreadAgreement, "gather", counted)
+    for rank in ranks:
+        rank.land(num_landed)
+        for event in rank.may_go_on:
+            event.clear()
+    with in_threads() as start:
+        running = [start(rank.forward) for rank in ranks]
+        for layer in range(32):
+            for rank in ranks:
+                # A group of four lands when the forward comes to it, and no sooner.
+                if num_landed == 0 and layer % 4 == 0:
+                    rank.land(4)
+            for rank in ranks:
+                rank.may_go_on[layer].set()
+            for rank in ranks:
+                assert rank.has_entered[layer].wait(PATIENCE_S)
+        assert [forward.result(PATIENCE_S) for forward in running] == [None, None]
+    assert len(meetings) == 2 * num_meetings
+
+
+def test_a_replayed_graph_asks_for_the_last_layer_alone() -> None:
+    ranks = two_ranks()
+    with in_threads() as start:
+        waiting = [start(lambda rank=rank: rank.batch.wait_layer(3)) for rank in ranks]  # type: ignore[misc]
+        ranks[0].land(4)
+        ranks[1].land(3)
+        assert not wait(waiting, timeout=SHORT_S).done
+        ranks[1].land(1)
+        for call in waiting:
+            call.result(PATIENCE_S)
+
+
+def test_after_it_was_given_up_no_rank_asks_the_others() -> None:
+    (rank, _) = two_ranks()
+    rank.batch.abandon(is_refilled=True)
+    # The other one never comes.
+    assert rank.forward() is None
 
 
 def test_giving_up_waits_for_the_write_under_way_and_forbids_the_next() -> None:
@@ -201,53 +386,148 @@ def test_the_end_is_waited_for_and_told(ending: str, monkeypatch: pytest.MonkeyP
         assert waiting.result(PATIENCE_S / 2) == (ending == "landed")
 
 
-class FakeEvent:
-    """Counts as recorded on the stream that was current then."""
-
-    def __init__(self, log: list[object], enable_timing: bool = False) -> None:
-        self._log = log
-        self.is_timing = enable_timing
-
-    def record(self) -> None:
-        self._log.append(self)
+# ---- on a GPU ----
 
 
-class FakeStream:
-    def __init__(self) -> None:
-        self.waited: list[object] = []
+@pytest.fixture
+def strict() -> Iterator[StrictDevice]:
+    device = StrictDevice()
+    yield device
+    device.synchronize()
+    device.check()
 
-    def wait_event(self, event: object) -> None:
-        self.waited.append(event)
+
+@pytest.fixture
+def strict_rig(strict: StrictDevice) -> Iterator[Rig]:
+    rig = Rig(PATIENCE_S, device=strict)
+    yield rig
+    rig.close()
 
 
-def test_on_a_gpu_what_follows_waits_for_the_writes_that_are_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The events of a layer that landed, and of one that failed half-way."""
-    recorded: list[Any] = []
-    forward = FakeStream()
-    monkeypatch.setattr(torch.cuda, "Event", lambda **kwargs: FakeEvent(recorded, **kwargs))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: forward)
-    batch = LoadBatch({}, NUM_LAYERS, torch.device("cuda"), PATIENCE_S)
-    with batch.writing():
-        batch.landed(layer_times())
-    with pytest.raises(OSError, match="half-way"), batch.writing():
-        raise OSError("half-way")
-    batch.wait_layer(0)
-    landed, last_written = forward.waited.copy(), [event for event in recorded if not event.is_timing][-1]
-    batch.abandon(is_refilled=True)
-    assert len(landed) == 1
-    assert forward.waited == [*landed, last_written]
-    assert last_written is not landed[0]
+def events_waited_for(device: StrictDevice, stream: StrictStream) -> list[StrictEvent]:
+    return [
+        entry.event
+        for entry in device.module.log
+        if entry.kind == "wait" and entry.stream is stream and entry.event is not None
+    ]
+
+
+def test_what_follows_a_batch_that_is_given_up_waits_for_all_that_is_queued(strict: StrictDevice) -> None:
+    """Also for a layer that failed half-way."""
+    loading, forward = strict.new_stream(), strict.new_stream()
+    batch = LoadBatch({}, NUM_LAYERS, strict, PATIENCE_S)
+    host = strict.host_empty((4,), torch.uint8)
+    with strict.on_stream(loading):
+        with batch.writing():
+            strict.upload(host)
+            batch.landed(layer_times())
+        with suppress(OSError), batch.writing():
+            strict.upload(host)
+            raise OSError("half-way")
+    with strict.on_stream(forward):
+        batch.wait_layer(0)
+        batch.abandon(is_refilled=True)
+    landed, last = events_waited_for(strict, forward)
+    assert len(loading.copies_under_way()) == 2
+    landed.come()
+    assert len(loading.copies_under_way()) == 1
+    last.come()
+    assert loading.copies_under_way() == []
+
+
+def test_loads_wait_for_what_the_engine_still_does_with_their_slots(
+    strict: StrictDevice, strict_rig: Rig
+) -> None:
+    ready = [strict.record(strict.new_stream()).of_torch for _ in ("schedule", "forward")]
+    strict_rig.loader.queue("r", strict_rig.load(FIRST_SLOTS))
+    assert strict_rig.loader.finish(strict_rig.loader.start(ready))
+    assert strict.module.waits_before("upload", strict_rig.loader._stream) == ready
+    assert strict.module.pageable_copies == 0
+
+
+def test_each_layer_waits_for_its_own_load_and_no_later_one(strict: StrictDevice, strict_rig: Rig) -> None:
+    forward = strict.new_stream()
+    index = strict_rig.start(FIRST_SLOTS)
+    with strict.on_stream(forward):
+        for layer in range(NUM_LAYERS):
+            strict_rig.batch(index).wait_layer(layer)
+            strict_rig.batch(index).wait_layer(layer)
+    assert strict_rig.loader.finish(index)
+    events = events_waited_for(strict, forward)
+    loading = strict_rig.loader._stream
+    uploads_before: dict[StrictEvent | None, int] = {}
+    num_uploads = 0
+    for entry in strict.module.log:
+        if entry.stream is loading:
+            num_uploads += entry.kind == "upload"
+            uploads_before[entry.event] = num_uploads
+    # One block for each layer, and its event behind it.
+    assert [uploads_before[event] for event in events] == [1, 2, 3]
+
+
+def test_a_lease_ends_when_no_copy_reads_its_blocks_any_more(
+    strict: StrictDevice, strict_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way: list[int] = []
+    release = strict_rig.store.release
+
+    def released(lease: Lease) -> None:
+        under_way.append(len(strict.module.copies_under_way()))
+        release(lease)
+
+    monkeypatch.setattr(strict_rig.store, "release", released)
+
+    def fail(index: int, layer: int) -> None:
+        if (index, layer) == (1, 2):
+            raise OSError("injected")
+
+    strict_rig.before_layer = fail
+    assert strict_rig.loader.finish(strict_rig.start(FIRST_SLOTS))
+    assert not strict_rig.loader.finish(strict_rig.start(OTHER_SLOTS))
+    assert under_way == [0, 0]
+
+
+def test_memory_of_the_device_that_runs_out_fails_the_load_and_no_other(
+    strict: StrictDevice, strict_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = strict.upload
+    left = [1]
+
+    def upload_one(host: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        if left.pop() == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        left.append(0)
+        return upload(host, target)
+
+    monkeypatch.setattr(strict, "upload", upload_one)
+    index = strict_rig.start(FIRST_SLOTS)
+    with pytest.raises(LoadFailedError, match="out of memory"):
+        strict_rig.batch(index).wait_layer(NUM_LAYERS - 1)
+    assert not strict_rig.loader.finish(index)
+    assert strict_rig.loader.counters.failed_batches == 1
+    assert strict_rig.num_leases() == 0
+    monkeypatch.setattr(strict, "upload", upload)
+    assert strict_rig.loader.finish(strict_rig.start(OTHER_SLOTS))
+    assert all(strict_rig.holds(layer, OTHER_SLOTS) for layer in range(NUM_LAYERS))
+
+
+def test_pages_that_cannot_be_locked_are_loaded_from_all_the_same(strict: StrictDevice) -> None:
+    strict.module.refusal = 2
+    rig = Rig(PATIENCE_S, device=strict)
+    assert rig.loader.finish(rig.start(FIRST_SLOTS))
+    assert all(rig.holds(layer, FIRST_SLOTS) for layer in range(NUM_LAYERS))
+    assert strict.module.pageable_copies == NUM_LAYERS
+    rig.close()
 
 
 # ---- the loader ----
 
 
-@pytest.fixture
-def patient() -> Iterator[Rig]:
-    rig = Rig(PATIENCE_S)
+@pytest.fixture(params=DEVICES)
+def patient(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(PATIENCE_S, device=make_device(request.param))
     yield rig
-    rig.loader.close()
-    rig.store.close()
+    rig.close()
 
 
 class Stuck:
@@ -264,18 +544,13 @@ class Stuck:
             self.go_on.wait(PATIENCE_S)
 
 
-@pytest.fixture
-def stuck_rig() -> Iterator[tuple[Rig, Stuck]]:
-    rig, stuck = Rig(SHORT_S), Stuck(1)
+@pytest.fixture(params=DEVICES)
+def stuck_rig(request: pytest.FixtureRequest) -> Iterator[tuple[Rig, Stuck]]:
+    rig, stuck = Rig(SHORT_S, device=make_device(request.param)), Stuck(1)
     rig.before_layer = stuck
     yield rig, stuck
     stuck.go_on.set()
-    rig.loader.close()
-    rig.store.close()
-
-
-FIRST_SLOTS = torch.arange(0, NUM_TOKENS)
-OTHER_SLOTS = torch.arange(30, 30 + NUM_TOKENS)
+    rig.close()
 
 
 def test_layers_land_in_order_and_are_written_when_waited_for(patient: Rig) -> None:
@@ -418,12 +693,12 @@ def test_savers_do_not_wait_for_a_load_that_was_given_up(stuck_rig: tuple[Rig, S
     index = rig.start(FIRST_SLOTS)
     assert stuck.has_come.wait(PATIENCE_S)
     with in_threads() as start:
-        waiting = start(rig.gate.let_restores_pass)
+        waiting = start(lambda: rig.gate.let_restores_pass(rig.gate.patience()))
         # Cannot have ended, however long it takes: the load goes on.
         assert not wait({waiting}, timeout=SHORT_S).done
         rig.batch(index).abandon(is_refilled=True)
         rig.loader.finish(index)
-        start(rig.gate.let_restores_pass).result(PATIENCE_S / 2)
+        start(lambda: rig.gate.let_restores_pass(rig.gate.patience())).result(PATIENCE_S / 2)
         stuck.go_on.set()
         waiting.result(PATIENCE_S)
 
@@ -435,15 +710,37 @@ def test_savers_let_restores_pass_but_never_wait_long() -> None:
     with in_threads() as start:
         with gate.restoring():
             # Returns although the restore goes on.
-            start(gate.let_restores_pass).result(PATIENCE_S)
+            start(lambda: gate.let_restores_pass(gate.patience())).result(PATIENCE_S)
         with patient_gate.restoring(), patient_gate.restoring():
 
             def save() -> None:
-                patient_gate.let_restores_pass()
+                patient_gate.let_restores_pass(patient_gate.patience())
                 order.append("saved")
 
             saving = start(save)
             order.append("restored")
         saving.result(PATIENCE_S)
     assert order == ["restored", "saved"]
-    patient_gate.let_restores_pass()
+    patient_gate.let_restores_pass(patient_gate.patience())
+
+
+def test_a_saver_waits_for_restores_once_a_turn_not_once_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = TransferGate(max_wait_s=1.0)
+    waited: list[float] = []
+
+    def wait_in_vain(condition: Callable[[], bool], timeout_s: float) -> bool:
+        if not condition():
+            waited.append(timeout_s)
+            clock.now_s += timeout_s
+        return condition()
+
+    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(transfer_gate, "time", clock)
+    monkeypatch.setattr(gate._changed, "wait_for", wait_in_vain)
+    with gate.restoring():
+        for _ in range(2):
+            patience = gate.patience()
+            for _ in range(80):
+                gate.let_restores_pass(patience)
+    # One second for each of the two turns.
+    assert waited == [1.0, 1.0]

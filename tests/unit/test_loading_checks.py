@@ -12,8 +12,9 @@ import torch
 
 from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.device import Device
 from krul_backend.errors import TierReadError
-from krul_backend.store.interface import DRAM_TIER, Block
+from krul_backend.store.interface import DRAM_TIER, Block, Lease, SegmentSlice
 from krul_backend.tiers.lower_tier import TierRun
 from krul_sglang.engine import loading
 from krul_sglang.engine.load_batch import Load, LoadFailedError
@@ -21,18 +22,18 @@ from krul_sglang.engine.loading import LayerWiseLoader
 from tests.unit.engine_builders import PATIENCE_S, make_load
 from tests.unit.fake_tier import FakeTier
 from tests.unit.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, SHAPE, Rig, is_equal
+from tests.unit.strict_device import DEVICES, make_device
 
 SLOTS = torch.arange(NUM_TOKENS)
 SHORT_S = 0.05
 """A deadline that passes soon; what is tested to pass it waits for an event that the test sets."""
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig(PATIENCE_S)
+@pytest.fixture(params=DEVICES)
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(PATIENCE_S, device=make_device(request.param))
     yield rig
-    rig.loader.close()
-    rig.store.close()
+    rig.close()
 
 
 class SteppedTier(FakeTier):
@@ -53,21 +54,17 @@ class SteppedTier(FakeTier):
 class SunkRig(Rig):
     """The conversation lies in a lower tier alone."""
 
-    def __init__(self, timeout_s: float = PATIENCE_S) -> None:
+    def __init__(self, timeout_s: float = PATIENCE_S, device: Device | None = None) -> None:
         self.tier = SteppedTier()
-        super().__init__(timeout_s, (self.tier,))
+        super().__init__(timeout_s, (self.tier,), device)
         assert self.store.flush(PATIENCE_S)
         assert len(self.tier.records) == 1
         self.store.host.clear()
 
-    def close(self) -> None:
-        self.loader.close()
-        self.store.close()
 
-
-@pytest.fixture
-def sunk() -> Iterator[SunkRig]:
-    rig = SunkRig()
+@pytest.fixture(params=DEVICES)
+def sunk(request: pytest.FixtureRequest) -> Iterator[SunkRig]:
+    rig = SunkRig(device=make_device(request.param))
     yield rig
     rig.close()
 
@@ -180,11 +177,22 @@ def wait_for(event: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
-def test_a_fetch_that_fails_half_way_fails_the_load(sunk: SunkRig, layer: int) -> None:
+def test_a_fetch_that_fails_half_way_fails_the_load(
+    sunk: SunkRig, layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch, has_begun = sunk.store.fetch, threading.Event()
+
+    def begin(lease: Lease) -> tuple[SegmentSlice, ...]:
+        slices = fetch(lease)
+        has_begun.set()
+        return slices
+
     def fail(at: int) -> None:
         if at == layer:
+            wait_for(has_begun)
             raise TierReadError("the disk is gone")
 
+    monkeypatch.setattr(sunk.store, "fetch", begin)
     sunk.tier.before_layer = fail
     assert_load_fails(
         sunk, sunk.load(SLOTS), f"layer {layer} could not be read from its tier", first_wrong=layer

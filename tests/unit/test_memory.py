@@ -5,10 +5,17 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from krul_backend.memory import available_memory_bytes, format_bytes, memory_limit_bytes, parse_bytes
+from krul_backend.memory import (
+    available_memory_bytes,
+    format_bytes,
+    is_out_of_memory,
+    memory_limit_bytes,
+    parse_bytes,
+)
 
 GIB = 2**30
 
@@ -210,3 +217,19 @@ def test_what_is_printed_can_be_read_again(num_bytes: int) -> None:
 def test_any_text_is_a_size_or_a_value_error(text: str) -> None:
     with contextlib.suppress(ValueError):
         assert parse_bytes(text) >= 0
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_errors_that_say_there_was_no_memory(error: Exception, is_one: bool) -> None:
+    assert is_out_of_memory(error) == is_one

@@ -20,7 +20,7 @@ from krul_backend.tiers.mooncake.options import MooncakeOptions
 from krul_backend.tiers.mooncake.stored_object import MAX_POINTERS, decode_object, encode_object
 from krul_backend.tiers.mooncake.tier import MooncakeTier
 from tests.unit.fake_object_store import FakeCluster, FakeObjectStore
-from tests.unit.store_builders import PAGE_SIZE, make_manifest, make_model, page_keys, tokens_of
+from tests.unit.store_builders import PAGE_SIZE, make_manifest, make_model, page_keys, tokens_of, wait_until
 
 MODEL = make_model()
 OPTIONS = MooncakeOptions("127.0.0.1:1", segment_bytes=1 << 20, lookup_timeout_s=5.0)
@@ -579,17 +579,48 @@ def test_verify_reads_what_is_known_and_discards_what_is_wrong(host: Host, clust
     assert left.segment_id not in report.bad_segments
 
 
-def test_a_reader_that_found_wrong_bytes_takes_the_segment_out(host: Host, cluster: FakeCluster) -> None:
+def encoded(manifest: SegmentManifest, kind: str) -> SegmentManifest:
+    return dataclasses.replace(manifest, codec_params={"kind": kind})
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_cannot_be_decoded_leaves_the_cluster_and_is_stored_again(
+    host: Host, cluster: FakeCluster, is_known: bool
+) -> None:
+    writer, reader = host(), host()
+    old, new = (encoded(make_manifest("c", 0, 3, SIZES), kind) for kind in ("old", "new"))
+    put(writer, old)
+    (kept,) = {name.split("/s/")[0] for name in cluster.metadata_names()}
+    put(writer, encoded(make_manifest("d", 0, 3, SIZES), "old"), seed=1)
+    if is_known:
+        assert len(match(reader, old.page_keys)) == 1
+        assert reader.find_missing(MODEL, old.page_keys) == []
+    reader.discard(new)
+    reader.discard(old)
+    assert reader.find_missing(MODEL, old.page_keys) == [range(3)]
+    wait_until(lambda: len(cluster.metadata_names()) == 1)
+    assert match(host(), old.page_keys) == ()
+    put(reader, new)
+    (run,) = match(host(), old.page_keys)
+    assert run.manifest.codec_params == {"kind": "new"}
+    assert len(match(host(), page_keys("d", 0, 3))) == 1
+    assert {name.split("/s/")[0] for name in cluster.metadata_names()} == {kept}
+
+
+def test_what_cannot_be_decoded_is_not_written_if_it_waits(host: Host, cluster: FakeCluster) -> None:
     tier = host()
-    put(tier, make_manifest("c", 0, 3, SIZES))
-    (run,) = match(tier, page_keys("c", 0, 3))
-    tier.discard(run)
-    assert tier.find_missing(MODEL, page_keys("c", 0, 3)) == [range(3)]
-    deadline_s = time.monotonic() + 5
-    while cluster.names("/s/"):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-    assert match(host(), page_keys("c", 0, 3)) == ()
+    put(tier, make_manifest("first", 0, 1, SIZES))
+    cluster.gate.clear()
+    done: list[str] = []
+    manifests = [encoded(make_manifest(name, 0, 1, SIZES), "old") for name in "abc"]
+    for manifest in manifests:
+        name = manifest.page_keys[0]
+        assert tier.put(manifest, blocks_of(manifest), (0, 0), lambda name=name: done.append(name))  # type: ignore[misc]
+    tier.discard(manifests[2])
+    assert done == ["c/0"]
+    cluster.gate.set()
+    assert tier.flush(5.0)
+    assert tier.find_missing(MODEL, ("a/0", "b/0", "c/0")) == [range(2, 3)]
 
 
 def test_the_numbers_add_up(host: Host) -> None:

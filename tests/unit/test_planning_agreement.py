@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-
 import orjson
+import pytest
 import torch
 
-from krul_backend.restore.interface import RestorePlan
-from krul_sglang.engine.agreement import RankAgreement
-from tests.unit.engine_builders import PATIENCE_S, in_threads
+from krul_backend.restore.interface import RestorePlan, RestorePlanner
+from krul_backend.restore.problem import RestoreProblem
+from tests.unit.engine_builders import PATIENCE_S, MeetingPoint, ThreadAgreement, in_threads
 from tests.unit.planning_builders import (
     FakeAgreement,
     HeadsPlanner,
@@ -57,40 +55,6 @@ def test_all_ranks_refuse_what_the_first_one_refuses() -> None:
     assert (planning.counters.refused, planning.counters.loads) == (1, 0)
 
 
-class MeetingPoint:
-    """Where two threads exchange what they have."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=PATIENCE_S)
-        self._values: dict[int, object] = {}
-
-    def exchange(self, rank: int, value: object) -> list[object]:
-        self._values[rank] = value
-        self._barrier.wait()
-        values = [self._values[0], self._values[1]]
-        self._barrier.wait()
-        return values
-
-
-class ThreadAgreement(RankAgreement):
-    """Two ranks in two threads; tensors of different shapes do not meet, as in a real collective."""
-
-    def __init__(self, rank: int, meeting: MeetingPoint) -> None:
-        super().__init__(None, num_ranks=2)
-        self._rank = rank
-        self._meeting = meeting
-
-    def gather(self, values: torch.Tensor | None, shape: Sequence[int]) -> list[torch.Tensor]:
-        of_ranks = [part for part in self._meeting.exchange(self._rank, values) if torch.is_tensor(part)]
-        assert [tuple(part.shape) for part in of_ranks] == [tuple(shape)] * 2
-        return of_ranks
-
-    def broadcast(self, content: bytes) -> bytes:
-        first = self._meeting.exchange(self._rank, content)[0]
-        assert isinstance(first, bytes)
-        return first
-
-
 def test_ranks_whose_segments_begin_elsewhere_come_to_one_plan() -> None:
     """One rank evicted and stored again, in one segment, what the other one holds in two."""
     meeting = MeetingPoint()
@@ -123,3 +87,31 @@ def test_a_prefix_that_one_rank_cannot_read_is_loaded_by_none() -> None:
     assert planning.plan(None, device_tokens=DEVICE_TOKENS, new_tokens=1) is None
     assert (planning.counters.refused, agreement.sent) == (1, [])
     assert planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=1) is not None
+
+
+class ForgetfulPlanner(RestorePlanner):
+    """Has no memory to plan with."""
+
+    name = "forgetful"
+
+    def plan(self, problem: RestoreProblem) -> RestorePlan:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_memory_to_plan_does_not_leave_the_other_waiting(rank: int) -> None:
+    """The first rank's plan counts; of another one it does not matter whether it could have planned."""
+    meeting = MeetingPoint()
+    planners: list[RestorePlanner] = [HeadsPlanner(no_heads), HeadsPlanner(no_heads)]
+    planners[rank] = ForgetfulPlanner()
+    plannings = [
+        planning_of(planner, agreement=ThreadAgreement(i, meeting)) for i, planner in enumerate(planners)
+    ]
+    with in_threads() as start:
+        running = [
+            start(lambda p=p: p.plan(leased(p), device_tokens=DEVICE_TOKENS, new_tokens=1))  # type: ignore[misc]
+            for p in plannings
+        ]
+        plans = [plan.result(PATIENCE_S) for plan in running]
+    assert [plan is None for plan in plans] == [rank == 0] * 2
+    assert [planning.counters.out_of_memory for planning in plannings] == [int(i == rank) for i in (0, 1)]

@@ -1,36 +1,50 @@
-"""Query capture against forward batches made by hand: which rows are kept, of whom, and where."""
+"""Query capture against batches made by hand: which rows are kept, of whom, and where, also in graphs."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from forward_builders import decode_batch, extend_batch
+from forward_builders import GraphRunner, decode_batch, extend_batch, mixed_batch
 
+from krul_backend.device import Device
 from krul_backend.errors import ConfigError
 from krul_sglang.engine.attention_observer import QueryShape
+from krul_sglang.engine.factory import forward_with_restore
 from krul_sglang.engine.query_capture import DECODE_INTERVAL, CapturedRows, CapturePlan, QueryCapture
 
 SHAPE = QueryShape(
     num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=4, dtype=torch.float32, scaling=0.5
 )
-NUM_SLOTS = 8
+WIDTH = SHAPE.num_query_heads * SHAPE.head_dim
+GRAPH_SIZES = (1, 2, 4, 32, 128, 512)
 
 
 def query(rid: str, layer: int, position: int) -> torch.Tensor:
     """The query of one token: ``[num_query_heads * head_dim]``, different in every respect."""
-    head = torch.arange(SHAPE.num_query_heads * SHAPE.head_dim, dtype=torch.float32)
+    head = torch.arange(WIDTH, dtype=torch.float32)
     return head + 100 * layer + 1000 * position + 1e6 * ord(rid[0])
 
 
+class Attention(torch.nn.Module):
+    """Takes what SGLang's attention modules take."""
+
+    def forward(self, q: torch.Tensor, k: None, v: None, forward_batch: None) -> torch.Tensor:
+        return q
+
+
 class Engine:
-    """Runs prompts and decode steps as the scheduler would."""
+    """Runs prompts and decode steps as the scheduler would; with ``replay``, through captured graphs."""
 
     def __init__(self, *, num_requests: int = 3, num_rows: int = 16) -> None:
-        plan = CapturePlan(num_requests, num_rows, 0)
-        self.capture = QueryCapture(SHAPE, plan, num_slots=NUM_SLOTS, device=torch.device("cpu"))
+        self.capture = QueryCapture(SHAPE, CapturePlan(num_requests, num_rows, 0), device=torch.device("cpu"))
+        self.modules = [Attention() for _ in range(SHAPE.num_layers)]
+        self.capture.install(self.modules)
+        self.graphs: GraphRunner | None = None
 
     def extend(self, *chunks: tuple[str, int, int, int]) -> None:
         """``(rid, slot, start, end)`` of each request in the batch."""
@@ -42,10 +56,22 @@ class Engine:
         """``(rid, slot, position)`` of each request in the batch."""
         self._forward(decode_batch(*requests), [(rid, position) for rid, _, position in requests])
 
+    def mixed(self, chunks: Sequence[tuple[str, int, int, int]], *decoding: tuple[str, int, int]) -> None:
+        tokens = [(rid, p) for rid, _, start, end in chunks for p in range(start, end)]
+        tokens += [(rid, position) for rid, _, position in decoding]
+        self._forward(mixed_batch(chunks, *decoding), tokens)
+
+    def run_modules(self, queries: torch.Tensor) -> None:
+        if self.graphs is not None:
+            self.graphs.run(queries)
+            return
+        for layer, module in enumerate(self.modules):
+            module(queries[layer], None, None, None)
+
     def _forward(self, batch: Any, tokens: list[tuple[str, int]]) -> None:
-        self.capture.begin_step(batch)
-        for layer in range(SHAPE.num_layers):
-            self.capture.record(layer, torch.stack([query(rid, layer, p) for rid, p in tokens]))
+        queries = [[query(rid, layer, p) for rid, p in tokens] for layer in range(SHAPE.num_layers)]
+        with self.capture.recording(batch):
+            self.run_modules(torch.stack([torch.stack(of_layer) for of_layer in queries]))
 
     def take(self, rid: str, slot: int) -> CapturedRows:
         rows = self.capture.take(rid, slot)
@@ -53,8 +79,22 @@ class Engine:
         return rows
 
 
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(params=["eager", "graphs"])
+def make_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
+    def make(**kwargs: int) -> Engine:
+        engine = Engine(**kwargs)
+        if request.param == "graphs":
+            engine.graphs = GraphRunner(monkeypatch, engine.modules, WIDTH, GRAPH_SIZES)
+        return engine
+
+    return make
+
+
 def assert_rows_are(rid: str, rows: CapturedRows) -> list[int]:
-    """Every kept row is the query of its position, one head of each group; returns the positions."""
+    """Every kept row is the query of its position, with all heads; returns the positions."""
     read = rows.rows(10**9)
     assert read is not None
     positions: list[int] = read.positions.tolist()
@@ -62,14 +102,14 @@ def assert_rows_are(rid: str, rows: CapturedRows) -> list[int]:
     for row, position in enumerate(positions):
         for layer in range(SHAPE.num_layers):
             heads = query(rid, layer, position).view(SHAPE.num_query_heads, SHAPE.head_dim)
-            assert torch.equal(read.queries[layer, row], heads[::2])
-    assert read.kv_heads.tolist() == [0, 1]
+            assert torch.equal(read.queries[layer, row], heads)
+    assert read.kv_heads.tolist() == [0, 0, 1, 1]
     assert read.scaling == SHAPE.scaling
     return positions
 
 
-def test_a_prompt_keeps_half_of_the_rows_spread_over_it_with_the_last_one() -> None:
-    engine = Engine()
+def test_a_prompt_keeps_half_of_the_rows_spread_over_it_with_the_last_one(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     engine.extend(("a", 5, 0, 100))
     positions = assert_rows_are("a", engine.take("a", 5))
     assert len(positions) == 8
@@ -77,14 +117,14 @@ def test_a_prompt_keeps_half_of_the_rows_spread_over_it_with_the_last_one() -> N
     assert positions[0] < 25
 
 
-def test_a_short_prompt_keeps_all_its_rows() -> None:
-    engine = Engine()
+def test_a_short_prompt_keeps_all_its_rows(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     engine.extend(("a", 5, 16, 19))
     assert assert_rows_are("a", engine.take("a", 5)) == [16, 17, 18]
 
 
-def test_every_chunk_of_a_long_prompt_keeps_a_share() -> None:
-    engine = Engine(num_rows=32)
+def test_every_chunk_of_a_long_prompt_keeps_a_share(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_rows=32)
     for start in range(0, 400, 100):
         engine.extend(("a", 5, start, start + 100))
     positions = assert_rows_are("a", engine.take("a", 5))
@@ -93,8 +133,8 @@ def test_every_chunk_of_a_long_prompt_keeps_a_share() -> None:
     assert all(2 <= share <= 8 for share in shares), shares
 
 
-def test_requests_of_one_batch_do_not_mix() -> None:
-    engine = Engine()
+def test_requests_of_one_batch_do_not_mix(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     engine.extend(("a", 5, 0, 30), ("b", 2, 10, 60))
     engine.extend(("c", 1, 0, 40))
     for rid, slot, low, high in (("a", 5, 0, 30), ("b", 2, 10, 60), ("c", 1, 0, 40)):
@@ -102,8 +142,8 @@ def test_requests_of_one_batch_do_not_mix() -> None:
         assert all(low <= position < high for position in positions)
 
 
-def test_one_of_many_decoded_tokens_is_kept_and_the_oldest_go_first() -> None:
-    engine = Engine()
+def test_one_of_many_decoded_tokens_is_kept_and_the_oldest_go_first(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     engine.extend(("a", 5, 0, 10))
     num_steps = 20 * DECODE_INTERVAL
     for step in range(num_steps):
@@ -114,19 +154,94 @@ def test_one_of_many_decoded_tokens_is_kept_and_the_oldest_go_first() -> None:
     assert positions[-1] > num_steps - DECODE_INTERVAL
 
 
-def test_padding_rows_of_a_batch_are_written_nowhere() -> None:
-    engine = Engine()
+def test_forwards_of_changing_sizes_leave_each_others_rows_alone(make_engine: MakeEngine) -> None:
+    """A smaller graph after a larger one, with more padding than tokens."""
+    engine = make_engine(num_requests=4)
+    engine.extend(("a", 5, 0, 400))
+    engine.extend(("b", 2, 0, 3))
+    engine.extend(("c", 1, 40, 73), ("d", 0, 8, 9))
+    for step in range(2 * DECODE_INTERVAL):
+        engine.decode(("b", 2, 3 + step), ("a", 5, 400 + step), ("d", 0, 9 + step))
+    for rid, slot, num_decoded in (("a", 5, 2), ("b", 2, 2), ("c", 1, 0), ("d", 0, 2)):
+        positions = assert_rows_are(rid, engine.take(rid, slot))
+        prompt_end = {"a": 400, "b": 3, "c": 73, "d": 9}[rid]
+        assert sum(position >= prompt_end for position in positions) == num_decoded
+        assert any(position < prompt_end for position in positions)
+
+
+def test_a_forward_that_nobody_announced_is_not_recorded(make_engine: MakeEngine) -> None:
+    """Warm-ups, dummy batches and the like run the same graphs."""
+    engine = make_engine()
     engine.extend(("a", 0, 0, 10))
     before = engine.capture.read(0)
-    for _ in range(DECODE_INTERVAL):
-        engine.decode(("x", 0, 0))
+    engine.run_modules(torch.full((SHAPE.num_layers, 7, WIDTH), torch.nan))
     after = engine.capture.read(0)
     assert torch.equal(before.positions, after.positions)
     assert torch.equal(before.queries, after.queries)
 
 
-def test_a_request_without_a_free_place_is_not_recorded_and_harms_nobody() -> None:
-    engine = Engine(num_requests=1)
+def test_a_forward_that_fails_records_nothing_afterwards(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(RuntimeError, match="lost"), engine.capture.recording(extend_batch(("a", 5, 0, 30))):
+        raise RuntimeError("the device is lost")
+    before = engine.capture.read(0).queries
+    engine.run_modules(torch.full((SHAPE.num_layers, 30, WIDTH), torch.nan))
+    assert torch.equal(engine.capture.read(0).queries, before)
+
+
+def test_decoding_beside_a_prompt_leaves_prompt_rows_alone(make_engine: MakeEngine) -> None:
+    """Mixed batches: some tokens of the forward are prompts, some are decoded."""
+    engine = make_engine()
+    engine.extend(("a", 5, 0, 100))
+    prompt = [p for p in assert_rows_are("a", CapturedRows(engine.capture, 0)) if p < 100]
+    for step in range(4 * DECODE_INTERVAL):
+        engine.mixed([("b", 2, 10 * step, 10 * step + 10)], ("a", 5, 100 + step))
+    positions = assert_rows_are("a", engine.take("a", 5))
+    assert [p for p in positions if p < 100] == prompt
+    assert len([p for p in positions if p >= 100]) == 4
+    assert len(assert_rows_are("b", engine.take("b", 2))) == 8
+
+
+def test_many_prompts_of_one_forward_share_its_rows(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_requests=6, num_rows=16)
+    chunks = [(rid, slot, 0, 20) for slot, rid in enumerate("abcdef")]
+    engine.extend(*chunks)
+    kept = [assert_rows_are(rid, engine.take(rid, slot)) for rid, slot, _, _ in chunks]
+    assert {len(positions) for positions in kept} == {2}
+    assert all(positions[-1] == 19 for positions in kept)
+
+
+def test_rows_of_two_requests_in_one_slot_never_mix(make_engine: MakeEngine) -> None:
+    """The second request finds no place: what it decodes must not go to the first one's."""
+    engine = make_engine(num_requests=1)
+    engine.extend(("a", 5, 0, 30))
+    rows = engine.take("a", 5)
+    engine.extend(("b", 5, 0, 30))
+    for step in range(2 * DECODE_INTERVAL):
+        engine.decode(("b", 5, 30 + step))
+    assert max(assert_rows_are("a", rows)) == 29
+
+
+def test_what_is_kept_goes_to_the_device_in_one_copy(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[torch.Tensor] = []
+
+    def from_list(self: Device, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        copied.append(torch.tensor(values, dtype=dtype))
+        return copied[-1]
+
+    engine = make_engine()
+    monkeypatch.setattr(Device, "from_list", from_list)
+    engine.extend(("a", 5, 0, 30), ("b", 2, 0, 9))
+    assert [tuple(tensor.shape) for tensor in copied] == [(3, 4 + 4)]
+    for step in range(DECODE_INTERVAL):
+        engine.decode(("a", 5, 30 + step), ("b", 2, 9 + step))
+    assert [tuple(tensor.shape) for tensor in copied[1:]] == [(3, 2)]
+
+
+def test_a_request_without_a_free_place_is_not_recorded_and_harms_nobody(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_requests=1)
     engine.extend(("a", 5, 0, 30), ("b", 2, 0, 30))
     for step in range(2 * DECODE_INTERVAL):
         engine.decode(("a", 5, 30 + step), ("b", 2, 30 + step))
@@ -134,8 +249,8 @@ def test_a_request_without_a_free_place_is_not_recorded_and_harms_nobody() -> No
     assert_rows_are("a", engine.take("a", 5))
 
 
-def test_a_place_is_free_again_only_when_it_was_released() -> None:
-    engine = Engine(num_requests=1)
+def test_a_place_is_free_again_only_when_it_was_released(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_requests=1)
     engine.extend(("a", 5, 0, 30))
     rows = engine.take("a", 5)
     engine.extend(("b", 5, 0, 20))
@@ -146,8 +261,8 @@ def test_a_place_is_free_again_only_when_it_was_released() -> None:
     assert_rows_are("c", engine.take("c", 5))
 
 
-def test_an_aborted_request_gives_its_place_to_the_next_one_in_its_slot() -> None:
-    engine = Engine(num_requests=1)
+def test_an_aborted_request_gives_its_place_to_the_next_one_in_its_slot(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_requests=1)
     engine.extend(("a", 5, 0, 30))
     engine.extend(("b", 5, 0, 12))
     assert engine.capture.take("a", 5) is None
@@ -155,25 +270,28 @@ def test_an_aborted_request_gives_its_place_to_the_next_one_in_its_slot() -> Non
     assert positions[-1] == 11
 
 
-def test_a_request_that_starts_over_forgets_what_it_had() -> None:
-    engine = Engine()
+def test_a_request_that_starts_over_forgets_what_it_had(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     engine.extend(("a", 5, 0, 300))
     engine.extend(("a", 5, 0, 12))
     assert assert_rows_are("a", engine.take("a", 5))[-1] == 11
 
 
-def test_nothing_is_recorded_while_suspended() -> None:
-    engine = Engine()
+def test_nothing_is_recorded_while_suspended(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     engine.extend(("a", 5, 0, 30))
-    with engine.capture.suspended():
-        for _ in range(DECODE_INTERVAL):
-            engine.decode(("b", 5, 77))
-        engine.extend(("b", 5, 0, 30))
-    assert_rows_are("a", engine.take("a", 5))
+    batch = decode_batch(("a", 5, 30))
+    for _ in range(DECODE_INTERVAL):
+        with engine.capture.recording(batch):
+            with engine.capture.suspended():
+                engine.run_modules(torch.full((SHAPE.num_layers, 1, WIDTH), torch.nan))
+            engine.run_modules(torch.stack([query("a", layer, 30)[None] for layer in range(2)]))
+    assert assert_rows_are("a", engine.take("a", 5))[-1] == 30
 
 
 def test_the_plan_stays_within_its_memory() -> None:
     row = SHAPE.row_bytes
+    assert row == 2 * 4 * 4 * 4 + 8
     assert CapturePlan.fit(SHAPE, max_requests=100, num_rows=64, max_bytes=10 * 64 * row) == CapturePlan(
         9, 64, 10 * 64 * row
     )
@@ -182,3 +300,35 @@ def test_the_plan_stays_within_its_memory() -> None:
     assert CapturePlan.fit(SHAPE, max_requests=9, num_rows=64, max_bytes=33 * row).num_rows == 16
     with pytest.raises(ConfigError, match="query_memory"):
         CapturePlan.fit(SHAPE, max_requests=9, num_rows=64, max_bytes=15 * row)
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"), [(8, (31, 64)), (10, (19, 128)), (17, (16, 256)), (2, (7, 64))]
+)
+def test_rows_are_given_up_before_requests_are_few(room: int, expected: tuple[int, int]) -> None:
+    plan = CapturePlan.fit(SHAPE, max_requests=99, num_rows=256, max_bytes=room * 256 * SHAPE.row_bytes)
+    assert (plan.num_requests, plan.num_rows) == expected
+    few = CapturePlan.fit(SHAPE, max_requests=4, num_rows=256, max_bytes=8 * 256 * SHAPE.row_bytes)
+    assert (few.num_requests, few.num_rows) == (4, 256)
+
+
+def test_the_forward_hook_announces_every_forward(make_engine: MakeEngine) -> None:
+    """Prompts and decode steps, of which Python sees nothing more when they are replayed."""
+    engine = make_engine()
+    worker = SimpleNamespace(model_runner=SimpleNamespace(krul_turn_capture=engine.capture))
+
+    def forward(batch: Any, tokens: Sequence[int]) -> None:
+        queries = [[query("a", layer, p) for p in tokens] for layer in range(SHAPE.num_layers)]
+
+        def original(original_worker: Any, original_batch: Any) -> str:
+            assert (original_worker, original_batch) == (worker, batch)
+            engine.run_modules(torch.stack([torch.stack(of_layer) for of_layer in queries]))
+            return "done"
+
+        assert forward_with_restore(original, worker, batch) == "done"
+
+    forward(extend_batch(("a", 5, 0, 30)), range(30))
+    for step in range(DECODE_INTERVAL):
+        forward(decode_batch(("a", 5, 30 + step)), [30 + step])
+    positions = assert_rows_are("a", engine.take("a", 5))
+    assert positions[-2:] == [29, 30 + DECODE_INTERVAL - 1]

@@ -111,6 +111,7 @@ def compiled_ptx(kernel: Any, arguments: dict[str, Any], compute_capability: int
 @pytest.mark.parametrize(
     ("shape", "rotary_dim", "compute_capability"),
     [
+        (LayerShape(8, 128, 128, torch.bfloat16), 128, 100),
         (LayerShape(8, 128, 128, torch.bfloat16), 128, 90),
         (LayerShape(2, 96, 96, torch.float16), 48, 80),
     ],

@@ -10,12 +10,13 @@ import torch
 
 from benchmarks.restore import tiers
 from benchmarks.restore.configuration import RestoreBenchmarkError, TierSpec
-from benchmarks.restore.device import CpuDevice
 from benchmarks.restore.pool import KVPool
 from benchmarks.restore.stored import segment_ends
 from benchmarks.restore.tiers import DamagedPartError, DramTier, Link, SsdTier, Tier
+from krul_backend.device import Device
 from tests.unit.restore_bench_builders import HISTORY_TOKENS, NAN, SHAPE, Bench, bench
 
+CPU = Device(torch.device("cpu"))
 HEADS = [(0, 0, 0, 0), (256, 192, 64, 0), (128, 128, 64, 64), (192, 0, 0, 0), (256, 256, 256, 256)]
 
 
@@ -91,7 +92,7 @@ def test_a_damaged_block_is_not_loaded(built: Bench) -> None:
 
 
 def test_bytes_of_a_disk_are_checked_when_they_have_come(tmp_path: Path) -> None:
-    tier = SsdTier(CpuDevice(), tmp_path)
+    tier = SsdTier(CPU, tmp_path)
     tier.add(("block",), torch.ones(10_000, dtype=torch.uint8))
     assert torch.equal(tier.read(("block",), 0), torch.ones(10_000, dtype=torch.uint8))
     damaged = bytearray((tmp_path / "blocks").read_bytes())
@@ -110,7 +111,7 @@ def test_tail_bytes_of_native_tails_are_those_of_their_tokens(built: Bench) -> N
 
 
 def test_a_failed_load_is_raised_where_its_layer_is_awaited(built: Bench) -> None:
-    with_nothing = DramTier(CpuDevice())
+    with_nothing = DramTier(CPU)
     loading = built.loader.start(built.stored["native"], with_nothing, (0, 0, 0, 0), built.turn.slots)
     with pytest.raises(KeyError):
         loading.wait(0)
@@ -118,7 +119,7 @@ def test_a_failed_load_is_raised_where_its_layer_is_awaited(built: Bench) -> Non
 
 @pytest.mark.parametrize("tier_name", ["dram", "ssd"])
 def test_a_tier_reads_the_end_of_a_block(tier_name: str, tmp_path: Path) -> None:
-    tier: Tier = TierSpec(tier_name).open(CpuDevice(), tmp_path)
+    tier: Tier = TierSpec(tier_name).open(CPU, tmp_path)
     generator = torch.Generator().manual_seed(0)
     blocks = {
         (number,): torch.randint(256, (size,), generator=generator, dtype=torch.uint8)
@@ -135,7 +136,7 @@ def test_a_tier_reads_the_end_of_a_block(tier_name: str, tmp_path: Path) -> None
 
 
 def test_a_file_that_lost_its_end_is_an_error(tmp_path: Path) -> None:
-    tier = SsdTier(CpuDevice(), tmp_path)
+    tier = SsdTier(CPU, tmp_path)
     tier.add(("block",), torch.ones(10_000, dtype=torch.uint8))
     (tmp_path / "blocks").write_bytes(b"")
     with pytest.raises(OSError, match="missing"):
@@ -160,7 +161,7 @@ def test_a_link_holds_back_what_cannot_have_arrived(
 def test_a_limited_tier_holds_back_its_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
     monkeypatch.setattr(Link, "hold", lambda link, started_s, num_bytes: held.append(num_bytes))
-    tier = DramTier(CpuDevice(), bandwidth_gbs=0.1)
+    tier = DramTier(CPU, bandwidth_gbs=0.1)
     tier.add(("block",), torch.zeros(1000, dtype=torch.uint8))
     tier.read(("block",), 400)
     assert held == [600]

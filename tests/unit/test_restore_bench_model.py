@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.restore.device import CpuDevice
 from benchmarks.restore.model import Decoder
 from benchmarks.restore.pool import scattered_slots
 from tests.unit.restore_bench_builders import HISTORY_TOKENS, PAGE_SIZE, SHAPE, Bench, bench
@@ -48,7 +47,7 @@ def test_a_missing_past_shows_in_the_logits(built: Bench) -> None:
 
 
 def test_layers_that_share_their_matrices_are_still_different(built: Bench) -> None:
-    shared = Decoder(SHAPE, torch.float32, CpuDevice().device, 512, is_one_layer=True)
+    shared = Decoder(SHAPE, torch.float32, torch.device("cpu"), 512, is_one_layer=True)
     hidden, inner = SHAPE.hidden_size, SHAPE.intermediate_size
     num_qkv = (SHAPE.num_heads + 2 * SHAPE.num_kv_heads) * SHAPE.head_dim
     of_layer = hidden * (num_qkv + SHAPE.num_heads * SHAPE.head_dim + 3 * inner)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,14 +12,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from krul_backend.device import Device
 from krul_backend.restore.calibration import OnlineCosts
 from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
+from krul_sglang.engine import restore_forward
 from krul_sglang.engine.agreement import RankAgreement
 from krul_sglang.engine.head_recompute import Head
 from krul_sglang.engine.load_batch import Load, LoadBatch, LoadFailedError
+from krul_sglang.engine.loading import LoadCounter
 from krul_sglang.engine.restore_forward import RestoreForward
 from krul_sglang.engine.restore_trace import TraceLog
-from tests.unit.engine_builders import PATIENCE_S, bare_load, layer_times
+from tests.unit.engine_builders import (
+    PATIENCE_S,
+    MeetingPoint,
+    ThreadAgreement,
+    bare_load,
+    in_threads,
+    layer_times,
+)
 
 NUM_LAYERS = 4
 MAX_TOKENS = 64
@@ -53,13 +64,25 @@ REQ_TO_TOKEN = torch.stack(
 
 
 class FakeHeads:
-    """Remembers the heads of each run."""
+    """Remembers the heads of each run, and that runs of more than ``max_tokens`` found no memory.
+
+    ``before_run`` is called before each.
+    """
 
     def __init__(self, log: list[str]) -> None:
         self.runs: list[list[Head]] = []
+        self.max_tokens = 10**9
+        self.error: Exception = OUT_OF_MEMORY
+        self.num_refused = 0
+        self.before_run: Callable[[], None] = lambda: None
         self._log = log
 
     def run(self, heads: Sequence[Head], on_layer: Callable[[int], None]) -> None:
+        self.before_run()
+        if sum(head.ends[0] - head.start for head in heads) > self.max_tokens:
+            self.num_refused += 1
+            on_layer(0)
+            raise self.error
         self._log.append("heads")
         self.runs.append(list(heads))
         for layer in range(NUM_LAYERS):
@@ -69,24 +92,14 @@ class FakeHeads:
 
 class FakeLoader:
     def __init__(self, batch: LoadBatch | None) -> None:
+        self.counter = LoadCounter(NUM_LAYERS)
         self._batch = batch
 
     def batch(self, index: int) -> LoadBatch | None:
         return self._batch if index == INDEX else None
 
 
-class FakeAgreement(RankAgreement):
-    """This rank and another one, which says ``other`` whenever they gather."""
-
-    def __init__(self, other: float) -> None:
-        super().__init__(None, num_ranks=2)
-        self.gathered: deque[list[float]] = deque()
-        self._other = other
-
-    def gather(self, values: torch.Tensor | None, shape: Sequence[int]) -> list[torch.Tensor] | None:
-        assert values is not None
-        self.gathered.append(values.tolist())
-        return [values, torch.full_like(values, self._other)]
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 class Rig:
@@ -102,13 +115,15 @@ class Rig:
         skip_heads: bool = False,
     ) -> None:
         self.log: list[str] = []
-        self.batch = LoadBatch(loads, NUM_LAYERS, torch.device("cpu"), PATIENCE_S)
+        self.batch = LoadBatch(loads, NUM_LAYERS, Device(torch.device("cpu")), PATIENCE_S)
         self.heads = FakeHeads(self.log)
+        self.entered: list[int] = []
+        self.has_begun = threading.Event()
         self.traces = TraceLog(OnlineCosts(COSTS), NUM_LAYERS)
-        loader: Any = FakeLoader(self.batch)
+        self.loader: Any = FakeLoader(self.batch)
         heads: Any = self.heads if has_heads else None
         self.restore = RestoreForward(
-            loader,
+            self.loader,
             heads,
             RankAgreement(None, 1) if agreement is None else agreement,
             self.traces,
@@ -125,6 +140,8 @@ class Rig:
         self.log.append("forward")
         for layer in range(NUM_LAYERS):
             self.batch.wait_layer(layer)
+            self.entered.append(layer)
+            self.has_begun.set()
         self.log.append("done")
         return "result"
 
@@ -337,34 +354,206 @@ def test_a_second_failure_is_not_rescued_again() -> None:
     assert rig.log == ["forward", "heads", "forward"]
 
 
+def test_heads_wait_for_no_load() -> None:
+    """Models that write KV themselves ask the pool's getters for buffers while heads run."""
+    rig = Rig({"r1": load_of(1, 0, 8, (4,) * NUM_LAYERS)})
+    rig.loader.counter.batches[INDEX] = rig.batch
+    rig.loader.counter.set_consumer(INDEX)
+    rig.heads.before_run = lambda: rig.loader.counter.wait_until(0)
+    rig.batch.fail(OSError("would be raised by a wait"))
+    rig.run([1])
+    assert rig.log == ["heads", "forward", "heads", "forward", "done"]
+
+
+# ---- out of memory ----
+
+
+@pytest.mark.parametrize(
+    "error", [OUT_OF_MEMORY, MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_heads_without_memory_go_on_in_smaller_steps(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    loads = {"r1": load_of(1, 8, 56, (60, 50, 8, 8)), "r3": load_of(3, 0, 60, (60, 60, 4, 4))}
+    rig = Rig(loads, chunk_tokens=1000)
+    rig.heads.error, rig.heads.max_tokens = error, 80
+    rig.land()
+    with caplog.at_level("WARNING"):
+        assert rig.run([1, 3]) == "result"
+    assert not rig.batch.is_abandoned
+    assert covered(rig.heads.runs, 1) == [list(range(8, end)) for end in (60, 50, 8, 8)]
+    assert covered(rig.heads.runs, 3) == [list(range(end)) for end in (60, 60, 4, 4)]
+    counters = rig.restore.counters
+    assert (counters.out_of_memory, counters.head_tokens) == (rig.heads.num_refused, 52 + 60)
+    assert rig.heads.num_refused == 1
+    # The next batch tries as much as it may again, and says nothing.
+    rig.run([1, 3])
+    assert rig.restore.counters.out_of_memory == 2
+    assert caplog.text.count("out of memory while recomputing heads") == 1
+
+
+def test_heads_without_any_memory_are_tried_again_without_the_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What loads hold on the device goes with them."""
+    monkeypatch.setattr(restore_forward, "_MIN_CHUNK_TOKENS", 4)
+    rig = Rig({"r1": load_of(1, 0, 60, (40,) * NUM_LAYERS)})
+    rig.land()
+    rig.heads.max_tokens = 0
+
+    def free_what_loads_held() -> None:
+        if rig.batch.is_abandoned:
+            rig.heads.max_tokens = 10
+
+    rig.heads.before_run = free_what_loads_held
+    assert rig.run([1]) == "result"
+    assert rig.batch.is_refilled
+    assert covered(rig.heads.runs, 1) == [list(range(60))] * NUM_LAYERS
+    assert (rig.restore.counters.rescued_requests, rig.restore.counters.lost_requests) == (1, 0)
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_what_can_be_neither_loaded_nor_recomputed_is_ended_by_the_engine(is_loaded: bool) -> None:
+    rig = Rig({"r1": load_of(1, 0, 60, (40,) * NUM_LAYERS), "r2": load_of(2, 0, 20, (0,) * NUM_LAYERS)})
+    if is_loaded:
+        rig.land()
+    else:
+        rig.batch.fail(OSError("injected"))
+    rig.heads.max_tokens = 0
+    # The forward of the other requests runs, and the scheduler goes on.
+    assert rig.run([1, 2, 4]) == "result"
+    assert rig.log == ["forward", "done"]
+    # This is how SGLang learns that its requests must not be answered from these slots.
+    assert rig.batch.is_abandoned
+    assert not rig.batch.is_refilled
+    counters = rig.restore.counters
+    assert (counters.lost_requests, counters.rescued_requests, counters.head_tokens) == (2, 0, 0)
+
+
+def test_indices_of_heads_without_memory_are_no_end_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig({"r1": load_of(1, 0, 60, (40,) * NUM_LAYERS)})
+    rig.land()
+    from_list = Device.from_list
+
+    def refuse_once(device: Device, values: Sequence[int]) -> torch.Tensor:
+        monkeypatch.setattr(Device, "from_list", from_list)
+        raise OUT_OF_MEMORY
+
+    monkeypatch.setattr(Device, "from_list", refuse_once)
+    assert rig.run([1]) == "result"
+    assert rig.batch.is_refilled
+    assert covered(rig.heads.runs, 1) == [list(range(60))] * NUM_LAYERS
+    assert rig.restore.counters.out_of_memory == 1
+
+
+def test_other_errors_of_heads_are_not_hidden() -> None:
+    rig = Rig({"r1": load_of(1, 0, 8, (4,) * NUM_LAYERS)})
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    rig.heads.before_run = fail
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        rig.run([1])
+
+
+def test_a_rescue_has_the_memory_of_the_forward_that_failed() -> None:
+    rig = Rig({"r1": load_of(1, 0, 8, (0,) * NUM_LAYERS)})
+    hidden_states: list[weakref.ref[torch.Tensor]] = []
+
+    def forward() -> str:
+        hidden = torch.empty(1)
+        hidden_states.append(weakref.ref(hidden))
+        rig.batch.wait_layer(0)
+        return f"result of {len(hidden)} row"
+
+    are_gone: list[bool] = []
+    rig.heads.before_run = lambda: are_gone.append(hidden_states[0]() is None)
+    rig.batch.fail(OSError("injected"))
+    assert rig.restore.run(FakeScheduleBatch([1]), forward) == "result of 1 row"
+    assert are_gone == [True]
+
+
 # ---- several ranks ----
 
 
-def test_ranks_begin_the_forward_when_all_have_landed() -> None:
-    agreement = FakeAgreement(other=1.0)
-    rig = Rig({"r1": load_of(1, 0, 8, (4,) * NUM_LAYERS)}, agreement=agreement)
-    rig.land()
-    assert rig.run([1]) == "result"
-    assert rig.log == ["heads", "forward", "done"]
-    assert list(agreement.gathered) == [[1.0]]
+def two_ranks(*head_ends: Sequence[int]) -> list[Rig]:
+    meeting = MeetingPoint()
+    return [
+        Rig(
+            {f"r{number}": load_of(number, 0, 8, ends) for number, ends in enumerate(head_ends)},
+            agreement=ThreadAgreement(rank, meeting),
+        )
+        for rank in (0, 1)
+    ]
+
+
+def run_together(rigs: Sequence[Rig], numbers: Sequence[int]) -> list[Any]:
+    with in_threads() as start:
+        running = [start(lambda rig=rig: rig.run(numbers)) for rig in rigs]  # type: ignore[misc]
+        return [forward.result(PATIENCE_S) for forward in running]
 
 
 def test_a_failure_on_another_rank_is_recomputed_here_too() -> None:
-    agreement = FakeAgreement(other=0.0)
-    rig = Rig({"r1": load_of(1, 0, 8, (4, 4, 0, 0))}, agreement=agreement)
-    rig.land()
-    assert rig.run([1]) == "result"
-    # No rank began the forward.
-    assert rig.log == ["heads", "heads", "forward", "done"]
-    assert covered(rig.heads.runs[1:], 1) == [list(range(8))] * NUM_LAYERS
-    assert list(agreement.gathered) == [[1.0]]
+    rigs = two_ranks((4, 4, 0, 0))
+    rigs[0].land()
+    rigs[1].land(2)
+    rigs[1].batch.fail(OSError("injected"))
+    assert run_together(rigs, [0]) == ["result"] * 2
+    for rig in rigs:
+        assert rig.log == ["heads", "forward", "heads", "forward", "done"]
+        assert covered(rig.heads.runs[1:], 0) == [list(range(8))] * NUM_LAYERS
+        assert rig.batch.is_refilled
+        # None entered a layer that another one did not.
+        assert rig.entered == list(range(NUM_LAYERS))
 
 
-def test_a_failure_here_is_told_to_the_other_rank() -> None:
-    agreement = FakeAgreement(other=1.0)
-    rig = Rig({"r1": load_of(1, 0, 8, (4, 4, 0, 0))}, agreement=agreement)
-    rig.land(2)
-    rig.batch.fail(OSError("injected"))
-    assert rig.run([1]) == "result"
-    assert rig.log == ["heads", "heads", "forward", "done"]
-    assert list(agreement.gathered) == [[0.0]]
+def test_the_forward_of_several_ranks_begins_while_its_last_layers_are_loaded() -> None:
+    rigs = two_ranks((4, 4, 0, 0))
+    with in_threads() as start:
+        running = [start(lambda rig=rig: rig.run([0])) for rig in rigs]  # type: ignore[misc]
+        for rig in rigs:
+            rig.land(1)
+        has_begun = [rig.has_begun.wait(PATIENCE_S) for rig in rigs]
+        for rig in rigs:
+            rig.land(NUM_LAYERS - 1)
+        assert [forward.result(PATIENCE_S) for forward in running] == ["result"] * 2
+    assert has_begun == [True, True]
+
+
+def test_without_heads_ranks_meet_in_the_forward_alone() -> None:
+    rigs = two_ranks((0,) * NUM_LAYERS)
+    for rig in rigs:
+        rig.land()
+    assert run_together(rigs, [0]) == ["result"] * 2
+    assert [rig.log for rig in rigs] == [["forward", "done"]] * 2
+
+
+def test_a_rank_without_memory_for_indices_leaves_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    rigs = two_ranks((4, 4, 0, 0), (8, 0, 0, 0))
+    for rig in rigs:
+        rig.land()
+    head = restore_forward._Prefix.head
+    is_refused = iter([True])
+
+    def refuse_once(prefix: Any, ends: Any) -> Head:
+        if prefix.load is rigs[0].batch.loads["r1"] and next(is_refused, False):
+            raise OUT_OF_MEMORY
+        return head(prefix, ends)
+
+    monkeypatch.setattr(restore_forward._Prefix, "head", refuse_once)
+    assert run_together(rigs, [0, 1]) == ["result"] * 2
+    for rig in rigs:
+        # No rank ran the heads of the plan: all recomputed everything.
+        assert rig.log == ["heads", "forward", "done"]
+        assert covered(rig.heads.runs, 1) == [list(range(8))] * NUM_LAYERS
+        assert rig.batch.is_refilled
+    assert [rig.restore.counters.out_of_memory for rig in rigs] == [1, 0]
+
+
+def test_a_rank_without_memory_inside_of_layers_ends_as_the_engine_does() -> None:
+    """The others are in this layer's collectives: it must not go on with others, nor be silent."""
+    rig = two_ranks((4, 4, 0, 0))[0]
+    rig.restore._agreement.gather = lambda values, shape: [values, values]  # type: ignore
+    rig.heads.max_tokens = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        rig.run([0])
+    assert rig.heads.num_refused == 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from krul_backend.restore.full_load import FullLoadPlanner
 from krul_backend.restore.full_recompute import FullRecomputePlanner
@@ -11,6 +14,7 @@ from krul_backend.restore.optimal import OptimalPlanner
 from krul_backend.restore.problem import RestoreProblem
 from krul_backend.store.interface import DRAM_TIER
 from krul_backend.strategy.strategy import Precision
+from krul_sglang.engine import restore_planning
 from krul_sglang.engine.decode_costs import DecodeCosts
 from tests.unit.planning_builders import (
     NUM_TOKENS,
@@ -45,6 +49,26 @@ def test_a_problem_says_what_is_stored_and_where() -> None:
         assert run.stored_from == (run.first_token,) * NUM_LAYERS
         num_bytes = [per_token * header.num_tokens for per_token in run.layer_token_bytes]
         assert num_bytes == pytest.approx(header.layer_num_bytes)
+
+
+def test_a_lease_that_there_is_no_memory_to_open_is_computed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    planning = planning_of(HeadsPlanner(no_heads))
+    slices = leased(planning)
+
+    def refuse(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    monkeypatch.setattr(restore_planning, "open_slices", refuse)
+    lease: Any = None
+    for _ in range(2):
+        assert planning.open(lease, NUM_TOKENS) is None
+        assert planning.plan(None, device_tokens=DEVICE_TOKENS, new_tokens=1) is None
+    assert (planning.counters.refused, planning.counters.out_of_memory) == (2, 2)
+    assert caplog.text.count("the engine computes it") == 1
+    # The next one is planned again.
+    assert planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1) is not None
 
 
 def test_what_was_left_out_bounds_the_plan() -> None:

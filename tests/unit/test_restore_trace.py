@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from krul_backend.device import Device, Mark
 from krul_backend.restore.calibration import OnlineCosts
 from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.restore.interface import RestorePlan
-from krul_sglang.engine.clock import Mark
 from krul_sglang.engine.load_batch import Forecast, LayerTimes, Load, LoadBatch
 from krul_sglang.engine.restore_trace import RestoreTrace, TraceLog
 
@@ -42,7 +42,7 @@ def make_batch(clock: Clock) -> LoadBatch:
         plan=RestorePlan((48, 32, 16), end_s=0.5),
         forecast=Forecast(head_s=1.0, load_s=4.0),
     )
-    batch = LoadBatch({"a": load}, NUM_LAYERS, torch.device("cpu"), timeout_s=5.0)
+    batch = LoadBatch({"a": load}, NUM_LAYERS, Device(torch.device("cpu")), timeout_s=5.0)
     batch.clock = clock  # type: ignore[assignment]
     return batch
 

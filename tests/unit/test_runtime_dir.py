@@ -3,18 +3,21 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from krul_backend.daemon import runtime_dir
+from krul_backend.daemon.admin import AdminClient
+from krul_backend.daemon.client_session import ClientSession
 from krul_backend.daemon.runtime_dir import (
     MAX_SOCKET_PATH_BYTES,
     RuntimeDir,
     check_private,
     check_socket_path,
 )
-from krul_backend.errors import DaemonError
+from krul_backend.errors import DaemonError, DaemonUnreachableError
 
 
 def test_it_is_made_private_and_lets_go_when_closed(tmp_path: Path) -> None:
@@ -77,6 +80,68 @@ def test_one_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(runtime_dir.os, "geteuid", lambda: other)
     with pytest.raises(DaemonError, match=f"this is user {other}"):
         check_private(path)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Path]:
+    """A runtime directory in which somebody listens."""
+    path = tmp_path / "run"
+    path.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as session, socket.socket(socket.AF_UNIX) as control:
+        for name, listener in (("session.sock", session), ("control.sock", control)):
+            listener.bind(str(path / name))
+            listener.listen()
+        yield path
+
+
+CONNECT = {
+    "engine": lambda path: ClientSession(path, timeout_s=0.05),
+    "command line": AdminClient,
+}
+
+
+@pytest.mark.parametrize("connect", CONNECT.values(), ids=CONNECT)
+def test_a_client_connects_to_no_directory_that_others_may_enter(
+    served: Path, connect: Callable[[Path], object]
+) -> None:
+    served.chmod(0o710)
+    with pytest.raises(DaemonError, match="mode 0710, so others may enter it"):
+        connect(served)
+
+
+@pytest.mark.parametrize("connect", CONNECT.values(), ids=CONNECT)
+def test_a_client_follows_no_link(served: Path, connect: Callable[[Path], object]) -> None:
+    link = served.parent / "link"
+    link.symlink_to(served)
+    with pytest.raises(DaemonError, match="a link or no directory"):
+        connect(link)
+
+
+@pytest.mark.parametrize("connect", CONNECT.values(), ids=CONNECT)
+def test_a_client_asks_no_socket_of_another_user(
+    served: Path, connect: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lstat = os.lstat
+
+    def of_another(path: Path) -> os.stat_result:
+        status = lstat(path)
+        if Path(path).name != "control.sock":
+            return status
+        return os.stat_result((*status[:4], status.st_uid + 1, *status[5:]))
+
+    monkeypatch.setattr(runtime_dir.os, "lstat", of_another)
+    with pytest.raises(DaemonError, match=rf"control\.sock belongs to user {os.geteuid() + 1}"):
+        connect(served)
+
+
+@pytest.mark.parametrize("connect", CONNECT.values(), ids=CONNECT)
+def test_a_client_opens_nothing_but_sockets(served: Path, connect: Callable[[Path], object]) -> None:
+    (served / "control.sock").unlink()
+    with pytest.raises(DaemonUnreachableError, match="no krul daemon serves"):
+        connect(served)
+    (served / "control.sock").touch()
+    with pytest.raises(DaemonError, match="is no socket"):
+        connect(served)
 
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from krul_backend.codec.interface import LayerKV, LayerShape
-from krul_backend.codec.options import CodecOptions, RetentionRule
+from krul_backend.codec.layer_map import LayerMap
+from krul_backend.codec.options import CodecOptions, RetentionRule, Sharing
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.round_trip import UnitRoundTrip
 from krul_backend.codec.segment_codec import SegmentCodec
@@ -16,6 +20,7 @@ from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
 from tests.unit.codec_builders import START_TOKEN, encode_all, make_codec, random_layers, rotary_table
 
+CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPE = LayerShape(2, 64, 64, torch.bfloat16)
 CODED = [Precision.INT8, Precision.INT4, Precision.INT2, Precision.INT0]
@@ -304,14 +309,31 @@ def test_a_units_round_trip_is_what_the_segment_would_be() -> None:
     )
     encoding, blocks, decoder = encode_all(codec, strategy, layers)
     for unit in strategy.units:
-        decoded, num_bytes = round_trip(
+        decoded, token_bytes = round_trip(
             unit, strategy.layers[unit[0]].precision, [layers[layer] for layer in unit]
         )
-        assert num_bytes == sum(encoding.layer_num_bytes[layer] for layer in unit)
+        assert token_bytes == sum(encoding.layer_num_bytes[layer] for layer in unit) / 90
         for layer, kv in zip(unit, decoded, strict=True):
             assert_same_bits(kv, decoder.decode(layer, blocks, 0, 90))
     with pytest.raises(CodecError, match="KV of 1 layers"):
         round_trip((1, 3), Precision.INT4, layers[:1])
+
+
+def test_a_round_trip_of_the_last_tokens_is_that_of_their_own_segment() -> None:
+    layers = random_layers(SHAPE, 4, 90)
+    codec = make_codec(SHAPE, 4)
+    strategy = Strategy.from_pairs(4, [(1, 3)], Precision.INT4)
+    last = [LayerKV(kv.k[50:], kv.v[50:]) for kv in layers]
+    encoding, blocks, decoder = encode_all(codec, strategy, last, START_TOKEN + 50)
+    round_trip = UnitRoundTrip(codec, start_token=START_TOKEN, num_kept=50)
+    for unit in strategy.units:
+        after, token_bytes = round_trip(unit, Precision.INT4, [layers[layer] for layer in unit])
+        assert token_bytes == sum(encoding.layer_num_bytes[layer] for layer in unit) / 40
+        for layer, kv in zip(unit, after, strict=True):
+            assert_same_bits(
+                LayerKV(kv.k[:50], kv.v[:50]), LayerKV(layers[layer].k[:50], layers[layer].v[:50])
+            )
+            assert_same_bits(LayerKV(kv.k[50:], kv.v[50:]), decoder.decode(layer, blocks, 0, 40))
 
 
 def test_the_error_falls_with_the_precision() -> None:
@@ -325,3 +347,43 @@ def test_the_error_falls_with_the_precision() -> None:
     assert errors == sorted(errors)
     assert errors[0] == 0
     assert sizes == sorted(sizes, reverse=True)
+
+
+class FromHost(TorchDispatchMode):
+    """Counts copies of host tensors to the device, each of which would wait for the stream."""
+
+    num_copies = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [argument for argument in args if isinstance(argument, torch.Tensor) and argument.ndim]
+        is_moved = isinstance(result, torch.Tensor) and result.device != CPU
+        self.num_copies += is_moved and any(tensor.device == CPU for tensor in tensors)
+        return result
+
+
+@pytest.mark.parametrize("sharing", [None, Sharing.PREDICTED])
+@pytest.mark.parametrize("precision", [Precision.NATIVE, Precision.INT4])
+def test_coding_on_the_device_copies_nothing_from_the_host(
+    precision: Precision, sharing: Sharing | None
+) -> None:
+    """Tensors of the kind ``meta`` stand for those of a GPU: they have all but contents."""
+    device, num_tokens = torch.device("meta"), 100
+    on_host = rotary_table(SHAPE.k_head_dim)
+    rotary = RotaryTable(on_host.cos.to(device), on_host.sin.to(device), on_host.is_neox)
+    width = SHAPE.num_kv_heads * (SHAPE.k_head_dim + SHAPE.v_head_dim)
+    layer_map = LayerMap(torch.empty(width, width, device=device), torch.empty(width, device=device))
+    layer_map.__dict__["digest"] = "0" * 32
+    codec = SegmentCodec(
+        SHAPE, 2, rotary, CodecOptions(sharing=Sharing.PREDICTED), {((0, 1), precision): layer_map}
+    )
+    strategy = Strategy.from_pairs(2, [] if sharing is None else [(0, 1)], precision)
+    kv = LayerKV(*torch.empty(2, num_tokens, SHAPE.num_kv_heads, 64, dtype=SHAPE.dtype, device=device))
+    with FromHost() as from_host:
+        _, blocks, decoder = encode_all(codec, strategy, [kv, kv])
+        for layer in range(2):
+            decoded = decoder.decode(layer, blocks, 10, num_tokens)
+            assert decoded.k.device == device
+    assert from_host.num_copies == 0

@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.codec.interface import LayerKV
+from krul_backend.device import Device
 from krul_backend.errors import CodecError
+from krul_backend.store.hashing import block_checksums
 from krul_sglang.engine.block_checks import BlockChecks
-from krul_sglang.engine.segment_reader import OpenSlice, SegmentReader, open_slices
+from krul_sglang.engine.segment_reader import MAX_KEPT_BYTES, KeptRoom, OpenSlice, SegmentReader, open_slices
 from tests.unit.engine_builders import PATIENCE_S, TensorPool, make_store
 from tests.unit.segment_builders import (
     BOUNDS,
@@ -63,22 +65,28 @@ heads_strategy = st.lists(
 
 
 def read_all(
-    opened: list[OpenSlice], head_ends: Heads, slots: torch.Tensor, pool: TensorPool
+    opened: list[OpenSlice],
+    head_ends: Heads,
+    slots: torch.Tensor,
+    pool: TensorPool,
+    kept_bytes: int = MAX_KEPT_BYTES,
 ) -> list[SegmentReader]:
     """As the loader reads: each layer of every segment, then the next layer."""
-    with closing(BlockChecks(pool.device, PATIENCE_S, no_damage)) as checks:
-        readers = [SegmentReader(part, head_ends, checks) for part in opened]
+    with closing(BlockChecks(pool.streams, PATIENCE_S, no_damage)) as checks:
+        room = KeptRoom(kept_bytes)
+        readers = [SegmentReader(part, head_ends, checks, room) for part in opened]
         for layer in range(NUM_LAYERS):
             for reader in readers:
                 reader.announce(layer)
         for layer in range(NUM_LAYERS):
-            for reader in readers:
-                reader.fetch(layer, pool.device)
             first = 0
             for reader in readers:
+                reader.fetch(layer, pool.streams)
                 reader.restore(layer, pool, slots[first : first + reader.num_tokens])  # type: ignore[arg-type]
                 first += reader.num_tokens
             assert first == len(slots)
+            kept = [block.nbytes for reader in readers for block in reader._on_device.values()]
+            assert sum(kept) <= kept_bytes
     return readers
 
 
@@ -120,11 +128,20 @@ def check_restored(
 
 
 @settings(max_examples=40, deadline=None)
-@given(kind=kinds, head_ends=heads_strategy, num_missing=st.integers(0, 4), seed=st.integers(0, 99))
+@given(
+    kind=kinds,
+    head_ends=heads_strategy,
+    num_missing=st.integers(0, 4),
+    seed=st.integers(0, 99),
+    kept_bytes=st.sampled_from([0, 1000, MAX_KEPT_BYTES]),
+)
 def test_tails_of_any_heads_are_read_exactly(
-    kind: str, head_ends: Heads, num_missing: int, seed: int
+    kind: str, head_ends: Heads, num_missing: int, seed: int, kept_bytes: int
 ) -> None:
-    """``num_missing`` of the leased pages are not wanted: ranks may agree on less."""
+    """``num_missing`` of the leased pages are not wanted: ranks may agree on less.
+
+    Blocks for which there is no room on the device until the other layer of their pair are read twice.
+    """
     num_tokens = END - DEVICE_TOKENS - num_missing * PAGE_SIZE
     head_ends = tuple(min(end, DEVICE_TOKENS + num_tokens) for end in head_ends)
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
@@ -132,10 +149,12 @@ def test_tails_of_any_heads_are_read_exactly(
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(seed))[:num_tokens]
     codec = codec_of(kind)
     opened = open_slices(lease_of(whole_segments(kind), DEVICE_TOKENS), codec, num_tokens)
-    readers = read_all(opened, head_ends, slots, pool)
+    readers = read_all(opened, head_ends, slots, pool, kept_bytes)
     check_restored(kind, before, pool, slots, head_ends)
     for part, reader in zip(opened, readers, strict=True):
-        assert reader.num_bytes == tail_num_bytes(part, head_ends)
+        once_bytes = tail_num_bytes(part, head_ends)
+        assert once_bytes <= reader.num_bytes <= 2 * once_bytes
+        assert kept_bytes < MAX_KEPT_BYTES or reader.num_bytes == once_bytes
 
 
 @settings(max_examples=40, deadline=None)
@@ -167,7 +186,7 @@ def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str) -> None
         assert reservation is not None
         for target, block in zip(reservation.blocks, blocks, strict=True):
             target[:] = block.numpy()
-        store.commit(reservation, manifest)
+        store.commit(reservation, manifest, block_checksums(reservation.blocks))
     keys = [f"page-{page}" for page in range(END // PAGE_SIZE)]
     for segment in store.path_segments(MODEL, keys):
         header = segment.header
@@ -213,20 +232,20 @@ def test_each_block_is_copied_once_and_dropped_after_its_last_use(
     copied: list[int] = []
     copy_tail = SegmentReader._copy_tail
 
-    def counted(reader: SegmentReader, source: int, device: torch.device) -> torch.Tensor:
+    def counted(reader: SegmentReader, source: int, layer: int, device: Device) -> torch.Tensor:
         copied.append(source)
-        return copy_tail(reader, source, device)
+        return copy_tail(reader, source, layer, device)
 
     monkeypatch.setattr(SegmentReader, "_copy_tail", counted)
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     codec = codec_of(kind)
     (opened,) = open_slices(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), codec, 16)
-    with closing(BlockChecks(pool.device, PATIENCE_S, no_damage)) as checks:
-        reader = SegmentReader(opened, (16, 12, 8, 8), checks)
+    with closing(BlockChecks(pool.streams, PATIENCE_S, no_damage)) as checks:
+        reader = SegmentReader(opened, (16, 12, 8, 8), checks, KeptRoom())
         for layer in range(NUM_LAYERS):
             reader.announce(layer)
-            reader.fetch(layer, pool.device)
-            reader.fetch(layer, pool.device)
+            reader.fetch(layer, pool.streams)
+            reader.fetch(layer, pool.streams)
             needed_later = {source for source in copied if opened.decoder.last_use[source] >= layer}
             assert set(reader._on_device) == needed_later
             reader.restore(layer, pool, torch.arange(16))  # type: ignore[arg-type]

@@ -7,12 +7,21 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import pytest
 
 from krul_backend.daemon.lanes import Deferred
-from krul_backend.daemon.replies import LeaseReply, Reply
-from krul_backend.daemon.requests import HelloRequest, LeaseRequest, ReleaseRequest
-from krul_backend.daemon.session_handlers import MAX_MODELS, SessionHandlers
+from krul_backend.daemon.limits import MAX_MODELS
+from krul_backend.daemon.replies import FetchReply, LeaseReply, Reply, ReserveReply
+from krul_backend.daemon.requests import (
+    AbortRequest,
+    FetchRequest,
+    HelloRequest,
+    LeaseRequest,
+    ReleaseRequest,
+    ReserveRequest,
+)
+from krul_backend.daemon.session_handlers import SessionHandlers
 from krul_backend.daemon.sessions import Session
 from krul_backend.daemon.wire import model_to_wire
 from krul_backend.errors import ProtocolError, TierReadError
@@ -120,7 +129,76 @@ def test_one_number_cannot_be_asked_for_twice_at_a_time(store: HostStore, sessio
         handlers.handle(session, LEASE, tokens_of(KEYS))
 
 
-def test_the_models_of_a_session_are_bounded(store: HostStore, session: Session) -> None:
+def reserve(handlers: SessionHandlers, session: Session) -> Deferred[Any]:
+    request = ReserveRequest(token="t", id=3, reservation_id=7, layer_num_bytes=(100, 60), tenant="")
+    answer = handlers.handle(session, request, None)
+    assert isinstance(answer, Deferred)
+    return answer
+
+
+def done(deferred: Deferred[Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+    try:
+        future.set_result(deferred.work())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def test_space_is_looked_for_in_another_thread(store: HostStore, session: Session) -> None:
+    handlers = SessionHandlers(store, store.buffer, may_lookup_wait=False)
+    deferred = reserve(handlers, session)
+    assert store.stats().num_reservations == 0
+    with pytest.raises(ValueError, match="reservation 7 was made before"):
+        reserve(handlers, session)
+    reply = deferred.finish(done(deferred))
+    assert isinstance(reply, ReserveReply)
+    assert reply.spans is not None
+    assert list(session.reservations) == [7]
+
+
+@pytest.mark.parametrize("ends", ["abort", "session"])
+def test_a_reservation_given_back_before_it_was_made_is_not_kept(
+    store: HostStore, session: Session, ends: str
+) -> None:
+    handlers = SessionHandlers(store, store.buffer, may_lookup_wait=False)
+    deferred = reserve(handlers, session)
+    future = done(deferred)
+    if ends == "abort":
+        handlers.handle(session, AbortRequest(token="t", id=4, reservation_id=7), None)
+    else:
+        handlers.end_session(session)
+    assert deferred.finish(future) == ReserveReply(id=3, spans=None)
+    assert (session.reservations, store.stats().num_reservations) == ({}, 0)
+
+
+@pytest.mark.parametrize("ends", ["release", "session", None])
+def test_a_lease_released_while_it_is_fetched_ends_after_that(
+    store: HostStore, session: Session, ends: str | None
+) -> None:
+    handlers = SessionHandlers(store, store.buffer, may_lookup_wait=False)
+    handlers.handle(session, LEASE, tokens_of(KEYS))
+    fetch = FetchRequest(token="t", id=3, lease_id=5)
+    deferred = handlers.handle(session, fetch, None)
+    assert isinstance(deferred, Deferred)
+    with pytest.raises(ValueError, match="lease 5 is being fetched"):
+        handlers.handle(session, fetch, None)
+    if ends == "release":
+        handlers.handle(session, RELEASE, None)
+    elif ends == "session":
+        handlers.end_session(session)
+    assert store.stats().num_leases == 1, "the other thread has it"
+    future = done(deferred)
+    if ends is None:
+        assert isinstance(deferred.finish(future), FetchReply)
+        handlers.handle(session, RELEASE, None)
+    else:
+        with pytest.raises(KeyError, match="lease 5 was released"):
+            deferred.finish(future)
+    assert (session.leases, session.fetching, store.stats().num_leases) == ({}, set(), 0)
+
+
+def test_a_session_knows_the_models_that_said_hello_last(store: HostStore, session: Session) -> None:
     handlers = SessionHandlers(store, store.buffer, False)
 
     def say_hello(model: ModelIdentity) -> None:
@@ -128,9 +206,15 @@ def test_the_models_of_a_session_are_bounded(store: HostStore, session: Session)
         hello = HelloRequest(token="t", id=1, format=FORMAT_VERSION, model=wire, fingerprint=fingerprint)
         handlers.handle(session, hello, None)
 
-    for i in range(MAX_MODELS - 1):
-        say_hello(make_model(f"model-{i}"))
+    others = [make_model(f"model-{i}") for i in range(MAX_MODELS)]
+    for other in others[:-1]:
+        say_hello(other)
     say_hello(MODEL)
-    with pytest.raises(ProtocolError, match=f"{MAX_MODELS} models"):
-        say_hello(make_model("one more"))
-    assert len(session.models) == MAX_MODELS
+    say_hello(others[-1])
+    assert list(session.models.values()) == [*others[1:-1], MODEL, others[-1]]
+    reply = handlers.handle(session, LEASE, tokens_of(KEYS))
+    assert isinstance(reply, LeaseReply)
+    assert reply.num_pages == 2
+    forgotten = msgspec.structs.replace(LEASE, fingerprint=others[0].fingerprint, lease_id=6)
+    with pytest.raises(ProtocolError, match="say hello first"):
+        handlers.handle(session, forgotten, tokens_of(KEYS))

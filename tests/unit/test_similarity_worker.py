@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from attention_builders import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from krul_backend.attention import similarity_worker
 from krul_backend.attention import worker as worker_module
 from krul_backend.attention.heterogeneous import HeterogeneousEstimator
 from krul_backend.attention.interface import Phase
@@ -24,6 +26,7 @@ from krul_backend.attention.shared_job import JobLayout
 from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.attention.worker_process import WorkerProcess
+from tests.unit.strict_device import StrictDevice
 
 SEQUENCE = Sequence.random(num_tokens=40, dtype=torch.bfloat16)
 EXPECTED = accumulate(SEQUENCE.rows(), SEQUENCE.read_keys)
@@ -75,6 +78,70 @@ def test_a_process_that_does_not_answer_counts_as_dead() -> None:
     with SimilarityWorker(capacity_bytes=1 << 20, timeout_s=0.0) as worker:
         assert_expected(reduce_prompt(worker))
         assert (worker.stats().restarts, worker.stats().reduced_here) == (1, 1)
+
+
+# ---- on a GPU ----
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> StrictDevice:
+    device = StrictDevice()
+    monkeypatch.setattr(similarity_worker.Device, "of", lambda tensor: device)
+    return device
+
+
+def test_rows_and_keys_leave_the_device_on_a_stream_of_their_own(strict: StrictDevice) -> None:
+    """After what was queued before; the caller overwrites its rows at once, and waits for nothing."""
+    rows = SEQUENCE.rows()
+    keys_held: list[int] = []
+    keys_alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def read_keys(layer: int) -> torch.Tensor:
+        keys = SEQUENCE.read_keys(layer).clone()
+        keys_alive.add(keys)
+        keys_held.append(len(keys_alive))
+        return keys
+
+    with SimilarityWorker(capacity_bytes=JOB_BYTES) as worker:
+        forward = strict.current_stream()
+        future = worker.submit(rows, read_keys)
+        rows.queries.zero_()
+        assert future is not None
+        assert_expected(future.result(timeout=60))
+        (waited,) = strict.module.waits_before("download", worker._stream)
+        assert waited.stream is forward
+        assert not any(entry.kind == "download" for entry in strict.module.log if entry.stream is forward)
+    assert strict.module.pageable_copies == 0
+    # Not those of all layers at once.
+    assert max(keys_held) == 1
+    assert strict.module.unlocked.acquire(timeout=0)
+    strict.check()
+
+
+def test_room_that_may_still_be_written_is_not_given_back(
+    strict: StrictDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way: list[int] = []
+
+    def read_keys(layer: int) -> torch.Tensor:
+        if layer == 1:
+            under_way.append(len(strict.module.copies_under_way()))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return SEQUENCE.read_keys(layer)
+
+    with SimilarityWorker(capacity_bytes=JOB_BYTES) as worker:
+        give_back = worker._give_back
+
+        def given_back(layout: JobLayout) -> None:
+            under_way.append(len(strict.module.copies_under_way()))
+            give_back(layout)
+
+        monkeypatch.setattr(worker, "_give_back", given_back)
+        with pytest.raises(torch.OutOfMemoryError):
+            worker.submit(SEQUENCE.rows(), read_keys)
+        assert under_way == [2, 0]
+        assert_expected(reduce_prompt(worker))
+    strict.check()
 
 
 def test_a_full_queue_rejects_and_the_estimator_reduces_at_once() -> None:

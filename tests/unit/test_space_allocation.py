@@ -18,6 +18,7 @@ from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.allocation import SpaceAllocation, trim_path
 from krul_sglang.engine.kv_pool import DevicePool
 from krul_sglang.engine.offload import TurnOffloader
+from krul_sglang.engine.served_model import ServedModel
 from krul_sglang.engine.turn import Turn
 from tests.unit.engine_builders import make_store
 
@@ -71,7 +72,7 @@ class AllocatingBench:
         self.allocation = FixedAllocation()
         self.offloader = TurnOffloader(
             self.store,
-            self.model,
+            ServedModel(self.model),
             self.pool,
             self.codec,
             self.chooser,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +121,40 @@ def test_a_stalled_read_fails_and_never_writes_into_the_blocks(tier: SsdTier, di
     assert all((block == 0xAA).all() for block in blocks)
 
 
+def test_a_small_fetch_beside_a_large_one_that_copies_slowly(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, capacity_bytes=128 << 20, file_bytes=32 << 20, read_timeout_s=0.2)
+    put(tier, "large", sizes=(1 << 20, 24 << 20), seed=1)
+    put(tier, "small", seed=2)
+    is_copying, may_go_on = threading.Event(), threading.Event()
+    errors: list[TierReadError] = []
+
+    def landed(layer: int) -> None:
+        is_copying.set()
+        assert may_go_on.wait(20)
+
+    def fetch_large() -> None:
+        (run,) = match(tier, "large")
+        blocks = [np.zeros(size, dtype=np.uint8) for size in run.manifest.layer_num_bytes]
+        try:
+            tier.fetch(run, blocks, landed)
+        except TierReadError as error:
+            errors.append(error)
+        tier.release(run)
+
+    thread = threading.Thread(target=fetch_large)
+    thread.start()
+    assert is_copying.wait(20)
+    try:
+        assert has(tier, "small", seed=2)
+    finally:
+        may_go_on.set()
+        thread.join(20)
+    assert errors == []
+    stats = tier.stats()
+    assert (stats.slow_reads, stats.is_suspended, stats.read_segments) == (0, False, 2)
+    tier.close()
+
+
 def test_stuck_reads_hold_their_file_open_and_its_bytes_counted(tier: SsdTier, disk: FaultyDisk) -> None:
     put(tier, "a")
     used_bytes = tier.stats().used_bytes
@@ -170,8 +205,9 @@ def test_what_cannot_be_written_is_not_found(
     put(tier, "b", seed=2)
     disk.errors.clear()
     stats = tier.stats()
-    assert (stats.failed_writes, stats.skipped_segments, stats.is_suspended) == (1, 1, True)
+    assert (stats.failed_writes, stats.skipped_segments, stats.is_suspended) == (1, 1, code == errno.EIO)
     assert stats.used_bytes == disk_bytes(tmp_path)
+    assert not put(tier, "b")
     clock.now_s += FIRST_PAUSE_S
     assert not has(tier, "b")
     put(tier, "c", seed=3)
@@ -238,13 +274,12 @@ def test_blocks_torn_behind_a_good_header_are_caught_when_read(tmp_path: Path) -
     tier.close()
 
 
-def test_a_log_of_another_file_is_dropped(tmp_path: Path) -> None:
+def test_a_copy_of_a_log_is_removed(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     put(tier, "a", seed=1)
     tier.close()
     (path,) = tmp_path.rglob("*.log")
     path.with_name("00000007.log").write_bytes(path.read_bytes())
-    path.with_name("00000008.log").write_bytes(b"")
     path.with_name("00000009.tmp").write_bytes(b"half")
     tier = open_tier(tmp_path)
     assert has(tier, "a", seed=1)
@@ -252,7 +287,7 @@ def test_a_log_of_another_file_is_dropped(tmp_path: Path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("method", ["pwritev", "fdatasync", "rename"])
+@pytest.mark.parametrize("method", ["pwritev", "fdatasync"])
 def test_a_clear_that_cannot_be_noted_removes_all(
     tier: SsdTier, disk: FaultyDisk, tmp_path: Path, method: str
 ) -> None:
@@ -267,7 +302,7 @@ def test_a_clear_that_cannot_be_noted_removes_all(
 
 def test_a_clear_that_leaves_traces_says_so(tier: SsdTier, disk: FaultyDisk) -> None:
     put(tier, "a")
-    disk.errors.update(rename=errno.EROFS, unlink=errno.EROFS)
+    disk.errors.update(pwritev=errno.EROFS, unlink=errno.EROFS)
     with pytest.raises(DaemonError, match="remove its directory"):
         tier.clear()
     assert tier.stats().num_segments == 0
@@ -276,10 +311,64 @@ def test_a_clear_that_leaves_traces_says_so(tier: SsdTier, disk: FaultyDisk) -> 
 def test_a_disk_that_fails_at_the_start_suspends_the_tier(tmp_path: Path) -> None:
     disk = FaultyDisk()
     open_tier(tmp_path).close()
-    disk.errors["pwritev"] = errno.ENOSPC
+    disk.errors["pwritev"] = errno.EIO
     tier = open_tier(tmp_path, disk)
     assert tier.stats().is_suspended
     assert not put(tier, "a")
+    tier.close()
+
+
+def test_a_full_disk_that_still_reads(
+    tier: SsdTier, disk: FaultyDisk, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, other = make_model("old"), make_model("other")
+    put(tier, "a", model=old, seed=1)
+    put(tier, "a", model=other, seed=2)
+    disk.is_full = True
+    with caplog.at_level(logging.WARNING):
+        put(tier, "b", model=other, seed=3)
+        assert not put(tier, "b", model=other, seed=3)
+    (record,) = caplog.records
+    assert "file system full" in record.message
+    assert has(tier, "a", model=other, seed=2)
+    assert not tier.stats().is_suspended
+    tier.clear(old)
+    for _ in range(2):
+        assert not has(tier, "a", model=old)
+        assert has(tier, "a", model=other, seed=2)
+        assert not has(tier, "b", model=other)
+        tier.close()
+        tier = open_tier(tmp_path, disk, clock=clock)
+    disk.is_full = False
+    clock.now_s += FIRST_PAUSE_S
+    put(tier, "b", model=other, seed=3)
+    assert has(tier, "b", model=other, seed=3)
+    tier.close()
+
+
+def test_a_full_disk_that_copies_on_write_gives_up_one_file_for_a_clear(
+    disk: FaultyDisk, tmp_path: Path
+) -> None:
+    old, other = make_model("old"), make_model("other")
+    tier = open_tier(tmp_path, disk)
+    for number in range(6):
+        # Two records to a file.
+        put(tier, f"c{number}", sizes=(20_000, 99), model=old if number == 3 else other, seed=number)
+    assert len(list(tmp_path.rglob("*.log"))) == 3
+    disk.errors["pwritev"] = errno.ENOSPC
+    remove = disk.unlink
+
+    def unlink_makes_room(path: Path) -> None:
+        remove(path)
+        disk.errors.clear()
+
+    disk.unlink = unlink_makes_room  # type: ignore[method-assign]
+    tier.clear(old)
+    tier.close()
+    tier = open_tier(tmp_path)
+    found = [has(tier, f"c{number}", model=other, seed=number) for number in (0, 1, 2, 4, 5)]
+    assert found == [True, True, False, True, True], "only what shared the emptiest file"
+    assert not has(tier, "c3", model=old)
     tier.close()
 
 
@@ -289,6 +378,21 @@ def test_a_disk_smaller_than_the_cap_is_named(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         open_tier(tmp_path, disk).close()
     assert [record.message for record in caplog.records if "only 1000 left" in record.message]
+
+
+def test_the_disk_is_measured_with_half_of_what_is_free_at_most(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    disk.num_free_bytes = 40_000
+    remove = disk.unlink
+    sizes: list[int] = []
+
+    def note_size(path: Path) -> None:
+        sizes.append(path.stat().st_size)
+        remove(path)
+
+    disk.unlink = note_size  # type: ignore[method-assign]
+    open_tier(tmp_path, disk).close()
+    assert sizes == [16384]
 
 
 def test_done_is_called_once_whatever_happens(tier: SsdTier, disk: FaultyDisk) -> None:

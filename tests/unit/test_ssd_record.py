@@ -104,6 +104,15 @@ def test_a_forged_header_is_refused_or_makes_a_manifest(data: st.DataObject) -> 
     assert record.block_offsets[0] >= num_bytes
 
 
+def test_a_header_in_another_place_is_refused() -> None:
+    manifest = make_manifest("a", 2, 5, (100, 60))
+    header = encode_segment(manifest, encode_metadata(manifest, (5, 6)), 1, place=1 << 63)
+    assert decode_header(header, place=1 << 63).checksums == (5, 6)
+    for other in (0, (1 << 63) + RECORD_ALIGN, (1 << 63) - RECORD_ALIGN):
+        with pytest.raises(RecordError, match="checksum"):
+            decode_header(header, place=other)
+
+
 @given(st.binary(max_size=400))
 def test_random_bytes_are_no_record(data: bytes) -> None:
     for candidate in (data, b"KRULSEG1" + data):
@@ -124,10 +133,9 @@ def test_a_record_takes_what_it_says_and_its_blocks_lie_where_it_says(sizes: tup
     manifest = make_manifest("a", 0, 3, sizes)
     blocks = [np.full(size, 7 + layer, dtype=np.uint8) for layer, size in enumerate(sizes)]
     metadata = encode_metadata(manifest, tuple(range(len(sizes))))
-    buffers, num_bytes = record_buffers(manifest, metadata, blocks, 1)
-    data = b"".join(buffers)
-    record = decode_header(data)
-    assert len(data) == num_bytes == record.record_num_bytes == segment_num_bytes(manifest, metadata)
+    data = b"".join(record_buffers(manifest, metadata, blocks, 1, place=7))
+    record = decode_header(data, place=7)
+    assert len(data) == record.record_num_bytes == segment_num_bytes(manifest, metadata)
     for offset, block in zip(record.block_offsets, blocks, strict=True):
         assert data[offset : offset + len(block)] == block.tobytes()
 

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -21,12 +22,15 @@ from ssd_builders import (
     put,
     random_blocks,
 )
-from store_builders import make_model, page_keys
+from store_builders import Clock, make_model, page_keys
 
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.hashing import block_checksum
 from krul_backend.tiers.lower_tier import TierRun
+from krul_backend.tiers.ssd.log_file import LogFile
+from krul_backend.tiers.ssd.room import Room
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
+from krul_backend.tiers.ssd.suspension import FIRST_PAUSE_S
 
 SIZES = (9000, 5000)
 RECORD_BYTES = 16384
@@ -76,12 +80,12 @@ def test_a_conversations_end_leaves_before_its_beginning(tmp_path: Path) -> None
     tier.close()
 
 
-def put_some_held(tier: SsdTier) -> dict[str, TierRun]:
-    """Sixteen segments of which every third, one in each file, is held: files that are never all dead."""
+def put_some_held(tier: SsdTier, num_held_of_three: int = 1) -> dict[str, TierRun]:
+    """Sixteen segments, three to a file, of which some in each file are held: files are never all dead."""
     held = {}
     for number in range(16):
         put(tier, f"c{number}", sizes=SIZES, seed=number)
-        if number % 3 == 0:
+        if number % 3 < num_held_of_three:
             (held[f"c{number}"],) = match(tier, f"c{number}")
     return held
 
@@ -158,6 +162,47 @@ def test_a_file_that_cannot_be_read_loses_its_segments_one_error_at_a_time(tmp_p
     assert_accounted(tier, tmp_path)
     for run in held.values():
         tier.release(run)
+    tier.close()
+
+
+def test_a_pause_in_the_middle_of_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FaultyDisk()
+    clock = Clock()
+    tier = open_tier(tmp_path, disk, clock=clock)
+    held = put_some_held(tier, num_held_of_three=2)
+    compacted: list[Path] = []
+    compact = Room._compact
+
+    def count(room: Room, file: LogFile) -> bool:
+        compacted.append(file.path)
+        # As a compaction that never ends would hold up everybody else for good.
+        assert len(compacted) < 100, "the same file again and again"
+        return compact(room, file)
+
+    monkeypatch.setattr(Room, "_compact", count)
+    # The first read is one of compaction's: that one ends well, those after it find the tier left alone.
+    disk.before_read = lambda: tier._state.suspension.failed("a read elsewhere", "injected")
+    number = 16
+    while not compacted:
+        put(tier, f"c{number}", sizes=SIZES, seed=number)
+        number += 1
+    disk.before_read = lambda: None
+    assert tier.stats().is_suspended
+    assert len(compacted) == 1
+    assert tier.stats().failed_writes == 0
+    assert_accounted(tier, tmp_path)
+    tier.clear(make_model("other"))
+    clock.now_s += FIRST_PAUSE_S
+    assert all(has(tier, name, seed=int(name[1:])) for name in held)
+    for later in range(number, number + 40):
+        assert put(tier, f"c{later}", sizes=SIZES, seed=later)
+    assert compacted.count(compacted[0]) == 2, "what was left in it is moved after the pause"
+    assert not compacted[0].exists()
+    for run in held.values():
+        tier.release(run)
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert all(has(tier, name, seed=int(name[1:])) for name in held)
     tier.close()
 
 

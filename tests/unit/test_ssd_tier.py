@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import stat
 import threading
 from collections.abc import Iterator
@@ -22,11 +23,13 @@ from ssd_builders import (
     put_manifest,
     random_blocks,
 )
-from store_builders import make_manifest, make_model, page_keys, tokens_of
+from store_builders import Clock, make_manifest, make_model, page_keys, tokens_of
 
 from krul_backend.errors import ConfigError, DaemonError, TierReadError
+from krul_backend.segment import SegmentManifest
 from krul_backend.store.hashing import block_checksum
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
+from krul_backend.tiers.ssd.suspension import FIRST_PAUSE_S
 
 
 @pytest.fixture
@@ -158,6 +161,23 @@ def test_a_clear_of_one_model_spares_the_others(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_what_is_put_after_a_clear_and_a_restart_is_found_after_the_next(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    put(tier, "a", model=make_model("old"), seed=1)
+    put(tier, "a", model=make_model("other"), seed=2)
+    tier.clear(make_model("old"))
+    for seed in (3, 4):
+        tier.close()
+        tier = open_tier(tmp_path)
+        put(tier, f"b{seed}", model=make_model("old"), seed=seed)
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert not has(tier, "a", model=make_model("old"))
+    assert has(tier, "a", model=make_model("other"), seed=2)
+    assert all(has(tier, f"b{seed}", model=make_model("old"), seed=seed) for seed in (3, 4))
+    tier.close()
+
+
 def test_a_clear_holds_although_a_record_before_it_is_damaged(tmp_path: Path) -> None:
     old, other = make_model("old"), make_model("other")
     tier = open_tier(tmp_path)
@@ -179,10 +199,64 @@ def test_without_the_record_of_clears_nothing_is_found(tmp_path: Path) -> None:
     put(tier, "a")
     tier.close()
     (path,) = tmp_path.rglob("clears")
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[:20])
     tier = open_tier(tmp_path)
     assert tier.stats().num_segments == 0
     assert disk_bytes(tmp_path) == 0
+    tier.close()
+
+
+def test_one_good_copy_of_the_record_of_clears_is_enough(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    put(tier, "a", model=make_model("old"))
+    put(tier, "a", model=make_model("other"))
+    tier.clear(make_model("old"))
+    (path,) = tmp_path.rglob("clears")
+    for damaged in (40, 40 + path.stat().st_size // 2):
+        tier.close()
+        data = bytearray(path.read_bytes())
+        data[damaged] ^= 1
+        path.write_bytes(data)
+        tier = open_tier(tmp_path)
+        assert not has(tier, "a", model=make_model("old"))
+        assert has(tier, "a", model=make_model("other"))
+        assert path.read_bytes() != data, "the damaged copy is written again"
+    tier.close()
+
+
+@pytest.mark.parametrize("num_good_writes", [0, 1])
+def test_a_clear_that_was_cut_off_is_done_or_not(tmp_path: Path, num_good_writes: int) -> None:
+    disk = FaultyDisk()
+    tier = open_tier(tmp_path, disk)
+    put(tier, "a")
+    disk.errors["unlink"] = errno.EIO
+    disk.num_good_writes = num_good_writes
+    with pytest.raises(DaemonError, match="remove its directory"):
+        tier.clear()
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert has(tier, "a") == (num_good_writes == 0)
+    tier.close()
+
+
+def test_more_models_are_cleared_than_can_be_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, clock = FaultyDisk(), Clock()
+    tier = open_tier(tmp_path, disk, clock=clock)
+    put(tier, "a", model=make_model("kept"))
+    monkeypatch.setattr(disk, "fdatasync", lambda fd: None)
+    num_models = 0
+    while tier.stats().num_segments:
+        tier.clear(make_model(f"m{num_models}"))
+        num_models += 1
+    # Then the oldest file went, and with it the need to remember.
+    assert num_models > 1000
+    monkeypatch.undo()
+    clock.now_s += FIRST_PAUSE_S
+    put(tier, "b", model=make_model("m1"), seed=2)
+    tier.clear(make_model("m2"))
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert has(tier, "b", model=make_model("m1"), seed=2)
     tier.close()
 
 
@@ -237,13 +311,44 @@ def test_files_are_private(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_discard_takes_a_segment_out(tier: SsdTier) -> None:
-    put(tier, "a")
+def encoded(manifest: SegmentManifest, kind: str) -> SegmentManifest:
+    return dataclasses.replace(manifest, codec_params={"kind": kind})
+
+
+def test_what_cannot_be_decoded_leaves_and_stays_away(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    old, other = (encoded(make_manifest("a", 0, 2, SIZES), kind) for kind in ("old", "other"))
+    assert put_manifest(tier, old)
+    assert put_manifest(tier, encoded(make_manifest("b", 0, 2, SIZES), "old"))
+    assert tier.flush(20)
+    tier.discard(other)
+    assert has(tier, "a"), "it is encoded otherwise"
+    tier.discard(old)
+    assert tier.find_missing(old.model, old.page_keys) == [range(2)]
+    assert has(tier, "b"), "it has other pages"
+    assert tier.stats().corrupted_segments == 0
+    # What is stored instead is what the next process finds, though both records are in the log.
+    assert put_manifest(tier, other)
+    assert tier.flush(20)
+    tier.close()
+    tier = open_tier(tmp_path)
     (run,) = match(tier, "a")
-    tier.discard(run)
+    assert run.manifest.codec_params == {"kind": "other"}
+    assert has(tier, "b")
     tier.release(run)
+    tier.close()
+
+
+def test_what_cannot_be_decoded_is_not_written_if_it_waits(tier: SsdTier) -> None:
+    manifest = encoded(make_manifest("a", 0, 2, SIZES), "old")
+    done: list[None] = []
+    with tier._writes._log_lock:  # the writer is busy
+        assert tier.put(manifest, random_blocks(SIZES, 0), (0, 0), lambda: done.append(None))
+        tier.discard(manifest)
+        assert done == [None]
+    assert tier.flush(20)
     assert not has(tier, "a")
-    assert tier.stats().corrupted_segments == 1
+    assert tier.stats().written_segments == 0
 
 
 def test_the_queue_is_bounded(tmp_path: Path) -> None:

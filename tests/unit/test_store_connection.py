@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from krul_backend.daemon import serve
 from krul_backend.daemon.app import app
 from krul_backend.daemon.config import DaemonConfig
+from krul_backend.device import Device
 from krul_backend.errors import DaemonError
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine import store_connection
@@ -205,7 +206,7 @@ class Meeting(RankAgreement):
 def connect(config: KrulConfig, rank: int, num_ranks: int, agreement: RankAgreement, per_host: int) -> Any:
     model = dataclasses.replace(MODEL, tp_rank=rank, tp_size=num_ranks)
     return connect_store(
-        config, model, torch.device("cpu"), agreement, rank_bytes=GIB, ranks_per_host=per_host
+        config, model, Device(torch.device("cpu")), agreement, rank_bytes=GIB, ranks_per_host=per_host
     )
 
 

@@ -12,7 +12,7 @@ from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.strategy.strategy import Strategy
 from krul_sglang.engine.agreement import RankAgreement
-from krul_sglang.engine.strategy_choice import Decision, StrategyChooser
+from krul_sglang.engine.strategy_choice import Choice, ConversationStatistics, Decision, StrategyChooser
 from krul_sglang.engine.turn import Turn
 from krul_sglang.engine.turn_capture import CapturedTurn
 
@@ -52,10 +52,17 @@ class Remember(Decision):
         self.seen: list[tuple[AttentionStatistics | None, QueryRows | None]] = []
 
     def decide(
-        self, turn: Turn | None, statistics: AttentionStatistics | None, rows: QueryRows | None
-    ) -> Strategy:
+        self,
+        turn: Turn | None,
+        missing: Any,
+        statistics: AttentionStatistics | None,
+        rows: QueryRows | None,
+    ) -> Choice:
         self.seen.append((statistics, rows))
-        return Strategy.from_pairs(3)
+        return Choice(Strategy.from_pairs(3), ())
+
+    def forget_model(self) -> None:
+        self.seen.clear()
 
 
 def choose(*attentions: tuple[int, CapturedTurn | None]) -> Remember:
@@ -66,7 +73,7 @@ def choose(*attentions: tuple[int, CapturedTurn | None]) -> Remember:
     for num_tokens, attention in attentions:
         keys = [f"page {page}" for page in range(num_tokens // 8)]
         slots = 31 - torch.arange(num_tokens)
-        chooser.choose(Turn(keys, np.zeros(num_tokens, dtype=np.int32), slots, (), attention))
+        chooser.choose(Turn(keys, np.zeros(num_tokens, dtype=np.int32), slots, (), attention), [])
     return decision
 
 
@@ -89,3 +96,15 @@ def test_without_a_capture_there_is_no_evidence() -> None:
 def test_a_capture_that_fails_is_no_evidence_and_no_error() -> None:
     ((statistics, _),) = choose((16, Captured(0, 16, fails=True))).seen
     assert statistics is None
+
+
+def test_conversations_are_forgotten_by_the_bytes_of_their_statistics() -> None:
+    """With all query heads the sums of a large model are megabytes."""
+    statistics = accumulate(SEQUENCE.rows(), SEQUENCE.read_keys)
+    conversations = ConversationStatistics(max_bytes=3 * statistics.nbytes)
+    for name in ("a", "b", "c", "a", "d"):
+        conversations.extend([name], statistics)
+    num_rows = {name: conversations.extend([name], statistics).num_rows for name in ("a", "d")}
+    # The third time of "a", the second of "d"; of "b" nothing is known any more.
+    assert num_rows == {"a": 3 * 32, "d": 2 * 32}
+    assert conversations.extend(["b"], statistics).num_rows == 32

@@ -8,13 +8,25 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from checksum_gate import replace_hashing
-from store_builders import lease_pages, make_model, page_keys, put, tokens_of, wait_until
+import xxhash
+from fake_tier import FakeTier
+from store_builders import (
+    commit_to,
+    lease_pages,
+    make_manifest,
+    make_model,
+    page_keys,
+    put,
+    tokens_of,
+    wait_until,
+)
 from tiered_builders import (
     FLAGS_BYTES,
     MODEL,
+    SIZES,
     TAKEN_BYTES,
     Rig,
+    content_of,
     is_in_dram,
     put_below,
     put_in_dram,
@@ -24,7 +36,10 @@ from tiered_builders import (
 
 from krul_backend.errors import StoreClosedError, TierReadError
 from krul_backend.restore.costs import TierCost
+from krul_backend.segment import SegmentManifest
 from krul_backend.store.interface import SegmentSlice
+from krul_backend.store.stored_segment import StoredSegment
+from krul_backend.store.tier_reader import NUM_THREADS
 from krul_backend.store.tiered_store import TieredStore
 
 
@@ -107,7 +122,7 @@ def test_positions_must_go_on_across_tiers(rig: Rig) -> None:
         start_token=24,
         layer_first_token=(),
     )
-    rig.host.commit(reservation, odd)
+    commit_to(rig.host, reservation, odd)
     assert tiers_of(lease_pages(rig.store, "d", 0, 4)) == [("ssd", 2)]
 
 
@@ -404,16 +419,60 @@ def test_a_tier_that_does_not_take_a_segment_holds_nothing(rig: Rig, error: Exce
     rig.assert_nothing_is_held()
 
 
-def test_a_segment_without_checksums_is_not_written(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(block: object) -> int:
-        raise MemoryError
+def encoded(manifest: SegmentManifest, kind: str) -> SegmentManifest:
+    return dataclasses.replace(manifest, codec_params={"kind": kind})
 
-    with monkeypatch.context() as patch:
-        replace_hashing(patch, fail)
-        put(rig.store, "c", 0, 2)
-        assert rig.store.flush(10)
-    assert (rig.ssd.num_puts, rig.mooncake.num_puts) == (0, 0)
+
+def add_encoded(tier: FakeTier, conversation: str, first: int, end: int, kind: str) -> SegmentManifest:
+    manifest = encoded(make_manifest(conversation, first, end, SIZES, MODEL), kind)
+    content = content_of(conversation, first, end)
+    tier.add(manifest, content, [xxhash.xxh3_64_intdigest(block) for block in content])
+    return manifest
+
+
+@pytest.mark.parametrize("is_in_dram", [True, False])
+def test_what_cannot_be_decoded_leaves_every_tier_and_is_stored_again(rig: Rig, is_in_dram: bool) -> None:
+    for tier in rig.tiers:
+        add_encoded(tier, "c", 0, 2, "old")
+        add_encoded(tier, "c", 2, 4, "known")
+    if is_in_dram:
+        rig.store.prefetch(MODEL, page_keys("c", 0, 2), tokens_of(page_keys("c", 0, 2)))
+        wait_until(lambda: rig.store.stats().fetched_segments == 1)
+    lease = lease_pages(rig.store, "c", 0, 4)
+    assert lease is not None
+    assert tiers_of(lease) == [("dram" if is_in_dram else "ssd", 2), ("ssd", 2)]
+    first = lease.slices[0]
+    assert first.header.codec_params == {"kind": "old"}
+    assert rig.store.report_damage(first.segment_id, "undecodable")
+    assert rig.store.find_missing(MODEL, page_keys("c", 0, 4)) == [range(2)]
+    assert lease_pages(rig.store, "c", 0, 4) is None
+    # It is reported once, and what nobody leases is not known by that number.
+    rig.store.release(lease)
+    assert not rig.store.report_damage(first.segment_id, "undecodable")
+    assert not rig.store.report_damage(10**6, "undecodable")
+    reservation = rig.store.reserve(SIZES)
+    assert reservation is not None
+    commit_to(rig.store, reservation, encoded(make_manifest("c", 0, 2, SIZES, MODEL), "new"))
+    assert rig.store.flush(10)
+    for tier in rig.tiers:
+        kinds = [record.manifest.codec_params["kind"] for record in tier.records.values()]
+        assert sorted(kinds) == ["known", "new"]
+    lease = lease_pages(rig.store, "c", 0, 4)
+    assert lease is not None
+    assert [part.header.codec_params["kind"] for part in lease.slices] == ["new", "known"]
+    rig.store.release(lease)
     rig.assert_nothing_is_held()
+
+
+def test_what_cannot_be_decoded_keeps_its_bytes_for_its_readers(rig: Rig) -> None:
+    segment_id, content = put_in_dram(rig, "c", 0, 2)
+    lease = lease_pages(rig.store, "c", 0, 2)
+    assert lease is not None
+    assert rig.store.report_damage(segment_id, "undecodable")
+    assert wait_for(lease.slices) == [content]
+    assert rig.store.stats().corrupted_segments == 0
+    rig.store.release(lease)
+    assert rig.store.stats().used_bytes == 0
 
 
 def test_flush_is_late_when_a_write_is(rig: Rig) -> None:
@@ -519,19 +578,22 @@ def test_a_clear_that_meets_a_segment_before_it_is_queued_keeps_it_out(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, entered = threading.Event(), threading.Event()
+    hold = rig.host.hold
 
-    def checksum(block: object) -> int:
+    def slow_hold(segment_id: int) -> StoredSegment | None:
+        segment = hold(segment_id)
         entered.set()
         assert go_on.wait(10)
-        return 0
+        return segment
 
-    with monkeypatch.context() as patch:
-        replace_hashing(patch, checksum)
-        put(rig.store, "c", 0, 2)
-        assert entered.wait(10)
-        rig.store.clear()
-        go_on.set()
-        assert rig.store.flush(10)
+    monkeypatch.setattr(rig.host, "hold", slow_hold)
+    thread = threading.Thread(target=lambda: put(rig.store, "c", 0, 2))
+    thread.start()
+    assert entered.wait(10)
+    rig.store.clear()
+    go_on.set()
+    thread.join(10)
+    assert rig.store.flush(10)
     assert (rig.ssd.num_puts, rig.mooncake.num_puts) == (0, 0)
     rig.assert_nothing_is_held()
 
@@ -552,6 +614,29 @@ def test_a_tier_that_cannot_be_cleared_does_not_keep_the_others(
                 rig.store.clear()
         assert other.records == {}
     assert rig.store.stats().num_segments == 0
+
+
+def test_a_cluster_that_hangs_does_not_hold_up_the_disk(rig: Rig) -> None:
+    rig.mooncake.reads_go_on.clear()
+    hanging = []
+    for i in range(NUM_THREADS + 1):
+        put_below(rig.mooncake, f"m{i}", 0, 3)
+        hanging.append(lease_pages(rig.store, f"m{i}", 0, 3))
+    _, content = put_below(rig.ssd, "c", 0, 3)
+    for lease in hanging:
+        assert lease is not None
+        rig.store.fetch(lease)
+    wait_until(lambda: rig.mooncake.num_reads == NUM_THREADS)
+    lease = lease_pages(rig.store, "c", 0, 3)
+    assert lease is not None
+    assert wait_for(rig.store.fetch(lease)) == [content]
+    assert rig.mooncake.num_reads == NUM_THREADS
+    rig.mooncake.reads_go_on.set()
+    wait_until(lambda: rig.store.stats().fetched_segments == len(hanging) + 1)
+    for held in (*hanging, lease):
+        assert held is not None
+        rig.store.release(held)
+    rig.assert_nothing_is_held()
 
 
 def test_close_ends_reads_and_leases_and_writes_what_waits(rig: Rig) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from krul_backend.device import Device, StreamClock
 from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.store.interface import DRAM_TIER
-from krul_sglang.engine.clock import StreamClock
 from krul_sglang.engine.load_batch import Forecast, LoadBatch
 from krul_sglang.engine.restore_trace import MAX_TRACES, RestoreTrace, TraceLog
 from tests.unit.engine_builders import PATIENCE_S, bare_load, layer_times
@@ -62,7 +62,7 @@ def make_trace(*forecasts: Forecast, has_heads: bool = True, end_s: float | None
     loads = {
         f"r{number}": bare_load(0, 8, (4, 0), forecast=forecast) for number, forecast in enumerate(forecasts)
     }
-    batch = LoadBatch(loads, NUM_LAYERS, torch.device("cpu"), PATIENCE_S)
+    batch = LoadBatch(loads, NUM_LAYERS, Device(torch.device("cpu")), PATIENCE_S)
     clock: Any = ScriptedClock(0.0, 3.0, 4.0)
     batch.clock = clock
     trace = RestoreTrace(batch, is_mixed=False)
@@ -165,7 +165,7 @@ def test_only_the_last_restores_are_kept() -> None:
 
 
 def test_marks_on_a_cpu_are_in_order_from_the_start() -> None:
-    clock = StreamClock(torch.device("cpu"))
+    clock = StreamClock(Device(torch.device("cpu")))
     marks = [clock.mark() for _ in range(3)]
     seconds = [mark() for mark in marks]
     assert None not in seconds

@@ -8,7 +8,9 @@ import pytest
 from store_builders import Clock, page_keys, tokens_of
 from tiered_builders import MODEL, Rig, put_below, put_in_dram, tiers_of
 
-from krul_sglang.engine.waiting_leases import RENEW_S, WaitingLeases
+from krul_backend.segment import TokenIds
+from krul_sglang.engine.served_model import ServedModel
+from krul_sglang.engine.waiting_leases import MISS_S, RENEW_S, WaitingLeases
 
 KEYS = page_keys("c", 0, 4)
 
@@ -25,7 +27,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def waiting(rig: Rig, clock: Clock) -> WaitingLeases:
-    return WaitingLeases(rig.store, MODEL, clock)
+    return WaitingLeases(rig.store, ServedModel(MODEL), clock)
 
 
 def lookups(rig: Rig) -> int:
@@ -55,11 +57,62 @@ def test_the_store_is_asked_once_for_what_is_in_dram(rig: Rig, waiting: WaitingL
     rig.assert_nothing_is_held()
 
 
-def test_a_miss_holds_nothing_and_is_asked_again(rig: Rig, waiting: WaitingLeases) -> None:
-    assert promise(waiting) == 0
-    assert len(waiting) == 0
+def test_a_miss_holds_nothing_and_is_asked_again_a_second_later(
+    rig: Rig, waiting: WaitingLeases, clock: Clock
+) -> None:
+    asked: list[None] = []
+
+    def tokens() -> TokenIds:
+        asked.append(None)
+        return tokens_of(KEYS)
+
+    for _ in range(100):
+        assert waiting.promise("r", KEYS, tokens) == 0
+        # As the radix cache does in each round that finds nothing.
+        waiting.give_back("r")
+        clock.now_s += MISS_S / 200
+    assert (lookups(rig), len(asked), len(waiting)) == (1, 1, 0)
     put_in_dram(rig, "c", 0, 2)
+    assert promise(waiting) == 0
+    clock.now_s += MISS_S / 2
     assert promise(waiting) == 2
+    waiting.release_all()
+    rig.assert_nothing_is_held()
+
+
+def test_a_miss_counts_for_its_request_and_its_pages_alone(rig: Rig, waiting: WaitingLeases) -> None:
+    assert promise(waiting) == 0
+    put_in_dram(rig, "c", 0, 4)
+    # Another request, more or other pages of the same one, and the same one after its release.
+    assert promise(waiting, "s") == 4
+    assert promise(waiting, keys=KEYS[:3]) == 3
+    assert promise(waiting, "t", keys=page_keys("d", 0, 4)) == 0
+    waiting.release("t")
+    put_in_dram(rig, "d", 0, 4)
+    assert promise(waiting, "t", keys=page_keys("d", 0, 4)) == 4
+    waiting.release_all()
+    rig.assert_nothing_is_held()
+
+
+def test_misses_are_forgotten_with_their_requests(rig: Rig, waiting: WaitingLeases, clock: Clock) -> None:
+    assert promise(waiting) == 0
+    put_in_dram(rig, "c", 0, 4)
+    waiting.release_all()
+    assert promise(waiting) == 4
+    waiting.release_all()
+    # Those of requests that are never released, too.
+    for i in range(100):
+        assert promise(waiting, f"r{i}", keys=page_keys("d", 0, 4)) == 0
+        clock.now_s += MISS_S / 10
+        assert waiting.num_misses <= 11
+
+
+def test_a_run_with_another_end_is_another_promise(rig: Rig, waiting: WaitingLeases) -> None:
+    """Two prompts may begin alike and have as many pages."""
+    put_in_dram(rig, "c", 0, 4)
+    assert promise(waiting) == 4
+    other = (*KEYS[:2], *page_keys("d", 2, 4))
+    assert promise(waiting, keys=other) == 2
     waiting.release_all()
     rig.assert_nothing_is_held()
 
@@ -108,6 +161,7 @@ def test_a_promise_outlives_a_store_that_finds_it_no_more(
     monkeypatch.setattr(rig.store, "lease", lambda *args: None)
     assert promise(waiting) == 4
     waiting.release("r")
+    wait_until_read(rig)
     rig.assert_nothing_is_held()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 from fake_tier import FakeTier
-from store_builders import make_manifest, make_model, page_keys
+from store_builders import commit_to, make_manifest, make_model, page_keys
 
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.eviction import LruPolicy
@@ -64,7 +64,8 @@ def put_in_dram(
     content = content_of(conversation, first, end, sizes)
     for block, wanted in zip(reservation.blocks, content, strict=True):
         block[:] = np.frombuffer(wanted, dtype=np.uint8)
-    return rig.host.commit(reservation, make_manifest(conversation, first, end, sizes, MODEL)), content
+    manifest = make_manifest(conversation, first, end, sizes, MODEL)
+    return commit_to(rig.host, reservation, manifest), content
 
 
 def wait_for(pieces: tuple[SegmentSlice, ...]) -> list[tuple[bytes, ...]]:

@@ -8,11 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.device import Device
 
 CPU_BLOCK_BYTES = 8 << 20
 """Attention weights that are held at a time on a CPU: about what stays in its caches."""
 DEVICE_BLOCK_BYTES = 256 << 20
 """The same on a GPU, where few large operations are faster than many small ones."""
+
+
+def default_block_bytes(device: torch.device) -> int:
+    """Attention weights that are worth holding at a time on a device."""
+    return CPU_BLOCK_BYTES if Device(device).shares_cores else DEVICE_BLOCK_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +126,7 @@ def accumulate(
         return total
     device = rows.queries.device
     if block_bytes is None:
-        block_bytes = CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
+        block_bytes = default_block_bytes(device)
     positions = rows.positions.cpu()
     num_tokens = int(positions.max()) + 1
     squared_distance = total.squared_distance.to(device)

@@ -17,6 +17,7 @@ from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
 from krul_backend.attention.shared_job import JobLayout
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.attention.worker_process import WorkerGoneError, WorkerProcess
+from krul_backend.device import Device, Event
 from krul_backend.tiers.free_extents import FreeExtents
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,17 @@ class WorkerStats:
 
 
 @dataclass(frozen=True, eq=False)
+class _Copied:
+    """``event`` comes when the copies have ended. Until then ``sources``, which they read, are kept."""
+
+    event: Event
+    sources: list[object]
+
+
+@dataclass(frozen=True, eq=False)
 class _Job:
     layout: JobLayout
-    copied: torch.cuda.Event | None
+    copied: _Copied
     future: Future[AttentionStatistics]
 
 
@@ -62,8 +71,10 @@ class SimilarityWorker:
         self._memory_fd = os.memfd_create("krul-similarity", os.MFD_CLOEXEC)
         os.ftruncate(self._memory_fd, capacity_bytes)
         self._memory = torch.frombuffer(mmap.mmap(self._memory_fd, capacity_bytes), dtype=torch.uint8)
-        self._copy_stream: torch.cuda.Stream | None = None
-        self._is_page_locked = False
+        # One array for as long as its pages are locked.
+        self._pages = self._memory.numpy()
+        self._device: Device | None = None
+        self._stream: Any | None = None
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._process: WorkerProcess | None = None
@@ -90,7 +101,8 @@ class SimilarityWorker:
 
         Queries and keys are copied. From a GPU the copies run on a side stream after the work queued so far,
         and this returns without waiting for them: the keys of these tokens must not be overwritten before the
-        future is done. From the CPU they are complete when this returns.
+        future is done. ``read_keys`` is called on that stream, so that the keys of one layer at a time are on
+        the device beside the pool. From the CPU the copies are complete when this returns.
 
         Raises:
             RuntimeError: if the worker was closed.
@@ -108,6 +120,9 @@ class SimilarityWorker:
         try:
             copied = self._copy_in(layout, rows, read_keys)
         except BaseException:
+            if self._device is not None:
+                # What is queued may still be written.
+                self._device.synchronize(self._stream)
             self._give_back(layout)
             raise
         job = _Job(layout, copied, Future())
@@ -122,49 +137,34 @@ class SimilarityWorker:
             self._is_closed = True
         self._jobs.put(None)
         self._thread.join()
-        if self._is_page_locked:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
+        if self._device is not None:
+            self._device.unlock_pages()
         os.close(self._memory_fd)
 
-    def _copy_in(self, layout: JobLayout, rows: QueryRows, read_keys: ReadKeys) -> torch.cuda.Event | None:
+    def _copy_in(self, layout: JobLayout, rows: QueryRows, read_keys: ReadKeys) -> _Copied:
         views = layout.views(self._memory)
         views.positions.copy_(rows.positions)
         views.kv_heads.copy_(rows.kv_heads)
-        device = rows.queries.device
-        if device.type != "cuda":
-            views.queries.copy_(rows.queries)
+        device, stream = self._open_device(rows.queries)
+        # The caller may overwrite its rows as soon as this returns.
+        queries = rows.queries if device.shares_cores else rows.queries.clone()
+        device.wait_for(device.record(), stream)
+        with device.on_stream(stream):
+            device.download(views.queries, queries)
             for layer in range(layout.num_layers):
-                views.keys[layer].copy_(read_keys(layer)[: layout.num_tokens])
-            return None
-        side, current = self._cuda_stream(device), torch.cuda.current_stream(device)
+                device.download(views.keys[layer], read_keys(layer)[: layout.num_tokens])
+            return _Copied(device.record(), [queries, read_keys])
 
-        def copy_aside(source: torch.Tensor, target: torch.Tensor) -> None:
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                target.copy_(source, non_blocking=True)
-            # The allocator must not hand it to the engine before the copy has read it.
-            source.record_stream(side)
-
-        # A copy on the engine's stream: the caller may overwrite its rows as soon as this returns.
-        copy_aside(rows.queries.clone(memory_format=torch.contiguous_format), views.queries)
-        for layer in range(layout.num_layers):
-            copy_aside(read_keys(layer)[: layout.num_tokens].contiguous(), views.keys[layer])
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(side)
-        return event
-
-    def _cuda_stream(self, device: torch.device) -> torch.cuda.Stream:
-        if self._copy_stream is None:
+    def _open_device(self, queries: torch.Tensor) -> tuple[Device, Any]:
+        """The device of the first queries, with a stream for copies. They are all on one."""
+        if self._device is None:
+            self._device = Device.of(queries)
+            self._stream = self._device.new_stream()
             # Copies are asynchronous only from and to page-locked memory.
-            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            error = cudart.cudaHostRegister(self._memory.data_ptr(), len(self._memory), 0)
-            self._is_page_locked = int(error) == 0
-            if not self._is_page_locked:
-                logger.warning(
-                    "similarity queue cannot be page-locked (CUDA error %d): copies will wait", error
-                )
-            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._copy_stream
+            error = self._device.lock_pages(self._pages)
+            if error != 0:
+                logger.warning("similarity queue cannot be page-locked (error %d): copies will wait", error)
+        return self._device, self._stream
 
     def _give_back(self, layout: JobLayout) -> None:
         with self._lock:
@@ -183,8 +183,8 @@ class SimilarityWorker:
 
     def _work_off(self, job: _Job) -> AttentionStatistics:
         try:
-            if job.copied is not None:
-                job.copied.synchronize()
+            job.copied.event.synchronize()
+            job.copied.sources.clear()
             return self._reduce(job.layout)
         finally:
             # Before anybody hears of the result: the next job may need this one's room.

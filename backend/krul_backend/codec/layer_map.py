@@ -113,7 +113,7 @@ class LayerMapFitter:
         """fp32 ``[T, C]``."""
         k = kv.k.float()
         if self._rotary is not None:
-            k = self._rotary.unrotate(k, torch.arange(start_token, start_token + len(k)))
+            k = self._rotary.unrotate(k, torch.arange(start_token, start_token + len(k), device=k.device))
         return torch.cat([k.flatten(1), kv.v.float().flatten(1)], dim=1)
 
 

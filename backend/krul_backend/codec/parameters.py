@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,16 +46,22 @@ class SegmentParameters:
 
     ``pairs`` has one entry for each pair of ``strategy.pairs``. ``are_keys_unrotated``: compressed keys
     are stored without their rotary embedding.
+
+    ``damage``: what the segment's KV is expected to cost a conversation that gets it back, in nats of the
+    next-token distributions; with what it had lost already when it was encoded. Infinite if nobody knows.
+    None, where nobody measures, is left out of the JSON, and read as 0 for a strategy without loss and as
+    infinite for any other.
     """
 
     strategy: Strategy
     group_size: int
     are_keys_unrotated: bool
     pairs: tuple[PairParameters, ...]
+    damage: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that ``parse`` accepts."""
-        return {
+        values = {
             "codec": CODEC_NAME,
             "version": CODEC_VERSION,
             "group_size": self.group_size,
@@ -62,6 +69,9 @@ class SegmentParameters:
             "layers": self.strategy.to_json(),
             "pairs": [pair.to_json() for pair in self.pairs],
         }
+        if self.damage is not None:
+            values["damage"] = self.damage if math.isfinite(self.damage) else None
+        return values
 
     @classmethod
     def parse(
@@ -79,7 +89,7 @@ class SegmentParameters:
             raise CodecError(
                 f"version {version!r} of codec {CODEC_NAME!r} is unknown (known: {CODEC_VERSION})"
             )
-        if set(params) != _KEYS:
+        if set(params) - {"damage"} != _KEYS:
             raise CodecError(f"codec parameters are {sorted(_KEYS)}, got {sorted(map(str, params))}")
         group_size = params["group_size"]
         if not _is_count(group_size) or group_size < 1:
@@ -92,7 +102,8 @@ class SegmentParameters:
         if not isinstance(pairs, list) or len(pairs) != len(strategy.pairs):
             raise CodecError(f"{len(strategy.pairs)} pairs have as many parameters, got {pairs!r:.200}")
         parsed = tuple(_parse_pair(pair, num_kv_heads, num_tokens) for pair in pairs)
-        return cls(strategy, group_size, are_keys_unrotated, parsed)
+        damage = _parse_damage(params, strategy)
+        return cls(strategy, group_size, are_keys_unrotated, parsed, damage)
 
 
 def _parse_strategy(layers: object, num_layers: int) -> Strategy:
@@ -105,6 +116,17 @@ def _parse_strategy(layers: object, num_layers: int) -> Strategy:
     if len(strategy.layers) != num_layers:
         raise CodecError(f"a strategy of {len(strategy.layers)} layers for a model of {num_layers}")
     return strategy
+
+
+def _parse_damage(params: Mapping[str, Any], strategy: Strategy) -> float:
+    if "damage" not in params:
+        return 0.0 if strategy.is_lossless else math.inf
+    damage = params["damage"]
+    if damage is None:
+        return math.inf
+    if isinstance(damage, bool) or not isinstance(damage, (int, float)) or not 0 <= damage < math.inf:
+        raise CodecError(f"damage {damage!r} is no number of nats")
+    return float(damage)
 
 
 def _parse_pair(pair: object, num_kv_heads: int, num_tokens: int) -> PairParameters:

@@ -79,6 +79,3 @@ class PredictedPair(UnitCodec):
         k, v = self._map.predict(*self._lower.read_vectors(blocks[_LOWER], run))
         views = self.layouts[index].record_views(blocks[index], run)
         return self.place.with_rotary(k + self._k.read(views), run), (v + self._v.read(views)).flatten(0, 1)
-
-    def overwrite(self, index: int, blocks: Sequence[torch.Tensor], kv: LayerKV, first_token: int) -> None:
-        pass

@@ -11,6 +11,7 @@ from krul_backend.codec.predicted_pair import PredictedPair
 from krul_backend.codec.segment_codec import SegmentDecoder, UnitBlocks
 from krul_backend.codec.shared_pair import SharedPair
 from krul_backend.codec.single_layer import CodedLayer, NativeLayer
+from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
 FusedUnit = NativeLayer | CodedLayer | SharedPair
@@ -64,7 +65,7 @@ def can_fuse(found: UnitBlocks, k_buffer: torch.Tensor, v_buffer: torch.Tensor, 
     tensors = (*found.blocks, k_buffer, v_buffer, slots)
     return (
         type(found.codec) in get_args(FusedUnit)
-        and k_buffer.is_cuda
+        and Device.of(k_buffer).runs_triton
         and all(tensor.device == k_buffer.device for tensor in tensors)
         and found.codec.place.shape.dtype in _FUSED_DTYPES
         and k_buffer.stride(-1) == v_buffer.stride(-1) == 1

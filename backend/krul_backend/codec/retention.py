@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from krul_backend.codec.options import CodecOptions, RetentionRule
+from krul_backend.device import Device
 
 _ALWAYS = 2.0
 """A distance above every angular distance."""
@@ -44,5 +45,5 @@ def retained_tokens(
     order = distances.masked_fill(forced.unsqueeze(1), _ALWAYS).argsort(dim=0, descending=True, stable=True)
     rank = torch.empty_like(order)
     rank.scatter_(0, order, torch.arange(order.shape[0], device=order.device).unsqueeze(1).expand_as(order))
-    is_retained = rank < torch.tensor(counts, device=rank.device)
+    is_retained = rank < Device.of(rank).from_list(counts)
     return is_retained.t().nonzero()[:, 1]

@@ -57,11 +57,18 @@ class UnitBlocks:
 
 
 class SegmentDecoder(SegmentLayout):
-    """Reads one segment's blocks, which were stored with ``strategy``; made by ``SegmentCodec.open``."""
+    """Reads one segment's blocks, which were stored with ``strategy``; made by ``SegmentCodec.open``.
 
-    def __init__(self, strategy: Strategy, units: Mapping[Unit, UnitCodec], place: SegmentPlace) -> None:
+    ``damage``: what they cost, in nats; see ``SegmentParameters``.
+    """
+
+    def __init__(
+        self, parameters: SegmentParameters, units: Mapping[Unit, UnitCodec], place: SegmentPlace
+    ) -> None:
         super().__init__(units, place)
-        self.strategy = strategy
+        self.strategy = parameters.strategy
+        assert parameters.damage is not None
+        self.damage: float = parameters.damage
 
     def decode(
         self, layer: int, blocks: Mapping[int, torch.Tensor], first_token: int, end_token: int
@@ -122,12 +129,13 @@ class SegmentCodec:
         start_token: int,
         num_tokens: int,
         head_ends: Sequence[int] | None = None,
+        damage: float | None = None,
     ) -> SegmentEncoding:
         """Fix how tokens ``[start_token, start_token + num_tokens)`` of a conversation are encoded.
 
         ``head_ends``: of layer ``l``, tokens before position ``head_ends[l]`` of the conversation need not be
-        kept; None keeps everything. Reads both layers of each pair that shares directions, unless nothing of
-        it is kept, for the number of tokens that are retained.
+        kept; None keeps everything. ``damage`` is noted in the parameters. Reads both layers of each pair
+        that shares directions, unless nothing of it is kept, for the number of tokens that are retained.
 
         Raises:
             CodecError: a strategy or heads for another number of layers, no tokens, positions beyond the
@@ -144,7 +152,7 @@ class SegmentCodec:
             precision = strategy.layers[pair[0]].precision
             pairs.append(self._share(pair, precision, read if is_kept else None, start_token))
         parameters = SegmentParameters(
-            strategy, self._options.group_size, self._rotary is not None, tuple(pairs)
+            strategy, self._options.group_size, self._rotary is not None, tuple(pairs), damage
         )
         place = self._place(parameters, start_token, num_tokens)
         units = self._units(parameters, place)
@@ -221,16 +229,29 @@ class SegmentCodec:
             CodecError: anything but parameters that this codec writes for this model and place, or a pair
                 was stored with a map that is not there.
         """
-        parameters = SegmentParameters.parse(
+        parameters = self._parse(params, num_tokens)
+        if parameters.are_keys_unrotated and self._rotary is None:
+            raise CodecError("keys were stored without rotary embedding, and this model's is not known")
+        place = self._place(parameters, start_token, num_tokens)
+        return SegmentDecoder(parameters, self._units(parameters, place), place)
+
+    def damage_of(self, params: Mapping[str, Any], num_tokens: int) -> float:
+        """The damage, in nats, that a segment with these parameters carries; infinite if nobody knows it.
+
+        Raises:
+            CodecError: anything but parameters that this codec writes for this model.
+        """
+        damage = self._parse(params, num_tokens).damage
+        assert damage is not None
+        return damage
+
+    def _parse(self, params: Mapping[str, Any], num_tokens: int) -> SegmentParameters:
+        return SegmentParameters.parse(
             params,
             num_layers=self.num_layers,
             num_kv_heads=self._shape.num_kv_heads,
             num_tokens=num_tokens,
         )
-        if parameters.are_keys_unrotated and self._rotary is None:
-            raise CodecError("keys were stored without rotary embedding, and this model's is not known")
-        place = self._place(parameters, start_token, num_tokens)
-        return SegmentDecoder(parameters.strategy, self._units(parameters, place), place)
 
     def _place(self, parameters: SegmentParameters, start_token: int, num_tokens: int) -> SegmentPlace:
         if start_token < 0 or num_tokens < 1:

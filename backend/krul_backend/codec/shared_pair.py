@@ -15,6 +15,7 @@ from krul_backend.codec.retention import retained_counts, retained_tokens
 from krul_backend.codec.slerp import angular_distance, slerp, unit_directions
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
 from krul_backend.codec.vector_format import VectorFormat, vector_format
+from krul_backend.device import Device
 from krul_backend.strategy.strategy import Precision
 
 _LOWER = 0
@@ -152,4 +153,5 @@ def count_retained(
 
 def _heads(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The head of each retained row, int64 ``[sum(counts)]``."""
-    return torch.arange(len(counts), device=device).repeat_interleave(torch.tensor(counts, device=device))
+    repeats = Device(device).from_list(counts)
+    return torch.arange(len(counts), device=device).repeat_interleave(repeats, output_size=sum(counts))

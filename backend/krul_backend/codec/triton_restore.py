@@ -22,6 +22,7 @@ from krul_backend.codec.shared_pair import SharedPair
 from krul_backend.codec.single_layer import NativeLayer
 from krul_backend.codec.triton_kernels import restore_groups, restore_retained
 from krul_backend.codec.vector_format import CodeFormat, FloatFormat, MeanFormat, VectorFormat
+from krul_backend.device import Device
 
 _LOWER = 0
 _NUM_WARPS = 4
@@ -47,7 +48,7 @@ def restore_fused(
     unit = found.codec
     blocks = unit.check(found.index, found.blocks, first_token)
     # A thread's current GPU need not be the pool's.
-    with torch.cuda.device_of(k_buffer):  # type: ignore[no-untyped-call]
+    with Device.of(k_buffer).as_current():
         grid, arguments = group_launch(found, blocks, first_token, end_token, k_buffer, v_buffer, slots)
         restore_groups[grid](**arguments)
         if isinstance(unit, SharedPair) and sum(unit.retained.k) + sum(unit.retained.v) > 0:
@@ -143,12 +144,9 @@ def retained_launch(
     shape = pair.place.shape
     lower = pair.layouts[_LOWER].trailer_views(blocks[0])
     own = pair.layouts[index].trailer_views(blocks[-1])
-    head_ends = torch.tensor(
-        [list(accumulate(counts)) for counts in (pair.retained.k, pair.retained.v)],
-        dtype=torch.int32,
-        # From pageable memory the copy would wait for the stream.
-        pin_memory=k_buffer.is_cuda,
-    ).to(k_buffer.device, non_blocking=True)
+    head_ends = Device.of(k_buffer).from_list(
+        [list(accumulate(counts)) for counts in (pair.retained.k, pair.retained.v)], torch.int32
+    )
     k_padded_dim, v_padded_dim = (triton.next_power_of_2(dim) for dim in (shape.k_head_dim, shape.v_head_dim))
     num_program_rows = max(1, _RETAINED_TILE // max(k_padded_dim, v_padded_dim))
     arguments = {

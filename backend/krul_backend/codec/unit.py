@@ -46,7 +46,10 @@ class SegmentPlace:
         return k if self.rotary is None else self.rotary.rotate(k, self._positions(run))
 
     def _positions(self, run: GroupRun) -> torch.Tensor:
-        return torch.arange(self.start_token + run.first_token, self.start_token + run.end_token)
+        assert self.rotary is not None
+        first, end = self.start_token + run.first_token, self.start_token + run.end_token
+        # Made where the table lies: nothing is copied, and the thread does not wait for the stream.
+        return torch.arange(first, end, device=self.rotary.cos.device)
 
 
 class UnitCodec(ABC):

@@ -29,7 +29,8 @@ from krul_backend.daemon.requests import (
     StatsRequest,
     VerifyRequest,
 )
-from krul_backend.errors import DaemonError, DaemonUnreachableError
+from krul_backend.daemon.runtime_dir import check_served
+from krul_backend.errors import DaemonError
 from krul_backend.store.interface import DamageReport, SegmentDetails, SegmentInfo, StoreStats
 
 
@@ -46,7 +47,8 @@ class AdminClient:
 
     Raises:
         DaemonUnreachableError: no daemon was ever there.
-        DaemonError: an endpoint of another kind, or TCP without keys.
+        DaemonError: an endpoint of another kind, TCP without keys, or a directory that is not this user's
+            alone.
     """
 
     def __init__(
@@ -57,10 +59,9 @@ class AdminClient:
             if curve is None:
                 raise DaemonError(f"{address}: over TCP a daemon answers only to CURVE keys")
         else:
-            path = runtime_dir_of(endpoint) / CONTROL_SOCKET
-            if not path.is_socket():
-                raise DaemonUnreachableError(f"no krul daemon serves {path.parent}")
-            address, curve = f"ipc://{path}", None
+            runtime_dir = runtime_dir_of(endpoint)
+            check_served(runtime_dir)
+            address, curve = f"ipc://{runtime_dir / CONTROL_SOCKET}", None
         self._timeout_s = timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channels = RequestChannels(self._context, address, curve=curve)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -14,6 +13,7 @@ from typer.core import TyperGroup
 
 from krul_backend.daemon.cli import add_commands
 from krul_backend.daemon.config import DaemonConfig
+from krul_backend.daemon.runtime_dir import remove_if_embedded
 from krul_backend.errors import ConfigError, KrulError
 from krul_backend.memory import parse_bytes
 
@@ -107,7 +107,7 @@ def serve_command(
         bool,
         typer.Option(
             "--embedded",
-            help="As an engine starts it: nobody's child, ends when unused, leaves no directory.",
+            help="As an engine starts it: nobody's child, ends when unused, removes a directory made for it.",
         ),
     ] = False,
     admin_endpoint: Annotated[
@@ -153,7 +153,7 @@ def serve_command(
         )
     )
     if embedded:
-        shutil.rmtree(runtime_dir, ignore_errors=True)
+        remove_if_embedded(runtime_dir)
 
 
 add_commands(app)

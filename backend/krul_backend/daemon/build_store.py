@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -107,16 +106,15 @@ def parse_options(kind: type[Options], name: str, given: Mapping[str, str]) -> O
 def default_ssd_capacity(directory: Path) -> int:
     """Half of what is free on the disk of a directory that need not exist yet; its own files count as free.
 
+    Files that are not the tier's take what they take, in that directory as anywhere on the disk.
+
     Raises:
         ConfigError: there is no such disk.
     """
+    from krul_backend.tiers.ssd.own_files import own_bytes
+
     try:
         there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-        own_bytes = sum(
-            os.path.getsize(os.path.join(root, name))
-            for root, _, names in os.walk(directory)
-            for name in names
-        )
-        return (shutil.disk_usage(there).free + own_bytes) // 2
+        return (shutil.disk_usage(there).free + own_bytes(directory)) // 2
     except OSError as error:
         raise ConfigError(f"ssd_dir: got {str(directory)!r}: {error.strerror or error}") from error

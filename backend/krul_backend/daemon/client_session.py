@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from krul_backend.daemon.protocol import CONTROL_SOCKET, SESSION_SOCKET, SessionGreeting, decode_greeting
-from krul_backend.daemon.runtime_dir import check_socket_path
+from krul_backend.daemon.runtime_dir import check_served, check_socket_path
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError
 
 _MAX_GREETING_BYTES = 4096
@@ -54,7 +54,8 @@ class ClientSession:
 
     Raises:
         DaemonUnreachableError: nothing answers there.
-        DaemonError: somebody else's process does, or the path is too long for a socket.
+        DaemonError: somebody else's process does or could, or the path is too long for a socket: see
+            ``check_served``.
         ProtocolError: what answers is not a daemon of this protocol.
     """
 
@@ -66,6 +67,7 @@ class ClientSession:
         on_end: Callable[[ClientSession], None] | None = None,
     ) -> None:
         check_socket_path(runtime_dir)
+        check_served(runtime_dir)
         self.runtime_dir = runtime_dir
         self._on_end = on_end
         self._is_over = threading.Event()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import zmq
 
 from krul_backend.daemon.client_session import ClientSession
+from krul_backend.daemon.limits import MAX_MODELS
 from krul_backend.daemon.replies import HelloReply
 from krul_backend.daemon.request_channel import RequestChannels
 from krul_backend.daemon.requests import HelloRequest
@@ -21,14 +24,15 @@ class Connection:
         self.channels = RequestChannels(
             context, session.control_endpoint, session.token, has_ended=lambda: not session.is_alive
         )
-        self._known: set[str] = set()
+        self._lock = threading.Lock()
+        self._known: dict[str, None] = {}
 
     @property
     def arena(self) -> Arena:
         return self.session.arena
 
     def say_hello(self, model: ModelIdentity, timeout_s: float) -> None:
-        """Register a model, once. Raises as ``RequestChannels.ask``."""
+        """Register a model, unless the daemon knows it. Raises as ``RequestChannels.ask``."""
         if model.fingerprint in self._known:
             return
         request = HelloRequest(
@@ -38,7 +42,10 @@ class Connection:
             fingerprint=model.fingerprint,
         )
         self.channels.ask(request, HelloReply, timeout_s)
-        self._known.add(model.fingerprint)
+        with self._lock:
+            self._known[model.fingerprint] = None
+            if len(self._known) > MAX_MODELS // 2:
+                del self._known[next(iter(self._known))]
 
     def close(self) -> None:
         self.session.close()

@@ -63,10 +63,12 @@ from krul_backend.daemon.requests import (
 )
 from krul_backend.daemon.views import slices_in, view_in
 from krul_backend.daemon.wire import header_from_wire, manifest_to_wire, runs_from_wire
-from krul_backend.errors import ProtocolError, StoreClosedError, TierReadError
+from krul_backend.errors import ManifestError, ProtocolError, StoreClosedError, TierReadError
 from krul_backend.restore.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.store.hashing import checked_checksums
 from krul_backend.store.interface import (
+    DamageReason,
     DamageReport,
     KVStore,
     Lease,
@@ -187,10 +189,11 @@ class DaemonStore(KVStore):
             self._reservations[reservation_id] = connection
         return Reservation(reservation_id, blocks, spans)
 
-    def commit(self, reservation: Reservation, manifest: SegmentManifest) -> int:
-        self._check_open()
+    def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
         reservation_id = reservation.reservation_id
         connection = self._settle(reservation)
+        if connection is None:
+            raise StoreClosedError("the KV store was closed")
         try:
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon that reserved the space is gone, or does not answer")
@@ -199,6 +202,7 @@ class DaemonStore(KVStore):
                 reservation_id=reservation_id,
                 fingerprint=manifest.model.fingerprint,
                 manifest=manifest_to_wire(manifest),
+                checksums=checked_checksums(checksums, len(reservation.blocks)),
             )
             return self._requests.ask(
                 connection,
@@ -212,10 +216,15 @@ class DaemonStore(KVStore):
             self._requests.note(connection, "commit", error)
             self._post_abort(connection, reservation_id)
             raise StoreClosedError(f"the segment was not stored: {error}") from error
+        except ManifestError:
+            # Of the daemon or of this side: only the daemon's has given the space back.
+            self._post_abort(connection, reservation_id)
+            raise
 
     def abort(self, reservation: Reservation) -> None:
-        if not self._is_closed:
-            self._post_abort(self._settle(reservation), reservation.reservation_id)
+        connection = self._settle(reservation)
+        if connection is not None:
+            self._post_abort(connection, reservation.reservation_id)
 
     def lease(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Lease | None:
         keys = tuple(page_keys)
@@ -250,8 +259,8 @@ class DaemonStore(KVStore):
         return Lease(lease_id, reply.num_pages, slices)
 
     def fetch(self, lease: Lease) -> tuple[SegmentSlice, ...]:
-        self._check_open()
         with self._lock:
+            self._check_open()
             connection = self._leases[lease.lease_id]
         if lease.is_in_dram:
             return lease.slices
@@ -278,10 +287,10 @@ class DaemonStore(KVStore):
         )
         return reply.num_pages if reply is not None else 0
 
-    def report_damage(self, segment_id: int) -> bool:
+    def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
         reply = self._try(
             ReportDamageReply,
-            lambda head: ReportDamageRequest(**head, segment_id=segment_id),
+            lambda head: ReportDamageRequest(**head, segment_id=segment_id, reason=reason),
             timeout_s=SLOW_TIMEOUT_S,
         )
         return reply is not None and reply.is_damaged
@@ -311,11 +320,11 @@ class DaemonStore(KVStore):
 
     def release(self, lease: Lease) -> None:
         """As the interface says, without waiting for the daemon."""
-        if self._is_closed:
-            return
         with self._lock:
-            connection = self._leases.pop(lease.lease_id)
-        self._post_release(connection, lease.lease_id)
+            # Closing forgets what was granted, so both are looked at together.
+            connection = None if self._is_closed else self._leases.pop(lease.lease_id)
+        if connection is not None:
+            self._post_release(connection, lease.lease_id)
 
     def pin(self, model: ModelIdentity, page_keys: Sequence[str], ttl_s: float) -> int:
         if not 0.0 < ttl_s < math.inf:
@@ -409,11 +418,16 @@ class DaemonStore(KVStore):
         self._check_open()
         return self._requests.attempt(reply_type, make, model, timeout_s=timeout_s, token_ids=token_ids)
 
-    def _settle(self, reservation: Reservation) -> Connection:
+    def _settle(self, reservation: Reservation) -> Connection | None:
+        """Take the right to write from a reservation's holder; None: the store was closed."""
         with self._lock:
-            connection = self._reservations.pop(reservation.reservation_id, None)
-        if connection is None:
-            raise KeyError(f"reservation {reservation.reservation_id} is unknown, committed or aborted")
+            connection = None
+            if not self._is_closed:
+                connection = self._reservations.pop(reservation.reservation_id, None)
+                if connection is None:
+                    raise KeyError(
+                        f"reservation {reservation.reservation_id} is unknown, committed or aborted"
+                    )
         # A late write of the holder's must not reach bytes that are somebody else's by now.
         for block in reservation.blocks:
             block.flags.writeable = False

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from krul_backend.daemon.protocol import CONTROL_SOCKET, SESSION_SOCKET
+from krul_backend.daemon.runtime_dir import check_private
 from krul_backend.errors import DaemonError
 
 DIRECTORY_PATTERN = "krul-*"
@@ -24,7 +24,8 @@ def default_parents() -> tuple[Path, ...]:
 def find_runtime_dirs(parents: Sequence[Path] | None = None) -> list[Path]:
     """Runtime directories of this user in which a daemon listens, sorted.
 
-    A directory of somebody else, a link, or one that a daemon left behind is none of them.
+    A directory of somebody else, one that others may enter, a link, or one that a daemon left behind is none
+    of them.
     """
     parents = default_parents() if parents is None else parents
     found = {path.absolute() for parent in parents for path in parent.glob(DIRECTORY_PATTERN)}
@@ -56,10 +57,10 @@ def resolve_endpoint(endpoint: str | None, parents: Sequence[Path] | None = None
 
 def _is_private(path: Path) -> bool:
     try:
-        status = path.lstat()
-    except OSError:
+        check_private(path)
+    except (DaemonError, OSError):
         return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return True
 
 
 def _is_served(path: Path) -> bool:

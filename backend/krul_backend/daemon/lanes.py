@@ -24,11 +24,12 @@ class Lane(Enum):
     """Threads of their own, so that what takes minutes holds up only its like."""
 
     SHORT = "short"
+    ROOM = "room"
     FLUSH = "flush"
     VERIFY = "verify"
 
 
-_NUM_THREADS = {Lane.SHORT: 4, Lane.FLUSH: 2, Lane.VERIFY: 1}
+_NUM_THREADS = {Lane.SHORT: 4, Lane.ROOM: 2, Lane.FLUSH: 2, Lane.VERIFY: 1}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import IO
 import orjson
 
 import krul_backend
-from krul_backend.daemon.runtime_dir import check_socket_path
+from krul_backend.daemon.runtime_dir import LOG_NAME, check_socket_path
 from krul_backend.errors import DaemonError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ READY_TIMEOUT_S = 30.0
 MAX_RESTARTS, RESTART_WINDOW_S = 5, 600.0
 
 _PREFIX = "krul-"
-_LOG_NAME = "daemon.log"
 _NUM_SHOWN_LINES = 20
 _MAX_READY_BYTES = 4096
 _END_TIMEOUT_S = 15.0  # the daemon flushes for up to 10 s
@@ -78,7 +77,7 @@ class EmbeddedDaemon:
 
     @property
     def log_path(self) -> Path:
-        return self.runtime_dir / _LOG_NAME
+        return self.runtime_dir / LOG_NAME
 
     def restart(self) -> None:
         """Start the daemon again, in the same directory. A process that is still there is killed before.

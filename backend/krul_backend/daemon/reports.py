@@ -67,7 +67,6 @@ def details_report(details: SegmentDetails) -> RenderableType:
     """A segment's own lines, then a line per layer."""
     info = details.info
     end_token = info.start_token + info.num_tokens
-    checksums = "being taken" if details.checksums is None else "taken (verify compares them)"
     facts = {
         "segment": str(info.segment_id),
         "model": f"{printable(info.model)} ({info.fingerprint})",
@@ -81,7 +80,6 @@ def details_report(details: SegmentDetails) -> RenderableType:
         "leases": str(info.num_leases),
         "idle": format_seconds(info.idle_s),
         "pinned": f"{format_seconds(info.pinned_s)} more" if info.pinned_s else "no",
-        "checksums": checksums,
     }
     width = max(map(len, facts))
     lines = Text("\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items()))
@@ -212,7 +210,7 @@ def _layer_table(details: SegmentDetails) -> Table:
             str(first),
             str(end_token - first),
             format_bytes(num_bytes),
-            _NO_VALUE if details.checksums is None else f"{details.checksums[layer]:016x}",
+            f"{details.checksums[layer]:016x}",
         )
     return table
 

@@ -6,11 +6,12 @@ follows the requests in ``TOKEN_REQUESTS``.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, get_args
+from typing import Annotated, TypeAlias, get_args
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from krul_backend.daemon.limits import MAX_LAYERS, MAX_LISTED_SEGMENTS, MAX_PAGES, PROTOCOL_VERSION
+from krul_backend.store.interface import DamageReason
 
 _Token = Annotated[str, Meta(max_length=128)]
 _Key = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -25,6 +26,7 @@ _NumBytes = Annotated[int, Meta(ge=0, le=1 << 48)]
 _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 _PageKeys = Annotated[tuple[_Key, ...], Meta(max_length=MAX_PAGES)]
 _LayerBytes = Annotated[tuple[_NumBytes, ...], Meta(max_length=MAX_LAYERS)]
+_LayerChecksums = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_LAYERS)]
 _LayerTokens = Annotated[tuple[_Position, ...], Meta(max_length=MAX_LAYERS)]
 
 
@@ -44,13 +46,16 @@ class WireModel(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WireManifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """A ``SegmentManifest`` without its model, which the request names, and its tokens, which follow it."""
+    """A ``SegmentManifest`` without its model, which the request names, and its tokens, which follow it.
+
+    ``codec_params`` are JSON that is decoded after its size was checked.
+    """
 
     page_keys: _PageKeys
     parent_key: _Key | None
     start_token: _Position
     codec: _Word
-    codec_params: dict[str, Any]
+    codec_params: Raw
     layer_num_bytes: _LayerBytes
     layer_first_token: _LayerTokens
     tenant: _Tenant
@@ -109,11 +114,12 @@ class ReserveRequest(Request, frozen=True, kw_only=True, tag="reserve"):
 
 
 class CommitRequest(Request, frozen=True, kw_only=True, tag="commit"):
-    """Token ids of the manifest follow."""
+    """``checksums``: one per layer, of what the client wrote. Token ids of the manifest follow."""
 
     reservation_id: _Id
     fingerprint: _Token
     manifest: WireManifest
+    checksums: _LayerChecksums
 
 
 class AbortRequest(Request, frozen=True, kw_only=True, tag="abort"):
@@ -146,6 +152,7 @@ class UnpinRequest(_ModelRequest, frozen=True, kw_only=True, tag="unpin"):
 
 class ReportDamageRequest(Request, frozen=True, kw_only=True, tag="report_damage"):
     segment_id: _Id
+    reason: DamageReason
 
 
 class TierCostsRequest(Request, frozen=True, kw_only=True, tag="tier_costs"):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import stat
 from pathlib import Path
 
 from krul_backend.daemon.protocol import CONTROL_SOCKET, SESSION_SOCKET
-from krul_backend.errors import DaemonError
+from krul_backend.errors import DaemonError, DaemonUnreachableError
+
+LOG_NAME = "daemon.log"
+"""The file in its runtime directory to which a daemon writes its log when an engine started it."""
 
 _LOCK_FILE = "daemon.lock"
 
@@ -95,6 +99,45 @@ def check_private(directory: Path) -> None:
         raise DaemonError(
             f"{directory} has mode {stat.S_IMODE(status.st_mode):04o}, so others may enter it: chmod 0700 it"
         )
+
+
+def check_served(directory: Path) -> None:
+    """Check that the sockets in a runtime directory can only be this user's, before anything is said to them.
+
+    Raises:
+        DaemonUnreachableError: the directory or a socket is not there.
+        DaemonError: the directory is a link, another user's or open to others, or a socket is none or another
+            user's.
+    """
+    try:
+        check_private(directory)
+        for name in (SESSION_SOCKET, CONTROL_SOCKET):
+            status = os.lstat(directory / name)
+            if not stat.S_ISSOCK(status.st_mode):
+                raise DaemonError(f"{directory / name} is no socket: no krul daemon made it")
+            if status.st_uid != os.geteuid():
+                raise DaemonError(
+                    f"{directory / name} belongs to user {status.st_uid}, this is user {os.geteuid()}: "
+                    "it is not used"
+                )
+    except OSError as error:
+        raise DaemonUnreachableError(
+            f"no krul daemon serves {directory}: {error.strerror or error}"
+        ) from error
+
+
+def remove_if_embedded(directory: Path) -> None:
+    """Remove a runtime directory that an engine made for this process alone; leave any other as it is.
+
+    Such a directory has the log that this process's standard error goes to. What neither of the two made
+    stays, and the directory with it.
+    """
+    with contextlib.suppress(OSError):
+        log = directory / LOG_NAME
+        if os.path.samestat(os.fstat(2), os.lstat(log)):
+            log.unlink()
+            (directory / _LOCK_FILE).unlink(missing_ok=True)
+            directory.rmdir()
 
 
 def _take_lock(directory: Path) -> int:

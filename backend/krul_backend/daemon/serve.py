@@ -26,6 +26,9 @@ from krul_backend.memory import format_bytes
 
 logger = logging.getLogger(__name__)
 
+SWITCH_S = 0.001
+"""After so long a thread that plans an eviction lets the one that answers go on."""
+
 END_FLUSH_S = 10.0
 """An end waits this long for what was committed to become durable."""
 
@@ -34,8 +37,8 @@ def serve(config: DaemonConfig) -> None:
     """Serve until a signal, a shutdown request, or nobody uses the daemon any more; then flush and return.
 
     When clients can connect, one JSON line is printed: ``{"ready": true, "runtime_dir": ..., "pid": ...}``.
-    Changes the process: standard output, umask, limit of open files, garbage collection, and what SIGTERM
-    and SIGINT do.
+    Changes the process: standard output, umask, limit of open files, garbage collection, how soon threads
+    switch, and what SIGTERM and SIGINT do.
 
     Raises:
         DaemonError, ConfigError: it cannot start; says why.
@@ -69,6 +72,7 @@ def serve(config: DaemonConfig) -> None:
         with _stopped_by_signals(server):
             try:
                 tune_garbage_collection()
+                sys.setswitchinterval(SWITCH_S)
                 if config.metrics_port:
                     metrics.serve(config.metrics_port)
                 _announce(config, stdout)

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.daemon.lanes import Answer, Deferred
-from krul_backend.daemon.limits import PROTOCOL_VERSION
+from krul_backend.daemon.lanes import Answer, Deferred, Lane
+from krul_backend.daemon.limits import MAX_MODELS, PROTOCOL_VERSION
 from krul_backend.daemon.replies import (
     AbortReply,
     ClearReply,
@@ -61,11 +61,10 @@ from krul_backend.daemon.wire import (
 )
 from krul_backend.errors import ManifestError, ProtocolError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
-from krul_backend.store.interface import KVStore, Lease, SegmentSlice, Span
+from krul_backend.store.interface import KVStore, Lease, Reservation, SegmentSlice, Span
 
-MAX_MODELS = 64
 MAX_HELD = 65_536
-"""Models, and leases or reservations, of one session."""
+"""Leases or reservations of one session."""
 
 T = TypeVar("T")
 
@@ -124,9 +123,9 @@ class SessionHandlers:
     def end_session(self, session: Session) -> None:
         """Release what a client that is gone was granted, or still might be."""
         session.pending_leases.clear()
+        session.pending_reservations.clear()
         while session.leases:
-            _, lease = session.leases.popitem()
-            self._store.release(lease)
+            self._end_lease(session, *session.leases.popitem())
 
     def _hello(self, session: Session, request: HelloRequest) -> Answer:
         if request.format != FORMAT_VERSION:
@@ -140,9 +139,11 @@ class SessionHandlers:
                 f"the model has fingerprint {model.fingerprint} here and {request.fingerprint!r} in the "
                 "client: run both from one version of krul"
             )
-        if len(session.models) >= MAX_MODELS and model.fingerprint not in session.models:
-            raise ProtocolError(f"a session can have {MAX_MODELS} models, not more")
+        session.models.pop(model.fingerprint, None)
         session.models[model.fingerprint] = model
+        if len(session.models) > MAX_MODELS:
+            # A server whose weights change often names many. Clients introduce an old one again.
+            del session.models[next(iter(session.models))]
         return HelloReply(
             id=request.id,
             protocol=PROTOCOL_VERSION,
@@ -180,7 +181,7 @@ class SessionHandlers:
 
     def _prefetch(self, session: Session, request: PrefetchRequest, token_ids: TokenIds) -> Answer:
         model = _model_of(session, request.fingerprint)
-        return self._lookup(
+        return Deferred(
             lambda: self._store.prefetch(model, request.page_keys, token_ids),
             lambda future: PrefetchReply(id=request.id, num_pages=future.result()),
         )
@@ -195,29 +196,60 @@ class SessionHandlers:
             done.set_exception(error)
         return finish(done)
 
-    def _fetch(self, session: Session, request: FetchRequest) -> Reply:
-        lease = session.leases.get(request.lease_id)
+    def _fetch(self, session: Session, request: FetchRequest) -> Answer:
+        lease_id, fetching = request.lease_id, session.fetching
+        lease = session.leases.get(lease_id)
         if lease is None:
-            raise KeyError(f"lease {request.lease_id} is unknown or was released")
-        return FetchReply(id=request.id, slices=self._slices(self._store.fetch(lease)))
+            raise KeyError(f"lease {lease_id} is unknown or was released")
+        if lease_id in fetching:
+            raise ValueError(f"lease {lease_id} is being fetched")
+        fetching.add(lease_id)
+
+        def finish(future: Future[tuple[SegmentSlice, ...]]) -> Reply:
+            fetching.discard(lease_id)
+            if lease_id not in session.leases:
+                # Released meanwhile: that was left to this, because it would have waited for the fetch.
+                self._store.release(lease)
+                raise KeyError(f"lease {lease_id} was released")
+            return FetchReply(id=request.id, slices=self._slices(future.result()))
+
+        return Deferred(lambda: self._store.fetch(lease), finish, Lane.ROOM)
 
     def _release(self, session: Session, request: ReleaseRequest) -> Reply:
         session.pending_leases.discard(request.lease_id)
         lease = session.leases.pop(request.lease_id, None)
         if lease is not None:
-            self._store.release(lease)
+            self._end_lease(session, request.lease_id, lease)
         return ReleaseReply(id=request.id)
 
-    def _reserve(self, session: Session, request: ReserveRequest) -> Reply:
-        if request.reservation_id in session.reservations:
-            raise ValueError(f"reservation {request.reservation_id} was made before in this session")
-        if len(session.reservations) >= MAX_HELD:
+    def _end_lease(self, session: Session, lease_id: int, lease: Lease) -> None:
+        if lease_id not in session.fetching:
+            self._store.release(lease)
+
+    def _reserve(self, session: Session, request: ReserveRequest) -> Answer:
+        number, pending = request.reservation_id, session.pending_reservations
+        if number in session.reservations or number in pending:
+            raise ValueError(f"reservation {number} was made before in this session")
+        if len(session.reservations) + len(pending) >= MAX_HELD:
             raise ValueError(f"a session can hold {MAX_HELD} reservations, not more")
-        reservation = self._store.reserve(request.layer_num_bytes, request.tenant)
-        if reservation is None:
-            return ReserveReply(id=request.id, spans=None)
-        session.reservations[request.reservation_id] = reservation
-        return ReserveReply(id=request.id, spans=reservation.spans)
+        pending.add(number)
+
+        def finish(future: Future[Reservation | None]) -> Reply:
+            # Given back, or the session ended, before it was made: then nobody knows of it.
+            is_wanted = number in pending
+            pending.discard(number)
+            reservation = future.result()
+            if reservation is not None and not is_wanted:
+                self._store.abort(reservation)
+                reservation = None
+            if reservation is None:
+                return ReserveReply(id=request.id, spans=None)
+            session.reservations[number] = reservation
+            return ReserveReply(id=request.id, spans=reservation.spans)
+
+        return Deferred(
+            lambda: self._store.reserve(request.layer_num_bytes, request.tenant), finish, Lane.ROOM
+        )
 
     def _commit(self, session: Session, request: CommitRequest, token_ids: TokenIds) -> Reply:
         reservation = session.reservations.pop(request.reservation_id, None)
@@ -229,9 +261,11 @@ class SessionHandlers:
         except (ManifestError, ProtocolError):
             self._store.abort(reservation)
             raise
-        return CommitReply(id=request.id, segment_id=self._store.commit(reservation, manifest))
+        segment_id = self._store.commit(reservation, manifest, request.checksums)
+        return CommitReply(id=request.id, segment_id=segment_id)
 
     def _abort(self, session: Session, request: AbortRequest) -> Reply:
+        session.pending_reservations.discard(request.reservation_id)
         reservation = session.reservations.pop(request.reservation_id, None)
         if reservation is not None:
             self._store.abort(reservation)
@@ -263,7 +297,7 @@ class SessionHandlers:
 
     def _report_damage(self, session: Session, request: ReportDamageRequest) -> Answer:
         return Deferred(
-            lambda: self._store.report_damage(request.segment_id),
+            lambda: self._store.report_damage(request.segment_id, request.reason),
             lambda future: ReportDamageReply(id=request.id, is_damaged=future.result()),
         )
 

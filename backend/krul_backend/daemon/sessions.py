@@ -32,8 +32,9 @@ _PEER = struct.Struct("iII")
 class Session:
     """A connected client and what it holds, by the numbers that it chose itself.
 
-    ``pending_leases`` were asked for and are not answered yet; a number that leaves it meanwhile was released
-    before it was granted. Used by the server's thread alone.
+    ``pending_leases`` and ``pending_reservations`` were asked for and are not answered yet; a number that
+    leaves them meanwhile was given back before it was granted. Leases in ``fetching`` are in use by another
+    thread. Used by the server's thread alone.
     """
 
     token: str
@@ -44,7 +45,9 @@ class Session:
     models: dict[str, ModelIdentity] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
     pending_leases: set[int] = field(default_factory=set)
+    fetching: set[int] = field(default_factory=set)
     reservations: dict[int, Reservation] = field(default_factory=dict)
+    pending_reservations: set[int] = field(default_factory=set)
 
 
 class SessionTable:

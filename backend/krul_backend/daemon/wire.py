@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from krul_backend.daemon.replies import WireHeader, WireSlice
 from krul_backend.daemon.requests import WireManifest, WireModel
-from krul_backend.segment import ModelIdentity, SegmentHeader, SegmentManifest, TokenIds
+from krul_backend.errors import ManifestError
+from krul_backend.segment import (
+    ModelIdentity,
+    SegmentHeader,
+    SegmentManifest,
+    TokenIds,
+    check_codec_params_num_bytes,
+)
 from krul_backend.store.interface import SegmentSlice, Span
 
 
@@ -41,13 +51,22 @@ def model_from_wire(wire: WireModel) -> ModelIdentity:
 
 
 def manifest_to_wire(manifest: SegmentManifest) -> WireManifest:
-    """The manifest's model goes by its fingerprint, its token ids by a frame of their own."""
+    """The manifest's model goes by its fingerprint, its token ids by a frame of their own.
+
+    Raises:
+        ManifestError: the codec's parameters are too large, or nothing that JSON has words for.
+    """
+    try:
+        codec_params = msgspec.json.encode(manifest.codec_params)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ManifestError(f"codec parameters that JSON has no words for: {error}") from error
+    check_codec_params_num_bytes(len(codec_params))
     return WireManifest(
         page_keys=tuple(manifest.page_keys),
         parent_key=manifest.parent_key,
         start_token=manifest.start_token,
         codec=manifest.codec,
-        codec_params=manifest.codec_params,
+        codec_params=msgspec.Raw(codec_params),
         layer_num_bytes=tuple(manifest.layer_num_bytes),
         layer_first_token=tuple(manifest.layer_first_token),
         tenant=manifest.tenant,
@@ -56,7 +75,16 @@ def manifest_to_wire(manifest: SegmentManifest) -> WireManifest:
 
 
 def manifest_from_wire(wire: WireManifest, model: ModelIdentity, token_ids: TokenIds) -> SegmentManifest:
-    """Raises ManifestError if the parts contradict each other."""
+    """The manifest that a client meant.
+
+    Raises:
+        ManifestError: its parts contradict each other, or the codec's parameters are too large or no object.
+    """
+    check_codec_params_num_bytes(len(memoryview(wire.codec_params)))
+    try:
+        codec_params = msgspec.json.decode(wire.codec_params, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ManifestError(f"codec parameters are a JSON object, got {error}") from error
     return SegmentManifest(
         model=model,
         page_keys=wire.page_keys,
@@ -65,7 +93,7 @@ def manifest_from_wire(wire: WireManifest, model: ModelIdentity, token_ids: Toke
         token_ids=token_ids,
         codec=wire.codec,
         layer_num_bytes=wire.layer_num_bytes,
-        codec_params=wire.codec_params,
+        codec_params=codec_params,
         layer_first_token=wire.layer_first_token,
         tenant=wire.tenant,
         recompute_s=wire.recompute_s,

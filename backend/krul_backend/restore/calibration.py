@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from scipy.optimize import nnls
 
 from krul_backend.errors import RestoreError
 from krul_backend.restore.arrays import Floats
@@ -75,12 +75,25 @@ def fit_tier(samples: Sequence[tuple[float, float]]) -> TierCost:
 
 
 def _fit(features: list[Floats], seconds: Floats) -> list[float]:
-    """Non-negative factors of ``features`` that sum to ``seconds`` with the least squared relative error."""
+    """Non-negative factors of ``features`` that sum to ``seconds`` with the least squared relative error.
+
+    The best such factors are the least-squares solution over those features whose factor is not zero, and
+    there are at most three features: all subsets are tried.
+    """
     columns = np.stack(features, axis=1) / seconds[:, None]
     # Tokens and bytes differ by many powers of ten: equal sizes of the columns keep the solver exact.
     sizes = columns.max(axis=0)
-    factors, _ = nnls(columns / sizes, np.ones_like(seconds))
-    return [float(factor) for factor in factors / sizes]
+    best, least_error = np.zeros(len(features)), math.inf
+    for num_used in range(1, len(features) + 1):
+        for used in itertools.combinations(range(len(features)), num_used):
+            factors = np.zeros(len(features))
+            factors[list(used)] = np.linalg.lstsq(
+                columns[:, used] / sizes[list(used)], np.ones_like(seconds), rcond=None
+            )[0]
+            error = float(np.square(columns / sizes @ factors - 1).sum())
+            if (factors >= 0).all() and error < least_error:
+                best, least_error = factors, error
+    return [float(factor) for factor in best / sizes]
 
 
 class OnlineCosts:

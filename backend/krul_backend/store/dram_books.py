@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from krul_backend.store.clear_marks import ClearMarks
 from krul_backend.store.eviction import EvictionPolicy
-from krul_backend.store.eviction_plan import plan_eviction
+from krul_backend.store.eviction_plan import Candidate, EvictionSearch
 from krul_backend.store.page_index import PageIndex
 from krul_backend.store.pins import PinBook
 from krul_backend.store.stored_segment import StoredSegment
@@ -72,23 +72,43 @@ class DramBooks:
 
     # Space
 
-    def take(self, sizes: Sequence[int], tenant: str) -> tuple[Extent | None, ...] | None:
-        """One extent per size in bytes (None for 0) on a tenant's account; idle segments leave if needed.
+    def search(self, sizes: Sequence[int], tenant: str, newest_id: int) -> EvictionSearch:
+        """To find who leaves so that blocks of ``sizes`` bytes fit, into arena and quota.
 
-        None, counted and without an eviction if they cannot be had.
+        Segments with ids after ``newest_id`` do not.
         """
         wanted = [num_bytes for num_bytes in sizes if num_bytes]
-        victims = self._plan(wanted, tenant)
-        if victims is None:
-            self.counters.rejected_reservations += 1
-            return None
+        needed_bytes = sum(aligned_num_bytes(num_bytes) for num_bytes in wanted)
+        return EvictionSearch(
+            wanted,
+            self._quotas.victims(tenant),
+            self._quotas.excess_bytes(tenant, needed_bytes),
+            self._policy.victims(),
+            self._look,
+            newest_id,
+        )
+
+    def evict(self, victims: Sequence[Candidate]) -> bool:
+        """Evict what a search found; False if one is not as it was then. Those before it have left."""
         for victim in victims:
+            segment = victim.segment
+            if not segment.is_indexed or not self._is_idle(segment) or segment.ranges != victim.ranges:
+                return False
             self.counters.evicted_segments += 1
-            self.counters.evicted_bytes += victim.manifest.num_bytes
-            self.remove(victim)
-        taken = self.arena.allocate_all(wanted)
-        assert taken is not None, f"{sizes} fitted in the trial but not in {self.arena.free_bytes} bytes"
-        self._quotas.charge(tenant, sum(extent.taken_bytes for extent in taken))
+            self.counters.evicted_bytes += segment.manifest.num_bytes
+            self.remove(segment)
+        return True
+
+    def take(self, sizes: Sequence[int], tenant: str) -> tuple[Extent | None, ...] | None:
+        """One extent per size in bytes (None for 0) on a tenant's account; None if they are not free."""
+        taken = self.arena.allocate_all([num_bytes for num_bytes in sizes if num_bytes])
+        if taken is None:
+            return None
+        taken_bytes = sum(extent.taken_bytes for extent in taken)
+        if self._quotas.excess_bytes(tenant, taken_bytes) > 0:
+            self.arena.free_all(taken)
+            return None
+        self._quotas.charge(tenant, taken_bytes)
         of_layers = iter(taken)
         return tuple(next(of_layers) if num_bytes else None for num_bytes in sizes)
 
@@ -112,29 +132,15 @@ class DramBooks:
         self.counters.trimmed_segments += 1
         self.counters.trimmed_bytes += num_bytes
 
-    def _plan(self, wanted: Sequence[int], tenant: str) -> list[StoredSegment] | None:
-        """Who leaves so that blocks of ``wanted`` bytes fit, into the arena and the tenant's quota."""
-        needed_bytes = sum(aligned_num_bytes(num_bytes) for num_bytes in wanted)
-        own: list[StoredSegment] = []
-        excess_bytes = self._quotas.excess_bytes(tenant, needed_bytes)
-        if excess_bytes > 0:
-            for segment in self._idle(self._quotas.victims(tenant)):
-                own.append(segment)
-                excess_bytes -= segment.taken_bytes
-                if excess_bytes <= 0:
-                    break
-            else:
-                return None
-        return plan_eviction(self.arena, wanted, self._idle(self._policy.victims()), own, self.index.before)
+    def _look(self, segment_id: int) -> Candidate | None:
+        segment = self.segments.get(segment_id)
+        if segment is None or not self._is_idle(segment):
+            return None
+        return Candidate(segment, segment.ranges, segment.taken_bytes, self.index.before(segment))
 
-    def _idle(self, segment_ids: Iterator[int]) -> Iterator[StoredSegment]:
-        """Those of the segments that may be evicted, in the same order."""
-        segments = (self.segments[segment_id] for segment_id in segment_ids)
-        return (
-            segment
-            for segment in segments
-            if segment.num_pins == 0 and not self.pins.remaining_s(segment.segment_id)
-        )
+    def _is_idle(self, segment: StoredSegment) -> bool:
+        """Whether an indexed segment may be evicted."""
+        return segment.num_pins == 0 and not self.pins.remaining_s(segment.segment_id)
 
     # Segments
 

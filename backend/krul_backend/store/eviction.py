@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Protocol
+
+_NUM_FIRST = 256
 
 
 class Evictable(Protocol):
@@ -24,6 +27,14 @@ class Evictable(Protocol):
     @property
     def restore_s(self) -> float:
         """Seconds that a restore saves by finding it here; 0 if not known."""
+
+
+def as_it_is(segment_ids: Iterable[int], named: Collection[int]) -> Iterator[int]:
+    """The elements of a collection when the first one is asked for, but those in ``named``.
+
+    They are copied in one step: the collection may change between two elements.
+    """
+    yield from (segment_id for segment_id in list(segment_ids) if segment_id not in named)
 
 
 class EvictionPolicy(ABC):
@@ -48,9 +59,10 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def victims(self) -> Iterator[int]:
-        """All known segments, the first to leave first. Do not touch or remove while iterating.
+        """All known segments, the first to leave first.
 
-        The order is worked out as far as it is asked for.
+        The order is worked out as far as it is asked for. The policy may change meanwhile: then a few
+        segments may be left out, and some be named that are not known any more.
         """
 
     @abstractmethod
@@ -73,7 +85,10 @@ class LruPolicy(EvictionPolicy):
         del self._order[segment_id]
 
     def victims(self) -> Iterator[int]:
-        return iter(self._order)
+        # Most searches end within the first few.
+        first = list(islice(self._order, _NUM_FIRST))
+        yield from first
+        yield from as_it_is(self._order, set(first))
 
     def fresh(self) -> LruPolicy:
         return LruPolicy()

@@ -5,16 +5,26 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from krul_backend.errors import ConfigError, StoreClosedError
 from krul_backend.store.dram_books import DramBooks
 from krul_backend.store.eviction import EvictionPolicy
-from krul_backend.store.hashing import Hasher
+from krul_backend.store.eviction_plan import MAX_VISITED, Candidate, EvictionSearch
 from krul_backend.store.interface import KVStore
 from krul_backend.store.policy_registry import make_policy
 from krul_backend.store.stored_segment import StoredSegment
+from krul_backend.tiers.arena import Extent
+from krul_backend.tiers.free_extents import FreeExtents
+
+_MAX_SEARCHES = 4
+_BREATH_S = 1e-4
+"""Between two holds of the lock: it is not fair, and whoever waits for it would not get it otherwise."""
+
+Extents = tuple[Extent | None, ...]
+T = TypeVar("T")
 
 
 class HostBase(KVStore):
@@ -34,7 +44,6 @@ class HostBase(KVStore):
         # None once the store is closed.
         self._open_books: DramBooks | None = DramBooks(capacity_bytes, policy, clock, tenant_quota)
         self._clock = clock
-        self._hasher = Hasher()
         self._ids = itertools.count(1)
 
     def next_id(self) -> int:
@@ -61,6 +70,63 @@ class HostBase(KVStore):
         with self._lock:
             if self._open_books is not None:
                 self._open_books.unpin((segment,))
+
+    def _take(self, sizes: Sequence[int], tenant: str, use: Callable[[DramBooks, Extents], T]) -> T | None:
+        """Take one extent per size in bytes (None for 0), and ``use`` them in the same hold of the lock.
+
+        Idle segments leave if needed. The lock is never held for more than ``MAX_VISITED`` of them: a longer
+        search plans on a copy of the free ranges, and begins again if what it found does not hold any more.
+        None, counted, when the space cannot be had.
+        """
+        for _ in range(_MAX_SEARCHES):
+            with self._lock:
+                books = self._books
+                search = books.search(sizes, tenant, self.next_id())
+                victims = search.plan(books.arena, MAX_VISITED)
+                if victims is not None:
+                    is_evicted = books.evict(victims)
+                    assert is_evicted, f"one of {len(victims)} idle segments was not idle"
+                    extents = books.take(sizes, tenant)
+                    assert extents is not None, f"{sizes} fitted in the trial alone"
+                    return use(books, extents)
+                if search.is_exhausted:
+                    break
+                space = books.arena.copy_free()
+            victims = self._search_on(search, space)
+            if victims is None:
+                with self._lock:
+                    is_as_it_was = self._books.arena.free_bytes == space.free_bytes
+                if is_as_it_was:
+                    break
+                continue
+            for first in range(0, len(victims), MAX_VISITED):
+                time.sleep(_BREATH_S)
+                with self._lock:
+                    books = self._books
+                    part = victims[first : first + MAX_VISITED]
+                    if not books.evict(part):
+                        break
+                    extents = books.take(sizes, tenant) if part[-1] is victims[-1] else None
+                    if extents is not None:
+                        return use(books, extents)
+        with self._lock:
+            self._books.counters.rejected_reservations += 1
+        return None
+
+    def _search_on(self, search: EvictionSearch, space: FreeExtents) -> list[Candidate] | None:
+        """Look for twice as many candidates each time, until they are enough on a copy of the free ranges."""
+        while not search.is_exhausted:
+            wanted = 2 * max(search.num_found, MAX_VISITED)
+            while search.num_found < wanted and not search.is_exhausted:
+                time.sleep(_BREATH_S)
+                with self._lock:
+                    if self._open_books is None:
+                        raise StoreClosedError("the KV store was closed")
+                    search.look_on(MAX_VISITED)
+            victims = search.plan(space)
+            if victims is not None:
+                return victims
+        return None
 
     @contextmanager
     def _held(self, segment_id: int) -> Iterator[StoredSegment | None]:

@@ -12,9 +12,9 @@ from krul_backend.errors import TierReadError
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.admission import Arrival
 from krul_backend.store.arrival import FAILED, PENDING, LayerStatus
+from krul_backend.store.dram_books import DramBooks
 from krul_backend.store.eviction import EvictionPolicy
-from krul_backend.store.hashing import SegmentHashes
-from krul_backend.store.host_base import HostBase
+from krul_backend.store.host_base import Extents, HostBase
 from krul_backend.store.interface import DRAM_TIER, Lease, SegmentSlice
 from krul_backend.store.page_index import PageRun
 from krul_backend.store.stored_segment import StoredSegment, block_in
@@ -70,7 +70,7 @@ class HostLeases(HostBase):
             logger.warning(
                 "a stored page has the key, but not the tokens or the position, of a request's page"
             )
-        return self._lease_of(lease_id, match.runs) if match.runs else None
+        return _lease_of(lease_id, match.runs) if match.runs else None
 
     def lease_arrival(self, arrival: Arrival, first_page: int, end_page: int) -> Lease:
         """A lease on pages ``[first_page, end_page)`` of a segment that arrives, or did."""
@@ -79,7 +79,7 @@ class HostLeases(HostBase):
         with self._lock:
             books = self._books
             books.touch(books.index.path_to(*self._grant(lease_id, (run,))))
-        return self._lease_of(lease_id, (run,))
+        return _lease_of(lease_id, (run,))
 
     def fetch(self, lease: Lease) -> tuple[SegmentSlice, ...]:
         """As ``KVStore.fetch``: nothing lies in a lower tier here, but segments may be arriving.
@@ -129,11 +129,8 @@ class HostLeases(HostBase):
         Returns None, and counts it, when there is no room.
         """
         sizes = (*manifest.layer_num_bytes, manifest.model.num_layers)
-        with self._lock:
-            books = self._books
-            extents = books.take(sizes, manifest.tenant)
-            if extents is None:
-                return None
+
+        def use(books: DramBooks, extents: Extents) -> Arrival:
             *block_extents, flags_extent = extents
             flags = block_in(books.arena, flags_extent)
             flags[:] = PENDING
@@ -144,7 +141,7 @@ class HostLeases(HostBase):
                 manifest=manifest,
                 extents=tuple(block_extents),
                 blocks=tuple(block.view() for block in blocks),
-                hashes=SegmentHashes.known(checksums),
+                checksums=tuple(checksums),
                 last_used_s=self._clock(),
                 origin=origin,
                 status=status,
@@ -159,6 +156,8 @@ class HostLeases(HostBase):
             if not is_outdated and books.publish(segment):
                 books.touch(books.index.path_to(segment))
             return Arrival(segment, status, blocks, self._end_arrival)
+
+        return self._take(sizes, manifest.tenant, use)
 
     def _end_arrival(self, segment: StoredSegment, is_whole: bool) -> None:
         with self._lock:
@@ -180,20 +179,17 @@ class HostLeases(HostBase):
         self._leases[lease_id] = runs
         return segments
 
-    def _lease_of(self, lease_id: int, runs: tuple[PageRun[StoredSegment], ...]) -> Lease:
-        """The lease on runs that are pinned under its number. Waits for checksums that are being taken."""
-        num_pages = sum(run.end_page - run.first_page for run in runs)
-        try:
-            return Lease(lease_id, num_pages, tuple(_slice_of(run) for run in runs))
-        except BaseException:
-            self.release(Lease(lease_id, num_pages, ()))
-            raise
-
     def _fail_arrivals(self) -> None:
         """Tell whoever waits that nothing more comes. Called with the lock held, when the store closes."""
         for status in self._arriving.values():
             status.flags[status.flags == PENDING] = FAILED
         self._arriving.clear()
+
+
+def _lease_of(lease_id: int, runs: tuple[PageRun[StoredSegment], ...]) -> Lease:
+    """The lease on runs that are pinned under its number."""
+    num_pages = sum(run.end_page - run.first_page for run in runs)
+    return Lease(lease_id, num_pages, tuple(_slice_of(run) for run in runs))
 
 
 def _slice_of(run: PageRun[StoredSegment]) -> SegmentSlice:

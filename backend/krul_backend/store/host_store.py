@@ -9,11 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from krul_backend.errors import ManifestError
 from krul_backend.restore.costs import TierCost
-from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, check_codec_params_num_bytes
+from krul_backend.store.dram_books import DramBooks
 from krul_backend.store.eviction import EvictionPolicy
+from krul_backend.store.hashing import checked_checksums
+from krul_backend.store.host_base import Extents
 from krul_backend.store.host_leases import HostLeases
 from krul_backend.store.host_upkeep import HostUpkeep
 from krul_backend.store.interface import (
@@ -41,9 +45,8 @@ class _Pending:
 class HostStore(HostLeases, HostUpkeep):
     """Segments in one DRAM arena: an extent per layer block, an index by page keys, whole segments evicted.
 
-    One lock guards all bookkeeping (``DramBooks``) and is held for bookkeeping only. Checksums are taken
-    outside it, by threads behind each commit; a lease, a trim or a verification takes what is missing of the
-    segments that it needs. A pinned segment is neither evicted nor, unless the pin is the trim's own,
+    One lock guards all bookkeeping (``DramBooks``) and is held for bookkeeping only: trims and verifications
+    read blocks outside it. A pinned segment is neither evicted nor, unless the pin is the trim's own,
     trimmed.
 
     It has no lower tier itself, but what a ``TieredStore`` over it needs: segments of lower tiers are let in
@@ -91,11 +94,8 @@ class HostStore(HostLeases, HostUpkeep):
         sizes = tuple(layer_num_bytes)
         if not sizes or any(num_bytes < 0 for num_bytes in sizes):
             raise ValueError(f"a reservation needs blocks, of no fewer than 0 bytes each, got {sizes}")
-        with self._lock:
-            books = self._books
-            extents = books.take(sizes, tenant)
-            if extents is None:
-                return None
+
+        def use(books: DramBooks, extents: Extents) -> Reservation:
             blocks = tuple(block_in(books.arena, extent) for extent in extents)
             spans = (
                 Span(0 if extent is None else extent.offset, num_bytes)
@@ -106,13 +106,15 @@ class HostStore(HostLeases, HostUpkeep):
             self._pending[reservation.reservation_id] = pending
             return reservation
 
-    def commit(self, reservation: Reservation, manifest: SegmentManifest) -> int:
+        return self._take(sizes, tenant, use)
+
+    def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
         with self._lock:
             books = self._books
             pending = self._settle(reservation)
             try:
                 manifest = _checked_manifest(pending.reservation, manifest)
-                hashes = self._hasher.submit(pending.reservation.blocks)
+                checksums = checked_checksums(checksums, len(pending.extents))
             except BaseException:
                 books.give(pending.extents, pending.tenant)
                 raise
@@ -121,7 +123,7 @@ class HostStore(HostLeases, HostUpkeep):
                 manifest=manifest,
                 extents=pending.extents,
                 blocks=pending.reservation.blocks,
-                hashes=hashes,
+                checksums=checksums,
                 last_used_s=self._clock(),
             )
             books.move_charge(segment.taken_bytes, pending.tenant, manifest.tenant)
@@ -129,7 +131,6 @@ class HostStore(HostLeases, HostUpkeep):
             if not is_outdated and books.publish(segment):
                 books.counters.committed_segments += 1
             else:
-                hashes.cancel()
                 books.give(segment.all_extents, manifest.tenant)
             # A segment that was dropped was still a use of the copies that were there before.
             books.touch(books.index.path_to(segment))
@@ -193,7 +194,7 @@ class HostStore(HostLeases, HostUpkeep):
                 last_page_key=manifest.page_keys[-1],
                 layer_first_token=manifest.layer_first_token,
                 layer_num_bytes=manifest.layer_num_bytes,
-                checksums=segment.checksums_if_taken,
+                checksums=segment.checksums,
             )
 
     def manifests(self) -> dict[int, SegmentManifest]:
@@ -220,7 +221,6 @@ class HostStore(HostLeases, HostUpkeep):
             self._open_books = None
             self._pending.clear()
             self._leases.clear()
-        self._hasher.close()
 
     def _info_of(self, segment: StoredSegment) -> SegmentInfo:
         """With the lock held."""
@@ -250,6 +250,10 @@ def _checked_manifest(reservation: Reservation, manifest: SegmentManifest) -> Se
     reserved = tuple(block.nbytes for block in reservation.blocks)
     if given != reserved:
         raise ManifestError(f"the manifest's layer blocks {given} differ from the reserved {reserved}")
+    try:
+        check_codec_params_num_bytes(len(orjson.dumps(manifest.codec_params)))
+    except orjson.JSONEncodeError as error:
+        raise ManifestError(f"codec parameters that JSON has no words for: {error}") from error
     token_ids = np.array(manifest.token_ids, dtype=np.int32)
     token_ids.flags.writeable = False
     return dataclasses.replace(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from krul_backend.segment import ModelIdentity
+from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.host_base import HostBase
-from krul_backend.store.interface import DamageReport, PathSegment
+from krul_backend.store.interface import DamageReason, DamageReport, PathSegment
 from krul_backend.store.trimming import plan_trim
 
 
@@ -49,12 +49,30 @@ class HostUpkeep(HostBase):
 
     # Damage
 
-    def report_damage(self, segment_id: int) -> bool:
+    def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
+        if reason == "undecodable":
+            manifest = self.manifest_of(segment_id)
+            if manifest is not None:
+                self.discard(manifest)
+            return manifest is not None
         with self._held(segment_id) as segment:
             if segment is None or not segment.num_damaged():
                 return False
             with self._lock:
                 return self._books.quarantine(segment)
+
+    def manifest_of(self, segment_id: int) -> SegmentManifest | None:
+        """The manifest of an indexed segment; None if it has gone."""
+        with self._lock:
+            segment = self._books.segments.get(segment_id)
+            return segment.manifest if segment is not None else None
+
+    def discard(self, manifest: SegmentManifest) -> None:
+        """Take out of the index what holds a page of a segment and is encoded like it."""
+        with self._lock:
+            for segment in self._books.index.segments_of(manifest.model, manifest.page_keys):
+                if segment.manifest.shares_encoded_pages(manifest):
+                    self._books.remove(segment)
 
     def verify(self) -> DamageReport:
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ Block = npt.NDArray[np.uint8]
 """A writable or read-only view of ``[num_bytes]`` bytes inside the arena, or an array of no bytes."""
 
 DRAM_TIER = "dram"
+
+DamageReason = Literal["checksum", "undecodable"]
+"""Why a segment is of no use; see ``KVStore.report_damage``."""
 
 
 class Span(NamedTuple):
@@ -222,7 +225,7 @@ class SegmentInfo:
 class SegmentDetails:
     """One segment in DRAM whole: its line of ``list``, and what is stored of each layer, as in the manifest.
 
-    ``checksums`` (XXH3, 64 bit, by layer) is None while they are still being taken.
+    ``checksums[l]`` is the XXH3 (64 bit) of layer ``l``'s block.
     """
 
     info: SegmentInfo
@@ -231,7 +234,7 @@ class SegmentDetails:
     last_page_key: str
     layer_first_token: tuple[int, ...]
     layer_num_bytes: tuple[int, ...]
-    checksums: tuple[int, ...] | None
+    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -267,8 +270,12 @@ class KVStore(ABC):
         """
 
     @abstractmethod
-    def commit(self, reservation: Reservation, manifest: SegmentManifest) -> int:
-        """Publish a written reservation: its pages become visible at once, its checksums are taken.
+    def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
+        """Publish a written reservation: its pages become visible at once.
+
+        ``checksums[l]`` is the ``block_checksum`` of what the writer put into ``blocks[l]``, taken right
+        after that: the store does not look at the blocks, so a stray write since then is found by the next
+        reader.
 
         Pages that somebody else committed in the meantime keep their first copy; a segment that brings no
         new page at all is dropped and its space freed. The blocks must not be written from the call on: an
@@ -277,7 +284,8 @@ class KVStore(ABC):
         Returns the segment id (of a dropped segment, too: an id that nothing has).
 
         Raises:
-            ManifestError: if the manifest's block sizes are not those reserved (the reservation is aborted).
+            ManifestError: if the manifest's block sizes are not those reserved, or there is not one checksum
+                for each layer, or the codec's parameters are too large (the reservation is aborted).
             KeyError: if the reservation is unknown or already settled.
         """
 
@@ -320,8 +328,15 @@ class KVStore(ABC):
         """
 
     @abstractmethod
-    def report_damage(self, segment_id: int) -> bool:
-        """Tell that a leased block had a wrong checksum; the store looks itself, and quarantines it if so."""
+    def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
+        """Tell that a segment of a held lease is of no use; returns whether it left the store for that.
+
+        ``checksum``: a block had a wrong one. The store looks itself, and quarantines the segment if so.
+        ``undecodable``: the engine lacks what its codec parameters name, such as a map that another engine
+        learned. The store cannot know better. Every copy of the segment that is encoded alike leaves every
+        tier, so that its pages count as missing and the next turn stores them again. The slice may lie in a
+        lower tier.
+        """
 
     @abstractmethod
     def path_segments(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[PathSegment]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from krul_backend.store.stored_segment import StoredSegment
 
+_NUM_SPARE_ENDS = 64
+
 
 class PinBook:
     """Until when which segments are kept, and how many bytes these take. Not thread-safe.
@@ -24,13 +26,17 @@ class PinBook:
         self._until_s: dict[int, float] = {}
         self._num_bytes: dict[int, int] = {}
         self._pinned_bytes = 0
-        # Entries of pins that were replaced or ended early stay until their time.
+        # A heap. Entries of pins that were replaced or ended early stay until they are many.
         self._ends: list[tuple[float, int]] = []
 
     @property
     def pinned_bytes(self) -> int:
         self._drop_ended()
         return self._pinned_bytes
+
+    def num_entries(self) -> int:
+        """Ends of pins that are remembered, those of replaced ones included."""
+        return len(self._ends)
 
     def pin(self, segment: StoredSegment, ttl_s: float) -> bool:
         """Keep a segment for ``ttl_s`` from now, whatever was said before; False if that were too many bytes.
@@ -47,12 +53,15 @@ class PinBook:
         self._num_bytes[segment_id] = taken_bytes
         self._pinned_bytes = others_bytes + taken_bytes
         heapq.heappush(self._ends, (until_s, segment_id))
+        self._drop_replaced()
         return True
 
     def end(self, segment_id: int) -> bool:
         """End a segment's pin; whether it had one."""
         self._drop_ended()
-        return self._forget(segment_id)
+        has_ended = self._forget(segment_id)
+        self._drop_replaced()
+        return has_ended
 
     def note_size(self, segment: StoredSegment) -> None:
         """A segment that may be pinned takes fewer bytes than before."""
@@ -72,6 +81,12 @@ class PinBook:
             until_s, segment_id = heapq.heappop(self._ends)
             if self._until_s.get(segment_id) == until_s:
                 self._forget(segment_id)
+
+    def _drop_replaced(self) -> None:
+        """Keep no more entries than twice the pins, and a few: a conversation may be pinned at every turn."""
+        if len(self._ends) > 2 * len(self._until_s) + _NUM_SPARE_ENDS:
+            self._ends = [(until_s, segment_id) for segment_id, until_s in self._until_s.items()]
+            heapq.heapify(self._ends)
 
     def _forget(self, segment_id: int) -> bool:
         if self._until_s.pop(segment_id, None) is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.arrival import LayerStatus
-from krul_backend.store.hashing import Checksums, SegmentHashes, block_checksum
+from krul_backend.store.hashing import Checksums, block_checksum
 from krul_backend.store.interface import DRAM_TIER, Block, Span
 from krul_backend.tiers.arena import DramArena, Extent
 
@@ -21,8 +21,10 @@ class StoredSegment:
     copies to lower tiers, running verifications and trims. ``num_leases`` counts the leases among them.
     ``last_used_s`` is on the store's clock.
 
-    What says where the bytes are (``manifest``, ``extents``, ``blocks``, ``spans``, ``hashes``) is changed by
-    a trim alone: all of it at once, under the store's lock, and only while the trim's own pin is the only
+    ``checksums[l]`` (XXH3, 64 bit) is of what was written into block ``l``, which need not be there any more.
+
+    What says where the bytes are (``manifest``, ``extents``, ``blocks``, ``spans``, ``checksums``) is changed
+    by a trim alone: all of it at once, under the store's lock, and only while the trim's own pin is the only
     one. So whoever pins a segment finds everything as it was until the unpin, without the lock.
 
     ``status`` is set while layers arrive from ``origin``, a lower tier; its flags lie in ``flags_extent``,
@@ -34,7 +36,7 @@ class StoredSegment:
     manifest: SegmentManifest
     extents: tuple[Extent | None, ...]
     blocks: tuple[Block, ...]
-    hashes: SegmentHashes
+    checksums: Checksums
     last_used_s: float
     origin: str = DRAM_TIER
     status: LayerStatus | None = None
@@ -68,20 +70,6 @@ class StoredSegment:
         return tuple(extent for extent in (*self.extents, self.flags_extent) if extent is not None)
 
     @property
-    def checksums(self) -> Checksums:
-        """XXH3 (64 bit) of each block; takes those that are missing. Call it pinned, and outside the lock.
-
-        Raises:
-            StoreClosedError: the store was closed before they were.
-        """
-        return self.hashes.result()
-
-    @property
-    def checksums_if_taken(self) -> Checksums | None:
-        """As ``checksums``, without waiting: None if they are not taken yet."""
-        return self.hashes.if_taken
-
-    @property
     def num_tokens(self) -> int:
         return self.manifest.num_tokens
 
@@ -95,7 +83,7 @@ class StoredSegment:
         return min(known, default=0.0)
 
     def num_damaged(self) -> int:
-        """How many blocks, of those that have landed, have other checksums than those taken at commit.
+        """How many blocks, of those that have landed, have other checksums than were committed.
 
         Call it pinned, and outside the lock.
         """

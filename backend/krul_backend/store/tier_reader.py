@@ -1,10 +1,10 @@
-"""Reads segments of lower tiers into DRAM, in threads of its own."""
+"""Reads segments of lower tiers into DRAM, in threads of its own for each tier."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from krul_backend.errors import StoreClosedError, TierReadError
@@ -14,19 +14,22 @@ from krul_backend.tiers.lower_tier import LowerTier, TierRun
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 4
-"""Segments that are read at once; a tier reads several pieces of each at a time itself."""
+"""Segments of one tier that are read at once; a tier reads several pieces of each at a time itself."""
 
 
 class TierReader:
     """Takes over an arrival and the hold on what it is read from, and ends both whatever happens.
 
+    No tier waits for another one's reads: a cluster that does not answer holds up its own threads alone.
+
     Args:
+        tiers: those that will be read.
         arrived: told of each segment that has arrived whole, in the thread that read it.
     """
 
-    def __init__(self, arrived: Callable[[Arrival, LowerTier], None]) -> None:
+    def __init__(self, tiers: Sequence[LowerTier], arrived: Callable[[Arrival, LowerTier], None]) -> None:
         self._arrived = arrived
-        self._pool = ThreadPoolExecutor(NUM_THREADS, "krul-tier-read")
+        self._pools = {tier: ThreadPoolExecutor(NUM_THREADS, f"krul-read-{tier.name}") for tier in tiers}
         self._is_closing = threading.Event()
         self._lock = threading.Lock()
         self.num_fetched = 0
@@ -39,22 +42,23 @@ class TierReader:
             StoreClosedError: the reader is closed. The arrival has failed; the run is still held.
         """
         try:
-            self._pool.submit(self._read, tier, run, arrival)
+            self._pools[tier].submit(self._read, tier, run, arrival)
         except RuntimeError as error:
             arrival.fail()
             raise StoreClosedError("the KV store was closed") from error
 
-    def run_later(self, call: Callable[[], None]) -> None:
-        """Run something short in one of the threads; never, once closed."""
+    def run_later(self, tier: LowerTier, call: Callable[[], None]) -> None:
+        """Run something short about a tier in one of its threads; never, once closed."""
         try:
-            self._pool.submit(call)
+            self._pools[tier].submit(call)
         except RuntimeError:
             logger.debug("closed: a note about a lower tier is dropped")
 
     def close(self) -> None:
         """End the reads that run, and fail those that wait."""
         self._is_closing.set()
-        self._pool.shutdown(wait=True)
+        for pool in self._pools.values():
+            pool.shutdown(wait=True)
 
     def _read(self, tier: LowerTier, run: TierRun, arrival: Arrival) -> None:
         has_arrived = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from krul_backend.store.fetching import Fetcher, load_s
 from krul_backend.store.host_store import HostStore
 from krul_backend.store.interface import (
     DRAM_TIER,
+    DamageReason,
     DamageReport,
     KVStore,
     Lease,
@@ -37,7 +39,7 @@ from krul_backend.store.tiered_lease import LowerPart, Part, TieredLease, releas
 from krul_backend.store.write_behind import WriteBehind
 from krul_backend.tiers.lower_tier import LowerTier
 
-_CLOSE_WAIT_S = 5.0
+logger = logging.getLogger(__name__)
 
 
 class TieredStore(KVStore):
@@ -58,7 +60,7 @@ class TieredStore(KVStore):
     def __init__(self, host: HostStore, tiers: Sequence[LowerTier] = ()) -> None:
         self._host = host
         self._tiers = tuple(tiers)
-        self._reader = TierReader(self._write_up)
+        self._reader = TierReader(self._tiers, self._write_up)
         self._fetcher = Fetcher(host, self._reader)
         self._write_behind = WriteBehind(host, self._note_written)
         self._lock = threading.Lock()
@@ -88,8 +90,8 @@ class TieredStore(KVStore):
     def reserve(self, layer_num_bytes: Sequence[int], tenant: str = "") -> Reservation | None:
         return self._host.reserve(layer_num_bytes, tenant)
 
-    def commit(self, reservation: Reservation, manifest: SegmentManifest) -> int:
-        segment_id = self._host.commit(reservation, manifest)
+    def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
+        segment_id = self._host.commit(reservation, manifest, checksums)
         self._write_behind.submit(segment_id, self._tiers)
         return segment_id
 
@@ -184,7 +186,7 @@ class TieredStore(KVStore):
                 before_s = segment.lower_load_s
                 segment.lower_load_s = seconds if before_s is None else min(before_s, seconds)
 
-        self._reader.run_later(note)
+        self._reader.run_later(tier, note)
 
     # Upkeep
 
@@ -194,8 +196,29 @@ class TieredStore(KVStore):
     def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
         return self._host.trim(segment_id, layer_first_token, layer_num_bytes)
 
-    def report_damage(self, segment_id: int) -> bool:
-        return self._host.report_damage(segment_id)
+    def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
+        if reason == "checksum":
+            return self._host.report_damage(segment_id)
+        manifest = self._manifest_of(segment_id)
+        if manifest is None:
+            return False
+        self._host.discard(manifest)
+        # What has left DRAM's index is not queued any more, and the tiers drop what was queued before.
+        self._write_behind.settle()
+        for tier in self._tiers:
+            tier.discard(manifest)
+        logger.info("a segment of %d tokens cannot be decoded where it is used: dropped", manifest.num_tokens)
+        return True
+
+    def _manifest_of(self, segment_id: int) -> SegmentManifest | None:
+        """Of a segment in DRAM, or of a leased slice that lies in a lower tier."""
+        manifest = self._host.manifest_of(segment_id)
+        if manifest is not None:
+            return manifest
+        with self._lock:
+            leases = list(self._leases.values())
+        lower_parts = (part for held in leases for part in tuple(held.parts) if isinstance(part, LowerPart))
+        return next((part.run.manifest for part in lower_parts if part.part.segment_id == segment_id), None)
 
     def pin(self, model: ModelIdentity, page_keys: Sequence[str], ttl_s: float) -> int:
         return self._host.pin(model, page_keys, ttl_s)
@@ -239,7 +262,7 @@ class TieredStore(KVStore):
 
     def flush(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
-        is_flushed = self._write_behind.wait(timeout_s)
+        is_flushed = True
         for tier in self._tiers:
             is_flushed &= tier.flush(max(0.0, deadline_s - time.monotonic()))
         return is_flushed
@@ -265,7 +288,6 @@ class TieredStore(KVStore):
             stack.callback(self._host.close)
             for tier in self._tiers:
                 stack.callback(tier.close)
-            stack.callback(self._write_behind.wait, _CLOSE_WAIT_S)
             stack.callback(self._reader.close)
             for held in leases:
                 stack.callback(self._end_lease, held)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from krul_backend.errors import ManifestError
 from krul_backend.segment import SegmentManifest
-from krul_backend.store.hashing import Checksums, SegmentHashes, block_checksum
+from krul_backend.store.hashing import Checksums, block_checksum
 from krul_backend.store.interface import Block
 from krul_backend.store.stored_segment import StoredSegment
 from krul_backend.tiers.arena import DramArena, Extent
@@ -58,7 +58,7 @@ class Trim:
             blocks.append(block[drop:])
         segment.manifest = self.manifest
         segment.place(tuple(extents), tuple(blocks))
-        segment.hashes = SegmentHashes.known(checksums)
+        segment.checksums = checksums
 
 
 def plan_trim(

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from krul_backend.store.eviction import Evictable, EvictionPolicy
+from krul_backend.store.eviction import Evictable, EvictionPolicy, as_it_is
 
 UNKNOWN_TOKEN_S = 5e-5
 """Seconds to compute one token where nobody measured it: a model of 8B on one accelerator, roughly."""
@@ -95,24 +95,25 @@ class ValuePolicy(EvictionPolicy):
 
     def victims(self) -> Iterator[int]:
         now_s = self._clock()
-        oldest = iter(self._leaf_order)
-        first = list(itertools.islice(oldest, NUM_OLDEST))
+        first = list(itertools.islice(self._leaf_order, NUM_OLDEST))
         # With fewer leaves the oldest are all of them.
         sampled = self._random.choices(self._leaves, k=NUM_SAMPLED) if len(self._leaves) > NUM_OLDEST else []
         offered = dict.fromkeys((*first, *sampled))
+        later = as_it_is(self._leaf_order, offered)
         candidates = [(self._nodes[segment_id].worth(now_s), segment_id) for segment_id in offered]
         heapq.heapify(candidates)
         num_gone: dict[int, int] = {}
         while candidates:
             _, segment_id = heapq.heappop(candidates)
             yield segment_id
-            before = self._nodes[segment_id].parent
+            node = self._nodes.get(segment_id)
+            before = node.parent if node is not None else None
             if before is not None:
                 before_id = before.segment.segment_id
                 num_gone[before_id] = num_gone.get(before_id, 0) + 1
                 if num_gone[before_id] == len(before.children):
                     heapq.heappush(candidates, (before.worth(now_s), before_id))
-            following = next((leaf for leaf in oldest if leaf not in offered), None)
+            following = next((leaf for leaf in later if leaf in self._nodes), None)
             if following is not None:
                 heapq.heappush(candidates, (self._nodes[following].worth(now_s), following))
 

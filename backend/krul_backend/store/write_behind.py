@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class WriteBehind:
-    """Puts segments to lower tiers as soon as their checksums are taken, and holds them until it is over.
+    """Puts committed segments to lower tiers, and holds them until these are done with them.
 
     Args:
         host: where the segments lie.
@@ -27,49 +27,31 @@ class WriteBehind:
         self._written = written
         # Held from the look whether a segment is still indexed until every tier has queued it.
         self._queueing = threading.Lock()
-        self._changed = threading.Condition()
-        self._num_waiting = 0
 
     def submit(self, segment_id: int, tiers: Sequence[LowerTier]) -> None:
         """Write a segment to ``tiers``, unless it has gone. Returns at once."""
         segment = self._host.hold(segment_id) if tiers else None
         if segment is None:
             return
-        with self._changed:
-            self._num_waiting += 1
-        segment.hashes.when_over(lambda: self._put(segment, tiers))
+        hold = _SharedHold(self._host, segment, len(tiers))
+        with self._queueing:
+            for tier in tiers:
+                part = _HoldPart(hold, lambda tier=tier: self._written(segment, tier))  # type: ignore[misc]
+                if not self._put_to(tier, segment, part.done):
+                    part.give_up()
 
     def settle(self) -> None:
         """Wait until no segment that has left the index can be queued any more."""
         with self._queueing:
             pass
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until everything submitted before is queued in its tiers; False if that takes longer."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._num_waiting == 0, timeout_s)
-
-    def _put(self, segment: StoredSegment, tiers: Sequence[LowerTier]) -> None:
-        hold = _SharedHold(self._host, segment, len(tiers))
-        try:
-            with self._queueing:
-                for tier in tiers:
-                    part = _HoldPart(hold, lambda tier=tier: self._written(segment, tier))  # type: ignore[misc]
-                    if not self._put_to(tier, segment, part.done):
-                        part.give_up()
-        finally:
-            with self._changed:
-                self._num_waiting -= 1
-                self._changed.notify_all()
-
     @staticmethod
     def _put_to(tier: LowerTier, segment: StoredSegment, done: Callable[[], None]) -> bool:
         """Queue a segment in a tier. False if it is not: it left the index, or the tier does not take it."""
-        checksums = segment.checksums_if_taken
-        if not segment.is_indexed or checksums is None:
+        if not segment.is_indexed:
             return False
         try:
-            return tier.put(segment.manifest, segment.blocks, checksums, done)
+            return tier.put(segment.manifest, segment.blocks, segment.checksums, done)
         except Exception:
             logger.exception("the tier %s failed to queue segment %d", tier.name, segment.segment_id)
             return False

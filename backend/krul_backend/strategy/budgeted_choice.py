@@ -45,28 +45,35 @@ _SMALLEST_ERROR = 1e-12
 class ConversationKV:
     """What a conversation's damage is measured on.
 
-    ``rows`` lie inside the tokens that ``read`` returns; ``round_trip`` encodes and decodes them.
+    ``rows`` lie inside the tokens that ``read`` returns; ``round_trip`` encodes and decodes them, or those of
+    them that are to be stored now: their ``share``. ``is_exact`` unless some of these came back lossy
+    themselves: encoding them once more costs little, which says nothing about other conversations.
     """
 
     rows: QueryRows
     read: ReadLayer
     round_trip: RoundTrip
+    share: float = 1.0
+    is_exact: bool = True
 
 
 @dataclass
 class _Typical:
-    """What earlier conversations say of an option: mean logarithm of each layer's error, bytes per token."""
+    """What earlier conversations say of an option: mean logarithm of each layer's error, bytes per token.
+
+    Errors are those of a whole conversation. Where a share of its tokens was stored, the error of that share
+    is taken as that share of the error: rounding adds up over tokens.
+    """
 
     log_errors: list[float]
     num_bytes: float
 
-    @property
-    def errors(self) -> list[float]:
-        return [math.exp(value) for value in self.log_errors]
+    def errors(self, share: float = 1.0) -> list[float]:
+        return [share * math.exp(value) for value in self.log_errors]
 
 
 class BudgetedChoice:
-    """The fewest bytes whose damage, measured on the conversation itself, stays within ``limit`` nats.
+    """The fewest bytes whose damage, measured on the conversation itself, stays within a limit in nats.
 
     Every layer alone is an option, and of the ``offered`` pairs the ``max_pairs`` with the most similar
     attention. Measuring every option of every turn would cost more than it is worth: only a survey turn
@@ -85,7 +92,6 @@ class BudgetedChoice:
         meter: DamageMeter,
         table: SensitivityTable,
         *,
-        limit: float,
         native_token_bytes: float,
         max_pairs: int,
         offered: OfferedPairs,
@@ -93,8 +99,7 @@ class BudgetedChoice:
     ) -> None:
         self._meter = meter
         self._table = table
-        self.limit = limit
-        self._selector = BudgetSelector(limit, native_token_bytes)
+        self._native_token_bytes = native_token_bytes
         self._max_pairs = max_pairs
         self._offered = offered
         self._agree = agree
@@ -102,26 +107,32 @@ class BudgetedChoice:
         self._typical: dict[UnitAndPrecision, _Typical] = {}
         self._num_turns = 0
 
-    def choose(self, statistics: AttentionStatistics, kv: ConversationKV) -> Strategy:
-        """The strategy for one conversation. Native throughout if it cannot be measured."""
-        num_layers = self._table.num_layers
+    def choose(
+        self, statistics: AttentionStatistics, kv: ConversationKV, limit: float
+    ) -> tuple[Strategy, float]:
+        """The strategy for one conversation, and its predicted damage: at most ``limit`` nats.
+
+        Native throughout, without damage, if it cannot be measured.
+        """
+        selector = BudgetSelector(limit, self._native_token_bytes)
+        native = Strategy.from_pairs(self._table.num_layers)
         candidates = self._candidates(statistics)
         number, self._num_turns = self._num_turns, self._num_turns + 1
         is_survey = number < SURVEY_TURNS or number % SURVEY_INTERVAL == 0
         measured: dict[UnitAndPrecision, MeasuredUnit] = {}
         new = [key for key in candidates if is_survey or key not in self._ever_measured]
         if new and not self._measure(new, kv, measured):
-            return Strategy.from_pairs(num_layers)
+            return native, 0.0
         for _ in range(_MAX_ROUNDS):
-            strategy = self._select(measured, candidates, is_guessing=True)
+            options = self._options(measured) + self._guesses(candidates, measured, kv.share)
+            strategy = selector.select(Evidence(self._table.num_layers, options=options))
             unmeasured = [key for key in _keys_of(strategy) if key not in measured]
-            if not unmeasured:
-                return strategy
-            if not self._measure(unmeasured, kv, measured):
-                return Strategy.from_pairs(num_layers)
-            if self._damage_of(strategy, measured) <= self.limit:
-                return strategy
-        return self._select(measured, candidates)
+            if unmeasured and not self._measure(unmeasured, kv, measured):
+                return native, 0.0
+            if not unmeasured or self._damage_of(strategy, measured) <= limit:
+                return strategy, self._damage_of(strategy, measured)
+        strategy = selector.select(Evidence(self._table.num_layers, options=self._options(measured)))
+        return strategy, self._damage_of(strategy, measured)
 
     def _candidates(self, statistics: AttentionStatistics) -> list[UnitAndPrecision]:
         offered = set(self._offered())
@@ -134,26 +145,23 @@ class BudgetedChoice:
             if len(unit) == 1 or (unit, precision) in offered
         ]
 
-    def _select(
-        self,
-        measured: dict[UnitAndPrecision, MeasuredUnit],
-        candidates: Sequence[UnitAndPrecision],
-        *,
-        is_guessing: bool = False,
-    ) -> Strategy:
-        options = [unit.option for unit in measured.values()]
-        if is_guessing:
-            options += [
-                self._guess(key, self._typical[key])
-                for key in candidates
-                if key not in measured and key in self._typical
-            ]
-        return self._selector.select(Evidence(self._table.num_layers, options=options))
+    def _options(self, measured: Mapping[UnitAndPrecision, MeasuredUnit]) -> list[UnitOption]:
+        return [unit.option for unit in measured.values()]
 
-    def _guess(self, key: UnitAndPrecision, typical: _Typical) -> UnitOption:
-        unit, precision = key
-        damage = self._meter.damage_of(unit, precision, typical.errors)
-        return UnitOption(unit, precision, typical.num_bytes, damage)
+    def _guesses(
+        self,
+        candidates: Sequence[UnitAndPrecision],
+        measured: Collection[UnitAndPrecision],
+        share: float,
+    ) -> list[UnitOption]:
+        """What earlier conversations say of the candidates that were not measured on this one."""
+        guesses = []
+        for unit, precision in candidates:
+            typical = self._typical.get((unit, precision))
+            if typical is not None and (unit, precision) not in measured:
+                damage = self._meter.damage_of(unit, precision, typical.errors(share))
+                guesses.append(UnitOption(unit, precision, typical.num_bytes, damage))
+        return guesses
 
     def _damage_of(self, strategy: Strategy, measured: dict[UnitAndPrecision, MeasuredUnit]) -> float:
         return sum(measured[key].option.damage for key in _keys_of(strategy))
@@ -180,13 +188,14 @@ class BudgetedChoice:
             key = (unit.option.unit, unit.option.precision)
             measured[key] = agreed
             self._ever_measured.add(key)
-            self._learn(key, agreed)
+            if kv.is_exact:
+                self._learn(key, agreed, kv.share)
         return True
 
-    def _learn(self, key: UnitAndPrecision, unit: MeasuredUnit) -> None:
+    def _learn(self, key: UnitAndPrecision, unit: MeasuredUnit, share: float) -> None:
         if not all(error.error < math.inf for error in unit.errors):
             return
-        logs = [math.log(max(error.error, _SMALLEST_ERROR)) for error in unit.errors]
+        logs = [math.log(max(error.error / share, _SMALLEST_ERROR)) for error in unit.errors]
         typical = self._typical.get(key)
         if typical is not None:
             logs = [
@@ -202,7 +211,7 @@ class BudgetedChoice:
         strategies, candidates = [], []
         for (unit, precision), typical in self._typical.items():
             strategies.append(Strategy.of_unit(self._table.num_layers, unit, precision))
-            candidates.append(self._meter.layer_errors(unit, precision, typical.errors))
+            candidates.append(self._meter.layer_errors(unit, precision, typical.errors()))
         if last_strategy is not None and all(key in self._typical for key in _keys_of(last_strategy)):
             strategies.append(last_strategy)
             candidates.append(
@@ -210,7 +219,7 @@ class BudgetedChoice:
                     error
                     for unit, precision in _keys_of(last_strategy)
                     for error in self._meter.layer_errors(
-                        unit, precision, self._typical[unit, precision].errors
+                        unit, precision, self._typical[unit, precision].errors()
                     )
                 )
             )

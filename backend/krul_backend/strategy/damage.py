@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from krul_backend.attention.rows import QueryRows, attention_rows
+from krul_backend.attention.rows import QueryRows, attention_rows, default_block_bytes
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import LayerKV, ReadLayer
 from krul_backend.errors import StrategyError
@@ -23,8 +23,11 @@ Unit = tuple[int, ...]
 
 UnitAndPrecision = tuple[Unit, Precision]
 
-RoundTrip = Callable[[Unit, Precision, Sequence[LayerKV]], tuple[Sequence[LayerKV], int]]
-"""Encodes and decodes one unit: ``(unit, precision, its layers) -> (its layers decoded, bytes stored)``."""
+RoundTrip = Callable[[Unit, Precision, Sequence[LayerKV]], tuple[Sequence[LayerKV], float]]
+"""Encodes and decodes one unit: ``(unit, precision, layers) -> (its layers afterwards, bytes per token)``.
+
+Tokens that would not be stored come back as they are, and do not count among the bytes' tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,19 @@ def attention_output(
     """Outputs ``[R, H, Dv]`` fp32 of attention over the tokens of ``kv`` up to each row's position.
 
     ``queries [R, H, D]``, ``positions [R]`` absolute, below the number of tokens of ``kv``; ``kv_heads [H]``.
+    Works through blocks of heads, so that the fp32 copies of a long history stay small.
     """
-    weights = attention_rows(queries, kv.k, positions, kv_heads, scaling)  # [H, R, T]
-    values = kv.v.float()[:, kv_heads].transpose(0, 1)  # [H, T, Dv]
-    return (weights @ values).transpose(0, 1)
+    num_rows, num_heads, _ = queries.shape
+    num_tokens, _, head_dim = kv.k.shape
+    head_bytes = 4 * num_tokens * (num_rows + head_dim + kv.v.shape[2])
+    num_heads_at_once = max(1, default_block_bytes(kv.k.device) // head_bytes)
+    outputs = []
+    for first in range(0, num_heads, num_heads_at_once):
+        heads = slice(first, first + num_heads_at_once)
+        weights = attention_rows(queries[:, heads], kv.k, positions, kv_heads[heads], scaling)  # [h, R, T]
+        values = kv.v[:, kv_heads[heads]].float().transpose(0, 1)  # [h, T, Dv]
+        outputs.append((weights @ values).transpose(0, 1))
+    return torch.cat(outputs, dim=1)
 
 
 def relative_squared_error(true: Tensor, decoded: Tensor) -> Tensor:
@@ -73,11 +85,11 @@ class DamageMeter:
     """Measures what a conversation's units would cost, alone and in pairs, at several precisions.
 
     A layer's error is that of its attention output on the last ``max_rows`` query rows that were kept, with
-    the keys and values of *all* tokens decoded. The rows' own tokens are among them, although a later turn
-    meets its own tokens exact: that is pessimistic, and needs no bookkeeping of what is stored. Every layer
-    is measured on its true input, so errors do not add up along the layers; the sensitivities, learned from
-    whole forward passes, account for that. All tokens take part, since leaving some out would change every
-    softmax; the cost is bounded by the number of rows and of pairs.
+    the keys and values of those tokens decoded that the round trip decodes. The rows' own tokens may be among
+    them, although a later turn meets its own tokens exact: that is pessimistic. Every layer is measured on
+    its true input, so errors do not add up along the layers; the sensitivities, learned from whole forward
+    passes, account for that. All tokens take part in every softmax; the cost is bounded by the number of rows
+    and of pairs.
 
     ``table`` turns errors into nats, ``deviations`` standard deviations above the median conversation.
 
@@ -139,7 +151,7 @@ class DamageMeter:
                     true_outputs[layer] = self._output(rows, layer, kv)
             for _, precision in of_unit:
                 decoded, num_bytes = round_trip(unit, precision, layers)
-                found.append(((unit, precision), num_bytes / layers[0].k.shape[0]))
+                found.append(((unit, precision), num_bytes))
                 errors += [
                     relative_squared_error(true_outputs[layer], self._output(rows, layer, kv))
                     for layer, kv in zip(unit, decoded, strict=True)

@@ -176,6 +176,10 @@ class DramArena:
         """See ``FreeExtents.trial``: to try what would fit if more were free. Its sizes are aligned sizes."""
         return self._free.trial()
 
+    def copy_free(self) -> FreeExtents:
+        """The free ranges as they are now, to be tried in without the lock."""
+        return self._free.copy()
+
     def _check_live(self, extent: Extent) -> None:
         if self._live.get(extent.offset) is not extent:
             raise ValueError(f"{extent} is not held in this arena: freed before, or another arena's")

@@ -15,12 +15,21 @@ class FreeExtents:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
         self.free_bytes = 0
         # The same ranges three times: by (size, offset) to find the best fit, by both ends to coalesce.
         self._by_size = SortedList()
         self._size_at: dict[int, int] = {}
         self._start_of_end: dict[int, int] = {}
         self._insert(0, capacity_bytes)
+
+    def copy(self) -> FreeExtents:
+        """The same free ranges, to try in what the original's lock is not held for."""
+        other = FreeExtents.__new__(FreeExtents)
+        other.capacity_bytes, other.free_bytes = self.capacity_bytes, self.free_bytes
+        other._by_size = self._by_size.copy()
+        other._size_at, other._start_of_end = self._size_at.copy(), self._start_of_end.copy()
+        return other
 
     @contextmanager
     def trial(self) -> Iterator[FreeTrial]:

@@ -103,8 +103,11 @@ class LowerTier(ABC):
         """
 
     @abstractmethod
-    def discard(self, run: TierRun) -> None:
-        """Take a held run's segment out: a reader found it wrong."""
+    def discard(self, manifest: SegmentManifest) -> None:
+        """Take out whatever holds pages of a segment and is encoded like it, also what is queued.
+
+        Nobody who asked can decode it. Does not wait for a network.
+        """
 
     @abstractmethod
     def cost(self) -> TierCost:

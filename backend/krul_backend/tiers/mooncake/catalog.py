@@ -57,6 +57,11 @@ class Catalog:
         with self._lock:
             return segment.segment_id in self._segments
 
+    def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[StoredObject]:
+        """The known segments that the pages are found in, each once."""
+        with self._lock:
+            return self._index.segments_of(model, page_keys)
+
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         with self._lock:
             return self._index.find_missing(model, page_keys)

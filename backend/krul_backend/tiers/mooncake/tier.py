@@ -153,11 +153,12 @@ class MooncakeTier(LowerTier):
             return True
         return self._writer.put(manifest, tuple(blocks), tuple(checksums), done)
 
-    def discard(self, run: TierRun) -> None:
-        segment = _place_of(run)
-        self._catalog.forget(segment)
+    def discard(self, manifest: SegmentManifest) -> None:
+        """As ``LowerTier.discard``: forgotten at once, and removed from the cluster behind that."""
+        self._writer.drop(lambda item: item.manifest.shares_encoded_pages(manifest))
+        known = self._forget_like(manifest)
         # It may take long when the master is gone, and nobody waits for it.
-        self._calls.begin(lambda: self._remove(segment))
+        self._calls.begin(lambda: self._remove_like(manifest, known))
 
     def cost(self) -> TierCost:
         return self._cost.current
@@ -172,7 +173,7 @@ class MooncakeTier(LowerTier):
         fingerprint = model.fingerprint if model is not None else None
         self._epochs.clear(fingerprint)
         self._catalog.clear(fingerprint)
-        self._writer.drop(fingerprint)
+        self._writer.drop(lambda item: fingerprint in (None, item.manifest.model.fingerprint))
         if not self._calls.run(self._settle, _CLEAR_TIMEOUT_S):
             self._suspension.failed("slow to clear", f"more than {_CLEAR_TIMEOUT_S:g} s")
 
@@ -266,6 +267,23 @@ class MooncakeTier(LowerTier):
             self._catalog.forget(segment)
             self._remove(segment)
             raise _WrongBytesError(f"layer {layer} came from the Mooncake cluster with a wrong checksum")
+
+    def _forget_like(self, manifest: SegmentManifest) -> list[StoredObject]:
+        """Forget what is known to hold pages of a segment and is encoded like it."""
+        known = self._catalog.segments_of(manifest.model, manifest.page_keys)
+        return [
+            segment
+            for segment in known
+            if segment.manifest.shares_encoded_pages(manifest) and self._catalog.forget(segment)
+        ]
+
+    def _remove_like(self, manifest: SegmentManifest, known: list[StoredObject]) -> None:
+        """Remove from the cluster what was known, and what only the cluster knows of these pages."""
+        for segment in known:
+            self._remove(segment)
+        self._ask(manifest.model, manifest.page_keys, manifest.token_ids)
+        for segment in self._forget_like(manifest):
+            self._remove(segment)
 
     def _remove(self, segment: StoredObject) -> None:
         try:

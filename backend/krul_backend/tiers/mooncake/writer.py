@@ -68,9 +68,9 @@ class Writer:
     def flush(self, timeout_s: float) -> bool:
         return self._queue.flush(timeout_s)
 
-    def drop(self, fingerprint: str | None) -> None:
-        """Give up what waits of a model (None: of all)."""
-        dropped = self._queue.drop(lambda item: fingerprint in (None, item.manifest.model.fingerprint))
+    def drop(self, is_dropped: Callable[[QueuedSegment], bool]) -> None:
+        """Give up what waits and is named by the predicate."""
+        dropped = self._queue.drop(is_dropped)
         self._counters.add(skipped_segments=len(dropped))
         self._queue.settle(dropped)
 

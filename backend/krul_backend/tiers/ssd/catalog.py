@@ -62,6 +62,20 @@ class Catalog:
         segment.file.live_bytes -= segment.taken_bytes
         self.stored_bytes -= segment.manifest.num_bytes
 
+    def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[SsdSegment]:
+        """The segments that the pages are found in, each once."""
+        return self._index.segments_of(model, page_keys)
+
+    def remove_superseded(self, newer: SsdSegment) -> None:
+        """Take out the segments all of whose pages ``newer``, which was written later, has too.
+
+        Pages are written again only after what had them was taken out, as damaged or not decodable.
+        """
+        manifest = newer.manifest
+        for older in self.segments_of(manifest.model, manifest.page_keys):
+            if set(older.manifest.page_keys) <= set(manifest.page_keys):
+                self.remove(older)
+
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         return self._index.find_missing(model, page_keys)
 

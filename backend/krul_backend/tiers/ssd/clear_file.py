@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import struct
 from pathlib import Path
@@ -10,35 +12,41 @@ import orjson
 import xxhash
 
 from krul_backend.errors import RecordError
-from krul_backend.tiers.ssd.disk import Disk
-from krul_backend.tiers.ssd.log_file import read_up_to, write_all
+from krul_backend.tiers.ssd.disk import Disk, read_up_to, write_all
+from krul_backend.tiers.ssd.own_files import CLEARS_MAGIC, CLEARS_NAME
 
-_MAGIC = b"KRULCLR1"
-_PREFIX = struct.Struct("<8sQ")
-_MAX_NUM_BYTES = 1 << 24
+_MAGIC = CLEARS_MAGIC + b"2"
+_PREFIX = struct.Struct("<8sQQQ")
+_CHECKED_FROM = 16
+_COPY_NUM_BYTES = 64 << 10
 
 
 class ClearFile:
-    """``clears``: magic ``KRULCLR1``, XXH3-64 of what follows: ``{"all": n, "models": {fingerprint: n}}``.
+    """``clears``: two equal copies of ``{"all": n, "models": {fingerprint: n}}``, 64 KiB each.
 
-    A record is cleared if its sequence is smaller than ``all`` or than its model's number. The file is not a
-    part of the logs because a log is only read up to its first damaged header: a clear behind that would be
-    forgotten, and what it cleared found again. It is replaced as a whole (written, synced, renamed).
+    A copy is: magic ``KRULCLR2``, XXH3-64 of what follows, generation (u64), the JSON's size (u64), the JSON.
+
+    A record is cleared if its file's number is smaller than ``all`` or than its model's number. File names
+    stay known when a file cannot be read for a while, so what comes back later is still cleared; and nothing
+    that is damaged in a log can hide a clear. Copies are overwritten in place, one after the other: a full
+    file system takes that, and one copy is good at any moment. The newer good one counts.
     """
 
     def __init__(self, disk: Disk, directory: Path) -> None:
         self._disk = disk
         self._directory = directory
-        self._path = directory / "clears"
+        self._path = directory / CLEARS_NAME
         self._all = 0
         self._models: dict[str, int] = {}
+        self._generation = 0
 
     @property
-    def max_sequence(self) -> int:
+    def first_open_number(self) -> int:
+        """No file with a smaller number may be given records any more: they would count as cleared."""
         return max(self._all, *self._models.values(), 0)
 
-    def is_cleared(self, fingerprint: str, sequence: int) -> bool:
-        return sequence < max(self._all, self._models.get(fingerprint, 0))
+    def is_cleared(self, fingerprint: str, file_number: int) -> bool:
+        return file_number < max(self._all, self._models.get(fingerprint, 0))
 
     def load(self) -> None:
         """Read the file.
@@ -52,35 +60,78 @@ class ClearFile:
         except FileNotFoundError as error:
             raise RecordError("there is no record of what was cleared") from error
         try:
-            data = read_up_to(self._disk, fd, min(self._disk.size(fd), _MAX_NUM_BYTES), 0)
+            data = read_up_to(self._disk, fd, 2 * _COPY_NUM_BYTES, 0)
         finally:
             self._disk.close(fd)
-        json = data[_PREFIX.size :]
-        if len(data) < _PREFIX.size or _PREFIX.unpack_from(data) != (_MAGIC, xxhash.xxh3_64_intdigest(json)):
+        copies = [_decode_copy(data[at : at + _COPY_NUM_BYTES]) for at in (0, _COPY_NUM_BYTES)]
+        good = [copy for copy in copies if copy is not None]
+        if not good:
             raise RecordError("the record of what was cleared is damaged")
+        self._generation, json = max(good)
         cleared = orjson.loads(json)
         self._all, self._models = cleared["all"], cleared["models"]
+        if copies[0] != copies[1]:
+            # Otherwise the next damage might leave none, or an older one.
+            with contextlib.suppress(OSError):
+                self._overwrite(json)
 
-    def add(self, fingerprint: str | None, sequence: int, oldest_sequence: int) -> None:
-        """Clear what has a smaller ``sequence``, of one model or (None) of all; durable on return.
-
-        Nothing in the logs has a smaller sequence than ``oldest_sequence``: clears before it are dropped.
-
-        Raises:
-            OSError: it could not be written; the file is as it was, or as it should be.
-        """
-        cleared_all = sequence if fingerprint is None else self._all
-        models = {} if fingerprint is None else {**self._models, fingerprint: sequence}
-        models = {key: number for key, number in models.items() if number > oldest_sequence}
-        json = orjson.dumps({"all": cleared_all, "models": models})
+    def create(self, file_number: int) -> None:
+        """Begin anew, with all files cleared that have a smaller number. Appears whole. Raises OSError."""
         temporary = self._path.with_suffix(".tmp")
+        copy = _encode_copy(1, orjson.dumps({"all": file_number, "models": {}}))
         fd = self._disk.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
-            prefix = _PREFIX.pack(_MAGIC, xxhash.xxh3_64_intdigest(json))
-            write_all(self._disk, fd, [prefix + json], 0)
+            write_all(self._disk, fd, [copy, copy], 0)
             self._disk.fdatasync(fd)
         finally:
             self._disk.close(fd)
         self._disk.rename(temporary, self._path)
         self._disk.sync_directory(self._directory)
+        self._all, self._models, self._generation = file_number, {}, 1
+
+    def add(self, fingerprint: str | None, file_number: int, oldest_number: int) -> None:
+        """Clear all files with a smaller number, of one model or (None) of all; durable on return.
+
+        There are no files with a smaller number than ``oldest_number``: clears that end there are dropped.
+
+        Raises:
+            OSError: it could not be written, or there are too many models for it.
+        """
+        cleared_all = file_number if fingerprint is None else self._all
+        models = {} if fingerprint is None else {**self._models, fingerprint: file_number}
+        models = {key: number for key, number in models.items() if number > oldest_number}
+        json = orjson.dumps({"all": cleared_all, "models": models})
+        if _PREFIX.size + len(json) > _COPY_NUM_BYTES:
+            raise OSError(errno.EFBIG, f"{len(models)} models were cleared, which is too many to note")
+        self._overwrite(json)
         self._all, self._models = cleared_all, models
+
+    def _overwrite(self, json: bytes) -> None:
+        copy = _encode_copy(self._generation + 1, json)
+        fd = self._disk.open(self._path, os.O_WRONLY)
+        try:
+            for at in (0, _COPY_NUM_BYTES):
+                write_all(self._disk, fd, [copy], at)
+                self._disk.fdatasync(fd)
+        finally:
+            self._disk.close(fd)
+        self._generation += 1
+
+
+def _encode_copy(generation: int, json: bytes) -> bytes:
+    unsealed = _PREFIX.pack(_MAGIC, 0, generation, len(json)) + json
+    checksum = xxhash.xxh3_64_intdigest(unsealed[_CHECKED_FROM:])
+    return (_PREFIX.pack(_MAGIC, checksum, generation, len(json)) + json).ljust(_COPY_NUM_BYTES, b"\0")
+
+
+def _decode_copy(data: bytes) -> tuple[int, bytes] | None:
+    """Generation and JSON of a copy; None if it is damaged."""
+    if len(data) < _PREFIX.size:
+        return None
+    magic, checksum, generation, num_json_bytes = _PREFIX.unpack_from(data)
+    end = _PREFIX.size + num_json_bytes
+    if magic != _MAGIC or end > len(data):
+        return None
+    if xxhash.xxh3_64_intdigest(data[_CHECKED_FROM:end]) != checksum:
+        return None
+    return generation, data[_PREFIX.size : end]

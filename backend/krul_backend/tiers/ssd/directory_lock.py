@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -10,10 +11,10 @@ import time
 from pathlib import Path
 
 from krul_backend.errors import DaemonError
+from krul_backend.tiers.ssd.own_files import LOCK_NAME
 
 logger = logging.getLogger(__name__)
 
-_FILE_NAME = "lock"
 _POLL_S = 0.1
 
 
@@ -25,16 +26,22 @@ class DirectoryLock:
         patience_s: how long to wait for another one to leave.
 
     Raises:
-        DaemonError: the directory cannot be used, belongs to somebody else, or is in use.
+        DaemonError: the directory cannot be used, is a link, belongs to somebody else, or is in use.
     """
 
     def __init__(self, directory: Path, patience_s: float = 0.0) -> None:
         try:
+            if directory.is_symlink():
+                raise DaemonError(
+                    f"{directory} is a symbolic link, and what it points to may be somebody else's: "
+                    "remove the link, or give as the SSD's directory one where a directory can be made"
+                )
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if directory.stat().st_uid != os.geteuid():
                 raise DaemonError(f"{directory} belongs to another user: give a directory of your own")
             directory.chmod(0o700)
-            self._fd = os.open(directory / _FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._fd = os.open(directory / LOCK_NAME, flags, 0o600)
         except OSError as error:
             raise DaemonError(
                 f"the SSD tier cannot use {directory} ({error.strerror}): give one that can be written"
@@ -44,8 +51,10 @@ class DirectoryLock:
         except BaseException:
             os.close(self._fd)
             raise
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"process {os.getpid()} ({Path(sys.argv[0]).name})\n".encode(), 0)
+        # A full disk may not take even this.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"process {os.getpid()} ({Path(sys.argv[0]).name})\n".encode(), 0)
 
     def _lock(self, directory: Path, patience_s: float) -> None:
         deadline_s = time.monotonic() + patience_s

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 Buffer = bytes | memoryview
 
+_MAX_IOVECS = 1024
+
 
 class Disk:
     """Files by descriptor. Every method raises ``OSError`` as the system call does."""
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, mode)
+        """A link in the place of the file is refused: what it points to is not ours."""
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -61,3 +65,46 @@ class Disk:
         """What the file system has left for this user."""
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
+
+
+def write_all(disk: Disk, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
+    """Write all buffers one after the other, however little each call takes.
+
+    Raises:
+        OSError: the medium failed, or takes nothing any more.
+    """
+    views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+    first = 0
+    while first < len(views):
+        num_written = disk.pwritev(fd, views[first : first + _MAX_IOVECS], offset)
+        if num_written <= 0:
+            raise OSError(errno.EIO, "nothing could be written")
+        offset += num_written
+        while first < len(views) and num_written >= len(views[first]):
+            num_written -= len(views[first])
+            first += 1
+        if num_written:
+            views[first] = views[first][num_written:]
+
+
+def read_up_to(disk: Disk, fd: int, num_bytes: int, offset: int) -> bytes:
+    """``num_bytes`` from ``offset`` on, fewer only where the file ends. Raises OSError."""
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    num_read = 0
+    while num_read < num_bytes:
+        step = disk.preadv(fd, [view[num_read:]], offset + num_read)
+        if step <= 0:
+            break
+        num_read += step
+    return bytes(view[:num_read])
+
+
+def open_for_reading(disk: Disk, path: Path) -> int:
+    """For reading past the page cache; through it where the file system cannot do otherwise."""
+    try:
+        return disk.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return disk.open(path, os.O_RDONLY)

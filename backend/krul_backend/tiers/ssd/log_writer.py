@@ -11,8 +11,13 @@ from pathlib import Path
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.interface import Block
 from krul_backend.tiers.ssd.disk import Disk
-from krul_backend.tiers.ssd.log_file import FILE_HEADER_NUM_BYTES, LogFile
-from krul_backend.tiers.ssd.record import record_buffers
+from krul_backend.tiers.ssd.log_file import LogFile
+from krul_backend.tiers.ssd.own_files import FILE_HEADER_NUM_BYTES
+from krul_backend.tiers.ssd.record import record_buffers, segment_num_bytes
+from krul_backend.tiers.ssd.recovery import Recovered
+
+GROUP_NUM_BYTES = 64 << 20
+"""Written with one sync: the most that waits for it, and that the page cache holds besides."""
 
 
 @dataclass(frozen=True)
@@ -35,33 +40,49 @@ class LogWriter:
         lock: the tier's; guards ``files``, ``used_bytes`` and the counts in the files. Taken here, never held
             during a system call that may block.
         file_bytes: a file is given a record only if it stays within this size, or has no other.
+        recovered: what was found in the directory.
     """
 
     def __init__(
-        self, disk: Disk, directory: Path, lock: threading.Lock, file_bytes: int, files: list[LogFile]
+        self,
+        disk: Disk,
+        directory: Path,
+        lock: threading.Lock,
+        file_bytes: int,
+        recovered: Recovered,
     ) -> None:
         self._disk = disk
         self._directory = directory
         self._lock = lock
         self._file_bytes = file_bytes
         self._unsynced: list[_Unsynced] = []
-        self._active = files[-1] if files else None
-        self._next_number = files[-1].number + 1 if files else 1
+        open_files = [file for file in recovered.files if file.number >= recovered.clears.first_open_number]
+        self._active = open_files[-1] if open_files else None
+        self._unread = recovered.unread
         self._is_removal_in_doubt = False
-        self.files = {file.number: file for file in files}
-        self.used_bytes = sum(file.num_bytes for file in files)
+        self.files = {file.number: file for file in recovered.files}
+        self.next_number = recovered.next_number
+        self.used_bytes = sum(file.num_bytes for file in recovered.files) + sum(self._unread.values())
 
     @property
-    def oldest_sequence(self) -> int:
-        """No record in the files, nor in one that a crash might bring back, has a smaller sequence."""
+    def oldest_number(self) -> int:
+        """No file, nor one that a crash might bring back, has a smaller number."""
         if self._is_removal_in_doubt:
             return 0
-        sequences = [file.min_sequence for file in self.files.values() if file.min_sequence is not None]
-        return min(sequences, default=1 << 63)
+        return min((*self.files, *self._unread), default=self.next_number)
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether there are files that could not be read: what is in them is not known."""
+        return bool(self._unread)
 
     def num_bytes_for(self, record_num_bytes: int) -> int:
         """What the files will grow by when such a record is appended."""
         return record_num_bytes + (FILE_HEADER_NUM_BYTES if self._needs_file(record_num_bytes) else 0)
+
+    def is_active(self, file: LogFile) -> bool:
+        """Whether the next record may be appended to a file."""
+        return file is self._active
 
     def is_busy(self, file: LogFile) -> bool:
         """Whether a file has records that are not durable yet."""
@@ -80,16 +101,15 @@ class LogWriter:
         Raises:
             OSError: it could not be written. Everything since the last commit is lost, and never published.
         """
-        buffers, num_bytes = record_buffers(manifest, metadata, blocks, sequence)
+        num_bytes = segment_num_bytes(manifest, metadata)
         if self._needs_file(num_bytes):
             self.seal()
             self._active = self._create_file()
         file = self._active
         assert file is not None, "a file was created, or there was one"
+        buffers = record_buffers(manifest, metadata, blocks, sequence, file.place(file.num_bytes))
         with self._lock:
             self.used_bytes += num_bytes
-            # Even if this fails: what cannot be cut off again may be found after a crash.
-            file.min_sequence = min(sequence, file.min_sequence or sequence)
         try:
             offset = file.append(buffers, num_bytes)
         except OSError:
@@ -117,9 +137,15 @@ class LogWriter:
         self._unsynced.clear()
 
     def seal(self) -> None:
-        """Commit, and append nothing more to the file that is written now. Raises OSError."""
-        self.commit()
-        self._active = None
+        """Commit, and append nothing more to the file that is written now.
+
+        Raises:
+            OSError: as ``commit``; the file is sealed all the same.
+        """
+        try:
+            self.commit()
+        finally:
+            self._active = None
 
     def remove(self, file: LogFile) -> None:
         """Unlink a file, durably. What it takes is free when nobody holds it any more.
@@ -174,13 +200,13 @@ class LogWriter:
         with self._lock:
             self.used_bytes += FILE_HEADER_NUM_BYTES
         try:
-            file = LogFile.create(self._disk, self._directory, self._next_number)
+            file = LogFile.create(self._disk, self._directory, self.next_number)
         except OSError:
             with self._lock:
                 self.used_bytes -= FILE_HEADER_NUM_BYTES
             raise
         finally:
-            self._next_number += 1
+            self.next_number += 1
         with self._lock:
             self.files[file.number] = file
         return file

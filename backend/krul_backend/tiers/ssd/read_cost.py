@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 from krul_backend.restore.costs import TierCost
-from krul_backend.tiers.ssd.disk import Disk
-from krul_backend.tiers.ssd.log_file import open_for_reading, write_all
+from krul_backend.tiers.ssd.disk import Disk, open_for_reading, write_all
 from krul_backend.tiers.ssd.reader import NUM_THREADS, PieceReader
 from krul_backend.tiers.ssd.record import RECORD_ALIGN
 

@@ -7,9 +7,10 @@ import errno
 import mmap
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.record import RECORD_ALIGN
@@ -18,7 +19,8 @@ from krul_backend.tiers.ssd.record import RECORD_ALIGN
 # the processor's cache when it is checked and copied, and a record's last one is done soon after it came.
 NUM_THREADS = 3
 PIECE_NUM_BYTES = 1 << 20
-_NUM_BUFFERS = 8
+_MAX_PIECES_OF_A_READ = 8
+_NUM_BUFFERS = 2 * _MAX_PIECES_OF_A_READ
 
 Bounce = memoryview
 """A page-aligned buffer of this reader, as O_DIRECT wants it."""
@@ -30,7 +32,6 @@ class _Read:
 
     fd: int
     released: Callable[[], None]
-    lock: threading.Lock = field(default_factory=threading.Lock)
     num_unfinished: int = 0
     is_over: bool = False
 
@@ -43,7 +44,7 @@ class _Piece:
     bounce: Bounce
     offset: int
     num_bytes: int
-    done: threading.Event = field(default_factory=threading.Event)
+    is_done: bool = False
     error: OSError | None = None
 
 
@@ -55,9 +56,15 @@ class PieceReader:
     stuck in it may finish at any later time and does no harm. Its buffer and thread come back then, and only
     then the file may be closed, which ``released`` says.
 
+    Only the disk is ever called slow: the time of a piece counts from when a thread begins to read it. A
+    piece that waits for a thread, or a call that waits for a buffer, waits for as long as any thread gets on.
+    One call takes at most half of the buffers, and while another one has none, no more at all; pieces are
+    read in the order in which they were asked for. So a small read beside a large one waits for few pieces.
+
     Args:
         disk: does the system calls.
         timeout_s: how long one piece may take.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -66,13 +73,19 @@ class PieceReader:
         timeout_s: float,
         num_threads: int = NUM_THREADS,
         piece_num_bytes: int = PIECE_NUM_BYTES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._disk = disk
         self._timeout_s = timeout_s
         self._piece_num_bytes = piece_num_bytes
-        self._free: queue.SimpleQueue[Bounce] = queue.SimpleQueue()
-        for bounce in _make_buffers(piece_num_bytes):
-            self._free.put(bounce)
+        self._clock = clock
+        # Guards all that follows, and the reads and pieces.
+        self._changed = threading.Condition()
+        self._free = _make_buffers(piece_num_bytes)
+        self._num_without_buffer = 0
+        # Pieces that a thread is reading, and since when.
+        self._started_s: dict[_Piece, float] = {}
+        self._is_closed = False
         self._jobs: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         # Daemons: a disk that never answers must not keep the process from ending.
         self._threads = [
@@ -96,8 +109,8 @@ class PieceReader:
         exactly once, perhaps later and in another thread.
 
         Raises:
-            TimeoutError: a piece took longer than ``timeout_s``, or all buffers are stuck in such reads.
-            OSError: the medium failed, or the file ends before the range does.
+            TimeoutError: a piece took longer than ``timeout_s``, or all threads are stuck in such pieces.
+            OSError: the medium failed, the file ends before the range does, or the reader was closed.
         """
         read = _Read(fd, released)
         pieces: deque[_Piece] = deque()
@@ -105,49 +118,80 @@ class PieceReader:
         try:
             while next_offset < end or pieces:
                 while next_offset < end:
-                    bounce = self._take_bounce(must_wait=not pieces)
+                    bounce = self._take_bounce(len(pieces))
                     if bounce is None:
                         break
                     piece = _Piece(read, bounce, next_offset, min(self._piece_num_bytes, end - next_offset))
-                    with read.lock:
+                    with self._changed:
                         read.num_unfinished += 1
                     pieces.append(piece)
                     self._jobs.put(piece)
                     next_offset += piece.num_bytes
                 piece = pieces[0]
-                if not piece.done.wait(self._timeout_s):
-                    raise TimeoutError(f"{piece.num_bytes} bytes took longer than {self._timeout_s:g} s")
+                with self._changed:
+                    self._wait(piece)
                 if piece.error is not None:
                     raise piece.error
                 take(piece.bounce[: piece.num_bytes])
                 pieces.popleft()
-                self._free.put(piece.bounce)
+                self._give_back(piece)
         finally:
             self._give_up(read, pieces)
 
     def close(self) -> None:
         """End the threads; those that are stuck end when the disk answers."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join(timeout=self._timeout_s)
 
-    def _take_bounce(self, must_wait: bool) -> Bounce | None:
-        try:
-            # Whoever waits has no piece of its own, so that two readers cannot wait for each other.
-            return self._free.get(timeout=self._timeout_s) if must_wait else self._free.get_nowait()
-        except queue.Empty:
-            if must_wait:
-                raise TimeoutError("every buffer is in a read that does not end") from None
-            return None
+    def _take_bounce(self, num_taken: int) -> Bounce | None:
+        """A buffer for a call that has ``num_taken``; waits for the first one, None if it must do without."""
+        with self._changed:
+            if num_taken:
+                # Whoever waits has no piece of its own, so that two calls cannot wait for each other.
+                is_enough = num_taken >= _MAX_PIECES_OF_A_READ or self._num_without_buffer > 0
+                return None if is_enough or not self._free else self._free.pop()
+            self._num_without_buffer += 1
+            try:
+                self._wait(None)
+            finally:
+                self._num_without_buffer -= 1
+            return self._free.pop()
+
+    def _give_back(self, piece: _Piece) -> None:
+        with self._changed:
+            self._free.append(piece.bounce)
+            self._changed.notify_all()
+
+    def _wait(self, piece: _Piece | None) -> None:
+        """Wait until ``piece`` is read or (None) a buffer is free. Called with the lock."""
+        while not (piece.is_done if piece is not None else self._free):
+            if self._is_closed:
+                raise OSError(errno.ESHUTDOWN, "the reader was closed")
+            now_s = self._clock()
+            since_s = self._stuck_since_s(piece, now_s)
+            if now_s - since_s >= self._timeout_s:
+                raise TimeoutError(f"the disk has not answered for {now_s - since_s:.3g} s")
+            self._changed.wait(since_s + self._timeout_s - now_s)
+
+    def _stuck_since_s(self, piece: _Piece | None, now_s: float) -> float:
+        """Since when nobody can do what a call waits for: ``now_s`` if somebody can."""
+        if piece is not None and piece in self._started_s:
+            return self._started_s[piece]
+        if len(self._started_s) < len(self._threads):
+            return now_s
+        return max(self._started_s.values())
 
     def _give_up(self, read: _Read, pieces: deque[_Piece]) -> None:
-        with read.lock:
+        with self._changed:
             read.is_over = True
             # Finished pieces are ours; a thread that finishes one from now on gives the buffer back itself.
-            for piece in pieces:
-                if piece.done.is_set():
-                    self._free.put(piece.bounce)
+            self._free += [piece.bounce for piece in pieces if piece.is_done]
+            self._changed.notify_all()
             is_released = read.num_unfinished == 0
         if is_released:
             read.released()
@@ -155,17 +199,22 @@ class PieceReader:
     def _serve(self) -> None:
         while (piece := self._jobs.get()) is not None:
             read = piece.read
-            if not read.is_over:
+            with self._changed:
+                is_wanted = not read.is_over
+                self._started_s[piece] = self._clock()
+            if is_wanted:
                 try:
                     self._fill(piece)
                 except OSError as error:
                     piece.error = error
-            with read.lock:
+            with self._changed:
+                del self._started_s[piece]
+                piece.is_done = True
                 read.num_unfinished -= 1
                 is_last = read.is_over and read.num_unfinished == 0
                 if read.is_over:
-                    self._free.put(piece.bounce)
-                piece.done.set()
+                    self._free.append(piece.bounce)
+                self._changed.notify_all()
             if is_last:
                 read.released()
 

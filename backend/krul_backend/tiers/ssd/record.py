@@ -4,7 +4,7 @@ All numbers are little endian. A record starts at a multiple of 4096 bytes and t
 
     offset  size
     0       8     magic: b"KRULSEG1"
-    8       8     XXH3-64 of bytes [16, header_num_bytes)
+    8       8     XXH3-64 of bytes [16, header_num_bytes), its seed being the place of the record
     16      8     header_num_bytes, without the padding that follows it
     24      8     record_num_bytes, all padding included
     32      8     sequence: a number that grows with every record written; a copy made by compaction keeps it
@@ -22,7 +22,9 @@ All numbers are little endian. A record starts at a multiple of 4096 bytes and t
     ..      J     the manifest's other fields as JSON
     then zeros to the next multiple of 64: layer 0's block; each block starts at a multiple of 64.
 
-Nothing of a header is believed before its checksum was found right.
+Nothing of a header is believed before its checksum was found right. In a log file the place is the file's
+random id plus the record's offset (``LogFile.place``): a header that lies anywhere else, left over from an
+earlier file or imitated by somebody's KV, is none. Where records are found by other means the place is 0.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ RECORD_ALIGN = 4096
 """Records begin and end at multiples of this: what O_DIRECT asks for, and whole pages of the page cache."""
 
 BLOCK_ALIGN = 64
-_MAGIC = b"KRULSEG1"
+MAGIC = b"KRULSEG1"
 _FIXED = struct.Struct("<8sQQQQIIIIII")
 FIXED_NUM_BYTES = _FIXED.size
 MAX_HEADER_NUM_BYTES = 1 << 30
@@ -127,7 +129,7 @@ def encode_metadata(manifest: SegmentManifest, checksums: tuple[int, ...]) -> by
     )
 
 
-def encode_segment(manifest: SegmentManifest, metadata: bytes, sequence: int) -> bytes:
+def encode_segment(manifest: SegmentManifest, metadata: bytes, sequence: int, place: int = 0) -> bytes:
     """A segment's header with its padding: what comes right before layer 0's block."""
     header_num_bytes = FIXED_NUM_BYTES + len(metadata)
     offsets, record_num_bytes = _layout(header_num_bytes, manifest.layer_num_bytes)
@@ -140,16 +142,16 @@ def encode_segment(manifest: SegmentManifest, metadata: bytes, sequence: int) ->
     num_json_bytes = len(metadata) - 16 * num_layers - 4 * num_tokens - 2 * num_pages - num_keys_bytes
     counts = (num_layers, num_pages, num_tokens, num_json_bytes, num_keys_bytes)
     fields = (header_num_bytes, record_num_bytes, sequence, *counts, FORMAT_VERSION)
-    unsealed = _FIXED.pack(_MAGIC, 0, *fields) + metadata
-    checksum = xxhash.xxh3_64_intdigest(memoryview(unsealed)[_CHECKED_FROM:])
-    return (_FIXED.pack(_MAGIC, checksum, *fields) + metadata).ljust(offsets[0], b"\0")
+    unsealed = _FIXED.pack(MAGIC, 0, *fields) + metadata
+    checksum = xxhash.xxh3_64_intdigest(memoryview(unsealed)[_CHECKED_FROM:], place)
+    return (_FIXED.pack(MAGIC, checksum, *fields) + metadata).ljust(offsets[0], b"\0")
 
 
 def record_buffers(
-    manifest: SegmentManifest, metadata: bytes, blocks: Sequence[Block], sequence: int
-) -> tuple[list[Buffer], int]:
-    """What to write one after the other, padding included, and the bytes of it all."""
-    header = encode_segment(manifest, metadata, sequence)
+    manifest: SegmentManifest, metadata: bytes, blocks: Sequence[Block], sequence: int, place: int
+) -> list[Buffer]:
+    """What to write one after the other, padding included: ``segment_num_bytes`` in all."""
+    header = encode_segment(manifest, metadata, sequence, place)
     buffers: list[Buffer] = [header]
     num_bytes = len(header)
     for block in blocks:
@@ -157,7 +159,7 @@ def record_buffers(
         buffers += [block.data, padding]
         num_bytes += block.nbytes + len(padding)
     padding = bytes(aligned(num_bytes, RECORD_ALIGN) - num_bytes)
-    return [*buffers, padding], num_bytes + len(padding)
+    return [*buffers, padding]
 
 
 def decode_size(fixed: bytes) -> HeaderSize:
@@ -169,7 +171,7 @@ def decode_size(fixed: bytes) -> HeaderSize:
     if len(fixed) < FIXED_NUM_BYTES:
         raise RecordError(f"a record needs {FIXED_NUM_BYTES} bytes, got {len(fixed)}")
     magic, _, header_num_bytes, record_num_bytes, *_ = _FIXED.unpack_from(fixed)
-    if magic != _MAGIC:
+    if magic != MAGIC:
         raise RecordError("no record starts here")
     is_header_possible = FIXED_NUM_BYTES <= header_num_bytes <= min(MAX_HEADER_NUM_BYTES, record_num_bytes)
     if not is_header_possible or record_num_bytes > _MAX_RECORD_NUM_BYTES or record_num_bytes % RECORD_ALIGN:
@@ -177,18 +179,18 @@ def decode_size(fixed: bytes) -> HeaderSize:
     return HeaderSize(header_num_bytes, record_num_bytes)
 
 
-def decode_header(header: bytes) -> SegmentRecord:
+def decode_header(header: bytes, place: int = 0) -> SegmentRecord:
     """What a header says; bytes after ``header_num_bytes`` are ignored.
 
     Raises:
-        RecordError: damaged, cut off, of another format version, or contradicting itself.
+        RecordError: damaged, cut off, of another place or format version, or contradicting itself.
     """
     size = decode_size(header)
     if len(header) < size.header_num_bytes:
         raise RecordError(f"a header of {size.header_num_bytes} bytes, cut off after {len(header)}")
     _, checksum, _, _, sequence, *counts, version = _FIXED.unpack_from(header)
     checked = memoryview(header)[_CHECKED_FROM : size.header_num_bytes]
-    if xxhash.xxh3_64_intdigest(checked) != checksum:
+    if xxhash.xxh3_64_intdigest(checked, place) != checksum:
         raise RecordError("the header's checksum is wrong")
     if version != FORMAT_VERSION:
         raise RecordError(f"a record of format {version}, this is format {FORMAT_VERSION}")

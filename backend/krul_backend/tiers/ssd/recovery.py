@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,13 @@ from krul_backend.errors import DaemonError, RecordError
 from krul_backend.tiers.ssd.clear_file import ClearFile
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.log_file import LogFile
+from krul_backend.tiers.ssd.own_files import (
+    FILE_HEADER_NUM_BYTES,
+    LogStamp,
+    log_paths,
+    read_stamp,
+    temporary_paths,
+)
 from krul_backend.tiers.ssd.record import SegmentRecord
 
 logger = logging.getLogger(__name__)
@@ -17,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FoundRecord:
-    """A whole record that was not cleared."""
+    """A record with a good header that was not cleared."""
 
     file: LogFile
     offset: int
@@ -26,71 +34,92 @@ class FoundRecord:
 
 @dataclass(frozen=True)
 class Recovered:
-    """``files`` by number, ``records`` by sequence; ``next_sequence`` is greater than any that was used."""
+    """``files`` by number, ``records`` by sequence.
+
+    ``unread``: sizes of files that could not be read, by number; what is in them is not known. No file has a
+    number of ``next_number`` or more, and no record that was found such a sequence as ``next_sequence``.
+    """
 
     files: list[LogFile]
     records: list[FoundRecord]
+    unread: Mapping[int, int]
     clears: ClearFile
+    next_number: int
     next_sequence: int
 
 
 def recover(disk: Disk, directory: Path) -> Recovered:
-    """Read all headers. Cuts off torn ends, and removes files that cannot be read: they are only copies.
+    """Read all headers, and cut off torn ends.
+
+    A file is removed only if it carries our header and is of another format. One that cannot be read may be
+    read at the next start, and one without our header is somebody else's: both are left alone.
 
     Raises:
-        DaemonError: there are files that can neither be read nor removed.
+        DaemonError: what was cleared can be neither read nor begun anew.
     """
     try:
-        for leftover in directory.glob("*.tmp"):
+        for leftover in temporary_paths(directory):
             disk.unlink(leftover)
-        paths = sorted(directory.glob("*.log"))
-        clears = ClearFile(disk, directory)
-        try:
-            clears.load()
-        except (RecordError, OSError) as error:
-            if paths:
-                logger.warning("dropping all of %s: %s", directory, error)
-            for path in paths:
-                disk.unlink(path)
-            paths = []
-            disk.sync_directory(directory)
-            clears.add(None, 0, 0)
+        paths = log_paths(directory)
+        clears = _load_clears(disk, directory, paths.values())
         files: list[LogFile] = []
         records: list[FoundRecord] = []
-        next_sequence = clears.max_sequence + 1
-        for path in paths:
-            file = _open(disk, path)
-            if file is None:
-                continue
-            found: list[tuple[int, SegmentRecord]] = []
+        unread: dict[int, int] = {}
+        reasons: list[str] = []
+        next_sequence = 1
+        for path, number in paths.items():
+            num_bytes = path.lstat().st_size
             try:
-                found.extend(file.scan())
+                stamp = read_stamp(disk, path)
+                if stamp is None:
+                    reasons.append(f"{path.name} (not a file of this tier)")
+                    continue
+                if not stamp.is_usable_as(path):
+                    logger.warning("removing %s: it is of format %d, or damaged", path, stamp.version)
+                    disk.unlink(path)
+                    continue
+                file, found = _scan(disk, path, stamp)
             except OSError as error:
-                logger.warning("dropping %s, which cannot be read: %s", path, error)
-                file.close()
-                disk.unlink(path)
+                unread[number] = num_bytes
+                reasons.append(f"{path.name} ({error.strerror or error})")
                 continue
             files.append(file)
             for offset, record in found:
                 next_sequence = max(next_sequence, record.sequence + 1)
-                file.min_sequence = min(record.sequence, file.min_sequence or record.sequence)
-                if not clears.is_cleared(record.manifest.model.fingerprint, record.sequence):
+                if not clears.is_cleared(record.manifest.model.fingerprint, number):
                     records.append(FoundRecord(file, offset, record))
         disk.sync_directory(directory)
     except OSError as error:
         raise DaemonError(
-            f"the SSD tier's directory {directory} can be neither read nor emptied ({error}): "
+            f"the SSD tier's directory {directory} cannot be read ({error}): start again if that may pass, "
             "give another directory, or remove this one"
         ) from error
-    files.sort(key=lambda file: file.number)
+    if reasons:
+        logger.warning("left alone in %s: %s", directory, ", ".join(reasons))
     records.sort(key=lambda found: found.record.sequence)
-    return Recovered(files, records, clears, next_sequence)
+    next_number = max(clears.first_open_number, *(number + 1 for number in paths.values()), 1)
+    return Recovered(files, records, unread, clears, next_number, next_sequence)
 
 
-def _open(disk: Disk, path: Path) -> LogFile | None:
+def _load_clears(disk: Disk, directory: Path, numbers: Collection[int]) -> ClearFile:
+    clears = ClearFile(disk, directory)
     try:
-        return LogFile.open(disk, path)
-    except (RecordError, OSError) as error:
-        logger.warning("dropping %s: %s", path, error)
-        disk.unlink(path)
-        return None
+        clears.load()
+    except RecordError as error:
+        if numbers:
+            logger.warning("dropping all segments in %s: %s", directory, error)
+        clears.create(max(numbers, default=0) + 1)
+    return clears
+
+
+def _scan(disk: Disk, path: Path, stamp: LogStamp) -> tuple[LogFile, list[tuple[int, SegmentRecord]]]:
+    file = LogFile.open(disk, path, stamp)
+    try:
+        found = list(file.scan())
+    except BaseException:
+        file.close()
+        raise
+    num_damaged_bytes = file.num_bytes - FILE_HEADER_NUM_BYTES - sum(r.record_num_bytes for _, r in found)
+    if num_damaged_bytes:
+        logger.warning("%s is damaged: %d bytes of it are skipped", path, num_damaged_bytes)
+    return file, found

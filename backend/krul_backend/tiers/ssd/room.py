@@ -12,8 +12,9 @@ import numpy as np
 from krul_backend.errors import TierReadError
 from krul_backend.store.interface import Block
 from krul_backend.tiers.ssd.catalog import Catalog
-from krul_backend.tiers.ssd.log_file import FILE_HEADER_NUM_BYTES, LogFile
-from krul_backend.tiers.ssd.log_writer import LogWriter
+from krul_backend.tiers.ssd.log_file import LogFile
+from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
+from krul_backend.tiers.ssd.own_files import FILE_HEADER_NUM_BYTES
 from krul_backend.tiers.ssd.record import encode_metadata
 from krul_backend.tiers.ssd.ssd_segment import SsdSegment
 
@@ -59,7 +60,9 @@ class Room:
         return self._limit_bytes - FILE_HEADER_NUM_BYTES
 
     def make(self, record_num_bytes: int) -> bool:
-        """Bring the files to where such a record can be appended; False if what is held leaves no room.
+        """Bring the files to where such a record can be appended.
+
+        False if what is held leaves no room, or if what would have to be moved cannot be read for now.
 
         Raises:
             OSError: a file could not be written or removed.
@@ -84,7 +87,8 @@ class Room:
             if has_dead:
                 self.remove_dead()
             elif worst is not None:
-                self._compact(worst)
+                if not self._compact(worst):
+                    return False
             elif is_any_busy:
                 # Then it is idle, and may be the one to compact.
                 self._writer.commit()
@@ -99,8 +103,8 @@ class Room:
             self._writer.remove(file)
 
     def _is_idle(self, file: LogFile) -> bool:
-        is_empty = file.num_bytes <= FILE_HEADER_NUM_BYTES
-        return file.num_holds == 0 and not is_empty and not self._writer.is_busy(file)
+        is_unused = self._writer.is_active(file) and file.num_bytes <= FILE_HEADER_NUM_BYTES
+        return file.num_holds == 0 and not is_unused and not self._writer.is_busy(file)
 
     def _can_compact(self, file: LogFile) -> bool:
         # What is kept may begin a file, and fill it.
@@ -121,13 +125,18 @@ class Room:
             self._on_evicted(segment)
         return bool(victims)
 
-    def _compact(self, file: LogFile) -> None:
-        """Append a file's live records again. The file is dead afterwards, and removed next."""
+    def _compact(self, file: LogFile) -> bool:
+        """Append a file's live records again. The file is dead afterwards, and removed next.
+
+        False if the tier is left alone meanwhile: what was moved stays moved, the rest is where it was. Then
+        the file must not be tried again right away, as nothing can be read from it.
+        """
         # A file is sealed before it is read: what it keeps must not be appended to itself.
         self._writer.seal()
         with self._lock:
             segments = [segment for segment in self._catalog.segments if segment.file is file]
         segments.sort(key=lambda segment: segment.offset)
+        num_moved = num_unsynced_bytes = 0
         for segment in segments:
             manifest = segment.manifest
             blocks = [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.layer_num_bytes]
@@ -140,12 +149,23 @@ class Room:
                     if not isinstance(cause, TimeoutError):
                         self._drop(segment)
                     raise cause from error
-                # It had wrong bytes, or left meanwhile.
-                continue
+                with self._lock:
+                    has_left = not segment.is_indexed
+                if has_left:
+                    # It had wrong bytes, or was cleared meanwhile.
+                    continue
+                break
             metadata = encode_metadata(manifest, segment.checksums)
             self._writer.append(manifest, metadata, blocks, segment.sequence, partial(_move, segment))
+            num_moved += 1
+            num_unsynced_bytes += segment.taken_bytes
+            if num_unsynced_bytes >= GROUP_NUM_BYTES:
+                self._writer.commit()
+                num_unsynced_bytes = 0
         self._writer.commit()
-        logger.debug("compacted %s: kept %d segments", file.path.name, len(segments))
+        logger.debug("compacted %s: moved %d of %d segments", file.path.name, num_moved, len(segments))
+        with self._lock:
+            return file.live_bytes == 0
 
     def _drop(self, segment: SsdSegment) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ from krul_backend.tiers.ssd.ssd_segment import SsdSegment
 from krul_backend.tiers.ssd.tier_state import TierState
 
 _MAX_READS_AT_ONCE = 2
-"""Enough to keep the disk busy while one of them copies; the others wait instead of timing out."""
+"""Enough to keep the disk busy while one of them copies. A read's time still says what the disk can do."""
 
 
 class SegmentReads:

@@ -12,7 +12,7 @@ import numpy as np
 
 from krul_backend.errors import ConfigError, RecordError, TierReadError
 from krul_backend.restore.costs import TierCost
-from krul_backend.segment import FORMAT_VERSION, ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.eviction import EvictionPolicy, LruPolicy
 from krul_backend.store.interface import Block, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.lower_tier import LowerTier, TierRun
@@ -20,6 +20,7 @@ from krul_backend.tiers.ssd.catalog import Catalog
 from krul_backend.tiers.ssd.directory_lock import DirectoryLock
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.log_writer import LogWriter
+from krul_backend.tiers.ssd.own_files import format_directory, remove_older_formats
 from krul_backend.tiers.ssd.read_cost import PROBE_NUM_BYTES, ReadCost
 from krul_backend.tiers.ssd.reader import PieceReader
 from krul_backend.tiers.ssd.record import RECORD_ALIGN, encode_metadata
@@ -83,17 +84,19 @@ class SsdTier(LowerTier):
             )
         disk = disk if disk is not None else Disk()
         self._capacity_bytes = capacity_bytes
-        self._directory = directory / f"krul-v{FORMAT_VERSION}"
+        self._directory = format_directory(directory)
         catalog = Catalog(policy if policy is not None else LruPolicy(), clock)
-        self._state = TierState(catalog, Suspension(self.name, clock), clock)
+        fullness = Suspension(f"{self.name}, writing only", clock)
+        self._state = TierState(catalog, Suspension(self.name, clock), fullness, clock)
         self._directory_lock = DirectoryLock(self._directory, patience_s)
         try:
             recovered = recover(disk, self._directory)
+            remove_older_formats(disk, directory)
         except BaseException:
             self._directory_lock.release()
             raise
         self._reader = PieceReader(disk, read_timeout_s)
-        self._writer = LogWriter(disk, self._directory, self._state.lock, file_bytes, recovered.files)
+        self._writer = LogWriter(disk, self._directory, self._state.lock, file_bytes, recovered)
         cost = ReadCost()
         self._reads = SegmentReads(self._state, self._writer, self._reader, cost)
         room = Room(
@@ -106,8 +109,11 @@ class SsdTier(LowerTier):
             self._count_eviction,
         )
         for found in recovered.records:
-            catalog.add(self._found_segment(found))
+            segment = self._found_segment(found)
+            catalog.remove_superseded(segment)
+            catalog.add(segment)
         try:
+            room.remove_dead()
             # The cap may be smaller than it was when the files were written.
             room.make(0)
             left_bytes = capacity_bytes - self._writer.used_bytes
@@ -119,11 +125,13 @@ class SsdTier(LowerTier):
                     self._directory,
                     disk_free_bytes,
                 )
-            probe_num_bytes = min(PROBE_NUM_BYTES, left_bytes // 2) // RECORD_ALIGN * RECORD_ALIGN
+            probe_num_bytes = (
+                min(PROBE_NUM_BYTES, left_bytes // 2, disk_free_bytes // 2) // RECORD_ALIGN * RECORD_ALIGN
+            )
             if probe_num_bytes > 0:
                 cost.measure(disk, self._directory, self._reader, probe_num_bytes)
         except OSError as error:
-            self._state.suspension.failed("failed start", error)
+            self._state.failed("failed start", error)
         self._writes = WriteBehind(
             self._state, self._writer, room, recovered.clears, recovered.next_sequence, max_queued_bytes
         )
@@ -177,8 +185,13 @@ class SsdTier(LowerTier):
         metadata = encode_metadata(manifest, tuple(checksums))
         return self._writes.put(QueuedSegment(manifest, tuple(blocks), tuple(checksums), metadata, done))
 
-    def discard(self, run: TierRun) -> None:
-        self._state.quarantine(run.place, "its reader found a wrong checksum")
+    def discard(self, manifest: SegmentManifest) -> None:
+        """As ``LowerTier.discard``. What is stored of these pages later wins over it at the next start."""
+        self._writes.drop(lambda item: item.manifest.shares_encoded_pages(manifest))
+        with self._state.lock:
+            for segment in self._state.catalog.segments_of(manifest.model, manifest.page_keys):
+                if segment.manifest.shares_encoded_pages(manifest):
+                    self._state.catalog.remove(segment)
 
     def cost(self) -> TierCost:
         return self._reads.cost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable
@@ -17,10 +18,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class TierState:
-    """``lock`` guards ``catalog``, ``counters`` and the bookkeeping of files; it is never held during I/O."""
+    """``lock`` guards ``catalog``, ``counters`` and the bookkeeping of files; it is never held during I/O.
+
+    While ``suspension`` is active nothing is read or written; while ``fullness`` is, nothing is written.
+    """
 
     catalog: Catalog
     suspension: Suspension
+    fullness: Suspension
     clock: Callable[[], float]
     lock: threading.Lock = field(default_factory=threading.Lock)
     counters: TierCounters = field(default_factory=TierCounters)
@@ -29,6 +34,17 @@ class TierState:
     @property
     def is_usable(self) -> bool:
         return not self.is_closed and not self.suspension.is_active
+
+    @property
+    def is_writable(self) -> bool:
+        return self.is_usable and not self.fullness.is_active
+
+    def failed(self, cause: str, error: OSError) -> None:
+        """Note that something other than a read failed. What a full file system holds can still be read."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self.fullness.failed("file system full", error)
+        else:
+            self.suspension.failed(cause, error)
 
     def quarantine(self, segment: SsdSegment, reason: object) -> None:
         """Take out a segment with wrong bytes, unless it left before."""

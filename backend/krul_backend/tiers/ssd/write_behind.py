@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
 import threading
@@ -13,7 +12,7 @@ from krul_backend.errors import DaemonError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.ssd.clear_file import ClearFile
 from krul_backend.tiers.ssd.log_file import LogFile
-from krul_backend.tiers.ssd.log_writer import LogWriter
+from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
 from krul_backend.tiers.ssd.record import block_offsets, segment_num_bytes
 from krul_backend.tiers.ssd.room import Room
 from krul_backend.tiers.ssd.ssd_segment import SsdSegment
@@ -21,9 +20,6 @@ from krul_backend.tiers.ssd.tier_state import TierState
 from krul_backend.tiers.ssd.write_queue import QueuedSegment, WriteQueue
 
 logger = logging.getLogger(__name__)
-
-_GROUP_NUM_BYTES = 64 << 20
-"""Written with one sync: the most that waits for it, and that the page cache holds besides."""
 
 
 class WriteBehind:
@@ -59,13 +55,19 @@ class WriteBehind:
 
     def put(self, item: QueuedSegment) -> bool:
         is_fitting = segment_num_bytes(item.manifest, item.metadata) <= self._room.max_record_bytes
-        if self._state.is_usable and is_fitting and self._queue.put(item):
+        if self._state.is_writable and is_fitting and self._queue.put(item):
             return True
         self._count_skipped(1)
         return False
 
     def flush(self, timeout_s: float) -> bool:
         return self._queue.flush(timeout_s)
+
+    def drop(self, is_dropped: Callable[[QueuedSegment], bool]) -> None:
+        """Give up what waits and is named by the predicate."""
+        dropped = self._queue.drop(is_dropped)
+        self._count_skipped(len(dropped))
+        self._queue.settle(dropped)
 
     def clear(self, model: ModelIdentity | None) -> None:
         """As ``LowerTier.clear``. Raises DaemonError if the disk lets nothing be forgotten."""
@@ -77,7 +79,8 @@ class WriteBehind:
         # While this holds the log nothing is half written, and nothing can be published late.
         with self._log_lock:
             with contextlib.suppress(OSError):
-                self._writer.commit()
+                # What is written from now on goes into files that the clear does not cover.
+                self._writer.seal()
             dropped = self._queue.drop(is_cleared)
             with self._state.lock:
                 for segment in self._state.catalog.segments:
@@ -87,7 +90,7 @@ class WriteBehind:
                 self._forget_durably(fingerprint)
                 self._room.remove_dead()
             except OSError as error:
-                self._state.suspension.failed("failed removal", error)
+                self._state.failed("failed removal", error)
             finally:
                 self._queue.settle(dropped)
 
@@ -102,7 +105,7 @@ class WriteBehind:
     def _serve(self) -> None:
         while self._queue.wait():
             with self._log_lock:
-                items = self._queue.take(_GROUP_NUM_BYTES)
+                items = self._queue.take(GROUP_NUM_BYTES)
                 try:
                     self._write(items)
                 except Exception:
@@ -111,7 +114,7 @@ class WriteBehind:
 
     def _write(self, items: Sequence[QueuedSegment]) -> None:
         """Write a group, one sync at its end. What fails is given up, and counted."""
-        if not self._state.is_usable:
+        if not self._state.is_writable:
             self._count_skipped(len(items))
             return
         published: list[QueuedSegment] = []
@@ -138,11 +141,11 @@ class WriteBehind:
             with self._state.lock:
                 self._state.counters.failed_writes += 1
             self._count_skipped(num_appended - len(published))
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            self._state.suspension.failed("file system full" if is_full else "failed write", error)
+            self._state.failed("failed write", error)
         else:
             if published:
                 self._state.suspension.succeeded()
+                self._state.fullness.succeeded()
 
     def _publisher(
         self, item: QueuedSegment, sequence: int, published: list[QueuedSegment]
@@ -176,22 +179,37 @@ class WriteBehind:
             self._state.counters.skipped_segments += num_segments
 
     def _forget_durably(self, fingerprint: str | None) -> None:
-        """Note a clear on disk; if the note cannot be written, remove all files."""
-        try:
-            self._clears.add(fingerprint, next(self._sequences), self._writer.oldest_sequence)
-            return
-        except OSError as error:
-            self._state.suspension.failed("failed write", error)
-            logger.warning("a clear cannot be noted on the SSD (%s): removing all of it instead", error)
-        try:
+        """Note a clear on disk; while that fails, remove files, the emptiest first.
+
+        On a full disk that makes room for the note, on one that takes no note nothing is left to be found.
+
+        Raises:
+            DaemonError: the note cannot be written, and a file not be removed.
+        """
+        is_removing = False
+        while True:
+            try:
+                self._clears.add(fingerprint, self._writer.next_number, self._writer.oldest_number)
+                return
+            except OSError as error:
+                self._state.failed("failed write", error)
+                failure = error
+            if not is_removing:
+                is_removing = True
+                logger.warning("a clear cannot be noted on the SSD (%s): removing files instead", failure)
             with self._state.lock:
-                files = list(self._writer.files.values())
+                file = min(self._writer.files.values(), key=lambda file: file.live_bytes, default=None)
                 for segment in self._state.catalog.segments:
-                    self._state.catalog.remove(segment)
-            for file in files:
+                    if segment.file is file:
+                        self._state.catalog.remove(segment)
+            if file is None and not self._writer.has_unread:
+                return
+            try:
+                if file is None:
+                    raise failure
                 self._writer.remove(file)
-        except OSError as error:
-            raise DaemonError(
-                f"the SSD can neither note a clear nor remove what was cleared ({error}): remove its "
-                "directory before the next start, or old KV is found again"
-            ) from error
+            except OSError as error:
+                raise DaemonError(
+                    f"the SSD can neither note a clear nor remove what was cleared ({error}): remove its "
+                    "directory before the next start, or old KV is found again"
+                ) from error

@@ -1,0 +1,314 @@
+"""Streams, events, copies and page-locked host memory of one device: the same calls on a GPU and on a CPU.
+
+Everything that a GPU does on its own clock goes through ``Device``, so that a machine without one executes
+the same lines. Nothing else asks for a kind of device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+class Device:
+    """One device as its streams see it. Safe to use from several threads.
+
+    ``torch_device`` has an index unless it is the CPU. ``shares_cores``: its kernels run on the threads of
+    this process, so that copies and kernels compete for them, and work is done when it has been given.
+
+    A tensor made while a stream is current belongs to that stream: its memory goes to later work of the same
+    stream as soon as the last reference is gone, and nobody has to wait. Whoever uses a tensor on another
+    stream keeps a reference until that stream has come by.
+    """
+
+    def __init__(self, torch_device: torch.device, module: Any | None = None) -> None:
+        """``module`` stands for ``torch.cuda`` in tests.
+
+        Raises:
+            ValueError: an accelerator without an index: each thread would mean its current one.
+        """
+        if torch_device.type != "cpu" and torch_device.index is None:
+            raise ValueError(f"device {torch_device} needs an index, such as {torch_device.type}:0")
+        self.torch_device = torch_device
+        self.shares_cores = torch_device.type == "cpu" and module is None
+        if module is None:
+            module = _Cpu() if self.shares_cores else torch.get_device_module(torch_device)
+        self._module: Any = module
+        self._pins_memory = not self.shares_cores
+        self._locked: list[weakref.finalize[Any, Any]] = []
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Device:
+        """The device on which a tensor lies."""
+        return cls(tensor.device)
+
+    @classmethod
+    def of_machine(cls) -> Device:
+        """The first accelerator of this machine; its CPU if there is none."""
+        kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return cls(torch.device("cpu") if kind is None else torch.device(kind.type, 0))
+
+    @property
+    def name(self) -> str:
+        """The model of the device, as its maker calls it; ``cpu`` for any CPU."""
+        return str(self._module.get_device_name(self.torch_device))
+
+    @property
+    def runs_triton(self) -> bool:
+        """Whether our Triton kernels run on it."""
+        return self.torch_device.type == "cuda"
+
+    # ---- threads ----
+
+    def bind_thread(self) -> None:
+        """Make this the calling thread's current device. Call it once in each thread that copies.
+
+        On a CPU, which belongs to the forward, the thread works on one core from now on.
+        """
+        self._module.set_device(self.torch_device)
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        """The calling thread's current device is this one inside, and the one before it afterwards."""
+        context: AbstractContextManager[Any] = self._module.device(self.torch_device)
+        return context
+
+    @contextmanager
+    def as_bound_thread(self) -> Iterator[None]:
+        """The calling thread is inside what ``bind_thread`` would make it for good."""
+        num_threads = torch.get_num_threads()
+        with self.as_current():
+            self.bind_thread()
+            try:
+                yield
+            finally:
+                torch.set_num_threads(num_threads)
+
+    # ---- streams and events ----
+
+    def new_stream(self) -> Any:
+        """A stream of this device beside the current one. A CPU's does nothing of its own."""
+        return self._module.Stream(self.torch_device)
+
+    def current_stream(self) -> Any:
+        """The stream on which the calling thread's work on this device runs now."""
+        return self._module.current_stream(self.torch_device)
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Work that the calling thread gives the device inside runs on ``stream``."""
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
+
+    @contextmanager
+    def working_on(self, stream: Any, ready: Sequence[Any] = ()) -> Iterator[None]:
+        """Work inside runs on ``stream`` after the events ``ready``; it has ended when the block is left."""
+        for event in ready:
+            self.wait_for(event, stream)
+        try:
+            with self.on_stream(stream):
+                yield
+        finally:
+            self.synchronize(stream)
+
+    def record(self, stream: Any | None = None) -> Event:
+        """An event after the work given so far to ``stream``, the current one if None."""
+        event = self._module.Event(enable_timing=True)
+        event.record(self.current_stream() if stream is None else stream)
+        return Event(event)
+
+    def wait_for(self, event: Any, stream: Any | None = None) -> None:
+        """Work given from now on to ``stream`` (the current one if None) runs after ``event``.
+
+        ``event`` is one of ``record`` or of torch. The calling thread does not wait.
+        """
+        waiting = self.current_stream() if stream is None else stream
+        waiting.wait_event(event.of_torch if isinstance(event, Event) else event)
+
+    def synchronize(self, stream: Any | None = None) -> None:
+        """Wait, in the calling thread, for the work given to ``stream``; to all streams if None."""
+        if stream is None:
+            self._module.synchronize(self.torch_device)
+        else:
+            stream.synchronize()
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work is being recorded into a graph instead of running."""
+        is_capturing = getattr(self._module, "is_current_stream_capturing", None)
+        return is_capturing is not None and bool(is_capturing())
+
+    # ---- host memory and copies ----
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialized host memory that this device copies from and to by itself.
+
+        May be dropped while a copy is under way: torch's caching allocator keeps it until that has ended.
+        """
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._pins_memory)
+
+    def from_list(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Host values (nested, for more dimensions) as a tensor on this device. The thread does not wait."""
+        tensor = torch.tensor(values, dtype=dtype)
+        return self.upload(self.host_empty(tensor.shape, dtype).copy_(tensor))
+
+    def upload(self, host: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        """Copy host memory to the device on the current stream: into ``target``, or a new tensor.
+
+        Returns it. On a CPU without a ``target`` that is ``host`` itself. ``host`` may change when the
+        stream has come by. It should be page-locked (``host_empty``, ``lock_pages``): a copy of other memory
+        holds up the calling thread, and the stream.
+        """
+        if target is None:
+            if self.shares_cores:
+                return host
+            target = torch.empty(host.shape, dtype=host.dtype, device=self.torch_device)
+        return target.copy_(host, non_blocking=True)
+
+    def download(self, host: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a tensor of this device to host memory of its shape, on the current stream.
+
+        ``host`` has the bytes, and belongs to nobody else, when the stream has come by; see ``upload``.
+        """
+        host.copy_(source, non_blocking=True)
+
+    def lock_pages(self, buffer: npt.NDArray[np.uint8]) -> int:
+        """Lock memory that somebody has mapped, so that this device copies from and to it by itself.
+
+        Returns the device's error code, 0 if it is locked now or there is nothing to lock. It stays locked
+        until the last array over it is gone, or ``unlock_pages``. So whoever queues a copy keeps the array
+        until the copy has ended.
+        """
+        if not hasattr(self._module, "cudart"):
+            return 0
+        address = buffer.ctypes.data
+        # In a thread that ends: a refusal stays the last error of its thread, and torch would raise it at the
+        # next kernel there.
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="krul-lock") as thread:
+            error = thread.submit(self._on_runtime, "cudaHostRegister", address, buffer.nbytes, 0).result()
+        if error == 0:
+            assert buffer.base is not None, "memory that ends with its array cannot be unlocked before"
+            self._locked = [locked for locked in self._locked if locked.alive]
+            locked = weakref.finalize(buffer, self._unlock_aside, address, buffer.base)
+            locked.atexit = False
+            self._locked.append(locked)
+        return error
+
+    def unlock_pages(self, buffer: npt.NDArray[np.uint8] | None = None) -> None:
+        """Unlock ``buffer``; all that this object has locked if None. No copy of it may be under way."""
+        for locked in self._locked:
+            found = locked.peek()
+            if found is not None and (buffer is None or found[0] is buffer) and locked.detach() is not None:
+                self._on_runtime("cudaHostUnregister", found[2][0])
+
+    def _unlock_aside(self, address: int, mapping: object) -> None:
+        """Unlock, then let ``mapping`` go. That may take seconds: not in a thread that has other work."""
+
+        def unlock(held: object) -> None:
+            self._on_runtime("cudaHostUnregister", address)
+
+        threading.Thread(target=unlock, args=(mapping,), name="krul-unlock", daemon=True).start()
+
+    def _on_runtime(self, function: str, *arguments: int) -> int:
+        with self.as_current():
+            call: Callable[..., Any] = getattr(self._module.cudart(), function)
+            return int(call(*arguments))
+
+
+class Event:
+    """A moment in the work of one stream."""
+
+    def __init__(self, of_torch: Any) -> None:
+        self.of_torch = of_torch
+
+    def has_passed(self) -> bool:
+        """Whether the stream has come by."""
+        return bool(self.of_torch.query())
+
+    def synchronize(self) -> None:
+        """Wait, in the calling thread, until the stream has come by."""
+        self.of_torch.synchronize()
+
+    def seconds_until(self, later: Event) -> float:
+        """From this moment to a later one of the same device; both have passed."""
+        return float(self.of_torch.elapsed_time(later.of_torch)) / 1000
+
+
+Mark = Callable[[], float | None]
+"""Asked later: seconds since the clock was made; None while the device has not come by yet."""
+
+
+class StreamClock:
+    """Marks of several streams on one time axis. Marking never waits for the device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._start = device.record()
+
+    def mark(self) -> Mark:
+        """A mark behind the work given so far to the current stream."""
+        start, event = self._start, self._device.record()
+        # Streams come by in any order, also by the start, which was another stream's.
+        return lambda: start.seconds_until(event) if event.has_passed() and start.has_passed() else None
+
+
+class _CpuStream:
+    """Work is done when it has been given: nothing to wait for."""
+
+    def __init__(self, device: torch.device | None = None) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _CpuEvent:
+    """Has passed when it is recorded."""
+
+    def __init__(self, enable_timing: bool = False) -> None: ...
+
+    def record(self, stream: object) -> None:
+        self._at_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: _CpuEvent) -> float:
+        """Milliseconds, as torch's events have it."""
+        return (later._at_s - self._at_s) * 1000
+
+
+class _Cpu:
+    """The part of ``torch.cuda`` that ``Device`` needs, for a CPU.
+
+    Not ``torch.cpu``, whose current stream is one for all threads, and whose events know no time.
+    """
+
+    Event = _CpuEvent
+    Stream = _CpuStream
+    _stream = _CpuStream()
+
+    def current_stream(self, device: torch.device) -> _CpuStream:
+        return self._stream
+
+    def stream(self, stream: _CpuStream) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def device(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def set_device(self, device: torch.device) -> None:
+        torch.set_num_threads(1)
+
+    def synchronize(self, device: torch.device) -> None: ...
+
+    def get_device_name(self, device: torch.device) -> str:
+        return "cpu"

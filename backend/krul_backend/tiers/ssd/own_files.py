@@ -1,0 +1,181 @@
+"""Tells the SSD tier's own files from others: nothing else is ever counted, written or removed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from krul_backend.segment import FORMAT_VERSION
+from krul_backend.tiers.ssd.disk import Disk, read_up_to
+
+logger = logging.getLogger(__name__)
+
+FILE_HEADER_NUM_BYTES = 4096
+LOCK_NAME = "lock"
+CLEARS_NAME = "clears"
+CLEARS_MAGIC = b"KRULCLR"
+"""Of every format; the digit that follows is not a part of it."""
+
+_LOG_NAME = re.compile(r"(\d{8,18})\.log")
+_TEMPORARY_NAME = re.compile(rf"(\d{{8,18}}|{CLEARS_NAME}|probe)\.tmp")
+_DIRECTORY_NAME = re.compile(r"krul-v([1-9]\d*)")
+
+_MAGIC = b"KRULLOG1"
+_STAMP = struct.Struct("<8sQQI")
+"""Magic, XXH3-64 of what follows, number, format version: the same in the files of every format."""
+_FILE_ID = struct.Struct("<QQ")
+_FILE_ID_AT = 32
+_SECOND_COPY_AT = 2048
+
+
+@dataclass(frozen=True)
+class LogStamp:
+    """What the header of one of our log files says. ``file_id`` None: of another format, or damaged."""
+
+    number: int
+    version: int
+    file_id: int | None
+
+    def is_usable_as(self, path: Path) -> bool:
+        """Whether this is the header of a file of this format that has always had this name."""
+        is_whole = self.version == FORMAT_VERSION and self.file_id is not None
+        return is_whole and path.name == log_name(self.number)
+
+
+def format_directory(directory: Path) -> Path:
+    """Where files of this format lie in the directory that was configured."""
+    return directory / f"krul-v{FORMAT_VERSION}"
+
+
+def log_name(number: int) -> str:
+    return f"{number:08d}.log"
+
+
+def log_paths(directory: Path) -> dict[Path, int]:
+    """All that has the name of a log file, whoever made it, with its number, by number. Raises OSError."""
+    matches = ((path, _LOG_NAME.fullmatch(path.name)) for path in directory.iterdir())
+    numbers = {path: int(match[1]) for path, match in matches if match is not None}
+    return dict(sorted(numbers.items(), key=lambda item: item[1]))
+
+
+def temporary_paths(directory: Path) -> list[Path]:
+    """Files of ours that a process left half written. Raises OSError."""
+    return [path for path in directory.iterdir() if _TEMPORARY_NAME.fullmatch(path.name)]
+
+
+def encode_file_header(number: int, file_id: int) -> bytes:
+    """The first 4096 bytes of a log file. They say everything twice: damage to one sector costs no file."""
+    body = struct.pack("<QI", number, FORMAT_VERSION)
+    stamp = _STAMP.pack(_MAGIC, xxhash.xxh3_64_intdigest(body), number, FORMAT_VERSION)
+    stamp = stamp.ljust(_FILE_ID_AT, b"\0")
+    checksum = xxhash.xxh3_64_intdigest(stamp + struct.pack("<Q", file_id))
+    copy = stamp + _FILE_ID.pack(file_id, checksum)
+    return copy.ljust(_SECOND_COPY_AT, b"\0") + copy.ljust(FILE_HEADER_NUM_BYTES - _SECOND_COPY_AT, b"\0")
+
+
+def read_stamp(disk: Disk, path: Path) -> LogStamp | None:
+    """What a file's header says; None if it is no log file of ours, of any format.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not stat.S_ISREG(path.lstat().st_mode):
+        return None
+    fd = disk.open(path, os.O_RDONLY)
+    try:
+        header = read_up_to(disk, fd, FILE_HEADER_NUM_BYTES, 0)
+    finally:
+        disk.close(fd)
+    copies = [_decode_copy(header[at:]) for at in (0, _SECOND_COPY_AT)]
+    found = [stamp for stamp in copies if stamp is not None]
+    return next((stamp for stamp in found if stamp.file_id is not None), found[0] if found else None)
+
+
+def own_bytes(directory: Path) -> int:
+    """What the tier's files take in ``directory``, those of older formats included, as far as can be seen."""
+    disk = Disk()
+    num_bytes = 0
+    for formats in _format_directories(directory):
+        for path in log_paths(formats):
+            with contextlib.suppress(OSError):
+                if read_stamp(disk, path) is not None:
+                    num_bytes += path.stat().st_size
+    return num_bytes
+
+
+def remove_older_formats(disk: Disk, directory: Path) -> None:
+    """Remove what daemons of older formats left in ``directory``: no daemon will ever read it again.
+
+    A format's directory is touched only if it is a real directory of this user's, with a lock that no daemon
+    holds; in it only what carries our header. Whatever else is there stays, and the directory with it.
+    """
+    for formats in _format_directories(directory):
+        if formats == format_directory(directory):
+            continue
+        try:
+            _remove_format(disk, formats)
+        except OSError as error:
+            logger.warning("%s is of an older format and stays: %s", formats, error)
+
+
+def _format_directories(directory: Path) -> list[Path]:
+    """Real directories for files of this format and older ones; none if the directory cannot be listed."""
+    try:
+        matches = [(path, _DIRECTORY_NAME.fullmatch(path.name)) for path in directory.iterdir()]
+    except OSError:
+        return []
+    known = (path for path, match in matches if match is not None and int(match[1]) <= FORMAT_VERSION)
+    return [path for path in known if not path.is_symlink() and path.is_dir()]
+
+
+def _remove_format(disk: Disk, formats: Path) -> None:
+    if formats.stat().st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user")
+    lock = formats / LOCK_NAME
+    # Without the lock it is not a directory that a daemon made.
+    lock_fd = disk.open(lock, os.O_RDWR)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        num_bytes = 0
+        for path in log_paths(formats):
+            if read_stamp(disk, path) is not None:
+                num_bytes += path.stat().st_size
+                disk.unlink(path)
+        clears = formats / CLEARS_NAME
+        if clears.is_file() and not clears.is_symlink():
+            with clears.open("rb") as file:
+                is_ours = file.read(len(CLEARS_MAGIC)) == CLEARS_MAGIC
+            if is_ours:
+                disk.unlink(clears)
+        for path in temporary_paths(formats):
+            disk.unlink(path)
+        if set(formats.iterdir()) == {lock}:
+            disk.unlink(lock)
+            formats.rmdir()
+        logger.info("removed %d bytes of an older format from %s", num_bytes, formats)
+    finally:
+        disk.close(lock_fd)
+
+
+def _decode_copy(data: bytes) -> LogStamp | None:
+    if len(data) < _STAMP.size:
+        return None
+    magic, checksum, number, version = _STAMP.unpack_from(data)
+    if magic != _MAGIC or checksum != xxhash.xxh3_64_intdigest(data[16 : _STAMP.size]):
+        return None
+    file_id = None
+    if version == FORMAT_VERSION and len(data) >= _FILE_ID_AT + _FILE_ID.size:
+        found, checksum = _FILE_ID.unpack_from(data, _FILE_ID_AT)
+        if checksum == xxhash.xxh3_64_intdigest(data[: _FILE_ID_AT + 8]):
+            file_id = found
+    return LogStamp(number, version, file_id)

@@ -1,0 +1,292 @@
+"""Stage a: kernels against the reference, copies, overlap, and the restore benchmark. No SGLang."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.restore.configuration import Configuration, TierSpec
+from benchmarks.restore.run import run as run_benchmark
+from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.options import Sharing
+from krul_backend.codec.restore import can_fuse, restore_layer
+from krul_backend.codec.segment_codec import UnitBlocks
+from krul_backend.codec.single_layer import CodedLayer
+from krul_backend.device import Device
+from krul_backend.strategy.strategy import Precision
+from tests.gpu.stage import LeftOut, Setting, Stage
+from tests.unit.restore_oracle import RestoreCase, check_restored, encode_case
+
+REPEATS = 20
+HEADS = ((1, 32, 32), (7, 64, 64), (4, 80, 96), (2, 256, 256), (3, 50, 31))
+"""KV heads, channels of a key, channels of a value."""
+
+
+def kernels_equal_the_reference(setting: Setting) -> dict[str, int]:
+    """Every precision, pair, element type, head size and rotation: pool rows are what the decoder says."""
+    num_tokens = 100 if setting.is_dry else 2049
+    cases = [
+        RestoreCase(LayerShape(8, 128, 128, dtype), precision, is_pair, rotary_dim=128, num_tokens=num_tokens)
+        for dtype, precision, is_pair in itertools.product(
+            (torch.bfloat16, torch.float16, torch.float32), Precision, (False, True)
+        )
+    ]
+    cases += [
+        RestoreCase(
+            LayerShape(*heads, torch.bfloat16),
+            Precision.INT4,
+            is_pair=True,
+            rotary_dim=2 * int(heads[1] * share / 2),
+            is_neox=is_neox,
+            num_tokens=333,
+            group_size=50,
+            first_token=120,
+            end_token=331,
+            has_tail_only=True,
+        )
+        for heads, share, is_neox in itertools.product(HEADS, (0, 0.25, 0.5, 1), (True, False))
+    ]
+    cases += [
+        RestoreCase(
+            LayerShape(2, 64, 64, torch.bfloat16),
+            precision,
+            is_pair=True,
+            rotary_dim=64,
+            num_tokens=length,
+            retained_share=1,
+        )
+        for precision, length in itertools.product((Precision.INT2, Precision.INT0), (1, 63, 64, 65))
+    ]
+    cases.append(
+        RestoreCase(
+            LayerShape(8, 128, 128, torch.bfloat16),
+            Precision.INT8,
+            is_pair=True,
+            rotary_dim=128,
+            num_tokens=300,
+            sharing=Sharing.PREDICTED,
+        )
+    )
+    # Beyond 32767 tokens, rows that are stored apart have their numbers in 32 bits.
+    cases.append(
+        RestoreCase(
+            LayerShape(2, 64, 64, torch.bfloat16),
+            Precision.INT2,
+            is_pair=True,
+            rotary_dim=0,
+            num_tokens=40_000,
+            retained_share=1,
+        )
+    )
+    cases = cases[::7] if setting.is_dry else cases
+    for case in cases:
+        check_restored(case, restore_layer, setting.device)
+    return {"cases": len(cases)}
+
+
+def unknown_units_are_decoded(setting: Setting) -> str:
+    """A unit class that the kernels do not know, and blocks on another device, take the ordinary way."""
+    shape = LayerShape(8, 128, 128, torch.bfloat16)
+    case = RestoreCase(shape, Precision.INT4, is_pair=False, rotary_dim=128, num_tokens=100)
+    blocks, decoder = encode_case(case, setting.device)
+    k_buffer, v_buffer = (
+        torch.zeros(100, 8, 128, dtype=shape.dtype, device=setting.device) for _ in range(2)
+    )
+    target = (k_buffer, v_buffer, torch.arange(100, device=setting.device))
+    found = decoder.unit_blocks(0, blocks, 0, 100)
+    assert can_fuse(found, *target) is not setting.is_dry
+    later = type("LaterCodedLayer", (CodedLayer,), {})(found.codec.place, Precision.INT4)
+    assert not can_fuse(UnitBlocks(later, found.index, found.blocks), *target)
+    assert not can_fuse(UnitBlocks(found.codec, found.index, (blocks[0].cpu(),)), *target)
+    return "decoded without the kernels"
+
+
+def kernel_bandwidth(setting: Setting) -> list[dict[str, Any]]:
+    """Bytes that one layer's restore reads and writes, by the time it takes: 8 heads of 128, bf16."""
+    num_tokens = 256 if setting.is_dry else 8064
+    rows = []
+    for precision, is_pair in itertools.product(
+        (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.INT2), (False, True)
+    ):
+        shape = LayerShape(8, 128, 128, torch.bfloat16)
+        case = RestoreCase(shape, precision, is_pair, rotary_dim=128, num_tokens=num_tokens, group_size=64)
+        blocks, decoder = encode_case(case, setting.device)
+        k_buffer, v_buffer = (
+            torch.zeros(num_tokens, 8, 128, dtype=shape.dtype, device=setting.device) for _ in range(2)
+        )
+        slots = torch.randperm(num_tokens).to(setting.device)
+        layer = 1 if is_pair else 0
+        seconds = _seconds(
+            setting.on_device,
+            restore_layer,
+            *(decoder, layer, blocks, 0, num_tokens, k_buffer, v_buffer, slots),
+        )
+        decoded = decoder.decode(layer, blocks, 0, num_tokens)
+        torch.testing.assert_close(k_buffer[slots], decoded.k)
+        torch.testing.assert_close(v_buffer[slots], decoded.v)
+        num_bytes = sum(blocks[source].numel() for source in decoder.sources(layer))
+        num_bytes += k_buffer.nbytes + v_buffer.nbytes
+        rows.append(
+            {
+                "precision": precision.value,
+                "is_pair": is_pair,
+                "tokens": num_tokens,
+                "us": round(seconds * 1e6, 1),
+                "gbs": round(num_bytes / seconds / 1e9, 1),
+            }
+        )
+    return rows
+
+
+def restoring_waits_for_nothing(setting: Setting) -> str:
+    """No call of a restore synchronizes with the GPU, once kernels are compiled."""
+    if setting.is_dry:
+        raise LeftOut("a CPU has nothing to synchronize with")
+    shape = LayerShape(8, 128, 128, torch.bfloat16)
+    case = RestoreCase(shape, Precision.INT4, is_pair=True, rotary_dim=128, num_tokens=500, group_size=64)
+    blocks, decoder = encode_case(case, setting.device)
+    k_buffer, v_buffer = (
+        torch.zeros(500, 8, 128, dtype=shape.dtype, device=setting.device) for _ in range(2)
+    )
+    slots = torch.arange(500, device=setting.device)
+    restore_layer(decoder, 1, blocks, 0, 500, k_buffer, v_buffer, slots)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        restore_layer(decoder, 1, blocks, 0, 500, k_buffer, v_buffer, slots)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return "no synchronization"
+
+
+def copies(setting: Setting) -> list[dict[str, Any]]:
+    """GB/s of copies between device and host memory: pageable, pinned, and a mapped arena that is locked."""
+    num_bytes = 1 << 20 if setting.is_dry else 256 << 20
+    device = setting.on_device
+    arena = _mapped_arena(num_bytes)
+    status = device.lock_pages(arena)
+    assert status == 0, f"the arena could not be locked: error {status}"
+    memories = {
+        "pageable": torch.empty(num_bytes, dtype=torch.uint8),
+        "pinned": device.host_empty((num_bytes,), torch.uint8),
+        "arena": torch.from_numpy(arena),
+    }
+    on_device = torch.empty(num_bytes, dtype=torch.uint8, device=setting.device)
+    rows = []
+    try:
+        for name, host in memories.items():
+            host.random_(0, 256)
+            expected = host.clone()
+            to_device = _seconds(device, device.upload, host, on_device)
+            host.zero_()
+            to_host = _seconds(device, device.download, host, on_device)
+            assert torch.equal(host, expected), f"{name} memory came back changed"
+            rows.append(
+                {
+                    "memory": name,
+                    "to_device_gbs": round(num_bytes / to_device / 1e9, 2),
+                    "to_host_gbs": round(num_bytes / to_host / 1e9, 2),
+                }
+            )
+    finally:
+        device.unlock_pages()
+    return rows
+
+
+def copies_run_beside_compute(setting: Setting) -> dict[str, float]:
+    """A copy on a side stream and products on the current one, together and one after the other.
+
+    ``overlapped_share`` of the shorter of the two was hidden: 1 is a perfect overlap, 0 none.
+    """
+    device = setting.on_device
+    num_bytes, size, num_products = (1 << 20, 64, 2) if setting.is_dry else (512 << 20, 8192, 8)
+    host = device.host_empty((num_bytes,), torch.uint8)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=setting.device)
+    matrix = torch.randn(size, size, device=setting.device).to(torch.bfloat16)
+    side = device.new_stream()
+
+    def compute() -> None:
+        for _ in range(num_products):
+            torch.mm(matrix, matrix)
+
+    def load() -> None:
+        with device.on_stream(side):
+            device.upload(host, target)
+
+    def both() -> None:
+        device.wait_for(device.record(), side)
+        load()
+        compute()
+        device.wait_for(device.record(side))
+
+    def load_alone() -> None:
+        device.wait_for(device.record(), side)
+        load()
+        device.wait_for(device.record(side))
+
+    compute_s, load_s = _seconds(device, compute), _seconds(device, load_alone)
+    both_s = _seconds(device, both)
+    return {
+        "compute_ms": compute_s * 1e3,
+        "load_ms": load_s * 1e3,
+        "both_ms": both_s * 1e3,
+        "overlapped_share": (compute_s + load_s - both_s) / min(compute_s, load_s),
+    }
+
+
+def restore_benchmark(setting: Setting) -> dict[str, Any]:
+    """``benchmarks.restore``: every method, on a Llama-3-8B whose layers share one layer's weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_benchmark(
+            Configuration(
+                shapes=("small-gqa",) if setting.is_dry else ("llama3-8b",),
+                tiers=(TierSpec("dram"),) if setting.is_dry else (TierSpec("dram"), TierSpec("ssd", 2.0)),
+                history_tokens=(128,) if setting.is_dry else (2048, 8192),
+                repeats=1 if setting.is_dry else 5,
+                device=setting.device.partition(":")[0],
+                is_one_layer=True,
+                ssd_folder=Path(folder),
+            )
+        )
+
+
+def _seconds(device: Device, work: Callable[..., Any], *arguments: Any) -> float:
+    """The median time of ``work`` on the current stream, by its events, after two calls to warm up."""
+    for _ in range(2):
+        work(*arguments)
+    spans = []
+    for _ in range(REPEATS):
+        start = device.record()
+        work(*arguments)
+        spans.append((start, device.record()))
+    device.synchronize()
+    return statistics.median(start.seconds_until(end) for start, end in spans)
+
+
+def _mapped_arena(num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A memory file that is mapped, as the daemon's arena is in an engine."""
+    file = os.memfd_create("krul-gpu-check", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, num_bytes)
+        return np.frombuffer(mmap.mmap(file, num_bytes), dtype=np.uint8)
+    finally:
+        os.close(file)
+
+
+CHECKS: Stage = (
+    ("kernels equal the reference", kernels_equal_the_reference),
+    ("unknown units are decoded", unknown_units_are_decoded),
+    ("kernel bandwidth", kernel_bandwidth),
+    ("restoring waits for nothing", restoring_waits_for_nothing),
+    ("copies", copies),
+    ("copies run beside compute", copies_run_beside_compute),
+    ("restore benchmark", restore_benchmark),
+)

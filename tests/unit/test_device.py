@@ -1,0 +1,282 @@
+"""Streams, events, copies and locked memory: of a CPU, and what the double of a GPU refuses."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from krul_backend.device import Device, StreamClock
+from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.store_connection import lock_arena
+from tests.unit.engine_builders import PATIENCE_S, in_threads
+from tests.unit.strict_device import DEVICES, INDEX, StrictDevice, StrictError, check_device, make_device
+from tests.unit.test_engine_copies import make_pool
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    device = make_device(request.param)
+    yield device
+    check_device(device)
+
+
+@pytest.fixture
+def strict() -> StrictDevice:
+    return StrictDevice()
+
+
+def mapped(num_bytes: int = 4096) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+
+
+# ---- a device ----
+
+
+def test_an_accelerator_needs_its_index() -> None:
+    with pytest.raises(ValueError, match="device cuda needs an index, such as cuda:0"):
+        Device(torch.device("cuda"))
+
+
+def test_the_pool_is_on_the_device_of_its_buffers() -> None:
+    """SGLang's own name for it has no index, and a thread's current device may be another one."""
+    pool = make_pool()
+    pool.device = "cuda"
+    found = DevicePool(pool)
+    assert found.device == pool.k_buffer[0].device == CPU
+    assert found.streams.torch_device == CPU
+
+
+def test_what_each_device_is_called(strict: StrictDevice) -> None:
+    assert Device(CPU).name == "cpu"
+    assert strict.name == f"strict {INDEX}"
+    assert (Device(CPU).shares_cores, strict.shares_cores) == (True, False)
+
+
+def test_a_bound_thread_of_a_cpu_works_on_one_core_and_others_are_not_changed() -> None:
+    before = torch.get_num_threads()
+
+    def bind() -> int:
+        Device(CPU).bind_thread()
+        return torch.get_num_threads()
+
+    with in_threads() as start:
+        assert start(bind).result(PATIENCE_S) == 1
+    assert torch.get_num_threads() == before
+    with Device(CPU).as_bound_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+# ---- copies ----
+
+
+def test_lists_arrive_on_the_device(device: Device) -> None:
+    assert device.from_list([3, 1, 2]).tolist() == [3, 1, 2]
+    nested = device.from_list([[1, 2], [3, 4]], torch.int32)
+    assert (nested.tolist(), nested.dtype) == ([[1, 2], [3, 4]], torch.int32)
+    assert device.from_list([]).shape == (0,)
+    device.synchronize()
+
+
+def test_bytes_go_up_and_come_down(device: Device) -> None:
+    host, back = (device.host_empty((8,), torch.uint8) for _ in range(2))
+    host.copy_(torch.arange(8))
+    stream = device.new_stream()
+    with device.working_on(stream):
+        device.download(back, device.upload(host))
+    assert back.tolist() == list(range(8))
+    target = torch.zeros(4, dtype=torch.uint8)
+    assert device.upload(host[4:], target) is target
+    device.synchronize()
+    assert target.tolist() == [4, 5, 6, 7]
+
+
+def test_a_cpu_uses_what_lies_in_host_memory_where_it_is() -> None:
+    host = torch.arange(4)
+    assert Device(CPU).upload(host) is host
+
+
+def test_a_clock_tells_times_when_all_streams_have_come_by(device: Device) -> None:
+    clock = StreamClock(device)
+    with device.working_on(device.new_stream()):
+        marks = [clock.mark() for _ in range(2)]
+    first_s, second_s = (mark() for mark in marks)
+    assert first_s is not None
+    assert second_s is not None
+    assert 0 <= first_s <= second_s
+
+
+def test_a_mark_waits_for_the_start_of_its_clock_too(strict: StrictDevice) -> None:
+    """Another stream may come by the mark before the first one comes by the start."""
+    slow, fast = strict.new_stream(), strict.new_stream()
+    host = strict.host_empty((1,), torch.uint8)
+    with strict.on_stream(slow):
+        strict.upload(host)
+        clock = StreamClock(strict)
+    with strict.on_stream(fast):
+        mark = clock.mark()
+    fast.synchronize()
+    assert mark() is None
+    slow.synchronize()
+    assert mark() is not None
+
+
+# ---- locked memory ----
+
+
+def test_memory_stays_locked_until_the_last_array_over_it_is_gone(strict: StrictDevice) -> None:
+    arena = mapped()
+    assert strict.lock_pages(arena) == 0
+    address = arena.ctypes.data
+    block = torch.from_numpy(arena[64:128])
+    del arena
+    assert strict.module.locked == [range(address, address + 4096)]
+    del block
+    assert strict.module.unlocked.acquire(timeout=PATIENCE_S)
+    assert strict.module.locked == []
+    strict.check()
+
+
+def test_unlocking_is_done_once_by_whoever_comes_first(strict: StrictDevice) -> None:
+    arena, other = mapped(), mapped()
+    strict.lock_pages(arena)
+    strict.lock_pages(other)
+    del other
+    assert strict.module.unlocked.acquire(timeout=PATIENCE_S)
+    strict.unlock_pages(mapped())
+    assert not strict.module.unlocked.acquire(blocking=False)
+    strict.unlock_pages(arena)
+    assert strict.module.unlocked.acquire(blocking=False)
+    del arena
+    strict.unlock_pages()
+    assert not strict.module.unlocked.acquire(blocking=False)
+    assert strict.module.locked == []
+    strict.check()
+
+
+def test_memory_that_cannot_be_locked_is_not_unlocked(strict: StrictDevice) -> None:
+    strict.module.refusal = 2
+    arena = mapped()
+    assert strict.lock_pages(arena) == 2
+    strict.unlock_pages()
+    assert not strict.module.unlocked.acquire(blocking=False)
+
+
+def test_pages_are_locked_in_a_thread_that_ends(
+    strict: StrictDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal would stay this thread's last error, which torch raises at its next kernel."""
+    threads: list[threading.Thread] = []
+    check = strict.module.check_current
+    monkeypatch.setattr(
+        strict.module, "check_current", lambda what: (threads.append(threading.current_thread()), check(what))
+    )
+    arena = mapped()
+    strict.lock_pages(arena)
+    (thread,) = threads
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive()
+
+
+def test_a_cpu_has_nothing_to_lock() -> None:
+    device = Device(CPU)
+    assert device.lock_pages(np.zeros(8, dtype=np.uint8)) == 0
+    device.unlock_pages()
+
+
+def test_a_new_arena_leaves_the_old_one_locked_while_it_is_copied_from(strict: StrictDevice) -> None:
+    """A daemon that is started again: its link's thread, which is bound to no device, brings the mapping."""
+    old, new = mapped(), mapped()
+    old_pages = range(old.ctypes.data, old.ctypes.data + old.nbytes)
+    lock_arena(strict, old)
+    old[:64] = 7
+    block = old[:64]
+    loading = strict.new_stream()
+    with strict.on_stream(loading):
+        arrived = strict.upload(torch.from_numpy(block))
+    del old
+    link = threading.Thread(target=lock_arena, args=(strict, new))
+    link.start()
+    link.join()
+    assert len(strict.module.locked) == 2
+    assert old_pages in strict.module.locked
+    strict.synchronize(loading)
+    assert arrived.tolist() == [7] * 64
+    del block
+    assert strict.module.unlocked.acquire(timeout=PATIENCE_S)
+    assert strict.module.locked == [range(new.ctypes.data, new.ctypes.data + new.nbytes)]
+    strict.check()
+
+
+# ---- what the double refuses ----
+
+
+def test_the_double_refuses_a_device_without_an_index(strict: StrictDevice) -> None:
+    for refused in (strict.module.set_device, strict.module.Stream, strict.module.current_stream):
+        with pytest.raises(ValueError, match="with an index"):
+            refused(CPU)
+
+
+def test_the_double_refuses_threads_that_were_not_bound(strict: StrictDevice) -> None:
+    host = strict.host_empty((1,), torch.uint8)
+    with in_threads() as start:
+        for work in (lambda: strict.upload(host), strict.record):
+            with pytest.raises(StrictError, match="works on device 0"):
+                start(work).result(PATIENCE_S)  # type: ignore[arg-type]
+
+
+def test_the_double_notices_host_memory_that_is_reused_too_early(strict: StrictDevice) -> None:
+    host = strict.host_empty((4,), torch.uint8)
+    strict.upload(host)
+    host += 1
+    with pytest.raises(StrictError, match="reused"):
+        strict.synchronize(strict.current_stream())
+
+
+def test_the_double_brings_bytes_down_when_they_are_waited_for(strict: StrictDevice) -> None:
+    host = strict.host_empty((4,), torch.uint8)
+    before = host.tolist()
+    strict.download(host, torch.tensor([1, 2, 3, 4], dtype=torch.uint8))
+    event = strict.record()
+    assert host.tolist() == before
+    assert not event.has_passed()
+    event.synchronize()
+    assert host.tolist() == [1, 2, 3, 4]
+
+
+def test_the_double_knows_what_other_streams_have_waited_for(strict: StrictDevice) -> None:
+    first, second = strict.new_stream(), strict.new_stream()
+    hosts = [strict.host_empty((1,), torch.uint8) for _ in range(2)]
+    with strict.on_stream(first):
+        strict.download(hosts[0], torch.tensor([1], dtype=torch.uint8))
+        event = strict.record()
+        strict.download(hosts[1], torch.tensor([2], dtype=torch.uint8))
+    strict.wait_for(event, second)
+    strict.synchronize(second)
+    assert hosts[0].tolist() == [1]
+    assert len(first.copies_under_way()) == 1
+
+
+def test_the_double_refuses_to_unlock_what_is_being_copied(strict: StrictDevice) -> None:
+    arena = mapped()
+    strict.lock_pages(arena)
+    strict.upload(torch.from_numpy(arena[:8]))
+    with pytest.raises(StrictError, match="under way"):
+        strict.unlock_pages()
+
+
+def test_the_double_counts_copies_that_hold_up_their_thread(strict: StrictDevice) -> None:
+    host = torch.zeros(4, dtype=torch.uint8)
+    strict.upload(host)
+    assert strict.module.pageable_copies == 1
+    strict.module.forward_streams.add(strict.current_stream())
+    with pytest.raises(StrictError, match="holds up the forward"):
+        strict.upload(host)

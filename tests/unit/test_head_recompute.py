@@ -1,0 +1,261 @@
+"""Heads through layers like those of SGLang's models: cut, continued, and with KV written by the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.models.utils import create_fused_set_kv_buffer_arg, enable_fused_set_kv_buffer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from krul_backend.codec.interface import LayerShape
+from krul_backend.device import Device
+from krul_sglang.engine import attach_restore
+from krul_sglang.engine.head_recompute import Head, HeadRecompute
+from krul_sglang.engine.hook_targets import IncompatibleEngineError
+from krul_sglang.engine.restore_forward import _Prefix
+from krul_sglang.engine.unsupported import UnsupportedSetupError
+from tests.unit.engine_builders import TensorPool, bare_load
+
+NUM_LAYERS, NUM_SLOTS, VOCAB_SIZE, HIDDEN_SIZE = 4, 64, 50, 24
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 6
+SHAPE = LayerShape(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, torch.float32)
+
+
+class EnginePool:
+    """SGLang's pool as models see it: the same buffers behind getters that wait for loads."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.asked: list[int] = []
+
+    def get_key_buffer(self, layer: int) -> torch.Tensor:
+        self.asked.append(layer)
+        return self._pool.buffers(layer)[0]  # type: ignore[no-any-return]
+
+    def get_value_buffer(self, layer: int) -> torch.Tensor:
+        return self._pool.buffers(layer)[1]  # type: ignore[no-any-return]
+
+
+class Layer(torch.nn.Module):
+    """Attention and a residual. ``writes_kv``: as Qwen3-MoE does on a GPU, with the rotary embedding."""
+
+    def __init__(self, index: int, *, writes_kv: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (
+            torch.nn.Linear(HIDDEN_SIZE, heads * HEAD_DIM)
+            for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+        )
+        self.out = torch.nn.Linear(NUM_HEADS * HEAD_DIM, HIDDEN_SIZE)
+        self.attn = RadixAttention(NUM_HEADS, HEAD_DIM, 0.4, NUM_KV_HEADS, layer_id=index)
+        self.attn_boundary = SimpleNamespace(from_pp=self._from_pp)
+        self._writes_kv = writes_kv
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any
+    ) -> torch.Tensor:
+        x = hidden_states + positions[:, None].sin()
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self._writes_kv:
+            assert enable_fused_set_kv_buffer(forward_batch)
+            fused = create_fused_set_kv_buffer_arg(v, self.attn, forward_batch)
+            fused.k_buffer[fused.cache_loc], fused.v_buffer[fused.cache_loc] = k, v
+            # Nobody may need them any more.
+            k, v = k * torch.nan, v * torch.nan
+        attended = self.attn(q, k, v, forward_batch, save_kv_cache=not self._writes_kv)
+        hidden = hidden_states + self.out(attended)
+        return residual_batch.stream_of(forward_batch).write(hidden)  # type: ignore[no-any-return]
+
+    def _from_pp(self, proxy: Any, forward_batch: Any) -> torch.Tensor:
+        residual_batch.start(forward_batch)
+        hidden = proxy.tensors["hidden_states"]
+        return residual_batch.stream_of(forward_batch).write(hidden)  # type: ignore[no-any-return]
+
+
+class ExpertsForCausalLM(torch.nn.Module):
+    shared_experts_config = None
+
+    def __init__(self, *, writes_kv: bool = False) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model = torch.nn.Module()
+            self.model.embed_tokens = torch.nn.Embedding(VOCAB_SIZE, HIDDEN_SIZE)
+            layers = [Layer(index, writes_kv=writes_kv) for index in range(NUM_LAYERS)]
+            self.model.layers = torch.nn.ModuleList(layers)
+
+
+class Rig:
+    """A model, its pool, and what recomputes heads of it."""
+
+    def __init__(self, *, writes_kv: bool = False, device: str = "cpu") -> None:
+        self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, NUM_SLOTS)
+        self.pool._layers = [tuple(x.to(device) for x in layer) for layer in self.pool._layers]
+        self.engine_pool = EnginePool(self.pool)
+        self.model = ExpertsForCausalLM(writes_kv=writes_kv).to(device)
+        runner = SimpleNamespace(
+            model=self.model, token_to_kv_pool=self.engine_pool, dtype=torch.float32, device=device
+        )
+        self.heads = HeadRecompute(runner, self.pool, None)
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The little that layers ask of SGLang beside their arguments."""
+    get_model = SimpleNamespace(override=lambda **values: nullcontext())
+    monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: get_model)
+    monkeypatch.setattr("sglang.srt.models.utils._is_cuda", True)
+    monkeypatch.setattr("sglang.srt.models.utils.is_cp_active", lambda batch: False)
+
+
+TOKEN_IDS = (torch.arange(40) * 7) % VOCAB_SIZE
+SLOTS = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(1))[:40]
+
+
+def whole(rig: Rig, num_tokens: int) -> None:
+    """The KV of a conversation's first tokens in every layer, all computed at once."""
+    rig.heads.run([Head(TOKEN_IDS[:num_tokens], SLOTS[:num_tokens], 0, (num_tokens,) * NUM_LAYERS)])
+
+
+@pytest.mark.parametrize("writes_kv", [False, True])
+def test_heads_that_get_shorter_are_those_of_a_whole_prefill(writes_kv: bool) -> None:
+    expected, rig = Rig(), Rig(writes_kv=writes_kv)
+    whole(expected, 40)
+    # One request continues what is in the pool, the other one begins.
+    whole(rig, 10)
+    before = rig.pool.copy()
+    ends = (36, 36, 21, 10)
+    short = Head(TOKEN_IDS[:12], 63 - torch.arange(12), 0, (12, 5, 5, 0))
+    other = sorted(set(range(NUM_SLOTS)) - set(SLOTS.tolist()))[:12]
+    short = Head(short.token_ids, torch.tensor(other), 0, short.ends)
+    rig.engine_pool.asked.clear()
+    rig.heads.run([Head(TOKEN_IDS[10:36], SLOTS[:36], 10, ends), short])
+    assert rig.engine_pool.asked == ([0, 1, 2] if writes_kv else [])
+    for layer, (old, new, right) in enumerate(
+        zip(before, rig.pool.copy(), expected.pool.copy(), strict=True)
+    ):
+        end, short_end = ends[layer], short.ends[layer]
+        for written, unchanged, reference in ((new.k, old.k, right.k), (new.v, old.v, right.v)):
+            torch.testing.assert_close(written[SLOTS[:end]], reference[SLOTS[:end]], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                written[other[:short_end]], reference[SLOTS[:short_end]], rtol=1e-4, atol=1e-5
+            )
+            # Loads write there meanwhile.
+            rest = [*SLOTS[end:].tolist(), *other[short_end:]]
+            assert torch.equal(written[rest], unchanged[rest])
+
+
+def test_layers_are_told_of_once_each_and_the_end() -> None:
+    told: list[int] = []
+    Rig().heads.run([Head(TOKEN_IDS[:8], SLOTS[:8], 0, (8, 8, 3, 0))], told.append)
+    assert told == [0, 1, 2, NUM_LAYERS]
+
+
+# ---- copies from the host ----
+
+
+class NoHiddenCopies(TorchDispatchMode):
+    """Fails where an operation takes values from the host to the device, other than ``from_list``."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        inputs = [part for part in args if isinstance(part, torch.Tensor)]
+        is_copy = isinstance(output, torch.Tensor) and output.is_meta
+        assert not (is_copy and any(not part.is_meta and part.dim() for part in inputs)), func
+        return output
+
+
+@pytest.fixture
+def from_list(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What is copied to a device whose tensors have no values."""
+    copied: list[list[int]] = []
+    meta = torch.device("meta")
+
+    def note(values: list[int]) -> torch.Tensor:
+        copied.append(list(values))
+        return torch.empty(len(values), dtype=torch.int64, device=meta)
+
+    device = SimpleNamespace(torch_device=meta, shares_cores=True, from_list=note)
+    monkeypatch.setattr(Device, "of", lambda tensor: device)
+    return copied
+
+
+class BlindAttention:
+    """Computes nothing. Torch's own needs a mask on a device that has no kernels."""
+
+    def plan(self, spans: Any) -> None:
+        pass
+
+    def attend(self, q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, layer: Any) -> Any:
+        return torch.empty_like(q)
+
+
+def test_lengths_of_all_cuts_come_to_the_device_in_one_copy(
+    from_list: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("krul_sglang.engine.head_recompute.span_attention", lambda *of: BlindAttention())
+    rig = Rig(device="meta")
+    slots = torch.empty(40, dtype=torch.int64, device="meta")
+    long = Head(slots[:20], slots[:30], 10, (30, 30, 20, 10))
+    short = Head(slots[:8], slots[:8], 0, (8, 4, 4, 4))
+    with NoHiddenCopies():
+        rig.heads.run([long, short])
+    assert from_list == [[30, 8, 30, 4, 20, 4, 4]]
+
+
+def test_token_ids_of_a_head_come_to_the_device_by_the_staging(from_list: list[list[int]]) -> None:
+    load = bare_load(10, 20, (25, 25, 20, 10))
+    prefix = _Prefix(load, list(range(100, 160)), torch.empty(64, dtype=torch.int32, device="meta"))
+    with NoHiddenCopies():
+        head = prefix.head(prefix.head_ends())
+    assert from_list == [list(range(110, 125))]
+    assert (head.token_ids.device.type, len(head.slots)) == ("meta", 25)
+
+
+# ---- models that krul does not know ----
+
+
+@contextmanager
+def proof_that(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    def prove_heads(*args: Any) -> None:
+        run()
+
+    monkeypatch.setattr(attach_restore, "prove_heads", prove_heads)
+    rig = Rig()
+    runner: Any = SimpleNamespace(
+        model=rig.model, token_to_kv_pool=rig.engine_pool, dtype=torch.float32, device="cpu"
+    )
+    parts: Any = SimpleNamespace(capture=None, config=SimpleNamespace(planner="optimal"))
+    cache: Any = None
+    yield lambda: attach_restore._proven_heads(runner, cache, rig.pool, parts)
+
+
+def test_whatever_an_unknown_model_does_in_the_proof_is_told_with_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise AttributeError("'HeadAttention' object has no attribute 'req_to_token_pool'")
+
+    with (
+        proof_that(fail, monkeypatch) as prove,
+        pytest.raises(UnsupportedSetupError, match=r"ExpertsForCausalLM.*req_to_token_pool.*full-load"),
+    ):
+        prove()
+
+
+def test_a_proof_that_fails_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise IncompatibleEngineError("K of layer 1 differs by 1.2")
+
+    with proof_that(fail, monkeypatch) as prove, pytest.raises(IncompatibleEngineError, match="layer 1"):
+        prove()

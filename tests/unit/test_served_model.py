@@ -1,0 +1,339 @@
+"""Weights change under a running rank: everything that names the model follows, and mixed KV has no name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from krul_backend.daemon.connection import Connection
+from krul_backend.daemon.limits import MAX_MODELS
+from krul_backend.segment import ModelIdentity
+from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
+from krul_sglang.config import KrulConfig
+from krul_sglang.engine import hook_targets
+from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.error_budget import table_path
+from krul_sglang.engine.factory import change_weights
+from krul_sglang.engine.kv_pool import DevicePool
+from krul_sglang.engine.linker import EngineParts, KrulLinker
+from krul_sglang.engine.served_model import ServedModel
+from krul_sglang.engine.turn import StoredPath, TurnOwner
+from tests.unit.engine_builders import make_store
+from tests.unit.segment_builders import MODEL
+from tests.unit.test_engine_copies import NUM_LAYERS, PAGE_SIZE, make_pool
+
+EPOCH, OTHER_EPOCH = b"\1" * 16, b"\2" * 16
+NUM_PAGES = 3
+
+
+# ---- the identity ----
+
+
+def test_other_weights_are_another_model_on_every_rank_and_at_every_change() -> None:
+    model = ServedModel(MODEL)
+    names = {model.identity.fingerprint}
+    for epoch in (EPOCH, OTHER_EPOCH, EPOCH):
+        model.rename(epoch)
+        assert not model.is_lasting
+        names.add(model.identity.fingerprint)
+    assert len(names) == 4, "not even the same epoch leads back"
+    of_ranks = [ServedModel(dataclasses.replace(MODEL, tp_rank=rank, tp_size=2)) for rank in range(2)]
+    for of_rank in of_ranks:
+        of_rank.rename(EPOCH)
+    digests = {of_rank.identity.config_digest for of_rank in of_ranks}
+    assert len(digests) == 1
+
+
+def test_kv_is_of_one_model_again_when_the_pool_was_empty_after_the_change() -> None:
+    model = ServedModel(MODEL)
+    assert model.is_settled
+    model.begin_change()
+    model.empty_pool()
+    assert not model.is_settled, "more weights may follow"
+    model.end_change(is_pool_empty=False)
+    assert not model.is_settled
+    model.empty_pool()
+    assert model.is_settled
+    model.begin_change()
+    model.end_change(is_pool_empty=True)
+    assert model.is_settled
+
+
+# ---- what holds it ----
+
+
+class Rank:
+    """A linker with its threads, on a pool and a store in this process."""
+
+    def __init__(self, cache_dir: Path, *, is_lasting: bool, strategy: str) -> None:
+        pool = make_pool()
+        self.store = make_store(1 << 20)
+        self.start = ModelIdentity("m", "d" * 64, "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
+        self.model = ServedModel(self.start, is_lasting=is_lasting)
+        self.cache_dir = cache_dir
+        alone = RankAgreement(None, 1)
+        connection: Any = SimpleNamespace(store=self.store, close=self.store.close, as_dict=dict)
+        allocator = SimpleNamespace(get_kvcache=lambda: pool)
+        parts = EngineParts(
+            config=KrulConfig(strategy=strategy, cache_dir=str(cache_dir)),
+            model=self.model,
+            pool=DevicePool(pool),
+            connection=connection,
+            rotary=None,
+            capture=None,
+            agreement=alone,
+            restore_agreement=alone,
+            model_runner=SimpleNamespace(),
+        )
+        params = SimpleNamespace(token_to_kv_pool_allocator=allocator, krul_parts=parts, tp_cache_group=None)
+        self.linker = KrulLinker(None, params, components=(), extra_config=None)
+
+    def store_turn(self, name: str) -> None:
+        num_tokens = NUM_PAGES * PAGE_SIZE
+        tokens, slots = np.arange(num_tokens, dtype=np.int32), torch.arange(num_tokens)
+        self.linker.offload_turn(StoredPath(keys_of(name), tokens, slots), TurnOwner("r", 0))
+        self.linker.wait_for_offloads()
+        assert self.linker.pop_completed_offload()
+
+    def lookup(self, name: str, rid: str = "r") -> int:
+        num_tokens = NUM_PAGES * PAGE_SIZE
+        self.linker.expect_tokens(rid, lambda: np.arange(num_tokens, dtype=np.int32))
+        transfer: Any = SimpleNamespace(keys=keys_of(name))
+        return len(self.linker.lookup(rid, [transfer]))
+
+    def num_missing(self, name: str, model: ModelIdentity) -> int:
+        return sum(map(len, self.store.find_missing(model, keys_of(name))))
+
+
+def keys_of(name: str) -> list[str]:
+    return [f"{name}-{page}" for page in range(NUM_PAGES)]
+
+
+@pytest.fixture
+def make_rank(tmp_path: Path) -> Iterator[Any]:
+    ranks: list[Rank] = []
+
+    def make(*, is_lasting: bool = True, strategy: str = "none") -> Rank:
+        ranks.append(Rank(tmp_path, is_lasting=is_lasting, strategy=strategy))
+        return ranks[-1]
+
+    yield make
+    for rank in ranks:
+        rank.linker.close()
+
+
+def test_a_changed_model_finds_nothing_of_before_and_stores_under_its_own_name(make_rank: Any) -> None:
+    rank = make_rank()
+    rank.store_turn("old")
+    assert rank.lookup("old", "waits") == NUM_PAGES
+    assert rank.store.stats().num_leases == 1
+    rank.linker.begin_weights_change()
+    assert rank.store.stats().num_leases == 0, "what a waiting request was promised is not what it needs"
+    rank.linker.end_weights_change(is_pool_empty=True)
+    assert rank.lookup("old", "waits") == 0
+    assert rank.lookup("old") == 0
+    rank.store_turn("old")
+    assert rank.lookup("old", "returns") == NUM_PAGES
+    now = rank.linker.stats()["weights"]
+    assert now == {"fingerprint": rank.model.identity.fingerprint, "is_lasting": False, "is_settled": True}
+    assert now["fingerprint"] != rank.start.fingerprint
+    assert [rank.num_missing("old", model) for model in (rank.start, rank.model.identity)] == [0, 0]
+
+
+def test_kv_of_a_checkpoint_stays_for_others_and_kv_that_nobody_can_have_goes(make_rank: Any) -> None:
+    rank = make_rank()
+    rank.store_turn("a")
+    rank.linker.begin_weights_change()
+    rank.linker.end_weights_change(is_pool_empty=True)
+    rank.store_turn("b")
+    second = rank.model.identity
+    rank.linker.begin_weights_change()
+    assert rank.num_missing("a", rank.start) == 0
+    assert rank.num_missing("b", second) == NUM_PAGES
+    assert rank.store.stats().num_segments == 1
+
+
+def test_kv_of_unknown_weights_goes_with_them(make_rank: Any) -> None:
+    rank = make_rank(is_lasting=False)
+    rank.store_turn("a")
+    rank.linker.begin_weights_change()
+    assert rank.store.stats().num_segments == 0
+
+
+def test_a_flush_during_or_after_a_change_clears_no_other_server(make_rank: Any) -> None:
+    rank = make_rank()
+    rank.store_turn("a")
+    rank.linker.begin_weights_change()
+    rank.linker.reset()
+    rank.linker.end_weights_change(is_pool_empty=False)
+    assert not rank.model.is_settled
+    rank.linker.reset()
+    assert rank.model.is_settled
+    assert rank.num_missing("a", rank.start) == 0
+    rank.store_turn("b")
+    rank.linker.reset()
+    assert rank.num_missing("b", rank.model.identity) == NUM_PAGES
+    assert rank.num_missing("a", rank.start) == 0
+
+
+def test_updates_before_the_pool_was_emptied_share_one_name(make_rank: Any) -> None:
+    rank = make_rank()
+    rank.linker.begin_weights_change()
+    name = rank.model.identity.fingerprint
+    rank.linker.end_weights_change(is_pool_empty=False)
+    rank.linker.begin_weights_change()
+    rank.linker.end_weights_change(is_pool_empty=True)
+    assert rank.model.identity.fingerprint == name, "nothing was stored under it yet"
+    rank.linker.begin_weights_change()
+    assert rank.model.identity.fingerprint != name
+
+
+def test_what_probes_taught_of_the_old_weights_is_forgotten_and_not_overwritten(
+    make_rank: Any, tmp_path: Path
+) -> None:
+    start = ModelIdentity("m", "d" * 64, "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
+    path = table_path(str(tmp_path), start)
+    path.parent.mkdir(parents=True)
+    table = SensitivityTable(path.stem, NUM_LAYERS)
+    for layer in range(NUM_LAYERS):
+        for kind in DamageKind:
+            table.update([LayerError(layer, kind, 0.01)], 0.01)
+    table.save(path)
+    content = path.read_bytes()
+    rank = make_rank(strategy="budget")
+    budget: Any = rank.linker._budget
+    assert not budget._is_model_unknown()
+    rank.linker.begin_weights_change()
+    assert budget._is_model_unknown()
+    budget._save_table()
+    assert path.read_bytes() == content
+
+
+def test_ranks_take_the_name_that_they_agree_on(make_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, offered = make_rank(), list[bytes]()
+
+    def broadcast(agreement: RankAgreement, content: bytes) -> bytes:
+        offered.append(content)
+        return EPOCH
+
+    monkeypatch.setattr(RankAgreement, "broadcast", broadcast)
+    rank.linker.begin_weights_change()
+    expected = ServedModel(rank.start)
+    expected.rename(EPOCH)
+    assert rank.model.identity == expected.identity
+    rank.linker.end_weights_change(is_pool_empty=True)
+    rank.linker.begin_weights_change()
+    assert len(offered) == len({*offered, EPOCH}) - 1 == 2
+    assert {len(content) for content in offered} == {16}
+
+
+# ---- the hook ----
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def begin_weights_change(self) -> None:
+        self.said.append("begin")
+
+    def end_weights_change(self) -> None:
+        self.said.append("end")
+
+
+class Updater:
+    def __init__(self, cache: Any) -> None:
+        self.scheduler = SimpleNamespace(tree_cache=cache)
+        self._session: object | None = None
+
+    def write(self, session: object | None, cache: Cache) -> str:
+        cache.said.append("write")
+        self._session = session
+        return "written"
+
+
+def test_a_change_begins_before_weights_are_written_and_ends_with_the_last_of_a_session() -> None:
+    cache = Cache()
+    updater, request = Updater(cache), SimpleNamespace()
+    for session in ("open", "open", None):
+        assert change_weights(lambda u, _: u.write(session, cache), updater, request) == "written"  # noqa: B023
+    assert cache.said == ["begin", "write", "begin", "write", "begin", "write", "end"]
+
+
+def test_a_change_that_fails_is_a_change() -> None:
+    cache = Cache()
+
+    def fail(updater: Any, request: Any) -> None:
+        raise RuntimeError("half of them")
+
+    with pytest.raises(RuntimeError, match="half of them"):
+        change_weights(fail, Updater(cache), SimpleNamespace())
+    assert cache.said == ["begin", "end"]
+
+
+@pytest.mark.parametrize("action", ["snapshot", "compare", "checksum", "reset_tensors"])
+def test_checks_of_weights_change_them_only_when_they_reset_them(action: str) -> None:
+    cache = Cache()
+    change_weights(lambda u, _: None, Updater(cache), SimpleNamespace(action=action))
+    assert bool(cache.said) == (action == "reset_tensors")
+
+
+def test_without_krul_the_hook_does_nothing() -> None:
+    assert change_weights(lambda u, r: r, Updater(object()), "request") == "request"
+
+
+def test_every_way_to_write_weights_is_hooked() -> None:
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    hooked = {path.rpartition(".")[2] for path in hook_targets.WEIGHT_WRITERS}
+    harmless = {
+        *("init_weights_update_group", "destroy_weights_update_group", "get_weights_by_name"),
+        *("flush_cache_after_weight_update", "record_weight_version_after_update"),
+        *("save_remote_model", "save_sharded_model"),
+    }
+    methods = {
+        name
+        for name, value in vars(SchedulerWeightUpdaterManager).items()
+        if callable(value) and not name.startswith("_")
+    }
+    assert methods == hooked | harmless
+
+
+# ---- the daemon's session ----
+
+
+class Channels:
+    """Counts hellos."""
+
+    def __init__(self) -> None:
+        self.hellos: list[str] = []
+
+    def head(self) -> dict[str, Any]:
+        return {"token": "t", "id": 1}
+
+    def ask(self, request: Any, reply_type: Any, timeout_s: float) -> None:
+        self.hellos.append(request.fingerprint)
+
+
+def test_a_client_introduces_a_model_again_that_the_daemon_may_have_forgotten() -> None:
+    session: Any = SimpleNamespace(control_endpoint="inproc://nobody", token="t", is_alive=True)
+    connection, channels = Connection(session, None), Channels()  # type: ignore[arg-type]
+    connection.channels = channels  # type: ignore[assignment]
+    model = ServedModel(MODEL)
+    connection.say_hello(MODEL, 1.0)
+    connection.say_hello(MODEL, 1.0)
+    for number in range(MAX_MODELS // 2):
+        model.rename(number.to_bytes(16, "little"))
+        connection.say_hello(model.identity, 1.0)
+    assert len(channels.hellos) == MAX_MODELS // 2 + 1
+    connection.say_hello(model.identity, 1.0)
+    assert len(channels.hellos) == MAX_MODELS // 2 + 1
+    connection.say_hello(MODEL, 1.0)
+    assert channels.hellos[-1] == MODEL.fingerprint

@@ -1,0 +1,128 @@
+"""Stored segments whose parameters name maps that this engine does not have: a miss, and stored again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from daemon_builders import serving
+from fake_tier import FakeTier
+
+from krul_backend.daemon.daemon_store import DaemonStore
+from krul_backend.store.hashing import block_checksums
+from krul_backend.store.host_store import HostStore
+from krul_backend.store.interface import KVStore
+from krul_backend.store.tiered_store import TieredStore
+from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.load_batch import Load
+from krul_sglang.engine.restore import Restore, Returning
+from krul_sglang.engine.waiting_leases import HeldLease, KeyRun
+from tests.unit.engine_builders import PATIENCE_S
+from tests.unit.planning_builders import (
+    ALONE,
+    FakeAgreement,
+    HeadsPlanner,
+    OneCannotRead,
+    no_heads,
+    planning_of,
+)
+from tests.unit.segment_builders import BOUNDS, END, MODEL, NUM_LAYERS, PAGE_SIZE, stored
+
+KEYS = tuple(f"page-{page}" for page in range(END // PAGE_SIZE))
+TOKENS = np.arange(END, dtype=np.int32)
+FIRST, SECOND, THIRD = (range(start // PAGE_SIZE, end // PAGE_SIZE) for start, end in pairwise(BOUNDS))
+
+
+class Rig:
+    """``engine`` is the store as an engine sees it; what it commits goes to ``tier``, too."""
+
+    def __init__(self, tiered: TieredStore, tier: FakeTier, engine: KVStore) -> None:
+        self.tiered, self.tier, self.engine = tiered, tier, engine
+
+    def put(self, kinds: Sequence[str], pages: Sequence[range]) -> None:
+        """One segment for each run of pages, encoded as an engine with all maps does."""
+        for kind, run in zip(kinds, pages, strict=True):
+            manifest, blocks = stored(kind, run.start * PAGE_SIZE, run.stop * PAGE_SIZE)
+            reservation = self.engine.reserve(manifest.layer_num_bytes)
+            assert reservation is not None
+            for target, block in zip(reservation.blocks, blocks, strict=True):
+                target[:] = block.numpy()
+            self.engine.commit(reservation, manifest, block_checksums(reservation.blocks))
+        assert self.tiered.flush(PATIENCE_S)
+
+    def plan_load(self, agreement: RankAgreement = ALONE) -> tuple[Load | None, Restore]:
+        """As an engine without maps: what a request of the whole conversation would load."""
+        planning = planning_of(HeadsPlanner(no_heads), agreement=agreement, tier_costs=self.engine.tier_costs)
+        unused = cast(Any, None)
+        restore = Restore(None, planning, unused, unused, PAGE_SIZE, self.engine.report_damage)
+        lease = self.engine.lease(MODEL, KEYS, TOKENS)
+        assert lease is not None
+        assert lease.num_pages == len(KEYS)
+        held = HeldLease(KeyRun.of(KEYS), lease, 0.0)
+        load = restore.plan_load(held, KEYS[0], torch.arange(END), Returning(0, 1))
+        self.engine.release(lease)
+        return load, restore
+
+    def missing(self) -> list[range]:
+        return self.engine.find_missing(MODEL, KEYS)
+
+
+@pytest.fixture(params=["in process", "daemon"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    tier = FakeTier()
+    host = HostStore(1 << 20)
+    tiered = TieredStore(host, (tier,))
+    if request.param == "in process":
+        yield Rig(tiered, tier, tiered)
+        tiered.close()
+        return
+    with serving(tiered, host) as runtime_dir:
+        engine = DaemonStore(runtime_dir, model=MODEL, request_timeout_s=10.0)
+        yield Rig(tiered, tier, engine)
+        engine.close()
+    assert (engine.counters.timeouts, engine.counters.failures, engine.counters.lost) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("is_in_dram", [True, False])
+def test_they_are_a_miss_and_the_next_turn_stores_them_again(rig: Rig, is_in_dram: bool) -> None:
+    rig.put(("predicted", "native", "predicted"), (FIRST, SECOND, THIRD))
+    if not is_in_dram:
+        rig.tiered.host.clear()
+    assert rig.missing() == []
+    load, restore = rig.plan_load()
+    assert load is None
+    assert restore.planning.counters.undecodable == 2
+    # In no tier, so that no tier brings them back.
+    assert rig.missing() == [FIRST, THIRD]
+    assert rig.tier.find_missing(MODEL, KEYS) == [FIRST, THIRD]
+    rig.put(("native", "native"), rig.missing())
+    load, _ = rig.plan_load()
+    assert load is not None
+    assert load.plan.head_ends == (0,) * NUM_LAYERS
+    rig.tiered.host.clear()
+    assert rig.missing() == [], "the tier has the new ones"
+
+
+def test_a_rank_that_can_read_its_own_keeps_them(rig: Rig) -> None:
+    class OtherCannotRead(FakeAgreement):
+        def gather(self, values: torch.Tensor | None, shape: Sequence[int]) -> Any:
+            return None
+
+    rig.put(("native",), (range(len(KEYS)),))
+    load, restore = rig.plan_load(OtherCannotRead(other_bounds=()))
+    assert load is None
+    assert (restore.planning.counters.refused, restore.planning.counters.undecodable) == (1, 0)
+    assert rig.missing() == []
+
+
+def test_a_rank_that_cannot_read_still_meets_the_others(rig: Rig) -> None:
+    rig.put(("predicted",), (range(len(KEYS)),))
+    agreement = OneCannotRead(other_bounds=[0.0] * NUM_LAYERS)
+    load, _ = rig.plan_load(agreement)
+    assert load is None
+    assert (agreement.num_nothing, agreement.sent) == (1, [])
+    assert rig.missing() == [range(len(KEYS))]
