@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,7 @@ class CurveKeys:
 
 
 class _Channel:
-    """One thread's DEALER. The lock is for its end, which comes from another thread."""
+    """A DEALER that one thread at a time uses. The lock is for its end, which comes from another thread."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: CurveKeys | None
@@ -107,8 +108,6 @@ class _Channel:
             self.socket.curve_secretkey = curve.secret
             self.socket.curve_serverkey = curve.server
         self.socket.connect(endpoint)
-        # A thread that ends takes its channel along.
-        weakref.finalize(self, self.socket.close, 0).atexit = False
 
     def send(self, request: Request, token_ids: TokenIds | None) -> None:
         frames = [encode(request)]
@@ -125,8 +124,18 @@ class _Channel:
             return
 
 
+class _Use:
+    """A thread's use of a channel; it ends with the thread."""
+
+    def __init__(self, channel: _Channel) -> None:
+        self.channel = channel
+
+
 class RequestChannels:
     """All requests of one session, or to one admin endpoint. Thread-safe.
+
+    Each thread has a channel of its own. When it ends, the channel stays open for the next new thread:
+    closing it would drop a release that was posted last and is not sent yet.
 
     Args:
         context: not owned.
@@ -153,7 +162,8 @@ class RequestChannels:
         self._ids = itertools.count(1)
         self._of_thread = threading.local()
         self._lock = threading.Lock()
-        self._channels: weakref.WeakSet[_Channel] = weakref.WeakSet()
+        self._channels: list[_Channel] = []
+        self._unused: deque[_Channel] = deque()
         self._is_closed = False
 
     def head(self) -> RequestHead:
@@ -211,13 +221,19 @@ class RequestChannels:
                 channel.socket.close(0)
 
     def _channel(self) -> _Channel:
-        channel: _Channel | None = getattr(self._of_thread, "channel", None)
-        if channel is None:
+        use: _Use | None = getattr(self._of_thread, "use", None)
+        if use is None:
             with self._lock:
                 self._check_open()
-                channel = _Channel(self._context, self._endpoint, self._curve)
-                self._channels.add(channel)
-            self._of_thread.channel = channel
+                use = _Use(self._unused.popleft() if self._unused else self._new_channel())
+            # Called when the thread has ended, by whichever thread then collects garbage: it must not lock.
+            weakref.finalize(use, self._unused.append, use.channel).atexit = False
+            self._of_thread.use = use
+        return use.channel
+
+    def _new_channel(self) -> _Channel:
+        channel = _Channel(self._context, self._endpoint, self._curve)
+        self._channels.append(channel)
         return channel
 
     def _check_open(self) -> None:
