@@ -3,11 +3,14 @@ the server was started with ``--radix-cache-backend krul``."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 from krul_backend.errors import KrulError
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -45,6 +48,21 @@ def check_launch(server_args: Any, *args: Any, **kwargs: Any) -> None:
         sys.exit(f"krul-sglang: {error}")
 
 
+def _check_model(server_args: Any) -> None:
+    """Refuse kinds of models by their configuration, before weights are read."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from krul_sglang.engine.unsupported import check_model, model_facts
+
+    try:
+        facts = model_facts(ModelConfig.from_server_args(server_args))
+    except Exception as error:
+        # SGLang reads it again, and says better what is wrong with it.
+        logger.debug("krul: the model's configuration cannot be read: %s", error)
+        return
+    check_model(facts, str(server_args.model_path))
+
+
 def _check(server_args: Any) -> None:
     from krul_backend.errors import ConfigError
     from krul_sglang.config import FLAG, KrulConfig
@@ -60,5 +78,6 @@ def _check(server_args: Any) -> None:
     model_path = str(server_args.model_path)
     if model_path.startswith(("/", "./", "../", "~")) and not Path(model_path).expanduser().exists():
         raise ConfigError(f"--model-path {model_path}: no such file or directory")
+    _check_model(server_args)
     config.check_endpoint()
     config.host_memory_bytes(num_ranks=1)

@@ -113,7 +113,7 @@ def build_cache(ctx: Any) -> Any:
     # krul has switched this one on itself.
     flags = {**resolved, "enable_unified_cache_external_linker": False, **options_of(config)}
     check_flags(flags)
-    check_model(model_facts(ctx), str(ctx.model_config.model_path))
+    check_model(model_facts(ctx.model_config), str(ctx.model_config.model_path))
     pool = DevicePool(
         ctx.params.token_to_kv_pool_allocator.get_kvcache(),
         (module for module in runner.model.modules() if isinstance(module, RadixAttention)),

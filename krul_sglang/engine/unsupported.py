@@ -323,9 +323,10 @@ def check_flags(values: Mapping[str, Any]) -> None:
             raise rule.error("set to " + ", ".join(repr(value) for value in met))
 
 
-def model_facts(ctx: Any) -> dict[str, bool]:
-    """What ``MODEL_RULES`` ask; ``ctx`` is SGLang's ``TreeCacheBuildContext``."""
-    model = ctx.model_config
+def model_facts(model: Any) -> dict[str, bool]:
+    """What ``MODEL_RULES`` ask, read from SGLang's ``ModelConfig``."""
+    from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
+
     hf_config = model.hf_config
     return {
         "is_multimodal": bool(
@@ -336,8 +337,8 @@ def model_facts(ctx: Any) -> dict[str, bool]:
         ),
         "is_encoder_decoder": model.is_encoder_decoder,
         "is_embedding": not model.is_generation,
-        "is_hybrid_swa": ctx.is_hybrid_swa,
-        "is_hybrid_ssm": ctx.is_hybrid_ssm,
+        "is_hybrid_swa": model.is_hybrid_swa,
+        "is_hybrid_ssm": uses_ssm_state(model),
         "has_partial_attention": model.is_local_attention_model
         or any(getattr(hf_config, name, None) for name in ("dual_chunk_attention_config", "sparse_config")),
         "has_ngram_embedding": model.use_ngram_embedding,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,14 +122,17 @@ def test_other_kinds_of_model_are_refused(rule: Rule) -> None:
     assert "\n" not in str(error.value)
 
 
+def write_config(path: Path, architecture: str, model_type: str, **fields: Any) -> None:
+    config = {"architectures": [architecture], "model_type": model_type, **SMALL, **fields}
+    (path / "config.json").write_text(json.dumps(config))
+
+
 def facts_of(path: Path, architecture: str, model_type: str, **fields: Any) -> dict[str, bool]:
     """Of SGLang's own reading of a checkpoint's configuration."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    config = {"architectures": [architecture], "model_type": model_type, **SMALL, **fields}
-    (path / "config.json").write_text(json.dumps(config))
-    model = ModelConfig(str(path))
-    return model_facts(SimpleNamespace(model_config=model, is_hybrid_swa=False, is_hybrid_ssm=False))
+    write_config(path, architecture, model_type, **fields)
+    return model_facts(ModelConfig(str(path)))
 
 
 SMALL = {
@@ -165,6 +167,18 @@ def test_the_kind_is_read_from_the_checkpoint(fact: str, tmp_path: Path) -> None
     assert facts[fact]
     with pytest.raises(UnsupportedSetupError, match="--model-path"):
         check_model(facts, architecture)
+
+
+@pytest.mark.parametrize("fact", REFUSED_MODELS)
+def test_the_kind_is_refused_before_anything_starts(fact: str, tmp_path: Path) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    architecture, model_type, fields = REFUSED_MODELS[fact]
+    write_config(tmp_path, architecture, model_type, **fields)
+    with pytest.raises(SystemExit) as stop:
+        check_launch(ServerArgs(model_path=str(tmp_path), radix_cache_backend="krul"))
+    assert str(stop.value.code).startswith("krul-sglang: ")
+    assert f"({tmp_path})" in str(stop.value.code)
 
 
 def test_options_are_known_by_their_own_names() -> None:
