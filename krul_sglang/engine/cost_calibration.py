@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.memory import is_out_of_memory
 from krul_backend.restore.calibration import fit_compute, fit_tier
 from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.store.interface import DRAM_TIER
@@ -66,19 +67,32 @@ class CostCalibration:
         own: list[tuple[int, int, float]] = []
         head: list[tuple[int, int, float]] = []
         for num_tokens in (length for length in _LENGTHS if length <= longest):
-            token_ids = random_token_ids(vocab_size, num_tokens)
-            seconds = []
-            for _ in range(_REPEATS):
-                with ordinary_prefill(self._runner, self._tree_cache, token_ids) as prefilled:
-                    seconds.append(prefilled.seconds)
-                    if self._heads is not None and len(seconds) == _REPEATS:
-                        whole = Head(prefilled.token_ids, prefilled.slots, 0, (num_tokens,) * num_layers)
-                        head += self._head_samples(whole)
-            own.append((num_tokens, 0, min(seconds) / num_layers))
-            if self._slowest_s(min(seconds)) > _MAX_FORWARD_S and len(own) >= _MIN_LENGTHS:
+            try:
+                seconds, of_heads = self._prefill_samples(random_token_ids(vocab_size, num_tokens))
+            except Exception as error:
+                # With several ranks the others are inside of the forward that this one has left.
+                if not is_out_of_memory(error) or self._agreement.num_ranks > 1 or len(own) < _MIN_LENGTHS:
+                    raise
+                logger.warning("krul: no memory to measure prompts of %d tokens: %s", num_tokens, error)
+                break
+            own.append((num_tokens, 0, seconds / num_layers))
+            head += of_heads
+            if self._slowest_s(seconds) > _MAX_FORWARD_S and len(own) >= _MIN_LENGTHS:
                 break
         fitted = fit_compute(own)
         return fitted, fit_compute(head) if head else fitted
+
+    def _prefill_samples(self, token_ids: Sequence[int]) -> tuple[float, list[tuple[int, int, float]]]:
+        """Seconds of the engine's own forward of a prompt, and samples of its heads."""
+        seconds: list[float] = []
+        of_heads: list[tuple[int, int, float]] = []
+        ends = (len(token_ids),) * self._pool.num_layers
+        for _ in range(_REPEATS):
+            with ordinary_prefill(self._runner, self._tree_cache, token_ids) as prefilled:
+                seconds.append(prefilled.seconds)
+                if self._heads is not None and len(seconds) == _REPEATS:
+                    of_heads += self._head_samples(Head(prefilled.token_ids, prefilled.slots, 0, ends))
+        return min(seconds), of_heads
 
     def _head_samples(self, whole: Head) -> Iterable[tuple[int, int, float]]:
         """``(tokens, past tokens, seconds per layer)`` of the whole head and of its second half."""

@@ -18,7 +18,8 @@ class HistoryAttention(AttentionBackend):  # type: ignore[misc]
 
     Reads no slots and writes none. ``history(layer)`` has the ``num_history`` tokens before them. Layers that
     ``damaged`` names are computed a second time with its KV, and that result goes on; ``errors[layer]`` is
-    then ``||out - out_damaged||^2 / ||out||^2`` over tokens and heads.
+    then ``||out - out_damaged||^2 / ||out||^2`` over tokens and heads. ``token_to_kv_pool`` is SGLang's pool,
+    which models that write KV themselves ask their backend for.
     """
 
     def __init__(
@@ -28,7 +29,9 @@ class HistoryAttention(AttentionBackend):  # type: ignore[misc]
         history: Callable[[int], LayerKV],
         damaged: Callable[[int], LayerKV | None],
         device: torch.device,
+        token_to_kv_pool: Any,
     ) -> None:
+        self.token_to_kv_pool = token_to_kv_pool
         self.errors: dict[int, float] = {}
         self._history = history
         self._damaged = damaged

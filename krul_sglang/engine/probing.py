@@ -62,7 +62,14 @@ class Prober:
             return self._pool.gather(layer, slots)
 
         def run(damaged: Callable[[int], LayerKV | None]) -> tuple[torch.Tensor, dict[int, float]]:
-            attention = HistoryAttention(num_history, len(token_ids), read, damaged, self._pool.device)
+            attention = HistoryAttention(
+                num_history,
+                len(token_ids),
+                read,
+                damaged,
+                self._pool.device,
+                self._model_runner.token_to_kv_pool,
+            )
             unrecorded: AbstractContextManager[None] = (
                 nullcontext() if self._capture is None else self._capture.suspended()
             )

@@ -30,8 +30,15 @@ NUM_SLOTS = 512
 class FakeEngine:
     """Prefills take ``token_s`` seconds per token; nothing is computed. Heads are only remembered."""
 
-    def __init__(self, token_s: float, num_slots: int = NUM_SLOTS, context_len: int = 10_000) -> None:
+    def __init__(
+        self,
+        token_s: float,
+        num_slots: int = NUM_SLOTS,
+        context_len: int = 10_000,
+        memory_tokens: int = 10_000,
+    ) -> None:
         self.token_s = token_s
+        self.memory_tokens = memory_tokens
         self.prefilled: list[int] = []
         self.heads: list[tuple[int, tuple[int, ...]]] = []
         self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, num_slots + 1)
@@ -43,6 +50,8 @@ class FakeEngine:
     @contextmanager
     def prefill(self, runner: Any, cache: Any, token_ids: Sequence[int]) -> Iterator[Prefilled]:
         num_tokens = len(token_ids)
+        if num_tokens > self.memory_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         self.prefilled.append(num_tokens)
         yield Prefilled(torch.tensor(token_ids), torch.arange(num_tokens), self.token_s * num_tokens)
 
@@ -78,6 +87,20 @@ def test_a_slow_machine_measures_as_many_lengths_as_the_fit_needs(monkeypatch: p
     assert costs.own.layer_s(100, 0) == pytest.approx(100 / NUM_LAYERS, rel=1e-3)
     # Without heads these cost what the engine's own layers cost.
     assert costs.head == costs.own
+
+
+def test_longer_prompts_than_there_is_memory_for_follow_from_the_fit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(1e-3 / 128, num_slots=8192, memory_tokens=200)
+    assert measured_lengths(engine, monkeypatch) == [32, 64, 128]
+    assert engine.calibration().measure().own.layer_s(512, 0) == pytest.approx(4e-3 / NUM_LAYERS, rel=1e-3)
+    assert "no memory to measure prompts of 256 tokens" in caplog.text
+
+
+def test_a_machine_without_memory_for_short_prompts_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        measured_lengths(FakeEngine(1e-6, memory_tokens=64), monkeypatch)
 
 
 def test_heads_are_measured_whole_and_after_a_past(monkeypatch: pytest.MonkeyPatch) -> None:
