@@ -22,7 +22,7 @@ from krul_backend.attention.rows import QueryRows
 from krul_backend.attention.sampled import SampledEstimator
 from krul_backend.attention.shared_job import JobLayout
 from krul_backend.attention.similarity_worker import SimilarityWorker
-from krul_sglang.engine.attention_observer import QueryShape
+from krul_sglang.engine.capture.attention_observer import QueryShape
 
 ESTIMATORS = ("exact", "heterogeneous", "sampled")
 EVERY_ROW = ("exact", "heterogeneous")

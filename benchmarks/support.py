@@ -6,8 +6,8 @@ import argparse
 import re
 from pathlib import Path
 
-from krul_sglang.engine.hook_targets import SUPPORTED_SGLANG
-from krul_sglang.engine.unsupported import (
+from krul_sglang.engine.common.hook_targets import SUPPORTED_SGLANG
+from krul_sglang.engine.common.unsupported import (
     FOUND_LATER,
     LAUNCH_RULES,
     MODEL_RULES,
@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 
 _HEAD = f"""# What is served, refused, and untested
 
-Written by `python -m benchmarks.support` from the table in `krul_sglang/engine/unsupported.py`; a test
+Written by `python -m benchmarks.support` from the table in `krul_sglang/engine/common/unsupported.py`; a test
 compares the two. SGLang {", ".join(SUPPORTED_SGLANG)}.
 
 **Nothing has been seen on any GPU so far.** What is served was seen on SGLang's real server on a CPU.

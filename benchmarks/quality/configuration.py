@@ -22,7 +22,7 @@ from benchmarks.quality.teacher_forced import (
 )
 from krul_backend.codec.options import Sharing
 from krul_backend.errors import KrulError
-from krul_sglang.cli import REFERENCE_MODEL
+from krul_sglang.cli.app import REFERENCE_MODEL
 from krul_sglang.demo.environment import without_cwd
 from reference_model.tokenizer import USER, USER_ID
 

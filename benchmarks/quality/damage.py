@@ -12,10 +12,10 @@ from krul_backend.attention.rows import QueryRows, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.strategy.damage import DamageMeter, MeasuredUnit, nearest_pairs
 from krul_backend.strategy.interface import UnitOption
 from krul_backend.strategy.sensitivity import SensitivityTable
 from krul_backend.strategy.strategy import Precision, Strategy
+from krul_sglang.engine.budget.damage import DamageMeter, MeasuredUnit, nearest_pairs
 
 MAX_PAIRS = 8
 """Pairs whose damage is measured: those with the nearest attention."""

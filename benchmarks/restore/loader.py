@@ -13,7 +13,7 @@ from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
 from krul_backend.codec.restore import restore_layer
 from krul_backend.device import Device, Event
-from krul_sglang.engine.block_checks import num_check_threads
+from krul_sglang.engine.restore.block_checks import num_check_threads
 
 PendingChecks = dict[tuple[int, int], Future[None]]
 """By segment and layer."""

@@ -25,7 +25,7 @@ SELECTORS: dict[str, StrategySelector] = {
 
 @dataclass(frozen=True)
 class Method:
-    """A row: ``strategy`` of ``SELECTORS``, ``planner`` of ``krul_backend.restore.registry``."""
+    """A row: ``strategy`` of ``SELECTORS``, ``planner`` of ``krul_backend.planner.registry``."""
 
     name: str
     strategy: str

@@ -14,7 +14,7 @@ from benchmarks.restore.pool import KVPool
 from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
 from krul_backend.device import Device, Event
-from krul_backend.restore.interface import RestorePlan
+from krul_backend.planner.interface import RestorePlan
 
 Span = tuple[float, float]
 """Start and end in seconds from the start of the restore."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.restore.methods import Method
 from benchmarks.restore.restorer import Measured, Span
-from krul_backend.restore.interface import RestorePlan
+from krul_backend.planner.interface import RestorePlan
 
 RECOMPUTE = "recompute"
 RESTORE = "restore"

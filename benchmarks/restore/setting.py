@@ -14,10 +14,10 @@ from benchmarks.restore.restorer import Measured, Restorer, Turn
 from benchmarks.restore.result import median_sample, row, timeline
 from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
-from krul_backend.restore.costs import RestoreCosts
-from krul_backend.restore.interface import RestorePlan
-from krul_backend.restore.problem import RestoreProblem, StoredRun
-from krul_backend.restore.registry import make_planner
+from krul_backend.planner.costs import RestoreCosts
+from krul_backend.planner.interface import RestorePlan
+from krul_backend.planner.problem import RestoreProblem, StoredRun
+from krul_backend.planner.registry import make_planner
 
 WARM_UPS = 1
 """Restores of each method before the first one that counts."""

@@ -24,8 +24,8 @@ from benchmarks.restore.tiers import SsdTier, Tier
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
-from krul_backend.restore.calibration import fit_compute, fit_tier
-from krul_backend.restore.costs import RestoreCosts, TierCost
+from krul_backend.planner.calibration import fit_compute, fit_tier
+from krul_backend.planner.costs import RestoreCosts, TierCost
 
 logger = logging.getLogger(__name__)
 

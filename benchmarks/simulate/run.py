@@ -11,10 +11,10 @@ from typing import Any
 from benchmarks.simulate import hardware
 from benchmarks.simulate.codecs import Codec, decode_token_s, last_use, layer_token_bytes, make_codecs
 from benchmarks.simulate.hardware import Gpu, Link, Model, restore_costs
-from krul_backend.restore.interface import RestorePlan, RestorePlanner
-from krul_backend.restore.pipeline import simulate
-from krul_backend.restore.problem import RestoreProblem, StoredRun
-from krul_backend.restore.registry import PLANNER_NAMES, make_planner
+from krul_backend.planner.interface import RestorePlan, RestorePlanner
+from krul_backend.planner.pipeline import simulate
+from krul_backend.planner.problem import RestoreProblem, StoredRun
+from krul_backend.planner.registry import PLANNER_NAMES, make_planner
 
 PAGE_SIZE = 16
 HISTORY_TOKENS = (1024, 2048, 4096, 8192, 32768, 131072)

@@ -24,8 +24,8 @@ from benchmarks.tiers.segments import (
     token_ids,
 )
 from benchmarks.tiers.timing import byte_row, interleaved, seconds_of
-from krul_backend.store.hashing import block_checksums
-from krul_backend.tiers.lower_tier import LowerTier
+from krul_backend.tiers.common.hashing import block_checksums
+from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 
 _DEVICE_BLOCK_BYTES = 4096

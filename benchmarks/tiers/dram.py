@@ -19,9 +19,9 @@ from benchmarks.tiers.segments import (
     token_ids,
 )
 from benchmarks.tiers.timing import byte_row, interleaved, seconds_of
-from krul_backend.daemon.daemon_store import DaemonStore
-from krul_backend.store.hashing import block_checksum, block_checksums
-from krul_backend.store.interface import Lease
+from krul_backend.daemon.client.daemon_store import DaemonStore
+from krul_backend.tiers.common.hashing import block_checksum, block_checksums
+from krul_backend.tiers.common.interface import Lease
 
 _RING_BYTES = 256 << 20
 _PAGE_BYTES = 4096

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.tiers.configuration import Configuration, TiersBenchmarkError
 from benchmarks.tiers.segments import make_manifest, make_model
 from benchmarks.tiers.timing import percentile
-from krul_backend.store.host_store import HostStore
+from krul_backend.tiers.dram.host_store import HostStore
 
 _SMALLEST_BYTES, _LARGEST_BYTES = 10_000, 8_000_000
 _NUM_BLOCKS = 4

@@ -9,12 +9,13 @@ from typing import Any
 from benchmarks.tiers.configuration import Configuration, TiersBenchmarkError
 from benchmarks.tiers.segments import make_manifest, make_model, page_keys, token_ids
 from benchmarks.tiers.timing import row, seconds_of
-from krul_backend.daemon.collector import tune_garbage_collection
-from krul_backend.daemon.daemon_store import DaemonStore
+from krul_backend.daemon.client.daemon_store import DaemonStore
+from krul_backend.daemon.server.collector import tune_garbage_collection
 from krul_backend.segment import ModelIdentity
-from krul_backend.store.hashing import block_checksums
-from krul_backend.store.host_store import HostStore
-from krul_backend.store.interface import KVStore, Lease
+from krul_backend.store.interface import KVStore
+from krul_backend.tiers.common.hashing import block_checksums
+from krul_backend.tiers.common.interface import Lease
+from krul_backend.tiers.dram.host_store import HostStore
 
 NUM_LAYERS = 32
 TURN_PAGES = 64

@@ -18,7 +18,7 @@ from benchmarks.tiers.dram import dram_rows
 from benchmarks.tiers.fragmentation import fragmentation_row
 from benchmarks.tiers.lookup import index_rows, lookup_rows
 from benchmarks.tiers.targets import targets
-from krul_backend.daemon.launcher import EmbeddedDaemon
+from krul_backend.daemon.client.launcher import EmbeddedDaemon
 from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import orjson
 
-from krul_backend.daemon.daemon_store import DaemonStore
+from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.segment import ModelIdentity
-from krul_backend.store.hashing import block_checksums
+from krul_backend.tiers.common.hashing import block_checksums
 from tests.crash.conversations import NUM_LAYERS, Turn, model_of, page_keys, tokens_of
 from tests.crash.engine import check_lease
 

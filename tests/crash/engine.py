@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from krul_backend.daemon.daemon_store import DaemonStore
+from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import KrulError
 from krul_backend.segment import ModelIdentity
-from krul_backend.store.hashing import block_checksum, block_checksums
-from krul_backend.store.interface import KVStore, Lease
+from krul_backend.store.interface import KVStore
+from krul_backend.tiers.common.hashing import block_checksum, block_checksums
+from krul_backend.tiers.common.interface import Lease
 from tests.crash.conversations import NUM_LAYERS, Turn, model_of, page_keys, tokens_of
 from tests.crash.journal import Journal
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import orjson
 
-from krul_backend.daemon.daemon_store import DaemonStore
+from krul_backend.daemon.client.daemon_store import DaemonStore
 from tests.crash.conversations import Turn, model_of, page_keys, tokens_of
 from tests.crash.engine import check_lease
 from tests.crash.journal import ExpectedState

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tests.fuzz.run import run_cases
-from tests.integration.daemon_process import running_daemon
+from tests.support.daemon_process import running_daemon
 
 
 def main(cases: Annotated[int, typer.Option(min=1, help="How many messages are sent.")] = 100_000) -> None:

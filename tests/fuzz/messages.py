@@ -8,9 +8,9 @@ import msgspec
 import orjson
 from hypothesis import strategies as st
 
-from krul_backend.daemon.limits import PROTOCOL_VERSION
-from krul_backend.daemon.requests import REQUESTS
-from krul_backend.daemon.wire import model_to_wire
+from krul_backend.daemon.protocol.limits import PROTOCOL_VERSION
+from krul_backend.daemon.protocol.requests import REQUESTS
+from krul_backend.daemon.protocol.wire import model_to_wire
 from tests.crash.conversations import PAGE_SIZE, Turn, model_of
 
 Frames = list[bytes]

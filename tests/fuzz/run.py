@@ -13,10 +13,10 @@ import zmq
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from krul_backend.daemon.admin import AdminClient
-from krul_backend.daemon.client_session import ClientSession
-from krul_backend.daemon.limits import MAX_FRAME_BYTES
-from krul_backend.daemon.protocol import CONTROL_SOCKET, SESSION_SOCKET
+from krul_backend.daemon.client.admin import AdminClient
+from krul_backend.daemon.client.client_session import ClientSession
+from krul_backend.daemon.protocol.limits import MAX_FRAME_BYTES
+from krul_backend.daemon.protocol.messages import CONTROL_SOCKET, SESSION_SOCKET
 from tests.fuzz.messages import Frames, frames
 
 _MAX_ANSWER_S = 5.0

@@ -24,7 +24,7 @@ from krul_backend.codec.single_layer import CodedLayer
 from krul_backend.device import Device
 from krul_backend.strategy.strategy import Precision
 from tests.gpu.stage import LeftOut, Setting, Stage
-from tests.unit.restore_oracle import RestoreCase, check_restored, encode_case
+from tests.support.restore_oracle import RestoreCase, check_restored, encode_case
 
 REPEATS = 20
 HEADS = ((1, 32, 32), (7, 64, 64), (4, 80, 96), (2, 256, 256), (3, 50, 31))

@@ -19,9 +19,9 @@ import pytest
 import zmq
 import zmq.auth
 
-from krul_backend.daemon.limits import MAX_FRAME_BYTES, PROTOCOL_VERSION
-from krul_backend.daemon.protocol import decode_reply, encode
-from krul_backend.daemon.replies import (
+from krul_backend.daemon.protocol.limits import MAX_FRAME_BYTES, PROTOCOL_VERSION
+from krul_backend.daemon.protocol.messages import decode_reply, encode
+from krul_backend.daemon.protocol.replies import (
     AbortReply,
     ClearReply,
     CommitReply,
@@ -46,7 +46,7 @@ from krul_backend.daemon.replies import (
     UnpinReply,
     VerifyReply,
 )
-from krul_backend.daemon.requests import (
+from krul_backend.daemon.protocol.requests import (
     AbortRequest,
     ClearRequest,
     CommitRequest,
@@ -71,13 +71,13 @@ from krul_backend.daemon.requests import (
     UnpinRequest,
     VerifyRequest,
 )
-from krul_backend.daemon.server import NEVER_USED_S, UNUSED_S
-from krul_backend.daemon.wire import manifest_to_wire, model_to_wire
+from krul_backend.daemon.protocol.wire import manifest_to_wire, model_to_wire
+from krul_backend.daemon.server.server import NEVER_USED_S, UNUSED_S
 from krul_backend.segment import FORMAT_VERSION
-from krul_backend.store.hashing import block_checksum, block_checksums
-from krul_backend.store.interface import StoreStats
-from tests.integration.daemon_client import TIMEOUT_S, DaemonProcess, RawClient
-from tests.unit.store_builders import make_manifest, make_model, page_keys, tokens_of
+from krul_backend.tiers.common.hashing import block_checksum, block_checksums
+from krul_backend.tiers.common.interface import StoreStats
+from tests.support.daemon_client import TIMEOUT_S, DaemonProcess, RawClient
+from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
 
 MODEL = make_model()
 SIZES = (100, 60)
@@ -272,9 +272,9 @@ def test_a_reservation_that_does_not_fit_is_none(client: RawClient) -> None:
 CLIENT_THAT_DIES = """
 import sys, time
 from pathlib import Path
-from krul_backend.daemon.replies import LeaseReply, ReserveReply
-from krul_backend.daemon.requests import LeaseRequest, ReserveRequest
-from tests.integration.daemon_client import RawClient
+from krul_backend.daemon.protocol.replies import LeaseReply, ReserveReply
+from krul_backend.daemon.protocol.requests import LeaseRequest, ReserveRequest
+from tests.support.daemon_client import RawClient
 from tests.integration.test_daemon_server import MODEL, lease
 client = RawClient(Path(sys.argv[1]))
 client.say_hello(MODEL)
@@ -474,7 +474,7 @@ def test_a_wrong_flag_is_one_line(tmp_path: Path, arguments: tuple[str, ...], sa
 
 def test_it_does_without_torch(tmp_path: Path) -> None:
     code = textwrap.dedent("""
-        import sys, krul_backend.daemon.app, krul_backend.daemon.serve
+        import sys, krul_backend.daemon.cli.app, krul_backend.daemon.server.serve
         print(*{"torch", "sglang", "scipy"} & set(sys.modules))
     """)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -531,13 +531,13 @@ def test_what_a_library_prints_is_no_message(tmp_path: Path) -> None:
     """Native libraries write to descriptor 1; a parent reads one line there and nothing else."""
     code = textwrap.dedent("""
         import os, sys
-        from krul_backend.daemon import serve
+        from krul_backend.daemon.server import serve
         build_store = serve.build_store
         def noisy(config):
             os.write(1, b"hello from a library")
             return build_store(config)
         serve.build_store = noisy
-        from krul_backend.daemon.app import main
+        from krul_backend.daemon.cli.app import main
         main()
     """)
     daemon = DaemonProcess(tmp_path / "run", program=("-c", code))

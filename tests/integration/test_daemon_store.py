@@ -25,14 +25,14 @@ import pytest
 import torch
 import zmq.auth
 
-from krul_backend.daemon.admin import AdminClient
-from krul_backend.daemon.daemon_store import DaemonStore
-from krul_backend.daemon.launcher import MAX_RESTARTS, EmbeddedDaemon
-from krul_backend.daemon.request_channel import CurveKeys
+from krul_backend.daemon.client.admin import AdminClient
+from krul_backend.daemon.client.daemon_store import DaemonStore
+from krul_backend.daemon.client.launcher import MAX_RESTARTS, EmbeddedDaemon
+from krul_backend.daemon.client.request_channel import CurveKeys
 from krul_backend.errors import ConfigError, DaemonError, DaemonUnreachableError, ManifestError, TierReadError
-from krul_backend.store.hashing import block_checksum
-from krul_sglang.engine.store_connection import lock_arena
-from tests.unit.store_builders import (
+from krul_backend.tiers.common.hashing import block_checksum
+from krul_sglang.engine.cache.store_connection import lock_arena
+from tests.support.store_builders import (
     commit_to,
     fill,
     lease_pages,
@@ -43,7 +43,7 @@ from tests.unit.store_builders import (
     stored_ids,
     tokens_of,
 )
-from tests.unit.strict_device import StrictDevice
+from tests.support.strict_device import StrictDevice
 
 CAPACITY_BYTES = 4 << 20
 MODEL = make_model()
@@ -96,8 +96,8 @@ def start_client(daemon: EmbeddedDaemon, body: str) -> subprocess.Popen[str]:
     """Another process with a ``store`` of its own, which has done ``body`` and waits for a line."""
     script = f"""
 import sys
-from krul_backend.daemon.daemon_store import DaemonStore
-from tests.unit.store_builders import *
+from krul_backend.daemon.client.daemon_store import DaemonStore
+from tests.support.store_builders import *
 store = DaemonStore({str(daemon.runtime_dir)!r}, model=make_model(), request_timeout_s=10.0)
 {body}
 print("done", flush=True)

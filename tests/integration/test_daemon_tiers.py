@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from krul_backend.daemon.replies import (
+from krul_backend.daemon.protocol.replies import (
     ErrorReply,
     FetchReply,
     FlushReply,
@@ -16,7 +16,7 @@ from krul_backend.daemon.replies import (
     ReleaseReply,
     StatsReply,
 )
-from krul_backend.daemon.requests import (
+from krul_backend.daemon.protocol.requests import (
     FetchRequest,
     FlushRequest,
     HelloRequest,
@@ -24,13 +24,13 @@ from krul_backend.daemon.requests import (
     ReleaseRequest,
     StatsRequest,
 )
-from krul_backend.daemon.wire import model_to_wire
+from krul_backend.daemon.protocol.wire import model_to_wire
 from krul_backend.segment import FORMAT_VERSION
-from krul_backend.store.arrival import LayerStatus
-from krul_backend.store.hashing import block_checksum
-from tests.integration.daemon_client import TIMEOUT_S, DaemonProcess, RawClient
+from krul_backend.tiers.common.arrival import LayerStatus
+from krul_backend.tiers.common.hashing import block_checksum
 from tests.integration.test_daemon_server import MODEL, SIZES, lease, store
-from tests.unit.store_builders import page_keys, tokens_of
+from tests.support.daemon_client import TIMEOUT_S, DaemonProcess, RawClient
+from tests.support.store_builders import page_keys, tokens_of
 
 DISK = ("--ssd-capacity", "256MiB")
 

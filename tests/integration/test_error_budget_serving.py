@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from krul_sglang.cli import BUNDLED_CONVERSATIONS, REFERENCE_MODEL
+from krul_sglang.cli.app import BUNDLED_CONVERSATIONS, REFERENCE_MODEL
 from krul_sglang.demo.conversations import load_conversations
 from krul_sglang.demo.player import Player
 from krul_sglang.demo.server import ServerProcess
-from tests.integration.scenario import (
+from tests.support.scenario import (
     STRICT,
     ask,
     assert_nothing_left_behind,

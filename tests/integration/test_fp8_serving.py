@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from krul_sglang.demo.server import ServerProcess
-from tests.integration.scenario import (
+from tests.integration.test_restoring import NUM_TURNS, POOL_TOKENS, partial_hit, play
+from tests.support.scenario import (
     STRICT,
     Answer,
     assert_nothing_left_behind,
     settled_stats,
     small_krul_server_args,
 )
-from tests.integration.test_restoring import NUM_TURNS, POOL_TOKENS, partial_hit, play
 
 MODES = {
     "e4m3-heads": ("fp8_e4m3", "random", ("--radix-eviction-policy", "lfu")),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from krul_backend.daemon.daemon_store import DaemonStore
+from krul_backend.daemon.client.daemon_store import DaemonStore
 from tests.crash.conversing import converse
 from tests.fuzz.messages import MODEL
 from tests.fuzz.run import run_cases
-from tests.integration.daemon_process import running_daemon
+from tests.support.daemon_process import running_daemon
 
 
 def test_a_daemon_stands_whatever_it_is_sent() -> None:

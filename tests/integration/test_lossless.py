@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from krul_sglang.demo.server import ServerProcess
-from tests.integration.scenario import (
+from tests.support.scenario import (
     KRUL,
     STRICT,
     Answer,

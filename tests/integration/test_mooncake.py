@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from krul_backend.daemon.daemon_store import DaemonStore
+from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import DaemonError
 from krul_backend.tiers.mooncake.epochs import EPOCH_AGE_S
 from krul_backend.tiers.mooncake.epochs import ROOT as EPOCH_ROOT
@@ -24,7 +24,7 @@ from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, require_
 from krul_backend.tiers.mooncake.options import MooncakeOptions
 from tests.crash.conversations import model_of
 from tests.crash.conversing import check, converse
-from tests.integration.daemon_process import running_daemon
+from tests.support.daemon_process import running_daemon
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +84,7 @@ class Master:
 
 
 class HostProcess:
-    """``tests/integration/mooncake_host.py`` in a process of its own."""
+    """``tests/support/mooncake_host.py`` in a process of its own."""
 
     def __init__(self, master: Master, log: Path, **options: object) -> None:
         self._log = log
@@ -99,7 +99,7 @@ class HostProcess:
         }
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.mooncake_host", json.dumps(given)],
+                [sys.executable, "-m", "tests.support.mooncake_host", json.dumps(given)],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'backend'}"},
                 stdin=subprocess.PIPE,

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from krul_sglang.demo.server import default_device_args, find_free_port
-from tests.integration.scenario import KRUL
+from tests.support.scenario import KRUL
 
 
 def launch(model: Path, *args: str, python_path: Path | None = None) -> subprocess.CompletedProcess[str]:

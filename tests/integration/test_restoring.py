@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from krul_sglang.demo.server import ServerProcess
-from tests.integration.scenario import (
+from tests.support.scenario import (
     STRICT,
     Answer,
     ask,
@@ -25,7 +25,7 @@ from tests.integration.scenario import (
     settled_stats,
     small_krul_server_args,
 )
-from tests.tiny_model import build_tiny_model
+from tests.support.tiny_model import build_tiny_model
 
 NUM_TURNS = 5
 POOL_TOKENS = 2560

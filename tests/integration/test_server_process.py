@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from krul_sglang import selftest
+from krul_sglang.cli import selftest
+from krul_sglang.cli.server_client import CannotRunError
 from krul_sglang.demo.conversations import Conversation, UserTurn
 from krul_sglang.demo.player import Player, PlayError
 from krul_sglang.demo.server import ServerError, ServerProcess, find_free_port
-from krul_sglang.server_client import CannotRunError
-from tests.tiny_model import build_tiny_model
+from tests.support.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.server
 

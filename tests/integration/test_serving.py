@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from krul_sglang.demo.server import ServerProcess
-from tests.integration.scenario import (
+from tests.support.scenario import (
     KRUL,
     STRICT,
     ask,

@@ -9,9 +9,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from krul_backend.daemon.daemon_store import DaemonStore
+from krul_backend.daemon.client.daemon_store import DaemonStore
 from tests.crash.conversations import model_of
-from tests.integration.daemon_process import running_daemon
+from tests.support.daemon_process import running_daemon
 
 NUM_ENGINES, NUM_CONVERSATIONS, NUM_TURNS = 2, 32, 6
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from krul_sglang.demo.server import ServerProcess
-from tests.integration.scenario import (
+from tests.support.scenario import (
     PAGE_SIZE,
     STRICT,
     ask,

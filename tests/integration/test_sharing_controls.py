@@ -19,7 +19,7 @@ from krul_backend.strategy.fixed import FixedSelector
 from krul_backend.strategy.krul import KrulSelector
 from krul_backend.strategy.none import UnsharedSelector
 from krul_backend.strategy.strategy import Pair, Precision
-from krul_sglang.cli import REFERENCE_MODEL
+from krul_sglang.cli.app import REFERENCE_MODEL
 
 NUM_LAYERS = 24
 COPIES = {(2 * k, 2 * k + 1) for k in range(NUM_LAYERS // 2)}

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from krul_sglang.demo.server import ServerError, ServerProcess
-from tests.integration.daemon_process import running_daemon
-from tests.integration.scenario import (
+from tests.support.daemon_process import running_daemon
+from tests.support.scenario import (
     STRICT,
     Answer,
     ask,

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from krul_sglang.demo.server import ServerError, ServerProcess
-from tests.integration.daemon_process import running_daemon, start_daemon
-from tests.integration.scenario import (
+from tests.support.daemon_process import running_daemon, start_daemon
+from tests.support.scenario import (
     STRICT,
     Answer,
     ask,
@@ -25,7 +25,7 @@ from tests.integration.scenario import (
     settled_stats,
     small_krul_server_args,
 )
-from tests.tiny_model import build_tiny_model
+from tests.support.tiny_model import build_tiny_model
 
 POOL_TOKENS = 2048
 PROMPT = random_prompt("weights", 600)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.tiers.arena import ALIGNMENT_BYTES, DramArena, aligned_num_bytes
-from krul_backend.tiers.free_extents import FreeExtents
+from krul_backend.free_extents import FreeExtents
+from krul_backend.tiers.common.arena import ALIGNMENT_BYTES, DramArena, aligned_num_bytes
 
 
 def test_a_fresh_arena_is_one_free_extent() -> None:

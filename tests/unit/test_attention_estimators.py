@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from attention_builders import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from krul_backend.attention.sampled import SampledEstimator
 from krul_backend.attention.shared_job import JobLayout
 from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
+from tests.support.attention_builders import Sequence
 
 CAPACITY_BYTES = 1 << 20
 

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attention_builders import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.attention.rows import QueryRows, accumulate, attention_rows
 from krul_backend.attention.statistics import AttentionStatistics, concatenate_heads
+from tests.support.attention_builders import Sequence
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 """Products are fp32, and a distance is a difference of them."""

@@ -15,15 +15,15 @@ import typer
 import zmq.auth
 from typer.testing import CliRunner, Result
 
-from krul_backend.daemon import cli
-from krul_backend.daemon.curve import load_client_keys
-from krul_backend.daemon.endpoints import find_runtime_dirs, resolve_endpoint
-from krul_backend.daemon.replies import DaemonStats
-from krul_backend.daemon.reports import bits_per_value, format_bytes, format_seconds
+from krul_backend.daemon.cli import commands as cli
+from krul_backend.daemon.cli.reports import bits_per_value, format_bytes, format_seconds
+from krul_backend.daemon.client.curve import load_client_keys
+from krul_backend.daemon.client.endpoints import find_runtime_dirs, resolve_endpoint
+from krul_backend.daemon.protocol.replies import DaemonStats
 from krul_backend.errors import ConfigError, DaemonError
-from krul_backend.store.interface import DamageReport, SegmentDetails, SegmentInfo, StoreStats
 from krul_backend.strategy.strategy import Precision, Strategy
-from tests.unit.stats_builders import (
+from krul_backend.tiers.common.interface import DamageReport, SegmentDetails, SegmentInfo, StoreStats
+from tests.support.stats_builders import (
     make_daemon_stats,
     make_segment_info,
     make_store_stats,
@@ -298,7 +298,7 @@ def test_the_daemon_is_looked_for_where_the_user_keeps_sockets(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(listening.parent))
     found = find_runtime_dirs()
     assert listening in found
-    monkeypatch.setattr("krul_backend.daemon.endpoints.default_parents", lambda: (listening.parent,))
+    monkeypatch.setattr("krul_backend.daemon.client.endpoints.default_parents", lambda: (listening.parent,))
     assert run("stats").exit_code == 0
     assert daemon.endpoints == [(str(listening), None)]
 

@@ -14,13 +14,13 @@ import torch
 
 from krul_backend.device import Device
 from krul_backend.errors import TierReadError
-from krul_backend.store.arrival import FAILED, LANDED, PENDING, LayerStatus
-from krul_backend.store.hashing import block_checksum
-from krul_backend.store.interface import Block, SegmentSlice
-from krul_sglang.engine import block_checks
-from krul_sglang.engine.block_checks import BlockChecks, DamagedBlockError
-from tests.unit.engine_builders import PATIENCE_S, in_threads
-from tests.unit.segment_builders import END, NUM_LAYERS, lease_of, stored, whole_segments
+from krul_backend.tiers.common.arrival import FAILED, LANDED, PENDING, LayerStatus
+from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.interface import Block, SegmentSlice
+from krul_sglang.engine.restore import block_checks
+from krul_sglang.engine.restore.block_checks import BlockChecks, DamagedBlockError
+from tests.support.engine_builders import PATIENCE_S, in_threads
+from tests.support.segment_builders import END, NUM_LAYERS, lease_of, stored, whole_segments
 
 CPU = Device(torch.device("cpu"))
 SHORT_S = 0.05

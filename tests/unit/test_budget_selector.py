@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategy_builders import measured_options
 
 from krul_backend.errors import StrategyError
 from krul_backend.strategy.budget import BudgetSelector, worthwhile_options
 from krul_backend.strategy.interface import Evidence, UnitOption
 from krul_backend.strategy.strategy import Precision, Strategy
+from tests.support.strategy_builders import measured_options
 
 NATIVE_BYTES = 16.0
 

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from strategy_builders import make_statistics
 
 from krul_backend.attention.rows import QueryRows
 from krul_backend.codec.interface import LayerKV
-from krul_backend.strategy.budgeted_choice import (
+from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
+from krul_backend.strategy.strategy import Precision, Strategy
+from krul_sglang.engine.budget.budgeted_choice import (
     SURVEY_INTERVAL,
     SURVEY_TURNS,
     BudgetedChoice,
     ConversationKV,
     errors_of,
 )
-from krul_backend.strategy.damage import DamageMeter
-from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
-from krul_backend.strategy.strategy import Precision, Strategy
+from krul_sglang.engine.budget.damage import DamageMeter
+from tests.support.strategy_builders import make_statistics
 
 NUM_LAYERS, NUM_TOKENS, NATIVE_BYTES = 3, 24, 64.0
 STATISTICS = make_statistics([[0.0, 1.0, 2.0], [1.0, 0.0, 3.0], [2.0, 3.0, 0.0]], [1.0, 1.0, 1.0])

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from krul_backend.daemon.build_store import build_store, default_ssd_capacity, parse_options
-from krul_backend.daemon.config import DaemonConfig
+from krul_backend.daemon.server.build_store import build_store, default_ssd_capacity, parse_options
+from krul_backend.daemon.server.config import DaemonConfig
 from krul_backend.errors import ConfigError
-from tests.unit.ssd_builders import disk_bytes, open_tier, put
-from tests.unit.store_builders import make_model, page_keys
+from tests.support.ssd_builders import disk_bytes, open_tier, put
+from tests.support.store_builders import make_model, page_keys
 
 
 @dataclass(frozen=True)

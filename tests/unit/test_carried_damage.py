@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forward_builders import Batch, Mode
 from test_layer_maps import (
     HEAD_DIM,
     MODEL,
@@ -28,20 +27,21 @@ from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.options import CodecOptions, Sharing
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import SegmentHeader
-from krul_backend.strategy.damage import attention_output_error
 from krul_backend.strategy.sensitivity import DamageKind, LayerError
 from krul_backend.strategy.strategy import Precision, Strategy
-from krul_sglang.engine.agreement import RankAgreement
-from krul_sglang.engine.error_budget import ErrorBudget, table_path
-from krul_sglang.engine.layer_maps import LayerMapLearner
-from krul_sglang.engine.loading import LayerWiseLoader
-from krul_sglang.engine.offload import TurnOffloader
-from krul_sglang.engine.provenance import DamagedSpan, KvProvenance, spent_damage
-from krul_sglang.engine.served_model import ServedModel
-from krul_sglang.engine.strategy_choice import StrategyChooser
-from krul_sglang.engine.transfer_gate import TransferGate
-from krul_sglang.engine.turn import StoredPath, Turn
-from tests.unit.engine_builders import PATIENCE_S, make_load, make_store
+from krul_sglang.engine.budget.damage import attention_output_error
+from krul_sglang.engine.budget.error_budget import ErrorBudget, table_path
+from krul_sglang.engine.budget.layer_maps import LayerMapLearner
+from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, spent_damage
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore.loading import LayerWiseLoader
+from krul_sglang.engine.save.offload import TurnOffloader
+from krul_sglang.engine.save.strategy_choice import StrategyChooser
+from krul_sglang.engine.save.turn import StoredPath, Turn
+from tests.support.engine_builders import PATIENCE_S, make_load, make_store
+from tests.support.forward_builders import Batch, Mode
 
 LIMIT = 3e-3
 FIRST_PAGES, MORE_PAGES = 32, 8
@@ -335,7 +335,7 @@ class _Always:
         self._strategy = strategy
 
     def decide(self, turn: Any, missing: Sequence[range], statistics: Any, rows: Any) -> Any:
-        from krul_sglang.engine.strategy_choice import Choice
+        from krul_sglang.engine.save.strategy_choice import Choice
 
         return Choice(self._strategy, (None,) * len(missing))
 

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from krul_backend.errors import KrulError
-from krul_sglang import cli
+from krul_sglang.cli import app as cli
 from krul_sglang.demo.sizing import PoolSizes
-from tests.tiny_model import build_tiny_model
+from tests.support.tiny_model import build_tiny_model
 
 CONVERSATIONS = [
     {"messages": [{"role": "user", "content": "Please remember the number 4821."}] * 2},
@@ -222,7 +222,7 @@ def test_selftest_input(args: list[str], problem: str) -> None:
 
 def test_help_and_version_load_nothing_heavy() -> None:
     program = (
-        "import sys; from typer.testing import CliRunner; from krul_sglang import cli;"
+        "import sys; from typer.testing import CliRunner; from krul_sglang.cli import app as cli;"
         "commands = (['--help'], ['demo', '--help'], ['--version'], []);"
         "results = [CliRunner().invoke(cli.app, command) for command in commands];"
         "heavy = {'torch', 'sglang', 'openai', 'transformers', 'httpx'} & set(sys.modules);"

@@ -14,7 +14,7 @@ from krul_backend.codec.interface import LayerShape
 from krul_backend.codec.options import CodecOptions
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
-from tests.unit.codec_builders import START_TOKEN, encode_all, make_codec, random_layers
+from tests.support.codec_builders import START_TOKEN, encode_all, make_codec, random_layers
 
 SHAPE = LayerShape(2, 16, 16, torch.float16)
 NUM_TOKENS = 20

@@ -8,7 +8,7 @@ import pytest
 import zmq
 import zmq.auth
 
-from krul_backend.daemon.control_socket import AdminEndpoint, bind_router
+from krul_backend.daemon.server.control_socket import AdminEndpoint, bind_router
 from krul_backend.errors import ConfigError, DaemonError
 
 

@@ -12,15 +12,15 @@ import torch
 
 from krul_backend.codec.interface import LayerShape
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.restore.costs import TierCost
+from krul_backend.planner.costs import TierCost
 from krul_backend.strategy.strategy import Precision
-from krul_sglang.engine import cost_calibration
-from krul_sglang.engine.agreement import RankAgreement
-from krul_sglang.engine.cost_calibration import CostCalibration, units_in_use
-from krul_sglang.engine.head_recompute import Head
-from krul_sglang.engine.ordinary_prefill import Prefilled
-from tests.unit.engine_builders import TensorPool
-from tests.unit.strict_device import StrictDevice
+from krul_sglang.engine.attach import cost_calibration
+from krul_sglang.engine.attach.cost_calibration import CostCalibration, units_in_use
+from krul_sglang.engine.attach.ordinary_prefill import Prefilled
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.restore.head_recompute import Head
+from tests.support.engine_builders import TensorPool
+from tests.support.strict_device import StrictDevice
 
 NUM_LAYERS = 2
 SHAPE = LayerShape(1, 8, 8, torch.float32)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from krul_backend.daemon.config import DaemonConfig
+from krul_backend.daemon.server.config import DaemonConfig
 from krul_backend.errors import ConfigError
 
 SMALLEST = 1 << 20

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from krul_backend.daemon.intake import error_code
-from krul_backend.daemon.replies import (
+from krul_backend.daemon.protocol.replies import (
     ErrorReply,
     InspectReply,
     PingReply,
@@ -21,7 +20,7 @@ from krul_backend.daemon.replies import (
     StatsReply,
     TrimReply,
 )
-from krul_backend.daemon.requests import (
+from krul_backend.daemon.protocol.requests import (
     InspectRequest,
     PingRequest,
     ReserveRequest,
@@ -29,11 +28,12 @@ from krul_backend.daemon.requests import (
     TrimRequest,
     VerifyRequest,
 )
-from krul_backend.daemon.runtime_dir import RuntimeDir
-from krul_backend.daemon.server import DaemonServer
+from krul_backend.daemon.protocol.runtime_dir import RuntimeDir
+from krul_backend.daemon.server.intake import error_code
+from krul_backend.daemon.server.server import DaemonServer
 from krul_backend.errors import ConfigError, ManifestError, ProtocolError, StoreClosedError, TierReadError
-from krul_backend.store.host_store import HostStore
-from tests.integration.daemon_client import TIMEOUT_S, RawClient
+from krul_backend.tiers.dram.host_store import HostStore
+from tests.support.daemon_client import TIMEOUT_S, RawClient
 
 TRIM: dict[str, Any] = {"segment_id": 1, "layer_first_token": (0,), "layer_num_bytes": (0,)}
 
@@ -152,7 +152,7 @@ def test_what_takes_long_holds_up_nobody(tmp_path: Path) -> None:
 
 
 def test_long_work_that_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("krul_backend.daemon.lanes.MAX_PENDING", 2)
+    monkeypatch.setattr("krul_backend.daemon.server.lanes.MAX_PENDING", 2)
     store = MoodyStore()
     with serving(tmp_path / "run", store) as client:
         for _ in range(2):

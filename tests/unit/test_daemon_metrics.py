@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from krul_backend.daemon.metrics import DaemonMetrics
-from krul_backend.daemon.replies import DaemonStats
+from krul_backend.daemon.protocol.replies import DaemonStats
+from krul_backend.daemon.server.metrics import DaemonMetrics
 from krul_backend.errors import StoreClosedError
-from krul_backend.store.interface import StoreStats
-from tests.unit.stats_builders import make_daemon_stats, make_store_stats, make_tier_stats
+from krul_backend.tiers.common.interface import StoreStats
+from tests.support.stats_builders import make_daemon_stats, make_store_stats, make_tier_stats
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.daemon.limits import MAX_FRAME_BYTES, MAX_LAYERS, PROTOCOL_VERSION
-from krul_backend.daemon.protocol import (
+from krul_backend.daemon.protocol.limits import MAX_FRAME_BYTES, MAX_LAYERS, PROTOCOL_VERSION
+from krul_backend.daemon.protocol.messages import (
     decode_envelope,
     decode_greeting,
     decode_reply,
@@ -19,8 +19,8 @@ from krul_backend.daemon.protocol import (
     encode_token_ids,
     op_of,
 )
-from krul_backend.daemon.replies import REPLIES, ErrorReply, LeaseReply, Reply
-from krul_backend.daemon.requests import (
+from krul_backend.daemon.protocol.replies import REPLIES, ErrorReply, LeaseReply, Reply
+from krul_backend.daemon.protocol.requests import (
     REQUESTS,
     ClearRequest,
     CommitRequest,
@@ -32,7 +32,7 @@ from krul_backend.daemon.requests import (
     Request,
     ReserveRequest,
 )
-from krul_backend.daemon.wire import (
+from krul_backend.daemon.protocol.wire import (
     header_from_wire,
     header_to_wire,
     manifest_from_wire,
@@ -45,7 +45,7 @@ from krul_backend.daemon.wire import (
 )
 from krul_backend.errors import ManifestError, ProtocolError
 from krul_backend.segment import MAX_CODEC_PARAMS_BYTES, ModelIdentity, SegmentManifest
-from krul_backend.store.interface import SegmentSlice, Span
+from krul_backend.tiers.common.interface import SegmentSlice, Span
 
 MODEL = ModelIdentity("tiny", "00ff", "bfloat16", 2, 2, 8, 8, 4, 0, 1)
 MANIFEST = SegmentManifest(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from krul_backend.daemon import sessions
-from krul_backend.daemon.protocol import decode_greeting
-from krul_backend.daemon.sessions import SILENCE_S, Session, SessionTable, is_own_user
-from krul_backend.tiers.arena import DramArena
+from krul_backend.daemon.protocol.messages import decode_greeting
+from krul_backend.daemon.server import sessions
+from krul_backend.daemon.server.sessions import SILENCE_S, Session, SessionTable, is_own_user
+from krul_backend.tiers.common.arena import DramArena
 
 
 class Clock:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from daemon_builders import serving
-from store_builders import make_model
 from test_host_store import (  # noqa: F401
     test_a_cleared_segment_keeps_its_bytes_until_the_last_release,
     test_a_commit_needs_a_checksum_for_each_layer,
@@ -45,9 +43,11 @@ from test_host_store import (  # noqa: F401
     test_what_was_written_comes_back,
 )
 
-from krul_backend.daemon.daemon_store import DaemonStore
-from krul_backend.store.eviction import LruPolicy
-from krul_backend.store.host_store import HostStore
+from krul_backend.daemon.client.daemon_store import DaemonStore
+from krul_backend.tiers.common.eviction import LruPolicy
+from krul_backend.tiers.dram.host_store import HostStore
+from tests.support.daemon_builders import serving
+from tests.support.store_builders import make_model
 
 
 @pytest.fixture

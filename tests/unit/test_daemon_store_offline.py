@@ -9,12 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_daemon import CAPACITY_BYTES, FakeDaemon
-from store_builders import commit_to, make_manifest, make_model, page_keys, tokens_of
 
-from krul_backend.daemon.connection import Connection
-from krul_backend.daemon.daemon_store import DaemonStore
-from krul_backend.daemon.replies import (
+from krul_backend.daemon.client.connection import Connection
+from krul_backend.daemon.client.daemon_store import DaemonStore
+from krul_backend.daemon.protocol.replies import (
     ErrorReply,
     FindMissingReply,
     LeaseReply,
@@ -23,9 +21,11 @@ from krul_backend.daemon.replies import (
     WireHeader,
     WireSlice,
 )
-from krul_backend.daemon.requests import ListRequest, Request
+from krul_backend.daemon.protocol.requests import ListRequest, Request
 from krul_backend.errors import DaemonError, ProtocolError, StoreClosedError, TierReadError
-from krul_backend.store.interface import Lease, SegmentInfo, Span
+from krul_backend.tiers.common.interface import Lease, SegmentInfo, Span
+from tests.support.fake_daemon import CAPACITY_BYTES, FakeDaemon
+from tests.support.store_builders import commit_to, make_manifest, make_model, page_keys, tokens_of
 
 MODEL = make_model()
 KEYS = page_keys("c", 0, 3)

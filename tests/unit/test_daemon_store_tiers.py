@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from daemon_builders import serving
-from store_builders import lease_pages, page_keys, put, tokens_of, wait_until
-from tiered_builders import MODEL, SIZES, Rig, put_below, put_in_dram, tiers_of, wait_for
 
-from krul_backend.daemon.daemon_store import DaemonStore
+from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import TierReadError
-from krul_backend.restore.costs import TierCost
+from krul_backend.planner.costs import TierCost
+from tests.support.daemon_builders import serving
+from tests.support.store_builders import lease_pages, page_keys, put, tokens_of, wait_until
+from tests.support.tiered_builders import MODEL, SIZES, Rig, put_below, put_in_dram, tiers_of, wait_for
 
 
 @pytest.fixture

@@ -7,15 +7,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategy_builders import make_statistics
 
 from krul_backend.attention.rows import QueryRows
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import LayerKV
 from krul_backend.errors import StrategyError
-from krul_backend.strategy.damage import DamageMeter, attention_output, attention_output_error, nearest_pairs
 from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
 from krul_backend.strategy.strategy import Precision
+from krul_sglang.engine.budget.damage import (
+    DamageMeter,
+    attention_output,
+    attention_output_error,
+    nearest_pairs,
+)
+from tests.support.strategy_builders import make_statistics
 
 NUM_LAYERS, NUM_TOKENS, NUM_ROWS, QUERY_HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM = 3, 12, 5, 4, 2, 8, 6
 SCALING = HEAD_DIM**-0.5

@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[2]
 KNOWS_DEVICES = ("backend/krul_backend/device.py", "krul_sglang/platforms/")
 MAY_MOVE_TENSORS = {
     "backend/krul_backend/attention/rows.py": "rows that a caller hands in may lie on another device",
-    "backend/krul_backend/strategy/damage.py": "as in rows.py",
+    "krul_sglang/engine/budget/damage.py": "as in rows.py",
     "backend/krul_backend/codec/rotary.py": "nothing moves if the table lies where the keys do",
     "backend/krul_backend/codec/triton_restore.py": "the same table, once",
     "backend/krul_backend/codec/layer_map.py": "nothing moves on a server: the learner's maps are there",
-    "krul_sglang/engine/layer_maps.py": "when a map is made: other streams may read it when the call returns",
-    "krul_sglang/engine/ordinary_prefill.py": "at start only",
-    "krul_sglang/engine/rotary.py": "at start only",
+    "krul_sglang/engine/budget/layer_maps.py": "when a map is made: others read it then",
+    "krul_sglang/engine/attach/ordinary_prefill.py": "at start only",
+    "krul_sglang/engine/attach/rotary.py": "at start only",
 }
 """Files that call ``tensor.to(device)``, which waits for the stream where it copies from pageable memory."""
 

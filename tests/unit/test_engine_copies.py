@@ -15,21 +15,21 @@ import torch
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
-from krul_backend.restore.calibration import OnlineCosts
-from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.store.interface import DRAM_TIER, Reservation
 from krul_backend.strategy.strategy import Precision, Strategy
-from krul_sglang.engine.kv_pool import DevicePool
-from krul_sglang.engine.load_batch import Load, LoadFailedError
-from krul_sglang.engine.loading import LayerWiseLoader
-from krul_sglang.engine.offload import MAX_LAYER_BYTES, TurnOffloader
-from krul_sglang.engine.served_model import ServedModel
-from krul_sglang.engine.strategy_choice import Choice
-from krul_sglang.engine.transfer_gate import TransferGate
-from krul_sglang.engine.turn import Turn
-from tests.unit.engine_builders import PATIENCE_S, make_load, make_store
-from tests.unit.strict_device import DEVICES, StrictDevice, check_device, make_device
+from krul_backend.tiers.common.interface import DRAM_TIER, Reservation
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
+from krul_sglang.engine.restore.loading import LayerWiseLoader
+from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, TurnOffloader
+from krul_sglang.engine.save.strategy_choice import Choice
+from krul_sglang.engine.save.turn import Turn
+from tests.support.engine_builders import PATIENCE_S, make_load, make_store
+from tests.support.strict_device import DEVICES, StrictDevice, check_device, make_device
 
 PAGE_SIZE = 4
 NUM_LAYERS = 3

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from attention_builders import Sequence
-from forward_builders import decode_batch, extend_batch, mixed_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,17 +15,19 @@ from krul_backend.attention.interface import AttentionEstimator, Phase
 from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
 from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_sglang.engine.attention_observer import QueryShape
-from krul_sglang.engine.estimator_capture import EstimatorCapture
-from krul_sglang.engine.estimator_source import (
+from krul_sglang.engine.capture.attention_observer import QueryShape
+from krul_sglang.engine.capture.estimator_capture import EstimatorCapture
+from krul_sglang.engine.capture.estimator_source import (
     EstimatorSource,
     ExactSource,
     HeterogeneousSource,
     make_source,
 )
-from krul_sglang.engine.query_capture import CapturePlan, QueryCapture
-from krul_sglang.engine.turn_capture import CapturedTurn, PairedCapture, TurnCapture
-from krul_sglang.engine.unsupported import UnsupportedSetupError, check_estimator
+from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
+from krul_sglang.engine.capture.turn_capture import CapturedTurn, PairedCapture, TurnCapture
+from krul_sglang.engine.common.unsupported import UnsupportedSetupError, check_estimator
+from tests.support.attention_builders import Sequence
+from tests.support.forward_builders import decode_batch, extend_batch, mixed_batch
 
 SHAPE = QueryShape(
     num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32, scaling=0.5

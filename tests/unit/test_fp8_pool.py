@@ -13,14 +13,15 @@ import torch
 from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.strategy import Strategy
-from krul_sglang.engine import start_proof
-from krul_sglang.engine.head_attention import GatheredAttention, HeadAttention, HeadSpan
-from krul_sglang.engine.head_recompute import Head
-from krul_sglang.engine.hook_targets import IncompatibleEngineError
-from krul_sglang.engine.kv_pool import DevicePool
-from krul_sglang.engine.ordinary_prefill import Prefilled
-from krul_sglang.engine.start_proof import prove_heads
-from krul_sglang.engine.unsupported import UnsupportedSetupError
+from krul_sglang.engine.attach import start_proof
+from krul_sglang.engine.attach.ordinary_prefill import Prefilled
+from krul_sglang.engine.attach.start_proof import prove_heads
+from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.unsupported import UnsupportedSetupError
+from krul_sglang.engine.restore.head_attention import GatheredAttention, HeadAttention, HeadSpan
+from krul_sglang.engine.restore.head_recompute import Head
+from krul_sglang.engine.restore.restore import HeadProof
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, NUM_SLOTS = 2, 2, 16, 64
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -224,7 +225,7 @@ def prove(
     monkeypatch: pytest.MonkeyPatch,
     prefilled: tuple[torch.Tensor, torch.Tensor],
     computed: tuple[torch.Tensor, torch.Tensor],
-) -> start_proof.HeadProof:
+) -> HeadProof:
     pool = make_pool(dtype, (0.25, 3.0))
     slots = torch.randperm(NUM_SLOTS)[: NUM_SLOTS // 2 - 1]
 

@@ -15,11 +15,16 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from krul_backend.codec.interface import LayerShape
-from krul_sglang.engine import head_attention
-from krul_sglang.engine.head_attention import GatheredAttention, HeadAttention, HeadSpan, SpanAttention
-from krul_sglang.engine.head_recompute import Head
-from krul_sglang.engine.unsupported import UnsupportedSetupError
-from tests.unit.engine_builders import TensorPool
+from krul_sglang.engine.common.unsupported import UnsupportedSetupError
+from krul_sglang.engine.restore import head_attention
+from krul_sglang.engine.restore.head_attention import (
+    GatheredAttention,
+    HeadAttention,
+    HeadSpan,
+    SpanAttention,
+)
+from krul_sglang.engine.restore.head_recompute import Head
+from tests.support.engine_builders import TensorPool
 
 NUM_LAYERS = 2
 NUM_SLOTS = 64

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from krul_backend.codec.interface import LayerShape
 from krul_backend.device import Device
-from krul_sglang.engine import attach_restore
-from krul_sglang.engine.head_recompute import Head, HeadRecompute
-from krul_sglang.engine.hook_targets import IncompatibleEngineError
-from krul_sglang.engine.restore_forward import _Prefix
-from krul_sglang.engine.unsupported import UnsupportedSetupError
-from tests.unit.engine_builders import TensorPool, bare_load
+from krul_sglang.engine.attach import attach_restore
+from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
+from krul_sglang.engine.common.unsupported import UnsupportedSetupError
+from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
+from krul_sglang.engine.restore.restore_forward import _Prefix
+from tests.support.engine_builders import TensorPool, bare_load
 
 NUM_LAYERS, NUM_SLOTS, VOCAB_SIZE, HIDDEN_SIZE = 4, 64, 50, 24
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 6
@@ -203,7 +203,9 @@ class BlindAttention:
 def test_lengths_of_all_cuts_come_to_the_device_in_one_copy(
     from_list: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("krul_sglang.engine.head_recompute.span_attention", lambda *of: BlindAttention())
+    monkeypatch.setattr(
+        "krul_sglang.engine.restore.head_recompute.span_attention", lambda *of: BlindAttention()
+    )
     rig = Rig(device="meta")
     slots = torch.empty(40, dtype=torch.int64, device="meta")
     long = Head(slots[:20], slots[:30], 10, (30, 30, 20, 10))

@@ -8,10 +8,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import xxhash
-from checksum_gate import ChecksumGate, install_gate, let_go, run_until_gate
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_builders import (
+
+from krul_backend.errors import ManifestError, StoreClosedError
+from krul_backend.segment import MAX_CODEC_PARAMS_BYTES
+from krul_backend.tiers.common.eviction import LruPolicy
+from krul_backend.tiers.common.hashing import block_checksum, block_checksums
+from krul_backend.tiers.dram.eviction_plan import MAX_VISITED
+from krul_backend.tiers.dram.host_store import HostStore
+from tests.support.checksum_gate import ChecksumGate, install_gate, let_go, run_until_gate
+from tests.support.store_builders import (
     PAGE_SIZE,
     commit_to,
     fill,
@@ -25,13 +32,6 @@ from store_builders import (
     stored_ids,
     tokens_of,
 )
-
-from krul_backend.errors import ManifestError, StoreClosedError
-from krul_backend.segment import MAX_CODEC_PARAMS_BYTES
-from krul_backend.store.eviction import LruPolicy
-from krul_backend.store.eviction_plan import MAX_VISITED
-from krul_backend.store.hashing import block_checksum, block_checksums
-from krul_backend.store.host_store import HostStore
 
 MODEL = make_model()
 
@@ -655,8 +655,8 @@ def test_a_commit_and_a_lease_read_no_block(store: HostStore, monkeypatch: pytes
     reservation = store.reserve((100, 60))
     assert reservation is not None
     num_threads = threading.active_count()
-    for module in ("hashing", "stored_segment", "trimming"):
-        monkeypatch.setattr(f"krul_backend.store.{module}.block_checksum", None)
+    for module in ("common.hashing", "dram.stored_segment", "dram.trimming"):
+        monkeypatch.setattr(f"krul_backend.tiers.{module}.block_checksum", None)
     store.commit(reservation, make_manifest("c", 0, 2, (100, 60)), (5, 6))
     lease = lease_pages(store, "c", 0, 2)
     assert lease is not None
@@ -752,7 +752,7 @@ def test_an_interrupted_verification_leaves_no_pin(store: HostStore, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("krul_backend.store.stored_segment.block_checksum", interrupt)
+        patch.setattr("krul_backend.tiers.dram.stored_segment.block_checksum", interrupt)
         with pytest.raises(KeyboardInterrupt):
             store.report_damage(segment_id)
         with pytest.raises(KeyboardInterrupt):
@@ -764,7 +764,7 @@ def test_an_interrupted_verification_leaves_no_pin(store: HostStore, monkeypatch
 def test_threads_that_do_everything_at_once_never_see_wrong_bytes(
     monkeypatch: pytest.MonkeyPatch, max_visited: int
 ) -> None:
-    monkeypatch.setattr("krul_backend.store.host_base.MAX_VISITED", max_visited)
+    monkeypatch.setattr("krul_backend.tiers.dram.host_base.MAX_VISITED", max_visited)
     store = HostStore(48 * 1024, LruPolicy())
     stop_at = time.monotonic() + 1.5
     failures: list[str] = []

@@ -9,7 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import xxhash
-from store_builders import (
+
+from krul_backend.errors import ConfigError, StoreClosedError, TierReadError
+from krul_backend.tiers.common.eviction import LruPolicy
+from krul_backend.tiers.common.policy_registry import make_policy
+from krul_backend.tiers.dram.admission import Arrival
+from krul_backend.tiers.dram.eviction_plan import MAX_FREE_SHARE, MAX_VISITED
+from krul_backend.tiers.dram.host_store import HostStore
+from tests.support.store_builders import (
     Clock,
     commit_to,
     fill,
@@ -20,13 +27,6 @@ from store_builders import (
     put,
     stored_ids,
 )
-
-from krul_backend.errors import ConfigError, StoreClosedError, TierReadError
-from krul_backend.store.admission import Arrival
-from krul_backend.store.eviction import LruPolicy
-from krul_backend.store.eviction_plan import MAX_FREE_SHARE, MAX_VISITED
-from krul_backend.store.host_store import HostStore
-from krul_backend.store.policy_registry import make_policy
 
 MODEL = make_model()
 NUM_LAYERS = 8
@@ -469,7 +469,7 @@ def test_a_search_in_steps_evicts_what_one_in_one_step_does(
 ) -> None:
     at_once = num_evicted_for_one(policy, seed)
     assert 10 < at_once <= MAX_VISITED, "one hold of the lock is enough"
-    monkeypatch.setattr("krul_backend.store.host_base.MAX_VISITED", 2)
+    monkeypatch.setattr("krul_backend.tiers.dram.host_base.MAX_VISITED", 2)
     # A run of victims may be an eighth longer than need be, depending on where the steps end.
     assert at_once * 8 // 9 <= num_evicted_for_one(policy, seed) <= at_once * 9 // 8
 
@@ -480,8 +480,8 @@ class Breaths:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
         self.num = 0
         self._act = act
-        monkeypatch.setattr("krul_backend.store.host_base.MAX_VISITED", 2)
-        monkeypatch.setattr("krul_backend.store.host_base.time.sleep", self._breathe)
+        monkeypatch.setattr("krul_backend.tiers.dram.host_base.MAX_VISITED", 2)
+        monkeypatch.setattr("krul_backend.tiers.dram.host_base.time.sleep", self._breathe)
 
     def _breathe(self, seconds: float) -> None:
         self.num += 1

@@ -8,7 +8,14 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from store_builders import (
+
+from krul_backend.segment import ModelIdentity, SegmentManifest
+from krul_backend.tiers.common.arena import ALIGNMENT_BYTES, aligned_num_bytes
+from krul_backend.tiers.common.eviction import LruPolicy
+from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.interface import Lease, Reservation
+from krul_backend.tiers.dram.host_store import HostStore
+from tests.support.store_builders import (
     PAGE_SIZE,
     commit_to,
     fill,
@@ -19,13 +26,6 @@ from store_builders import (
     stored_ids,
     tokens_of,
 )
-
-from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.store.eviction import LruPolicy
-from krul_backend.store.hashing import block_checksum
-from krul_backend.store.host_store import HostStore
-from krul_backend.store.interface import Lease, Reservation
-from krul_backend.tiers.arena import ALIGNMENT_BYTES, aligned_num_bytes
 
 CAPACITY_BYTES = 64 * 40
 MODELS = [make_model("a"), make_model("b")]

@@ -7,8 +7,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from checksum_gate import ChecksumGate, install_gate, let_go, run_until_gate
-from store_builders import (
+
+from krul_backend.errors import ManifestError, StoreClosedError
+from krul_backend.tiers.common.eviction import LruPolicy
+from krul_backend.tiers.dram.host_store import HostStore
+from tests.support.checksum_gate import ChecksumGate, install_gate, let_go, run_until_gate
+from tests.support.store_builders import (
     PAGE_SIZE,
     commit_to,
     fill,
@@ -20,10 +24,6 @@ from store_builders import (
     page_keys,
     put,
 )
-
-from krul_backend.errors import ManifestError, StoreClosedError
-from krul_backend.store.eviction import LruPolicy
-from krul_backend.store.host_store import HostStore
 
 MODEL = make_model()
 
@@ -399,7 +399,7 @@ def test_an_error_while_hashing_leaves_the_segment_as_it_was(
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("krul_backend.store.trimming.block_checksum", fail)
+        patched.setattr("krul_backend.tiers.dram.trimming.block_checksum", fail)
         with pytest.raises(MemoryError):
             store.trim(segment_id, (8, 8), (30, 20))
     assert leased_bytes(store, "c", 0, 3) == [written]

@@ -1,21 +1,102 @@
+"""Who may import whom: the rooms of the project, and the directions between them."""
+
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-BACKEND = Path(__file__).parents[2] / "backend" / "krul_backend"
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BACKEND = ROOT / "backend" / "krul_backend"
+ENGINE = ROOT / "krul_sglang" / "engine"
+
+BACKEND_FLOORS = (
+    ("errors", "memory", "device", "segment", "free_extents"),
+    ("planner", "attention"),
+    ("strategy",),
+    ("codec",),
+    ("tiers.common",),
+    ("tiers.dram", "tiers.ssd", "tiers.mooncake"),
+    ("store",),
+    ("daemon.protocol",),
+    ("daemon.client", "daemon.server"),
+    ("daemon.cli",),
+    ("daemon.__main__",),
+)
+"""Each imports of its own room and of lower floors."""
+
+ENGINE_FLOORS = tuple(
+    (room,) for room in ("common", "capture", "save", "restore", "budget", "cache", "attach")
+)
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Dotted names of modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(name: str, package: str, floors: tuple[tuple[str, ...], ...]) -> tuple[int, str] | None:
+    """Floor and room of a dotted name in ``package``; None if it lies in none."""
+    if not name.startswith(package + "."):
+        return None
+    inner = name.removeprefix(package + ".") + "."
+    for floor, rooms in enumerate(floors):
+        for room in rooms:
+            if inner.startswith(room + "."):
+                return floor, room
+    return None
+
+
+def modules(folder: Path) -> Iterator[tuple[str, Path]]:
+    for path in sorted(folder.rglob("*.py")):
+        inner = path.relative_to(folder).with_suffix("").as_posix().replace("/", ".")
+        if not inner.endswith("__init__"):
+            yield f"{folder.name}.{inner}", path
+
+
+@pytest.mark.parametrize(
+    ("folder", "package", "floors"),
+    [
+        (BACKEND, "krul_backend", BACKEND_FLOORS),
+        (ENGINE, "krul_sglang.engine", ENGINE_FLOORS),
+    ],
+    ids=["backend", "engine"],
+)
+def test_imports_run_one_way_between_rooms(
+    folder: Path, package: str, floors: tuple[tuple[str, ...], ...]
+) -> None:
+    wrong = []
+    for name, path in modules(folder):
+        own = room_of(f"{package}.{name.split('.', 1)[1]}", package, floors)
+        assert own is not None, f"{path} lies in no room"
+        for imported in imports_of(path):
+            other = room_of(imported, package, floors)
+            if other is not None and other[1] != own[1] and other[0] >= own[0] > 0:
+                wrong.append(f"{name} imports {imported}")
+    assert wrong == []
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    for folder, floors in ((BACKEND, BACKEND_FLOORS), (ENGINE, ENGINE_FLOORS)):
+        for room in (folder / name.replace(".", "/") for names in floors for name in names):
+            if room.is_dir():
+                sentences = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
+                assert sentences is not None, room
+                assert len(sentences) > 100, room
 
 
 def test_the_backend_never_imports_the_engine() -> None:
     for path in BACKEND.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            for name in names:
-                assert name.split(".")[0] not in ("sglang", "krul_sglang"), f"{path} imports {name}"
+        for name in imports_of(path):
+            assert name.split(".")[0] not in ("sglang", "krul_sglang"), f"{path} imports {name}"
 
 
 def test_importing_the_packages_does_no_work() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from krul_sglang.engine.factory import warn_of_small_pages
+from krul_sglang.engine.attach.factory import warn_of_small_pages
 from krul_sglang.plugin import check_launch
 
 CONFIG = "unified_cache_external_linker_config"

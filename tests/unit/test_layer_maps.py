@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategy_builders import make_statistics
 
 from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
@@ -23,19 +22,20 @@ from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
-from krul_sglang.engine.agreement import RankAgreement
-from krul_sglang.engine.error_budget import ErrorBudget, table_path
-from krul_sglang.engine.kv_pool import DevicePool
-from krul_sglang.engine.layer_maps import TOKENS_PER_CHANNEL, LayerMapLearner, layer_maps_path
-from krul_sglang.engine.loading import LayerWiseLoader
-from krul_sglang.engine.offload import TurnOffloader
-from krul_sglang.engine.provenance import KvProvenance
-from krul_sglang.engine.served_model import ServedModel
-from krul_sglang.engine.strategy_choice import StrategyChooser
-from krul_sglang.engine.transfer_gate import TransferGate
-from krul_sglang.engine.turn import Turn
-from tests.unit.codec_builders import rotary_table
-from tests.unit.engine_builders import PATIENCE_S, make_load, make_store
+from krul_sglang.engine.budget.error_budget import ErrorBudget, table_path
+from krul_sglang.engine.budget.layer_maps import TOKENS_PER_CHANNEL, LayerMapLearner, layer_maps_path
+from krul_sglang.engine.budget.provenance import KvProvenance
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore.loading import LayerWiseLoader
+from krul_sglang.engine.save.offload import TurnOffloader
+from krul_sglang.engine.save.strategy_choice import StrategyChooser
+from krul_sglang.engine.save.turn import Turn
+from tests.support.codec_builders import rotary_table
+from tests.support.engine_builders import PATIENCE_S, make_load, make_store
+from tests.support.strategy_builders import make_statistics
 
 PAGE_SIZE, NUM_LAYERS, NUM_SLOTS, HEAD_DIM = 4, 4, 512, 8
 WIDTH = 2 * HEAD_DIM

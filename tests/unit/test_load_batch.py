@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from krul_backend.device import Device
-from krul_backend.store.interface import Lease
-from krul_sglang.engine import load_batch, transfer_gate
-from krul_sglang.engine.load_batch import Forecast, LoadBatch, LoadFailedError
-from krul_sglang.engine.transfer_gate import TransferGate
-from tests.unit.engine_builders import (
+from krul_backend.tiers.common.interface import Lease
+from krul_sglang.engine.common import transfer_gate
+from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore import load_batch
+from krul_sglang.engine.restore.load_batch import Forecast, LoadBatch, LoadFailedError
+from tests.support.engine_builders import (
     PATIENCE_S,
     MeetingPoint,
     ThreadAgreement,
@@ -26,8 +27,8 @@ from tests.unit.engine_builders import (
     in_threads,
     layer_times,
 )
-from tests.unit.loading_builders import NUM_LAYERS, NUM_TOKENS, Rig, is_equal
-from tests.unit.strict_device import DEVICES, StrictDevice, StrictEvent, StrictStream, make_device
+from tests.support.loading_builders import NUM_LAYERS, NUM_TOKENS, Rig, is_equal
+from tests.support.strict_device import DEVICES, StrictDevice, StrictEvent, StrictStream, make_device
 
 FIRST_SLOTS = torch.arange(0, NUM_TOKENS)
 OTHER_SLOTS = torch.arange(30, 30 + NUM_TOKENS)

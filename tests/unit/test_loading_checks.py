@@ -14,15 +14,15 @@ from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
 from krul_backend.errors import TierReadError
-from krul_backend.store.interface import DRAM_TIER, Block, Lease, SegmentSlice
-from krul_backend.tiers.lower_tier import TierRun
-from krul_sglang.engine import loading
-from krul_sglang.engine.load_batch import Load, LoadFailedError
-from krul_sglang.engine.loading import LayerWiseLoader
-from tests.unit.engine_builders import PATIENCE_S, make_load
-from tests.unit.fake_tier import FakeTier
-from tests.unit.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, SHAPE, Rig, is_equal
-from tests.unit.strict_device import DEVICES, make_device
+from krul_backend.tiers.common.interface import DRAM_TIER, Block, Lease, SegmentSlice
+from krul_backend.tiers.common.lower_tier import TierRun
+from krul_sglang.engine.restore import loading
+from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
+from krul_sglang.engine.restore.loading import LayerWiseLoader
+from tests.support.engine_builders import PATIENCE_S, make_load
+from tests.support.fake_tier import FakeTier
+from tests.support.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, SHAPE, Rig, is_equal
+from tests.support.strict_device import DEVICES, make_device
 
 SLOTS = torch.arange(NUM_TOKENS)
 SHORT_S = 0.05

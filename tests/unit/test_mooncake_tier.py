@@ -13,14 +13,21 @@ import pytest
 
 from krul_backend.errors import ConfigError, DaemonError, TierReadError
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.store.hashing import block_checksum
-from krul_backend.tiers.lower_tier import Block, TierRun
+from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.lower_tier import Block, TierRun
 from krul_backend.tiers.mooncake.epochs import EPOCH_AGE_S
 from krul_backend.tiers.mooncake.options import MooncakeOptions
 from krul_backend.tiers.mooncake.stored_object import MAX_POINTERS, decode_object, encode_object
 from krul_backend.tiers.mooncake.tier import MooncakeTier
-from tests.unit.fake_object_store import FakeCluster, FakeObjectStore
-from tests.unit.store_builders import PAGE_SIZE, make_manifest, make_model, page_keys, tokens_of, wait_until
+from tests.support.fake_object_store import FakeCluster, FakeObjectStore
+from tests.support.store_builders import (
+    PAGE_SIZE,
+    make_manifest,
+    make_model,
+    page_keys,
+    tokens_of,
+    wait_until,
+)
 
 MODEL = make_model()
 OPTIONS = MooncakeOptions("127.0.0.1:1", segment_bytes=1 << 20, lookup_timeout_s=5.0)

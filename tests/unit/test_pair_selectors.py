@@ -6,7 +6,6 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategy_builders import attention_evidence, make_statistics
 
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.errors import StrategyError
@@ -19,6 +18,7 @@ from krul_backend.strategy.none import UnsharedSelector
 from krul_backend.strategy.random_pairs import RandomSelector
 from krul_backend.strategy.registry import SELECTOR_NAMES, SelectorOptions, make_selector
 from krul_backend.strategy.strategy import Pair, Precision
+from tests.support.strategy_builders import attention_evidence, make_statistics
 
 RATIOS = st.sampled_from([0.25, 1 / 3, 0.5, 0.75, 1.0])
 

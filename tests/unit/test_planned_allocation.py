@@ -7,16 +7,16 @@ from itertools import pairwise
 import orjson
 import pytest
 
-from krul_backend.restore.calibration import OnlineCosts
-from krul_backend.restore.costs import RestoreCosts
-from krul_backend.restore.full_recompute import FullRecomputePlanner
-from krul_backend.restore.interface import RestorePlanner
-from krul_backend.restore.optimal import OptimalPlanner
+from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.planner.costs import RestoreCosts
+from krul_backend.planner.full_recompute import FullRecomputePlanner
+from krul_backend.planner.interface import RestorePlanner
+from krul_backend.planner.optimal import OptimalPlanner
 from krul_backend.strategy.strategy import Precision, Strategy
-from krul_sglang.engine.agreement import RankAgreement
-from krul_sglang.engine.decode_costs import PAIR_FACTOR, DecodeCosts
-from krul_sglang.engine.planned_allocation import EXPECTED_NEW_TOKENS, PlannedAllocation
-from tests.unit.planning_builders import (
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.decode_costs import PAIR_FACTOR, DecodeCosts
+from krul_sglang.engine.save.planned_allocation import EXPECTED_NEW_TOKENS, PlannedAllocation
+from tests.support.planning_builders import (
     ALONE,
     EACH_ALONE,
     NATIVE,
@@ -27,7 +27,7 @@ from tests.unit.planning_builders import (
     costs_of,
     planning_of,
 )
-from tests.unit.segment_builders import BOUNDS, END, KINDS, NUM_LAYERS, PAGE_SIZE, Heads, lease_of, stored
+from tests.support.segment_builders import BOUNDS, END, KINDS, NUM_LAYERS, PAGE_SIZE, Heads, lease_of, stored
 
 
 def allocation_of(

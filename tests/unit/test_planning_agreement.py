@@ -6,10 +6,10 @@ import orjson
 import pytest
 import torch
 
-from krul_backend.restore.interface import RestorePlan, RestorePlanner
-from krul_backend.restore.problem import RestoreProblem
-from tests.unit.engine_builders import PATIENCE_S, MeetingPoint, ThreadAgreement, in_threads
-from tests.unit.planning_builders import (
+from krul_backend.planner.interface import RestorePlan, RestorePlanner
+from krul_backend.planner.problem import RestoreProblem
+from tests.support.engine_builders import PATIENCE_S, MeetingPoint, ThreadAgreement, in_threads
+from tests.support.planning_builders import (
     FakeAgreement,
     HeadsPlanner,
     OneCannotRead,
@@ -19,7 +19,7 @@ from tests.unit.planning_builders import (
     no_heads,
     planning_of,
 )
-from tests.unit.segment_builders import DEVICE_TOKENS, END, NUM_LAYERS
+from tests.support.segment_builders import DEVICE_TOKENS, END, NUM_LAYERS
 
 
 def test_the_rank_that_has_least_bounds_the_plan_of_all() -> None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from krul_backend.restore.costs import ComputeCost, TierCost
-from krul_backend.restore.optimal import OptimalPlanner
-from krul_backend.store.interface import DRAM_TIER
-from krul_sglang.engine import restore_planning
-from krul_sglang.engine.segment_reader import OpenSlice
-from tests.unit.planning_builders import (
+from krul_backend.planner.costs import ComputeCost, TierCost
+from krul_backend.planner.optimal import OptimalPlanner
+from krul_backend.tiers.common.interface import DRAM_TIER
+from krul_sglang.engine.restore import restore_planning
+from krul_sglang.engine.restore.segment_reader import OpenSlice
+from tests.support.planning_builders import (
     TOKEN_BYTES,
     HeadsPlanner,
     OneCannotRead,
@@ -21,7 +21,7 @@ from tests.unit.planning_builders import (
     no_heads,
     planning_of,
 )
-from tests.unit.segment_builders import DEVICE_TOKENS, NUM_LAYERS
+from tests.support.segment_builders import DEVICE_TOKENS, NUM_LAYERS
 
 
 def sunk(slices: Sequence[OpenSlice], tier: str = "ssd", first: int = 1) -> list[OpenSlice]:

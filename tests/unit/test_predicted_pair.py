@@ -11,7 +11,7 @@ from krul_backend.codec.options import CodecOptions, Sharing
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
-from tests.unit.codec_builders import START_TOKEN, encode_all, make_codec, rotary_table
+from tests.support.codec_builders import START_TOKEN, encode_all, make_codec, rotary_table
 
 SHAPE = LayerShape(2, 16, 8, torch.float32)
 WIDTH = 2 * (16 + 8)

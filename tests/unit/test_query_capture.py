@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from forward_builders import GraphRunner, decode_batch, extend_batch, mixed_batch
 
 from krul_backend.device import Device
 from krul_backend.errors import ConfigError
-from krul_sglang.engine.attention_observer import QueryShape
-from krul_sglang.engine.factory import forward_with_restore
-from krul_sglang.engine.query_capture import DECODE_INTERVAL, CapturedRows, CapturePlan, QueryCapture
+from krul_sglang.engine.attach.factory import forward_with_restore
+from krul_sglang.engine.capture.attention_observer import QueryShape
+from krul_sglang.engine.capture.query_capture import DECODE_INTERVAL, CapturedRows, CapturePlan, QueryCapture
+from tests.support.forward_builders import GraphRunner, decode_batch, extend_batch, mixed_batch
 
 SHAPE = QueryShape(
     num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=4, dtype=torch.float32, scaling=0.5

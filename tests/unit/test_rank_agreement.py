@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.common.agreement import RankAgreement
 
 PROGRAM = """
 import sys
 import torch
 import torch.distributed as dist
-from krul_sglang.engine.agreement import RankAgreement
+from krul_sglang.engine.common.agreement import RankAgreement
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from krul_backend.daemon.protocol import decode_request
-from krul_backend.daemon.request_channel import RequestChannels
-from krul_backend.daemon.requests import ReleaseRequest
+from krul_backend.daemon.client.request_channel import RequestChannels
+from krul_backend.daemon.protocol.messages import decode_request
+from krul_backend.daemon.protocol.requests import ReleaseRequest
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.shared_pair import SharedPair
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision
-from tests.unit.restore_oracle import RestoreCase, check_restored, encode_case
+from tests.support.restore_oracle import RestoreCase, check_restored, encode_case
 
 ROOT = Path(__file__).parents[2]
 SHAPE = LayerShape(2, 32, 16, torch.bfloat16)
@@ -155,7 +155,7 @@ from krul_backend.codec.interface import LayerShape
 from krul_backend.codec.options import Sharing
 from krul_backend.codec.restore import restore_layer
 from krul_backend.strategy.strategy import Precision
-from tests.unit.restore_oracle import RestoreCase, encode_case
+from tests.support.restore_oracle import RestoreCase, encode_case
 
 shape = LayerShape(2, 32, 32, torch.float32)
 blocks, decoder = encode_case(RestoreCase(shape, Precision.INT4, is_pair=False, rotary_dim=32), "cpu")
@@ -168,7 +168,7 @@ print([name for name in sys.modules if name.startswith(("krul_backend.codec.trit
 
 
 def test_the_kernels_in_the_interpreter() -> None:
-    cases = "tests/unit/interpreted_restore_cases.py"
+    cases = "tests/support/interpreted_restore_cases.py"
     result = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "skipped" not in result.stdout

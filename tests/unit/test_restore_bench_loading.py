@@ -14,7 +14,7 @@ from benchmarks.restore.pool import KVPool
 from benchmarks.restore.stored import segment_ends
 from benchmarks.restore.tiers import DamagedPartError, DramTier, Link, SsdTier, Tier
 from krul_backend.device import Device
-from tests.unit.restore_bench_builders import HISTORY_TOKENS, NAN, SHAPE, Bench, bench
+from tests.support.restore_bench_builders import HISTORY_TOKENS, NAN, SHAPE, Bench, bench
 
 CPU = Device(torch.device("cpu"))
 HEADS = [(0, 0, 0, 0), (256, 192, 64, 0), (128, 128, 64, 64), (192, 0, 0, 0), (256, 256, 256, 256)]

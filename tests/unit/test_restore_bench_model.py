@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.restore.model import Decoder
 from benchmarks.restore.pool import scattered_slots
-from tests.unit.restore_bench_builders import HISTORY_TOKENS, PAGE_SIZE, SHAPE, Bench, bench
+from tests.support.restore_bench_builders import HISTORY_TOKENS, PAGE_SIZE, SHAPE, Bench, bench
 
 
 @pytest.fixture

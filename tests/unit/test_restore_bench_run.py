@@ -26,12 +26,12 @@ from benchmarks.restore.result import median_sample, row, spread
 from benchmarks.restore.rows import longest, settings, tier_name
 from benchmarks.restore.run import run
 from benchmarks.restore.setting import restore_problem
-from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.restore.interface import RestorePlan
-from krul_backend.restore.pipeline import simulate
-from krul_backend.restore.registry import make_planner
+from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.interface import RestorePlan
+from krul_backend.planner.pipeline import simulate
+from krul_backend.planner.registry import make_planner
 from krul_sglang.json_file import write_json
-from tests.unit.restore_bench_builders import SHAPE, Bench, bench
+from tests.support.restore_bench_builders import SHAPE, Bench, bench
 
 TOLERANCE = 1e-3
 

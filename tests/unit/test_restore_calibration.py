@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from krul_backend.errors import RestoreError
-from krul_backend.restore.calibration import (
+from krul_backend.planner.calibration import (
     MAX_OBSERVED_RATIO,
     MAX_SCALE,
     OVERHEAD_FADING,
@@ -15,9 +15,9 @@ from krul_backend.restore.calibration import (
     fit_compute,
     fit_tier,
 )
-from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.restore.optimal import OptimalPlanner
-from tests.unit.restore_builders import make_problem, stored_run
+from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.optimal import OptimalPlanner
+from tests.support.restore_builders import make_problem, stored_run
 
 COST = ComputeCost(launch_s=4e-5, token_s=2.5e-6, context_s=1.2e-10)
 SHAPES = [(n, past) for n in (16, 128, 512, 2048, 8192) for past in (0, 1024, 16384)]

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.device import Device
-from krul_backend.restore.calibration import OnlineCosts
-from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
-from krul_sglang.engine import restore_forward
-from krul_sglang.engine.agreement import RankAgreement
-from krul_sglang.engine.head_recompute import Head
-from krul_sglang.engine.load_batch import Load, LoadBatch, LoadFailedError
-from krul_sglang.engine.loading import LoadCounter
-from krul_sglang.engine.restore_forward import RestoreForward
-from krul_sglang.engine.restore_trace import TraceLog
-from tests.unit.engine_builders import (
+from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.restore import restore_forward
+from krul_sglang.engine.restore.head_recompute import Head
+from krul_sglang.engine.restore.load_batch import Load, LoadBatch, LoadFailedError
+from krul_sglang.engine.restore.loading import LoadCounter
+from krul_sglang.engine.restore.restore_forward import RestoreForward
+from krul_sglang.engine.restore.restore_trace import TraceLog
+from tests.support.engine_builders import (
     PATIENCE_S,
     MeetingPoint,
     ThreadAgreement,

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from restore_builders import DISK, make_problem, problems, stored_run
 
 from krul_backend.errors import RestoreError
-from krul_backend.restore.costs import ComputeCost, TierCost
-from krul_backend.restore.pipeline import check, is_allowed, simulate
-from krul_backend.restore.problem import RestoreProblem
+from krul_backend.planner.costs import ComputeCost, TierCost
+from krul_backend.planner.pipeline import check, is_allowed, simulate
+from krul_backend.planner.problem import RestoreProblem
+from tests.support.restore_builders import DISK, make_problem, problems, stored_run
 
 
 def naive_load_s(problem: RestoreProblem, head_ends: list[int], layer: int) -> float:

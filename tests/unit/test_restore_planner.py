@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from restore_builders import HOST, make_problem, problems, stored_run
 
 from krul_backend.errors import RestoreError
-from krul_backend.restore.allocation import allocate
-from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.restore.dual import DualTables, make_levels
-from krul_backend.restore.full_load import FullLoadPlanner
-from krul_backend.restore.head_shapes import limit_lengths
-from krul_backend.restore.layer_counts import best_layer_counts
-from krul_backend.restore.optimal import OptimalPlanner
-from krul_backend.restore.pipeline import check, is_allowed, simulate
-from krul_backend.restore.problem import RestoreProblem, StoredRun
-from krul_backend.restore.pyramid import PyramidPlanner
-from krul_backend.restore.registry import PLANNER_NAMES, make_planner
-from krul_backend.restore.timing import RestoreTiming
-from krul_backend.restore.uniform import UniformPlanner
+from krul_backend.planner.allocation import allocate
+from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.dual import DualTables, make_levels
+from krul_backend.planner.full_load import FullLoadPlanner
+from krul_backend.planner.head_shapes import limit_lengths
+from krul_backend.planner.layer_counts import best_layer_counts
+from krul_backend.planner.optimal import OptimalPlanner
+from krul_backend.planner.pipeline import check, is_allowed, simulate
+from krul_backend.planner.problem import RestoreProblem, StoredRun
+from krul_backend.planner.pyramid import PyramidPlanner
+from krul_backend.planner.registry import PLANNER_NAMES, make_planner
+from krul_backend.planner.timing import RestoreTiming
+from krul_backend.planner.uniform import UniformPlanner
+from tests.support.restore_builders import HOST, make_problem, problems, stored_run
 
 
 def allowed_head_ends(problem: RestoreProblem) -> Iterator[tuple[int, ...]]:

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from krul_backend.restore.full_load import FullLoadPlanner
-from krul_backend.restore.full_recompute import FullRecomputePlanner
-from krul_backend.restore.interface import RestorePlan
-from krul_backend.restore.optimal import OptimalPlanner
-from krul_backend.restore.problem import RestoreProblem
-from krul_backend.store.interface import DRAM_TIER
+from krul_backend.planner.full_load import FullLoadPlanner
+from krul_backend.planner.full_recompute import FullRecomputePlanner
+from krul_backend.planner.interface import RestorePlan
+from krul_backend.planner.optimal import OptimalPlanner
+from krul_backend.planner.problem import RestoreProblem
 from krul_backend.strategy.strategy import Precision
-from krul_sglang.engine import restore_planning
-from krul_sglang.engine.decode_costs import DecodeCosts
-from tests.unit.planning_builders import (
+from krul_backend.tiers.common.interface import DRAM_TIER
+from krul_sglang.engine.common.decode_costs import DecodeCosts
+from krul_sglang.engine.restore import restore_planning
+from tests.support.planning_builders import (
     NUM_TOKENS,
     TOKEN_BYTES,
     HeadsPlanner,
@@ -27,7 +27,7 @@ from tests.unit.planning_builders import (
     no_heads,
     planning_of,
 )
-from tests.unit.segment_builders import DEVICE_TOKENS, END, NUM_LAYERS, PAGE_SIZE
+from tests.support.segment_builders import DEVICE_TOKENS, END, NUM_LAYERS, PAGE_SIZE
 
 
 def test_a_problem_says_what_is_stored_and_where() -> None:

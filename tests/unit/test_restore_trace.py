@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from krul_backend.device import Device, Mark
-from krul_backend.restore.calibration import OnlineCosts
-from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.restore.interface import RestorePlan
-from krul_sglang.engine.load_batch import Forecast, LayerTimes, Load, LoadBatch
-from krul_sglang.engine.restore_trace import RestoreTrace, TraceLog
+from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.interface import RestorePlan
+from krul_sglang.engine.restore.load_batch import Forecast, LayerTimes, Load, LoadBatch
+from krul_sglang.engine.restore.restore_trace import RestoreTrace, TraceLog
 
 NUM_LAYERS = 3
 COSTS = RestoreCosts(ComputeCost(1.0, 0.0, 0.0), ComputeCost(1.0, 0.0, 0.0), {"dram": TierCost(1.0, 0.0)})

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from krul_backend.daemon import runtime_dir
-from krul_backend.daemon.admin import AdminClient
-from krul_backend.daemon.client_session import ClientSession
-from krul_backend.daemon.runtime_dir import (
+from krul_backend.daemon.client.admin import AdminClient
+from krul_backend.daemon.client.client_session import ClientSession
+from krul_backend.daemon.protocol import runtime_dir
+from krul_backend.daemon.protocol.runtime_dir import (
     MAX_SOCKET_PATH_BYTES,
     RuntimeDir,
     check_private,

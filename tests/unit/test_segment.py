@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_builders import make_manifest, make_model
 
 from krul_backend.errors import ManifestError
 from krul_backend.segment import ModelIdentity, SegmentManifest
+from tests.support.store_builders import make_manifest, make_model
 
 
 def test_equal_models_have_equal_fingerprints() -> None:

@@ -18,7 +18,7 @@ from krul_backend.codec.round_trip import UnitRoundTrip
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
-from tests.unit.codec_builders import START_TOKEN, encode_all, make_codec, random_layers, rotary_table
+from tests.support.codec_builders import START_TOKEN, encode_all, make_codec, random_layers, rotary_table
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -15,11 +15,17 @@ from hypothesis import strategies as st
 from krul_backend.codec.interface import LayerKV
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
-from krul_backend.store.hashing import block_checksums
-from krul_sglang.engine.block_checks import BlockChecks
-from krul_sglang.engine.segment_reader import MAX_KEPT_BYTES, KeptRoom, OpenSlice, SegmentReader, open_slices
-from tests.unit.engine_builders import PATIENCE_S, TensorPool, make_store
-from tests.unit.segment_builders import (
+from krul_backend.tiers.common.hashing import block_checksums
+from krul_sglang.engine.restore.block_checks import BlockChecks
+from krul_sglang.engine.restore.segment_reader import (
+    MAX_KEPT_BYTES,
+    KeptRoom,
+    OpenSlice,
+    SegmentReader,
+    open_slices,
+)
+from tests.support.engine_builders import PATIENCE_S, TensorPool, make_store
+from tests.support.segment_builders import (
     BOUNDS,
     DEVICE_TOKENS,
     END,

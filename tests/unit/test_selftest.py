@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from krul_sglang import cli, selftest
-from krul_sglang.selftest import SelftestConfig, run_selftest
-from krul_sglang.server_client import CannotRunError
+from krul_sglang.cli import app as cli
+from krul_sglang.cli import selftest
+from krul_sglang.cli.selftest import SelftestConfig, run_selftest
+from krul_sglang.cli.server_client import CannotRunError
 
 ANSWER = tuple(range(100, 124))
 

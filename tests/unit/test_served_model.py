@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from krul_backend.daemon.connection import Connection
-from krul_backend.daemon.limits import MAX_MODELS
+from krul_backend.daemon.client.connection import Connection
+from krul_backend.daemon.protocol.limits import MAX_MODELS
 from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine import hook_targets
-from krul_sglang.engine.agreement import RankAgreement
-from krul_sglang.engine.error_budget import table_path
-from krul_sglang.engine.factory import change_weights
-from krul_sglang.engine.kv_pool import DevicePool
-from krul_sglang.engine.linker import EngineParts, KrulLinker
-from krul_sglang.engine.served_model import ServedModel
-from krul_sglang.engine.turn import StoredPath, TurnOwner
-from tests.unit.engine_builders import make_store
-from tests.unit.segment_builders import MODEL
+from krul_sglang.engine.attach.factory import change_weights
+from krul_sglang.engine.budget.error_budget import table_path
+from krul_sglang.engine.cache.linker import EngineParts, KrulLinker
+from krul_sglang.engine.common import hook_targets
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.save.turn import StoredPath, TurnOwner
+from tests.support.engine_builders import make_store
+from tests.support.segment_builders import MODEL
 from tests.unit.test_engine_copies import NUM_LAYERS, PAGE_SIZE, make_pool
 
 EPOCH, OTHER_EPOCH = b"\1" * 16, b"\2" * 16

@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from krul_backend.daemon.lanes import Deferred
-from krul_backend.daemon.limits import MAX_MODELS
-from krul_backend.daemon.replies import FetchReply, LeaseReply, Reply, ReserveReply
-from krul_backend.daemon.requests import (
+from krul_backend.daemon.protocol.limits import MAX_MODELS
+from krul_backend.daemon.protocol.replies import FetchReply, LeaseReply, Reply, ReserveReply
+from krul_backend.daemon.protocol.requests import (
     AbortRequest,
     FetchRequest,
     HelloRequest,
@@ -21,13 +20,14 @@ from krul_backend.daemon.requests import (
     ReleaseRequest,
     ReserveRequest,
 )
-from krul_backend.daemon.session_handlers import SessionHandlers
-from krul_backend.daemon.sessions import Session
-from krul_backend.daemon.wire import model_to_wire
+from krul_backend.daemon.protocol.wire import model_to_wire
+from krul_backend.daemon.server.lanes import Deferred
+from krul_backend.daemon.server.session_handlers import SessionHandlers
+from krul_backend.daemon.server.sessions import Session
 from krul_backend.errors import ProtocolError, TierReadError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
-from krul_backend.store.host_store import HostStore
-from tests.unit.store_builders import make_model, page_keys, put, tokens_of
+from krul_backend.tiers.dram.host_store import HostStore
+from tests.support.store_builders import make_model, page_keys, put, tokens_of
 
 MODEL = make_model()
 KEYS = page_keys("c", 0, 2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from krul_sglang.engine.radix_cache import KrulLinkerWrapper, KrulRadixCache, _PendingTurn
+from krul_sglang.engine.cache.radix_cache import KrulLinkerWrapper, KrulRadixCache, _PendingTurn
 
 RECORD, OTHER = SimpleNamespace(name="of the session"), SimpleNamespace(name="of a request")
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_builders import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +25,8 @@ from krul_backend.attention.shared_job import JobLayout
 from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.attention.worker_process import WorkerProcess
-from tests.unit.strict_device import StrictDevice
+from tests.support.attention_builders import Sequence
+from tests.support.strict_device import StrictDevice
 
 SEQUENCE = Sequence.random(num_tokens=40, dtype=torch.bfloat16)
 EXPECTED = accumulate(SEQUENCE.rows(), SEQUENCE.read_keys)

@@ -17,8 +17,8 @@ from benchmarks.simulate.hardware import (
     restore_costs,
 )
 from benchmarks.simulate.run import make_problem, winner
-from krul_backend.restore.pipeline import simulate
-from krul_backend.restore.registry import make_planner
+from krul_backend.planner.pipeline import simulate
+from krul_backend.planner.registry import make_planner
 
 CODECS = {codec.name: codec for codec in make_codecs(32)}
 

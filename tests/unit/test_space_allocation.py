@@ -13,14 +13,14 @@ from test_engine_copies import NUM_LAYERS, PAGE_SIZE, FixedChooser, make_pool
 from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity
-from krul_backend.store.interface import SegmentSlice
 from krul_backend.strategy.strategy import Precision, Strategy
-from krul_sglang.engine.allocation import SpaceAllocation, trim_path
-from krul_sglang.engine.kv_pool import DevicePool
-from krul_sglang.engine.offload import TurnOffloader
-from krul_sglang.engine.served_model import ServedModel
-from krul_sglang.engine.turn import Turn
-from tests.unit.engine_builders import make_store
+from krul_backend.tiers.common.interface import SegmentSlice
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
+from krul_sglang.engine.save.offload import TurnOffloader
+from krul_sglang.engine.save.turn import Turn
+from tests.support.engine_builders import make_store
 
 GROUP = 8
 LAYER_TOKEN_BYTES = 2 * 2 * 16 * 4  # (K, V) x heads x channels x float32

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ssd_builders import (
+
+from krul_backend.errors import DaemonError, TierReadError
+from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.suspension import FIRST_PAUSE_S
+from krul_backend.tiers.ssd.ssd_tier import SsdTier
+from tests.support.ssd_builders import (
     FILE_BYTES,
     SIZES,
     FaultyDisk,
@@ -22,12 +27,7 @@ from ssd_builders import (
     put,
     random_blocks,
 )
-from store_builders import Clock, make_manifest, make_model, page_keys
-
-from krul_backend.errors import DaemonError, TierReadError
-from krul_backend.store.hashing import block_checksum
-from krul_backend.tiers.ssd.ssd_tier import SsdTier
-from krul_backend.tiers.ssd.suspension import FIRST_PAUSE_S
+from tests.support.store_builders import Clock, make_manifest, make_model, page_keys
 
 
 @pytest.fixture

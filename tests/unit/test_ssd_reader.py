@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ssd_builders import FaultyDisk
-from store_builders import Clock
 
 from krul_backend.tiers.ssd.reader import PieceReader
+from tests.support.ssd_builders import FaultyDisk
+from tests.support.store_builders import Clock
 
 PIECE = 4096
 TIMEOUT_S = 0.3

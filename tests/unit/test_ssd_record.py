@@ -9,11 +9,10 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_builders import make_manifest, make_model
 
 from krul_backend.errors import ManifestError, RecordError
 from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.ssd.record import (
+from krul_backend.tiers.common.record import (
     BLOCK_ALIGN,
     RECORD_ALIGN,
     decode_header,
@@ -22,6 +21,7 @@ from krul_backend.tiers.ssd.record import (
     record_buffers,
     segment_num_bytes,
 )
+from tests.support.store_builders import make_manifest, make_model
 
 
 def encode(manifest: SegmentManifest, checksums: tuple[int, ...], sequence: int = 1) -> bytes:

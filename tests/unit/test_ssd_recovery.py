@@ -15,14 +15,14 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ssd_builders import FaultyDisk, disk_bytes, has, open_tier, put
-from store_builders import make_manifest, make_model
 
 from krul_backend.errors import DaemonError, TierReadError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
-from krul_backend.store.hashing import block_checksum
-from krul_backend.tiers.ssd.record import block_offsets, encode_metadata, encode_segment
+from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.record import block_offsets, encode_metadata, encode_segment
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
+from tests.support.ssd_builders import FaultyDisk, disk_bytes, has, open_tier, put
+from tests.support.store_builders import make_manifest, make_model
 
 NUM_RECORDS = 40
 OPTIONS = {"capacity_bytes": 4 << 20, "file_bytes": 1 << 20}

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from ssd_builders import (
+
+from krul_backend.segment import ModelIdentity
+from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.lower_tier import TierRun
+from krul_backend.tiers.common.suspension import FIRST_PAUSE_S
+from krul_backend.tiers.ssd.log_file import LogFile
+from krul_backend.tiers.ssd.room import Room
+from krul_backend.tiers.ssd.ssd_tier import SsdTier
+from tests.support.ssd_builders import (
     CAPACITY_BYTES,
     FILE_BYTES,
     FaultyDisk,
@@ -22,15 +30,7 @@ from ssd_builders import (
     put,
     random_blocks,
 )
-from store_builders import Clock, make_model, page_keys
-
-from krul_backend.segment import ModelIdentity
-from krul_backend.store.hashing import block_checksum
-from krul_backend.tiers.lower_tier import TierRun
-from krul_backend.tiers.ssd.log_file import LogFile
-from krul_backend.tiers.ssd.room import Room
-from krul_backend.tiers.ssd.ssd_tier import SsdTier
-from krul_backend.tiers.ssd.suspension import FIRST_PAUSE_S
+from tests.support.store_builders import Clock, make_model, page_keys
 
 SIZES = (9000, 5000)
 RECORD_BYTES = 16384

@@ -13,17 +13,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from krul_backend.daemon import serve
-from krul_backend.daemon.app import app
-from krul_backend.daemon.config import DaemonConfig
+from krul_backend.daemon.cli.app import app
+from krul_backend.daemon.server import serve
+from krul_backend.daemon.server.config import DaemonConfig
 from krul_backend.device import Device
 from krul_backend.errors import DaemonError
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine import store_connection
-from krul_sglang.engine.agreement import RankAgreement
-from krul_sglang.engine.store_connection import StoreConnection, connect_store, daemon_arguments
-from tests.unit.engine_builders import PATIENCE_S, in_threads
-from tests.unit.segment_builders import MODEL
+from krul_sglang.engine.cache import store_connection
+from krul_sglang.engine.cache.store_connection import StoreConnection, connect_store, daemon_arguments
+from krul_sglang.engine.common.agreement import RankAgreement
+from tests.support.engine_builders import PATIENCE_S, in_threads
+from tests.support.segment_builders import MODEL
 
 GIB = 1 << 30
 ALONE = RankAgreement(None, 1)

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_builders import Sequence
 
 from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.strategy.strategy import Strategy
-from krul_sglang.engine.agreement import RankAgreement
-from krul_sglang.engine.strategy_choice import Choice, ConversationStatistics, Decision, StrategyChooser
-from krul_sglang.engine.turn import Turn
-from krul_sglang.engine.turn_capture import CapturedTurn
+from krul_sglang.engine.capture.turn_capture import CapturedTurn
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.save.strategy_choice import Choice, ConversationStatistics, Decision, StrategyChooser
+from krul_sglang.engine.save.turn import Turn
+from tests.support.attention_builders import Sequence
 
 SEQUENCE = Sequence.random(num_layers=3, num_tokens=32, num_heads=2)
 

@@ -9,8 +9,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import xxhash
-from fake_tier import FakeTier
-from store_builders import (
+
+from krul_backend.errors import StoreClosedError, TierReadError
+from krul_backend.planner.costs import TierCost
+from krul_backend.segment import SegmentManifest
+from krul_backend.store.tier_reader import NUM_THREADS
+from krul_backend.store.tiered_store import TieredStore
+from krul_backend.tiers.common.interface import SegmentSlice
+from krul_backend.tiers.dram.stored_segment import StoredSegment
+from tests.support.fake_tier import FakeTier
+from tests.support.store_builders import (
     commit_to,
     lease_pages,
     make_manifest,
@@ -20,7 +28,7 @@ from store_builders import (
     tokens_of,
     wait_until,
 )
-from tiered_builders import (
+from tests.support.tiered_builders import (
     FLAGS_BYTES,
     MODEL,
     SIZES,
@@ -33,14 +41,6 @@ from tiered_builders import (
     tiers_of,
     wait_for,
 )
-
-from krul_backend.errors import StoreClosedError, TierReadError
-from krul_backend.restore.costs import TierCost
-from krul_backend.segment import SegmentManifest
-from krul_backend.store.interface import SegmentSlice
-from krul_backend.store.stored_segment import StoredSegment
-from krul_backend.store.tier_reader import NUM_THREADS
-from krul_backend.store.tiered_store import TieredStore
 
 
 @pytest.fixture

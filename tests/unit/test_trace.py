@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from krul_sglang import cli
-from krul_sglang.trace import chrome_trace, format_table
+from krul_sglang.cli import app as cli
+from krul_sglang.cli.trace import chrome_trace, format_table
 from krul_sglang.traced_restore import TracedRestore
 
 RECORDED: dict[str, Any] = {

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from krul_backend.device import Device, StreamClock
-from krul_backend.restore.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.store.interface import DRAM_TIER
-from krul_sglang.engine.load_batch import Forecast, LoadBatch
-from krul_sglang.engine.restore_trace import MAX_TRACES, RestoreTrace, TraceLog
-from tests.unit.engine_builders import PATIENCE_S, bare_load, layer_times
+from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.tiers.common.interface import DRAM_TIER
+from krul_sglang.engine.restore.load_batch import Forecast, LoadBatch
+from krul_sglang.engine.restore.restore_trace import MAX_TRACES, RestoreTrace, TraceLog
+from tests.support.engine_builders import PATIENCE_S, bare_load, layer_times
 
 NUM_LAYERS = 2
 

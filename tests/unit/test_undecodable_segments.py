@@ -9,20 +9,20 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from daemon_builders import serving
-from fake_tier import FakeTier
 
-from krul_backend.daemon.daemon_store import DaemonStore
-from krul_backend.store.hashing import block_checksums
-from krul_backend.store.host_store import HostStore
+from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_store import TieredStore
-from krul_sglang.engine.agreement import RankAgreement
-from krul_sglang.engine.load_batch import Load
-from krul_sglang.engine.restore import Restore, Returning
-from krul_sglang.engine.waiting_leases import HeldLease, KeyRun
-from tests.unit.engine_builders import PATIENCE_S
-from tests.unit.planning_builders import (
+from krul_backend.tiers.common.hashing import block_checksums
+from krul_backend.tiers.dram.host_store import HostStore
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.restore.load_batch import Load
+from krul_sglang.engine.restore.restore import Restore, Returning
+from krul_sglang.engine.restore.waiting_leases import HeldLease, KeyRun
+from tests.support.daemon_builders import serving
+from tests.support.engine_builders import PATIENCE_S
+from tests.support.fake_tier import FakeTier
+from tests.support.planning_builders import (
     ALONE,
     FakeAgreement,
     HeadsPlanner,
@@ -30,7 +30,7 @@ from tests.unit.planning_builders import (
     no_heads,
     planning_of,
 )
-from tests.unit.segment_builders import BOUNDS, END, MODEL, NUM_LAYERS, PAGE_SIZE, stored
+from tests.support.segment_builders import BOUNDS, END, MODEL, NUM_LAYERS, PAGE_SIZE, stored
 
 KEYS = tuple(f"page-{page}" for page in range(END // PAGE_SIZE))
 TOKENS = np.arange(END, dtype=np.int32)

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.support import PAGE, page
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.kv_pool import DevicePool
-from krul_sglang.engine.unsupported import (
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.unsupported import (
     LAUNCH_RULES,
     MODEL_RULES,
     SERVED,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
-from store_builders import Clock, page_keys, tokens_of
-from tiered_builders import MODEL, Rig, put_below, put_in_dram, tiers_of
 
 from krul_backend.segment import TokenIds
-from krul_sglang.engine.served_model import ServedModel
-from krul_sglang.engine.waiting_leases import MISS_S, RENEW_S, WaitingLeases
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.restore.waiting_leases import MISS_S, RENEW_S, WaitingLeases
+from tests.support.store_builders import Clock, page_keys, tokens_of
+from tests.support.tiered_builders import MODEL, Rig, put_below, put_in_dram, tiers_of
 
 KEYS = page_keys("c", 0, 4)
 

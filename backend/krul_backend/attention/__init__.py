@@ -1,1 +1,5 @@
-"""Attention statistics: how similar two layers attend, and which attend to the beginning and the end only."""
+"""Tells how alike the attention of layers is, token by token.
+
+Rows of attention enter, as the engine captured them; similarities between layers and statistics for the
+damage meter come out. Numbers only; the engine and the strategies call it.
+"""

@@ -18,7 +18,7 @@ from krul_backend.attention.shared_job import JobLayout
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.attention.worker_process import WorkerGoneError, WorkerProcess
 from krul_backend.device import Device, Event
-from krul_backend.tiers.free_extents import FreeExtents
+from krul_backend.free_extents import FreeExtents
 
 logger = logging.getLogger(__name__)
 

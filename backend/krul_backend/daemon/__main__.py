@@ -1,5 +1,5 @@
 """``python -m krul_backend.daemon`` is ``krul-backend``."""
 
-from krul_backend.daemon.app import main
+from krul_backend.daemon.cli.app import main
 
 main()

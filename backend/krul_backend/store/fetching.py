@@ -6,12 +6,12 @@ import threading
 
 from krul_backend.errors import TierReadError
 from krul_backend.segment import SegmentManifest
-from krul_backend.store.admission import Arrival
-from krul_backend.store.host_store import HostStore
-from krul_backend.store.interface import Lease
 from krul_backend.store.tier_reader import TierReader
 from krul_backend.store.tiered_lease import LowerPart
-from krul_backend.tiers.lower_tier import LowerTier
+from krul_backend.tiers.common.interface import Lease
+from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.dram.admission import Arrival
+from krul_backend.tiers.dram.host_store import HostStore
 
 
 class Fetcher:

@@ -2,251 +2,26 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from krul_backend.restore.costs import TierCost
-from krul_backend.segment import ModelIdentity, SegmentHeader, SegmentManifest, TokenIds
-from krul_backend.store.arrival import LayerStatus
-
-Block = npt.NDArray[np.uint8]
-"""A writable or read-only view of ``[num_bytes]`` bytes inside the arena, or an array of no bytes."""
-
-DRAM_TIER = "dram"
-
-DamageReason = Literal["checksum", "undecodable"]
-"""Why a segment is of no use; see ``KVStore.report_damage``."""
+from krul_backend.planner.costs import TierCost
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.tiers.common.interface import (
+    DamageReason,
+    DamageReport,
+    Lease,
+    PathSegment,
+    Reservation,
+    SegmentDetails,
+    SegmentInfo,
+    SegmentSlice,
+    StoreStats,
+)
 
 
-class Span(NamedTuple):
-    """Where a block lies: bytes ``[offset, offset + num_bytes)`` of the arena."""
-
-    offset: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, eq=False)
-class Reservation:
-    """Space for one segment that nobody can see yet: one block per layer, of exactly the bytes asked for.
-
-    The holder writes the blocks, then commits or aborts. Until then the bytes belong to the holder.
-    ``spans[l]`` is where ``blocks[l]`` lies.
-    """
-
-    reservation_id: int
-    blocks: tuple[Block, ...]
-    spans: tuple[Span, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class SegmentSlice:
-    """The pages ``[first_page, end_page)`` of one stored segment, pinned by a lease.
-
-    ``blocks[l]`` is all that is stored of layer ``l``, from token ``header.layer_first_token[l]`` on, which
-    need not be all of these pages: the codec knows where in it a page lies. ``spans[l]`` is where it lies.
-    Neither changes while leased. ``checksums[l]`` is its XXH3 (64 bit): **the reader compares it** before it
-    uses a byte of the block (see ``block_checksum``), and reports a difference with ``report_damage``.
-
-    ``tier`` is where the bytes come from. Of another tier than DRAM there are no blocks and no spans before
-    ``KVStore.fetch``; after it, ``status`` says which layers have landed (None: all have).
-    """
-
-    segment_id: int
-    header: SegmentHeader
-    tier: str
-    blocks: Sequence[Block]
-    spans: tuple[Span, ...]
-    checksums: tuple[int, ...]
-    first_page: int
-    end_page: int
-    status: LayerStatus | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Lease:
-    """A restorable prefix: ``num_pages`` consecutive pages, pinned until released.
-
-    ``slices`` are in conversation order and cover exactly the leased pages.
-    """
-
-    lease_id: int
-    num_pages: int
-    slices: tuple[SegmentSlice, ...]
-
-    @property
-    def is_in_dram(self) -> bool:
-        """Whether every slice has its blocks: nothing to fetch."""
-        return all(part.tier == DRAM_TIER for part in self.slices)
-
-
-@dataclass(frozen=True, eq=False)
-class PathSegment:
-    """A committed segment on the path of a conversation, as it was when asked for. Not pinned."""
-
-    segment_id: int
-    header: SegmentHeader
-
-
-@dataclass(frozen=True)
-class TierStats:
-    """A snapshot of a tier below DRAM. ``used_bytes + free_bytes == capacity_bytes`` at any moment.
-
-    ``used_bytes`` is what the tier takes, dead records and headers included; ``stored_bytes`` counts the
-    blocks of the segments that can be found. ``queued_*`` wait to be written. ``skipped_segments`` were not
-    written because the tier was behind, full or suspended. ``failed_reads`` and ``failed_writes`` are errors
-    of the medium, ``slow_reads`` those that were given up for taking too long, ``corrupted_segments`` wrong
-    checksums. While ``is_suspended``, the tier is left alone for a while after errors.
-    """
-
-    name: str
-    capacity_bytes: int
-    used_bytes: int
-    free_bytes: int
-    stored_bytes: int
-    num_segments: int
-    num_pages: int
-    queued_segments: int
-    queued_bytes: int
-    written_segments: int
-    written_bytes: int
-    skipped_segments: int
-    read_segments: int
-    read_bytes: int
-    evicted_segments: int
-    evicted_bytes: int
-    corrupted_segments: int
-    failed_reads: int
-    slow_reads: int
-    failed_writes: int
-    is_suspended: bool
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """A snapshot. Byte counts obey ``used_bytes + free_bytes == capacity_bytes`` at any moment.
-
-    ``used_bytes`` counts the arena's bytes as they are taken: committed blocks, reservations, segments that
-    left the index but are still leased, and alignment. ``stored_bytes`` and ``stored_tokens`` count the
-    committed segments in the index only, without alignment; ``num_pages`` counts a page once, however many
-    segments hold it. ``trimmed_segments`` counts the calls of ``trim`` that dropped bytes, ``trimmed_bytes``
-    those bytes, without alignment. ``lookups`` counts calls of ``lease``, ``hit_pages`` and ``missed_pages``
-    the pages that they asked for; ``tier_hit_pages`` the hits by tier. ``fetched_segments`` came from a lower
-    tier, ``failed_fetches`` should have. ``pinned_bytes`` are kept by ``pin``.
-
-    Of the free space, ``largest_free_bytes`` are in one piece and ``num_free_ranges`` pieces there are.
-    """
-
-    capacity_bytes: int
-    used_bytes: int
-    free_bytes: int
-    largest_free_bytes: int
-    num_free_ranges: int
-    stored_bytes: int
-    stored_tokens: int
-    num_segments: int
-    num_pages: int
-    num_leases: int
-    num_reservations: int
-    pinned_bytes: int
-    committed_segments: int
-    evicted_segments: int
-    evicted_bytes: int
-    trimmed_segments: int
-    trimmed_bytes: int
-    rejected_reservations: int
-    corrupted_segments: int
-    token_mismatches: int
-    lookups: int
-    hit_pages: int
-    missed_pages: int
-    tier_hit_pages: Mapping[str, int]
-    fetched_segments: int
-    failed_fetches: int
-    tiers: tuple[TierStats, ...]
-
-
-@dataclass(frozen=True)
-class SegmentInfo:
-    """One line of ``list``: a committed segment as an operator wants to see it.
-
-    ``codec_params`` are the manifest's: the strategy it was stored with, among others. Never change them.
-    ``tiers`` are all that hold it; ``pinned_s`` is how long a pin will still keep it.
-    """
-
-    segment_id: int
-    model: str
-    fingerprint: str
-    tenant: str
-    start_token: int
-    num_tokens: int
-    num_bytes: int
-    codec: str
-    codec_params: Mapping[str, Any]
-    tiers: tuple[str, ...]
-    num_leases: int
-    idle_s: float
-    pinned_s: float
-
-    @classmethod
-    def of(
-        cls,
-        segment_id: int,
-        manifest: SegmentManifest,
-        tier: str,
-        *,
-        num_leases: int = 0,
-        idle_s: float = 0.0,
-        pinned_s: float = 0.0,
-    ) -> SegmentInfo:
-        """Of a segment as one tier holds it."""
-        return cls(
-            segment_id=segment_id,
-            model=manifest.model.name,
-            fingerprint=manifest.model.fingerprint,
-            tenant=manifest.tenant,
-            start_token=manifest.start_token,
-            num_tokens=manifest.num_tokens,
-            num_bytes=manifest.num_bytes,
-            codec=manifest.codec,
-            codec_params=manifest.codec_params,
-            tiers=(tier,),
-            num_leases=num_leases,
-            idle_s=idle_s,
-            pinned_s=pinned_s,
-        )
-
-
-@dataclass(frozen=True)
-class SegmentDetails:
-    """One segment in DRAM whole: its line of ``list``, and what is stored of each layer, as in the manifest.
-
-    ``checksums[l]`` is the XXH3 (64 bit) of layer ``l``'s block.
-    """
-
-    info: SegmentInfo
-    page_size: int
-    parent_key: str | None
-    last_page_key: str
-    layer_first_token: tuple[int, ...]
-    layer_num_bytes: tuple[int, ...]
-    checksums: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class DamageReport:
-    """Result of ``verify``: blocks read, and the ids of segments that were taken out for a wrong checksum."""
-
-    num_blocks: int
-    num_bytes: int
-    bad_segments: tuple[int, ...]
-
-
-class KVStore(ABC):
+class KVStore(Protocol):
     """Keeps encoded KV by page keys. Thread-safe: a scheduler thread and copy threads share one store.
 
     Keys of different models never meet: each call names the model, whose fingerprint is part of every key.

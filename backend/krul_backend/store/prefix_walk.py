@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from krul_backend.segment import ModelIdentity, TokenIds
-from krul_backend.store.host_store import HostStore
-from krul_backend.store.interface import SegmentSlice
 from krul_backend.store.tiered_lease import LowerPart, Part, release_parts
-from krul_backend.tiers.lower_tier import LowerTier, TierRun
+from krul_backend.tiers.common.interface import SegmentSlice
+from krul_backend.tiers.common.lower_tier import LowerTier, TierRun
+from krul_backend.tiers.dram.host_store import HostStore
 
 
 class PrefixWalk:

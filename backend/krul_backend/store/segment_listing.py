@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from krul_backend.segment import SegmentManifest
-from krul_backend.store.host_store import HostStore
-from krul_backend.store.interface import DRAM_TIER, SegmentDetails, SegmentInfo
-from krul_backend.tiers.lower_tier import LowerTier
+from krul_backend.tiers.common.interface import DRAM_TIER, SegmentDetails, SegmentInfo
+from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.dram.host_store import HostStore
 
 
 def list_all_segments(host: HostStore, tiers: Sequence[LowerTier]) -> list[SegmentInfo]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from krul_backend.errors import StoreClosedError, TierReadError
-from krul_backend.store.admission import Arrival
-from krul_backend.tiers.lower_tier import LowerTier, TierRun
+from krul_backend.tiers.common.lower_tier import LowerTier, TierRun
+from krul_backend.tiers.dram.admission import Arrival
 
 logger = logging.getLogger(__name__)
 

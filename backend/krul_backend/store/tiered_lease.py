@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from krul_backend.store.host_store import HostStore
-from krul_backend.store.interface import Lease, SegmentSlice
-from krul_backend.tiers.lower_tier import LowerTier, TierRun
+from krul_backend.tiers.common.interface import Lease, SegmentSlice
+from krul_backend.tiers.common.lower_tier import LowerTier, TierRun
+from krul_backend.tiers.dram.host_store import HostStore
 
 
 @dataclass(frozen=True, eq=False)

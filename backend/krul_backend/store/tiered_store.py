@@ -13,16 +13,19 @@ from contextlib import ExitStack
 import numpy as np
 
 from krul_backend.errors import StoreClosedError, TierReadError
-from krul_backend.restore.costs import TierCost
+from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.store.admission import Arrival
 from krul_backend.store.fetching import Fetcher, load_s
-from krul_backend.store.host_store import HostStore
-from krul_backend.store.interface import (
+from krul_backend.store.interface import KVStore
+from krul_backend.store.prefix_walk import PrefixWalk
+from krul_backend.store.segment_listing import inspect_segment, list_all_segments
+from krul_backend.store.tier_reader import TierReader
+from krul_backend.store.tiered_lease import LowerPart, Part, TieredLease, release_parts, slices_of
+from krul_backend.store.write_behind import WriteBehind
+from krul_backend.tiers.common.interface import (
     DRAM_TIER,
     DamageReason,
     DamageReport,
-    KVStore,
     Lease,
     PathSegment,
     Reservation,
@@ -31,13 +34,10 @@ from krul_backend.store.interface import (
     SegmentSlice,
     StoreStats,
 )
-from krul_backend.store.prefix_walk import PrefixWalk
-from krul_backend.store.segment_listing import inspect_segment, list_all_segments
-from krul_backend.store.stored_segment import StoredSegment
-from krul_backend.store.tier_reader import TierReader
-from krul_backend.store.tiered_lease import LowerPart, Part, TieredLease, release_parts, slices_of
-from krul_backend.store.write_behind import WriteBehind
-from krul_backend.tiers.lower_tier import LowerTier
+from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.dram.admission import Arrival
+from krul_backend.tiers.dram.host_store import HostStore
+from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from krul_backend.store.host_store import HostStore
-from krul_backend.store.stored_segment import StoredSegment
-from krul_backend.tiers.lower_tier import LowerTier
+from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.dram.host_store import HostStore
+from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 logger = logging.getLogger(__name__)
 

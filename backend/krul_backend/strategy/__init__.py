@@ -1,1 +1,5 @@
-"""Strategies: which layers share their KV, and at which precision each is stored."""
+"""Chooses, for one conversation, which layers share KV and how precisely it is kept.
+
+Similarities or measured sensitivities enter; a ``Strategy`` comes out. Numbers only; the engine calls it
+when a turn is stored.
+"""

@@ -1,1 +1,5 @@
-"""The Mooncake tier: segments as objects of a Mooncake Store that all daemons of a cluster share."""
+"""The tier in a Mooncake cluster, which several hosts share.
+
+Whole segments enter as objects named by model, epoch and page; blocks leave, and are checked like any other.
+``store`` calls it.
+"""

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.store.page_index import PageIndex, PrefixMatch
+from krul_backend.tiers.common.page_index import PageIndex, PrefixMatch
 from krul_backend.tiers.mooncake.stored_object import StoredObject
 
 KNOWN_FOR_S = 1.0

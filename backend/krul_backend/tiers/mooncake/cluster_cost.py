@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 
-from krul_backend.restore.costs import TierCost
+from krul_backend.planner.costs import TierCost
 from krul_backend.tiers.mooncake.epochs import ROOT
 from krul_backend.tiers.mooncake.object_store import ObjectStore
 

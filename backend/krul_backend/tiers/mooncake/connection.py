@@ -6,9 +6,9 @@ import logging
 import threading
 from collections.abc import Callable
 
+from krul_backend.tiers.common.suspension import Suspension
 from krul_backend.tiers.mooncake.cluster_cost import ClusterCost
 from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError
-from krul_backend.tiers.ssd.suspension import Suspension
 
 logger = logging.getLogger(__name__)
 

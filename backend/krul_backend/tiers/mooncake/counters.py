@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from krul_backend.tiers.lower_tier import TierCounters
+from krul_backend.tiers.common.lower_tier import TierCounters
 
 
 class Counters:

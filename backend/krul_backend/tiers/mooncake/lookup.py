@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.store.page_index import PageRun
+from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.mooncake.catalog import Catalog
 from krul_backend.tiers.mooncake.epochs import Epochs
 from krul_backend.tiers.mooncake.object_store import ObjectStore

@@ -10,7 +10,7 @@ import xxhash
 
 from krul_backend.errors import RecordError
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.tiers.ssd.record import SegmentRecord, decode_header, encode_metadata, encode_segment
+from krul_backend.tiers.common.record import SegmentRecord, decode_header, encode_metadata, encode_segment
 
 MAX_METADATA_BYTES = 64 << 20
 MAX_POINTER_BYTES = 256

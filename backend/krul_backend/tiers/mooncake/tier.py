@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from krul_backend.errors import TierReadError
-from krul_backend.restore.costs import TierCost
+from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.store.hashing import block_checksum
-from krul_backend.store.interface import DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.lower_tier import Block, LowerTier, TierRun
+from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.interface import DamageReport, SegmentInfo, TierStats
+from krul_backend.tiers.common.lower_tier import Block, LowerTier, TierRun
+from krul_backend.tiers.common.suspension import Suspension
 from krul_backend.tiers.mooncake.catalog import Catalog
 from krul_backend.tiers.mooncake.cluster_cost import ClusterCost
 from krul_backend.tiers.mooncake.connection import Connection
@@ -26,7 +27,6 @@ from krul_backend.tiers.mooncake.options import MooncakeOptions
 from krul_backend.tiers.mooncake.stored_object import StoredObject
 from krul_backend.tiers.mooncake.timed_calls import TimedCalls
 from krul_backend.tiers.mooncake.writer import Writer
-from krul_backend.tiers.ssd.suspension import Suspension
 
 NAME = "mooncake"
 _NUM_LOOKUP_THREADS = 2

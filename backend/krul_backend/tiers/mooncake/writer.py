@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from krul_backend.errors import ManifestError
 from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.lower_tier import Block
+from krul_backend.tiers.common.lower_tier import Block
+from krul_backend.tiers.common.suspension import Suspension
+from krul_backend.tiers.common.write_queue import QueuedSegment, WriteQueue
 from krul_backend.tiers.mooncake.catalog import Catalog
 from krul_backend.tiers.mooncake.connection import Connection
 from krul_backend.tiers.mooncake.counters import Counters
@@ -15,8 +17,6 @@ from krul_backend.tiers.mooncake.epochs import Epochs
 from krul_backend.tiers.mooncake.lookup import Lookup
 from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError, StoreFullError
 from krul_backend.tiers.mooncake.stored_object import StoredObject, encode_object
-from krul_backend.tiers.ssd.suspension import Suspension
-from krul_backend.tiers.ssd.write_queue import QueuedSegment, WriteQueue
 
 _CLOSE_TIMEOUT_S = 5.0
 

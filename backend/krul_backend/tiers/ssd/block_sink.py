@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from krul_backend.errors import RecordError
-from krul_backend.store.interface import Block
+from krul_backend.tiers.common.interface import Block
 
 
 class BlockSink:

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from krul_backend.segment import ModelIdentity, TokenIds
-from krul_backend.store.eviction import EvictionPolicy
-from krul_backend.store.page_index import PageIndex, PageRun
+from krul_backend.tiers.common.eviction import EvictionPolicy
+from krul_backend.tiers.common.page_index import PageIndex, PageRun
 from krul_backend.tiers.ssd.ssd_segment import SsdSegment
 
 

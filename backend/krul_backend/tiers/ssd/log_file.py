@@ -8,20 +8,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from krul_backend.errors import RecordError
-from krul_backend.tiers.ssd.disk import Buffer, Disk, open_for_reading, read_up_to, write_all
-from krul_backend.tiers.ssd.own_files import (
-    FILE_HEADER_NUM_BYTES,
-    LogStamp,
-    encode_file_header,
-    log_name,
-)
-from krul_backend.tiers.ssd.record import (
+from krul_backend.tiers.common.record import (
     FIXED_NUM_BYTES,
     MAGIC,
     RECORD_ALIGN,
     SegmentRecord,
     decode_header,
     decode_size,
+)
+from krul_backend.tiers.ssd.disk import Buffer, Disk, open_for_reading, read_up_to, write_all
+from krul_backend.tiers.ssd.own_files import (
+    FILE_HEADER_NUM_BYTES,
+    LogStamp,
+    encode_file_header,
+    log_name,
 )
 
 _FIRST_READ_BYTES = 4096

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from krul_backend.segment import SegmentManifest
-from krul_backend.store.interface import Block
+from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.common.record import record_buffers, segment_num_bytes
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.own_files import FILE_HEADER_NUM_BYTES
-from krul_backend.tiers.ssd.record import record_buffers, segment_num_bytes
 from krul_backend.tiers.ssd.recovery import Recovered
 
 GROUP_NUM_BYTES = 64 << 20

@@ -8,10 +8,10 @@ import threading
 import time
 from pathlib import Path
 
-from krul_backend.restore.costs import TierCost
+from krul_backend.planner.costs import TierCost
+from krul_backend.tiers.common.record import RECORD_ALIGN
 from krul_backend.tiers.ssd.disk import Disk, open_for_reading, write_all
 from krul_backend.tiers.ssd.reader import NUM_THREADS, PieceReader
-from krul_backend.tiers.ssd.record import RECORD_ALIGN
 
 PROBE_NUM_BYTES = 32 << 20
 _NUM_LATENCY_READS = 5

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from krul_backend.tiers.common.record import RECORD_ALIGN
 from krul_backend.tiers.ssd.disk import Disk
-from krul_backend.tiers.ssd.record import RECORD_ALIGN
 
 # Measured best, or as good as any, for records of 32 to 64 MiB; see docs/tiers.md. A small piece is still in
 # the processor's cache when it is checked and copied, and a record's last one is done soon after it came.

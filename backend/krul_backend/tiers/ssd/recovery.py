@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from krul_backend.errors import DaemonError, RecordError
+from krul_backend.tiers.common.record import SegmentRecord
 from krul_backend.tiers.ssd.clear_file import ClearFile
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.log_file import LogFile
@@ -18,7 +19,6 @@ from krul_backend.tiers.ssd.own_files import (
     read_stamp,
     temporary_paths,
 )
-from krul_backend.tiers.ssd.record import SegmentRecord
 
 logger = logging.getLogger(__name__)
 

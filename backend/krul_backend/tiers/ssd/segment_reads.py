@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from krul_backend.errors import RecordError, TierReadError
-from krul_backend.restore.costs import TierCost
-from krul_backend.store.interface import Block
+from krul_backend.planner.costs import TierCost
+from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.common.record import RECORD_ALIGN
 from krul_backend.tiers.ssd.block_sink import BlockSink
 from krul_backend.tiers.ssd.log_writer import LogWriter
 from krul_backend.tiers.ssd.read_cost import ReadCost
 from krul_backend.tiers.ssd.reader import PieceReader
-from krul_backend.tiers.ssd.record import RECORD_ALIGN
 from krul_backend.tiers.ssd.ssd_segment import SsdSegment
 from krul_backend.tiers.ssd.tier_state import TierState
 

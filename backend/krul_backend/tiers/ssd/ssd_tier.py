@@ -11,11 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from krul_backend.errors import ConfigError, RecordError, TierReadError
-from krul_backend.restore.costs import TierCost
+from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.store.eviction import EvictionPolicy, LruPolicy
-from krul_backend.store.interface import Block, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.lower_tier import LowerTier, TierRun
+from krul_backend.tiers.common.eviction import EvictionPolicy, LruPolicy
+from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
+from krul_backend.tiers.common.lower_tier import LowerTier, TierRun
+from krul_backend.tiers.common.record import RECORD_ALIGN, encode_metadata
+from krul_backend.tiers.common.suspension import Suspension
+from krul_backend.tiers.common.write_queue import QueuedSegment
 from krul_backend.tiers.ssd.catalog import Catalog
 from krul_backend.tiers.ssd.directory_lock import DirectoryLock
 from krul_backend.tiers.ssd.disk import Disk
@@ -23,15 +26,12 @@ from krul_backend.tiers.ssd.log_writer import LogWriter
 from krul_backend.tiers.ssd.own_files import format_directory, remove_older_formats
 from krul_backend.tiers.ssd.read_cost import PROBE_NUM_BYTES, ReadCost
 from krul_backend.tiers.ssd.reader import PieceReader
-from krul_backend.tiers.ssd.record import RECORD_ALIGN, encode_metadata
 from krul_backend.tiers.ssd.recovery import FoundRecord, recover
 from krul_backend.tiers.ssd.room import Room
 from krul_backend.tiers.ssd.segment_reads import SegmentReads
 from krul_backend.tiers.ssd.ssd_segment import SsdSegment
-from krul_backend.tiers.ssd.suspension import Suspension
 from krul_backend.tiers.ssd.tier_state import TierState
 from krul_backend.tiers.ssd.write_behind import WriteBehind
-from krul_backend.tiers.ssd.write_queue import QueuedSegment
 
 logger = logging.getLogger(__name__)
 

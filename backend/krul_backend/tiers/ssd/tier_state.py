@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from krul_backend.tiers.lower_tier import TierCounters
+from krul_backend.tiers.common.lower_tier import TierCounters
+from krul_backend.tiers.common.suspension import Suspension
 from krul_backend.tiers.ssd.catalog import Catalog
 from krul_backend.tiers.ssd.ssd_segment import SsdSegment
-from krul_backend.tiers.ssd.suspension import Suspension
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 
 from krul_backend.errors import DaemonError
 from krul_backend.segment import ModelIdentity
+from krul_backend.tiers.common.record import block_offsets, segment_num_bytes
+from krul_backend.tiers.common.write_queue import QueuedSegment, WriteQueue
 from krul_backend.tiers.ssd.clear_file import ClearFile
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
-from krul_backend.tiers.ssd.record import block_offsets, segment_num_bytes
 from krul_backend.tiers.ssd.room import Room
 from krul_backend.tiers.ssd.ssd_segment import SsdSegment
 from krul_backend.tiers.ssd.tier_state import TierState
-from krul_backend.tiers.ssd.write_queue import QueuedSegment, WriteQueue
 
 logger = logging.getLogger(__name__)
 

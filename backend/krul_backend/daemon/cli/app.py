@@ -1,0 +1,168 @@
+"""The command line ``krul-backend``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from krul_backend.daemon.cli.commands import add_commands
+from krul_backend.daemon.protocol.runtime_dir import remove_if_embedded
+from krul_backend.daemon.server.config import DaemonConfig
+from krul_backend.errors import ConfigError, KrulError
+from krul_backend.memory import parse_bytes
+
+EMBEDDED_PATIENCE_S = 20.0
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+# typer ships its own copy of click since 0.26 and uses the installed one before: take the class it raises.
+_ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+class _OneLineErrors(TyperGroup):
+    """Every error that a user can cause becomes one line on stderr and an exit status, never a traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs["standalone_mode"] = False
+        try:
+            status = super().main(*args, **kwargs)
+        except _ClickException as error:
+            _fail(error.format_message(), error.exit_code)
+        except ConfigError as error:
+            _fail(str(error), EXIT_USAGE)
+        except KrulError as error:
+            _fail(str(error), EXIT_FAILED)
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+app = typer.Typer(
+    name="krul-backend",
+    cls=_OneLineErrors,
+    help="The process that keeps the KV of conversations that left the device.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """The process that keeps the KV of conversations that left the device."""
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _mooncake_options(pairs: list[str]) -> dict[str, str] | None:
+    options: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--mooncake: got {pair!r}, accepted is <name>=<value>")
+        if name in options:
+            raise ConfigError(f"--mooncake: {name!r} is given twice")
+        options[name] = value
+    return options or None
+
+
+@app.command("serve")
+def serve_command(
+    runtime_dir: Annotated[
+        Path, typer.Option(help="Directory of the sockets: private to this user, and to one daemon.")
+    ],
+    host_memory: Annotated[int, typer.Option(parser=_size, metavar="SIZE", help="Memory for KV, as 64GiB.")],
+    ssd_dir: Annotated[Path | None, typer.Option(help="Keep committed KV on this disk, too.")] = None,
+    ssd_capacity: Annotated[
+        int | None,
+        typer.Option(
+            parser=_size, metavar="SIZE", help="What the files may take; half of what is free if not given."
+        ),
+    ] = None,
+    ssd_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="A read that takes longer is a miss.")
+    ] = DaemonConfig.ssd_timeout_s,
+    mooncake: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An option of the Mooncake tier; may be repeated."),
+    ] = None,
+    eviction: Annotated[str, typer.Option(help="What leaves first: value or lru.")] = DaemonConfig.eviction,
+    tenant_quota: Annotated[
+        float, typer.Option(help="Share of the memory that one tenant may take.")
+    ] = DaemonConfig.tenant_quota,
+    exit_when_unused: Annotated[
+        bool, typer.Option("--exit-when-unused", help="End when the last client has gone.")
+    ] = False,
+    embedded: Annotated[
+        bool,
+        typer.Option(
+            "--embedded",
+            help="As an engine starts it: nobody's child, ends when unused, removes a directory made for it.",
+        ),
+    ] = False,
+    admin_endpoint: Annotated[
+        str | None, typer.Option(metavar="tcp://HOST:PORT", help="Answer the command line there, too.")
+    ] = None,
+    curve_dir: Annotated[
+        Path | None, typer.Option(help="Its keys: server.key_secret, and clients/*.key of who may ask.")
+    ] = None,
+    metrics_port: Annotated[
+        int, typer.Option(help="Serve metrics for Prometheus on this port of 127.0.0.1; 0: do not.")
+    ] = DaemonConfig.metrics_port,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every detail.")] = False,
+) -> None:
+    """Keep KV until a signal, or until nobody needs it any more."""
+    if embedded and os.fork():
+        # Engines end by killing all their descendants; what was just committed has to be written first. No
+        # thread was started yet, and nothing is open but the standard streams.
+        os._exit(0)
+    # Here, so that the other commands start without the store.
+    from krul_backend.daemon.server.serve import serve
+
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s krul-backend %(levelname)s: %(message)s",
+    )
+    serve(
+        DaemonConfig(
+            arena_bytes=host_memory,
+            runtime_dir=runtime_dir,
+            ssd_dir=ssd_dir,
+            ssd_capacity_bytes=ssd_capacity,
+            ssd_timeout_s=ssd_timeout,
+            # The daemon of an engine that was just started again may still write what it has.
+            ssd_patience_s=EMBEDDED_PATIENCE_S if embedded else 0.0,
+            mooncake=_mooncake_options(mooncake or []),
+            eviction=eviction,
+            tenant_quota=tenant_quota,
+            exit_when_unused=exit_when_unused or embedded,
+            admin_endpoint=admin_endpoint,
+            curve_dir=curve_dir,
+            metrics_port=metrics_port,
+        )
+    )
+    if embedded:
+        remove_if_embedded(runtime_dir)
+
+
+add_commands(app)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    typer.echo(f"krul-backend: {message}", err=True)
+    sys.exit(status)
+
+
+def main() -> None:
+    app()

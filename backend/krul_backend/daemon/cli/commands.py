@@ -1,0 +1,216 @@
+"""The commands of ``krul-backend`` that ask a running daemon: stats, list, inspect, verify, flush."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import orjson
+import typer
+from rich.console import Console, RenderableType
+
+from krul_backend.daemon.cli.reports import (
+    details_report,
+    segments_report,
+    stats_report,
+    to_json,
+)
+from krul_backend.daemon.client.admin import AdminClient
+from krul_backend.daemon.client.curve import load_client_keys
+from krul_backend.daemon.client.endpoints import resolve_endpoint
+from krul_backend.errors import KrulError
+from krul_backend.tiers.common.interface import SegmentInfo
+
+EXIT_FOUND_BAD = 1
+EXIT_CANNOT_RUN = 2
+
+
+class SortKey(Enum):
+    """Of ``list``. Numbers are sorted with the largest first, names from A on."""
+
+    ID = "id"
+    MODEL = "model"
+    TENANT = "tenant"
+    TOKENS = "tokens"
+    BYTES = "bytes"
+    IDLE = "idle"
+    LEASES = "leases"
+
+
+_SORT_BY: dict[SortKey, Callable[[SegmentInfo], Any]] = {
+    SortKey.ID: lambda info: info.segment_id,
+    SortKey.MODEL: lambda info: (info.model, info.segment_id),
+    SortKey.TENANT: lambda info: (info.tenant, info.segment_id),
+    SortKey.TOKENS: lambda info: -info.num_tokens,
+    SortKey.BYTES: lambda info: -info.num_bytes,
+    SortKey.IDLE: lambda info: -info.idle_s,
+    SortKey.LEASES: lambda info: -info.num_leases,
+}
+
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        help="Runtime directory of the daemon, ipc://DIR/control.sock, or tcp://HOST:PORT.",
+        show_default="the only daemon of this user",
+    ),
+]
+CurveDir = Annotated[
+    Path | None, typer.Option(help="Directory with client.key_secret and server.key; needed for tcp://.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Timeout = Annotated[float, typer.Option("--timeout", help="Most seconds for the answer.")]
+
+
+@dataclass(frozen=True)
+class SegmentFilter:
+    """What ``list`` shows; None: any. ``model`` is a name or the beginning of a fingerprint."""
+
+    model: str | None = None
+    tenant: str | None = None
+    sort: SortKey = SortKey.ID
+    limit: int | None = None
+
+    def choose(self, segments: list[SegmentInfo]) -> tuple[list[SegmentInfo], int]:
+        """The segments to show, and how many there are without the limit."""
+        chosen = [info for info in segments if self._is_meant(info)]
+        chosen.sort(key=_SORT_BY[self.sort])
+        return chosen[: self.limit], len(chosen)
+
+    def _is_meant(self, info: SegmentInfo) -> bool:
+        has_model = self.model is None or info.model == self.model or info.fingerprint.startswith(self.model)
+        return has_model and (self.tenant is None or info.tenant == self.tenant)
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Put the commands into an application."""
+    app.command()(stats)
+    app.command("list")(list_segments)
+    app.command()(inspect)
+    app.command()(verify)
+    app.command()(flush)
+
+
+def stats(
+    endpoint: Endpoint = None,
+    curve_dir: CurveDir = None,
+    as_json: AsJson = False,
+    timeout_s: Timeout = 5.0,
+) -> None:
+    """Show what each tier holds and did, and what holds on to it."""
+    with _daemon(endpoint, curve_dir, timeout_s) as client:
+        store, daemon = client.stats()
+    _print(as_json, {"store": to_json(store), "daemon": to_json(daemon)}, lambda: stats_report(store, daemon))
+
+
+def list_segments(
+    endpoint: Endpoint = None,
+    curve_dir: CurveDir = None,
+    model: Annotated[
+        str | None, typer.Option(help="Only of this model: its name, or the beginning of its fingerprint.")
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Only of this tenant; '' is that of requests without one.")
+    ] = None,
+    sort: Annotated[SortKey, typer.Option(help="Largest number first, names from A on.")] = SortKey.ID,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Show the first N.", show_default="50, and all with --json")
+    ] = None,
+    as_json: AsJson = False,
+    timeout_s: Timeout = 30.0,
+) -> None:
+    """List the segments that are stored: one for each turn of a conversation."""
+    if limit is None and not as_json:
+        limit = 50
+    with _daemon(endpoint, curve_dir, timeout_s) as client:
+        segments, num_in_all = SegmentFilter(model, tenant, sort, limit).choose(client.list_segments())
+    _print(
+        as_json,
+        {"segments": [to_json(info) for info in segments], "num_segments": num_in_all},
+        lambda: segments_report(segments, num_in_all),
+    )
+
+
+def inspect(
+    segment: Annotated[int, typer.Argument(help="Id of a segment, as list shows it.", min=0)],
+    endpoint: Endpoint = None,
+    curve_dir: CurveDir = None,
+    as_json: AsJson = False,
+    timeout_s: Timeout = 30.0,
+) -> None:
+    """Show one segment in DRAM: its place in the conversation, and layer by layer how it is stored."""
+    with _daemon(endpoint, curve_dir, timeout_s) as client:
+        details = client.inspect(segment)
+    if details is None:
+        _fail(f"segment {segment} is not in DRAM (any more): krul-backend list shows what is where", 1)
+    _print(as_json, to_json(details), lambda: details_report(details))
+
+
+def verify(
+    endpoint: Endpoint = None,
+    curve_dir: CurveDir = None,
+    as_json: AsJson = False,
+    timeout_s: Timeout = 3600.0,
+) -> None:
+    """Read every block of the local tiers and compare its checksum; bad segments are taken out.
+
+    Exit status: 0 all are right, 1 some were bad, 2 could not be done.
+    """
+    with _daemon(endpoint, curve_dir, timeout_s) as client:
+        report = client.verify(timeout_s)
+    num_bad = len(report.bad_segments)
+    text = f"{report.num_blocks} blocks, {report.num_bytes / 2**20:.1f} MiB: "
+    text += f"{num_bad} bad segments, taken out: {_ids(report.bad_segments)}" if num_bad else "all are right"
+    _print(as_json, to_json(report), lambda: text)
+    raise typer.Exit(EXIT_FOUND_BAD if num_bad else 0)
+
+
+def flush(
+    endpoint: Endpoint = None,
+    curve_dir: CurveDir = None,
+    as_json: AsJson = False,
+    timeout_s: Timeout = 60.0,
+) -> None:
+    """Wait until everything that was stored before is durable.
+
+    Exit status: 0 it is, 1 it took longer than --timeout, 2 could not be done.
+    """
+    with _daemon(endpoint, curve_dir, timeout_s) as client:
+        is_durable = client.flush(timeout_s)
+    text = "durable" if is_durable else f"not durable after {timeout_s:g} s"
+    _print(as_json, {"is_durable": is_durable}, lambda: text)
+    raise typer.Exit(0 if is_durable else 1)
+
+
+@contextmanager
+def _daemon(endpoint: str | None, curve_dir: Path | None, timeout_s: float) -> Iterator[AdminClient]:
+    """The daemon that is meant. What goes wrong with it is one line and an exit status."""
+    try:
+        if not timeout_s > 0:
+            _fail(f"--timeout {timeout_s:g} is not possible; expected a number greater than 0")
+        address = resolve_endpoint(endpoint)
+        curve = None if curve_dir is None else load_client_keys(curve_dir)
+        with AdminClient(address, curve=curve, timeout_s=timeout_s) as client:
+            yield client
+    except KrulError as error:
+        _fail(str(error))
+
+
+def _print(as_json: bool, value: Any, report: Callable[[], RenderableType]) -> None:
+    if as_json:
+        typer.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2))
+    else:
+        # markup off: names of models and tenants come from outside.
+        Console(markup=False, highlight=False, soft_wrap=False).print(report())
+
+
+def _fail(message: str, status: int = EXIT_CANNOT_RUN) -> NoReturn:
+    typer.echo(f"krul-backend: error: {message}", err=True)
+    raise typer.Exit(status)
+
+
+def _ids(segment_ids: tuple[int, ...]) -> str:
+    return ", ".join(str(segment_id) for segment_id in segment_ids)

@@ -1,0 +1,119 @@
+"""A daemon asked by people: what it holds, whether it is sound; no memory of it is mapped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+
+from krul_backend.daemon.client.client_session import runtime_dir_of
+from krul_backend.daemon.client.request_channel import CurveKeys, RequestChannels
+from krul_backend.daemon.protocol.messages import CONTROL_SOCKET
+from krul_backend.daemon.protocol.replies import (
+    DaemonStats,
+    FlushReply,
+    InspectReply,
+    ListReply,
+    PingReply,
+    ShutdownReply,
+    StatsReply,
+    VerifyReply,
+)
+from krul_backend.daemon.protocol.requests import (
+    FlushRequest,
+    InspectRequest,
+    ListRequest,
+    PingRequest,
+    ShutdownRequest,
+    StatsRequest,
+    VerifyRequest,
+)
+from krul_backend.daemon.protocol.runtime_dir import check_served
+from krul_backend.errors import DaemonError
+from krul_backend.tiers.common.interface import DamageReport, SegmentDetails, SegmentInfo, StoreStats
+
+
+class AdminClient:
+    """The operations of the command line, over a daemon's runtime directory or a TCP endpoint.
+
+    All methods raise DaemonError: DaemonUnreachableError if no answer comes in time (over TCP also if the
+    daemon does not know the keys).
+
+    Args:
+        endpoint: the runtime directory, ``ipc://<directory>/control.sock`` or ``tcp://<host>:<port>``.
+        curve: for TCP, which is refused without.
+        timeout_s: for each answer; ``verify`` has its own.
+
+    Raises:
+        DaemonUnreachableError: no daemon was ever there.
+        DaemonError: an endpoint of another kind, TCP without keys, or a directory that is not this user's
+            alone.
+    """
+
+    def __init__(
+        self, endpoint: str | Path, *, curve: CurveKeys | None = None, timeout_s: float = 5.0
+    ) -> None:
+        address = str(endpoint)
+        if address.startswith("tcp://"):
+            if curve is None:
+                raise DaemonError(f"{address}: over TCP a daemon answers only to CURVE keys")
+        else:
+            runtime_dir = runtime_dir_of(endpoint)
+            check_served(runtime_dir)
+            address, curve = f"ipc://{runtime_dir / CONTROL_SOCKET}", None
+        self._timeout_s = timeout_s
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._channels = RequestChannels(self._context, address, curve=curve)
+
+    def __enter__(self) -> AdminClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def ping(self) -> None:
+        """Return if the daemon answers."""
+        self._channels.ask(PingRequest(**self._channels.head()), PingReply, self._timeout_s)
+
+    def stats(self) -> tuple[StoreStats, DaemonStats]:
+        """Of the store, and of the daemon around it."""
+        reply = self._channels.ask(StatsRequest(**self._channels.head()), StatsReply, self._timeout_s)
+        return reply.store, reply.daemon
+
+    def list_segments(self) -> list[SegmentInfo]:
+        """All segments, ordered by id; as of several moments if there are very many."""
+        segments: list[SegmentInfo] = []
+        while True:
+            request = ListRequest(**self._channels.head(), offset=len(segments))
+            reply = self._channels.ask(request, ListReply, self._timeout_s)
+            segments += reply.segments
+            if not reply.segments or len(segments) >= reply.num_segments:
+                return segments
+
+    def inspect(self, segment_id: int) -> SegmentDetails | None:
+        """One segment, or None if there is none of this id."""
+        request = InspectRequest(**self._channels.head(), segment_id=segment_id)
+        return self._channels.ask(request, InspectReply, self._timeout_s).segment
+
+    def verify(self, timeout_s: float = 3600.0) -> DamageReport:
+        """Have the daemon read every block of its local tiers; one that hangs is found out sooner."""
+        self.ping()
+        request = VerifyRequest(**self._channels.head())
+        return self._channels.ask(request, VerifyReply, timeout_s).report
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything committed before is durable; False if it takes longer than ``timeout_s``."""
+        self.ping()
+        request = FlushRequest(**self._channels.head(), timeout_s=timeout_s)
+        return self._channels.ask(request, FlushReply, timeout_s + self._timeout_s).is_durable
+
+    def shutdown(self) -> None:
+        """Have the daemon flush and end; it may still be flushing when this returns."""
+        self._channels.ask(ShutdownRequest(**self._channels.head()), ShutdownReply, self._timeout_s)
+
+    def close(self) -> None:
+        self._channels.close()
+        self._context.destroy(linger=0)

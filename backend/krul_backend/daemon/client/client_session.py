@@ -1,0 +1,183 @@
+"""A client's side of a session: the connection that is its life, and the arena that came with it."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from krul_backend.daemon.protocol.messages import (
+    CONTROL_SOCKET,
+    SESSION_SOCKET,
+    SessionGreeting,
+    decode_greeting,
+)
+from krul_backend.daemon.protocol.runtime_dir import check_served, check_socket_path
+from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError
+
+_MAX_GREETING_BYTES = 4096
+_PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_DESCRIPTOR = struct.Struct("i")
+
+
+def runtime_dir_of(endpoint: str | Path) -> Path:
+    """The runtime directory that an endpoint means: the directory itself, or ``ipc://<dir>/control.sock``.
+
+    Raises:
+        DaemonError: it is an address without a directory, such as a TCP one.
+    """
+    text = str(endpoint)
+    if "://" not in text:
+        return Path(text)
+    path = Path(text.removeprefix("ipc://"))
+    if not text.startswith("ipc://") or path.name != CONTROL_SOCKET:
+        raise DaemonError(
+            f"{text} shares no memory: give the daemon's runtime directory, or ipc://<directory>/{CONTROL_SOCKET}"
+        )
+    return path.parent
+
+
+class ClientSession:
+    """One connection to a daemon's session socket. It lasts until ``close`` or until the daemon is gone.
+
+    ``arena`` is the daemon's memory, uint8 ``[capacity_bytes]``, mapped shared and writable. It stays mapped
+    as long as it, or a view of it, is referenced: neither the end of the session nor that of the daemon
+    takes bytes away from a copy under way.
+
+    Args:
+        runtime_dir: where the daemon serves.
+        timeout_s: for connecting and for the daemon's greeting.
+        on_end: called once, in a thread of the session, when the daemon is gone; not after ``close``.
+
+    Raises:
+        DaemonUnreachableError: nothing answers there.
+        DaemonError: somebody else's process does or could, or the path is too long for a socket: see
+            ``check_served``.
+        ProtocolError: what answers is not a daemon of this protocol.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        *,
+        timeout_s: float = 5.0,
+        on_end: Callable[[ClientSession], None] | None = None,
+    ) -> None:
+        check_socket_path(runtime_dir)
+        check_served(runtime_dir)
+        self.runtime_dir = runtime_dir
+        self._on_end = on_end
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        path = runtime_dir / SESSION_SOCKET
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.connect(str(path))
+            _check_peer(self._socket, path)
+            self.greeting, descriptor = _receive_greeting(self._socket, path)
+            try:
+                self.arena = _map_arena(descriptor, self.greeting.capacity_bytes)
+            finally:
+                os.close(descriptor)
+            self._socket.settimeout(None)
+        except (OSError, ValueError) as error:
+            self._socket.close()
+            raise DaemonUnreachableError(f"no krul daemon answers at {path}: {error}") from error
+        except BaseException:
+            self._socket.close()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="krul-session", daemon=True)
+        self._watcher.start()
+
+    @property
+    def token(self) -> str:
+        """Names the session in every request."""
+        return self.greeting.token
+
+    @property
+    def control_endpoint(self) -> str:
+        """Where requests go, as ZeroMQ writes it."""
+        return f"ipc://{self.runtime_dir / CONTROL_SOCKET}"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the daemon is there, as far as the kernel knows: it may hang."""
+        return not self._is_over.is_set()
+
+    def close(self) -> None:
+        """End the session: the daemon takes back all that it granted. May be called again."""
+        with self._lock:
+            self._on_end = None
+        self._is_over.set()
+        # Wakes the watcher, which owns the descriptor: closing it here could close somebody else's next one.
+        # The kernel refuses when the daemon's end is closed already.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join()
+
+    def _watch(self) -> None:
+        # A daemon says nothing after its greeting; whatever it might say, only its end matters.
+        with self._socket, contextlib.suppress(OSError):
+            while self._socket.recv(4096):
+                pass
+        self._is_over.set()
+        with self._lock:
+            on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(self)
+
+
+def _check_peer(connection: socket.socket, path: Path) -> None:
+    """Whoever answers is handed prompts: it has to be a process of the same user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    _, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+    if uid != os.geteuid():
+        raise DaemonError(f"the process that serves {path} belongs to user {uid}, not to user {os.geteuid()}")
+
+
+def _receive_greeting(connection: socket.socket, path: Path) -> tuple[SessionGreeting, int]:
+    """The daemon's JSON line and the arena's descriptor, which the caller owns then."""
+    line = b""
+    descriptors: list[int] = []
+    try:
+        while not line.endswith(b"\n") and len(line) < _MAX_GREETING_BYTES:
+            # Not socket.recv_fds, which cannot say CLOEXEC: a child process would keep the arena.
+            data, ancillary, _, _ = connection.recvmsg(
+                _MAX_GREETING_BYTES - len(line), socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+            )
+            for level, kind, payload in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    descriptors += (number for (number,) in _DESCRIPTOR.iter_unpack(payload))
+            if not data:
+                raise DaemonUnreachableError(
+                    f"the krul daemon at {path} closed the connection: it is ending, or full"
+                )
+            line += data
+        greeting = decode_greeting(line)
+        if len(descriptors) != 1:
+            raise ProtocolError(f"the daemon at {path} sent {len(descriptors)} descriptors instead of one")
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    return greeting, descriptors[0]
+
+
+def _map_arena(descriptor: int, capacity_bytes: int) -> npt.NDArray[np.uint8]:
+    num_bytes = os.fstat(descriptor).st_size
+    if num_bytes != capacity_bytes:
+        # Reading behind the file's end would be SIGBUS, not an exception.
+        raise ProtocolError(
+            f"the daemon speaks of an arena of {capacity_bytes} bytes and sent one of {num_bytes}"
+        )
+    return np.frombuffer(mmap.mmap(descriptor, capacity_bytes), dtype=np.uint8)

@@ -1,0 +1,335 @@
+"""The connection to a daemon that may hang, die and come back."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from krul_backend.daemon.client.client_session import ClientSession
+from krul_backend.daemon.client.connection import Connection
+from krul_backend.daemon.client.request_channel import RequestTimeoutError
+from krul_backend.daemon.client.views import Arena
+from krul_backend.daemon.protocol.limits import PROTOCOL_VERSION
+from krul_backend.daemon.protocol.replies import ClearReply, PingReply
+from krul_backend.daemon.protocol.requests import ClearRequest, PingRequest
+from krul_backend.errors import DaemonUnreachableError, KrulError, ProtocolError
+from krul_backend.segment import FORMAT_VERSION, ModelIdentity
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+CLEAR_TIMEOUT_S = 10.0
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
+
+
+@dataclass
+class LinkCounters:
+    """``lost``: times that the daemon died or hung; ``reconnects``: times that it was back after that.
+
+    ``failures`` are answers that were an error, or none that could be read.
+    """
+
+    requests: int = 0
+    timeouts: int = 0
+    failures: int = 0
+    lost: int = 0
+    reconnects: int = 0
+
+
+class _State(enum.Enum):
+    """``SUSPECT``: a request timed out, the daemon may hang. ``LOST``: there is no daemon."""
+
+    CONNECTED = enum.auto()
+    SUSPECT = enum.auto()
+    LOST = enum.auto()
+
+
+@dataclass(frozen=True, eq=False)
+class _Clear:
+    """Of one model, or of all (None)."""
+
+    model: ModelIdentity | None
+
+    @property
+    def fingerprint(self) -> str | None:
+        return None if self.model is None else self.model.fingerprint
+
+
+class DaemonLink:
+    """Keeps one connection to the daemon of a runtime directory, and says at any moment whether there is one.
+
+    ::
+
+        CONNECTED --(a request times out)--> SUSPECT --(a ping is answered)--------------> CONNECTED
+            '-------(the session ends)--------> LOST --(new session, new mapping, hello)------^
+
+    A thread of its own does the way back, with growing delays. A ``clear`` that did not succeed is done on
+    that way, before anybody sees the connection again. A daemon that hangs is waited for, not restarted: its
+    leases and its DRAM may still be good.
+
+    Args: see ``DaemonStore``.
+
+    Raises:
+        DaemonError: the daemon that is there belongs to another user.
+        ProtocolError: it is of another version.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        *,
+        model: ModelIdentity,
+        request_timeout_s: float,
+        on_arena: Callable[[Arena], None],
+        on_lost: Callable[[], None] | None,
+        restart: Callable[[], None] | None,
+    ) -> None:
+        self._runtime_dir = runtime_dir
+        self._model = model
+        self._request_timeout_s = request_timeout_s
+        self._on_arena = on_arena
+        self._on_lost = on_lost
+        self._restart = restart
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._state = _State.LOST
+        self._connection: Connection | None = None
+        self._pending_clears: list[_Clear] = []
+        self.counters = LinkCounters()
+        try:
+            self._try_first()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(target=self._run, name="krul-daemon-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._state is _State.CONNECTED
+
+    def current(self) -> Connection | None:
+        """The connection, or None: do without. Never waits."""
+        with self._changed:
+            return self._connection if self._state is _State.CONNECTED else None
+
+    def count(self, *, timeouts: int = 0, failures: int = 0, requests: int = 0) -> None:
+        with self._changed:
+            self.counters.requests += requests
+            self.counters.timeouts += timeouts
+            self.counters.failures += failures
+
+    def suspect(self, connection: Connection) -> None:
+        """A request of this connection was not answered in time: nobody waits again until a ping is."""
+        with self._changed:
+            if self._connection is connection and self._state is _State.CONNECTED:
+                self._lose(_State.SUSPECT)
+
+    def clear(self, model: ModelIdentity | None) -> None:
+        """Have segments forgotten, of one model or all: now, or else before anything is leased again."""
+        with self._changed:
+            self._pending_clears.append(_Clear(model))
+        connection = self.current()
+        if connection is None:
+            return
+        try:
+            # A clear may take long; that the daemon hangs is found out sooner.
+            self._ping(connection)
+            self._clear_pending(connection)
+        except Exception as error:
+            logger.warning(
+                "the krul daemon did not forget what it was told to, it will be told again: %s", error
+            )
+            self.count(timeouts=int(isinstance(error, RequestTimeoutError)))
+            self.suspect(connection)
+
+    def close(self) -> None:
+        """End the session. May be called again."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+            connection = self._connection
+        if connection is not None:
+            connection.close()
+        self._thread.join()
+        with self._changed:
+            self._state = _State.LOST
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+        self._context.destroy(linger=0)
+
+    # The way back, in the link's own thread.
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing.is_set() or self._state is not _State.CONNECTED)
+                state = self._state
+            if not self._closing.is_set():
+                self._say_lost(state)
+                self._recover()
+
+    def _say_lost(self, state: _State) -> None:
+        if state is _State.LOST and self._connection is None:
+            return  # never there: said at the start
+        what = "is gone" if state is _State.LOST else f"did not answer within {self._request_timeout_s:g} s"
+        logger.warning(
+            "krul daemon at %s %s: until it is back nothing is stored or restored", self._runtime_dir, what
+        )
+        if self._on_lost is not None:
+            with _logged("on_lost"):
+                self._on_lost()
+
+    def _recover(self) -> None:
+        """Come back to ``CONNECTED``, however long it takes; ends early only when the link is closed."""
+        delay_s = FIRST_DELAY_S
+        last_trouble = ""
+        while not self._closing.is_set():
+            try:
+                if self._finish(self._answering_connection()):
+                    logger.info("krul daemon at %s is back", self._runtime_dir)
+                    return
+            except DaemonUnreachableError as error:
+                logger.debug("%s", error)
+            # Whatever a stranger or a callback does: this thread is the only way back.
+            except Exception as error:
+                if str(error) != last_trouble:
+                    last_trouble = str(error)
+                    logger.warning("no way back to the krul daemon: %s", last_trouble)
+            self._closing.wait(delay_s)
+            delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+
+    def _answering_connection(self) -> Connection:
+        connection = self._living_connection()
+        try:
+            self._ping(connection)
+        except DaemonUnreachableError:
+            raise
+        except Exception:
+            # An answer that is an error: of a daemon that does not know the session.
+            self._drop_connection()
+            raise
+        return connection
+
+    def _living_connection(self) -> Connection:
+        """The connection whose session lasts, or a new one; to a daemon that is started again if need be.
+
+        Raises:
+            DaemonUnreachableError: there is none, and it is not this side's to start.
+            DaemonError: it does not start, or did so too often.
+        """
+        connection = self._connection
+        if connection is not None and connection.session.is_alive:
+            return connection
+        self._drop_connection()
+        try:
+            session = self._open_session()
+        except DaemonUnreachableError:
+            if self._restart is None:
+                raise
+            self._restart()
+            session = self._open_session()
+        return self._connect(session)
+
+    def _open_session(self) -> ClientSession:
+        return ClientSession(self._runtime_dir, timeout_s=HANDSHAKE_TIMEOUT_S, on_end=self._session_ended)
+
+    def _connect(self, session: ClientSession) -> Connection:
+        connection = Connection(session, self._context)
+        try:
+            greeting = session.greeting
+            if (greeting.protocol, greeting.format) != (PROTOCOL_VERSION, FORMAT_VERSION):
+                raise ProtocolError(
+                    f"the krul daemon at {self._runtime_dir} has protocol {greeting.protocol} and format "
+                    f"{greeting.format}, this side {PROTOCOL_VERSION} and {FORMAT_VERSION}: install the same"
+                )
+            connection.say_hello(self._model, HANDSHAKE_TIMEOUT_S)
+            self._on_arena(session.arena)
+        except BaseException:
+            connection.close()
+            raise
+        with self._changed:
+            self._connection = connection
+        return connection
+
+    def _finish(self, connection: Connection) -> bool:
+        """Do what was missed, then let everybody see the connection. False if it ended meanwhile."""
+        while True:
+            self._clear_pending(connection)
+            with self._changed:
+                if not self._pending_clears:
+                    # The session's end would not be told again.
+                    if not connection.session.is_alive or self._closing.is_set():
+                        return False
+                    self._state = _State.CONNECTED
+                    self.counters.reconnects += 1
+                    return True
+
+    def _drop_connection(self) -> None:
+        with self._changed:
+            connection, self._connection = self._connection, None
+            self._state = _State.LOST
+        if connection is not None:
+            connection.close()
+
+    # In any thread.
+
+    def _try_first(self) -> None:
+        try:
+            connection = self._connect(self._open_session())
+        except DaemonUnreachableError as error:
+            logger.warning("%s; nothing is stored or restored until it does", error)
+            return
+        if self._finish(connection):
+            self.counters.reconnects = 0
+            logger.info("connected to the krul daemon at %s", self._runtime_dir)
+
+    def _session_ended(self, session: ClientSession) -> None:
+        with self._changed:
+            connection = self._connection
+            if connection is not None and connection.session is session and self._state is _State.CONNECTED:
+                self._lose(_State.LOST)
+
+    def _ping(self, connection: Connection) -> None:
+        """Raises as ``RequestChannels.ask``."""
+        ping = PingRequest(**connection.channels.head())
+        connection.channels.ask(ping, PingReply, self._request_timeout_s)
+
+    def _lose(self, state: _State) -> None:
+        """With the lock held."""
+        self._state = state
+        self.counters.lost += 1
+        self._changed.notify_all()
+
+    def _clear_pending(self, connection: Connection) -> None:
+        """Raises what ``RequestChannels.ask`` raises; what was not cleared then stays pending."""
+        with self._changed:
+            pending = tuple(self._pending_clears)
+        for fingerprint in {clear.fingerprint: None for clear in pending}:
+            same = [clear for clear in pending if clear.fingerprint == fingerprint]
+            model = same[0].model
+            if model is not None:
+                connection.say_hello(model, self._request_timeout_s)
+            request = ClearRequest(**connection.channels.head(), fingerprint=fingerprint)
+            connection.channels.ask(request, ClearReply, CLEAR_TIMEOUT_S)
+            with self._changed:
+                # Only those that were asked for before: a later one is about later segments, too.
+                self._pending_clears = [clear for clear in self._pending_clears if clear not in same]
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Errors of a callback end here, as one line: they are its own."""
+    try:
+        yield
+    except Exception as error:
+        logger.error("%s failed: %s", what, error, exc_info=not isinstance(error, KrulError))

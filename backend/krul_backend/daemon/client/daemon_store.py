@@ -1,0 +1,452 @@
+"""A KV store that a daemon keeps: bytes through its arena, words through its sockets."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from krul_backend.daemon.client.client_session import runtime_dir_of
+from krul_backend.daemon.client.connection import Connection
+from krul_backend.daemon.client.daemon_link import DaemonLink, LinkCounters
+from krul_backend.daemon.client.offline import NO_DAMAGE, NO_STATS
+from krul_backend.daemon.client.request_channel import RequestHead, SessionEndedError
+from krul_backend.daemon.client.requester import UNANSWERED, Requester
+from krul_backend.daemon.client.views import slices_in, view_in
+from krul_backend.daemon.protocol.replies import (
+    CommitReply,
+    FetchReply,
+    FindMissingReply,
+    FlushReply,
+    InspectReply,
+    LeaseReply,
+    ListReply,
+    PathSegmentsReply,
+    PinReply,
+    PrefetchReply,
+    Reply,
+    ReportDamageReply,
+    ReserveReply,
+    StatsReply,
+    TierCostsReply,
+    TrimReply,
+    UnpinReply,
+    VerifyReply,
+)
+from krul_backend.daemon.protocol.requests import (
+    AbortRequest,
+    CommitRequest,
+    FetchRequest,
+    FindMissingRequest,
+    FlushRequest,
+    InspectRequest,
+    LeaseRequest,
+    ListRequest,
+    PathSegmentsRequest,
+    PinRequest,
+    PrefetchRequest,
+    ReleaseRequest,
+    ReportDamageRequest,
+    Request,
+    ReserveRequest,
+    StatsRequest,
+    TierCostsRequest,
+    TrimRequest,
+    UnpinRequest,
+    VerifyRequest,
+)
+from krul_backend.daemon.protocol.wire import header_from_wire, manifest_to_wire, runs_from_wire
+from krul_backend.errors import ManifestError, ProtocolError, StoreClosedError, TierReadError
+from krul_backend.planner.costs import TierCost
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.store.interface import KVStore
+from krul_backend.tiers.common.hashing import checked_checksums
+from krul_backend.tiers.common.interface import (
+    DamageReason,
+    DamageReport,
+    Lease,
+    PathSegment,
+    Reservation,
+    SegmentDetails,
+    SegmentInfo,
+    SegmentSlice,
+    StoreStats,
+)
+
+logger = logging.getLogger(__name__)
+
+SLOW_TIMEOUT_S = 10.0
+"""For operations that read blocks, wait for a network or have long answers; no scheduler waits for them."""
+VERIFY_TIMEOUT_S = 3600.0
+_LONGEST_PIN_S = 1e9
+
+R = TypeVar("R", bound=Reply)
+
+
+class DaemonStore(KVStore):
+    """Segments in a daemon's arena, which this process maps. Thread-safe.
+
+    Each call is one round trip at most. While there is no daemon, or it does not answer, calls return at once
+    what makes the engine do without it: no lease, no reservation, nothing missing. What it may have granted
+    too late is given back. ``commit`` raises StoreClosedError then, ``fetch`` TierReadError.
+
+    What a session granted ends with it, on both sides: releasing a lease of an earlier session does
+    nothing, and its arrays stay readable as long as they are referenced. A ``clear`` that the daemon did not
+    do is done before anything of a later connection can be leased.
+
+    Args:
+        endpoint: the daemon's runtime directory, or ``ipc://<directory>/control.sock``.
+        model: whose KV this is; other models that calls name are introduced when they first appear.
+        request_timeout_s: how long a call may wait for the daemon.
+        on_arena: called with each new mapping of the arena, uint8 ``[capacity_bytes]``, before a block of it
+            is handed out: to register it with CUDA. Keep the array as long as it is registered.
+        on_lost: called each time that the daemon died or hung, in a thread of the store.
+        restart: starts the daemon again; called once each time that it died.
+
+    Raises:
+        DaemonError: the daemon that is there is another user's, or of another version (ProtocolError). If
+            there is none that is no error: it may come later.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | Path,
+        *,
+        model: ModelIdentity,
+        request_timeout_s: float = 1.0,
+        on_arena: Callable[[npt.NDArray[np.uint8]], None] = lambda arena: None,
+        on_lost: Callable[[], None] | None = None,
+        restart: Callable[[], None] | None = None,
+    ) -> None:
+        self._timeout_s = request_timeout_s
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._leases: dict[int, Connection] = {}
+        self._reservations: dict[int, Connection] = {}
+        self._is_closed = False
+        self._link = DaemonLink(
+            runtime_dir_of(endpoint),
+            model=model,
+            request_timeout_s=request_timeout_s,
+            on_arena=on_arena,
+            on_lost=on_lost,
+            restart=restart,
+        )
+        self._requests = Requester(self._link, request_timeout_s)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether calls ask the daemon now."""
+        return self._link.is_connected
+
+    @property
+    def counters(self) -> LinkCounters:
+        return self._link.counters
+
+    def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
+        keys = tuple(page_keys)
+        reply = self._try(
+            FindMissingReply,
+            lambda head: FindMissingRequest(**head, fingerprint=model.fingerprint, page_keys=keys),
+            model,
+        )
+        return runs_from_wire(reply.missing) if reply is not None else []
+
+    def reserve(self, layer_num_bytes: Sequence[int], tenant: str = "") -> Reservation | None:
+        sizes = tuple(int(num_bytes) for num_bytes in layer_num_bytes)
+        if not sizes or any(num_bytes < 0 for num_bytes in sizes):
+            raise ValueError(f"a reservation needs blocks, of no fewer than 0 bytes each, got {sizes}")
+        self._check_open()
+        connection = self._link.current()
+        if connection is None:
+            return None
+        reservation_id = next(self._ids)
+        try:
+            request = ReserveRequest(
+                **connection.channels.head(),
+                reservation_id=reservation_id,
+                layer_num_bytes=sizes,
+                tenant=tenant,
+            )
+            spans = self._requests.ask(connection, ReserveReply, request).spans
+            if spans is None:
+                return None
+            if tuple(span.num_bytes for span in spans) != sizes:
+                raise ProtocolError(f"asked for blocks of {sizes} bytes, got {spans}")
+            blocks = tuple(view_in(connection.arena, span) for span in spans)
+        except UNANSWERED as error:
+            self._requests.note(connection, "reserve", error)
+            self._post_abort(connection, reservation_id)
+            return None
+        with self._lock:
+            self._reservations[reservation_id] = connection
+        return Reservation(reservation_id, blocks, spans)
+
+    def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
+        reservation_id = reservation.reservation_id
+        connection = self._settle(reservation)
+        if connection is None:
+            raise StoreClosedError("the KV store was closed")
+        try:
+            if connection is not self._link.current():
+                raise SessionEndedError("the krul daemon that reserved the space is gone, or does not answer")
+            request = CommitRequest(
+                **connection.channels.head(),
+                reservation_id=reservation_id,
+                fingerprint=manifest.model.fingerprint,
+                manifest=manifest_to_wire(manifest),
+                checksums=checked_checksums(checksums, len(reservation.blocks)),
+            )
+            return self._requests.ask(
+                connection,
+                CommitReply,
+                request,
+                manifest.model,
+                timeout_s=SLOW_TIMEOUT_S,
+                token_ids=manifest.token_ids,
+            ).segment_id
+        except UNANSWERED as error:
+            self._requests.note(connection, "commit", error)
+            self._post_abort(connection, reservation_id)
+            raise StoreClosedError(f"the segment was not stored: {error}") from error
+        except ManifestError:
+            # Of the daemon or of this side: only the daemon's has given the space back.
+            self._post_abort(connection, reservation_id)
+            raise
+
+    def abort(self, reservation: Reservation) -> None:
+        connection = self._settle(reservation)
+        if connection is not None:
+            self._post_abort(connection, reservation.reservation_id)
+
+    def lease(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Lease | None:
+        keys = tuple(page_keys)
+        token_ids = _checked_tokens(model, keys, token_ids)
+        self._check_open()
+        connection = self._link.current()
+        if connection is None:
+            return None
+        lease_id = next(self._ids)
+        try:
+            request = LeaseRequest(
+                **connection.channels.head(),
+                fingerprint=model.fingerprint,
+                page_keys=keys,
+                lease_id=lease_id,
+            )
+            reply = self._requests.ask(connection, LeaseReply, request, model, token_ids=token_ids)
+            if not reply.num_pages:
+                return None
+            slices = slices_in(connection.arena, reply.slices)
+            if sum(part.end_page - part.first_page for part in slices) != reply.num_pages:
+                raise ProtocolError(f"a lease of {reply.num_pages} pages whose slices have others")
+            # A clear may have failed meanwhile: what was found before it is not what is wanted.
+            if connection is not self._link.current():
+                raise SessionEndedError("the krul daemon was lost while it answered")
+        except UNANSWERED as error:
+            self._requests.note(connection, "lease", error)
+            self._post_release(connection, lease_id)
+            return None
+        with self._lock:
+            self._leases[lease_id] = connection
+        return Lease(lease_id, reply.num_pages, slices)
+
+    def fetch(self, lease: Lease) -> tuple[SegmentSlice, ...]:
+        with self._lock:
+            self._check_open()
+            connection = self._leases[lease.lease_id]
+        if lease.is_in_dram:
+            return lease.slices
+        try:
+            if connection is not self._link.current():
+                raise SessionEndedError("the krul daemon that gave the lease is gone, or does not answer")
+            request = FetchRequest(**connection.channels.head(), lease_id=lease.lease_id)
+            reply = self._requests.ask(connection, FetchReply, request, timeout_s=SLOW_TIMEOUT_S)
+            slices = slices_in(connection.arena, reply.slices)
+            if any(len(part.blocks) != len(part.checksums) for part in slices):
+                raise ProtocolError("a fetched lease has segments without blocks")
+            return slices
+        except UNANSWERED as error:
+            self._requests.note(connection, "fetch", error)
+            raise TierReadError(f"nothing was fetched: {error}") from error
+
+    def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
+        keys = tuple(page_keys)
+        reply = self._try(
+            PrefetchReply,
+            lambda head: PrefetchRequest(**head, fingerprint=model.fingerprint, page_keys=keys),
+            model,
+            token_ids=_checked_tokens(model, keys, token_ids),
+        )
+        return reply.num_pages if reply is not None else 0
+
+    def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
+        reply = self._try(
+            ReportDamageReply,
+            lambda head: ReportDamageRequest(**head, segment_id=segment_id, reason=reason),
+            timeout_s=SLOW_TIMEOUT_S,
+        )
+        return reply is not None and reply.is_damaged
+
+    def path_segments(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[PathSegment]:
+        keys = tuple(page_keys)
+        reply = self._try(
+            PathSegmentsReply,
+            lambda head: PathSegmentsRequest(**head, fingerprint=model.fingerprint, page_keys=keys),
+            model,
+        )
+        if reply is None:
+            return []
+        return [PathSegment(part.segment_id, header_from_wire(part.header)) for part in reply.segments]
+
+    def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
+        first_tokens = tuple(int(token) for token in layer_first_token)
+        sizes = tuple(int(num_bytes) for num_bytes in layer_num_bytes)
+        reply = self._try(
+            TrimReply,
+            lambda head: TrimRequest(
+                **head, segment_id=segment_id, layer_first_token=first_tokens, layer_num_bytes=sizes
+            ),
+            timeout_s=SLOW_TIMEOUT_S,
+        )
+        return reply.num_bytes if reply is not None else 0
+
+    def release(self, lease: Lease) -> None:
+        """As the interface says, without waiting for the daemon."""
+        with self._lock:
+            # Closing forgets what was granted, so both are looked at together.
+            connection = None if self._is_closed else self._leases.pop(lease.lease_id)
+        if connection is not None:
+            self._post_release(connection, lease.lease_id)
+
+    def pin(self, model: ModelIdentity, page_keys: Sequence[str], ttl_s: float) -> int:
+        if not 0.0 < ttl_s < math.inf:
+            raise ValueError(f"a pin lasts a positive, finite number of seconds, got {ttl_s}")
+        keys = tuple(page_keys)
+        reply = self._try(
+            PinReply,
+            lambda head: PinRequest(
+                **head, fingerprint=model.fingerprint, page_keys=keys, ttl_s=min(ttl_s, _LONGEST_PIN_S)
+            ),
+            model,
+        )
+        return reply.num_pages if reply is not None else 0
+
+    def unpin(self, model: ModelIdentity, page_keys: Sequence[str]) -> int:
+        keys = tuple(page_keys)
+        reply = self._try(
+            UnpinReply,
+            lambda head: UnpinRequest(**head, fingerprint=model.fingerprint, page_keys=keys),
+            model,
+        )
+        return reply.num_pages if reply is not None else 0
+
+    def tier_costs(self) -> Mapping[str, TierCost]:
+        reply = self._try(TierCostsReply, lambda head: TierCostsRequest(**head))
+        return reply.tier_costs if reply is not None else {}
+
+    def stats(self) -> StoreStats:
+        reply = self._try(StatsReply, lambda head: StatsRequest(**head))
+        return reply.store if reply is not None else NO_STATS
+
+    def list_segments(self) -> list[SegmentInfo]:
+        segments: list[SegmentInfo] = []
+        while True:
+            reply = self._list_from(len(segments))
+            if reply is None:
+                return []
+            segments += reply.segments
+            if not reply.segments or len(segments) >= reply.num_segments:
+                return segments
+
+    def inspect(self, segment_id: int) -> SegmentDetails | None:
+        reply = self._try(
+            InspectReply, lambda head: InspectRequest(**head, segment_id=segment_id), timeout_s=SLOW_TIMEOUT_S
+        )
+        return reply.segment if reply is not None else None
+
+    def verify(self) -> DamageReport:
+        reply = self._try(VerifyReply, lambda head: VerifyRequest(**head), timeout_s=VERIFY_TIMEOUT_S)
+        return reply.report if reply is not None else NO_DAMAGE
+
+    def flush(self, timeout_s: float) -> bool:
+        reply = self._try(
+            FlushReply,
+            lambda head: FlushRequest(**head, timeout_s=timeout_s),
+            timeout_s=timeout_s + self._timeout_s,
+        )
+        return reply is not None and reply.is_durable
+
+    def clear(self, model: ModelIdentity | None = None) -> None:
+        """As the interface says; if the daemon cannot do it now, before anything of it is leased again."""
+        self._check_open()
+        self._link.clear(model)
+
+    def close(self) -> None:
+        """End the session: the daemon takes back what it granted. The arena stays mapped for old views."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._leases.clear()
+            self._reservations.clear()
+        self._link.close()
+
+    def _list_from(self, offset: int) -> ListReply | None:
+        return self._try(ListReply, lambda head: ListRequest(**head, offset=offset), timeout_s=SLOW_TIMEOUT_S)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StoreClosedError("the KV store was closed")
+
+    def _try(
+        self,
+        reply_type: type[R],
+        make: Callable[[RequestHead], Request],
+        model: ModelIdentity | None = None,
+        *,
+        timeout_s: float | None = None,
+        token_ids: TokenIds | None = None,
+    ) -> R | None:
+        self._check_open()
+        return self._requests.attempt(reply_type, make, model, timeout_s=timeout_s, token_ids=token_ids)
+
+    def _settle(self, reservation: Reservation) -> Connection | None:
+        """Take the right to write from a reservation's holder; None: the store was closed."""
+        with self._lock:
+            connection = None
+            if not self._is_closed:
+                connection = self._reservations.pop(reservation.reservation_id, None)
+                if connection is None:
+                    raise KeyError(
+                        f"reservation {reservation.reservation_id} is unknown, committed or aborted"
+                    )
+        # A late write of the holder's must not reach bytes that are somebody else's by now.
+        for block in reservation.blocks:
+            block.flags.writeable = False
+        return connection
+
+    def _post_release(self, connection: Connection, lease_id: int) -> None:
+        self._requests.post(connection, ReleaseRequest(**connection.channels.head(), lease_id=lease_id))
+
+    def _post_abort(self, connection: Connection, reservation_id: int) -> None:
+        self._requests.post(
+            connection, AbortRequest(**connection.channels.head(), reservation_id=reservation_id)
+        )
+
+
+def _checked_tokens(model: ModelIdentity, keys: Sequence[str], token_ids: TokenIds) -> TokenIds:
+    token_ids = np.asarray(token_ids)
+    if token_ids.shape != (len(keys) * model.page_size,):
+        raise ValueError(
+            f"{len(keys)} pages of {model.page_size} tokens need token ids of shape "
+            f"({len(keys) * model.page_size},), got {token_ids.shape}"
+        )
+    return token_ids

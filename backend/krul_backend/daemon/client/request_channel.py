@@ -1,0 +1,247 @@
+"""Requests and replies over ZeroMQ, for many threads: a DEALER each, since sockets are not thread-safe."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict, TypeVar
+
+import zmq
+import zmq.auth
+
+from krul_backend.daemon.protocol.limits import MAX_FRAME_BYTES
+from krul_backend.daemon.protocol.messages import decode_reply, encode, encode_token_ids
+from krul_backend.daemon.protocol.replies import ErrorCode, ErrorReply, Reply
+from krul_backend.daemon.protocol.requests import Request
+from krul_backend.errors import (
+    ConfigError,
+    DaemonError,
+    DaemonUnreachableError,
+    ManifestError,
+    ProtocolError,
+    StoreClosedError,
+    TierReadError,
+)
+from krul_backend.segment import TokenIds
+
+_POLL_MS = 20
+"""How soon a waiting thread notices that its session ended."""
+
+_EXCEPTIONS: dict[ErrorCode, type[Exception]] = {
+    "manifest": ManifestError,
+    "key": KeyError,
+    "value": ValueError,
+    "closed": StoreClosedError,
+    "tier-read": TierReadError,
+    "protocol": ProtocolError,
+    "internal": DaemonError,
+}
+
+R = TypeVar("R", bound=Reply)
+
+
+class RequestTimeoutError(DaemonUnreachableError):
+    """No reply in time. What was asked may still be done."""
+
+
+class SessionEndedError(DaemonUnreachableError):
+    """The session that the request belongs to is over."""
+
+
+class RequestHead(TypedDict):
+    """What every request begins with."""
+
+    token: str
+    id: int
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """Z85 text of 40 characters each: the client's own pair, and the public key of the server to trust."""
+
+    public: bytes
+    secret: bytes
+    server: bytes
+
+    @classmethod
+    def read(cls, client_path: Path, server_path: Path) -> CurveKeys:
+        """From files as ``zmq.auth.create_certificates`` writes them.
+
+        Args:
+            client_path: the client's ``*.key_secret``.
+            server_path: the server's ``*.key``.
+
+        Raises:
+            ConfigError: one of them cannot be read, or the client's has no secret key.
+        """
+        try:
+            public, secret = zmq.auth.load_certificate(client_path)
+            server, _ = zmq.auth.load_certificate(server_path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"CURVE keys {client_path}, {server_path} cannot be read: {error}") from error
+        if secret is None:
+            raise ConfigError(f"{client_path} has no secret key: expected the client's *.key_secret")
+        return cls(public, secret, server)
+
+
+class _Channel:
+    """A DEALER that one thread at a time uses. The lock is for its end, which comes from another thread."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: CurveKeys | None
+    ) -> None:
+        self.lock = threading.Lock()
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        # Without a bound, or a release could be dropped: a thread waits for each reply but those of releases,
+        # so what can queue up is bounded by what was granted.
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        if curve is not None:
+            self.socket.curve_publickey = curve.public
+            self.socket.curve_secretkey = curve.secret
+            self.socket.curve_serverkey = curve.server
+        self.socket.connect(endpoint)
+
+    def send(self, request: Request, token_ids: TokenIds | None) -> None:
+        frames = [encode(request)]
+        if token_ids is not None:
+            frames.append(encode_token_ids(token_ids))
+        self.socket.send_multipart(frames)
+
+    def drop_replies(self) -> None:
+        """Throw away what nobody waits for: late replies, and those to releases."""
+        try:
+            while True:
+                self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+
+class _Use:
+    """A thread's use of a channel; it ends with the thread."""
+
+    def __init__(self, channel: _Channel) -> None:
+        self.channel = channel
+
+
+class RequestChannels:
+    """All requests of one session, or to one admin endpoint. Thread-safe.
+
+    Each thread has a channel of its own. When it ends, the channel stays open for the next new thread:
+    closing it would drop a release that was posted last and is not sent yet.
+
+    Args:
+        context: not owned.
+        endpoint: as ZeroMQ writes it.
+        token: the session's; empty for an admin endpoint.
+        has_ended: tells that no reply will come any more.
+        curve: keys for a TCP endpoint.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        token: str = "",
+        *,
+        has_ended: Callable[[], bool] = lambda: False,
+        curve: CurveKeys | None = None,
+    ) -> None:
+        self._context = context
+        self._endpoint = endpoint
+        self._token = token
+        self._has_ended = has_ended
+        self._curve = curve
+        self._ids = itertools.count(1)
+        self._of_thread = threading.local()
+        self._lock = threading.Lock()
+        self._channels: list[_Channel] = []
+        self._unused: deque[_Channel] = deque()
+        self._is_closed = False
+
+    def head(self) -> RequestHead:
+        """The beginning of a new request."""
+        return RequestHead(token=self._token, id=next(self._ids))
+
+    def ask(
+        self, request: Request, reply_type: type[R], timeout_s: float, token_ids: TokenIds | None = None
+    ) -> R:
+        """Send a request and wait for its reply; replies to earlier requests are dropped by their ids.
+
+        Raises:
+            RequestTimeoutError: no reply within ``timeout_s``.
+            SessionEndedError: there is nobody any more who could reply.
+            ProtocolError: the reply cannot be read, or is none to this request.
+            ManifestError, KeyError, ValueError, StoreClosedError, TierReadError, DaemonError: the daemon's
+                answer is this error.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        channel = self._channel()
+        with channel.lock:
+            self._check_open()
+            channel.drop_replies()
+            channel.send(request, token_ids)
+            while True:
+                remaining_ms = (deadline_s - time.monotonic()) * 1000
+                if remaining_ms <= 0:
+                    raise RequestTimeoutError(f"no answer from {self._endpoint} within {timeout_s:g} s")
+                if channel.socket.poll(max(1, min(_POLL_MS, int(remaining_ms)))):
+                    reply = _decode(channel.socket.recv_multipart())
+                    if reply.id == request.id:
+                        break
+                self._check_open()
+        if isinstance(reply, ErrorReply):
+            raise _EXCEPTIONS[reply.code](reply.message)
+        if not isinstance(reply, reply_type):
+            raise ProtocolError(f"expected a {reply_type.__name__}, got a {type(reply).__name__}")
+        return reply
+
+    def post(self, request: Request) -> None:
+        """Send a request whose reply does not matter, after all earlier ones of this thread. Never waits."""
+        channel = self._channel()
+        with channel.lock:
+            if not self._is_closed:
+                channel.drop_replies()
+                channel.send(request, None)
+
+    def close(self) -> None:
+        """Close the sockets of all threads. Call it when ``has_ended``, or it waits for their requests."""
+        with self._lock:
+            self._is_closed = True
+            channels = list(self._channels)
+        for channel in channels:
+            with channel.lock:
+                channel.socket.close(0)
+
+    def _channel(self) -> _Channel:
+        use: _Use | None = getattr(self._of_thread, "use", None)
+        if use is None:
+            with self._lock:
+                self._check_open()
+                use = _Use(self._unused.popleft() if self._unused else self._new_channel())
+            # Called when the thread has ended, by whichever thread then collects garbage: it must not lock.
+            weakref.finalize(use, self._unused.append, use.channel).atexit = False
+            self._of_thread.use = use
+        return use.channel
+
+    def _new_channel(self) -> _Channel:
+        channel = _Channel(self._context, self._endpoint, self._curve)
+        self._channels.append(channel)
+        return channel
+
+    def _check_open(self) -> None:
+        if self._is_closed or self._has_ended():
+            raise SessionEndedError(f"the daemon at {self._endpoint} is gone")
+
+
+def _decode(frames: list[bytes]) -> Reply:
+    if len(frames) != 1:
+        raise ProtocolError(f"expected a reply of one frame, got {len(frames)}")
+    return decode_reply(frames[0])

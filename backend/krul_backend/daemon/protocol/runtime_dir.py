@@ -1,0 +1,158 @@
+"""The private directory that holds a daemon's sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+from krul_backend.daemon.protocol.messages import CONTROL_SOCKET, SESSION_SOCKET
+from krul_backend.errors import DaemonError, DaemonUnreachableError
+
+LOG_NAME = "daemon.log"
+"""The file in its runtime directory to which a daemon writes its log when an engine started it."""
+
+_LOCK_FILE = "daemon.lock"
+
+MAX_SOCKET_PATH_BYTES = 107
+"""What ``sockaddr_un.sun_path`` holds beside its closing zero."""
+
+
+class RuntimeDir:
+    """Held by one daemon from its making to ``close``.
+
+    Made (0700) if it is not there. An existing one must be a directory of this user that nobody else may
+    enter. Sockets that an earlier daemon left behind are removed; the lock file stays, since removing it
+    would let two daemons hold a lock each.
+
+    Raises:
+        DaemonError: the path is too long for a socket, another's, open to others, or another daemon's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self._lock: int | None = None
+        check_socket_path(self.path)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_private(self.path)
+            self._lock = _take_lock(self.path)
+            self._remove_sockets()
+        except OSError as error:
+            self._unlock()
+            raise DaemonError(
+                f"{self.path} cannot be a runtime directory: {error.strerror or error}"
+            ) from error
+
+    @property
+    def session_socket(self) -> Path:
+        return self.path / SESSION_SOCKET
+
+    @property
+    def control_socket(self) -> Path:
+        return self.path / CONTROL_SOCKET
+
+    def close(self) -> None:
+        """Remove the sockets and let another daemon have the directory. May be called again."""
+        if self._lock is not None:
+            self._remove_sockets()
+            self._unlock()
+
+    def _remove_sockets(self) -> None:
+        self.session_socket.unlink(missing_ok=True)
+        self.control_socket.unlink(missing_ok=True)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def check_socket_path(directory: Path) -> None:
+    """Raises DaemonError if a socket in this directory would have too long a path."""
+    longest = max(len(os.fsencode(directory / name)) for name in (SESSION_SOCKET, CONTROL_SOCKET))
+    if longest > MAX_SOCKET_PATH_BYTES:
+        raise DaemonError(
+            f"the sockets in {directory} would have paths of {longest} bytes, the system takes "
+            f"{MAX_SOCKET_PATH_BYTES}: choose a shorter runtime directory"
+        )
+
+
+def check_private(directory: Path) -> None:
+    """Check that nobody else can put or open anything in a directory.
+
+    Raises:
+        DaemonError: it is no directory, not this user's, or open to others.
+        OSError: it cannot be looked at.
+    """
+    status = os.lstat(directory)
+    if not stat.S_ISDIR(status.st_mode):
+        raise DaemonError(f"{directory} cannot be a runtime directory: it is a link or no directory")
+    if status.st_uid != os.geteuid():
+        raise DaemonError(
+            f"{directory} belongs to user {status.st_uid}, this is user {os.geteuid()}: "
+            "choose a runtime directory of your own"
+        )
+    if status.st_mode & 0o077:
+        raise DaemonError(
+            f"{directory} has mode {stat.S_IMODE(status.st_mode):04o}, so others may enter it: chmod 0700 it"
+        )
+
+
+def check_served(directory: Path) -> None:
+    """Check that the sockets in a runtime directory can only be this user's, before anything is said to them.
+
+    Raises:
+        DaemonUnreachableError: the directory or a socket is not there.
+        DaemonError: the directory is a link, another user's or open to others, or a socket is none or another
+            user's.
+    """
+    try:
+        check_private(directory)
+        for name in (SESSION_SOCKET, CONTROL_SOCKET):
+            status = os.lstat(directory / name)
+            if not stat.S_ISSOCK(status.st_mode):
+                raise DaemonError(f"{directory / name} is no socket: no krul daemon made it")
+            if status.st_uid != os.geteuid():
+                raise DaemonError(
+                    f"{directory / name} belongs to user {status.st_uid}, this is user {os.geteuid()}: "
+                    "it is not used"
+                )
+    except OSError as error:
+        raise DaemonUnreachableError(
+            f"no krul daemon serves {directory}: {error.strerror or error}"
+        ) from error
+
+
+def remove_if_embedded(directory: Path) -> None:
+    """Remove a runtime directory that an engine made for this process alone; leave any other as it is.
+
+    Such a directory has the log that this process's standard error goes to. What neither of the two made
+    stays, and the directory with it.
+    """
+    with contextlib.suppress(OSError):
+        log = directory / LOG_NAME
+        if os.path.samestat(os.fstat(2), os.lstat(log)):
+            log.unlink()
+            (directory / _LOCK_FILE).unlink(missing_ok=True)
+            directory.rmdir()
+
+
+def _take_lock(directory: Path) -> int:
+    descriptor = os.open(
+        directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode=0o600
+    )
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise DaemonError(f"{directory} is in use by another daemon (process {holder})") from None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,120 @@
+"""The store that a configuration asks for: DRAM, and the tiers below it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from krul_backend.daemon.server.config import DaemonConfig
+from krul_backend.daemon.server.server import SharedArena
+from krul_backend.errors import ConfigError
+from krul_backend.memory import parse_bytes
+from krul_backend.store.interface import KVStore
+from krul_backend.store.tiered_store import TieredStore
+from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.common.policy_registry import make_policy
+from krul_backend.tiers.dram.host_store import HostStore
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
+
+
+@dataclass(frozen=True, eq=False)
+class BuiltStore:
+    """``arena`` is the store's memory; ``may_lookup_wait``: a lookup may ask a network."""
+
+    store: KVStore
+    arena: SharedArena
+    may_lookup_wait: bool
+
+
+def build_store(config: DaemonConfig) -> BuiltStore:
+    """Raises ConfigError or DaemonError if a tier cannot be had."""
+    try:
+        host = HostStore(config.arena_bytes, make_policy(config.eviction), tenant_quota=config.tenant_quota)
+    except OSError as error:
+        raise ConfigError(
+            f"arena_bytes: got {config.arena_bytes}, which the system does not map: {error.strerror or error}"
+        ) from error
+    tiers: list[LowerTier] = []
+    try:
+        if config.ssd_dir is not None:
+            tiers.append(_ssd_tier(config, config.ssd_dir))
+        if config.mooncake is not None:
+            tiers.append(_mooncake_tier(config.mooncake, host))
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        host.close()
+        raise
+    return BuiltStore(TieredStore(host, tiers), host, may_lookup_wait=config.mooncake is not None)
+
+
+def _ssd_tier(config: DaemonConfig, directory: Path) -> LowerTier:
+    # Here, and below: what a tier needs is loaded only where it is used.
+    from krul_backend.tiers.ssd.ssd_tier import SsdTier
+
+    capacity_bytes = config.ssd_capacity_bytes
+    if capacity_bytes is None:
+        capacity_bytes = default_ssd_capacity(directory)
+    return SsdTier(
+        directory,
+        capacity_bytes,
+        read_timeout_s=config.ssd_timeout_s,
+        policy=make_policy(config.eviction),
+        patience_s=config.ssd_patience_s,
+    )
+
+
+def _mooncake_tier(given: Mapping[str, str], host: HostStore) -> LowerTier:
+    from krul_backend.tiers.mooncake.options import MooncakeOptions
+    from krul_backend.tiers.mooncake.tier import MooncakeTier
+
+    return MooncakeTier(parse_options(MooncakeOptions, "mooncake", given), host.buffer)
+
+
+def parse_options(kind: type[Options], name: str, given: Mapping[str, str]) -> Options:
+    """An instance of a dataclass of text, numbers, and sizes (``*_bytes``) from their texts.
+
+    Raises:
+        ConfigError: an option that there is none of, that is missing or cannot be parsed; names ``name``.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for option in given:
+        if option not in fields:
+            raise ConfigError(f"{name}: got {option!r}, accepted are {', '.join(fields)}")
+    for option, field in fields.items():
+        if option not in given and field.default is dataclasses.MISSING:
+            raise ConfigError(f"{name}: {option} is needed, got {', '.join(given)}")
+    # From their annotations, which dataclasses keep as text.
+    parsers: dict[object, Callable[[str], object]] = {"str": str, "int": parse_bytes, "float": float}
+    values: dict[str, object] = {}
+    for option, text in given.items():
+        try:
+            values[option] = parsers[fields[option].type](text)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {option}={text!r}: {error}") from error
+    return kind(**values)
+
+
+def default_ssd_capacity(directory: Path) -> int:
+    """Half of what is free on the disk of a directory that need not exist yet; its own files count as free.
+
+    Files that are not the tier's take what they take, in that directory as anywhere on the disk.
+
+    Raises:
+        ConfigError: there is no such disk.
+    """
+    from krul_backend.tiers.ssd.own_files import own_bytes
+
+    try:
+        there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+        return (shutil.disk_usage(there).free + own_bytes(directory)) // 2
+    except OSError as error:
+        raise ConfigError(f"ssd_dir: got {str(directory)!r}: {error.strerror or error}") from error

@@ -1,0 +1,72 @@
+"""What a daemon can be told, and every default."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from krul_backend.errors import ConfigError
+from krul_backend.tiers.common.policy_registry import POLICIES
+
+
+@dataclass(frozen=True)
+class DaemonConfig:
+    """Configuration of one daemon. Sizes are in bytes, times in seconds.
+
+    ``runtime_dir`` holds the sockets. ``ssd_dir`` None: no SSD tier; ``ssd_capacity_bytes`` None: half of
+    what is free on that disk at start. ``ssd_patience_s``: how long to wait for another daemon to leave
+    ``ssd_dir``. ``mooncake`` None: no Mooncake tier; otherwise its options by name.
+    ``tenant_quota`` is the share of the arena that one tenant may take. ``metrics_port`` 0: no metrics.
+    ``admin_endpoint`` (``tcp://host:port``) needs ``curve_dir``: the server's key, the allowed clients' keys.
+
+    Raises:
+        ConfigError: a value that cannot be used: names the key, what was given, what is accepted.
+    """
+
+    arena_bytes: int
+    runtime_dir: Path
+    ssd_dir: Path | None = None
+    ssd_capacity_bytes: int | None = None
+    ssd_timeout_s: float = 1.0
+    ssd_patience_s: float = 0.0
+    mooncake: Mapping[str, str] | None = None
+    eviction: str = "value"
+    tenant_quota: float = 1.0
+    metrics_port: int = 0
+    exit_when_unused: bool = False
+    admin_endpoint: str | None = None
+    curve_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.arena_bytes < 1 << 20:
+            raise _error("arena_bytes", self.arena_bytes, "at least 1 MiB (1048576)")
+        if self.ssd_capacity_bytes is not None:
+            if self.ssd_dir is None:
+                raise _error("ssd_capacity_bytes", self.ssd_capacity_bytes, "a size together with ssd_dir")
+            if self.ssd_capacity_bytes < 1 << 20:
+                raise _error("ssd_capacity_bytes", self.ssd_capacity_bytes, "at least 1 MiB (1048576)")
+        if not 0.0 < self.ssd_timeout_s < math.inf:
+            raise _error("ssd_timeout_s", self.ssd_timeout_s, "a positive, finite number of seconds")
+        if self.eviction not in POLICIES:
+            raise _error("eviction", self.eviction, "one of " + ", ".join(POLICIES))
+        if not 0.0 < self.tenant_quota <= 1.0:
+            raise _error("tenant_quota", self.tenant_quota, "a share of the arena in (0, 1]")
+        if not 0 <= self.metrics_port <= 65535:
+            raise _error("metrics_port", self.metrics_port, "a port, or 0 for no metrics")
+        if self.admin_endpoint is not None:
+            if not self.admin_endpoint.startswith("tcp://"):
+                raise _error("admin_endpoint", self.admin_endpoint, "tcp://<address>:<port>")
+            if self.curve_dir is None:
+                raise _error(
+                    "admin_endpoint",
+                    self.admin_endpoint,
+                    "an endpoint together with curve_dir: over TCP only peers with CURVE keys are answered",
+                )
+        elif self.curve_dir is not None:
+            raise _error("curve_dir", str(self.curve_dir), "a directory together with admin_endpoint")
+
+
+def _error(key: str, got: object, accepted: str) -> ConfigError:
+    return ConfigError(f"{key}: got {got!r}, accepted is {accepted}")

@@ -1,0 +1,104 @@
+"""Work that would hold up the server's loop: done by other threads, its results given back to the loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from krul_backend.daemon.protocol.replies import Reply
+from krul_backend.errors import ProtocolError
+
+MAX_PENDING = 256
+"""Operations that may wait or run, in all lanes together."""
+
+T = TypeVar("T")
+Tag = TypeVar("Tag")
+
+
+class Lane(Enum):
+    """Threads of their own, so that what takes minutes holds up only its like."""
+
+    SHORT = "short"
+    ROOM = "room"
+    FLUSH = "flush"
+    VERIFY = "verify"
+
+
+_NUM_THREADS = {Lane.SHORT: 4, Lane.ROOM: 2, Lane.FLUSH: 2, Lane.VERIFY: 1}
+
+
+@dataclass(frozen=True)
+class Deferred(Generic[T]):
+    """Work for another thread, and what the server's thread makes of its result (or of its exception)."""
+
+    work: Callable[[], T]
+    finish: Callable[[Future[T]], Reply]
+    lane: Lane = Lane.SHORT
+
+
+Answer: TypeAlias = Reply | Deferred[Any]
+
+
+class Lanes(Generic[Tag]):
+    """Runs deferred work; pollable: ``fileno`` is readable after a ``wake``, and when work has been done.
+
+    Each work comes with a tag of the caller's. All but ``wake`` is for the loop's own thread.
+    """
+
+    def __init__(self) -> None:
+        self._num_pending = 0
+        self._done: SimpleQueue[tuple[Tag, Deferred[Any], Future[Any]]] = SimpleQueue()
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._is_closed = False
+        self._threads = {
+            lane: ThreadPoolExecutor(num_threads, thread_name_prefix=f"krul-{lane.value}")
+            for lane, num_threads in _NUM_THREADS.items()
+        }
+
+    def fileno(self) -> int:
+        return self._wakeup
+
+    def submit(self, tag: Tag, deferred: Deferred[Any]) -> None:
+        """Raises ProtocolError if too much waits already."""
+        if self._num_pending >= MAX_PENDING:
+            raise ProtocolError(f"{MAX_PENDING} long operations wait already: try later")
+        self._num_pending += 1
+        future = self._threads[deferred.lane].submit(deferred.work)
+        future.add_done_callback(lambda done: self._hand_back(tag, deferred, done))
+
+    def take_done(self) -> list[tuple[Tag, Deferred[Any], Future[Any]]]:
+        """What has been done since the last call; never waits."""
+        try:
+            os.eventfd_read(self._wakeup)
+        except BlockingIOError:
+            return []
+        done = []
+        while True:
+            try:
+                done.append(self._done.get_nowait())
+            except Empty:
+                self._num_pending -= len(done)
+                return done
+
+    def wake(self) -> None:
+        """Make ``fileno`` readable; from any thread or signal handler, also after ``close``."""
+        if not self._is_closed:
+            os.eventfd_write(self._wakeup, 1)
+
+    def close(self) -> None:
+        """Wait for what runs, forget what waits."""
+        for threads in self._threads.values():
+            threads.shutdown(wait=True, cancel_futures=True)
+        # Before the descriptor's number can be another file's: a signal may come in between.
+        self._is_closed = True
+        os.close(self._wakeup)
+
+    def _hand_back(self, tag: Tag, deferred: Deferred[Any], future: Future[Any]) -> None:
+        """In the thread that did the work."""
+        self._done.put((tag, deferred, future))
+        self.wake()

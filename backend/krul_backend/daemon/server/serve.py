@@ -1,0 +1,136 @@
+"""A daemon process from its configuration to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import TextIO
+
+import msgspec
+import zmq
+
+from krul_backend.daemon.protocol.runtime_dir import RuntimeDir
+from krul_backend.daemon.server.build_store import BuiltStore, build_store
+from krul_backend.daemon.server.collector import tune_garbage_collection
+from krul_backend.daemon.server.config import DaemonConfig
+from krul_backend.daemon.server.control_socket import AdminEndpoint
+from krul_backend.daemon.server.metrics import DaemonMetrics
+from krul_backend.daemon.server.server import DaemonServer
+from krul_backend.memory import format_bytes
+
+logger = logging.getLogger(__name__)
+
+SWITCH_S = 0.001
+"""After so long a thread that plans an eviction lets the one that answers go on."""
+
+END_FLUSH_S = 10.0
+"""An end waits this long for what was committed to become durable."""
+
+
+def serve(config: DaemonConfig) -> None:
+    """Serve until a signal, a shutdown request, or nobody uses the daemon any more; then flush and return.
+
+    When clients can connect, one JSON line is printed: ``{"ready": true, "runtime_dir": ..., "pid": ...}``.
+    Changes the process: standard output, umask, limit of open files, garbage collection, how soon threads
+    switch, and what SIGTERM and SIGINT do.
+
+    Raises:
+        DaemonError, ConfigError: it cannot start; says why.
+    """
+    os.umask(0o077)
+    _allow_many_files()
+    stdout = _take_stdout()
+    with contextlib.ExitStack() as stack:
+        runtime_dir = RuntimeDir(config.runtime_dir)
+        stack.callback(runtime_dir.close)
+        built = build_store(config)
+        stack.callback(built.store.close)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.callback(context.term)
+        admin = _admin_endpoint(context, config)
+        if admin is not None:
+            stack.callback(admin.close)
+        # The page is asked for statistics only when it serves, and the server is there.
+        metrics = DaemonMetrics(lambda: (built.store.stats(), server.daemon_stats()))
+        stack.callback(metrics.close)
+        server = DaemonServer(
+            runtime_dir,
+            built.store,
+            built.arena,
+            context,
+            may_lookup_wait=built.may_lookup_wait,
+            observer=metrics.observe if config.metrics_port else None,
+            exit_when_unused=config.exit_when_unused,
+            admin_socket=admin.socket if admin is not None else None,
+        )
+        with _stopped_by_signals(server):
+            try:
+                tune_garbage_collection()
+                sys.setswitchinterval(SWITCH_S)
+                if config.metrics_port:
+                    metrics.serve(config.metrics_port)
+                _announce(config, stdout)
+                server.run()
+            finally:
+                server.disconnect()
+                _flush(built)
+                built.store.close()
+                server.close()
+    logger.info("ended")
+
+
+def _announce(config: DaemonConfig, stdout: TextIO) -> None:
+    logger.info("serving %s of memory in %s", format_bytes(config.arena_bytes), config.runtime_dir)
+    ready = {"ready": True, "runtime_dir": str(config.runtime_dir.absolute()), "pid": os.getpid()}
+    stdout.write(msgspec.json.encode(ready).decode() + "\n")
+    stdout.flush()
+
+
+def _take_stdout() -> TextIO:
+    """The standard output, for one line alone: what a library prints there goes to the log from now on."""
+    sys.stdout.flush()
+    stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return stdout
+
+
+def _flush(built: BuiltStore) -> None:
+    try:
+        if not built.store.flush(END_FLUSH_S):
+            logger.warning(
+                "ending with segments that are not durable: they took longer than %g s", END_FLUSH_S
+            )
+    except Exception:
+        logger.exception("what was committed last may not be durable")
+
+
+def _admin_endpoint(context: zmq.Context[zmq.Socket[bytes]], config: DaemonConfig) -> AdminEndpoint | None:
+    if config.admin_endpoint is None or config.curve_dir is None:
+        return None
+    return AdminEndpoint(context, config.admin_endpoint, config.curve_dir)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(server: DaemonServer) -> Iterator[None]:
+    def stop(signum: int, frame: FrameType | None) -> None:
+        server.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _allow_many_files() -> None:
+    """Each session takes several descriptors; the usual soft limit is as many as there may be sessions."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,294 @@
+"""The daemon's loop: one thread that answers requests, and a few for what takes long."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections import Counter, deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from krul_backend.daemon.protocol.messages import decode_envelope, decode_token_ids, encode, op_of
+from krul_backend.daemon.protocol.replies import DaemonStats, ErrorReply, Reply, ShutdownReply
+from krul_backend.daemon.protocol.requests import Request, ShutdownRequest
+from krul_backend.daemon.protocol.runtime_dir import RuntimeDir
+from krul_backend.daemon.server.admin_handlers import AdminHandlers
+from krul_backend.daemon.server.control_socket import bind_router
+from krul_backend.daemon.server.intake import checked_request, error_code
+from krul_backend.daemon.server.lanes import Answer, Deferred, Lanes
+from krul_backend.daemon.server.session_handlers import SessionHandlers
+from krul_backend.daemon.server.sessions import Session, SessionTable
+from krul_backend.errors import ProtocolError
+from krul_backend.store.interface import KVStore
+from krul_backend.tiers.common.interface import Reservation
+
+logger = logging.getLogger(__name__)
+
+ORPHAN_S = 1.0
+"""A reservation outlives its client by this: a device copy into it that was under way has ended by then."""
+
+UNUSED_S = 2.0
+NEVER_USED_S = 60.0
+"""An unused daemon ends: after its last session closed, or if none was opened."""
+
+_MAX_WAIT_S = 1.0
+_MAX_BATCH = 64
+
+
+class SharedArena(Protocol):
+    """A store's memory, as clients map it: uint8 ``[capacity_bytes]``, and the descriptor of its file."""
+
+    @property
+    def buffer(self) -> npt.NDArray[np.uint8]: ...
+
+    def fileno(self) -> int: ...
+
+
+class Observer(Protocol):
+    """Told of every answered request: its operation, the seconds it took here, whether it was no error.
+
+    Called by the server's thread: it must return at once and never raise.
+    """
+
+    def __call__(self, op: str, seconds: float, ok: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Caller:
+    """Who gets the reply: a peer of one of the sockets."""
+
+    socket: zmq.Socket[bytes]
+    identity: bytes
+    op: str
+    request_id: int
+    start_s: float
+
+
+class DaemonServer:
+    """Answers on a runtime directory's sockets until ``stop``.
+
+    Operations that may take long run in a few threads, and their results are sent by the loop's own thread,
+    which alone uses sockets and sessions. A request that fails is answered with a typed error; what is no
+    request is answered if it has an id, else dropped; both are counted.
+
+    Args:
+        store: stays the caller's.
+        arena: of that store.
+        context: for the control socket.
+        may_lookup_wait: whether lookups in this store may ask a network.
+        observer: told of each answer.
+        exit_when_unused: end by itself some seconds after the last session.
+        admin_socket: a ROUTER, bound and with CURVE, for the operations of the command line alone.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: RuntimeDir,
+        store: KVStore,
+        arena: SharedArena,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        may_lookup_wait: bool = False,
+        observer: Observer | None = None,
+        exit_when_unused: bool = False,
+        admin_socket: zmq.Socket[bytes] | None = None,
+    ) -> None:
+        self._observer = observer
+        self._exit_when_unused = exit_when_unused
+        self._store = store
+        self._session_handlers = SessionHandlers(store, arena.buffer, may_lookup_wait)
+        self._admin_handlers = AdminHandlers(store, self.daemon_stats)
+        self._start_s = time.monotonic()
+        self._num_requests = 0
+        self._num_failed = 0
+        self._bad_messages: Counter[str] = Counter()
+        self._logged: set[str] = set()
+        self._orphans: deque[tuple[float, Reservation]] = deque()
+        self._is_stopping = False
+        self._lanes: Lanes[_Caller] = Lanes()
+        self._sessions = SessionTable(
+            runtime_dir.session_socket, arena.fileno(), arena.buffer.nbytes, self._end_session
+        )
+        self._last_session_s: float | None = None
+        self._control = bind_router(context, f"ipc://{runtime_dir.control_socket}")
+        os.chmod(runtime_dir.control_socket, 0o600)
+        self._sockets = [self._control, *([admin_socket] if admin_socket is not None else [])]
+        self._poller = zmq.Poller()
+        for source in (*self._sockets, self._sessions, self._lanes):
+            self._poller.register(source, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Serve until ``stop``, a shutdown request, or nobody uses the daemon any more."""
+        while not self._is_stopping:
+            ready = {source for source, _ in self._poller.poll(self._wait_ms())}
+            for socket in self._sockets:
+                if socket in ready:
+                    self._receive(socket)
+            # After the requests: what a client sent before it ended still counts.
+            if self._sessions.fileno() in ready:
+                self._sessions.serve()
+            if self._lanes.fileno() in ready:
+                for caller, deferred, future in self._lanes.take_done():
+                    self._finish(caller, deferred, future)
+            self._free_orphans()
+            if self._exit_when_unused and self._is_unused():
+                logger.info("nobody uses this daemon any more")
+                self._is_stopping = True
+
+    def stop(self) -> None:
+        """Make ``run`` return; from any thread, or a signal handler."""
+        self._is_stopping = True
+        self._lanes.wake()
+
+    def disconnect(self) -> None:
+        """Close all sockets, after ``run``: clients know at once. What they held is left as it is."""
+        self._sessions.close()
+        for socket in self._sockets:
+            # A last reply (to a shutdown) may still be on its way.
+            socket.close(linger=500)
+
+    def close(self) -> None:
+        """End the threads, after ``disconnect`` and the store's ``close``, which ends what they do."""
+        self._lanes.close()
+
+    def _wait_ms(self) -> int:
+        due_s = self._orphans[0][0] - time.monotonic() if self._orphans else _MAX_WAIT_S
+        return math.ceil(1000 * min(_MAX_WAIT_S, max(0.0, due_s)))
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        """Handle what has come; a bounded number, so that sessions and results have their turn."""
+        for _ in range(_MAX_BATCH):
+            try:
+                identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(socket, identity, frames)
+
+    def _handle(self, socket: zmq.Socket[bytes], identity: bytes, frames: list[bytes]) -> None:
+        start_s = time.monotonic()
+        try:
+            request = checked_request(frames)
+        except ProtocolError as error:
+            self._count_bad("undecodable", error)
+            envelope = decode_envelope(frames[0]) if frames else None
+            if envelope is not None:
+                self._reply(_Caller(socket, identity, "invalid", envelope[1], start_s), error)
+            return
+        caller = _Caller(socket, identity, op_of(request), request.id, start_s)
+        self._num_requests += 1
+        try:
+            answer = self._dispatch(socket, request, frames)
+        except Exception as error:
+            self._reply(caller, error)
+            return
+        if isinstance(answer, Deferred):
+            self._defer(caller, answer)
+        else:
+            self._reply(caller, answer)
+
+    def _dispatch(self, socket: zmq.Socket[bytes], request: Request, frames: list[bytes]) -> Answer:
+        session = self._sessions.find(request.token) if socket is self._control else None
+        if session is None and (request.token or not self._needs_no_session(request)):
+            error = ProtocolError(f"there is no session that could ask for {op_of(request)}: connect again")
+            self._count_bad("no session", error)
+            raise error
+        if isinstance(request, ShutdownRequest):
+            logger.info("asked to shut down")
+            self._is_stopping = True
+            return ShutdownReply(id=request.id)
+        if session is None or self._admin_handlers.knows(request):
+            return self._admin_handlers.handle(request)
+        token_ids = decode_token_ids(frames[1]) if len(frames) > 1 else None
+        return self._session_handlers.handle(session, request, token_ids)
+
+    def _needs_no_session(self, request: Request) -> bool:
+        return isinstance(request, ShutdownRequest) or self._admin_handlers.knows(request)
+
+    def _defer(self, caller: _Caller, deferred: Deferred[Any]) -> None:
+        try:
+            self._lanes.submit(caller, deferred)
+        except ProtocolError as error:
+            refused: Future[Any] = Future()
+            refused.set_exception(error)
+            self._finish(caller, deferred, refused)
+
+    def _finish(self, caller: _Caller, deferred: Deferred[Any], future: Future[Any]) -> None:
+        try:
+            answer: Reply | Exception = deferred.finish(future)
+        except Exception as error:
+            answer = error
+        self._reply(caller, answer)
+
+    def _reply(self, caller: _Caller, answer: Reply | Exception) -> None:
+        try:
+            frame = encode(answer if isinstance(answer, Reply) else self._error_reply(caller, answer))
+        except (TypeError, ValueError) as error:
+            # Something in a manifest that JSON has no word for.
+            answer = error
+            frame = encode(self._error_reply(caller, error))
+        # Never waits: a ROUTER drops what a peer does not take, or a peer that is gone.
+        caller.socket.send_multipart((caller.identity, frame), zmq.NOBLOCK)
+        if self._observer is not None:
+            self._observer(caller.op, time.monotonic() - caller.start_s, isinstance(answer, Reply))
+
+    def _error_reply(self, caller: _Caller, error: Exception) -> ErrorReply:
+        self._num_failed += 1
+        code = error_code(error)
+        if code == "internal":
+            cause = f"{caller.op}: {type(error).__name__}"
+            if cause not in self._logged:
+                self._logged.add(cause)
+                logger.error("%s failed (logged once per cause)", caller.op, exc_info=error)
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        return ErrorReply(id=caller.request_id, code=code, message=str(message)[:1000] or repr(error))
+
+    def _count_bad(self, cause: str, error: Exception) -> None:
+        self._bad_messages[cause] += 1
+        if cause not in self._logged:
+            self._logged.add(cause)
+            logger.warning("bad message (%s, logged once per cause): %s", cause, str(error)[:200])
+
+    def _end_session(self, session: Session) -> None:
+        now_s = time.monotonic()
+        self._last_session_s = now_s
+        self._orphans.extend((now_s + ORPHAN_S, held) for held in session.reservations.values())
+        session.reservations.clear()
+        try:
+            self._session_handlers.end_session(session)
+        except Exception:
+            logger.exception("not all that a client held when it ended could be released")
+
+    def _free_orphans(self) -> None:
+        now_s = time.monotonic()
+        while self._orphans and self._orphans[0][0] <= now_s:
+            _, reservation = self._orphans.popleft()
+            try:
+                self._store.abort(reservation)
+            except Exception:
+                logger.exception("a reservation of a client that is gone could not be freed")
+
+    def _is_unused(self) -> bool:
+        if len(self._sessions) or self._orphans:
+            return False
+        now_s = time.monotonic()
+        if self._last_session_s is None:
+            return now_s - self._start_s > NEVER_USED_S
+        return now_s - self._last_session_s > UNUSED_S
+
+    def daemon_stats(self) -> DaemonStats:
+        """Of the daemon beside its store; from any thread."""
+        return DaemonStats(
+            pid=os.getpid(),
+            uptime_s=time.monotonic() - self._start_s,
+            num_sessions=len(self._sessions),
+            requests=self._num_requests,
+            failed_requests=self._num_failed,
+            bad_messages=dict(self._bad_messages),
+        )

@@ -1,0 +1,331 @@
+"""What each operation of a client does to the store, and to what its session holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from krul_backend.daemon.protocol.limits import MAX_MODELS, PROTOCOL_VERSION
+from krul_backend.daemon.protocol.replies import (
+    AbortReply,
+    ClearReply,
+    CommitReply,
+    FetchReply,
+    FindMissingReply,
+    HelloReply,
+    LeaseReply,
+    PathSegmentsReply,
+    PinReply,
+    PrefetchReply,
+    ReleaseReply,
+    Reply,
+    ReportDamageReply,
+    ReserveReply,
+    TierCostsReply,
+    TrimReply,
+    UnpinReply,
+    WirePathSegment,
+    WireSlice,
+)
+from krul_backend.daemon.protocol.requests import (
+    AbortRequest,
+    ClearRequest,
+    CommitRequest,
+    FetchRequest,
+    FindMissingRequest,
+    HelloRequest,
+    LeaseRequest,
+    PathSegmentsRequest,
+    PinRequest,
+    PrefetchRequest,
+    ReleaseRequest,
+    ReportDamageRequest,
+    Request,
+    ReserveRequest,
+    TierCostsRequest,
+    TrimRequest,
+    UnpinRequest,
+)
+from krul_backend.daemon.protocol.wire import (
+    header_to_wire,
+    manifest_from_wire,
+    model_from_wire,
+    runs_to_wire,
+    slice_to_wire,
+)
+from krul_backend.daemon.server.lanes import Answer, Deferred, Lane
+from krul_backend.daemon.server.sessions import Session
+from krul_backend.errors import ManifestError, ProtocolError
+from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
+from krul_backend.store.interface import KVStore
+from krul_backend.tiers.common.interface import Lease, Reservation, SegmentSlice, Span
+
+MAX_HELD = 65_536
+"""Leases or reservations of one session."""
+
+T = TypeVar("T")
+
+
+class SessionHandlers:
+    """The operations that need a session. Called by the server's thread alone.
+
+    After ``end_session`` nothing of a session is held but its reservations, which the caller aborts.
+
+    Args:
+        arena: uint8 ``[capacity_bytes]``: spans are offsets in it.
+        may_lookup_wait: whether a lookup can ask a network, so that it must not hold up the others.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        arena: npt.NDArray[np.uint8],
+        may_lookup_wait: bool,
+    ) -> None:
+        self._store = store
+        self._arena_address = arena.ctypes.data
+        self._may_lookup_wait = may_lookup_wait
+        self._of_tokens: dict[type[Request], Callable[[Session, Any, TokenIds], Answer]] = {
+            LeaseRequest: self._lease,
+            CommitRequest: self._commit,
+            PrefetchRequest: self._prefetch,
+        }
+        self._of_session: dict[type[Request], Callable[[Session, Any], Answer]] = {
+            HelloRequest: self._hello,
+            FindMissingRequest: self._find_missing,
+            FetchRequest: self._fetch,
+            ReleaseRequest: self._release,
+            ReserveRequest: self._reserve,
+            AbortRequest: self._abort,
+            PathSegmentsRequest: self._path_segments,
+            TrimRequest: self._trim,
+            PinRequest: self._pin,
+            UnpinRequest: self._unpin,
+            ReportDamageRequest: self._report_damage,
+            TierCostsRequest: self._tier_costs,
+            ClearRequest: self._clear,
+        }
+
+    def handle(self, session: Session, request: Request, token_ids: TokenIds | None) -> Answer:
+        """``token_ids`` is given exactly for ``TOKEN_REQUESTS``.
+
+        Raises:
+            ProtocolError: the request names a model that the session did not say hello with.
+            Exception: whatever the store raises, as ``KVStore`` documents it.
+        """
+        if token_ids is not None:
+            return self._of_tokens[type(request)](session, request, token_ids)
+        return self._of_session[type(request)](session, request)
+
+    def end_session(self, session: Session) -> None:
+        """Release what a client that is gone was granted, or still might be."""
+        session.pending_leases.clear()
+        session.pending_reservations.clear()
+        while session.leases:
+            self._end_lease(session, *session.leases.popitem())
+
+    def _hello(self, session: Session, request: HelloRequest) -> Answer:
+        if request.format != FORMAT_VERSION:
+            raise ProtocolError(
+                f"the client stores format {request.format}, the daemon keeps format {FORMAT_VERSION}: "
+                "run both from one version of krul"
+            )
+        model = model_from_wire(request.model)
+        if model.fingerprint != request.fingerprint:
+            raise ProtocolError(
+                f"the model has fingerprint {model.fingerprint} here and {request.fingerprint!r} in the "
+                "client: run both from one version of krul"
+            )
+        session.models.pop(model.fingerprint, None)
+        session.models[model.fingerprint] = model
+        if len(session.models) > MAX_MODELS:
+            # A server whose weights change often names many. Clients introduce an old one again.
+            del session.models[next(iter(session.models))]
+        return HelloReply(
+            id=request.id,
+            protocol=PROTOCOL_VERSION,
+            format=FORMAT_VERSION,
+            tier_costs=dict(self._store.tier_costs()),
+        )
+
+    def _find_missing(self, session: Session, request: FindMissingRequest) -> Answer:
+        missing = self._store.find_missing(_model_of(session, request.fingerprint), request.page_keys)
+        return FindMissingReply(id=request.id, missing=runs_to_wire(missing))
+
+    def _lease(self, session: Session, request: LeaseRequest, token_ids: TokenIds) -> Answer:
+        model = _model_of(session, request.fingerprint)
+        lease_id, pending = request.lease_id, session.pending_leases
+        if lease_id in session.leases or lease_id in pending:
+            raise ValueError(f"lease {lease_id} was taken before in this session")
+        if len(session.leases) + len(pending) >= MAX_HELD:
+            raise ValueError(f"a session can hold {MAX_HELD} leases, not more")
+        pending.add(lease_id)
+
+        def finish(future: Future[Lease | None]) -> Reply:
+            # Released, or the session ended, before the lease was granted: then nobody will release it again.
+            is_wanted = lease_id in pending
+            pending.discard(lease_id)
+            lease = future.result()
+            if lease is None:
+                return LeaseReply(id=request.id, num_pages=0, slices=())
+            if not is_wanted:
+                self._store.release(lease)
+                return LeaseReply(id=request.id, num_pages=0, slices=())
+            session.leases[lease_id] = lease
+            return LeaseReply(id=request.id, num_pages=lease.num_pages, slices=self._slices(lease.slices))
+
+        return self._lookup(lambda: self._store.lease(model, request.page_keys, token_ids), finish)
+
+    def _prefetch(self, session: Session, request: PrefetchRequest, token_ids: TokenIds) -> Answer:
+        model = _model_of(session, request.fingerprint)
+        return Deferred(
+            lambda: self._store.prefetch(model, request.page_keys, token_ids),
+            lambda future: PrefetchReply(id=request.id, num_pages=future.result()),
+        )
+
+    def _lookup(self, work: Callable[[], T], finish: Callable[[Future[T]], Reply]) -> Answer:
+        if self._may_lookup_wait:
+            return Deferred(work, finish)
+        done: Future[T] = Future()
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+        return finish(done)
+
+    def _fetch(self, session: Session, request: FetchRequest) -> Answer:
+        lease_id, fetching = request.lease_id, session.fetching
+        lease = session.leases.get(lease_id)
+        if lease is None:
+            raise KeyError(f"lease {lease_id} is unknown or was released")
+        if lease_id in fetching:
+            raise ValueError(f"lease {lease_id} is being fetched")
+        fetching.add(lease_id)
+
+        def finish(future: Future[tuple[SegmentSlice, ...]]) -> Reply:
+            fetching.discard(lease_id)
+            if lease_id not in session.leases:
+                # Released meanwhile: that was left to this, because it would have waited for the fetch.
+                self._store.release(lease)
+                raise KeyError(f"lease {lease_id} was released")
+            return FetchReply(id=request.id, slices=self._slices(future.result()))
+
+        return Deferred(lambda: self._store.fetch(lease), finish, Lane.ROOM)
+
+    def _release(self, session: Session, request: ReleaseRequest) -> Reply:
+        session.pending_leases.discard(request.lease_id)
+        lease = session.leases.pop(request.lease_id, None)
+        if lease is not None:
+            self._end_lease(session, request.lease_id, lease)
+        return ReleaseReply(id=request.id)
+
+    def _end_lease(self, session: Session, lease_id: int, lease: Lease) -> None:
+        if lease_id not in session.fetching:
+            self._store.release(lease)
+
+    def _reserve(self, session: Session, request: ReserveRequest) -> Answer:
+        number, pending = request.reservation_id, session.pending_reservations
+        if number in session.reservations or number in pending:
+            raise ValueError(f"reservation {number} was made before in this session")
+        if len(session.reservations) + len(pending) >= MAX_HELD:
+            raise ValueError(f"a session can hold {MAX_HELD} reservations, not more")
+        pending.add(number)
+
+        def finish(future: Future[Reservation | None]) -> Reply:
+            # Given back, or the session ended, before it was made: then nobody knows of it.
+            is_wanted = number in pending
+            pending.discard(number)
+            reservation = future.result()
+            if reservation is not None and not is_wanted:
+                self._store.abort(reservation)
+                reservation = None
+            if reservation is None:
+                return ReserveReply(id=request.id, spans=None)
+            session.reservations[number] = reservation
+            return ReserveReply(id=request.id, spans=reservation.spans)
+
+        return Deferred(
+            lambda: self._store.reserve(request.layer_num_bytes, request.tenant), finish, Lane.ROOM
+        )
+
+    def _commit(self, session: Session, request: CommitRequest, token_ids: TokenIds) -> Reply:
+        reservation = session.reservations.pop(request.reservation_id, None)
+        if reservation is None:
+            raise KeyError(f"reservation {request.reservation_id} is unknown, committed or aborted")
+        try:
+            model = _model_of(session, request.fingerprint)
+            manifest = manifest_from_wire(request.manifest, model, token_ids)
+        except (ManifestError, ProtocolError):
+            self._store.abort(reservation)
+            raise
+        segment_id = self._store.commit(reservation, manifest, request.checksums)
+        return CommitReply(id=request.id, segment_id=segment_id)
+
+    def _abort(self, session: Session, request: AbortRequest) -> Reply:
+        session.pending_reservations.discard(request.reservation_id)
+        reservation = session.reservations.pop(request.reservation_id, None)
+        if reservation is not None:
+            self._store.abort(reservation)
+        return AbortReply(id=request.id)
+
+    def _path_segments(self, session: Session, request: PathSegmentsRequest) -> Reply:
+        found = self._store.path_segments(_model_of(session, request.fingerprint), request.page_keys)
+        return PathSegmentsReply(
+            id=request.id,
+            segments=tuple(WirePathSegment(part.segment_id, header_to_wire(part.header)) for part in found),
+        )
+
+    def _pin(self, session: Session, request: PinRequest) -> Answer:
+        model = _model_of(session, request.fingerprint)
+        return PinReply(id=request.id, num_pages=self._store.pin(model, request.page_keys, request.ttl_s))
+
+    def _unpin(self, session: Session, request: UnpinRequest) -> Answer:
+        model = _model_of(session, request.fingerprint)
+        return UnpinReply(id=request.id, num_pages=self._store.unpin(model, request.page_keys))
+
+    def _tier_costs(self, session: Session, request: TierCostsRequest) -> Answer:
+        return TierCostsReply(id=request.id, tier_costs=dict(self._store.tier_costs()))
+
+    def _trim(self, session: Session, request: TrimRequest) -> Answer:
+        return Deferred(
+            lambda: self._store.trim(request.segment_id, request.layer_first_token, request.layer_num_bytes),
+            lambda future: TrimReply(id=request.id, num_bytes=future.result()),
+        )
+
+    def _report_damage(self, session: Session, request: ReportDamageRequest) -> Answer:
+        return Deferred(
+            lambda: self._store.report_damage(request.segment_id, request.reason),
+            lambda future: ReportDamageReply(id=request.id, is_damaged=future.result()),
+        )
+
+    def _clear(self, session: Session, request: ClearRequest) -> Answer:
+        fingerprint = request.fingerprint
+        model = _model_of(session, fingerprint) if fingerprint is not None else None
+
+        def finish(future: Future[None]) -> Reply:
+            future.result()
+            return ClearReply(id=request.id)
+
+        return Deferred(lambda: self._store.clear(model), finish)
+
+    def _slices(self, slices: tuple[SegmentSlice, ...]) -> tuple[WireSlice, ...]:
+        return tuple(slice_to_wire(part, self._status_span(part)) for part in slices)
+
+    def _status_span(self, part: SegmentSlice) -> Span | None:
+        if part.status is None:
+            return None
+        flags = part.status.flags
+        return Span(flags.ctypes.data - self._arena_address, flags.nbytes)
+
+
+def _model_of(session: Session, fingerprint: str) -> ModelIdentity:
+    model = session.models.get(fingerprint)
+    if model is None:
+        raise ProtocolError(
+            f"no model of fingerprint {fingerprint!r} was named in this session: say hello first"
+        )
+    return model

@@ -1,0 +1,200 @@
+"""Who is connected: one stream socket per client, whose end is the client's end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from krul_backend.daemon.protocol.limits import PROTOCOL_VERSION
+from krul_backend.daemon.protocol.messages import SessionGreeting, encode
+from krul_backend.segment import FORMAT_VERSION, ModelIdentity
+from krul_backend.tiers.common.interface import Lease, Reservation
+
+logger = logging.getLogger(__name__)
+
+MAX_SESSIONS = 1024
+SILENCE_S = 5.0
+"""A connection that asked for nothing in this time gives way to a new one when there are too many."""
+
+_PEER = struct.Struct("iII")
+"""``struct ucred``: process, user, group."""
+
+
+@dataclass(eq=False)
+class Session:
+    """A connected client and what it holds, by the numbers that it chose itself.
+
+    ``pending_leases`` and ``pending_reservations`` were asked for and are not answered yet; a number that
+    leaves them meanwhile was given back before it was granted. Leases in ``fetching`` are in use by another
+    thread. Used by the server's thread alone.
+    """
+
+    token: str
+    connection: socket.socket
+    pid: int
+    connected_s: float
+    has_spoken: bool = False
+    models: dict[str, ModelIdentity] = field(default_factory=dict)
+    leases: dict[int, Lease] = field(default_factory=dict)
+    pending_leases: set[int] = field(default_factory=set)
+    fetching: set[int] = field(default_factory=set)
+    reservations: dict[int, Reservation] = field(default_factory=dict)
+    pending_reservations: set[int] = field(default_factory=set)
+
+
+class SessionTable:
+    """Accepts clients, greets them with the arena's descriptor, and notices their end.
+
+    Pollable: ``fileno`` is readable when ``serve`` has something to do. ``serve`` never waits.
+
+    Args:
+        path: of the socket, which must not exist.
+        arena_fileno: what each client is sent; stays the caller's.
+        capacity_bytes: the arena's size.
+        on_end: called with each session that has ended, when it is no longer in the table.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        arena_fileno: int,
+        capacity_bytes: int,
+        on_end: Callable[[Session], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._arena_fileno = arena_fileno
+        self._capacity_bytes = capacity_bytes
+        self._on_end = on_end
+        self._clock = clock
+        self._by_token: dict[str, Session] = {}
+        self._by_fileno: dict[int, Session] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._listener.setblocking(False)
+        self._listener.bind(os.fspath(path))
+        os.chmod(path, 0o600)
+        self._listener.listen(128)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._by_token.values())
+
+    def find(self, token: str) -> Session | None:
+        """The session of a request with this token, which now has spoken."""
+        session = self._by_token.get(token)
+        if session is not None:
+            session.has_spoken = True
+        return session
+
+    def serve(self) -> None:
+        """Greet who connects, end the sessions of those who are gone."""
+        for fileno, _ in self._epoll.poll(0):
+            session = self._by_fileno.get(fileno)
+            if session is not None:
+                self._hear(session)
+            elif fileno == self._listener.fileno():
+                self._accept()
+
+    def close(self) -> None:
+        """Disconnect everybody. What they hold is left as it is."""
+        self._listener.close()
+        self._epoll.close()
+        for session in self:
+            session.connection.close()
+        self._by_token.clear()
+        self._by_fileno.clear()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            # Also too many open files: the client is told nothing and tries again.
+            logger.debug("a connection was lost before it was accepted: %s", error)
+            return
+        try:
+            pid, uid, _ = _PEER.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            )
+            if not is_own_user(uid):
+                logger.warning("refused a client of user %d (process %d)", uid, pid)
+                connection.close()
+                return
+            if not self._make_room():
+                logger.warning("refused a client (process %d): %d sessions are open", pid, len(self))
+                connection.close()
+                return
+            self._greet(connection, pid)
+        except OSError as error:
+            logger.debug("a client left before it was greeted: %s", error)
+            connection.close()
+
+    def _greet(self, connection: socket.socket, pid: int) -> None:
+        # Not waited for: a fresh connection has room for one line.
+        connection.setblocking(False)
+        token = secrets.token_hex(16)
+        greeting = SessionGreeting(
+            protocol=PROTOCOL_VERSION,
+            format=FORMAT_VERSION,
+            token=token,
+            capacity_bytes=self._capacity_bytes,
+        )
+        line = encode(greeting) + b"\n"
+        if socket.send_fds(connection, [line], [self._arena_fileno]) != len(line):
+            raise BlockingIOError("the greeting was not taken at once")
+        session = Session(token, connection, pid, self._clock())
+        self._epoll.register(connection, select.EPOLLIN | select.EPOLLRDHUP)
+        self._by_fileno[connection.fileno()] = session
+        self._by_token[token] = session
+        logger.info("session of process %d opened, %d open", pid, len(self))
+
+    def _hear(self, session: Session) -> None:
+        try:
+            heard = session.connection.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            heard = b""
+        if heard:
+            logger.warning("ended the session of process %d: nothing may be said there", session.pid)
+        self._end(session)
+
+    def _end(self, session: Session) -> None:
+        self._epoll.unregister(session.connection)
+        del self._by_fileno[session.connection.fileno()]
+        del self._by_token[session.token]
+        session.connection.close()
+        logger.info("session of process %d ended, %d open", session.pid, len(self))
+        self._on_end(session)
+
+    def _make_room(self) -> bool:
+        """Whether there is room for one more, after silent connections had to go."""
+        if len(self) >= MAX_SESSIONS:
+            now_s = self._clock()
+            silent = [
+                session
+                for session in self
+                if not session.has_spoken and now_s - session.connected_s > SILENCE_S
+            ]
+            for session in silent:
+                self._end(session)
+        return len(self) < MAX_SESSIONS
+
+
+def is_own_user(uid: int) -> bool:
+    """Whether a peer's user is the daemon's: nobody else may map the arena, not even root by mistake."""
+    return uid == os.geteuid()

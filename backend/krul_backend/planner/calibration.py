@@ -1,0 +1,205 @@
+"""Costs fitted to measurements, once, and corrected by what restores really take."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from krul_backend.errors import RestoreError
+from krul_backend.planner.arrays import Floats
+from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+
+MAX_OBSERVED_RATIO = 4.0
+"""A measurement counts as at most so many times its prediction, or at least one over this."""
+MAX_SCALE = 32.0
+"""Costs are never scaled by more than this, or by less than one over this."""
+OVERHEAD_FADING = 0.02
+"""Share of the overhead that each restore which is given up for recomputation takes off it."""
+DEFAULT_HALF_LIFE = 8.0
+"""Observations after which an old one counts half."""
+
+
+def fit_compute(samples: Sequence[tuple[int, int, float]]) -> ComputeCost:
+    """The cost of one layer, from ``(num_tokens, num_past, seconds of one layer)``.
+
+    Non-negative least squares of the relative errors, so that short measurements count as much as long ones.
+
+    Raises:
+        RestoreError: fewer than three different measurements or only one number of tokens; no tokens, a
+            negative past, or seconds that are not a positive number.
+    """
+    for num_tokens, num_past, seconds in samples:
+        if num_tokens < 1 or num_past < 0 or not 0 < seconds < math.inf:
+            raise RestoreError(
+                f"a measured layer of {num_tokens} tokens after {num_past} that took {seconds} s: at least "
+                "one token, a past of at least 0 and a positive number of seconds are needed"
+            )
+    num_shapes = len({(num_tokens, num_past) for num_tokens, num_past, _ in samples})
+    num_sizes = len({num_tokens for num_tokens, _, _ in samples})
+    if num_shapes < 3 or num_sizes < 2:
+        raise RestoreError(
+            f"{len(samples)} measured layers of {num_shapes} shapes and {num_sizes} numbers of tokens: a "
+            "compute cost needs three shapes with two numbers of tokens"
+        )
+    tokens, past, seconds_ = np.array(samples, np.float64).T
+    launch_s, token_s, context_s = _fit(
+        [np.ones_like(tokens), tokens, tokens * (past + tokens / 2)], seconds_
+    )
+    return ComputeCost(launch_s, token_s, context_s)
+
+
+def fit_tier(samples: Sequence[tuple[float, float]]) -> TierCost:
+    """The cost of one copy, from ``(bytes, seconds)``; as ``fit_compute``.
+
+    Raises:
+        RestoreError: fewer than two different sizes; bytes or seconds that are not a positive number.
+    """
+    for num_bytes, seconds in samples:
+        if not (0 < num_bytes < math.inf and 0 < seconds < math.inf):
+            raise RestoreError(
+                f"a measured copy of {num_bytes} bytes that took {seconds} s: both must be positive numbers"
+            )
+    num_sizes = len({num_bytes for num_bytes, _ in samples})
+    if num_sizes < 2:
+        raise RestoreError(
+            f"{len(samples)} measured copies of {num_sizes} sizes: a tier's cost needs two sizes"
+        )
+    sizes, seconds_ = np.array(samples, np.float64).T
+    latency_s, byte_s = _fit([np.ones_like(sizes), sizes], seconds_)
+    return TierCost(latency_s, byte_s)
+
+
+def _fit(features: list[Floats], seconds: Floats) -> list[float]:
+    """Non-negative factors of ``features`` that sum to ``seconds`` with the least squared relative error.
+
+    The best such factors are the least-squares solution over those features whose factor is not zero, and
+    there are at most three features: all subsets are tried.
+    """
+    columns = np.stack(features, axis=1) / seconds[:, None]
+    # Tokens and bytes differ by many powers of ten: equal sizes of the columns keep the solver exact.
+    sizes = columns.max(axis=0)
+    best, least_error = np.zeros(len(features)), math.inf
+    for num_used in range(1, len(features) + 1):
+        for used in itertools.combinations(range(len(features)), num_used):
+            factors = np.zeros(len(features))
+            factors[list(used)] = np.linalg.lstsq(
+                columns[:, used] / sizes[list(used)], np.ones_like(seconds), rcond=None
+            )[0]
+            error = float(np.square(columns / sizes @ factors - 1).sum())
+            if (factors >= 0).all() and error < least_error:
+                best, least_error = factors, error
+    return [float(factor) for factor in best / sizes]
+
+
+class OnlineCosts:
+    """Costs that follow what restores take: a busy GPU or a slow disk shifts the next plan.
+
+    One factor each for heads, for the own forward and for each tier: the exponentially weighted mean of
+    ``measured / predicted``, on the logarithmic scale. Predictions are those made with ``current()``. An
+    observation is clipped to a factor of ``MAX_OBSERVED_RATIO`` either way, the whole to ``MAX_SCALE``; one
+    that is not a positive number teaches nothing. Safe to use from several threads.
+
+    And the overhead of a restore: the mean of what restores took beyond their plans, weighted alike. While
+    it keeps restores from happening nothing is learned of it, so it fades (``fade_overhead``) until one is
+    tried again.
+
+    Raises:
+        RestoreError: a half-life, in observations, that is not positive.
+    """
+
+    def __init__(self, costs: RestoreCosts, half_life: float = DEFAULT_HALF_LIFE) -> None:
+        if not half_life > 0:
+            raise RestoreError(f"a half-life of {half_life} observations: it must be positive")
+        self._costs = costs
+        self._gain = 1 - math.pow(0.5, 1 / half_life)
+        self._lock = threading.Lock()
+        self._head_log = 0.0
+        self._own_log = 0.0
+        self._tier_logs = dict.fromkeys(costs.tiers, 0.0)
+        self._overhead_s = costs.overhead_s
+        self._num_overheads = 0
+
+    def observe_head(self, predicted_s: float, measured_s: float) -> None:
+        """Heads were predicted to take ``predicted_s`` and took ``measured_s``."""
+        with self._lock:
+            self._head_log = self._moved(self._head_log, predicted_s, measured_s)
+
+    def observe_own(self, predicted_s: float, measured_s: float) -> None:
+        """The same of the request's own forward, without its waits."""
+        with self._lock:
+            self._own_log = self._moved(self._own_log, predicted_s, measured_s)
+
+    def observe_tier(self, tier: str, predicted_s: float, measured_s: float) -> None:
+        """The same of copies from ``tier``. Raises RestoreError for a tier without costs."""
+        with self._lock:
+            if tier not in self._tier_logs:
+                raise RestoreError(f"tier {tier!r} has no costs (known: {', '.join(self._tier_logs)})")
+            self._tier_logs[tier] = self._moved(self._tier_logs[tier], predicted_s, measured_s)
+
+    def set_tier(self, tier: str, cost: TierCost, *, through: str) -> None:
+        """State what reading ``tier`` costs now, whose blocks pass ``through`` another tier on their way.
+
+        A block goes on while the next one is read: the slower of both counts, and both latencies. What was
+        observed of ``tier`` before still scales it.
+
+        Raises:
+            RestoreError: for a tier to pass through that has no costs.
+        """
+        with self._lock:
+            if through not in self._costs.tiers:
+                raise RestoreError(f"tier {through!r} has no costs (known: {', '.join(self._tier_logs)})")
+            front = self._costs.tiers[through]
+            whole = TierCost(front.latency_s + cost.latency_s, max(front.byte_s, cost.byte_s))
+            self._costs = replace(self._costs, tiers={**self._costs.tiers, tier: whole})
+            self._tier_logs.setdefault(tier, 0.0)
+
+    def observe_overhead(self, predicted_s: float, measured_s: float) -> None:
+        """A restore was planned to end after ``predicted_s`` and ended after ``measured_s``."""
+        if not (0 < predicted_s < math.inf and 0 < measured_s < math.inf):
+            return
+        limit_s = (MAX_OBSERVED_RATIO - 1) * predicted_s
+        beyond_s = min(max(measured_s - predicted_s, -limit_s), limit_s)
+        with self._lock:
+            self._num_overheads += 1
+            # The first ones count as much as each other.
+            gain = max(self._gain, 1 / self._num_overheads)
+            self._overhead_s += gain * (beyond_s - self._overhead_s)
+
+    def fade_overhead(self) -> None:
+        """A restore was given up for recomputation."""
+        with self._lock:
+            self._overhead_s *= 1 - OVERHEAD_FADING
+
+    def current(self) -> RestoreCosts:
+        """The costs by which to plan now."""
+        with self._lock:
+            return RestoreCosts(
+                head=_scaled_compute(self._costs.head, math.exp(self._head_log)),
+                own=_scaled_compute(self._costs.own, math.exp(self._own_log)),
+                tiers=self._scaled_tiers(),
+                overhead_s=max(0.0, self._overhead_s),
+            )
+
+    def _scaled_tiers(self) -> Mapping[str, TierCost]:
+        tiers = {}
+        for name, cost in self._costs.tiers.items():
+            scale = math.exp(self._tier_logs[name])
+            tiers[name] = replace(cost, latency_s=scale * cost.latency_s, byte_s=scale * cost.byte_s)
+        return tiers
+
+    def _moved(self, log_scale: float, predicted_s: float, measured_s: float) -> float:
+        if not (0 < predicted_s < math.inf and 0 < measured_s < math.inf):
+            return log_scale
+        surprise = math.log(measured_s) - math.log(predicted_s)
+        limit, bound = math.log(MAX_OBSERVED_RATIO), math.log(MAX_SCALE)
+        moved = log_scale + self._gain * min(max(surprise, -limit), limit)
+        return min(max(moved, -bound), bound)
+
+
+def _scaled_compute(cost: ComputeCost, scale: float) -> ComputeCost:
+    return ComputeCost(scale * cost.launch_s, scale * cost.token_s, scale * cost.context_s)

@@ -1,0 +1,129 @@
+"""The pipeline of a restore, step by step: the model by which every plan is judged.
+
+::
+
+    compute stream   head 0 | head 1 | ... | head L-1 | own 0 | own 1 | ... | own L-1
+    load stream      load 0 | load 1 | ... | load L-1
+
+Both streams start at 0 and never pause by themselves, but for one rule: own layer ``l``, of the request's own
+forward, starts when load ``l`` has ended. Head ``l`` computes tokens ``[device_tokens, h_l)`` of layer ``l``.
+Load ``l`` copies block ``l`` of each run, one copy each, and decodes the rows ``[h_l, total_tokens)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from krul_backend.errors import RestoreError
+from krul_backend.planner.arrays import Floats, Tokens
+from krul_backend.planner.problem import RestoreProblem
+from krul_backend.planner.timing import RestoreTiming
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """``start_s``, ``end_s`` [L]: when each layer's step starts and ends, from the start of the restore."""
+
+    start_s: Floats
+    end_s: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """What a plan does when. ``compute_s`` and ``load_s`` are work without waits, ``bytes_loaded`` is exact.
+
+    ``head_tokens``: tokens recomputed, summed over layers.
+    """
+
+    head: Stage
+    load: Stage
+    own: Stage
+    compute_s: float
+    load_s: float
+    bytes_loaded: float
+    head_tokens: int
+
+    @property
+    def end_s(self) -> float:
+        """When the last layer of the request's own forward ends."""
+        return float(self.own.end_s[-1])
+
+    @property
+    def ideal_s(self) -> float:
+        """The end if neither stream ever waited for the other."""
+        return max(self.compute_s, self.load_s)
+
+    @property
+    def compute_busy(self) -> float:
+        """Share of the time in which the compute stream works."""
+        return self.compute_s / self.end_s if self.end_s > 0 else 0.0
+
+    @property
+    def load_busy(self) -> float:
+        """Share of the time in which the load stream works."""
+        return self.load_s / self.end_s if self.end_s > 0 else 0.0
+
+
+def simulate(problem: RestoreProblem, head_ends: Sequence[int]) -> Pipeline:
+    """The pipeline of ``head_ends``, one per layer. Whether they are allowed is not checked: see ``check``.
+
+    Raises:
+        RestoreError: not one head end per layer.
+    """
+    timing = RestoreTiming(problem)
+    ends = _row(problem, head_ends)
+    heads_s, loads_s = timing.head_s(ends)[0], timing.load_layer_s(ends)[0]
+    head_end_s, load_end_s = heads_s.cumsum(), loads_s.cumsum()
+    heads_total_s = head_end_s[-1]
+    # Own layer l ends (l + 1) own layers after the last thing that held up any layer up to l.
+    own_s, steps = timing.own_layer_s, np.arange(problem.num_layers)
+    held_s = np.maximum(np.maximum.accumulate(load_end_s - steps * own_s), heads_total_s)
+    own_end_s = held_s + (steps + 1) * own_s
+    copied = np.maximum(timing.end[:, None] - np.maximum(timing.first[:, None], ends[0][timing.last_use]), 0)
+    return Pipeline(
+        head=Stage(head_end_s - heads_s, head_end_s),
+        load=Stage(load_end_s - loads_s, load_end_s),
+        own=Stage(own_end_s - own_s, own_end_s),
+        compute_s=float(heads_total_s + problem.num_layers * own_s),
+        load_s=float(load_end_s[-1]),
+        bytes_loaded=float((copied * timing.token_bytes).sum()),
+        head_tokens=int((ends - problem.device_tokens).sum()),
+    )
+
+
+def is_allowed(problem: RestoreProblem, head_ends: Sequence[int]) -> bool:
+    """Whether a plan may have these head ends, one per layer: all that ``check`` asks for."""
+    return len(head_ends) == problem.num_layers and bool(
+        RestoreTiming(problem).allowed(_row(problem, head_ends))[0]
+    )
+
+
+def check(problem: RestoreProblem, head_ends: Sequence[int]) -> None:
+    """Raises RestoreError that says which rule ``head_ends`` break, if they do."""
+    ends, timing = _row(problem, head_ends)[0], RestoreTiming(problem)
+    page, device, total = problem.page_size, problem.device_tokens, problem.total_tokens
+    if (ends[1:] > ends[:-1]).any():
+        raise RestoreError(f"heads grow from layer to layer: {list(head_ends)}")
+    if (ends % page != 0).any():
+        raise RestoreError(f"heads end inside a page of {page} tokens: {list(head_ends)}")
+    if ends[0] > total or ends[-1] < device:
+        raise RestoreError(f"heads end outside [{device}, {total}]: {list(head_ends)}")
+    if ends[0] > timing.highest:
+        raise RestoreError(f"a head ends at {ends[0]}, the limit of head tokens allows {timing.highest}")
+    if (ends < timing.lowest).any():
+        layer = int((ends < timing.lowest).argmax())
+        raise RestoreError(
+            f"the head of layer {layer} ends at {ends[layer]}, stored is what follows {timing.lowest[layer]}"
+        )
+    lengths = int(timing.num_lengths(ends[None])[0])
+    if lengths > problem.max_lengths:
+        raise RestoreError(f"{lengths} different lengths of heads, {problem.max_lengths} are allowed")
+
+
+def _row(problem: RestoreProblem, head_ends: Sequence[int]) -> Tokens:
+    if len(head_ends) != problem.num_layers:
+        raise RestoreError(f"{len(head_ends)} head ends for {problem.num_layers} layers")
+    return np.array(head_ends, np.int64)[None]

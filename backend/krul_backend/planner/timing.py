@@ -1,0 +1,140 @@
+"""How long many plans of one problem take, at once: what planners search with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from krul_backend.errors import RestoreError
+from krul_backend.planner.arrays import Flags, Floats, Tokens
+from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import RestorePlan
+from krul_backend.planner.load_part import LoadPart
+from krul_backend.planner.problem import RestoreProblem
+
+
+@dataclass(frozen=True)
+class PlanTimes:
+    """Of ``C`` plans. ``compute_s`` [C]: heads and own layers, without a wait. ``loaded_s`` [C, L]: when load
+    ``l`` has ended. ``end_s`` [C]: when the last own layer has."""
+
+    compute_s: Floats
+    loaded_s: Floats
+    end_s: Floats
+
+
+class RestoreTiming:
+    """Times of the head ends of one problem, and which are allowed; see ``krul_backend.planner.pipeline``.
+
+    ``lowest`` [L]: the smallest head ends that are stored, non-increasing. ``highest``: the largest head end.
+    ``is_possible``: whether any head ends are allowed.
+
+    Raises:
+        RestoreError: a run in a tier that has no costs.
+    """
+
+    def __init__(self, problem: RestoreProblem) -> None:
+        runs, num_layers = problem.runs, problem.num_layers
+        shape = (len(runs), num_layers)
+        self.problem = problem
+        self.own_layer_s = problem.own_layer_s
+        # A load that ends late holds up its own layer and all after it.
+        self.own_after_s: Floats = self.own_layer_s * np.arange(num_layers, 0, -1, np.float64)  # [L]
+        tiers = [_tier(problem, run.tier) for run in runs]
+        self.first: Tokens = np.array([max(run.first_token, problem.device_tokens) for run in runs], np.int64)
+        self.end: Tokens = np.array([run.end_token for run in runs], np.int64)
+        self.token_bytes: Floats = _floats([run.layer_token_bytes for run in runs], shape)
+        self.last_use: Tokens = _tokens([run.last_use for run in runs], shape)
+        latency_s = np.array([tier.latency_s for tier in tiers], np.float64)
+        byte_s = np.array([tier.byte_s for tier in tiers], np.float64)
+        is_copied = (self.token_bytes > 0) & (self.end > self.first)[:, None]
+        copy_s: Floats = np.where(is_copied, latency_s[:, None], 0.0)  # [R, L]
+        token_s: Floats = self.token_bytes * byte_s[:, None]  # [R, L]
+        decode_s = _floats([run.decode_token_s for run in runs], shape)
+        self.load_parts = tuple(self._load_parts(copy_s, token_s, decode_s))
+
+        page = problem.page_size
+        stored_from: Tokens = _tokens([run.stored_from for run in runs], shape)
+        left_out = stored_from > self.first[:, None]
+        needed = np.where(left_out, -(-stored_from // page) * page, problem.device_tokens)
+        needed = needed.max(axis=0, initial=problem.device_tokens)
+        self.lowest: Tokens = np.maximum.accumulate(needed[::-1])[::-1]
+        self.highest = problem.total_tokens
+        if problem.max_head_tokens is not None:
+            limit = (problem.device_tokens + problem.max_head_tokens) // page * page
+            self.highest = min(self.highest, max(limit, problem.device_tokens))
+        has_heads = bool(self.lowest[0] > problem.device_tokens)
+        self.is_possible = bool(self.lowest[0] <= self.highest) and not (
+            has_heads and problem.max_lengths < 1
+        )
+
+    def head_s(self, head_ends: Tokens) -> Floats:
+        """Seconds to compute heads that end at ``head_ends``, elementwise."""
+        cost, past = self.problem.costs.head, self.problem.device_tokens
+        tokens = (head_ends - past).astype(np.float64)
+        time: Floats = tokens * (cost.token_s + cost.context_s * (past + tokens / 2))
+        time += np.where(tokens > 0, cost.launch_s, 0.0)
+        return time
+
+    def load_layer_s(self, head_ends: Tokens) -> Floats:
+        """[C, L]: seconds of each load step, for head ends [C, L]."""
+        seconds = np.zeros(head_ends.shape)
+        for part in self.load_parts:
+            seconds += part.seconds(head_ends)
+        return seconds
+
+    def evaluate(self, head_ends: Tokens) -> PlanTimes:
+        """Times of head ends [C, L], whether they are allowed or not."""
+        heads_s = self.head_s(head_ends).sum(axis=1)
+        compute_s = heads_s + self.problem.num_layers * self.own_layer_s
+        loaded_s = self.load_layer_s(head_ends).cumsum(axis=1)
+        end_s = np.maximum(compute_s, (loaded_s + self.own_after_s).max(axis=1))
+        return PlanTimes(compute_s, loaded_s, end_s)
+
+    def num_lengths(self, head_ends: Tokens) -> Tokens:
+        """[C]: how many different lengths above none; head ends [C, L] are non-increasing."""
+        last = head_ends[:, -1] > self.problem.device_tokens
+        lengths: Tokens = (head_ends[:, 1:] != head_ends[:, :-1]).sum(axis=1) + last
+        return lengths
+
+    def allowed(self, head_ends: Tokens) -> Flags:
+        """[C]: which of the head ends [C, L] are allowed."""
+        flags = (head_ends[:, 1:] <= head_ends[:, :-1]).all(axis=1)
+        flags &= (head_ends >= self.lowest).all(axis=1) & (head_ends[:, 0] <= self.highest)
+        flags &= (head_ends % self.problem.page_size == 0).all(axis=1)
+        return flags & (self.num_lengths(head_ends) <= self.problem.max_lengths)
+
+    def plan(self, head_ends: Tokens) -> RestorePlan:
+        """The plan with head ends [L]."""
+        end_s = self.evaluate(head_ends[None]).end_s[0]
+        return RestorePlan(tuple(int(end) for end in head_ends), float(end_s))
+
+    def _load_parts(self, copy_s: Floats, token_s: Floats, decode_s: Floats) -> Iterator[LoadPart]:
+        """A part for each way in which layers are paired; rows are decoded from their own layer's head on."""
+        own = tuple(range(self.problem.num_layers))
+        patterns = [run.last_use for run in self.problem.runs]
+        for pattern in dict.fromkeys([*patterns, own]):
+            is_in_part = np.array([each == pattern for each in patterns], np.bool_)[:, None]
+            part_token_s = np.where(is_in_part, token_s, 0.0)
+            if pattern == own:
+                part_token_s += decode_s
+            part_copy_s = np.where(is_in_part, copy_s, 0.0)
+            if part_token_s.any() or part_copy_s.any():
+                yield LoadPart(pattern, self.first, self.end, part_copy_s, part_token_s)
+
+
+def _tier(problem: RestoreProblem, name: str) -> TierCost:
+    tiers = problem.costs.tiers
+    if name not in tiers:
+        raise RestoreError(f"tier {name!r} has no costs (known: {', '.join(tiers)})")
+    return tiers[name]
+
+
+def _floats(rows: Sequence[tuple[float, ...]], shape: tuple[int, int]) -> Floats:
+    return np.array(rows, np.float64).reshape(shape)
+
+
+def _tokens(rows: Sequence[tuple[int, ...]], shape: tuple[int, int]) -> Tokens:
+    return np.array(rows, np.int64).reshape(shape)

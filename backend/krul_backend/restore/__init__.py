@@ -1,1 +1,0 @@
-"""What of a returning conversation is recomputed and what is loaded, and how long that takes."""

@@ -1,0 +1,238 @@
+"""The records of a log file: a header that proves itself, then the blocks of a segment's layers.
+
+All numbers are little endian. A record starts at a multiple of 4096 bytes and takes a multiple of 4096::
+
+    offset  size
+    0       8     magic: b"KRULSEG1"
+    8       8     XXH3-64 of bytes [16, header_num_bytes), its seed being the place of the record
+    16      8     header_num_bytes, without the padding that follows it
+    24      8     record_num_bytes, all padding included
+    32      8     sequence: a number that grows with every record written; a copy made by compaction keeps it
+    40      4     L, number of layers
+    44      4     P, number of pages
+    48      4     T, number of token ids
+    52      4     J, bytes of JSON
+    56      4     K, bytes of page keys
+    60      4     FORMAT_VERSION of the manifest
+    64      8 L   checksum of each layer's block (XXH3-64)
+    ..      8 L   size of each layer's block in bytes
+    ..      4 T   token ids (int32)
+    ..      2 P   bytes of each page key
+    ..      K     page keys, UTF-8, one after the other
+    ..      J     the manifest's other fields as JSON
+    then zeros to the next multiple of 64: layer 0's block; each block starts at a multiple of 64.
+
+Nothing of a header is believed before its checksum was found right. In a log file the place is the file's
+random id plus the record's offset (``LogFile.place``): a header that lies anywhere else, left over from an
+earlier file or imitated by somebody's KV, is none. Where records are found by other means the place is 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import orjson
+import xxhash
+
+from krul_backend.errors import ManifestError, RecordError
+from krul_backend.segment import FORMAT_VERSION, ModelIdentity, SegmentManifest
+from krul_backend.tiers.common.interface import Block
+
+RECORD_ALIGN = 4096
+"""Records begin and end at multiples of this: what O_DIRECT asks for, and whole pages of the page cache."""
+
+BLOCK_ALIGN = 64
+MAGIC = b"KRULSEG1"
+_FIXED = struct.Struct("<8sQQQQIIIIII")
+FIXED_NUM_BYTES = _FIXED.size
+MAX_HEADER_NUM_BYTES = 1 << 30
+_MAX_RECORD_NUM_BYTES = 1 << 46
+_CHECKED_FROM = 16
+_SCALARS = (
+    "parent_key",
+    "start_token",
+    "codec",
+    "codec_params",
+    "layer_first_token",
+    "tenant",
+    "recompute_s",
+)
+
+
+def aligned(num_bytes: int, align: int) -> int:
+    """The next multiple of ``align``."""
+    return -(-num_bytes // align) * align
+
+
+@dataclass(frozen=True)
+class HeaderSize:
+    """What can be read from a header's first 64 bytes, before anything proves that they are right."""
+
+    header_num_bytes: int
+    record_num_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentRecord:
+    """A stored segment. ``block_offsets[l]`` is where layer ``l``'s block starts, from the record's start."""
+
+    sequence: int
+    record_num_bytes: int
+    manifest: SegmentManifest
+    checksums: tuple[int, ...]
+    block_offsets: tuple[int, ...]
+
+
+def segment_num_bytes(manifest: SegmentManifest, metadata: bytes) -> int:
+    """Bytes of a whole record, padding included; ``metadata`` is ``encode_metadata``'s."""
+    return _layout(FIXED_NUM_BYTES + len(metadata), manifest.layer_num_bytes)[1]
+
+
+def block_offsets(manifest: SegmentManifest, metadata: bytes) -> tuple[int, ...]:
+    """Where each layer's block starts, from the record's start."""
+    return _layout(FIXED_NUM_BYTES + len(metadata), manifest.layer_num_bytes)[0]
+
+
+def encode_metadata(manifest: SegmentManifest, checksums: tuple[int, ...]) -> bytes:
+    """A segment header's part after the first 64 bytes: all that does not depend on where it is written.
+
+    Raises:
+        ManifestError: there is something in the manifest that JSON, or a field of this size, cannot hold.
+    """
+    if len(checksums) != len(manifest.layer_num_bytes):
+        raise ManifestError(f"{len(checksums)} checksums for {len(manifest.layer_num_bytes)} blocks")
+    keys = [key.encode() for key in manifest.page_keys]
+    if max(map(len, keys)) >= 1 << 16:
+        raise ManifestError("a page key of 64 KiB or more cannot be written")
+    model = {field.name: getattr(manifest.model, field.name) for field in dataclasses.fields(ModelIdentity)}
+    scalars = {"model": model} | {name: getattr(manifest, name) for name in _SCALARS}
+    try:
+        json = orjson.dumps(scalars)
+    except (TypeError, ValueError) as error:
+        raise ManifestError(f"the manifest cannot be written as JSON: {error}") from error
+    return b"".join(
+        [
+            np.array(checksums, "<u8").tobytes(),
+            np.array(manifest.layer_num_bytes, "<u8").tobytes(),
+            manifest.token_ids.astype("<i4").tobytes(),
+            np.array([len(key) for key in keys], "<u2").tobytes(),
+            *keys,
+            json,
+        ]
+    )
+
+
+def encode_segment(manifest: SegmentManifest, metadata: bytes, sequence: int, place: int = 0) -> bytes:
+    """A segment's header with its padding: what comes right before layer 0's block."""
+    header_num_bytes = FIXED_NUM_BYTES + len(metadata)
+    offsets, record_num_bytes = _layout(header_num_bytes, manifest.layer_num_bytes)
+    num_keys_bytes = sum(len(key.encode()) for key in manifest.page_keys)
+    num_layers, num_pages, num_tokens = (
+        len(manifest.layer_num_bytes),
+        len(manifest.page_keys),
+        manifest.num_tokens,
+    )
+    num_json_bytes = len(metadata) - 16 * num_layers - 4 * num_tokens - 2 * num_pages - num_keys_bytes
+    counts = (num_layers, num_pages, num_tokens, num_json_bytes, num_keys_bytes)
+    fields = (header_num_bytes, record_num_bytes, sequence, *counts, FORMAT_VERSION)
+    unsealed = _FIXED.pack(MAGIC, 0, *fields) + metadata
+    checksum = xxhash.xxh3_64_intdigest(memoryview(unsealed)[_CHECKED_FROM:], place)
+    return (_FIXED.pack(MAGIC, checksum, *fields) + metadata).ljust(offsets[0], b"\0")
+
+
+def record_buffers(
+    manifest: SegmentManifest, metadata: bytes, blocks: Sequence[Block], sequence: int, place: int
+) -> list[bytes | memoryview]:
+    """What to write one after the other, padding included: ``segment_num_bytes`` in all."""
+    header = encode_segment(manifest, metadata, sequence, place)
+    buffers: list[bytes | memoryview] = [header]
+    num_bytes = len(header)
+    for block in blocks:
+        padding = bytes(aligned(block.nbytes, BLOCK_ALIGN) - block.nbytes)
+        buffers += [block.data, padding]
+        num_bytes += block.nbytes + len(padding)
+    padding = bytes(aligned(num_bytes, RECORD_ALIGN) - num_bytes)
+    return [*buffers, padding]
+
+
+def decode_size(fixed: bytes) -> HeaderSize:
+    """How far a header reaches, from its first 64 bytes. Bounded, but not to be believed yet.
+
+    Raises:
+        RecordError: there is no header here.
+    """
+    if len(fixed) < FIXED_NUM_BYTES:
+        raise RecordError(f"a record needs {FIXED_NUM_BYTES} bytes, got {len(fixed)}")
+    magic, _, header_num_bytes, record_num_bytes, *_ = _FIXED.unpack_from(fixed)
+    if magic != MAGIC:
+        raise RecordError("no record starts here")
+    is_header_possible = FIXED_NUM_BYTES <= header_num_bytes <= min(MAX_HEADER_NUM_BYTES, record_num_bytes)
+    if not is_header_possible or record_num_bytes > _MAX_RECORD_NUM_BYTES or record_num_bytes % RECORD_ALIGN:
+        raise RecordError(f"a header of {header_num_bytes} in a record of {record_num_bytes} bytes cannot be")
+    return HeaderSize(header_num_bytes, record_num_bytes)
+
+
+def decode_header(header: bytes, place: int = 0) -> SegmentRecord:
+    """What a header says; bytes after ``header_num_bytes`` are ignored.
+
+    Raises:
+        RecordError: damaged, cut off, of another place or format version, or contradicting itself.
+    """
+    size = decode_size(header)
+    if len(header) < size.header_num_bytes:
+        raise RecordError(f"a header of {size.header_num_bytes} bytes, cut off after {len(header)}")
+    _, checksum, _, _, sequence, *counts, version = _FIXED.unpack_from(header)
+    checked = memoryview(header)[_CHECKED_FROM : size.header_num_bytes]
+    if xxhash.xxh3_64_intdigest(checked, place) != checksum:
+        raise RecordError("the header's checksum is wrong")
+    if version != FORMAT_VERSION:
+        raise RecordError(f"a record of format {version}, this is format {FORMAT_VERSION}")
+    metadata = memoryview(header)[FIXED_NUM_BYTES : size.header_num_bytes]
+    try:
+        manifest, checksums = _decode_metadata(metadata, counts)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, ManifestError) as error:
+        raise RecordError(f"a header that contradicts itself: {error}") from error
+    offsets, record_num_bytes = _layout(size.header_num_bytes, manifest.layer_num_bytes)
+    if record_num_bytes != size.record_num_bytes:
+        raise RecordError(f"blocks of {record_num_bytes} bytes in a record of {size.record_num_bytes}")
+    return SegmentRecord(sequence, record_num_bytes, manifest, checksums, offsets)
+
+
+def _layout(header_num_bytes: int, layer_num_bytes: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Where each block starts in its record, and the record's bytes."""
+    taken = (aligned(num_bytes, BLOCK_ALIGN) for num_bytes in layer_num_bytes)
+    *offsets, end = accumulate(taken, initial=aligned(header_num_bytes, BLOCK_ALIGN))
+    return tuple(offsets), aligned(end, RECORD_ALIGN)
+
+
+def _decode_metadata(metadata: memoryview, counts: list[int]) -> tuple[SegmentManifest, tuple[int, ...]]:
+    num_layers, num_pages, num_tokens, num_json_bytes, num_keys_bytes = counts
+    parts: list[memoryview] = []
+    at = 0
+    for num_bytes in (8 * num_layers, 8 * num_layers, 4 * num_tokens, 2 * num_pages, num_keys_bytes):
+        parts.append(metadata[at : at + num_bytes])
+        at += num_bytes
+    if at + num_json_bytes != len(metadata):
+        raise ValueError(f"parts of {at + num_json_bytes} bytes in {len(metadata)}")
+    checksums, sizes, token_ids, key_sizes, keys = parts
+    ends = list(accumulate(np.frombuffer(key_sizes, "<u2").tolist(), initial=0))
+    if ends[-1] != num_keys_bytes:
+        raise ValueError(f"page keys of {ends[-1]} bytes in {num_keys_bytes}")
+    scalars: dict[str, Any] = orjson.loads(metadata[at:])
+    tokens = np.frombuffer(token_ids, "<i4").astype(np.int32)
+    tokens.flags.writeable = False
+    manifest = SegmentManifest(
+        model=ModelIdentity(**scalars.pop("model")),
+        page_keys=tuple(bytes(keys[start:end]).decode() for start, end in pairwise(ends)),
+        token_ids=tokens,
+        layer_num_bytes=tuple(np.frombuffer(sizes, "<u8").tolist()),
+        layer_first_token=tuple(scalars.pop("layer_first_token")),
+        **scalars,
+    )
+    return manifest, tuple(np.frombuffer(checksums, "<u8").tolist())

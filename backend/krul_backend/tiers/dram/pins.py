@@ -1,0 +1,95 @@
+"""Conversations that were asked to stay in DRAM for a while."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from krul_backend.tiers.dram.stored_segment import StoredSegment
+
+_NUM_SPARE_ENDS = 64
+
+
+class PinBook:
+    """Until when which segments are kept, and how many bytes these take. Not thread-safe.
+
+    No thread waits for a pin to end: whoever asks drops those that have ended first.
+
+    Args:
+        limit_bytes: what all pinned segments together may take in the arena.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, limit_bytes: int, clock: Callable[[], float]) -> None:
+        self._limit_bytes = limit_bytes
+        self._clock = clock
+        self._until_s: dict[int, float] = {}
+        self._num_bytes: dict[int, int] = {}
+        self._pinned_bytes = 0
+        # A heap. Entries of pins that were replaced or ended early stay until they are many.
+        self._ends: list[tuple[float, int]] = []
+
+    @property
+    def pinned_bytes(self) -> int:
+        self._drop_ended()
+        return self._pinned_bytes
+
+    def num_entries(self) -> int:
+        """Ends of pins that are remembered, those of replaced ones included."""
+        return len(self._ends)
+
+    def pin(self, segment: StoredSegment, ttl_s: float) -> bool:
+        """Keep a segment for ``ttl_s`` from now, whatever was said before; False if that were too many bytes.
+
+        A pin that it had stays in that case.
+        """
+        self._drop_ended()
+        segment_id, taken_bytes = segment.segment_id, segment.taken_bytes
+        others_bytes = self._pinned_bytes - self._num_bytes.get(segment_id, 0)
+        if others_bytes + taken_bytes > self._limit_bytes:
+            return False
+        until_s = self._clock() + ttl_s
+        self._until_s[segment_id] = until_s
+        self._num_bytes[segment_id] = taken_bytes
+        self._pinned_bytes = others_bytes + taken_bytes
+        heapq.heappush(self._ends, (until_s, segment_id))
+        self._drop_replaced()
+        return True
+
+    def end(self, segment_id: int) -> bool:
+        """End a segment's pin; whether it had one."""
+        self._drop_ended()
+        has_ended = self._forget(segment_id)
+        self._drop_replaced()
+        return has_ended
+
+    def note_size(self, segment: StoredSegment) -> None:
+        """A segment that may be pinned takes fewer bytes than before."""
+        before = self._num_bytes.get(segment.segment_id)
+        if before is not None:
+            self._num_bytes[segment.segment_id] = segment.taken_bytes
+            self._pinned_bytes += segment.taken_bytes - before
+
+    def remaining_s(self, segment_id: int) -> float:
+        """For how long a segment is still kept; 0 if it is not."""
+        until_s = self._until_s.get(segment_id)
+        return max(0.0, until_s - self._clock()) if until_s is not None else 0.0
+
+    def _drop_ended(self) -> None:
+        now_s = self._clock()
+        while self._ends and self._ends[0][0] <= now_s:
+            until_s, segment_id = heapq.heappop(self._ends)
+            if self._until_s.get(segment_id) == until_s:
+                self._forget(segment_id)
+
+    def _drop_replaced(self) -> None:
+        """Keep no more entries than twice the pins, and a few: a conversation may be pinned at every turn."""
+        if len(self._ends) > 2 * len(self._until_s) + _NUM_SPARE_ENDS:
+            self._ends = [(until_s, segment_id) for segment_id, until_s in self._until_s.items()]
+            heapq.heapify(self._ends)
+
+    def _forget(self, segment_id: int) -> bool:
+        if self._until_s.pop(segment_id, None) is None:
+            return False
+        self._pinned_bytes -= self._num_bytes.pop(segment_id)
+        return True

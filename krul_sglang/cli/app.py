@@ -1,0 +1,415 @@
+"""The command line ``krul-sglang``."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from krul_backend.errors import ConfigError, KrulError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+_ASSETS = Path(__file__).parents[1] / "assets"
+REFERENCE_MODEL = _ASSETS / "reference-model"
+BUNDLED_CONVERSATIONS = _ASSETS / "conversations.json"
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+# typer ships its own copy of click since 0.26 and uses the installed one before: take the class it raises.
+_ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+class UsageError(KrulError):
+    """A value on the command line that cannot be used."""
+
+
+class _OneLineErrors(TyperGroup):
+    """Every error that a user can cause becomes one line on stderr and an exit status, never a traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs["standalone_mode"] = False
+        try:
+            status = super().main(*args, **kwargs)
+        except UsageError as error:
+            _fail(str(error), EXIT_USAGE)
+        except _ClickException as error:
+            _fail(error.format_message(), error.exit_code)
+        except KrulError as error:
+            _fail(str(error), EXIT_FAILED)
+        sys.exit(status if isinstance(status, int) else 0)
+
+    def invoke(self, ctx: Any) -> Any:
+        # Here, because versions of typer differ in what they make of it further out.
+        with _noted_interrupts() as interrupts:
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:
+                _fail("interrupted", EXIT_INTERRUPTED)
+            except Exception:
+                if interrupts:
+                    # An error of what was being done when it was interrupted, or of its clean-up.
+                    _fail("interrupted", EXIT_INTERRUPTED)
+                raise
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C as always; and whether there was one, whatever became of the exception."""
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+app = typer.Typer(
+    name="krul-sglang",
+    cls=_OneLineErrors,
+    help="A KV cache tier for multi-turn conversations on SGLang: try it, and check a running server.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        from krul_sglang import __version__
+
+        typer.echo(f"krul-sglang {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    model_path: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint directory or hub name.", show_default="the bundled reference model"),
+    ] = None,
+    conversations: Annotated[
+        Path | None,
+        typer.Option(
+            help="ShareGPT or OpenAI style JSON or JSONL; a user turn may carry 'expected', a string that a "
+            "right answer contains.",
+            show_default="the bundled set",
+        ),
+    ] = None,
+    turns: Annotated[int | None, typer.Option(help="Cut each conversation to its first N turns.")] = None,
+    num_conversations: Annotated[int | None, typer.Option(help="Take the first N conversations.")] = None,
+    device_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in the small device pool.",
+            show_default="1.25 x the longest conversation, plus a margin",
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str, typer.Option(help="Host memory for krul, such as 512MiB or 8GiB.")
+    ] = "512MiB",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="One more option of krul's configuration, as --option strategy=budget. Repeatable.",
+        ),
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.")] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 48,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="SGLang's --dtype.", show_default="float32 without a GPU, the model's own with one"
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything measured to FILE.")
+    ] = None,
+    server_arg: Annotated[
+        list[str] | None,
+        typer.Option(help="Pass one more argument to all three servers, as --server-arg=--tp=2. Repeatable."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the servers' logs.")] = False,
+) -> None:
+    """Play conversations against SGLang without and with krul, and compare answers and time to first token.
+
+    Starts three servers, one after the other: one whose device pool holds everything (the reference for the
+    answers), one with a small pool (the baseline), and one with the same small pool and krul. All see the
+    same prompts: turn 1 of every conversation, then turn 2 of every conversation, and so on, so that between
+    two turns of a conversation the others push it out of the pool.
+
+    Exit status: 0 if krul restored at least one turn and every answer equals the reference's, else 1. With a
+    strategy or a precision that compresses, recall must be the baseline's (up to 2 points less) instead.
+    """
+    _check_positive("--turns", turns)
+    _check_positive("--num-conversations", num_conversations)
+    _check_positive("--device-tokens", device_tokens)
+    _check_positive("--page-size", page_size)
+    _check_positive("--max-tokens", max_tokens)
+    options = _parse_options(option or [])
+    _check_krul_values({"host_memory": host_memory}, "--host-memory")
+    _check_krul_values(options, "--option")
+    _check_writable("--json", json_file)
+    model = _resolve_model(model_path)
+    conversations_path = (
+        _bundled(BUNDLED_CONVERSATIONS, "--conversations") if conversations is None else conversations
+    )
+
+    from krul_sglang.demo.conversations import ConversationError, load_conversations
+    from krul_sglang.demo.sizing import SizingError, load_token_counter, plan_pools
+
+    try:
+        loaded = load_conversations(conversations_path)
+        chosen = loaded.select(num_conversations=num_conversations, turns=turns)
+        count_tokens, context_length = load_token_counter(model)
+        pools = plan_pools(
+            chosen,
+            count_tokens,
+            max_tokens=max_tokens,
+            page_size=page_size,
+            device_tokens=device_tokens,
+            context_length=context_length,
+        )
+    except (ConversationError, SizingError) as error:
+        raise UsageError(str(error)) from error
+
+    from rich.console import Console
+
+    from krul_sglang.demo.report import make_reporter, print_result
+    from krul_sglang.demo.run import DemoConfig, default_dtype, run_demo
+
+    config = DemoConfig(
+        model_path=model,
+        conversations_path=str(conversations_path),
+        max_tokens=max_tokens,
+        page_size=page_size,
+        host_memory=host_memory.strip(),
+        krul_options=options,
+        dtype=default_dtype() if dtype is None else dtype,
+        server_args=tuple(server_arg or ()),
+    )
+    num_turns = sum(len(conversation.turns) for conversation in chosen)
+    console = Console()
+    notes = [
+        f"{len(chosen)} conversations, {num_turns} turns, up to {pools.total_tokens} tokens "
+        f"(the longest: {pools.longest_tokens}); device pool: {pools.device_tokens} tokens "
+        f"(reference server: {pools.reference_tokens}); dtype {config.dtype}"
+    ]
+    if num_conversations is not None and len(chosen) < num_conversations:
+        notes.append(f"{conversations_path} has only {len(chosen)} usable conversations: all are taken")
+    if loaded.num_skipped:
+        notes.append(f"{loaded.num_skipped} entries without a user turn were left out")
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    with make_reporter(console, num_turns) as reporter:
+        result = run_demo(config, pools, chosen, reporter, verbose=verbose)
+    print_result(console, result)
+    if json_file is not None:
+        _write_json(result.to_json(), json_file)
+    raise typer.Exit(0 if result.summary.passed else EXIT_FAILED)
+
+
+@app.command()
+def selftest(
+    url: Annotated[str, typer.Option(help="Address of the running server, such as http://127.0.0.1:30000.")],
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the probe prompt.")] = 600,
+    min_host_share: Annotated[
+        float, typer.Option(help="Least share of the prompt that has to come from host memory.")
+    ] = 0.5,
+    max_noise_tokens: Annotated[
+        int, typer.Option(help="Most tokens of noise to send; a larger device pool cannot be flushed.")
+    ] = 1_000_000,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for the whole probe.")] = 600.0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything measured to FILE.")
+    ] = None,
+) -> None:
+    """Check on a running server that krul gives back what it took.
+
+    Asks a random prompt, pushes it out of the device pool with other random prompts, and asks it again: the
+    second time most of it must come from host memory, with the same answer. It costs one pool of prefill.
+
+    Exit status: 0 passed, 1 failed, 2 could not be run (no such server, not krul, pool too large).
+    """
+    _check_positive("--prompt-tokens", prompt_tokens)
+    _check_positive("--max-noise-tokens", max_noise_tokens)
+    _check_positive("--timeout", timeout_s)
+    if not 0.0 < min_host_share <= 1.0:
+        raise UsageError(f"--min-host-share {min_host_share} is out of range; expected a number in (0, 1]")
+    _check_url(url)
+    _check_writable("--json", json_file)
+
+    from krul_sglang.cli import selftest as probe
+    from krul_sglang.cli.server_client import CannotRunError
+
+    config = probe.SelftestConfig(
+        url=url.rstrip("/"),
+        prompt_tokens=prompt_tokens,
+        min_host_share=min_host_share,
+        max_noise_tokens=max_noise_tokens,
+        timeout_s=timeout_s,
+    )
+    try:
+        result = probe.run_selftest(config, api_key=api_key)
+    except CannotRunError as error:
+        raise UsageError(str(error)) from error
+    typer.echo(result.verdict)
+    if json_file is not None:
+        _write_json(result.to_json(), json_file)
+    raise typer.Exit(0 if result.passed else EXIT_FAILED)
+
+
+@app.command()
+def trace(
+    url: Annotated[str, typer.Option(help="Address of the running server, such as http://127.0.0.1:30000.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a Chrome trace to FILE, for ui.perfetto.dev."),
+    ] = None,
+    gantt: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw one restore to FILE.png; needs matplotlib."),
+    ] = None,
+    index: Annotated[
+        int | None,
+        typer.Option(help="Which restore --gantt draws, as numbered in the table.", show_default="the last"),
+    ] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for the answer.")] = 30.0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.")
+    ] = None,
+) -> None:
+    """Show how the last restores of a running server went, layer by layer.
+
+    Prints a table: tokens, how many of them were recomputed, planned and measured time, and how busy each of
+    the two streams was. A server keeps its last 16 restores, each of them one batch of returning requests.
+
+    Exit status: 0, or 2 if there is nothing to show (no such server, not krul, no restore yet).
+    """
+    _check_positive("--timeout", timeout_s)
+    _check_url(url)
+    _check_writable("--output", output)
+    _check_writable("--gantt", gantt)
+    if index is not None and gantt is None:
+        raise UsageError("--index chooses the restore to draw: give --gantt FILE.png, too")
+
+    from krul_sglang.cli import trace as tracing
+    from krul_sglang.cli.server_client import CannotRunError
+
+    try:
+        restores = tracing.fetch_restores(url.rstrip("/"), api_key=api_key, timeout_s=timeout_s)
+        typer.echo(tracing.format_table(restores))
+        if index is not None and not 0 <= index < len(restores):
+            raise UsageError(f"--index {index}: there are restores 0 to {len(restores) - 1}")
+        if output is not None:
+            _write_json(tracing.chrome_trace(restores), output)
+        if gantt is not None:
+            from krul_sglang.cli.trace_figure import draw_restore
+
+            draw_restore(restores[-1 if index is None else index], gantt)
+    except CannotRunError as error:
+        raise UsageError(str(error)) from error
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    """Print the first line of ``message`` as the error, what follows (a quoted log) below it, and exit."""
+    typer.echo(f"krul-sglang: error: {message}", err=True)
+    sys.exit(status)
+
+
+def _check_positive(option: str, value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise UsageError(f"{option} {value} is not possible; expected a number greater than 0")
+
+
+def _parse_options(options: list[str]) -> dict[str, str]:
+    pairs = [option.partition("=") for option in options]
+    for name, equals, _ in pairs:
+        if not name or not equals:
+            raise UsageError(f"--option {name!r}: give KEY=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
+def _check_krul_values(values: dict[str, str], source: str) -> None:
+    from krul_sglang.config import KrulConfig
+
+    try:
+        KrulConfig.from_mapping(values, source)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+
+
+def _check_url(url: str) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"--url {url!r} is not an address; expected something like http://127.0.0.1:30000")
+
+
+def _check_writable(option: str, path: Path | None) -> None:
+    if path is None:
+        return
+    if path.is_dir():
+        raise UsageError(f"{option} {path} is a directory; expected a file name")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: the directory {path.absolute().parent} does not exist")
+
+
+def _write_json(value: Any, path: Path) -> None:
+    # Imported late: ``--help`` needs no JSON library.
+    from krul_sglang.json_file import write_json
+
+    write_json(value, path)
+
+
+def _resolve_model(model_path: str | None) -> str:
+    """A directory with a model, or a hub name as it is (which only the hub can check)."""
+    if model_path is None:
+        return str(_bundled(REFERENCE_MODEL, "--model-path"))
+    directory = Path(model_path).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise UsageError(
+                f"--model-path {model_path} has no config.json: it is not a checkpoint directory"
+            )
+        return str(directory)
+    if directory.exists() or _HUB_NAME.fullmatch(model_path) is None:
+        raise UsageError(f"--model-path {model_path} is not a directory (and cannot be a hub name)")
+    return model_path
+
+
+def _bundled(path: Path, option: str) -> Path:
+    if not path.exists():
+        raise UsageError(f"this installation comes without {path.name}; give {option}")
+    return path

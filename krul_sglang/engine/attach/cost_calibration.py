@@ -1,0 +1,177 @@
+"""Measures, once per model and device, what computing and loading cost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.restore import restore_layer
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.memory import is_out_of_memory
+from krul_backend.planner.calibration import fit_compute, fit_tier
+from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.strategy.strategy import Precision, Strategy
+from krul_backend.tiers.common.interface import DRAM_TIER
+from krul_sglang.engine.attach.ordinary_prefill import ordinary_prefill, timed
+from krul_sglang.engine.attach.start_proof import random_token_ids
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.decode_costs import DecodeCosts
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_MAX_FORWARD_S = 0.5
+"""No longer prompts are measured once one has taken so long: longer ones follow from the fit."""
+_MIN_LENGTHS = 3
+"""A fit needs as many, however slow this machine is."""
+_REPEATS = 3
+_DECODED_TOKENS = 256
+
+
+CodedUnit = tuple[tuple[int, ...], Precision]
+"""Layers that are stored together, and how."""
+
+
+class CostCalibration:
+    """Measures on the engine itself, before it serves: on every rank at the same point."""
+
+    def __init__(
+        self,
+        model_runner: Any,
+        tree_cache: Any,
+        pool: DevicePool,
+        heads: HeadRecompute | None,
+        agreement: RankAgreement,
+    ) -> None:
+        self._runner = model_runner
+        self._tree_cache = tree_cache
+        self._pool = pool
+        self._heads = heads
+        self._agreement = agreement
+
+    def measure(self) -> RestoreCosts:
+        own, head = self._compute()
+        return RestoreCosts(head=head, own=own, tiers={DRAM_TIER: self._tier()})
+
+    def _compute(self) -> tuple[ComputeCost, ComputeCost]:
+        """Seconds per layer of the engine's own forward, and of a head's."""
+        num_layers = self._pool.num_layers
+        vocab_size = self._runner.model_config.vocab_size
+        longest = min(self._pool.num_tokens // 2, self._runner.model_config.context_len)
+        own: list[tuple[int, int, float]] = []
+        head: list[tuple[int, int, float]] = []
+        for num_tokens in (length for length in _LENGTHS if length <= longest):
+            try:
+                seconds, of_heads = self._prefill_samples(random_token_ids(vocab_size, num_tokens))
+            except Exception as error:
+                # With several ranks the others are inside of the forward that this one has left.
+                if not is_out_of_memory(error) or self._agreement.num_ranks > 1 or len(own) < _MIN_LENGTHS:
+                    raise
+                logger.warning("krul: no memory to measure prompts of %d tokens: %s", num_tokens, error)
+                break
+            own.append((num_tokens, 0, seconds / num_layers))
+            head += of_heads
+            if self._slowest_s(seconds) > _MAX_FORWARD_S and len(own) >= _MIN_LENGTHS:
+                break
+        fitted = fit_compute(own)
+        return fitted, fit_compute(head) if head else fitted
+
+    def _prefill_samples(self, token_ids: Sequence[int]) -> tuple[float, list[tuple[int, int, float]]]:
+        """Seconds of the engine's own forward of a prompt, and samples of its heads."""
+        seconds: list[float] = []
+        of_heads: list[tuple[int, int, float]] = []
+        ends = (len(token_ids),) * self._pool.num_layers
+        for _ in range(_REPEATS):
+            with ordinary_prefill(self._runner, self._tree_cache, token_ids) as prefilled:
+                seconds.append(prefilled.seconds)
+                if self._heads is not None and len(seconds) == _REPEATS:
+                    of_heads += self._head_samples(Head(prefilled.token_ids, prefilled.slots, 0, ends))
+        return min(seconds), of_heads
+
+    def _head_samples(self, whole: Head) -> Iterable[tuple[int, int, float]]:
+        """``(tokens, past tokens, seconds per layer)`` of the whole head and of its second half."""
+        num_tokens = whole.ends[0]
+        parts = [whole.part(0, num_tokens), whole.part(num_tokens // 2, num_tokens)]
+        for part in parts:
+            assert part is not None
+            assert self._heads is not None
+            run = _bound(self._heads.run, part)
+            seconds = min(timed(self._pool.streams, run) for _ in range(_REPEATS))
+            yield part.ends[0] - part.start, part.start, seconds / self._pool.num_layers
+
+    def _slowest_s(self, seconds: float) -> float:
+        """Of all ranks, so that they stop together."""
+        of_ranks = self._agreement.gather(torch.tensor([seconds], dtype=torch.float64), (1,))
+        assert of_ranks is not None
+        return max(float(of_rank.item()) for of_rank in of_ranks)
+
+    def _tier(self) -> TierCost:
+        """Seconds per native block of one layer, from host memory into the pool."""
+        codec = SegmentCodec(self._pool.shape, self._pool.num_layers, None)
+        longest = self._pool.num_tokens // 2
+        return fit_tier(
+            [
+                self._restore_s(codec, (0,), Precision.NATIVE, num_tokens)
+                for num_tokens in sorted({min(length, longest) for length in (64, 256, 1024)})
+            ]
+        )
+
+    def decode_costs(self, codec: SegmentCodec, units: Iterable[CodedUnit], tier: TierCost) -> DecodeCosts:
+        """Seconds per token and layer beyond the copy, for layers alone and in pairs, by precision."""
+        single_s = {Precision.NATIVE: 0.0}
+        pair_s: dict[Precision, float] = {}
+        num_tokens = min(_DECODED_TOKENS, self._pool.num_tokens // 2)
+        for unit, precision in units:
+            num_bytes, seconds = self._restore_s(codec, unit, precision, num_tokens)
+            beyond_s = max(0.0, seconds - tier.load_s(num_bytes)) / num_tokens
+            (single_s if len(unit) == 1 else pair_s)[precision] = beyond_s
+        return DecodeCosts(single_s, pair_s)
+
+    def _restore_s(
+        self, codec: SegmentCodec, unit: tuple[int, ...], precision: Precision, num_tokens: int
+    ) -> tuple[float, float]:
+        """Bytes and seconds to restore ``num_tokens`` of the last layer of a unit. The pool is unused yet."""
+        device = self._pool.streams
+        slots = torch.arange(1, num_tokens + 1, device=self._pool.device)
+        strategy = Strategy.of_unit(self._pool.num_layers, unit, precision)
+
+        def read(layer: int) -> LayerKV:
+            return self._pool.gather(layer, slots)
+
+        encoding = codec.prepare(strategy, read, start_token=0, num_tokens=num_tokens)
+        encoded = codec.encode_unit(encoding, unit, [read(layer) for layer in unit])
+        on_host = {}
+        for layer, block in zip(unit, encoded, strict=True):
+            # As the arena is: copies of other memory are several times slower.
+            on_host[layer] = device.host_empty(block.shape, block.dtype)
+            device.download(on_host[layer], block)
+        device.synchronize()
+        decoder = codec.open(encoding.params, start_token=0, num_tokens=num_tokens)
+
+        def restore() -> None:
+            blocks = {source: device.upload(on_host[source]) for source in decoder.sources(unit[-1])}
+            buffers = self._pool.buffers(unit[-1])
+            restore_layer(decoder, unit[-1], blocks, 0, num_tokens, *buffers, slots)
+
+        with device.as_bound_thread():
+            seconds = min(timed(device, restore) for _ in range(_REPEATS))
+        return float(sum(on_host[source].numel() for source in decoder.sources(unit[-1]))), seconds
+
+
+def units_in_use(strategy_name: str, precision: Precision, num_layers: int) -> list[CodedUnit]:
+    """Kinds of units that a server with these options may store, each once."""
+    if strategy_name == "budget":
+        return [((0,), each) for each in Precision]
+    alone = dict.fromkeys((Precision.NATIVE, precision))
+    kinds: list[CodedUnit] = [((0,), each) for each in alone]
+    return kinds if strategy_name == "none" or num_layers < 2 else [*kinds, ((0, 1), precision)]
+
+
+def _bound(run: Callable[[list[Head]], None], head: Head) -> Callable[[], None]:
+    return lambda: run([head])

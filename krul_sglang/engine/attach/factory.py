@@ -1,0 +1,239 @@
+"""Builds krul's radix cache inside the scheduler, or stops the server with the reason."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from krul_sglang.config import KrulConfig
+from krul_sglang.engine.common.hook_targets import (
+    INIT_ATTENTION,
+    SCHEDULER_INIT,
+    IncompatibleEngineError,
+    verify_engine,
+)
+from krul_sglang.engine.common.unsupported import (
+    SMALL_PAGES,
+    check_flags,
+    check_model,
+    model_facts,
+    options_of,
+)
+from krul_sglang.traced_restore import RESTORES
+
+logger = logging.getLogger(__name__)
+
+BACKEND_NAME = "krul"
+_RESET_WEIGHTS = "reset_tensors"
+"""The action of SGLang's ``check_weights`` that overwrites weights; the others only read."""
+
+
+def select_linker(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE hook of ``Scheduler.__init__``: turn SGLang's external linker path on, with krul's linker.
+
+    The scheduler reads the leaf once, at the start of its constructor; the command line cannot set it
+    together with ``--radix-cache-backend``.
+    """
+    from sglang.srt.runtime_context import get_context, get_memory
+
+    memory = get_memory()
+    if memory.radix_cache_backend != BACKEND_NAME:
+        return
+    scheduler.krul_config = KrulConfig.load(memory.unified_cache_external_linker_config)
+    get_context().override(
+        BACKEND_NAME,
+        enable_unified_cache_external_linker=True,
+        unified_cache_external_linker_backend="dynamic",
+        unified_cache_external_linker_config={
+            "linker": "KrulLinker",
+            "linker_module_path": "krul_sglang.engine.cache.linker",
+            "linker_extra_config": {"options": scheduler.krul_config.as_dict()},
+        },
+    )
+
+
+def attach_capture(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """AFTER hook of ``Scheduler.init_all_attention_backends``: record queries for attention statistics.
+
+    It must come before CUDA graphs are captured, which the cache's factory does not; the factory finds
+    configuration and capture at the model runner.
+
+    Raises:
+        ConfigError, UnsupportedSetupError: see ``attach_turn_capture``.
+    """
+    config: KrulConfig | None = getattr(scheduler, "krul_config", None)
+    if config is not None:
+        runner = scheduler.tp_worker.model_runner
+        runner.krul_config = config
+        runner.krul_turn_capture = None
+        if config.needs_attention:
+            from krul_sglang.engine.attach.attach_capture import attach_turn_capture
+
+            runner.krul_turn_capture = attach_turn_capture(runner, config)
+    return result
+
+
+def build_cache(ctx: Any) -> Any:
+    """Factory behind ``--radix-cache-backend krul``; ``ctx`` is SGLang's ``TreeCacheBuildContext``.
+
+    Raises:
+        IncompatibleEngineError: another SGLang release, or hooks that are not in place.
+        UnsupportedSetupError: a server setting, model or pool that krul cannot serve.
+        ConfigError: a memory budget that this machine does not have.
+        DaemonError: the daemon that keeps stored KV cannot be started or joined.
+        See also ``attach_restore``.
+    """
+    verify_engine()
+
+    import torch
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+    from sglang.srt.runtime_context import get_context, get_memory
+
+    from krul_sglang.engine.attach.attach_restore import attach_restore
+    from krul_sglang.engine.attach.model_identity import identify_model
+    from krul_sglang.engine.attach.rotary import read_rotary_table
+    from krul_sglang.engine.cache.linker import EngineParts
+    from krul_sglang.engine.cache.radix_cache import KrulRadixCache
+    from krul_sglang.engine.cache.store_connection import connect_store
+    from krul_sglang.engine.common.agreement import RankAgreement
+    from krul_sglang.engine.common.kv_pool import DevicePool
+
+    runner = ctx.tp_worker.model_runner
+    config: KrulConfig | None = getattr(runner, "krul_config", None)
+    if config is None or not get_memory().enable_unified_cache_external_linker:
+        raise IncompatibleEngineError(
+            f"the hooks on {SCHEDULER_INIT} and {INIT_ATTENTION} did not run; "
+            "krul would never load or store anything"
+        )
+    resolved = get_context().resolved_server_args_dict()
+    # krul has switched this one on itself.
+    flags = {**resolved, "enable_unified_cache_external_linker": False, **options_of(config)}
+    check_flags(flags)
+    check_model(model_facts(ctx.model_config), str(ctx.model_config.model_path))
+    pool = DevicePool(
+        ctx.params.token_to_kv_pool_allocator.get_kvcache(),
+        (module for module in runner.model.modules() if isinstance(module, RadixAttention)),
+        (runner.prefill_attention_backend_str, runner.decode_attention_backend_str),
+    )
+    # "auto" takes the checkpoint's format, which only the pool tells.
+    check_flags({**flags, "kv_cache_dtype": pool.fp8_format})
+    warn_of_small_pages(ctx.params.page_size, ctx.tp_rank)
+    # Ranks may see different cgroups; all take the smallest budget, so that they hold the same prefixes.
+    config.check_endpoint()
+    num_hosts = resolved["nnodes"]
+    num_ranks_here = max(1, ctx.tp_size * resolved["dp_size"] // num_hosts)
+    capacity = torch.tensor([config.host_memory_bytes(num_ranks=num_ranks_here)])
+    if ctx.tp_size > 1:
+        torch.distributed.all_reduce(
+            capacity, op=torch.distributed.ReduceOp.MIN, group=ctx.params.tp_cache_group
+        )
+    # Leased blocks are read-only arrays on purpose; torch has no read-only tensors and would warn.
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+    agreement = RankAgreement.create(ctx.tp_size)
+    ranks_per_host = max(1, ctx.tp_size // num_hosts)
+    model = identify_model(
+        ctx.model_config,
+        resolved,
+        pool.shape,
+        agreement,
+        cache_dir=Path(config.cache_dir).expanduser(),
+        kv_format=pool.format,
+        page_size=ctx.params.page_size,
+        num_layers=pool.num_layers,
+        tp_rank=ctx.tp_rank,
+        tp_size=ctx.tp_size,
+        ranks_per_host=ranks_per_host,
+    )
+    if ctx.tp_rank == 0:
+        logger.info("krul: configuration %s", config.as_dict())
+    # The linker is made by SGLang, which hands on nothing of ours but these parameters.
+    ctx.params.krul_parts = EngineParts(
+        config=config,
+        model=model,
+        pool=pool,
+        connection=connect_store(
+            config,
+            model.identity,
+            pool.streams,
+            agreement,
+            rank_bytes=int(capacity.item()),
+            ranks_per_host=ranks_per_host,
+        ),
+        rotary=read_rotary_table(runner.model),
+        capture=runner.krul_turn_capture,
+        agreement=agreement,
+        restore_agreement=RankAgreement.create(ctx.tp_size),
+        model_runner=runner,
+    )
+    cache = create_unified_radix_cache(ctx, cache_class=KrulRadixCache)
+    attach_restore(cache, ctx.params.krul_parts, resolved["chunked_prefill_size"])
+    return cache
+
+
+def warn_of_small_pages(page_size: int, tp_rank: int) -> None:
+    """Once for a server: by the first rank."""
+    if page_size == 1 and tp_rank == 0:
+        logger.warning(SMALL_PAGES)
+
+
+def forward_with_restore(original: Any, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook of ``TpModelWorker.forward_batch_generation``: prefixes that are restored come first.
+
+    It runs on the host at every forward, also one that is replayed as a graph: so what is recorded of a
+    forward is set up here, too.
+    """
+    if batch is None:
+        return original(worker, batch, *args, **kwargs)
+    runner = worker.model_runner
+    capture = getattr(runner, "krul_turn_capture", None)
+    restore = getattr(runner, "krul_restore_forward", None)
+    provenance = getattr(runner, "krul_kv_provenance", None)
+    with nullcontext() if capture is None else capture.recording(batch):
+        if restore is None or not batch.forward_mode.is_extend():
+            result = original(worker, batch, *args, **kwargs)
+        else:
+            result = restore.run(batch, lambda: original(worker, batch, *args, **kwargs))
+    if provenance is not None:
+        provenance.after_forward(batch)
+    return result
+
+
+def change_weights(original: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook of what writes weights: KV of the old ones is never taken for KV of the new ones.
+
+    An update that fails counts as a change: nobody knows how far it got.
+    """
+    cache = updater.scheduler.tree_cache
+    is_change = getattr(request, "action", _RESET_WEIGHTS) == _RESET_WEIGHTS
+    if not is_change or not hasattr(cache, "begin_weights_change"):
+        return original(updater, request, *args, **kwargs)
+    cache.begin_weights_change()
+    try:
+        return original(updater, request, *args, **kwargs)
+    finally:
+        # Of a session of several updates the last one completes the weights.
+        if updater._session is None:
+            cache.end_weights_change()
+
+
+def probe_when_idle(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE hook of ``Scheduler.on_idle``: time that no request needs."""
+    probe = getattr(scheduler.tree_cache, "probe_when_idle", None)
+    if probe is not None and scheduler.is_fully_idle():
+        probe()
+
+
+def add_stats(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
+    """AFTER hook of ``get_internal_state``: ``/server_info`` shows krul's counters under ``"krul"``.
+
+    The last restores are under ``"krul_restores"``.
+    """
+    stats = getattr(controller.scheduler.tree_cache, "krul_stats", None)
+    if stats is not None:
+        result.internal_state[BACKEND_NAME] = stats()
+        result.internal_state[RESTORES] = controller.scheduler.tree_cache.krul_linker.traces()
+    return result

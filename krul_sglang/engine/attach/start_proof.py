@@ -1,0 +1,122 @@
+"""Proof at start that a recomputed head is what an ordinary prefill computes, and nothing else is touched."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from krul_backend.codec.interface import LayerKV
+from krul_sglang.engine.attach.ordinary_prefill import Prefilled, ordinary_prefill
+from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
+from krul_sglang.engine.restore.restore import HeadProof
+
+_NUM_TOKENS = 256
+_MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""Largest relative error of a row. Kernels round differently; a wrong computation is off by one or more.
+
+By the type of the computation. Where kernels round differently by a little, an element of fp8 may fall on the
+other side of a step: that adds at most the format's eps, as if every element did.
+"""
+
+
+def random_token_ids(vocab_size: int, num_tokens: int) -> list[int]:
+    rng = random.Random(0)
+    return [rng.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+def prove_heads(model_runner: Any, tree_cache: Any, pool: DevicePool, heads: HeadRecompute) -> HeadProof:
+    """Recompute a head, shorter from layer to layer, over an ordinary prefill: in one piece, and in two.
+
+    The proof counts the rows of the first: a second piece attends to the first one in the pool, by another
+    kernel, and is only checked.
+
+    Raises:
+        IncompatibleEngineError: KV of the head differs, or KV behind it has changed.
+    """
+    num_tokens = min(_NUM_TOKENS, pool.num_tokens // 2)
+    token_ids = random_token_ids(model_runner.model_config.vocab_size, num_tokens)
+    ends = tuple(num_tokens - num_tokens * layer // (2 * pool.num_layers) for layer in range(pool.num_layers))
+    with ordinary_prefill(model_runner, tree_cache, token_ids) as prefilled:
+        before = [pool.elements(layer, prefilled.slots, torch.float32) for layer in range(pool.num_layers)]
+        proofs = []
+        for cuts in ((0, num_tokens), (0, num_tokens // 3, num_tokens)):
+            _clear(pool, prefilled, ends)
+            head = Head(prefilled.token_ids, prefilled.slots, 0, ends)
+            for first, end in itertools.pairwise(cuts):
+                part = head.part(first, end)
+                assert part is not None, (first, end, ends)
+                heads.run([part])
+            after = [pool.elements(layer, prefilled.slots, torch.float32) for layer in range(pool.num_layers)]
+            name = type(model_runner.model).__name__
+            proofs.append(_compare(name, before, after, ends, pool.element_type, model_runner.dtype))
+    return proofs[0]
+
+
+def largest_error(element_type: torch.dtype, compute_type: torch.dtype) -> float:
+    """The largest relative error of a row with which a recomputed head passes."""
+    if element_type in _MAX_ERROR:
+        return _MAX_ERROR[element_type]
+    return _MAX_ERROR[compute_type] + torch.finfo(element_type).eps
+
+
+def _compare(
+    model_name: str,
+    before: Sequence[LayerKV],
+    after: Sequence[LayerKV],
+    ends: Sequence[int],
+    element_type: torch.dtype,
+    compute_type: torch.dtype,
+) -> HeadProof:
+    """``before`` and ``after``: the pool's elements, fp32."""
+    allowed = largest_error(element_type, compute_type)
+    rows = close_rows = 0
+    max_error = 0.0
+    for layer, end in enumerate(ends):
+        for name, old, new in (
+            ("K", before[layer].k, after[layer].k),
+            ("V", before[layer].v, after[layer].v),
+        ):
+            error = _relative_error(new[:end], old[:end])
+            if not error <= allowed or not torch.equal(new[end:], old[end:]):
+                raise IncompatibleEngineError(
+                    f"a recomputed head is not what a prefill of {model_name} computes: {name} of layer "
+                    f"{layer} differs by {error:.3g}, or was written behind its end; start with "
+                    'planner = "full-load" to load whole prefixes'
+                )
+            is_close = _is_within_one_ulp(new[:end], old[:end], element_type)
+            rows += is_close.numel()
+            close_rows += int(is_close.sum())
+            max_error = max(max_error, error)
+    return HeadProof(rows, close_rows, max_error)
+
+
+def _clear(pool: DevicePool, prefilled: Prefilled, ends: Sequence[int]) -> None:
+    for layer, end in enumerate(ends):
+        for buffer in pool.buffers(layer):
+            buffer.index_fill_(0, prefilled.slots[:end], 0)
+
+
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the row ``[H, D]`` that is off most, of every hundred: a rare tie of a rounding does not count."""
+    difference = (actual - expected).flatten(1).norm(dim=1)
+    size = expected.flatten(1).norm(dim=1).clamp_min(1e-6)
+    return float((difference / size).quantile(0.99))
+
+
+def _is_within_one_ulp(
+    actual: torch.Tensor, expected: torch.Tensor, element_type: torch.dtype
+) -> torch.Tensor:
+    """``[n, H]`` of rows ``[n, H, D]``: no element is off by more than one unit in the row's last place.
+
+    That unit is the spacing of ``element_type`` at the row's largest element: what is small beside it is a
+    difference of larger numbers, and has their rounding.
+    """
+    largest = expected.abs().amax(-1)
+    unit = torch.exp2(torch.floor(torch.log2(largest.clamp_min(1e-30)))) * torch.finfo(element_type).eps
+    return (actual - expected).abs().amax(-1) <= unit

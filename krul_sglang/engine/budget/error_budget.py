@@ -1,0 +1,318 @@
+"""The strategy ``budget`` in the engine: measured damage, and probes that teach what it costs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.codec.round_trip import UnitRoundTrip
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.errors import SensitivityError
+from krul_backend.segment import ModelIdentity
+from krul_backend.store.interface import KVStore
+from krul_backend.strategy.sensitivity import DamageKind, SensitivityTable
+from krul_backend.strategy.strategy import Precision, Strategy
+from krul_sglang.engine.budget.budgeted_choice import BudgetedChoice, ConversationKV, errors_of
+from krul_sglang.engine.budget.damage import DamageMeter
+from krul_sglang.engine.budget.layer_maps import LayerMapLearner
+from krul_sglang.engine.budget.probing import Prober
+from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carried_damage, spent_damage
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.save.strategy_choice import Choice, Decision
+from krul_sglang.engine.save.turn import StoredPath, Turn
+
+logger = logging.getLogger(__name__)
+
+_PROBES_WHILE_UNKNOWN = 8
+_MAX_FIRST_PROBES = 200
+"""A layer whose damage never shows would otherwise keep the model unknown for ever."""
+
+_PRECISIONS = (Precision.INT8, Precision.INT4, Precision.INT2, Precision.INT0)
+PAIR_PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.INT2)
+
+
+@dataclass(frozen=True)
+class _History:
+    """A conversation when a turn of it is stored.
+
+    ``spent``: what its segments cost, in nats, infinite if that is not known. Tokens from ``first_new_token``
+    on are stored now, tokens from ``first_exact_token`` on were all computed and not decoded. ``carried``:
+    what each run of tokens that is stored now has lost already, in nats.
+    """
+
+    spent: float
+    first_new_token: int
+    first_exact_token: int
+    carried: tuple[float, ...]
+
+
+class ErrorBudget(Decision):
+    """Stores each turn in the fewest bytes whose damage, measured on that conversation, stays in the budget.
+
+    A conversation has one budget, ``limit``, however often it leaves and returns: what its segments cost is
+    noted in their parameters, and a turn starts from the sum. Only what the turn adds is measured, on the KV
+    that the pool holds. Tokens that came back lossy are no truth to learn from: neither probes nor maps see
+    them. If their segment has left the store meanwhile, they are stored again, with what they have lost
+    already noted beside what they lose now.
+
+    Of what is left a turn may spend the share that its tokens have in the conversation and one further turn
+    like it: half at first, ``1 / (k (k + 1))`` of the limit in the ``k``-th of equal turns. So the sum stays
+    below the limit, and no turn is left without a budget.
+
+    ``decide`` runs on the thread that stores turns. ``wants_probe`` and ``probe`` run on the scheduler's, the
+    latter only while no turn is being stored, so that the table has one owner at a time.
+
+    Pairs of layers are offered as soon as ``learner``, which learns from the same turns, has maps of them;
+    ``codec`` reads the same maps.
+
+    ``table_path`` is where the table of this model is kept between runs; the first rank reads and writes it.
+    None: nowhere, because no later run has this model.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: float,
+        store: KVStore,
+        provenance: KvProvenance,
+        probe_share: float,
+        table_path: Path | None,
+        model: ServedModel,
+        pool: DevicePool,
+        codec: SegmentCodec,
+        learner: LayerMapLearner,
+        prober: Prober,
+        agreement: RankAgreement,
+    ) -> None:
+        self.num_probes = 0
+        self.last_kl: float | None = None
+        self._last_spent, self._last_damage = 0.0, 0.0
+        self._limit = limit
+        self._store = store
+        self._provenance = provenance
+        self._model = model
+        self._prober = prober
+        self._last_strategy: Strategy | None = None
+        self._probes_due = 0.0
+        self._pool = pool
+        self._codec = codec
+        self._learner = learner
+        self._agreement = agreement
+        self._probe_share = probe_share
+        self._table_path = table_path
+        self._is_first_rank = model.identity.tp_rank == 0
+        self._limit = limit
+        self._table = _load_table(table_path, model.identity, agreement)
+        self._choice = self._make_choice()
+
+    def _make_choice(self) -> BudgetedChoice:
+        shape = self._pool.shape
+        return BudgetedChoice(
+            DamageMeter(self._table, single_precisions=_PRECISIONS, pair_precisions=PAIR_PRECISIONS),
+            self._table,
+            native_token_bytes=shape.k_token_bytes + shape.v_token_bytes,
+            max_pairs=self._pool.num_layers,
+            offered=self._learner.maps.keys,
+            agree=self._mean_over_ranks,
+        )
+
+    def forget_model(self) -> None:
+        """Probe from the start again, and keep nothing for later runs, which have other weights.
+
+        Maps between layers stay: what they predict badly is measured, turn by turn.
+        """
+        self._table = SensitivityTable(self._table.model, self._table.num_layers)
+        self._choice = self._make_choice()
+        self._last_strategy = None
+        self.num_probes = 0
+        self._table_path = None
+        self._learner.forget_model()
+
+    def decide(
+        self,
+        turn: Turn | None,
+        missing: Sequence[range],
+        statistics: AttentionStatistics | None,
+        rows: QueryRows | None,
+    ) -> Choice:
+        strategy, damage = Strategy.from_pairs(self._pool.num_layers), 0.0
+        if turn is None:
+            return Choice(strategy, ())
+        page_size = self._model.identity.page_size
+        runs = [range(pages.start * page_size, pages.stop * page_size) for pages in missing]
+        history = self._history(turn, runs)
+        if statistics is not None and rows is not None:
+            history = self._agreed(history)
+            self._learner.learn(turn, statistics, history.first_exact_token)
+            limit = self._limit_of(history, len(turn.token_ids))
+            if limit > 0:
+                kv = self._conversation(turn, history, rows)
+                strategy, damage = self._choice.choose(statistics, kv, limit)
+            self._last_strategy = strategy
+            self._last_spent, self._last_damage = history.spent, damage
+        # Measured together: of several runs each is taken to cost its tokens' share.
+        num_new = sum(len(run) for run in runs)
+        shares = [damage * len(run) / num_new for run in runs]
+        return Choice(strategy, tuple(map(operator.add, history.carried, shares)))
+
+    def _history(self, turn: Turn, runs: Sequence[range]) -> _History:
+        """What this rank knows of the turn's conversation; if it cannot be found out, everything is spent."""
+        num_tokens = len(turn.token_ids)
+        first_new_token = runs[0].start if runs else num_tokens
+        try:
+            lossy = self._provenance.read(turn.slots)
+            spent = spent_damage(self._stored_damage(turn), lossy, runs, num_tokens)
+        except Exception:
+            logger.exception("krul: what a conversation has spent of its error budget is not known")
+            return _History(math.inf, first_new_token, num_tokens, (math.inf,) * len(runs))
+        first_exact_token = max((span.end for span in lossy), default=0)
+        carried = tuple(carried_damage(lossy, run) for run in runs)
+        return _History(spent, first_new_token, first_exact_token, carried)
+
+    def _stored_damage(self, turn: Turn) -> list[DamagedSpan]:
+        """The conversation's segments in DRAM, and what they cost."""
+        spans = []
+        for segment in self._store.path_segments(self._model.identity, turn.page_keys):
+            header = segment.header
+            damage = self._codec.damage_of(header.codec_params, header.num_tokens)
+            spans.append(DamagedSpan(header.start_token, header.end_token, header.start_token, damage))
+        return spans
+
+    def _agreed(self, history: _History) -> _History:
+        """The same on all ranks, which evict on their own: the worst of what they know."""
+        mine = torch.tensor(
+            [history.spent, -history.first_new_token, history.first_exact_token], dtype=torch.float64
+        )
+        of_ranks = self._agreement.gather(mine, (3,))
+        assert of_ranks is not None
+        spent, first_new, first_exact = torch.stack(of_ranks).amax(0).tolist()
+        return replace(
+            history, spent=spent, first_new_token=int(-first_new), first_exact_token=int(first_exact)
+        )
+
+    def _limit_of(self, history: _History, num_tokens: int) -> float:
+        """What storing the tokens from the first new one on may cost, in nats."""
+        num_new = num_tokens - history.first_new_token
+        return max(0.0, self._limit - history.spent) * num_new / (num_tokens + num_new)
+
+    def _conversation(self, turn: Turn, history: _History, rows: QueryRows) -> ConversationKV:
+        num_tokens, first_new = len(turn.token_ids), history.first_new_token
+        return ConversationKV(
+            rows=rows,
+            read=lambda layer: self._pool.gather(layer, turn.slots),
+            round_trip=UnitRoundTrip(self._codec, start_token=0, num_kept=first_new),
+            share=(num_tokens - first_new) / num_tokens,
+            is_exact=history.first_exact_token <= first_new,
+        )
+
+    def wants_probe(self) -> bool:
+        """Asked once per stored turn: every turn while the model is unknown, then a share of them."""
+        if self._probe_share == 0:
+            return False
+        self._probes_due += 1.0 if self._is_model_unknown() else self._probe_share
+        if self._probes_due < 1.0:
+            return False
+        self._probes_due -= 1.0
+        return True
+
+    def probe(self, path: StoredPath) -> None:
+        """Try what teaches most on a stored conversation: a unit alone, or the last whole strategy.
+
+        Not on one that came back lossy: its true answers are not known any more.
+        """
+        if self._prober.is_on_any_rank(bool(self._provenance.read(path.slots))):
+            return
+        opened = self._prober.open(path)
+        if opened is None:
+            return
+        for _ in range(_PROBES_WHILE_UNKNOWN if self._is_model_unknown() else 1):
+            strategy = self._choice.next_probe(self._last_strategy)
+            if strategy is None:
+                break
+            outcome = opened.run(strategy)
+            self.num_probes += 1
+            self.last_kl = outcome.kl
+            self._table.update(errors_of(strategy, outcome.errors), outcome.kl)
+            logger.debug(
+                "krul: probe of %s: errors %s, KL %.2g nats",
+                {layer: strategy.layers[layer].precision.value for layer in outcome.errors},
+                {layer: f"{error:.2g}" for layer, error in outcome.errors.items()},
+                outcome.kl,
+            )
+        if self._is_first_rank:
+            self._save_table()
+
+    def stop_probes(self) -> None:
+        """What is known stays; nothing is added."""
+        self._probe_share = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "probes": self.num_probes,
+            "last_kl": self.last_kl,
+            "last_spent": self._last_spent if math.isfinite(self._last_spent) else None,
+            "last_damage": self._last_damage,
+            "spread": self._table.spread,
+            "layer_maps": self._learner.as_dict(),
+        }
+
+    def _is_model_unknown(self) -> bool:
+        return self.num_probes < _MAX_FIRST_PROBES and any(
+            self._table.confidence(layer, kind) < 1.0
+            for kind in DamageKind
+            for layer in range(self._pool.num_layers)
+        )
+
+    def _save_table(self) -> None:
+        if self._table_path is None:
+            return
+        try:
+            self._table_path.parent.mkdir(parents=True, exist_ok=True)
+            self._table.save(self._table_path)
+        except OSError as error:
+            logger.warning("krul: %s could not be written: %s", self._table_path, error)
+
+    def _mean_over_ranks(self, values: Sequence[float] | None, count: int) -> list[float] | None:
+        mine = None if values is None else torch.tensor(values, dtype=torch.float64)
+        of_ranks = self._agreement.gather(mine, (count,))
+        if of_ranks is None:
+            return None
+        mean: list[float] = torch.stack(of_ranks).mean(0).tolist()
+        return mean
+
+
+def table_path(cache_dir: str, model: ModelIdentity) -> Path:
+    """One file for each model and element type, whatever the page size and the number of ranks."""
+    return Path(cache_dir).expanduser() / "sensitivity" / f"{_table_model(model)}.json"
+
+
+def _table_model(model: ModelIdentity) -> str:
+    return f"{model.config_digest[:32]}-{model.dtype}"
+
+
+def _load_table(path: Path | None, model: ModelIdentity, agreement: RankAgreement) -> SensitivityTable:
+    """The first rank's table, on every rank; a fresh one if there is none that can be used."""
+    content = b""
+    if model.tp_rank == 0 and path is not None:
+        try:
+            content = path.read_bytes()
+        except OSError:
+            logger.info("krul: how sensitive this model is to compression is not known yet; probes will tell")
+    content = agreement.broadcast(content)
+    if content:
+        try:
+            return SensitivityTable.parse(content, _table_model(model), model.num_layers)
+        except SensitivityError as error:
+            logger.warning("krul: %s: %s", path, error)
+    return SensitivityTable(_table_model(model), model.num_layers)

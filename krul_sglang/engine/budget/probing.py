@@ -1,0 +1,129 @@
+"""What compression does to the model's own answers: the last tokens of a turn, run on decoded history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.round_trip import UnitRoundTrip
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.strategy.strategy import LayerStrategy, Strategy
+from krul_sglang.engine.budget.probe_forward import HistoryAttention, probe_forward
+from krul_sglang.engine.capture.turn_capture import TurnCapture
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.save.turn import StoredPath
+
+PROBED_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class ProbeOutcome:
+    """``errors[layer]`` of the attention output of compressed layers; ``kl`` in nats, mean over tokens."""
+
+    errors: dict[int, float]
+    kl: float
+
+
+class Prober:
+    """Compares next-token distributions on the true history of a conversation and on a decoded one.
+
+    Short forwards on the scheduler's thread, on every rank at the same time: collectives of the model run in
+    them. ``group`` joins the ranks of the model, None for one rank.
+    """
+
+    def __init__(
+        self,
+        model_runner: Any,
+        capture: TurnCapture | None,
+        pool: DevicePool,
+        codec: SegmentCodec,
+        group: Any | None,
+    ) -> None:
+        self._model_runner = model_runner
+        self._capture = capture
+        self._pool = pool
+        self._round_trip = UnitRoundTrip(codec, start_token=0)
+        self._group = group
+
+    def open(self, path: StoredPath) -> OpenProbe | None:
+        """Run the last ``PROBED_TOKENS`` of ``path`` on its true history; None if nothing is before them."""
+        num_history = len(path.token_ids) - PROBED_TOKENS
+        if num_history < 1:
+            return None
+        token_ids = self._pool.streams.from_list(path.token_ids[num_history:].tolist())
+        slots = path.slots[:num_history]
+
+        def read(layer: int) -> LayerKV:
+            return self._pool.gather(layer, slots)
+
+        def run(damaged: Callable[[int], LayerKV | None]) -> tuple[torch.Tensor, dict[int, float]]:
+            attention = HistoryAttention(
+                num_history,
+                len(token_ids),
+                read,
+                damaged,
+                self._pool.device,
+                self._model_runner.token_to_kv_pool,
+            )
+            unrecorded: AbstractContextManager[None] = (
+                nullcontext() if self._capture is None else self._capture.suspended()
+            )
+            logits = probe_forward(self._model_runner, token_ids, num_history, attention, unrecorded)
+            return logits.log_softmax(-1), attention.errors
+
+        reference, _ = run(lambda layer: None)
+        return OpenProbe(self, read, run, reference)
+
+    def is_on_any_rank(self, flag: bool) -> bool:
+        """Whether ``flag`` is set on one of the ranks; every rank asks."""
+        if self._group is None:
+            return flag
+        value = torch.tensor([float(flag)])
+        torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        return bool(value.item())
+
+    def decode(self, strategy: Strategy, read: Callable[[int], LayerKV]) -> dict[int, LayerKV]:
+        """The layers that ``strategy`` compresses, encoded and decoded."""
+        decoded: dict[int, LayerKV] = {}
+        for unit in strategy.units:
+            layer_strategy = strategy.layers[unit[0]]
+            if layer_strategy != LayerStrategy():
+                layers, _ = self._round_trip(unit, layer_strategy.precision, [read(layer) for layer in unit])
+                decoded.update(zip(unit, layers, strict=True))
+        return decoded
+
+    def mean_of_ranks(self, errors: dict[int, float]) -> dict[int, float]:
+        if self._group is None:
+            return errors
+        values = torch.tensor(list(errors.values()), dtype=torch.float64)
+        torch.distributed.all_reduce(values, group=self._group)
+        values /= torch.distributed.get_world_size(self._group)
+        return dict(zip(errors, values.tolist(), strict=True))
+
+
+class OpenProbe:
+    """One conversation, with its true distributions; strategies are tried on it."""
+
+    def __init__(
+        self,
+        prober: Prober,
+        read: Callable[[int], LayerKV],
+        run: Callable[[Callable[[int], LayerKV | None]], tuple[torch.Tensor, dict[int, float]]],
+        reference: torch.Tensor,
+    ) -> None:
+        self._prober = prober
+        self._read = read
+        self._run = run
+        self._reference = reference
+
+    def run(self, strategy: Strategy) -> ProbeOutcome:
+        """The whole history as ``strategy`` would give it back. Every rank runs the same strategy."""
+        decoded = self._prober.decode(strategy, self._read)
+        log_q, errors = self._run(decoded.get)
+        kl = (self._reference.exp() * (self._reference - log_q)).sum(-1).mean().item()
+        return ProbeOutcome(self._prober.mean_of_ranks(errors), kl)

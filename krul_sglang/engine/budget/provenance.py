@@ -1,0 +1,146 @@
+"""Which KV in the pool came back lossy, and what a conversation has spent of its error budget."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from krul_backend.strategy.strategy import LayerStrategy
+from krul_sglang.engine.restore.load_batch import Load, LoadBatch
+from krul_sglang.engine.restore.segment_reader import OpenSlice
+
+
+@dataclass(frozen=True)
+class DamagedSpan:
+    """Tokens ``[start, end)`` of a conversation that came, or would come, back lossy with one segment.
+
+    ``segment_start`` is the first token of that segment, which tells segments of one conversation apart;
+    ``damage`` what the whole segment costs, in nats; infinite if nobody knows.
+    """
+
+    start: int
+    end: int
+    segment_start: int
+    damage: float
+
+
+class KvProvenance:
+    """Remembers for every slot of the pool whether the KV in it was decoded from a lossy segment.
+
+    A slot and not a page: a page that left the device and was computed again is exact, and lies in a slot
+    that a forward has written. Everything is written by device operations after the forward, on its stream.
+    Nothing is written before the first lossy load.
+
+    Args:
+        num_slots: of the pool.
+        device: of the pool.
+        batch_of: the loads of a forward by SGLang's consumer index, None if it has none.
+    """
+
+    def __init__(
+        self, num_slots: int, device: torch.device, batch_of: Callable[[int], LoadBatch | None]
+    ) -> None:
+        self._batch_of = batch_of
+        # First token of the segment + 1; 0 where the KV is exact.
+        self._segments = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._damages = torch.zeros(num_slots, dtype=torch.float64, device=device)
+        self._is_all_exact = True
+
+    def after_forward(self, schedule_batch: Any) -> None:
+        """Note what a forward of SGLang's ``ScheduleBatch`` has computed, and what was loaded for it."""
+        batch: LoadBatch | None = None
+        if schedule_batch.forward_mode.is_extend():
+            batch = self._batch_of(schedule_batch.hicache_consumer_index)
+        for load in () if batch is None else batch.loads.values():
+            self._mark_exact(load.slots)
+            # What was given up was recomputed instead.
+            if batch is not None and not batch.is_abandoned:
+                self._mark_loaded(load)
+        if schedule_batch.out_cache_loc is not None:
+            self._mark_exact(schedule_batch.out_cache_loc)
+
+    def read(self, slots: torch.Tensor) -> list[DamagedSpan]:
+        """The lossy tokens of a conversation that lies in ``slots`` (int64 ``[T]``). Waits for the device."""
+        if self._is_all_exact:
+            return []
+        segments = self._segments[slots].cpu().numpy()
+        damages = self._damages[slots].cpu().numpy()
+        is_new = (segments[1:] != segments[:-1]) | (damages[1:] != damages[:-1])
+        bounds = [0, *(np.flatnonzero(is_new) + 1).tolist(), len(segments)]
+        return [
+            DamagedSpan(start, end, int(segments[start]) - 1, float(damages[start]))
+            for start, end in itertools.pairwise(bounds)
+            if start < end and segments[start]
+        ]
+
+    def _mark_exact(self, slots: torch.Tensor) -> None:
+        if not self._is_all_exact:
+            self._segments.index_fill_(0, slots.long(), 0)
+
+    def _mark_loaded(self, load: Load) -> None:
+        for part in load.slices:
+            first = first_lossy_token(part, load.plan.head_ends)
+            if first < part.end_token:
+                slots = load.slots[first - load.device_tokens : part.end_token - load.device_tokens]
+                self._segments.index_fill_(0, slots, part.source.header.start_token + 1)
+                self._damages.index_fill_(0, slots, part.decoder.damage)
+                self._is_all_exact = False
+
+
+def first_lossy_token(part: OpenSlice, head_ends: Sequence[int]) -> int:
+    """From which token on a restored slice is lossy in some layer; its end if nothing of it is.
+
+    Heads are recomputed, and so what the model says of the history before them. Loaded tails are exact where
+    their layer was stored natively and on its own, unless the KV that was stored there was lossy already.
+    """
+    strategy = part.decoder.strategy
+    is_lossy = [
+        layer != LayerStrategy() or (strategy.is_lossless and part.decoder.damage > 0)
+        for layer in strategy.layers
+    ]
+    firsts = [
+        max(head_end, part.first_token) for head_end, lossy in zip(head_ends, is_lossy, strict=True) if lossy
+    ]
+    return min([*firsts, part.end_token])
+
+
+def spent_damage(
+    stored: Sequence[DamagedSpan], lossy: Sequence[DamagedSpan], missing: Sequence[range], num_tokens: int
+) -> float:
+    """What a conversation of ``num_tokens`` tokens has spent, in nats: the sum over its segments.
+
+    ``stored`` are its segments in the store, ``lossy`` what of it came back lossy, ``missing`` the tokens
+    that the store does not hold. A lossy token whose segment left the store counts with what that one cost.
+    Infinite if there are tokens that are stored where nobody can say what they cost.
+    """
+    spent = {span.segment_start: span.damage for span in stored}
+    is_known = np.zeros(num_tokens, dtype=bool)
+    for span in stored:
+        is_known[span.start : span.end] = True
+    for span in lossy:
+        if not is_known[span.start : span.end].all():
+            spent[span.segment_start] = max(span.damage, spent.get(span.segment_start, 0.0))
+    for span in lossy:
+        is_known[span.start : span.end] = True
+    for tokens in missing:
+        is_known[tokens.start : tokens.stop] = True
+    return sum(spent.values()) if is_known.all() else math.inf
+
+
+def carried_damage(lossy: Sequence[DamagedSpan], tokens: range) -> float:
+    """What KV of these tokens has lost already, in nats: their share of each segment that they came with."""
+    num_lossy: Counter[int] = Counter()
+    for span in lossy:
+        num_lossy[span.segment_start] += span.end - span.start
+    return sum(
+        span.damage * num_inside / num_lossy[span.segment_start]
+        for span in lossy
+        if (num_inside := min(span.end, tokens.stop) - max(span.start, tokens.start)) > 0
+    )

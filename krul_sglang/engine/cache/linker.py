@@ -1,0 +1,406 @@
+"""SGLang's cache linker interface on top of a krul store."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from krul_backend.codec.options import CodecOptions, Sharing
+from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.memory import format_bytes
+from krul_backend.segment import TokenIds
+from krul_backend.strategy.registry import SelectorOptions, make_selector
+from krul_backend.strategy.strategy import Precision
+from krul_sglang.config import KrulConfig
+from krul_sglang.engine.budget.error_budget import PAIR_PRECISIONS, ErrorBudget, table_path
+from krul_sglang.engine.budget.layer_maps import LayerMapLearner, layer_maps_path
+from krul_sglang.engine.budget.probing import Prober
+from krul_sglang.engine.budget.provenance import KvProvenance
+from krul_sglang.engine.cache.store_connection import StoreConnection
+from krul_sglang.engine.capture.turn_capture import TurnCapture
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore.fault_injection import FaultInjection
+from krul_sglang.engine.restore.loading import LayerWiseLoader
+from krul_sglang.engine.restore.restore import Restore, Returning
+from krul_sglang.engine.restore.waiting_leases import WaitingLeases
+from krul_sglang.engine.save.allocation import SpaceAllocation
+from krul_sglang.engine.save.offload import TurnOffloader
+from krul_sglang.engine.save.strategy_choice import SelectorDecision, StrategyChooser
+from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What ``factory.py`` found out about this rank's engine; SGLang hands it on as ``params.krul_parts``.
+
+    ``connection`` is this rank's way to the daemon; the linker closes it. ``rotary`` is None if keys must
+    keep their rotary embedding, ``capture`` if no attention is observed. ``agreement`` joins the threads of
+    all ranks that store turns, ``restore_agreement`` their scheduler threads.
+    """
+
+    config: KrulConfig
+    model: ServedModel
+    pool: DevicePool
+    connection: StoreConnection
+    rotary: RotaryTable | None
+    capture: TurnCapture | None
+    agreement: RankAgreement
+    restore_agreement: RankAgreement
+    model_runner: Any
+
+
+class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
+    """Moves KV between the device pool and a krul store for one rank's radix cache.
+
+    Life of a request: ``expect_tokens`` + ``lookup`` (each scheduling round; the first one pins a lease),
+    ``load`` (the lease moves to the loader), ``start_layer_wise_loading``, ``finish_layer_wise_loading``;
+    when its turn ends, ``offload_turn``. ``release`` ends a lease of a request that does not load.
+    """
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Iterable[Any],
+        extra_config: Any,
+        forward_stream: Any = None,
+    ) -> None:
+        """Called by SGLang's linker factory; ``params.krul_parts`` are ``EngineParts``."""
+        parts: EngineParts = params.krul_parts
+        self.model = parts.model
+        self.forward_stream = forward_stream
+        self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
+        self._pool = parts.pool
+        self._connection = parts.connection
+        self._agreement = parts.restore_agreement
+        self._store = parts.connection.store
+        self._capture = parts.capture
+        self._gate = TransferGate()
+        self._budget = None
+        if parts.config.strategy == "budget":
+            learner = self._make_learner(parts)
+            codec = SegmentCodec(
+                self._pool.shape,
+                self._pool.num_layers,
+                parts.rotary,
+                CodecOptions(sharing=Sharing.PREDICTED),
+                learner.maps,
+            )
+            group = params.tp_cache_group if parts.model.identity.tp_size > 1 else None
+            keys, _ = self._pool.buffers(0)
+            provenance = KvProvenance(len(keys), keys.device, lambda index: self.loader.batch(index))
+            parts.model_runner.krul_kv_provenance = provenance
+            self._budget = self._make_budget(parts, codec, learner, provenance, group)
+        else:
+            codec = SegmentCodec(self._pool.shape, self._pool.num_layers, parts.rotary)
+        self._chooser = StrategyChooser(
+            self._make_selector_decision(parts.config) if self._budget is None else self._budget,
+            self._pool,
+            parts.agreement,
+            num_heads=0 if parts.capture is None else parts.capture.num_heads,
+        )
+        self._offloader = TurnOffloader(
+            self._store,
+            self.model,
+            self._pool,
+            codec,
+            self._chooser,
+            max_pending_tokens=int(self._pool.num_tokens * parts.config.max_pending_share),
+            gate=self._gate,
+        )
+        self.codec = codec
+        identity = self.model.identity
+        faults = FaultInjection(parts.config, identity.tp_rank, identity.tp_size, self._pool.num_layers)
+        self.loader = LayerWiseLoader(
+            self._store,
+            self._pool,
+            self._gate,
+            timeout_s=parts.config.load_timeout,
+            before_layer=faults.before_layer,
+        )
+        self._restore: Restore | None = None
+        self._waiting = WaitingLeases(self._store, self.model)
+        self._returning: dict[str, Returning] = {}
+        self._expected_tokens: dict[str, Callable[[], TokenIds]] = {}
+        shape = self._pool.shape
+        token_bytes = (shape.k_token_bytes + shape.v_token_bytes) * self._pool.num_layers
+        capacity_bytes = self._store.stats().capacity_bytes // identity.tp_size
+        logger.info(
+            "krul: rank %d/%d keeps about %s of KV on host memory (%d tokens of %s before compression)",
+            identity.tp_rank,
+            identity.tp_size,
+            format_bytes(capacity_bytes),
+            capacity_bytes // token_bytes,
+            identity.name,
+        )
+
+    def _make_learner(self, parts: EngineParts) -> LayerMapLearner:
+        identity = self.model.identity
+        path = layer_maps_path(parts.config.cache_dir, identity, parts.rotary)
+        return LayerMapLearner(
+            path=path if self.model.is_lasting else None,
+            model=identity,
+            pool=self._pool,
+            rotary=parts.rotary,
+            precisions=PAIR_PRECISIONS,
+            max_bytes=parts.config.map_memory,
+            agreement=parts.agreement,
+        )
+
+    def _make_budget(
+        self,
+        parts: EngineParts,
+        codec: SegmentCodec,
+        learner: LayerMapLearner,
+        provenance: KvProvenance,
+        group: Any | None,
+    ) -> ErrorBudget:
+        return ErrorBudget(
+            limit=parts.config.error_budget,
+            store=self._store,
+            provenance=provenance,
+            probe_share=parts.config.probe_share,
+            table_path=table_path(parts.config.cache_dir, self.model.identity)
+            if self.model.is_lasting
+            else None,
+            model=self.model,
+            pool=self._pool,
+            codec=codec,
+            learner=learner,
+            prober=Prober(parts.model_runner, parts.capture, self._pool, codec, group),
+            agreement=parts.agreement,
+        )
+
+    def _make_selector_decision(self, config: KrulConfig) -> SelectorDecision:
+        shape = self._pool.shape
+        options = SelectorOptions(
+            gamma=config.gamma,
+            layer_ratio=config.r_l,
+            precision=Precision(config.precision),
+            error_limit=config.error_budget,
+            native_token_bytes=shape.k_token_bytes + shape.v_token_bytes,
+        )
+        return SelectorDecision(make_selector(config.strategy, options), self._pool.num_layers)
+
+    @property
+    def layer_done_counter(self) -> Any:
+        return self.loader.counter
+
+    # ---- restore ----
+
+    def expect_tokens(self, rid: str, token_ids: Callable[[], TokenIds]) -> None:
+        """State the tokens that the keys of the next ``lookup`` of ``rid`` stand for.
+
+        Called for only when the lookup really asks the store, which is not in every scheduling round.
+        """
+        self._expected_tokens[rid] = token_ids
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """Every restorable prefix length in pages; see ``WaitingLeases.promise``."""
+        keys = transfers[0].keys
+        token_ids = self._expected_tokens.pop(rid)
+        return list(range(1, self._waiting.promise(rid, keys, token_ids) + 1))
+
+    def attach_restore(self, restore: Restore) -> None:
+        """Called once, before the first request."""
+        self._restore = restore
+        self._offloader.costs = restore.planning.costs
+
+    def allocate_space(self, allocation: SpaceAllocation) -> None:
+        """From now on leave out of segments what ``allocation`` says. Called before the first request."""
+        self._offloader.allocation = allocation
+
+    def expect_load(self, rid: str, returning: Returning) -> None:
+        """State where the pages of the next ``load`` of ``rid`` are in its prompt."""
+        self._returning[rid] = returning
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Plan and queue the leased pages for ``transfers[0].device_indices``; False: SGLang computes them.
+
+        They are computed if that is sooner, if what is stored cannot be read, or nothing is leased.
+        """
+        transfer = transfers[0]
+        held = self._waiting.take(rid)
+        if held is None:
+            return False
+        try:
+            returning = self._returning.pop(rid)
+            assert self._restore is not None
+            load = self._restore.plan_load(held, transfer.keys[0], transfer.device_indices, returning)
+        except BaseException:
+            self._store.release(held.lease)
+            raise
+        if load is None:
+            self._store.release(held.lease)
+            return False
+        self.loader.queue(rid, load)
+        return True
+
+    def start_layer_wise_loading(self) -> int:
+        # Called before every prefill batch: events are recorded only when there is something to load.
+        ready = self.record_offload_ready() if self.loader.num_queued() else ()
+        if self._restore is not None:
+            self._restore.planning.start_batch()
+        return self.loader.start(ready)
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        has_landed = self.loader.finish(counter_index)
+        if self._restore is not None:
+            self._restore.traces.settle()
+        return has_landed
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return self.loader.cancel(rid)
+
+    def give_back(self, rid: str) -> None:
+        """Unpin what a lookup found for ``rid``, which still waits: not every rank has it."""
+        self._expected_tokens.pop(rid, None)
+        self._waiting.give_back(rid)
+
+    def release(self, rid: str) -> None:
+        """Forget ``rid``, and unpin what a lookup found for it."""
+        self._expected_tokens.pop(rid, None)
+        self._returning.pop(rid, None)
+        self._waiting.release(rid)
+
+    # ---- store ----
+
+    def offload_turn(self, path: StoredPath, owner: TurnOwner) -> None:
+        """Store a finished turn (see ``Turn``); completes through ``pop_completed_offload``."""
+        capture = self._capture
+        attention = None if capture is None else capture.take(owner.rid, owner.request_slot)
+        self._offloader.submit(
+            Turn(
+                path.page_keys,
+                path.token_ids,
+                path.slots,
+                self.record_offload_ready(),
+                attention,
+                owner.tenant,
+                owner.keep_s,
+            )
+        )
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Not how krul is fed: nodes know neither positions nor token ids. See ``offload_turn``."""
+        raise RuntimeError(
+            "KrulLinker stores whole turns; it needs KrulRadixCache (--radix-cache-backend krul)"
+        )
+
+    def wait_for_offloads(self) -> None:
+        """Block until every submitted turn has completed."""
+        self._offloader.wait()
+
+    def num_completed_offloads(self) -> int:
+        return self._offloader.num_completed()
+
+    def pop_completed_offload(self) -> bool:
+        return self._offloader.pop_completed()
+
+    # ---- probes ----
+
+    def wants_probe(self) -> bool:
+        """Whether the turn just submitted should stay on the device for ``probe``. Asked once per turn."""
+        return self._budget is not None and self._budget.wants_probe()
+
+    def probe(self, path: StoredPath) -> None:
+        """Measure what compression does to a stored conversation. On every rank at once, while idle."""
+        if self._budget is None:
+            return
+        try:
+            self._budget.probe(path)
+        except Exception:
+            logger.exception("krul: a probe failed; there will be no more")
+            self._budget.stop_probes()
+
+    # ---- lifecycle ----
+
+    def reset(self) -> None:
+        """Forget everything of this model: after a flush old KV must not come back."""
+        self._offloader.discard_all()
+        self.loader.discard_all()
+        self._waiting.release_all()
+        self._expected_tokens.clear()
+        self._returning.clear()
+        # Under the identity of weights that have just changed nothing was stored yet.
+        if self.model.is_settled:
+            self._store.clear(self.model.identity)
+        self.model.empty_pool()
+
+    def begin_weights_change(self) -> None:
+        """Weights will be written: from here on nothing is stored, nor found, under the identity of before.
+
+        On every rank at the same point, when no turn waits to be stored. What was stored stays for servers
+        that still have the old weights; only if there can be none, it is dropped.
+        """
+        assert not self._offloader.num_pending()
+        was_settled = self.model.is_settled
+        self.model.begin_change()
+        if not was_settled:
+            return  # the identity is new, and nothing has been stored under it
+        before, was_lasting = self.model.identity, self.model.is_lasting
+        self.model.rename(self._agreement.broadcast(os.urandom(16)))
+        self._waiting.release_all()
+        self._chooser.forget_model()
+        if not was_lasting:
+            self._store.clear(before)
+
+    def end_weights_change(self, *, is_pool_empty: bool) -> None:
+        """The weights are complete. ``is_pool_empty``: no KV of before is on the device."""
+        self.model.end_change(is_pool_empty=is_pool_empty)
+        fingerprint = self.model.identity.fingerprint
+        if self.model.is_settled:
+            logger.info("krul: other weights; KV is stored as that of model %s", fingerprint)
+        else:
+            logger.warning(
+                "krul: other weights, while the cache holds KV of the old ones: nothing is stored until "
+                "/flush_cache"
+            )
+
+    def close(self) -> None:
+        self._offloader.close()
+        self.loader.close()
+        self._waiting.release_all()
+        self._connection.close()
+        if self._capture is not None:
+            self._capture.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this rank, as plain values: the store's, the offloader's and the loader's."""
+        return {
+            "tp_rank": self.model.identity.tp_rank,
+            "tp_size": self.model.identity.tp_size,
+            "weights": {
+                "fingerprint": self.model.identity.fingerprint,
+                "is_lasting": self.model.is_lasting,
+                "is_settled": self.model.is_settled,
+            },
+            **asdict(self._store.stats()),
+            "daemon": self._connection.as_dict(),
+            "offload": {**asdict(self._offloader.counters), "pending": self._offloader.num_pending()},
+            "compression": {
+                **self._chooser.counters.as_dict(),
+                "estimator": None if self._capture is None else self._capture.stats(),
+                "budget": None if self._budget is None else self._budget.as_dict(),
+            },
+            "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
+            "restore": None if self._restore is None else self._restore.as_dict(),
+            "waiting_leases": len(self._waiting),
+        }
+
+    def traces(self) -> list[dict[str, Any]]:
+        """The last restores of this rank, see ``RestoreTrace.as_dict``."""
+        return [] if self._restore is None else self._restore.traces.as_list()

@@ -1,0 +1,262 @@
+"""SGLang's unified radix cache, with turns instead of inserts as the unit of storing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from krul_sglang.engine.cache.linker import KrulLinker
+from krul_sglang.engine.cache.request_hints import owner_of
+from krul_sglang.engine.restore.restore import Returning
+from krul_sglang.engine.save.turn import StoredPath, TurnOwner
+
+
+class _PendingTurn(NamedTuple):
+    """A turn that is being stored; its first fields are those of SGLang's own pending offloads.
+
+    The path to ``lock_node_id`` is locked. Of a session's turn more is read than the tree owns: the first
+    ``num_tokens`` of the session's record ``kv``.
+    """
+
+    lock_node_id: Any
+    lock_params: Any
+    publish_node_ids: Sequence[Any] = ()
+    kv: Any = None
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class _ProbeCandidate:
+    """A stored path that stays on the device, locked, until the server is idle or needs the memory."""
+
+    node: Any
+    lock_params: Any
+    turn: StoredPath
+
+
+class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
+    """Drives a ``KrulLinker`` for one radix cache."""
+
+    cache_linker: KrulLinker
+    _probe_candidate: _ProbeCandidate | None = None
+
+    def match(self, key: Any, req: Any, result: Any) -> Any:
+        # What an earlier round promised may not hold any more (the device prefix moved).
+        self.hit_markers.pop(req.rid, None)
+        page_size = self.cache.page_size
+        start = result.device_prefix_len
+        end = len(key) // page_size * page_size
+        if start < end:
+            self.cache_linker.expect_tokens(
+                req.rid, lambda: np.asarray(key.token_ids[start:end], dtype=np.int32)
+            )
+        result = super().match(key, req, result)
+        if req.rid not in self.hit_markers:
+            self.cache_linker.give_back(req.rid)
+        return result
+
+    def load_back(self, req: Any) -> tuple[int, Any]:
+        hit = self.hit_markers.get(req.rid)
+        if hit is not None:
+            prefix_len = hit.device_hit_len + len(hit.tail_hashes) * self.cache.page_size
+            new_tokens = len(req.full_untruncated_fill_ids) - prefix_len
+            self.cache_linker.expect_load(req.rid, Returning(hit.device_hit_len, new_tokens))
+        try:
+            return super().load_back(req)  # type: ignore[no-any-return]
+        finally:
+            # Anything the load did not take over (no slots free, load refused) is not needed any more.
+            self.cache_linker.release(req.rid)
+
+    def offload_nodes(self, node_ids: Sequence[Any]) -> None:
+        """Inserts (prompt chunks, split prefixes) are not stored: the turn is, when it ends."""
+
+    def offload_turn(self, req: Any) -> None:
+        """Store the path that ``req``'s last insert ended on, and keep it locked until that is done."""
+        cache = self.cache
+        node = req.last_node
+        if node == cache.root_node_handle(req.extra_key) or not self.cache_linker.model.is_settled:
+            return
+        page_keys = [*cache.tree_core.get_prefix_hash_values(node), *cache.tree_core.get_hash_values(node)]
+        num_tokens = len(page_keys) * cache.page_size
+        token_ids = np.asarray(req.full_untruncated_fill_ids[:num_tokens], dtype=np.int32)
+        slots = cache.path_device_indices(node)
+        assert len(slots) == len(token_ids) == num_tokens, (len(slots), len(token_ids), num_tokens)
+        path = StoredPath(page_keys, token_ids, slots)
+        self._offload(path, owner_of(req), node)
+        if self._probe_candidate is None and self.cache_linker.wants_probe():
+            self._probe_candidate = _ProbeCandidate(node, cache.inc_lock_ref(node).to_dec_params(), path)
+
+    def offload_session_turn(self, req: Any, slot: Any, owner: TurnOwner) -> None:
+        """Store a turn that ended in a streaming session, whose KV SGLang keeps out of the tree.
+
+        ``slot`` is the session's. Its record owns what the tree does not, and may give it back at any time:
+        see ``is_reading``.
+        """
+        cache = self.cache
+        num_pages = slot.kv.kv_committed_len // cache.page_size
+        if not num_pages or not self.cache_linker.model.is_settled:
+            return
+        num_tokens = num_pages * cache.page_size
+        ids = (req.origin_input_ids + req.output_ids)[:num_tokens]
+        page_keys = get_storage_hash_str(
+            RadixKey(ids, req.extra_key, cache_salt=req.cache_salt), None, page_size=cache.page_size
+        )
+        row = cache.req_to_token_pool.req_to_token[slot.kv.req_pool_idx, :num_tokens]
+        path = StoredPath(page_keys, np.asarray(ids, dtype=np.int32), row.to(torch.int64, copy=True))
+        node = cache.root_node_handle(req.extra_key) if slot.lock is None else slot.lock.node
+        self._offload(path, owner, node, kv=slot.kv, num_tokens=num_tokens)
+
+    def _offload(
+        self, path: StoredPath, owner: TurnOwner, node: Any, *, kv: Any = None, num_tokens: int = 0
+    ) -> None:
+        lock_params = self.cache.inc_lock_ref(node).to_dec_params()
+        try:
+            self.cache_linker.offload_turn(path, owner)
+        except BaseException:
+            self.cache.dec_lock_ref(node, lock_params)
+            raise
+        self.pending_offloads.append(_PendingTurn(node, lock_params, (), kv, num_tokens))
+
+    def is_reading(self, kv: Any, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Whether a turn that is being stored needs tokens of these ranges of a session's record."""
+        return any(
+            pending.kv is kv and any(start < min(end, pending.num_tokens) for start, end in ranges)
+            for pending in self.pending_offloads
+        )
+
+    def probe_when_idle(self) -> None:
+        """Called when no request runs or waits: let the linker probe a stored path, if one is kept for it."""
+        candidate = self._probe_candidate
+        if candidate is not None and not self.pending_offloads:
+            try:
+                self.cache_linker.probe(candidate.turn)
+            finally:
+                self.drop_probe_candidate()
+
+    def drop_probe_candidate(self) -> None:
+        candidate, self._probe_candidate = self._probe_candidate, None
+        if candidate is not None:
+            self.cache.dec_lock_ref(candidate.node, candidate.lock_params)
+
+    def begin_weights_change(self) -> None:
+        """Let what was computed so far be stored as what it is; from then on the model is another."""
+        self.drop_probe_candidate()
+        self.settle_offloads()
+        self.cache_linker.begin_weights_change()
+
+    def reset(self) -> None:
+        self.drop_probe_candidate()
+        super().reset()
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether paths are locked that nothing but krul needs."""
+        return bool(self.pending_offloads) or self._probe_candidate is not None
+
+    def settle_offloads(self) -> None:
+        """Wait for every pending offload and unlock its nodes.
+
+        Tensor-parallel ranks call this at the same point, so their queues stay in step: all are empty after.
+        """
+        self.cache_linker.wait_for_offloads()
+        self.commit_completed_offloads(self.take_completed_offloads(len(self.pending_offloads)))
+
+    def release_request(self, rid: str) -> None:
+        super().release_request(rid)
+        self.cache_linker.release(rid)
+
+
+class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+    """The radix cache behind ``--radix-cache-backend krul``."""
+
+    linker: KrulLinkerWrapper | None
+
+    def init_cache_linker(self, cache_linker: KrulLinker) -> None:
+        self.linker = KrulLinkerWrapper(self, cache_linker)
+
+    def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Insert as SGLang does; at the end of a turn also store it."""
+        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        if self.linker is not None and not self.disable and _turn_ended_well(req):
+            self.linker.offload_turn(req)
+
+    def claim_kv_row(self, req: Any) -> bool:
+        """As SGLang does: a turn of a streaming session leaves its KV to the session. It is stored, too."""
+        is_turn = self.linker is not None and not self.disable and _turn_ended_well(req)
+        slot = self.session.borrowed_slot(req) if is_turn else None
+        owner = owner_of(req) if slot is not None else None
+        is_claimed: bool = super().claim_kv_row(req)
+        if self.linker is not None and is_claimed and owner is not None:
+            self.linker.offload_session_turn(req, slot, owner)
+        return is_claimed
+
+    def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
+        """Give back slots that no tree node owns: of a session, not before its turns have been stored."""
+        if self.linker is not None and self.linker.is_reading(kv, ranges):
+            self.linker.settle_offloads()
+        super().free_kv_row(kv, ranges)
+
+    def evict(self, params: Any) -> Any:
+        return self._evict_despite_offloads(params, super().evict)
+
+    def evict_for_alloc(self, params: Any, **kwargs: Any) -> Any:
+        evict = partial(super().evict_for_alloc, **kwargs)
+        return self._evict_despite_offloads(params, evict)
+
+    def _evict_despite_offloads(self, params: Any, evict: Callable[[Any], Any]) -> Any:
+        """Evict; if turns that wait to be stored hold the memory that is needed, wait for them once.
+
+        The alternative would be worse than a short wait: SGLang would retract or abort running requests.
+        """
+        result = evict(params)
+        missing = params.num_tokens - result.num_tokens_evicted
+        if missing > 0 and self.linker is not None and self.linker.holds_memory:
+            self.linker.drop_probe_candidate()
+            self.linker.settle_offloads()
+            result.num_tokens_evicted += evict(EvictParams(num_tokens=missing)).num_tokens_evicted
+        return result
+
+    def probe_when_idle(self) -> None:
+        """Called when no request runs or waits."""
+        if self.linker is not None:
+            self.linker.probe_when_idle()
+
+    def begin_weights_change(self) -> None:
+        """Called on every rank before the engine writes weights, or takes their memory or the pool's away."""
+        assert self.linker is not None
+        self.linker.begin_weights_change()
+
+    def end_weights_change(self) -> None:
+        """Called on every rank when the weights are complete."""
+        allocator = self.token_to_kv_pool_allocator
+        num_pages = allocator.size // allocator.page_size
+        is_pool_empty = allocator.available_size() // allocator.page_size == num_pages
+        self.krul_linker.end_weights_change(is_pool_empty=is_pool_empty)
+
+    def krul_stats(self) -> dict[str, Any]:
+        return self.krul_linker.stats()
+
+    @property
+    def krul_linker(self) -> KrulLinker:
+        assert self.linker is not None
+        return self.linker.cache_linker
+
+
+def _turn_ended_well(req: Any) -> bool:
+    """Whether this insert is the last one of a turn that the next turn can build on.
+
+    Aborted requests are left alone: what made them abort may have touched their KV.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return req.finished() and not isinstance(req.finished_reason, FINISH_ABORT)

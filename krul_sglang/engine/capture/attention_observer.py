@@ -1,0 +1,136 @@
+"""Captures that see every attention layer of every forward."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from krul_backend.attention.interface import Phase
+from krul_sglang.engine.capture.turn_capture import TurnCapture
+
+
+@dataclass(frozen=True)
+class QueryShape:
+    """Attention of one rank: ``num_query_heads`` is a multiple of ``num_kv_heads``; ``scaling`` of scores."""
+
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    scaling: float
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one kept row: every query head, all layers, and how far it sees."""
+        return self.num_layers * self.num_query_heads * self.head_dim * self.dtype.itemsize + 8
+
+    def split_heads(self, q: torch.Tensor) -> torch.Tensor:
+        """``[T, num_query_heads * head_dim]`` -> a view ``[T, num_query_heads, head_dim]``."""
+        return q.view(-1, self.num_query_heads, self.head_dim)
+
+    def kv_heads(self) -> torch.Tensor:
+        """Which KV head each query head reads: int64 ``[num_query_heads]``, on the CPU."""
+        return torch.arange(self.num_query_heads) // (self.num_query_heads // self.num_kv_heads)
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """Tokens ``[start, end)`` of one request in a forward; their queries begin at row ``first_row``.
+
+    ``slot`` is the request's row in SGLang's request pool. A decoding request has one token.
+    """
+
+    rid: str
+    slot: int
+    start: int
+    end: int
+    first_row: int
+    phase: Phase
+
+
+def parts_of(schedule_batch: Any) -> list[BatchPart]:
+    """The requests of SGLang's ``ScheduleBatch``, ready for its forward, in the order of their rows.
+
+    Everything is read from the host. A batch that mixes prompt chunks with decoding requests has both kinds.
+    """
+    batch = schedule_batch
+    slots = batch.req_pool_indices_cpu.tolist()
+    if batch.forward_mode.is_decode():
+        # Lengths and slots may be padded at the end, requests are not.
+        rows = enumerate(zip(batch.reqs, slots, batch.seq_lens_cpu.tolist(), strict=False))
+        return [BatchPart(req.rid, slot, end - 1, end, row, Phase.DECODE) for row, (req, slot, end) in rows]
+    decoding = {req.rid for req in batch.decoding_reqs or ()}
+    parts = []
+    first_row = 0
+    for req, slot, start, length in zip(batch.reqs, slots, batch.prefix_lens, batch.extend_lens, strict=True):
+        phase = Phase.DECODE if req.rid in decoding else Phase.PREFILL
+        if length:
+            parts.append(BatchPart(req.rid, slot, start, start + length, first_row, phase))
+        first_row += length
+    return parts
+
+
+class AttentionObserver(TurnCapture):
+    """Hooks on the attention modules of one model runner, inside of ``recording``.
+
+    In each forward ``begin_forward`` comes first, on the host. Then the modules run, in Python or as a
+    replayed graph: in Python ``record`` is called in layer order, and ``end_layers`` when the last layer has
+    written its keys; a replay repeats the device operations that ``record`` gave while the graph was
+    captured. ``end_forward`` comes last, on the host. While suspended, modules are not recorded.
+    """
+
+    is_suspended = False
+
+    def install(self, attention_modules: list[Any]) -> None:
+        """Hook the attention modules, one per layer and in layer order."""
+        for layer, module in enumerate(attention_modules):
+            module.register_forward_pre_hook(self._make_hook(layer))
+        attention_modules[-1].register_forward_hook(self._after_last_layer)
+
+    @contextmanager
+    def recording(self, schedule_batch: Any) -> Iterator[None]:
+        self.begin_forward(schedule_batch)
+        try:
+            yield
+        finally:
+            self.end_forward()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        self.is_suspended = True
+        try:
+            yield
+        finally:
+            self.is_suspended = False
+
+    @abstractmethod
+    def begin_forward(self, schedule_batch: Any) -> None:
+        """Decide what of this forward is recorded. ``schedule_batch`` is SGLang's ``ScheduleBatch``."""
+
+    @abstractmethod
+    def record(self, layer: int, q: torch.Tensor) -> None:
+        """``q``: ``[num_tokens, num_query_heads * head_dim]``, after RoPE. It belongs to the engine."""
+
+    def end_layers(self) -> None:
+        """The keys of this forward's tokens are in the pool, in all layers."""
+
+    @abstractmethod
+    def end_forward(self) -> None:
+        """The forward was given to the device, or has failed: what comes until the next is not recorded."""
+
+    def _make_hook(self, layer: int) -> Any:
+        def hook(module: Any, args: tuple[Any, ...]) -> None:
+            if not self.is_suspended:
+                self.record(layer, args[0])
+
+        return hook
+
+    def _after_last_layer(self, module: Any, args: Any, output: Any) -> None:
+        if not self.is_suspended:
+            self.end_layers()

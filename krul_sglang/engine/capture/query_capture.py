@@ -1,0 +1,245 @@
+"""Keeps a few query vectors of every running request: what attention statistics are computed from.
+
+Which rows are kept, and where, is decided on the host before each forward and written into buffers of fixed
+size and address. The modules only copy by what these buffers say. So a forward that is replayed as a graph
+records as an eager one does, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from krul_backend.attention.interface import Phase
+from krul_backend.attention.placement import sample_positions
+from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
+from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.device import Device
+from krul_backend.errors import ConfigError
+from krul_backend.memory import format_bytes
+from krul_sglang.engine.capture.attention_observer import AttentionObserver, BatchPart, QueryShape, parts_of
+from krul_sglang.engine.capture.request_places import Recording, RequestPlaces
+from krul_sglang.engine.capture.turn_capture import CapturedTurn
+
+DECODE_INTERVAL = 16
+"""Of so many consecutive decoded tokens one query is kept."""
+
+_MIN_ROWS = 8
+_FEW_ROWS = 64
+_FEW_REQUESTS = 16
+"""Rows of a request are given up, down to so many, where fewer than so many requests would fit."""
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """``num_requests`` requests at a time, ``num_rows`` rows each, half of them for the prompt."""
+
+    num_requests: int
+    num_rows: int
+    num_bytes: int
+
+    @property
+    def num_prompt_rows(self) -> int:
+        return self.num_rows // 2
+
+    @property
+    def num_decode_rows(self) -> int:
+        return self.num_rows - self.num_prompt_rows
+
+    @property
+    def num_forward_rows(self) -> int:
+        """Rows that one forward may keep: one of each decoding request, and those of a prompt."""
+        return self.num_requests + self.num_prompt_rows
+
+    @classmethod
+    def fit(cls, shape: QueryShape, *, max_requests: int, num_rows: int, max_bytes: int) -> CapturePlan:
+        """As many requests as ``max_bytes`` allow; fewer rows if only a few would fit, or not even one.
+
+        One further request's rows are taken for what is not recorded: writes need a place to go.
+
+        Raises:
+            ConfigError: if ``max_bytes`` is too small for one request with the fewest rows.
+        """
+
+        def num_requests() -> int:
+            return min(max_requests, max_bytes // (num_rows * shape.row_bytes) - 1)
+
+        while num_rows // 2 >= _FEW_ROWS and num_requests() < min(_FEW_REQUESTS, max_requests):
+            num_rows //= 2
+        while num_rows // 2 >= _MIN_ROWS and num_requests() < 1:
+            num_rows //= 2
+        request_bytes = num_rows * shape.row_bytes
+        if num_requests() < 1:
+            raise ConfigError(
+                f"query_memory = {format_bytes(max_bytes)} is too small: {num_rows} query rows of a request "
+                f"need {format_bytes(2 * request_bytes)}"
+            )
+        return cls(num_requests(), num_rows, (num_requests() + 1) * request_bytes)
+
+
+class QueryCapture(AttentionObserver):
+    """A few rows of each turn, reduced when it ends: the estimator "sampled".
+
+    A request gets a place of ``num_rows`` rows when its prompt starts to run, if one is free; without one
+    it simply is not recorded. The place stays taken until ``release``, also after the request has ended, so
+    that a worker thread can read it.
+
+    Of each prompt chunk rows are kept by ``sample_positions``; chunk ``c`` (from 0) takes every ``c + 1``-th
+    of the prompt's rows, so that each chunk of a long prompt ends with about an equal share. Decoded tokens
+    go around the remaining rows, one of ``DECODE_INTERVAL``.
+
+    ::
+
+        host, before a forward   tokens [W]   which of the forward's tokens are kept
+                                 targets [W]  the row that each of them is written to
+        each attention module    queries[layer][targets] = q[tokens]
+        host, after it           every target is in the place that nobody reads
+
+    A captured graph of ``n`` tokens holds this copy of the first ``min(n, W)`` entries: a forward never keeps
+    more rows than it has tokens, and the entries that it leaves alone go to the unread place.
+    """
+
+    def __init__(self, shape: QueryShape, plan: CapturePlan, *, device: torch.device) -> None:
+        self.shape = shape
+        self.plan = plan
+        num_places = plan.num_requests + 1
+        rows = (shape.num_layers, num_places * plan.num_rows, shape.num_query_heads, shape.head_dim)
+        self._queries = torch.zeros(rows, dtype=shape.dtype, device=device)
+        # How many tokens each row sees: its position + 1. Zero where nothing is recorded.
+        self._num_visible = torch.zeros(num_places * plan.num_rows, dtype=torch.int64, device=device)
+        self._unread_row = plan.num_requests * plan.num_rows
+        self._tokens = torch.zeros(plan.num_forward_rows, dtype=torch.int64, device=device)
+        self._targets = torch.full_like(self._tokens, self._unread_row)
+        self._device = Device.of(self._queries)
+        self._places = RequestPlaces(plan.num_requests)
+        self._decode_steps = 0
+        self._num_kept = 0
+        self._is_captured = False
+
+    @property
+    def num_heads(self) -> int:
+        return self.shape.num_query_heads
+
+    def take(self, rid: str, slot: int) -> CapturedRows | None:
+        recording = self._places.take(rid, slot)
+        return None if recording is None else CapturedRows(self, recording.place)
+
+    def stats(self) -> dict[str, Any]:
+        return {"name": "sampled"}
+
+    def close(self) -> None:
+        """Nothing runs beside the engine."""
+
+    def read(self, place: int) -> QueryRows:
+        """Copies of a place's rows, by position. Call it after the forwards that wrote them."""
+        rows = self._rows_of(place)
+        num_visible, order = self._num_visible[rows].sort()
+        order = order[num_visible > 0]
+        return QueryRows(
+            queries=self._queries[:, rows][:, order],
+            positions=num_visible[num_visible > 0] - 1,
+            kv_heads=self.shape.kv_heads(),
+            scaling=self.shape.scaling,
+        )
+
+    def release(self, place: int) -> None:
+        self._places.release(place)
+
+    def begin_forward(self, schedule_batch: Any) -> None:
+        mode = schedule_batch.forward_mode
+        is_prompt = mode.is_extend_without_speculative()
+        keeps_decoded = False
+        if mode.is_decode() or (is_prompt and schedule_batch.decoding_reqs):
+            self._decode_steps += 1
+            keeps_decoded = self._decode_steps % DECODE_INTERVAL == 0 and not self._places.is_empty()
+        if is_prompt or keeps_decoded:
+            self._keep(self._chosen(parts_of(schedule_batch), keeps_decoded))
+
+    def record(self, layer: int, q: torch.Tensor) -> None:
+        if layer == 0:
+            self._is_captured = self._device.is_capturing()
+        num_rows = min(len(self._tokens), len(q)) if self._is_captured else self._num_kept
+        if num_rows:
+            kept = self.shape.split_heads(q).index_select(0, self._tokens[:num_rows])
+            self._queries[layer].index_copy_(0, self._targets[:num_rows], kept.to(self.shape.dtype))
+
+    def end_forward(self) -> None:
+        if self._num_kept:
+            # A graph that is replayed without a word of what to keep must not write into somebody's place,
+            # and its tokens may be fewer.
+            self._tokens.zero_()
+            self._targets.fill_(self._unread_row)
+            self._num_kept = 0
+
+    def _chosen(self, parts: Sequence[BatchPart], keeps_decoded: bool) -> list[tuple[int, int, int]]:
+        """``(token of the forward, row to write, tokens it sees)`` of each row that is kept."""
+        decoded, prompts = [], []
+        for part in parts:
+            if part.phase is Phase.DECODE:
+                recording = self._places.find(part.rid, part.slot) if keeps_decoded else None
+                if recording is not None:
+                    turn = part.end // DECODE_INTERVAL % self.plan.num_decode_rows
+                    row = self.plan.num_prompt_rows + turn
+                    decoded.append((part.first_row, recording.place * self.plan.num_rows + row, part.end))
+            else:
+                recording = self._entered(part)
+                if recording is not None:
+                    prompts.append((part, recording))
+        # At least one each: no more requests are recorded than a forward has rows.
+        share = (self.plan.num_forward_rows - len(decoded)) // max(1, len(prompts))
+        return decoded + [row for prompt in prompts for row in self._of_prompt(*prompt, share)]
+
+    def _of_prompt(self, part: BatchPart, recording: Recording, max_rows: int) -> list[tuple[int, int, int]]:
+        entries = range(recording.num_chunks, self.plan.num_prompt_rows, recording.num_chunks + 1)
+        entries = entries[:: -(-len(entries) // max_rows)] if entries else entries
+        recording.num_chunks += 1
+        recording.end = part.end
+        if not entries:
+            return []
+        positions = sample_positions(part.start, part.end, len(entries)).tolist()
+        first = recording.place * self.plan.num_rows
+        return [
+            (part.first_row + position - part.start, first + entry, position + 1)
+            for position, entry in zip(positions, entries, strict=False)
+        ]
+
+    def _entered(self, part: BatchPart) -> Recording | None:
+        recording, is_new = self._places.enter(part.rid, part.slot, part.start)
+        if is_new and recording is not None:
+            self._num_visible[self._rows_of(recording.place)] = 0
+        return recording
+
+    def _keep(self, chosen: Sequence[tuple[int, int, int]]) -> None:
+        if chosen:
+            tokens, targets, num_visible = self._device.from_list(list(zip(*chosen, strict=True)))
+            self._num_kept = len(chosen)
+            self._tokens[: self._num_kept].copy_(tokens)
+            self._targets[: self._num_kept].copy_(targets)
+            self._num_visible.index_copy_(0, targets, num_visible)
+
+    def _rows_of(self, place: int) -> slice:
+        return slice(place * self.plan.num_rows, (place + 1) * self.plan.num_rows)
+
+
+class CapturedRows(CapturedTurn):
+    """The rows in one place of a ``QueryCapture``."""
+
+    def __init__(self, capture: QueryCapture, place: int) -> None:
+        self._capture = capture
+        self._place = place
+
+    def statistics(self, read_keys: ReadKeys, num_tokens: int) -> AttentionStatistics | None:
+        rows = self.rows(num_tokens)
+        return None if rows is None else accumulate(rows, read_keys)
+
+    def rows(self, num_tokens: int) -> QueryRows | None:
+        rows = self._capture.read(self._place)
+        inside = rows.positions < num_tokens
+        rows = QueryRows(rows.queries[:, inside], rows.positions[inside], rows.kv_heads, rows.scaling)
+        return rows if rows.num_rows else None
+
+    def release(self) -> None:
+        self._capture.release(self._place)

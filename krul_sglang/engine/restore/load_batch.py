@@ -1,0 +1,198 @@
+"""Loads of one forward, under way: which layers have landed, and how a forward waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from krul_backend.device import Device, Event, Mark, StreamClock
+from krul_backend.errors import KrulError
+from krul_backend.planner.interface import RestorePlan
+from krul_backend.tiers.common.interface import Lease
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.restore.segment_reader import OpenSlice
+
+_AGREEMENTS = 8
+"""Times that ranks agree while a load lands that all of them wait for; once, if it has landed before."""
+
+
+class LoadFailedError(KrulError):
+    """A layer of a load will not land: its copy failed, or nothing moved for too long."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds that heads and loads of a restore should take, each without waiting for the other."""
+
+    head_s: float
+    load_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """A leased prefix on its way into the pool.
+
+    Tokens ``[device_tokens, device_tokens + len(slots))`` of the conversation go to ``slots`` (int64, on the
+    pool's device): in each layer those from ``plan.head_ends[layer]`` on, out of ``slices`` of the lease.
+    """
+
+    lease: Lease
+    slices: Sequence[OpenSlice]
+    slots: torch.Tensor
+    device_tokens: int
+    plan: RestorePlan
+    forecast: Forecast
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """When work on a layer began and ended."""
+
+    begin: Mark
+    end: Mark
+
+
+class LoadBatch:
+    """What the loader and the forward share about one batch of loads. Thread-safe.
+
+    The loader writes each layer, and reports it with ``landed``, inside ``writing``; the forward calls
+    ``wait_layer``. What comes after ``abandon``, on a GPU in the stream that called it, is not overwritten by
+    this batch any more.
+
+    ``timeout_s`` may pass without a further layer beyond what the loads should take: a prefix of many
+    segments on a slow disk brings its first layer when most of it has been read. ``agreement`` joins the
+    threads of the ranks whose forwards wait.
+    """
+
+    def __init__(self, loads: Mapping[str, Load], num_layers: int, device: Device, timeout_s: float) -> None:
+        self.loads = loads
+        self.clock = StreamClock(device)
+        self.load_times: list[LayerTimes] = []
+        self.wait_times: dict[int, LayerTimes] = {}
+        self.num_layers = num_layers
+        self._device = device
+        self.timeout_s = timeout_s + sum(load.forecast.load_s for load in loads.values())
+        self.agreement = RankAgreement(None, num_ranks=1)
+        self._num_agreed = 0
+        self._changed = threading.Condition()
+        self._pool_lock = threading.Lock()
+        self._landed: list[Event] = []
+        self._write_stream: Any | None = None
+        self._progress_s = time.monotonic()
+        self._error: BaseException | None = None
+        self._is_abandoned = False
+        self.is_refilled = False
+        self._has_ended = False
+
+    # ---- the loader's side ----
+
+    @contextmanager
+    def writing(self) -> Iterator[bool]:
+        """Held while something is written to the pool, on the current stream.
+
+        Yields False if the batch was abandoned: then write nothing.
+        """
+        with self._pool_lock:
+            self._write_stream = self._device.current_stream()
+            yield not self._is_abandoned
+
+    def landed(self, times: LayerTimes) -> None:
+        """The next layer is in the pool, or, on a GPU, its copies are queued on the current stream."""
+        event = self._device.record()
+        with self._changed:
+            self.load_times.append(times)
+            self._landed.append(event)
+            self._progress_s = time.monotonic()
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            # Its frames hold what was fetched, which is memory that recomputing may need.
+            self._error = error.with_traceback(None)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """The loader does nothing more for this batch."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    # ---- the forward's side ----
+
+    def wait_layer(self, layer: int) -> None:
+        """Make the current stream wait for a layer; on a CPU the thread. Later calls for it return at once.
+
+        All ranks call it for the same layers in the same order.
+
+        Raises:
+            LoadFailedError: the layer will not land. On every rank at the same layer, if on one: none enters
+                this layer's collectives.
+        """
+        if layer in self.wait_times or self._is_abandoned:
+            return
+        begin = self.clock.mark()
+        if self.agreement.num_ranks == 1:
+            event = self._wait_landed(layer)
+        else:
+            if layer >= self._num_agreed:
+                self._num_agreed = self._agree(layer)
+            # It has landed everywhere. That a later one failed here is told when all come to that one.
+            event = self._landed[layer]
+        self._device.wait_for(event)
+        self.wait_times[layer] = LayerTimes(begin, self.clock.mark())
+
+    def _wait_landed(self, layer: int) -> Event:
+        with self._changed:
+            while len(self._landed) <= layer and self._error is None:
+                left_s = self._progress_s + self.timeout_s - time.monotonic()
+                if left_s <= 0:
+                    raise LoadFailedError(f"no layer has landed for {self.timeout_s:g} s")
+                self._changed.wait(left_s)
+            if self._error is not None:
+                raise LoadFailedError(f"loading failed: {self._error}") from self._error
+            return self._landed[layer]
+
+    def _agree(self, layer: int) -> int:
+        """Wait for a layer and a few after it; the number of layers that have landed on every rank."""
+        group = -(-self.num_layers // _AGREEMENTS)
+        num_landed: torch.Tensor | None = None
+        failure = "loading failed on another rank"
+        try:
+            self._wait_landed(min(layer + group, self.num_layers) - 1)
+            num_landed = torch.tensor([len(self._landed)], dtype=torch.float64)
+        except LoadFailedError as error:
+            failure = str(error)
+        of_ranks = self.agreement.gather(num_landed, (1,))
+        if of_ranks is None:
+            raise LoadFailedError(failure)
+        return int(min(of_rank.item() for of_rank in of_ranks))
+
+    def abandon(self, *, is_refilled: bool) -> None:
+        """Give the batch up. Waits for a write that is under way, not for one that is stuck before it.
+
+        On a GPU the current stream waits for the writes that are queued.
+        ``is_refilled``: whether the slots get their KV in another way.
+        """
+        with self._pool_lock, self._changed:
+            self._is_abandoned = True
+            self.is_refilled = is_refilled
+            if self._write_stream is not None:
+                # All that is queued, also of a layer that failed half-way.
+                self._device.wait_for(self._device.record(self._write_stream))
+            self._changed.notify_all()
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self._is_abandoned
+
+    def wait_end(self) -> bool:
+        """Wait until nothing of this batch touches the pool; whether everything landed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended or self._is_abandoned)
+            return self._error is None and not self._is_abandoned

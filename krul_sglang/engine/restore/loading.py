@@ -1,0 +1,245 @@
+"""Restoring the tails of leased prefixes into device slots, layer by layer, off the scheduler thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from krul_backend.errors import KrulError, TierReadError
+from krul_backend.store.interface import KVStore
+from krul_backend.tiers.common.interface import SegmentSlice
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore.block_checks import BlockChecks
+from krul_sglang.engine.restore.load_batch import LayerTimes, Load, LoadBatch
+from krul_sglang.engine.restore.segment_reader import KeptRoom, OpenSlice, SegmentReader
+
+logger = logging.getLogger(__name__)
+
+_CHECKED_AHEAD = 8
+"""Layers that are announced for checking by the time that the first of them is copied: enough to keep the
+threads busy, and few enough that the first copy does not wait while thousands of blocks are announced."""
+
+
+@dataclass
+class LoadCounters:
+    """``num_bytes`` were read from the store, for ``tokens`` that came back (heads and tails together)."""
+
+    requests: int = 0
+    tokens: int = 0
+    num_bytes: int = 0
+    failed_batches: int = 0
+
+
+class LoadCounter:
+    """What SGLang's pool calls before it hands out the KV of a layer: ``wait_until``.
+
+    On a GPU the current stream waits, on a CPU the thread.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.consumer_index = -1
+        self.batches: dict[int, LoadBatch] = {}
+
+    def set_consumer(self, index: int) -> None:
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        """Raises LoadFailedError through the forward that asks; whoever called the forward handles it."""
+        batch = self.batches.get(self.consumer_index)
+        if batch is not None:
+            batch.wait_layer(layer)
+
+
+class LayerWiseLoader:
+    """Fills the slots of queued loads; the forward waits for each layer through ``counter``.
+
+    A load owns its lease: it is released when the load has ended, well or not, or is cancelled. What of it
+    lies in a lower tier is fetched while its first layers are copied.
+    ``before_layer(index, layer)`` is called in the loading thread before a layer of a batch is read; what it
+    raises fails the batch.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        pool: DevicePool,
+        gate: TransferGate,
+        timeout_s: float,
+        before_layer: Callable[[int, int], None] = lambda index, layer: None,
+    ) -> None:
+        self.counters = LoadCounters()
+        self.counter = LoadCounter(pool.num_layers)
+        self._store = store
+        self._pool = pool
+        self._gate = gate
+        self._timeout_s = timeout_s
+        self._before_layer = before_layer
+        self._queued: dict[str, Load] = {}
+        self._running: dict[int, Future[None]] = {}
+        self._next_index = 0
+        self._device = pool.streams
+        self._stream = self._device.new_stream()
+        self._worker = self._new_worker()
+
+    def queue(self, rid: str, load: Load) -> None:
+        self._queued[rid] = load
+
+    def cancel(self, rid: str) -> bool:
+        """Take back a load that has not started; False if there is none."""
+        load = self._queued.pop(rid, None)
+        if load is None:
+            return False
+        self._store.release(load.lease)
+        return True
+
+    def start(self, ready: Sequence[Any] = ()) -> int:
+        """Start everything queued as one batch. Returns its counter index, -1 if nothing was queued.
+
+        ``ready``: events after which the slot indices are computed and their earlier owners' KV is not used.
+        """
+        if not self._queued:
+            return -1
+        index, self._next_index = self._next_index, self._next_index + 1
+        batch = LoadBatch(dict(self._queued), self._pool.num_layers, self._device, self._timeout_s)
+        self._queued.clear()
+        self.counter.batches[index] = batch
+        self._running[index] = self._worker.submit(self._run, index, batch, ready)
+        return index
+
+    def batch(self, index: int) -> LoadBatch | None:
+        """The batch of a counter index, while its forward may run."""
+        return self.counter.batches.get(index)
+
+    def finish(self, index: int) -> bool:
+        """Wait until batch ``index`` has stopped writing; True when all slots hold what they should."""
+        batch = self.counter.batches.pop(index, None)
+        if batch is None:
+            return True
+        landed = batch.wait_end()
+        running = self._running.pop(index)
+        if batch.is_abandoned:
+            if not running.done():
+                # Its thread may be stuck for long; later loads must not wait behind it.
+                self._worker.shutdown(wait=False)
+                self._worker = self._new_worker()
+            return batch.is_refilled
+        running.result()
+        return landed
+
+    def num_queued(self) -> int:
+        return len(self._queued)
+
+    def num_pending(self) -> int:
+        return len(self._queued) + len(self._running)
+
+    def discard_all(self) -> None:
+        """Cancel what is queued and wait for what runs."""
+        for rid in list(self._queued):
+            self.cancel(rid)
+        for index in list(self._running):
+            self.finish(index)
+
+    def close(self) -> None:
+        self.discard_all()
+        self._worker.shutdown(wait=True)
+
+    def _new_worker(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="krul-load", initializer=self._device.bind_thread
+        )
+
+    def _run(self, index: int, batch: LoadBatch, ready: Sequence[Any]) -> None:
+        loads = tuple(batch.loads.values())
+        try:
+            checks = BlockChecks(self._device, batch.timeout_s, self._store.report_damage)
+            room = KeptRoom()
+            with (
+                closing(checks),
+                self._gate.restoring(lambda: not batch.is_abandoned),
+                self._device.working_on(self._stream, ready),
+            ):
+                readers = [
+                    [SegmentReader(part, load.plan.head_ends, checks, room) for part in self._fetched(load)]
+                    for load in loads
+                ]
+                num_announced = 0
+                for layer in range(self._pool.num_layers):
+                    while num_announced < min(layer + _CHECKED_AHEAD, self._pool.num_layers):
+                        for of_load in readers:
+                            for reader in of_load:
+                                reader.announce(num_announced)
+                        num_announced += 1
+                    self._before_layer(index, layer)
+                    begin = batch.clock.mark()
+                    for load, of_load in zip(loads, readers, strict=True):
+                        if not self._load_layer(layer, batch, load, of_load):
+                            return
+                    with batch.writing() as is_wanted:
+                        if not is_wanted:
+                            return
+                        batch.landed(LayerTimes(begin, batch.clock.mark()))
+            self._count(loads, readers)
+        except Exception as error:
+            self.counters.failed_batches += 1
+            # Damage and slow tiers are expected to happen: where they were noticed in the code says nothing.
+            is_expected = isinstance(error, KrulError)
+            logger.log(
+                logging.WARNING if is_expected else logging.ERROR,
+                "krul: loading %d request(s) failed; they are recomputed: %s",
+                len(loads),
+                error,
+                exc_info=not is_expected,
+            )
+            batch.fail(error)
+        finally:
+            batch.end()
+            for load in loads:
+                self._store.release(load.lease)
+
+    def _fetched(self, load: Load) -> Sequence[OpenSlice]:
+        """The load's slices with blocks: what is in a lower tier is on its way from here on."""
+        if load.lease.is_in_dram:
+            return load.slices
+        # Fewer may be loaded than were leased: ranks agree on the shortest prefix.
+        fetched = self._store.fetch(load.lease)[: len(load.slices)]
+        return [_arriving(part, source) for part, source in zip(load.slices, fetched, strict=True)]
+
+    def _load_layer(self, layer: int, batch: LoadBatch, load: Load, readers: Sequence[SegmentReader]) -> bool:
+        """Segment after segment, so that the device never holds the blocks of several; False if given up."""
+        first = 0
+        for reader in readers:
+            reader.fetch(layer, self._device)
+            with batch.writing() as is_wanted:
+                if not is_wanted:
+                    return False
+                reader.restore(layer, self._pool, load.slots[first : first + reader.num_tokens])
+            first += reader.num_tokens
+        return True
+
+    def _count(self, loads: Sequence[Load], readers: Sequence[Sequence[SegmentReader]]) -> None:
+        self.counters.requests += len(loads)
+        self.counters.tokens += sum(len(load.slots) for load in loads)
+        self.counters.num_bytes += sum(reader.num_bytes for of_load in readers for reader in of_load)
+
+
+def _arriving(part: OpenSlice, source: SegmentSlice) -> OpenSlice:
+    """``part`` with the blocks that came, or come, for it.
+
+    Raises:
+        TierReadError: they are encoded in another way than what was leased, and than the decoder and the plan
+            are for: somebody stored these tokens again meanwhile.
+    """
+    leased, came = part.source.header, source.header
+    if (
+        (came.start_token, came.num_tokens) != (leased.start_token, leased.num_tokens)
+        or came.codec != leased.codec
+        or came.codec_params != leased.codec_params
+    ):
+        raise TierReadError(f"tokens from {leased.start_token} on were stored again since they were leased")
+    return replace(part, source=source)

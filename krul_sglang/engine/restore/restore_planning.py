@@ -1,0 +1,242 @@
+"""From a lease to a plan: what of it is loaded, what is recomputed, or that the engine computes it all."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import orjson
+import torch
+
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.errors import CodecError
+from krul_backend.memory import is_out_of_memory
+from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import RestorePlan, RestorePlanner
+from krul_backend.planner.pipeline import simulate
+from krul_backend.planner.problem import RestoreProblem, StoredRun
+from krul_backend.tiers.common.interface import DRAM_TIER, Lease
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.decode_costs import DecodeCosts
+from krul_sglang.engine.restore.load_batch import Forecast
+from krul_sglang.engine.restore.segment_reader import OpenSlice, open_slices
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_TIER_COSTS_AGE_S = 5.0
+
+
+@dataclass(frozen=True)
+class PlannedRestore:
+    """A plan that loads, and how long its parts should take."""
+
+    plan: RestorePlan
+    forecast: Forecast
+
+
+@dataclass
+class PlanCounters:
+    """``loads`` plans had a tail in some layer, ``refused`` ones would have lost against recompute.
+
+    ``head_tokens`` of the first layer and ``prefix_tokens`` of all planned loads. ``undecodable`` segments
+    were leased and reported, since nothing here can decode them. ``out_of_memory``: times that there was none
+    to open or plan a load, which was refused then.
+    """
+
+    loads: int = 0
+    refused: int = 0
+    head_tokens: int = 0
+    prefix_tokens: int = 0
+    undecodable: int = 0
+    out_of_memory: int = 0
+
+
+class RestorePlanning:
+    """Plans each load of one rank; all ranks come to the same plan, which is the first rank's.
+
+    ``agreement`` joins the scheduler threads of the ranks: each of them plans the same loads in the same
+    order. ``max_head_tokens`` bounds the heads of one batch together. A forward computes ``max_new_tokens``
+    at most: of a longer prompt only the first chunk waits for the restore. ``tier_costs`` are those of the
+    tiers below DRAM, by name, asked for when something lies there.
+    """
+
+    def __init__(
+        self,
+        planner: RestorePlanner,
+        costs: OnlineCosts,
+        decode_costs: DecodeCosts,
+        codec: SegmentCodec,
+        agreement: RankAgreement,
+        *,
+        page_size: int,
+        max_head_tokens: int,
+        max_new_tokens: int,
+        tier_costs: Callable[[], Mapping[str, TierCost]],
+    ) -> None:
+        self.counters = PlanCounters()
+        self.costs = costs
+        self._planner = planner
+        self._decode_costs = decode_costs
+        self._codec = codec
+        self._agreement = agreement
+        self._page_size = page_size
+        self._max_head_tokens = max_head_tokens
+        self._max_new_tokens = max_new_tokens
+        self._batch_head_tokens = 0
+        self._tier_costs = tier_costs
+        self._known_tiers: frozenset[str] = frozenset({DRAM_TIER})
+        self._tiers_asked_s = float("-inf")
+
+    def open(self, lease: Lease, num_tokens: int) -> list[OpenSlice] | None:
+        """See ``open_slices``; None without memory for it."""
+        return self._unless_out_of_memory(lambda: open_slices(lease, self._codec, num_tokens))
+
+    def find_undecodable(self, lease: Lease) -> list[int]:
+        """Ids of the leased segments that the codec cannot open."""
+        found: list[int] = []
+        for source in lease.slices:
+            header = source.header
+            try:
+                self._codec.open(
+                    header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
+                )
+            except CodecError:
+                found.append(source.segment_id)
+        self.counters.undecodable += len(found)
+        return found
+
+    def plan(
+        self, slices: Sequence[OpenSlice] | None, *, device_tokens: int, new_tokens: int
+    ) -> PlannedRestore | None:
+        """A plan for the leased tokens after ``device_tokens``; None when computing them is better.
+
+        ``new_tokens`` follow the prefix in the request's own forward. ``slices`` is None on a rank that
+        cannot read what it leased: then no rank loads it.
+        """
+        runs = None if slices is None else self._unless_out_of_memory(lambda: self._runs(slices))
+        runs = self._agreed_bounds(runs)
+        if runs is None or slices is None:
+            self.counters.refused += 1
+            return None
+        total_tokens = slices[-1].end_token
+        problem = RestoreProblem(
+            num_layers=self._codec.num_layers,
+            page_size=self._page_size,
+            device_tokens=device_tokens,
+            total_tokens=total_tokens,
+            new_tokens=max(1, min(new_tokens, self._max_new_tokens)),
+            runs=runs,
+            costs=self.costs.current(),
+            max_head_tokens=max(0, self._max_head_tokens - self._batch_head_tokens),
+        )
+        plan = self._unless_out_of_memory(lambda: self._planner.plan(problem))
+        plan = self._agreed_plan(RestorePlan.recompute(problem) if plan is None else plan)
+        if plan.is_recompute:
+            self.counters.refused += 1
+            self.costs.fade_overhead()
+            return None
+        head_tokens = plan.head_ends[0] - device_tokens
+        self._batch_head_tokens += head_tokens
+        self.counters.loads += 1
+        self.counters.head_tokens += head_tokens
+        self.counters.prefix_tokens += total_tokens - device_tokens
+        pipeline = simulate(problem, plan.head_ends)
+        own_s = problem.num_layers * problem.own_layer_s
+        return PlannedRestore(plan, Forecast(pipeline.compute_s - own_s, pipeline.load_s))
+
+    def start_batch(self) -> None:
+        """What was planned so far runs now; what comes next is another batch."""
+        self._batch_head_tokens = 0
+
+    def _unless_out_of_memory(self, compute: Callable[[], T]) -> T | None:
+        """``compute()``, or None: the error would end the scheduler, and leave other ranks waiting."""
+        try:
+            return compute()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.counters.out_of_memory += 1
+            level = logging.WARNING if self.counters.out_of_memory == 1 else logging.DEBUG
+            logger.log(level, "krul: out of memory while planning a load; the engine computes it: %s", error)
+            return None
+
+    def _runs(self, slices: Sequence[OpenSlice]) -> tuple[StoredRun, ...] | None:
+        """None if something lies in a tier of which it is not known what reading costs."""
+        tiers = {part.source.tier for part in slices}
+        if tiers != {DRAM_TIER}:
+            self._ask_tiers()
+        return tuple(self._run(part) for part in slices) if tiers <= self._known_tiers else None
+
+    def _ask_tiers(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._tiers_asked_s + _TIER_COSTS_AGE_S:
+            return
+        self._tiers_asked_s = now_s
+        for tier, cost in self._tier_costs().items():
+            self.costs.set_tier(tier, cost, through=DRAM_TIER)
+            self._known_tiers |= {tier}
+
+    def _run(self, part: OpenSlice) -> StoredRun:
+        header, decoder = part.source.header, part.decoder
+        return StoredRun(
+            tier=part.source.tier,
+            first_token=part.first_token,
+            end_token=part.end_token,
+            layer_token_bytes=tuple(num_bytes / header.num_tokens for num_bytes in decoder.layer_num_bytes),
+            decode_token_s=self._decode_costs.token_s(decoder.strategy),
+            last_use=decoder.last_use,
+            stored_from=tuple(
+                min(max(part.first_token, token), part.end_token)
+                for token in decoder.decodable_from(header.layer_first_token)
+            ),
+        )
+
+    def _agreed_bounds(self, runs: tuple[StoredRun, ...] | None) -> tuple[StoredRun, ...] | None:
+        """Runs of which no layer can be loaded from before where every rank can load it.
+
+        One rank may have trimmed what another holds. Tokens are compared, not runs: ranks evict, and store
+        again, on their own, so that the segments of one conversation need not begin at the same tokens. None
+        if a rank has no runs.
+        """
+        if self._agreement.num_ranks == 1:
+            return runs
+        mine = None if runs is None else torch.tensor(_loadable_from(runs), dtype=torch.float64)
+        of_ranks = self._agreement.gather(mine, (self._codec.num_layers,))
+        if of_ranks is None or runs is None:
+            return None
+        latest = torch.stack(of_ranks).amax(0).long().tolist()
+        return tuple(
+            replace(
+                run,
+                stored_from=tuple(
+                    min(max(token, bound), run.end_token)
+                    for token, bound in zip(run.stored_from, latest, strict=True)
+                ),
+            )
+            for run in runs
+        )
+
+    def _agreed_plan(self, plan: RestorePlan) -> RestorePlan:
+        if self._agreement.num_ranks == 1:
+            return plan
+        head_ends, end_s, is_recompute = orjson.loads(
+            self._agreement.broadcast(orjson.dumps([plan.head_ends, plan.end_s, plan.is_recompute]))
+        )
+        return RestorePlan(tuple(head_ends), end_s, is_recompute)
+
+
+def _loadable_from(runs: Sequence[StoredRun]) -> list[int]:
+    """``[L]``: for each layer the token from which on nothing of it was left out."""
+    return [
+        max(
+            stored_from if stored_from > run.first_token else 0
+            for run, stored_from in zip(runs, of_layer, strict=True)
+        )
+        for of_layer in zip(*(run.stored_from for run in runs), strict=True)
+    ]

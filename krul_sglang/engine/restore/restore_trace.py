@@ -1,0 +1,178 @@
+"""What the streams of a restore did when: for the trace, and for costs that follow what really happens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from krul_backend.device import Mark
+from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.tiers.common.interface import DRAM_TIER
+from krul_sglang.engine.restore.load_batch import LoadBatch
+
+MAX_TRACES = 16
+"""Restores that are kept for ``krul-sglang trace``."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """``layer`` was worked on in ``[begin_s, end_s)``, seconds from the start of the load."""
+
+    layer: int
+    begin_s: float
+    end_s: float
+
+
+class RestoreTrace:
+    """One batch of restores, while it runs: marks on both streams.
+
+    ``is_mixed``: requests that restore nothing share the forward, so its time says nothing about these.
+    """
+
+    def __init__(self, batch: LoadBatch, *, is_mixed: bool) -> None:
+        self.batch = batch
+        self.is_mixed = is_mixed
+        self.end: Mark | None = None
+        self._head_marks: list[tuple[int, Mark]] = []
+
+    def mark_head_layer(self, layer: int) -> None:
+        """Layer ``layer`` of a head's forward is launched now; for the number of layers, it has ended."""
+        self._head_marks.append((layer, self.batch.clock.mark()))
+
+    def heads(self) -> list[Interval]:
+        """In the order of time: the layers of one chunk of the heads, then those of the next."""
+        return [
+            Interval(layer, *_seconds(begin, end))
+            for (layer, begin), (_, end) in pairwise(self._head_marks)
+            if layer < self.batch.num_layers
+        ]
+
+    def loads(self) -> list[Interval]:
+        return [
+            Interval(layer, *_seconds(times.begin, times.end))
+            for layer, times in enumerate(self.batch.load_times)
+        ]
+
+    def waits(self) -> list[Interval]:
+        """How long the engine's own forward waited for each layer that it came to."""
+        return [
+            Interval(layer, *_seconds(times.begin, times.end))
+            for layer, times in sorted(self.batch.wait_times.items())
+        ]
+
+    def own(self) -> list[Interval]:
+        """The engine's own forward, from the moment that it had a layer's KV to the next layer's wait.
+
+        Nothing of a forward that ran twice, because a load was given up: the second one waits for nothing.
+        """
+        assert self.end is not None
+        waits = self.waits()
+        if self.batch.is_abandoned or not waits:
+            return []
+        ends = [wait.begin_s for wait in waits[1:]] + [_seconds(self.end)[0]]
+        return [Interval(wait.layer, wait.end_s, end) for wait, end in zip(waits, ends, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values: lengths in tokens, intervals as ``[layer, begin_s, end_s]``."""
+        assert self.end is not None
+        return {
+            "requests": [
+                {
+                    "rid": rid,
+                    "device_tokens": load.device_tokens,
+                    "restored_tokens": len(load.slots),
+                    "head_ends": list(load.plan.head_ends),
+                    "tiers": sorted({part.source.tier for part in load.slices}),
+                    "planned_s": load.plan.end_s,
+                }
+                for rid, load in self.batch.loads.items()
+            ],
+            "is_mixed": self.is_mixed,
+            "was_rescued": self.batch.is_abandoned,
+            "end_s": _seconds(self.end)[0],
+            "streams": {
+                name: [[part.layer, part.begin_s, part.end_s] for part in intervals]
+                for name, intervals in (
+                    ("load", self.loads()),
+                    ("head", self.heads()),
+                    ("wait", self.waits()),
+                    ("own", self.own()),
+                )
+            },
+        }
+
+
+class TraceLog:
+    """The last restores of one rank; costs learn from each as soon as the device has come by its marks.
+
+    The own forward is learned from prefills that restore nothing: that is what a restore competes with. A
+    load that has a part in a lower tier teaches about that tier alone.
+    """
+
+    def __init__(self, costs: OnlineCosts, num_layers: int) -> None:
+        self._costs = costs
+        self._num_layers = num_layers
+        self._prefills: deque[_Prefill] = deque(maxlen=MAX_TRACES)
+        self._fresh: deque[RestoreTrace] = deque(maxlen=MAX_TRACES)
+        self._done: deque[dict[str, Any]] = deque(maxlen=MAX_TRACES)
+
+    def add(self, trace: RestoreTrace) -> None:
+        self._fresh.append(trace)
+
+    def add_prefill(self, num_tokens: int, num_past: int, begin: Mark, end: Mark) -> None:
+        """A forward of one request that restored nothing: how long the engine's own layers take."""
+        self._prefills.append(_Prefill(num_tokens, num_past, begin, end))
+
+    def settle(self) -> None:
+        """Take the times of what has ended. Never waits for the device."""
+        while self._prefills and self._prefills[0].end() is not None:
+            prefill = self._prefills.popleft()
+            begin_s, end_s = _seconds(prefill.begin, prefill.end)
+            predicted_s = self._num_layers * self._costs.current().own.layer_s(
+                prefill.num_tokens, prefill.num_past
+            )
+            self._costs.observe_own(predicted_s, end_s - begin_s)
+        while self._fresh and self._fresh[0].end is not None and self._fresh[0].end() is not None:
+            trace = self._fresh.popleft()
+            self._done.append(trace.as_dict())
+            if not trace.batch.is_abandoned:
+                self._learn(trace)
+
+    def as_list(self) -> list[dict[str, Any]]:
+        return list(self._done)
+
+    def _learn(self, trace: RestoreTrace) -> None:
+        loads = list(trace.batch.loads.values())
+        head_s = sum(load.forecast.head_s for load in loads)
+        if head_s > 0 and (heads := trace.heads()):
+            self._costs.observe_head(head_s, _total_s(heads))
+        load_s = sum(load.forecast.load_s for load in loads)
+        tiers = {part.source.tier for load in loads for part in load.slices} - {DRAM_TIER}
+        if load_s > 0 and (parts := trace.loads()) and len(tiers) <= 1:
+            self._costs.observe_tier(next(iter(tiers), DRAM_TIER), load_s, _total_s(parts))
+        # Plans are made as if each request came alone.
+        if len(loads) == 1 and not trace.is_mixed and not tiers:
+            assert trace.end is not None
+            self._costs.observe_overhead(loads[0].plan.end_s, _seconds(trace.end)[0])
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    num_tokens: int
+    num_past: int
+    begin: Mark
+    end: Mark
+
+
+def _total_s(intervals: Sequence[Interval]) -> float:
+    return sum(part.end_s - part.begin_s for part in intervals)
+
+
+def _seconds(*marks: Mark) -> tuple[float, ...]:
+    """Of marks that the device has come by."""
+    seconds = [mark() for mark in marks]
+    assert all(second is not None for second in seconds), "the device has not come by a mark"
+    return tuple(second for second in seconds if second is not None)

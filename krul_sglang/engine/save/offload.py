@@ -1,0 +1,279 @@
+"""Storing a finished turn, off the scheduler thread: device slots, codec, reserved blocks, commit."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.parameters import CODEC_NAME
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.segment import SegmentManifest
+from krul_backend.store.interface import KVStore
+from krul_backend.strategy.strategy import Strategy
+from krul_backend.tiers.common.hashing import block_checksums
+from krul_backend.tiers.common.interface import Reservation
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.common.transfer_gate import Patience, TransferGate
+from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
+from krul_sglang.engine.save.strategy_choice import StrategyChooser
+from krul_sglang.engine.save.turn import Turn
+
+logger = logging.getLogger(__name__)
+
+MAX_LAYER_BYTES = 32 << 20
+"""Of one layer of a segment, as the pool holds it. Longer runs of tokens become several segments: storing and
+loading hold a layer of a segment, or both of a pair, on the device at a time, beside SGLang's own budget."""
+
+
+class Outcome(Enum):
+    """How a turn ended: every page of it is stored; there was no room; something went wrong."""
+
+    STORED = auto()
+    SKIPPED = auto()
+    FAILED = auto()
+
+
+@dataclass
+class OffloadCounters:
+    """``num_bytes`` were stored, ``left_out_bytes`` were not, because a restore would recompute them."""
+
+    turns: int = 0
+    segments: int = 0
+    tokens: int = 0
+    num_bytes: int = 0
+    left_out_bytes: int = 0
+    skipped_turns: int = 0
+    failed_turns: int = 0
+    failed_trims: int = 0
+
+
+class TurnOffloader:
+    """Stores what the store does not hold yet of each submitted turn, in order, on one worker thread.
+
+    With an ``allocation``, what a restore would recompute is not stored, and dropped from earlier turns. It
+    may be set later than the offloader is made, before the first turn; so may ``costs``, by which the store
+    learns what computing a segment would take.
+
+    Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
+    ranks pair their completions by order.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        model: ServedModel,
+        pool: DevicePool,
+        codec: SegmentCodec,
+        chooser: StrategyChooser,
+        *,
+        max_pending_tokens: int,
+        allocation: SpaceAllocation | None = None,
+        gate: TransferGate | None = None,
+        max_layer_bytes: int = MAX_LAYER_BYTES,
+    ) -> None:
+        self.counters = OffloadCounters()
+        self._store = store
+        self._model = model
+        self._pool = pool
+        self._codec = codec
+        self._chooser = chooser
+        self._max_pending_tokens = max_pending_tokens
+        self.allocation = allocation
+        self.costs: OnlineCosts | None = None
+        self._gate = TransferGate() if gate is None else gate
+        self._pending_tokens = 0
+        self._queue: deque[tuple[Future[Outcome], int]] = deque()
+        page_bytes = (pool.shape.k_token_bytes + pool.shape.v_token_bytes) * model.identity.page_size
+        self._segment_pages = max(1, max_layer_bytes // page_bytes)
+        self._device = pool.streams
+        self._stream = self._device.new_stream()
+        self._worker = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="krul-offload", initializer=self._device.bind_thread
+        )
+
+    def submit(self, turn: Turn) -> None:
+        """Queue a turn. Pages that are stored already are never read or encoded again."""
+        self.counters.turns += 1
+        page_size = self._model.identity.page_size
+        missing = sum(map(len, self._store.find_missing(self._model.identity, turn.page_keys))) * page_size
+        # A lone turn is always taken, however long it is: it cannot starve the pool more than its own
+        # request did while it ran.
+        has_room = not self._pending_tokens or self._pending_tokens + missing <= self._max_pending_tokens
+        num_tokens = missing if has_room else 0
+        self._pending_tokens += num_tokens
+        self._queue.append((self._worker.submit(self._store_turn, turn, has_room), num_tokens))
+
+    def num_completed(self) -> int:
+        """Completed turns at the front of the queue: those that ``pop_completed`` can take now."""
+        count = 0
+        for future, _ in self._queue:
+            if not future.done():
+                break
+            count += 1
+        return count
+
+    def num_pending(self) -> int:
+        return len(self._queue)
+
+    def pop_completed(self) -> bool:
+        """Take the oldest completion: whether every page of that turn is stored now."""
+        future, num_tokens = self._queue.popleft()
+        self._pending_tokens -= num_tokens
+        outcome = future.result()
+        self.counters.skipped_turns += outcome is Outcome.SKIPPED
+        self.counters.failed_turns += outcome is Outcome.FAILED
+        return outcome is Outcome.STORED
+
+    def wait(self) -> None:
+        """Block until every submitted turn can be popped."""
+        wait_for_futures([future for future, _ in self._queue])
+
+    def discard_all(self) -> None:
+        """Wait until no slot is read any more and forget all completions.
+
+        Turns that have not begun are stored too: ranks would not cancel the same ones, and wait for each
+        other.
+        """
+        self.wait()
+        self._queue.clear()
+        self._pending_tokens = 0
+
+    def close(self) -> None:
+        self.discard_all()
+        self._worker.shutdown(wait=True)
+
+    def _store_turn(self, turn: Turn, has_room: bool) -> Outcome:
+        try:
+            with self._device.working_on(self._stream, turn.ready):
+                # Asked again here: an earlier turn in the queue may have stored a common prefix meanwhile.
+                missing = self._missing_segments(turn) if has_room else []
+                # Without room, too: ranks decide together, and each of them must take part.
+                choice = self._chooser.choose(turn if has_room else None, missing)
+                head_ends = self._head_ends(len(turn.token_ids), choice.strategy)
+                if not has_room:
+                    return Outcome.SKIPPED
+                patience = self._gate.patience()
+                is_stored = all(
+                    self._store_run(turn, run, choice.strategy, head_ends, damage, patience)
+                    for run, damage in zip(missing, choice.damages, strict=True)
+                )
+        except Exception:
+            logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
+            return Outcome.FAILED
+        finally:
+            if turn.attention is not None:
+                turn.attention.release()
+        if not is_stored:
+            return Outcome.SKIPPED
+        if head_ends is not None:
+            self._trim(turn, head_ends)
+        if turn.keep_s is not None:
+            self._keep(turn, turn.keep_s)
+        return Outcome.STORED
+
+    def _head_ends(self, num_tokens: int, strategy: Strategy) -> tuple[int, ...] | None:
+        if self.allocation is None:
+            return None
+        return self.allocation.head_ends(
+            num_tokens, self._codec.layer_token_bytes(strategy), self._codec.last_use(strategy), strategy
+        )
+
+    def _trim(self, turn: Turn, head_ends: tuple[int, ...]) -> None:
+        """The turn is stored, whatever comes of this: what is not dropped only takes space."""
+        try:
+            trim_path(self._store, self._model.identity, self._codec, turn.page_keys, head_ends)
+        except Exception:
+            self.counters.failed_trims += 1
+            logger.exception("krul: a conversation of %d tokens could not be trimmed", len(turn.token_ids))
+
+    def _keep(self, turn: Turn, keep_s: float) -> None:
+        """The turn is stored, whatever comes of this: it may only leave earlier than was asked for."""
+        try:
+            self._store.pin(self._model.identity, turn.page_keys, keep_s)
+        except Exception:
+            logger.exception("krul: a conversation of %d tokens could not be kept", len(turn.token_ids))
+
+    def _missing_segments(self, turn: Turn) -> list[range]:
+        """Runs of pages to be stored, cut so that a layer of none is larger than the device should hold."""
+        return [
+            range(first, min(first + self._segment_pages, run.stop))
+            for run in self._store.find_missing(self._model.identity, turn.page_keys)
+            for first in range(run.start, run.stop, self._segment_pages)
+        ]
+
+    def _store_run(
+        self,
+        turn: Turn,
+        run: range,
+        strategy: Strategy,
+        head_ends: tuple[int, ...] | None,
+        damage: float | None,
+        patience: Patience,
+    ) -> bool:
+        """Store one run of missing pages as a segment; False if there is no space for it."""
+        page_size = self._model.identity.page_size
+        start, end = run.start * page_size, run.stop * page_size
+
+        def read(layer: int) -> LayerKV:
+            return self._pool.gather(layer, turn.slots[start:end])
+
+        encoding = self._codec.prepare(
+            strategy, read, start_token=start, num_tokens=end - start, head_ends=head_ends, damage=damage
+        )
+        reservation = self._store.reserve(encoding.layer_num_bytes, turn.tenant)
+        if reservation is None:
+            return False
+        try:
+            for unit in encoding.kept_units:
+                self._gate.let_restores_pass(patience)
+                encoded = self._codec.encode_unit(encoding, unit, [read(layer) for layer in unit])
+                for layer, block in zip(unit, encoded, strict=True):
+                    self._device.download(torch.from_numpy(reservation.blocks[layer]), block)
+            self._device.synchronize(self._stream)
+            checksums = block_checksums(reservation.blocks)
+        except BaseException:
+            self._give_back(reservation)
+            raise
+        manifest = SegmentManifest(
+            model=self._model.identity,
+            page_keys=tuple(turn.page_keys[run.start : run.stop]),
+            parent_key=turn.page_keys[run.start - 1] if run.start else None,
+            start_token=start,
+            token_ids=turn.token_ids[start:end].copy(),
+            codec=CODEC_NAME,
+            layer_num_bytes=encoding.layer_num_bytes,
+            codec_params=encoding.params,
+            layer_first_token=encoding.layer_first_token,
+            tenant=turn.tenant,
+            recompute_s=self._recompute_s(start, end),
+        )
+        self._store.commit(reservation, manifest, checksums)
+        self.counters.segments += 1
+        self.counters.tokens += end - start
+        self.counters.num_bytes += manifest.num_bytes
+        self.counters.left_out_bytes += encoding.left_out_num_bytes
+        return True
+
+    def _give_back(self, reservation: Reservation) -> None:
+        """Abort when no copy into the bytes is under way: they may be somebody else's at once."""
+        try:
+            self._device.synchronize(self._stream)
+        except Exception:
+            logger.exception("krul: %d reserved blocks may still be written to", len(reservation.blocks))
+            return
+        self._store.abort(reservation)
+
+    def _recompute_s(self, start: int, end: int) -> float:
+        """What a segment saves whoever needs it, if nothing is restored of it."""
+        if self.costs is None:
+            return 0.0
+        return self._pool.num_layers * self.costs.current().own.layer_s(end - start, start)

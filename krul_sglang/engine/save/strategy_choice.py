@@ -1,0 +1,199 @@
+"""Which strategy a finished turn is stored with: its conversation's attention, and what is made of it."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.statistics import AttentionStatistics, concatenate_heads
+from krul_backend.strategy.interface import Evidence, StrategySelector
+from krul_backend.strategy.strategy import Strategy
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.save.turn import Turn
+
+logger = logging.getLogger(__name__)
+
+_MAX_STATISTICS_BYTES = 256 << 20
+
+
+class ConversationStatistics:
+    """Attention statistics of conversations by the key of the last page that they cover.
+
+    The least recently grown conversations are forgotten first, where all together take more than
+    ``max_bytes``; theirs start again from nothing.
+    """
+
+    def __init__(self, max_bytes: int = _MAX_STATISTICS_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._by_last_page: OrderedDict[str, AttentionStatistics] = OrderedDict()
+
+    def extend(self, page_keys: Sequence[str], turn: AttentionStatistics) -> AttentionStatistics:
+        """Add a turn to the conversation whose pages are ``page_keys``; returns the sum of all its turns.
+
+        Earlier turns are kept too: a conversation may branch at any of them.
+        """
+        earlier = next(
+            (self._by_last_page[key] for key in reversed(page_keys) if key in self._by_last_page), None
+        )
+        total = turn if earlier is None else earlier + turn
+        replaced = self._by_last_page.pop(page_keys[-1], None)
+        self._by_last_page[page_keys[-1]] = total
+        self._num_bytes += total.nbytes - (0 if replaced is None else replaced.nbytes)
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= self._by_last_page.popitem(last=False)[1].nbytes
+        return total
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a turn is stored. ``damages``: of each run of pages, in nats, see ``SegmentParameters``."""
+
+    strategy: Strategy
+    damages: tuple[float | None, ...]
+
+
+class Decision(ABC):
+    """Makes a strategy of a turn's evidence; on every rank the same, if the statistics are."""
+
+    @abstractmethod
+    def decide(
+        self,
+        turn: Turn | None,
+        missing: Sequence[range],
+        statistics: AttentionStatistics | None,
+        rows: QueryRows | None,
+    ) -> Choice:
+        """``turn`` is None on a rank that does not store it: there ``statistics`` are None on all ranks.
+
+        ``missing`` are the runs of its pages that will be stored. ``rows`` are this rank's, of this turn,
+        None if there are none; ``statistics`` are of all heads and all turns of the conversation.
+        """
+
+    @abstractmethod
+    def forget_model(self) -> None:
+        """The model has other weights: what was learned of it no longer holds. No turn is being stored."""
+
+
+class SelectorDecision(Decision):
+    """Leaves it to a selector, which looks at statistics alone."""
+
+    def __init__(self, selector: StrategySelector, num_layers: int) -> None:
+        self._selector = selector
+        self._num_layers = num_layers
+
+    def decide(
+        self,
+        turn: Turn | None,
+        missing: Sequence[range],
+        statistics: AttentionStatistics | None,
+        rows: QueryRows | None,
+    ) -> Choice:
+        seed = 0 if turn is None else zlib.crc32(turn.page_keys[0].encode())
+        strategy = self._selector.select(Evidence(self._num_layers, statistics, conversation_seed=seed))
+        return Choice(strategy, (None,) * len(missing))
+
+    def forget_model(self) -> None:
+        """Nothing is learned of a model."""
+
+
+class StrategyChooser:
+    """Chooses the strategy of each finished turn. All ranks choose the same, from all heads.
+
+    Used by one thread. ``counters`` count chosen strategies: how many turns, and how often each pair and each
+    precision of a layer.
+    """
+
+    def __init__(
+        self, decision: Decision, pool: DevicePool, agreement: RankAgreement, *, num_heads: int
+    ) -> None:
+        self.counters = ChoiceCounters()
+        self._decision = decision
+        self._pool = pool
+        self._agreement = agreement
+        self._num_heads = num_heads
+        self._conversations = ConversationStatistics()
+
+    def forget_model(self) -> None:
+        """The model has other weights. No turn is being stored."""
+        self._conversations = ConversationStatistics()
+        self._decision.forget_model()
+
+    def choose(self, turn: Turn | None, missing: Sequence[range]) -> Choice:
+        """How the ``missing`` runs of a turn's pages are stored.
+
+        Called on every rank, with None where the turn is not stored.
+        """
+        rows, mine = None, None
+        try:
+            if turn is not None and turn.attention is not None:
+                slots, num_tokens = turn.slots, len(turn.token_ids)
+                rows = turn.attention.rows(num_tokens)
+                mine = turn.attention.statistics(
+                    lambda layer: self._pool.gather_keys(layer, slots), num_tokens
+                )
+        except Exception:
+            # The other ranks wait for this one: without its heads, all choose without statistics.
+            logger.exception("krul: attention statistics of a turn failed")
+        statistics = self._agree(mine)
+        if turn is not None and statistics is not None:
+            statistics = self._conversations.extend(turn.page_keys, statistics)
+        choice = self._decision.decide(turn, missing, statistics, rows)
+        if turn is not None:
+            strategy = choice.strategy
+            self.counters.add(strategy)
+            logger.debug(
+                "krul: %d tokens are stored as pairs %s, precisions %s",
+                len(turn.token_ids),
+                strategy.pairs,
+                [layer.precision.value for layer in strategy.layers],
+            )
+        return choice
+
+    def _agree(self, mine: AttentionStatistics | None) -> AttentionStatistics | None:
+        num_layers = self._pool.num_layers
+        shape = (self._num_heads * num_layers**2 + num_layers + 1,)
+        flat = None
+        if mine is not None:
+            flat = torch.cat(
+                [mine.squared_distance.flatten(), mine.ir_mass, torch.tensor([float(mine.num_rows)])]
+            )
+        parts = self._agreement.gather(flat, shape)
+        if parts is None:
+            return None
+        return concatenate_heads(
+            [
+                AttentionStatistics(
+                    part[: -num_layers - 1].view(self._num_heads, num_layers, num_layers),
+                    part[-num_layers - 1 : -1],
+                    int(part[-1]),
+                )
+                for part in parts
+            ]
+        )
+
+
+class ChoiceCounters:
+    """How often what was chosen."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.pairs: Counter[str] = Counter()
+        self.precisions: Counter[str] = Counter()
+
+    def add(self, strategy: Strategy) -> None:
+        self.turns += 1
+        self.pairs.update(f"{i}-{j}" for i, j in strategy.pairs)
+        self.precisions.update(layer.precision.value for layer in strategy.layers)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"turns": self.turns, "pairs": dict(self.pairs), "precisions": dict(self.precisions)}

@@ -1,0 +1,1 @@
+"""Builders, doubles, and processes that several tests use."""

@@ -1,0 +1,152 @@
+"""Loads, leases and a pool without an engine, for the tests of restoring."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.device import Device
+from krul_backend.planner.interface import RestorePlan
+from krul_backend.store.tiered_store import TieredStore
+from krul_backend.tiers.common.interface import Lease
+from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.dram.host_store import HostStore
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.restore.load_batch import Forecast, LayerTimes, Load
+from krul_sglang.engine.restore.segment_reader import open_slices
+
+T = TypeVar("T")
+
+NO_FORECAST = Forecast(0.0, 0.0)
+PATIENCE_S = 30.0
+"""How long a test waits for what must happen. No test waits so long unless it fails."""
+
+
+class TensorPool:
+    """What the loader and head attention use of ``DevicePool``: random rows of every layer, on the CPU."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        num_layers: int,
+        num_slots: int,
+        seed: int = 0,
+        device: Device | None = None,
+    ) -> None:
+        self.shape = shape
+        self.num_layers = num_layers
+        self.device = torch.device("cpu")
+        self.streams = Device(self.device) if device is None else device
+        generator = torch.Generator().manual_seed(seed)
+        self._layers = [
+            tuple(
+                torch.randn(num_slots, shape.num_kv_heads, head_dim, generator=generator).to(shape.dtype)
+                for head_dim in (shape.k_head_dim, shape.v_head_dim)
+            )
+            for _ in range(num_layers)
+        ]
+
+    def buffers(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return self._layers[layer]
+
+    def gather(self, layer: int, slots: torch.Tensor) -> LayerKV:
+        k, v = self._layers[layer]
+        return LayerKV(k[slots], v[slots])
+
+    @property
+    def element_type(self) -> torch.dtype:
+        return self.shape.dtype
+
+    def typed_buffers(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return self.buffers(layer)
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        for buffer, rows in zip(self._layers[layer], (k, v), strict=True):
+            buffer[slots] = rows.to(buffer.dtype)
+
+    def copy(self) -> list[LayerKV]:
+        """Every row of every layer as it is now."""
+        return [LayerKV(k.clone(), v.clone()) for k, v in self._layers]
+
+
+def make_store(capacity_bytes: int, tiers: Sequence[LowerTier] = ()) -> TieredStore:
+    """A store in this process, of DRAM alone if there are no ``tiers`` below it."""
+    return TieredStore(HostStore(capacity_bytes), tiers)
+
+
+def make_load(
+    lease: Lease, codec: SegmentCodec, slots: torch.Tensor, head_ends: Sequence[int] | None = None
+) -> Load:
+    """The first ``len(slots)`` tokens of a lease; everything is loaded unless ``head_ends`` say otherwise."""
+    slices = open_slices(lease, codec, len(slots))
+    first = slices[0].first_token
+    ends = (first,) * codec.num_layers if head_ends is None else tuple(head_ends)
+    return Load(lease, slices, slots, first, RestorePlan(ends, 1.0), NO_FORECAST)
+
+
+def bare_load(
+    device_tokens: int,
+    num_tokens: int,
+    head_ends: Sequence[int],
+    first_slot: int = 0,
+    forecast: Forecast = NO_FORECAST,
+) -> Load:
+    """A load of which nobody reads the lease."""
+    lease: Any = None
+    slots = torch.arange(first_slot, first_slot + num_tokens)
+    return Load(lease, (), slots, device_tokens, RestorePlan(tuple(head_ends), 1.0), forecast)
+
+
+def layer_times(begin_s: float = 0.0, end_s: float = 0.0) -> LayerTimes:
+    return LayerTimes(lambda: begin_s, lambda: end_s)
+
+
+@contextmanager
+def in_threads() -> Iterator[Callable[[Callable[[], T]], Future[T]]]:
+    """Starts functions in threads of their own; all have ended when the block is left."""
+    with ThreadPoolExecutor(max_workers=4) as threads:
+        yield threads.submit
+
+
+class MeetingPoint:
+    """Where two threads exchange what they have."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=PATIENCE_S)
+        self._values: dict[int, object] = {}
+
+    def exchange(self, rank: int, value: object) -> list[object]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = [self._values[0], self._values[1]]
+        self._barrier.wait()
+        return values
+
+
+class ThreadAgreement(RankAgreement):
+    """Two ranks in two threads; tensors of different shapes do not meet, as in a real collective."""
+
+    def __init__(self, rank: int, meeting: MeetingPoint) -> None:
+        super().__init__(None, num_ranks=2)
+        self._rank = rank
+        self._meeting = meeting
+
+    def gather(self, values: torch.Tensor | None, shape: Sequence[int]) -> list[torch.Tensor] | None:
+        met = self._meeting.exchange(self._rank, (values, tuple(shape)))
+        of_ranks = [part for part in met if isinstance(part, tuple)]
+        assert [shape for _, shape in of_ranks] == [tuple(shape)] * 2
+        tensors = [part for part, _ in of_ranks if part is not None]
+        assert all(part.shape == torch.Size(shape) for part in tensors)
+        return tensors if len(tensors) == 2 else None
+
+    def broadcast(self, content: bytes) -> bytes:
+        first = self._meeting.exchange(self._rank, content)[0]
+        assert isinstance(first, bytes)
+        return first

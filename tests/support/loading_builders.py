@@ -1,0 +1,103 @@
+"""A loader with all that it needs, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.device import Device
+from krul_backend.segment import ModelIdentity, SegmentManifest
+from krul_backend.strategy.strategy import Strategy
+from krul_backend.tiers.common.hashing import block_checksums
+from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore.load_batch import Load, LoadBatch
+from krul_sglang.engine.restore.loading import LayerWiseLoader
+from tests.support.codec_builders import encode_all, random_layers
+from tests.support.engine_builders import PATIENCE_S, TensorPool, make_load, make_store
+from tests.support.strict_device import check_device
+
+NUM_LAYERS = 3
+PAGE_SIZE = 4
+NUM_PAGES = 2
+NUM_TOKENS = NUM_PAGES * PAGE_SIZE
+SHAPE = LayerShape(2, 8, 8, torch.float32)
+
+
+class Rig:
+    """A store with one conversation, a pool, and a loader whose layers can be made to wait or to fail."""
+
+    def __init__(
+        self, timeout_s: float, tiers: Sequence[LowerTier] = (), device: Device | None = None
+    ) -> None:
+        self.gate = TransferGate(max_wait_s=PATIENCE_S)
+        self.store = make_store(1 << 20, tiers)
+        self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, num_slots=64, device=device)
+        self.device: Device = self.pool.streams
+        self.device.lock_pages(self.store.host.buffer)
+        self.codec = SegmentCodec(SHAPE, NUM_LAYERS, None)
+        self.layers = random_layers(SHAPE, NUM_LAYERS, NUM_TOKENS)
+        self.before_layer: Callable[[int, int], None] = lambda index, layer: None
+        self.loader = LayerWiseLoader(
+            self.store,
+            self.pool,
+            self.gate,
+            timeout_s,
+            before_layer=lambda index, layer: self.before_layer(index, layer),
+        )
+        self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 8, 8, PAGE_SIZE, 0, 1)
+        self.page_keys = [f"page-{page}" for page in range(NUM_PAGES)]
+        self.token_ids = np.arange(NUM_TOKENS, dtype=np.int32)
+        encoding, blocks, _ = encode_all(self.codec, Strategy.from_pairs(NUM_LAYERS), self.layers, 0)
+        reservation = self.store.reserve(encoding.layer_num_bytes)
+        assert reservation is not None
+        for layer, block in blocks.items():
+            reservation.blocks[layer][:] = block.numpy()
+        self.store.commit(
+            reservation,
+            SegmentManifest(
+                self.model,
+                tuple(self.page_keys),
+                None,
+                0,
+                self.token_ids,
+                "krul",
+                encoding.layer_num_bytes,
+                encoding.params,
+            ),
+            block_checksums(reservation.blocks),
+        )
+
+    def close(self) -> None:
+        self.loader.close()
+        self.store.close()
+        check_device(self.device)
+
+    def load(self, slots: torch.Tensor) -> Load:
+        lease = self.store.lease(self.model, self.page_keys, self.token_ids)
+        assert lease is not None
+        return make_load(lease, self.codec, slots)
+
+    def start(self, slots: torch.Tensor) -> int:
+        self.loader.queue("r", self.load(slots))
+        return self.loader.start()
+
+    def batch(self, index: int) -> LoadBatch:
+        batch = self.loader.batch(index)
+        assert batch is not None
+        return batch
+
+    def num_leases(self) -> int:
+        return self.store.stats().num_leases
+
+    def holds(self, layer: int, slots: torch.Tensor) -> bool:
+        return is_equal(self.pool.gather(layer, slots), self.layers[layer])
+
+
+def is_equal(one: LayerKV, other: LayerKV) -> bool:
+    return torch.equal(one.k, other.k) and torch.equal(one.v, other.v)

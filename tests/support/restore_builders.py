@@ -1,0 +1,110 @@
+"""Small problems of restoring, for the tests of planners."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import strategies as st
+
+from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.problem import RestoreProblem, StoredRun
+
+HOST = "host"
+DISK = "disk"
+
+
+def stored_run(
+    first: int, end: int, token_bytes: list[float], tier: str = HOST, last_use: list[int] | None = None
+) -> StoredRun:
+    """Everything stored, nothing to decode, each layer for itself unless ``last_use`` says otherwise."""
+    num_layers = len(token_bytes)
+    return StoredRun(
+        tier=tier,
+        first_token=first,
+        end_token=end,
+        layer_token_bytes=tuple(token_bytes),
+        decode_token_s=(0.0,) * num_layers,
+        last_use=tuple(last_use or range(num_layers)),
+        stored_from=(first,) * num_layers,
+    )
+
+
+def make_problem(
+    *runs: StoredRun,
+    page_size: int = 1,
+    new_tokens: int = 0,
+    head: ComputeCost | None = None,
+    own: ComputeCost | None = None,
+    host: TierCost | None = None,
+    max_head_tokens: int | None = None,
+    max_lengths: int = 8,
+) -> RestoreProblem:
+    """By default a token costs 1 s to compute in a layer, a byte 1 s to load, and nothing else costs."""
+    head = head or ComputeCost(0.0, 1.0, 0.0)
+    tiers = {HOST: host or TierCost(0.0, 1.0), DISK: TierCost(2.0, 4.0)}
+    return RestoreProblem(
+        num_layers=len(runs[0].layer_token_bytes),
+        page_size=page_size,
+        device_tokens=runs[0].first_token,
+        total_tokens=runs[-1].end_token,
+        new_tokens=new_tokens,
+        runs=runs,
+        costs=RestoreCosts(head, own or head, tiers),
+        max_head_tokens=max_head_tokens,
+        max_lengths=max_lengths,
+    )
+
+
+@st.composite
+def compute_costs(draw: st.DrawFn) -> ComputeCost:
+    return ComputeCost(
+        draw(st.sampled_from([0.0, 0.5, 4.0])),
+        draw(st.sampled_from([0.0, 0.1, 1.0, 3.0])),
+        draw(st.sampled_from([0.0, 0.01, 0.2])),
+    )
+
+
+@st.composite
+def stored_runs(draw: st.DrawFn, first: int, end: int, page_size: int, num_layers: int) -> StoredRun:
+    """Bytes of any size, now and then a pair, something to decode, or something left out."""
+    token_bytes = draw(_per_layer(num_layers, [0.0, 1.0, 2.0, 4.5, 8.0]))
+    last_use = list(range(num_layers))
+    if num_layers > 1 and draw(st.booleans()):
+        lower = draw(st.integers(0, num_layers - 2))
+        last_use[lower] = draw(st.integers(lower + 1, num_layers - 1))
+    run = stored_run(first, end, token_bytes, draw(st.sampled_from([HOST, DISK])), last_use)
+    pages = st.integers(0, (end - first) // page_size)
+    left_out = draw(
+        st.one_of(st.just([0] * num_layers), st.lists(pages, min_size=num_layers, max_size=num_layers))
+    )
+    return replace(
+        run,
+        decode_token_s=tuple(draw(_per_layer(num_layers, [0.0, 0.0, 0.3]))),
+        stored_from=tuple(first + page_size * num_pages for num_pages in left_out),
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn, max_layers: int = 4, max_pages: int = 5) -> RestoreProblem:
+    num_layers = draw(st.integers(1, max_layers))
+    page_size = draw(st.sampled_from([1, 4]))
+    num_pages = draw(st.integers(1, max_pages))
+    device = draw(st.integers(0, 3))
+    cuts = sorted(draw(st.sets(st.integers(1, max(num_pages - 1, 1)), max_size=2)) | {0, num_pages})
+    bounds = [page_size * (device + cut) for cut in cuts]
+    runs = [draw(stored_runs(first, end, page_size, num_layers)) for first, end in pairwise(bounds)]
+    return make_problem(
+        *runs,
+        page_size=page_size,
+        new_tokens=draw(st.sampled_from([0, 1, 5, 20])),
+        head=draw(compute_costs()),
+        own=draw(compute_costs()),
+        host=TierCost(draw(st.sampled_from([0.0, 1.0, 3.0])), draw(st.sampled_from([0.01, 0.1, 1.0]))),
+        max_head_tokens=draw(st.sampled_from([None, None, 0, 2 * page_size, 2 * page_size + 1])),
+        max_lengths=draw(st.sampled_from([0, 1, 2, 8])),
+    )
+
+
+def _per_layer(num_layers: int, values: list[float]) -> st.SearchStrategy[list[float]]:
+    return st.lists(st.sampled_from(values), min_size=num_layers, max_size=num_layers)

@@ -1,0 +1,123 @@
+"""A small conversation in three segments of every kind, stored whole or without its first tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layer_map import LayerMap, LayerMapFitter
+from krul_backend.codec.options import CodecOptions, Sharing
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.segment import ModelIdentity, SegmentManifest
+from krul_backend.strategy.strategy import Pair, Precision, Strategy
+from krul_backend.tiers.common.hashing import block_checksums
+from krul_backend.tiers.common.interface import DRAM_TIER, Lease, SegmentSlice, Span
+from tests.support.codec_builders import random_layers, rotary_table
+
+SHAPE = LayerShape(2, 8, 4, torch.float32)
+NUM_LAYERS = 4
+PAGE_SIZE = 4
+GROUP = 8
+BOUNDS = (0, 24, 44, 56)
+"""Segments of full groups, of a shorter last group, and of one group and a half."""
+DEVICE_TOKENS = 8
+END = BOUNDS[-1]
+PAIRS = [(0, 2), (1, 3)]
+TABLE = rotary_table(SHAPE.k_head_dim)
+MODEL = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 8, 4, PAGE_SIZE, 0, 1)
+LAYERS = random_layers(SHAPE, NUM_LAYERS, END)
+
+MIXED = Strategy.from_pairs(
+    NUM_LAYERS, [], [Precision.INT8, Precision.INT4, Precision.INT2, Precision.NATIVE]
+)
+KINDS = {
+    "native": (Sharing.SLERP, Strategy.from_pairs(NUM_LAYERS)),
+    "coded": (Sharing.SLERP, MIXED),
+    "slerp": (Sharing.SLERP, Strategy.from_pairs(NUM_LAYERS, PAIRS)),
+    "slerp-int4": (Sharing.SLERP, Strategy.from_pairs(NUM_LAYERS, [(0, 3)], Precision.INT4)),
+    "predicted": (Sharing.PREDICTED, Strategy.from_pairs(NUM_LAYERS, PAIRS, Precision.INT4)),
+}
+Heads = tuple[int, ...]
+
+
+@cache
+def codec_of(kind: str) -> SegmentCodec:
+    sharing = KINDS[kind][0]
+    maps: dict[tuple[Pair, Precision], LayerMap] = {}
+    for i, j in PAIRS if sharing is Sharing.PREDICTED else ():
+        fitter = LayerMapFitter(SHAPE, TABLE)
+        fitter.add(LAYERS[i], LAYERS[j], start_token=0)
+        maps[(i, j), Precision.INT4] = fitter.fit(Precision.INT4)
+    options = CodecOptions(group_size=GROUP, retained_amount=0.2, sharing=sharing)
+    return SegmentCodec(SHAPE, NUM_LAYERS, TABLE, options, maps)
+
+
+def rows_of(start: int, end: int) -> list[LayerKV]:
+    return [LayerKV(kv.k[start:end], kv.v[start:end]) for kv in LAYERS]
+
+
+class Stored(NamedTuple):
+    manifest: SegmentManifest
+    blocks: tuple[torch.Tensor, ...]
+
+
+def stored(kind: str, start: int, end: int, kept_heads: Heads | None = None) -> Stored:
+    """One segment as the offloader stores it, without what ``kept_heads`` would recompute."""
+    codec, strategy, layers = codec_of(kind), KINDS[kind][1], rows_of(start, end)
+    encoding = codec.prepare(
+        strategy, layers.__getitem__, start_token=start, num_tokens=end - start, head_ends=kept_heads
+    )
+    blocks = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
+    for unit in encoding.kept_units:
+        encoded = codec.encode_unit(encoding, unit, [layers[layer] for layer in unit])
+        for layer, block in zip(unit, encoded, strict=True):
+            blocks[layer] = block
+    pages = tuple(f"page-{page}" for page in range(start // PAGE_SIZE, end // PAGE_SIZE))
+    manifest = SegmentManifest(
+        MODEL,
+        pages,
+        f"page-{start // PAGE_SIZE - 1}" if start else None,
+        start,
+        np.arange(start, end, dtype=np.int32),
+        "krul",
+        encoding.layer_num_bytes,
+        encoding.params,
+        encoding.layer_first_token,
+    )
+    return Stored(manifest, tuple(blocks))
+
+
+@cache
+def whole_segments(kind: str) -> tuple[Stored, ...]:
+    return tuple(stored(kind, start, end) for start, end in pairwise(BOUNDS))
+
+
+def lease_of(segments: tuple[Stored, ...], device_tokens: int) -> Lease:
+    """All pages after ``device_tokens``, which lie in the first segment."""
+    slices = []
+    for segment_id, (manifest, blocks) in enumerate(segments):
+        first_page = max(0, device_tokens - manifest.start_token) // PAGE_SIZE
+        arrays = tuple(block.numpy() for block in blocks)
+        # They lie in no arena: each span is where it would lie if the blocks were the whole of one.
+        ends = np.cumsum([array.nbytes for array in arrays])
+        slices.append(
+            SegmentSlice(
+                segment_id=segment_id,
+                header=manifest.header,
+                tier=DRAM_TIER,
+                blocks=arrays,
+                spans=tuple(
+                    Span(int(end) - array.nbytes, array.nbytes)
+                    for end, array in zip(ends, arrays, strict=True)
+                ),
+                checksums=block_checksums(arrays),
+                first_page=first_page,
+                end_page=len(manifest.page_keys),
+            )
+        )
+    return Lease(1, (END - device_tokens) // PAGE_SIZE, tuple(slices))

@@ -1,0 +1,90 @@
+"""A store over two fake tiers, and segments that only a lower tier has."""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+
+from krul_backend.segment import SegmentManifest
+from krul_backend.store.tiered_store import TieredStore
+from krul_backend.tiers.common.eviction import LruPolicy
+from krul_backend.tiers.common.interface import Lease, SegmentSlice
+from krul_backend.tiers.dram.host_store import HostStore
+from tests.support.fake_tier import FakeTier
+from tests.support.store_builders import commit_to, make_manifest, make_model, page_keys
+
+MODEL = make_model()
+SIZES = (100, 60)
+TAKEN_BYTES = 128 + 64
+FLAGS_BYTES = 64
+
+
+class Rig:
+    """``store`` over DRAM of ``capacity_bytes``, ``ssd`` and ``mooncake``."""
+
+    def __init__(self, capacity_bytes: int = 64 * 64) -> None:
+        self.host = HostStore(capacity_bytes, LruPolicy())
+        self.ssd = FakeTier("ssd")
+        self.mooncake = FakeTier("mooncake")
+        self.tiers = (self.ssd, self.mooncake)
+        self.store = TieredStore(self.host, self.tiers)
+
+    def assert_nothing_is_held(self) -> None:
+        """No lease, hold or pin is left: everything can be evicted."""
+        self.store.flush(10)
+        stats = self.store.stats()
+        assert (stats.num_leases, self.host.stats().num_leases, stats.num_reservations) == (0, 0, 0)
+        assert [tier.num_holds for tier in self.tiers] == [0, 0]
+        reservation = self.host.reserve((stats.capacity_bytes,))
+        assert reservation is not None
+        self.host.abort(reservation)
+
+
+def content_of(conversation: str, first: int, end: int, sizes: tuple[int, ...] = SIZES) -> tuple[bytes, ...]:
+    rng = np.random.default_rng([first, end, *conversation.encode()])
+    return tuple(rng.integers(0, 256, size, dtype=np.uint8).tobytes() for size in sizes)
+
+
+def put_below(
+    tier: FakeTier, conversation: str, first: int, end: int, sizes: tuple[int, ...] = SIZES, tenant: str = ""
+) -> tuple[SegmentManifest, tuple[bytes, ...]]:
+    """A segment that a tier alone has."""
+    manifest = make_manifest(conversation, first, end, sizes, MODEL, tenant)
+    content = content_of(conversation, first, end, sizes)
+    tier.add(manifest, content, [xxhash.xxh3_64_intdigest(block) for block in content])
+    return manifest, content
+
+
+def put_in_dram(
+    rig: Rig, conversation: str, first: int, end: int, sizes: tuple[int, ...] = SIZES
+) -> tuple[int, tuple[bytes, ...]]:
+    """A segment that DRAM alone has: committed past the lower tiers."""
+    reservation = rig.host.reserve(sizes)
+    assert reservation is not None
+    content = content_of(conversation, first, end, sizes)
+    for block, wanted in zip(reservation.blocks, content, strict=True):
+        block[:] = np.frombuffer(wanted, dtype=np.uint8)
+    manifest = make_manifest(conversation, first, end, sizes, MODEL)
+    return commit_to(rig.host, reservation, manifest), content
+
+
+def wait_for(pieces: tuple[SegmentSlice, ...]) -> list[tuple[bytes, ...]]:
+    """The content of slices once all layers have landed, checked as a reader does."""
+    contents = []
+    for piece in pieces:
+        for layer, (block, checksum) in enumerate(zip(piece.blocks, piece.checksums, strict=True)):
+            if piece.status is not None:
+                piece.status.wait(layer, 20)
+            assert xxhash.xxh3_64_intdigest(block.tobytes()) == checksum
+        contents.append(tuple(block.tobytes() for block in piece.blocks))
+    return contents
+
+
+def tiers_of(lease: Lease | None) -> list[tuple[str, int]]:
+    """Tier and number of pages of each slice."""
+    assert lease is not None
+    return [(piece.tier, piece.end_page - piece.first_page) for piece in lease.slices]
+
+
+def is_in_dram(rig: Rig, conversation: str, first: int, end: int) -> bool:
+    return not rig.host.find_missing(MODEL, page_keys(conversation, first, end))
