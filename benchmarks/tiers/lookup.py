@@ -10,7 +10,7 @@ from benchmarks.tiers.configuration import Configuration, TiersBenchmarkError
 from benchmarks.tiers.segments import make_manifest, make_model, page_keys, token_ids
 from benchmarks.tiers.timing import row, seconds_of
 from krul_backend.daemon.client.daemon_store import DaemonStore
-from krul_backend.daemon.server.collector import tune_garbage_collection
+from krul_backend.daemon.server.serve import tune_garbage_collection
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hashing import block_checksums

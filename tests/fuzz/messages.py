@@ -8,16 +8,15 @@ import msgspec
 import orjson
 from hypothesis import strategies as st
 
-from krul_backend.daemon.protocol.limits import PROTOCOL_VERSION
-from krul_backend.daemon.protocol.requests import REQUESTS
-from krul_backend.daemon.protocol.wire import model_to_wire
+from krul_backend.daemon.protocol.frames import REPLY_TYPES
+from krul_backend.daemon.protocol.messages import PROTOCOL_VERSION, op_of
 from tests.crash.conversations import PAGE_SIZE, Turn, model_of
 
 Frames = list[bytes]
 
 MODEL = model_of(0)
 _TURN = Turn("fuzz", 0, 2)
-_OPS = tuple(op for op in (str(request.__struct_config__.tag) for request in REQUESTS) if op != "shutdown")
+_OPS = tuple(op for op in (op_of(request) for request in REPLY_TYPES) if op != "shutdown")
 
 _odd_values = st.recursive(
     st.one_of(
@@ -43,7 +42,7 @@ def right_fields(op: str) -> dict[str, Any]:
     fields: dict[str, dict[str, Any]] = {
         "hello": {
             "format": 3,
-            "model": msgspec.to_builtins(model_to_wire(MODEL)),
+            "model": msgspec.to_builtins(MODEL),
             "fingerprint": MODEL.fingerprint,
         },
         "lease": {**about_pages, "lease_id": 1},

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.client_session import ClientSession
-from krul_backend.daemon.protocol.limits import MAX_FRAME_BYTES
-from krul_backend.daemon.protocol.messages import CONTROL_SOCKET, SESSION_SOCKET
+from krul_backend.daemon.protocol.messages import MAX_FRAME_BYTES
+from krul_backend.daemon.protocol.runtime_dir import CONTROL_SOCKET, SESSION_SOCKET
 from tests.fuzz.messages import Frames, frames
 
 _MAX_ANSWER_S = 5.0

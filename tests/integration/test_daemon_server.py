@@ -14,64 +14,62 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
 import zmq.auth
 
-from krul_backend.daemon.protocol.limits import MAX_FRAME_BYTES, PROTOCOL_VERSION
-from krul_backend.daemon.protocol.messages import decode_reply, encode
-from krul_backend.daemon.protocol.replies import (
-    AbortReply,
-    ClearReply,
-    CommitReply,
-    ErrorReply,
-    FetchReply,
-    FindMissingReply,
+from krul_backend.daemon.protocol.admin_messages import (
     FlushReply,
-    InspectReply,
-    LeaseReply,
-    ListReply,
-    PathSegmentsReply,
-    PingReply,
-    PinReply,
-    PrefetchReply,
-    ReleaseReply,
-    ReportDamageReply,
-    ReserveReply,
-    ShutdownReply,
-    StatsReply,
-    TierCostsReply,
-    TrimReply,
-    UnpinReply,
-    VerifyReply,
-)
-from krul_backend.daemon.protocol.requests import (
-    AbortRequest,
-    ClearRequest,
-    CommitRequest,
-    FetchRequest,
-    FindMissingRequest,
     FlushRequest,
-    HelloRequest,
+    InspectReply,
     InspectRequest,
-    LeaseRequest,
+    ListReply,
     ListRequest,
-    PathSegmentsRequest,
     PingRequest,
-    PinRequest,
-    PrefetchRequest,
-    ReleaseRequest,
-    ReportDamageRequest,
-    ReserveRequest,
     ShutdownRequest,
+    StatsReply,
     StatsRequest,
-    TierCostsRequest,
-    TrimRequest,
-    UnpinRequest,
+    VerifyReply,
     VerifyRequest,
 )
-from krul_backend.daemon.protocol.wire import manifest_to_wire, model_to_wire
+from krul_backend.daemon.protocol.frames import decode_reply, encode
+from krul_backend.daemon.protocol.messages import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    AbortRequest,
+    ClearRequest,
+    CommitReply,
+    CommitRequest,
+    Done,
+    ErrorReply,
+    FetchReply,
+    FetchRequest,
+    FindMissingReply,
+    FindMissingRequest,
+    HelloRequest,
+    LeaseReply,
+    LeaseRequest,
+    ManifestFields,
+    PathSegmentsReply,
+    PathSegmentsRequest,
+    PinReply,
+    PinRequest,
+    PrefetchReply,
+    PrefetchRequest,
+    ReleaseRequest,
+    ReportDamageReply,
+    ReportDamageRequest,
+    ReserveReply,
+    ReserveRequest,
+    TierCostsReply,
+    TierCostsRequest,
+    TrimReply,
+    TrimRequest,
+    UnpinReply,
+    UnpinRequest,
+)
 from krul_backend.daemon.server.server import NEVER_USED_S, UNUSED_S
 from krul_backend.segment import FORMAT_VERSION
 from krul_backend.tiers.common.hashing import block_checksum, block_checksums
@@ -94,7 +92,7 @@ def client(daemon: DaemonProcess) -> Iterator[RawClient]:
     with RawClient(daemon.runtime_dir) as client:
         yield client
         client.say_hello(MODEL)
-        client.ask(ClearRequest, ClearReply, fingerprint=None)
+        client.ask(ClearRequest, Done, fingerprint=None)
 
 
 def store(client: RawClient, conversation: str, first: int, end: int, number: int = 1, seed: int = 0) -> int:
@@ -114,7 +112,7 @@ def store(client: RawClient, conversation: str, first: int, end: int, number: in
         manifest.token_ids,
         reservation_id=number,
         fingerprint=fingerprint,
-        manifest=manifest_to_wire(manifest),
+        manifest=ManifestFields.of(manifest),
         checksums=block_checksums(client.blocks(reserved.spans)),
     ).segment_id
 
@@ -174,9 +172,9 @@ def test_what_one_client_stores_another_restores(daemon: DaemonProcess, client: 
             assert block_checksum(block) == checksum
             assert block.tolist() == rng.integers(0, 256, block.nbytes, dtype=np.uint8).tolist()
     fetched = client.ask(FetchRequest, FetchReply, lease_id=1)
-    assert fetched.slices == granted.slices
+    assert msgspec.json.encode(fetched.slices) == msgspec.json.encode(granted.slices)
     assert stats(client).num_leases == 1
-    client.ask(ReleaseRequest, ReleaseReply, lease_id=1)
+    client.ask(ReleaseRequest, Done, lease_id=1)
     assert stats(client).num_leases == 0
 
 
@@ -206,7 +204,7 @@ def test_every_other_operation_reaches_the_store(client: RawClient) -> None:
     client.blocks(granted.slices[0].spans)[1][0] ^= 1
     report = {"segment_id": segment_id, "reason": "checksum"}
     assert client.ask(ReportDamageRequest, ReportDamageReply, **report).is_damaged
-    client.ask(ReleaseRequest, ReleaseReply, lease_id=1)
+    client.ask(ReleaseRequest, Done, lease_id=1)
     assert lease(client, "ops", 2, number=2).num_pages == 0
     assert stats(client).corrupted_segments >= 1
 
@@ -227,7 +225,7 @@ def test_errors_have_types(client: RawClient) -> None:
     assert client.ask_wrongly(FetchRequest, lease_id=5) == "key"
     assert client.ask_wrongly(ReserveRequest, reservation_id=1, layer_num_bytes=(), tenant="") == "value"
     assert client.ask_wrongly(PinRequest, ttl_s=0.0, **asked) == "value"
-    hello = {"model": model_to_wire(MODEL), "fingerprint": MODEL.fingerprint}
+    hello = {"model": MODEL, "fingerprint": MODEL.fingerprint}
     assert client.ask_wrongly(HelloRequest, format=FORMAT_VERSION + 1, **hello) == "protocol"
     hello["fingerprint"] = "0" * 32
     assert client.ask_wrongly(HelloRequest, format=FORMAT_VERSION, **hello) == "protocol"
@@ -237,7 +235,7 @@ def test_a_commit_that_is_refused_gives_its_space_back(client: RawClient) -> Non
     client.say_hello(MODEL)
     used_bytes = stats(client).used_bytes
     manifest = make_manifest("refused", 0, 2, SIZES, MODEL)
-    wire = {"fingerprint": MODEL.fingerprint, "manifest": manifest_to_wire(manifest), "checksums": (0, 0)}
+    wire = {"fingerprint": MODEL.fingerprint, "manifest": ManifestFields.of(manifest), "checksums": (0, 0)}
     for number, sizes, token_ids in ((1, SIZES, manifest.token_ids[1:]), (2, (100, 61), manifest.token_ids)):
         reserve = {"reservation_id": number, "layer_num_bytes": sizes, "tenant": ""}
         client.ask(ReserveRequest, ReserveReply, **reserve)
@@ -247,8 +245,8 @@ def test_a_commit_that_is_refused_gives_its_space_back(client: RawClient) -> Non
 
 
 def test_what_is_unknown_may_be_released_and_aborted(client: RawClient) -> None:
-    client.ask(ReleaseRequest, ReleaseReply, lease_id=99)
-    client.ask(AbortRequest, AbortReply, reservation_id=99)
+    client.ask(ReleaseRequest, Done, lease_id=99)
+    client.ask(AbortRequest, Done, reservation_id=99)
 
 
 def test_a_number_in_use_is_refused(client: RawClient) -> None:
@@ -261,7 +259,7 @@ def test_a_number_in_use_is_refused(client: RawClient) -> None:
     reserve = {"reservation_id": 7, "layer_num_bytes": (64,), "tenant": ""}
     client.ask(ReserveRequest, ReserveReply, **reserve)
     assert client.ask_wrongly(ReserveRequest, **reserve) == "value"
-    client.ask(AbortRequest, AbortReply, reservation_id=7)
+    client.ask(AbortRequest, Done, reservation_id=7)
 
 
 def test_a_reservation_that_does_not_fit_is_none(client: RawClient) -> None:
@@ -272,8 +270,7 @@ def test_a_reservation_that_does_not_fit_is_none(client: RawClient) -> None:
 CLIENT_THAT_DIES = """
 import sys, time
 from pathlib import Path
-from krul_backend.daemon.protocol.replies import LeaseReply, ReserveReply
-from krul_backend.daemon.protocol.requests import LeaseRequest, ReserveRequest
+from krul_backend.daemon.protocol.messages import ReserveReply, ReserveRequest
 from tests.support.daemon_client import RawClient
 from tests.integration.test_daemon_server import MODEL, lease
 client = RawClient(Path(sys.argv[1]))
@@ -323,7 +320,7 @@ def test_nothing_may_be_said_on_the_session_socket(daemon: DaemonProcess) -> Non
 
 
 def test_people_need_no_session(client: RawClient) -> None:
-    client.ask(PingRequest, PingReply, token="")
+    client.ask(PingRequest, Done, token="")
     assert client.ask(StatsRequest, StatsReply, token="").daemon.num_sessions >= 1
     client.ask(ListRequest, ListReply, token="")
     assert client.ask(FlushRequest, FlushReply, token="", timeout_s=1.0).is_durable
@@ -381,14 +378,14 @@ def test_a_message_beyond_the_bound_ends_its_connection_alone(
     assert monitor.poll(1000 * TIMEOUT_S)
     big.disable_monitor()
     big.close()
-    client.ask(PingRequest, PingReply)
+    client.ask(PingRequest, Done)
 
 
 def test_bytes_that_are_no_zeromq_harm_nobody(daemon: DaemonProcess, client: RawClient) -> None:
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(str(daemon.runtime_dir / "control.sock"))
         raw.sendall(np.random.default_rng(1).bytes(10_000))
-    client.ask(PingRequest, PingReply)
+    client.ask(PingRequest, Done)
 
 
 def test_what_is_given_back_while_it_is_asked_for_is_not_kept(client: RawClient) -> None:
@@ -417,7 +414,7 @@ def test_a_signal_ends_it_well(tmp_path: Path, number: signal.Signals) -> None:
 
 def test_it_ends_when_asked(tmp_path: Path) -> None:
     with DaemonProcess(tmp_path / "run") as daemon, RawClient(daemon.runtime_dir) as client:
-        client.ask(ShutdownRequest, ShutdownReply, token="")
+        client.ask(ShutdownRequest, Done, token="")
         status, log = daemon.end()
         assert status == 0, log
 
@@ -427,7 +424,7 @@ def test_it_ends_when_nobody_uses_it(tmp_path: Path) -> None:
         with RawClient(daemon.runtime_dir) as first, RawClient(daemon.runtime_dir) as second:
             first.close()
             time.sleep(0.2)
-            second.ask(PingRequest, PingReply)
+            second.ask(PingRequest, Done)
         start_s = time.monotonic()
         status, log = daemon.end()
         assert status == 0, log
@@ -514,7 +511,7 @@ def test_over_tcp_only_known_keys_are_answered(tmp_path: Path) -> None:
         ping = encode(PingRequest(token="", id=1))
         answer = ask("friend", ping, TIMEOUT_S)
         assert answer is not None
-        assert isinstance(decode_reply(answer), PingReply)
+        assert isinstance(decode_reply(answer), Done)
         assert ask("stranger", ping, 1.0) is None
         assert ask(None, ping, 1.0) is None
         # Even a friend who knows a session's token gets none of its operations.

@@ -27,8 +27,8 @@ import zmq.auth
 
 from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
+from krul_backend.daemon.client.endpoints import CurveKeys
 from krul_backend.daemon.client.launcher import MAX_RESTARTS, EmbeddedDaemon
-from krul_backend.daemon.client.request_channel import CurveKeys
 from krul_backend.errors import ConfigError, DaemonError, DaemonUnreachableError, ManifestError, TierReadError
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_sglang.engine.cache.store_connection import lock_arena
@@ -375,13 +375,7 @@ def test_a_daemon_that_hangs_is_waited_for_once(own_daemon: EmbeddedDaemon) -> N
 
 
 def test_a_daemon_that_is_killed_is_started_again(own_daemon: EmbeddedDaemon) -> None:
-    losses: list[None] = []
-    store = DaemonStore(
-        own_daemon.runtime_dir,
-        model=MODEL,
-        on_lost=lambda: losses.append(None),
-        restart=own_daemon.restart,
-    )
+    store = DaemonStore(own_daemon.runtime_dir, model=MODEL, restart=own_daemon.restart)
     bystander = DaemonStore(own_daemon.runtime_dir, model=MODEL)
     _, written = put(store, "c", 0, 2)
     lease = lease_pages(store, "c", 0, 2)
@@ -401,7 +395,7 @@ def test_a_daemon_that_is_killed_is_started_again(own_daemon: EmbeddedDaemon) ->
     assert tuple(block.tobytes() for block in lease.slices[0].blocks) == again
     store.release(lease)
     assert num_held(store) == (0, 0)
-    assert len(losses) == 1
+    assert store.counters.lost == 1
     store.close()
     bystander.close()
 

@@ -7,25 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from krul_backend.daemon.protocol.replies import (
+from krul_backend.daemon.protocol.admin_messages import FlushReply, FlushRequest, StatsReply, StatsRequest
+from krul_backend.daemon.protocol.messages import (
+    Done,
     ErrorReply,
     FetchReply,
-    FlushReply,
-    HelloReply,
-    PrefetchReply,
-    ReleaseReply,
-    StatsReply,
-)
-from krul_backend.daemon.protocol.requests import (
     FetchRequest,
-    FlushRequest,
-    HelloRequest,
+    PrefetchReply,
     PrefetchRequest,
     ReleaseRequest,
-    StatsRequest,
+    TierCostsReply,
+    TierCostsRequest,
 )
-from krul_backend.daemon.protocol.wire import model_to_wire
-from krul_backend.segment import FORMAT_VERSION
 from krul_backend.tiers.common.arrival import LayerStatus
 from krul_backend.tiers.common.hashing import block_checksum
 from tests.integration.test_daemon_server import MODEL, SIZES, lease, store
@@ -53,14 +46,8 @@ def stored(tmp_path: Path) -> Path:
 
 def test_what_was_flushed_is_restored_by_the_next_daemon(stored: Path) -> None:
     with with_disk(stored, "second") as daemon, RawClient(daemon.runtime_dir) as client:
-        hello = client.ask(
-            HelloRequest,
-            HelloReply,
-            format=FORMAT_VERSION,
-            model=model_to_wire(MODEL),
-            fingerprint=MODEL.fingerprint,
-        )
-        assert hello.tier_costs["ssd"].byte_s > 0
+        client.say_hello(MODEL)
+        assert client.ask(TierCostsRequest, TierCostsReply).tier_costs["ssd"].byte_s > 0
         granted = lease(client, "disk", 3)
         assert granted.num_pages == 3
         assert [(part.tier, part.spans) for part in granted.slices] == [("ssd", ())] * 2
@@ -73,7 +60,7 @@ def test_what_was_flushed_is_restored_by_the_next_daemon(stored: Path) -> None:
                     status.wait(layer, TIMEOUT_S)
                 assert block.nbytes == SIZES[layer]
                 assert block_checksum(block) == part.checksums[layer]
-        client.ask(ReleaseRequest, ReleaseReply, lease_id=1)
+        client.ask(ReleaseRequest, Done, lease_id=1)
         again = lease(client, "disk", 3, number=2)
         assert {part.tier for part in again.slices} == {"dram"}
         counted = client.ask(StatsRequest, StatsReply).store
@@ -85,7 +72,7 @@ def test_a_fetch_of_nobodys_lease_is_an_error(stored: Path) -> None:
     with with_disk(stored, "second") as daemon, RawClient(daemon.runtime_dir) as client:
         client.say_hello(MODEL)
         lease(client, "disk", 3)
-        client.ask(ReleaseRequest, ReleaseReply, lease_id=1)
+        client.ask(ReleaseRequest, Done, lease_id=1)
         refused = client.ask(FetchRequest, ErrorReply, lease_id=1)
         assert (refused.code, refused.message) == ("key", "lease 1 is unknown or was released")
 

@@ -18,10 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from krul_backend.daemon.protocol.messages import decode_greeting, decode_reply, encode, encode_token_ids
-from krul_backend.daemon.protocol.replies import ErrorReply, HelloReply, Reply
-from krul_backend.daemon.protocol.requests import HelloRequest, Request
-from krul_backend.daemon.protocol.wire import model_to_wire
+from krul_backend.daemon.protocol.frames import decode_greeting, decode_reply, encode, encode_token_ids
+from krul_backend.daemon.protocol.messages import Done, ErrorReply, HelloRequest, Reply, Request
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
 from krul_backend.tiers.common.interface import Span
 
@@ -118,9 +116,9 @@ class RawClient:
         """Name a model; returns its fingerprint."""
         self.ask(
             HelloRequest,
-            HelloReply,
+            Done,
             format=FORMAT_VERSION,
-            model=model_to_wire(model),
+            model=model,
             fingerprint=model.fingerprint,
         )
         return model.fingerprint

@@ -11,37 +11,27 @@ from pathlib import Path
 
 import zmq
 
-from krul_backend.daemon.protocol.limits import PROTOCOL_VERSION
+from krul_backend.daemon.protocol.admin_messages import PingRequest
+from krul_backend.daemon.protocol.frames import decode_request, encode
 from krul_backend.daemon.protocol.messages import (
-    CONTROL_SOCKET,
-    SESSION_SOCKET,
-    SessionGreeting,
-    decode_request,
-    encode,
-    op_of,
-)
-from krul_backend.daemon.protocol.replies import (
-    AbortReply,
-    ClearReply,
-    FindMissingReply,
-    HelloReply,
-    LeaseReply,
-    PingReply,
-    ReleaseReply,
-    Reply,
-    ReserveReply,
-)
-from krul_backend.daemon.protocol.requests import (
+    PROTOCOL_VERSION,
     AbortRequest,
     ClearRequest,
+    Done,
+    FindMissingReply,
     FindMissingRequest,
     HelloRequest,
+    LeaseReply,
     LeaseRequest,
-    PingRequest,
     ReleaseRequest,
+    Reply,
     Request,
+    ReserveReply,
     ReserveRequest,
+    SessionGreeting,
+    op_of,
 )
+from krul_backend.daemon.protocol.runtime_dir import CONTROL_SOCKET, SESSION_SOCKET
 from krul_backend.segment import FORMAT_VERSION
 from krul_backend.tiers.common.interface import Span
 
@@ -125,10 +115,8 @@ def _usual_answer(request: Request) -> Reply | None:
     """Everything is missing, nothing is leased; reservations are the arena's first bytes."""
     number = request.id
     match request:
-        case HelloRequest():
-            return HelloReply(id=number, protocol=PROTOCOL_VERSION, format=FORMAT_VERSION, tier_costs={})
-        case PingRequest():
-            return PingReply(id=number)
+        case HelloRequest() | PingRequest() | ReleaseRequest() | AbortRequest() | ClearRequest():
+            return Done(id=number)
         case FindMissingRequest():
             return FindMissingReply(id=number, missing=((0, len(request.page_keys)),))
         case LeaseRequest():
@@ -137,10 +125,4 @@ def _usual_answer(request: Request) -> Reply | None:
             offsets = [sum(request.layer_num_bytes[:i]) for i in range(len(request.layer_num_bytes))]
             spans = zip(offsets, request.layer_num_bytes, strict=True)
             return ReserveReply(id=number, spans=tuple(Span(*span) for span in spans))
-        case ReleaseRequest():
-            return ReleaseReply(id=number)
-        case AbortRequest():
-            return AbortReply(id=number)
-        case ClearRequest():
-            return ClearReply(id=number)
     raise AssertionError(f"no test asks a fake daemon for {request}")

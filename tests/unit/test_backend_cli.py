@@ -17,9 +17,8 @@ from typer.testing import CliRunner, Result
 
 from krul_backend.daemon.cli import commands as cli
 from krul_backend.daemon.cli.reports import bits_per_value, format_bytes, format_seconds
-from krul_backend.daemon.client.curve import load_client_keys
-from krul_backend.daemon.client.endpoints import find_runtime_dirs, resolve_endpoint
-from krul_backend.daemon.protocol.replies import DaemonStats
+from krul_backend.daemon.client.endpoints import find_runtime_dirs, load_client_keys, resolve_endpoint
+from krul_backend.daemon.protocol.admin_messages import DaemonStats
 from krul_backend.errors import ConfigError, DaemonError
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.interface import DamageReport, SegmentDetails, SegmentInfo, StoreStats

@@ -12,24 +12,24 @@ from typing import Any
 import pytest
 import zmq
 
-from krul_backend.daemon.protocol.replies import (
-    ErrorReply,
+from krul_backend.daemon.protocol.admin_messages import (
     InspectReply,
-    PingReply,
-    ReserveReply,
-    StatsReply,
-    TrimReply,
-)
-from krul_backend.daemon.protocol.requests import (
     InspectRequest,
     PingRequest,
-    ReserveRequest,
+    StatsReply,
     StatsRequest,
-    TrimRequest,
     VerifyRequest,
 )
+from krul_backend.daemon.protocol.messages import (
+    Done,
+    ErrorReply,
+    ReserveReply,
+    ReserveRequest,
+    TrimReply,
+    TrimRequest,
+    error_code,
+)
 from krul_backend.daemon.protocol.runtime_dir import RuntimeDir
-from krul_backend.daemon.server.intake import error_code
 from krul_backend.daemon.server.server import DaemonServer
 from krul_backend.errors import ConfigError, ManifestError, ProtocolError, StoreClosedError, TierReadError
 from krul_backend.tiers.dram.host_store import HostStore
@@ -140,7 +140,7 @@ def test_what_takes_long_holds_up_nobody(tmp_path: Path) -> None:
     observed = Observed()
     with serving(tmp_path / "run", store, observed) as client:
         slow = client.send(TrimRequest, **TRIM)
-        client.ask(PingRequest, PingReply)
+        client.ask(PingRequest, Done)
         store.may_trim.set()
         answer = client.receive()
         assert isinstance(answer, TrimReply)
@@ -169,7 +169,7 @@ def test_who_looks_for_space_holds_nobody_up(tmp_path: Path) -> None:
     store.may_reserve.clear()
     with serving(tmp_path / "run", store) as client:
         client.send(ReserveRequest, reservation_id=1, layer_num_bytes=(64,), tenant="")
-        client.ask(PingRequest, PingReply)
+        client.ask(PingRequest, Done)
         store.may_reserve.set()
         reply = client.receive()
         assert isinstance(reply, ReserveReply)
@@ -182,14 +182,14 @@ def test_an_answer_to_a_peer_that_is_gone_is_dropped(tmp_path: Path) -> None:
     with serving(tmp_path / "run", store, observed) as client:
         with RawClient(tmp_path / "run") as gone:
             gone.send(TrimRequest, **TRIM)
-            gone.ask(PingRequest, PingReply)
+            gone.ask(PingRequest, Done)
         store.may_trim.set()
-        client.ask(PingRequest, PingReply)
+        client.ask(PingRequest, Done)
         deadline_s = time.monotonic() + TIMEOUT_S
         while "trim" not in [op for op, _, _ in observed.answers]:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
-        client.ask(PingRequest, PingReply)
+        client.ask(PingRequest, Done)
 
 
 def test_the_observer_is_told_of_failures(tmp_path: Path) -> None:

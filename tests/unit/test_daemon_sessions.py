@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from krul_backend.daemon.protocol.messages import decode_greeting
+from krul_backend.daemon.protocol.frames import decode_greeting
 from krul_backend.daemon.server import sessions
 from krul_backend.daemon.server.sessions import SILENCE_S, Session, SessionTable, is_own_user
 from krul_backend.tiers.common.arena import DramArena

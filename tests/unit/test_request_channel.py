@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from krul_backend.daemon.client.request_channel import RequestChannels
-from krul_backend.daemon.protocol.messages import decode_request
-from krul_backend.daemon.protocol.requests import ReleaseRequest
+from krul_backend.daemon.protocol.frames import decode_request
+from krul_backend.daemon.protocol.messages import ReleaseRequest
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from krul_backend.daemon.client.connection import Connection
-from krul_backend.daemon.protocol.limits import MAX_MODELS
+from krul_backend.daemon.client.daemon_connection import DaemonConnection
+from krul_backend.daemon.protocol.messages import MAX_MODELS
 from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
 from krul_sglang.config import KrulConfig
@@ -318,13 +318,13 @@ class Channels:
     def head(self) -> dict[str, Any]:
         return {"token": "t", "id": 1}
 
-    def ask(self, request: Any, reply_type: Any, timeout_s: float) -> None:
+    def ask(self, request: Any, timeout_s: float) -> None:
         self.hellos.append(request.fingerprint)
 
 
 def test_a_client_introduces_a_model_again_that_the_daemon_may_have_forgotten() -> None:
     session: Any = SimpleNamespace(control_endpoint="inproc://nobody", token="t", is_alive=True)
-    connection, channels = Connection(session, None), Channels()  # type: ignore[arg-type]
+    connection, channels = DaemonConnection(session, None), Channels()  # type: ignore[arg-type]
     connection.channels = channels  # type: ignore[assignment]
     model = ServedModel(MODEL)
     connection.say_hello(MODEL, 1.0)

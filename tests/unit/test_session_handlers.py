@@ -10,17 +10,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from krul_backend.daemon.protocol.limits import MAX_MODELS
-from krul_backend.daemon.protocol.replies import FetchReply, LeaseReply, Reply, ReserveReply
-from krul_backend.daemon.protocol.requests import (
+from krul_backend.daemon.protocol.messages import (
+    MAX_MODELS,
     AbortRequest,
+    FetchReply,
     FetchRequest,
     HelloRequest,
+    LeaseReply,
     LeaseRequest,
     ReleaseRequest,
+    Reply,
+    ReserveReply,
     ReserveRequest,
 )
-from krul_backend.daemon.protocol.wire import model_to_wire
 from krul_backend.daemon.server.lanes import Deferred
 from krul_backend.daemon.server.session_handlers import SessionHandlers
 from krul_backend.daemon.server.sessions import Session
@@ -202,8 +204,8 @@ def test_a_session_knows_the_models_that_said_hello_last(store: HostStore, sessi
     handlers = SessionHandlers(store, store.buffer, False)
 
     def say_hello(model: ModelIdentity) -> None:
-        wire, fingerprint = model_to_wire(model), model.fingerprint
-        hello = HelloRequest(token="t", id=1, format=FORMAT_VERSION, model=wire, fingerprint=fingerprint)
+        fingerprint = model.fingerprint
+        hello = HelloRequest(token="t", id=1, format=FORMAT_VERSION, model=model, fingerprint=fingerprint)
         handlers.handle(session, hello, None)
 
     others = [make_model(f"model-{i}") for i in range(MAX_MODELS)]

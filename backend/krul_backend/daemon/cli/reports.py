@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from krul_backend.daemon.protocol.replies import DaemonStats
+from krul_backend.daemon.protocol.admin_messages import DaemonStats
 from krul_backend.errors import StrategyError
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER, SegmentDetails, SegmentInfo, StoreStats, TierStats

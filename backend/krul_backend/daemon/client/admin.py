@@ -7,20 +7,10 @@ from types import TracebackType
 
 import zmq
 
-from krul_backend.daemon.client.client_session import runtime_dir_of
-from krul_backend.daemon.client.request_channel import CurveKeys, RequestChannels
-from krul_backend.daemon.protocol.messages import CONTROL_SOCKET
-from krul_backend.daemon.protocol.replies import (
+from krul_backend.daemon.client.endpoints import CurveKeys, runtime_dir_of
+from krul_backend.daemon.client.request_channel import RequestChannels
+from krul_backend.daemon.protocol.admin_messages import (
     DaemonStats,
-    FlushReply,
-    InspectReply,
-    ListReply,
-    PingReply,
-    ShutdownReply,
-    StatsReply,
-    VerifyReply,
-)
-from krul_backend.daemon.protocol.requests import (
     FlushRequest,
     InspectRequest,
     ListRequest,
@@ -29,7 +19,7 @@ from krul_backend.daemon.protocol.requests import (
     StatsRequest,
     VerifyRequest,
 )
-from krul_backend.daemon.protocol.runtime_dir import check_served
+from krul_backend.daemon.protocol.runtime_dir import CONTROL_SOCKET, check_served
 from krul_backend.errors import DaemonError
 from krul_backend.tiers.common.interface import DamageReport, SegmentDetails, SegmentInfo, StoreStats
 
@@ -76,11 +66,11 @@ class AdminClient:
 
     def ping(self) -> None:
         """Return if the daemon answers."""
-        self._channels.ask(PingRequest(**self._channels.head()), PingReply, self._timeout_s)
+        self._channels.ask(PingRequest(**self._channels.head()), self._timeout_s)
 
     def stats(self) -> tuple[StoreStats, DaemonStats]:
         """Of the store, and of the daemon around it."""
-        reply = self._channels.ask(StatsRequest(**self._channels.head()), StatsReply, self._timeout_s)
+        reply = self._channels.ask(StatsRequest(**self._channels.head()), self._timeout_s)
         return reply.store, reply.daemon
 
     def list_segments(self) -> list[SegmentInfo]:
@@ -88,7 +78,7 @@ class AdminClient:
         segments: list[SegmentInfo] = []
         while True:
             request = ListRequest(**self._channels.head(), offset=len(segments))
-            reply = self._channels.ask(request, ListReply, self._timeout_s)
+            reply = self._channels.ask(request, self._timeout_s)
             segments += reply.segments
             if not reply.segments or len(segments) >= reply.num_segments:
                 return segments
@@ -96,23 +86,23 @@ class AdminClient:
     def inspect(self, segment_id: int) -> SegmentDetails | None:
         """One segment, or None if there is none of this id."""
         request = InspectRequest(**self._channels.head(), segment_id=segment_id)
-        return self._channels.ask(request, InspectReply, self._timeout_s).segment
+        return self._channels.ask(request, self._timeout_s).segment
 
     def verify(self, timeout_s: float = 3600.0) -> DamageReport:
         """Have the daemon read every block of its local tiers; one that hangs is found out sooner."""
         self.ping()
         request = VerifyRequest(**self._channels.head())
-        return self._channels.ask(request, VerifyReply, timeout_s).report
+        return self._channels.ask(request, timeout_s).report
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything committed before is durable; False if it takes longer than ``timeout_s``."""
         self.ping()
         request = FlushRequest(**self._channels.head(), timeout_s=timeout_s)
-        return self._channels.ask(request, FlushReply, timeout_s + self._timeout_s).is_durable
+        return self._channels.ask(request, timeout_s + self._timeout_s).is_durable
 
     def shutdown(self) -> None:
         """Have the daemon flush and end; it may still be flushing when this returns."""
-        self._channels.ask(ShutdownRequest(**self._channels.head()), ShutdownReply, self._timeout_s)
+        self._channels.ask(ShutdownRequest(**self._channels.head()), self._timeout_s)
 
     def close(self) -> None:
         self._channels.close()

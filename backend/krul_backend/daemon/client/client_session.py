@@ -14,35 +14,19 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.daemon.protocol.messages import (
+from krul_backend.daemon.protocol.frames import decode_greeting
+from krul_backend.daemon.protocol.messages import SessionGreeting
+from krul_backend.daemon.protocol.runtime_dir import (
     CONTROL_SOCKET,
     SESSION_SOCKET,
-    SessionGreeting,
-    decode_greeting,
+    check_served,
+    check_socket_path,
 )
-from krul_backend.daemon.protocol.runtime_dir import check_served, check_socket_path
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError
 
 _MAX_GREETING_BYTES = 4096
 _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _DESCRIPTOR = struct.Struct("i")
-
-
-def runtime_dir_of(endpoint: str | Path) -> Path:
-    """The runtime directory that an endpoint means: the directory itself, or ``ipc://<dir>/control.sock``.
-
-    Raises:
-        DaemonError: it is an address without a directory, such as a TCP one.
-    """
-    text = str(endpoint)
-    if "://" not in text:
-        return Path(text)
-    path = Path(text.removeprefix("ipc://"))
-    if not text.startswith("ipc://") or path.name != CONTROL_SOCKET:
-        raise DaemonError(
-            f"{text} shares no memory: give the daemon's runtime directory, or ipc://<directory>/{CONTROL_SOCKET}"
-        )
-    return path.parent
 
 
 class ClientSession:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 
 from krul_backend.daemon.client.client_session import ClientSession
-from krul_backend.daemon.client.connection import Connection
+from krul_backend.daemon.client.daemon_connection import DaemonConnection
 from krul_backend.daemon.client.request_channel import RequestTimeoutError
-from krul_backend.daemon.client.views import Arena
-from krul_backend.daemon.protocol.limits import PROTOCOL_VERSION
-from krul_backend.daemon.protocol.replies import ClearReply, PingReply
-from krul_backend.daemon.protocol.requests import ClearRequest, PingRequest
-from krul_backend.errors import DaemonUnreachableError, KrulError, ProtocolError
+from krul_backend.daemon.client.views import ArenaBytes
+from krul_backend.daemon.protocol.admin_messages import PingRequest
+from krul_backend.daemon.protocol.messages import PROTOCOL_VERSION, ClearRequest
+from krul_backend.errors import DaemonUnreachableError, ProtocolError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
 
 logger = logging.getLogger(__name__)
@@ -87,21 +85,19 @@ class DaemonLink:
         *,
         model: ModelIdentity,
         request_timeout_s: float,
-        on_arena: Callable[[Arena], None],
-        on_lost: Callable[[], None] | None,
+        on_arena: Callable[[ArenaBytes], None],
         restart: Callable[[], None] | None,
     ) -> None:
         self._runtime_dir = runtime_dir
         self._model = model
         self._request_timeout_s = request_timeout_s
         self._on_arena = on_arena
-        self._on_lost = on_lost
         self._restart = restart
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._state = _State.LOST
-        self._connection: Connection | None = None
+        self._connection: DaemonConnection | None = None
         self._pending_clears: list[_Clear] = []
         self.counters = LinkCounters()
         try:
@@ -116,7 +112,7 @@ class DaemonLink:
     def is_connected(self) -> bool:
         return self._state is _State.CONNECTED
 
-    def current(self) -> Connection | None:
+    def current(self) -> DaemonConnection | None:
         """The connection, or None: do without. Never waits."""
         with self._changed:
             return self._connection if self._state is _State.CONNECTED else None
@@ -127,7 +123,7 @@ class DaemonLink:
             self.counters.timeouts += timeouts
             self.counters.failures += failures
 
-    def suspect(self, connection: Connection) -> None:
+    def suspect(self, connection: DaemonConnection) -> None:
         """A request of this connection was not answered in time: nobody waits again until a ping is."""
         with self._changed:
             if self._connection is connection and self._state is _State.CONNECTED:
@@ -185,9 +181,6 @@ class DaemonLink:
         logger.warning(
             "krul daemon at %s %s: until it is back nothing is stored or restored", self._runtime_dir, what
         )
-        if self._on_lost is not None:
-            with _logged("on_lost"):
-                self._on_lost()
 
     def _recover(self) -> None:
         """Come back to ``CONNECTED``, however long it takes; ends early only when the link is closed."""
@@ -208,7 +201,7 @@ class DaemonLink:
             self._closing.wait(delay_s)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
 
-    def _answering_connection(self) -> Connection:
+    def _answering_connection(self) -> DaemonConnection:
         connection = self._living_connection()
         try:
             self._ping(connection)
@@ -220,7 +213,7 @@ class DaemonLink:
             raise
         return connection
 
-    def _living_connection(self) -> Connection:
+    def _living_connection(self) -> DaemonConnection:
         """The connection whose session lasts, or a new one; to a daemon that is started again if need be.
 
         Raises:
@@ -243,8 +236,8 @@ class DaemonLink:
     def _open_session(self) -> ClientSession:
         return ClientSession(self._runtime_dir, timeout_s=HANDSHAKE_TIMEOUT_S, on_end=self._session_ended)
 
-    def _connect(self, session: ClientSession) -> Connection:
-        connection = Connection(session, self._context)
+    def _connect(self, session: ClientSession) -> DaemonConnection:
+        connection = DaemonConnection(session, self._context)
         try:
             greeting = session.greeting
             if (greeting.protocol, greeting.format) != (PROTOCOL_VERSION, FORMAT_VERSION):
@@ -261,7 +254,7 @@ class DaemonLink:
             self._connection = connection
         return connection
 
-    def _finish(self, connection: Connection) -> bool:
+    def _finish(self, connection: DaemonConnection) -> bool:
         """Do what was missed, then let everybody see the connection. False if it ended meanwhile."""
         while True:
             self._clear_pending(connection)
@@ -299,10 +292,10 @@ class DaemonLink:
             if connection is not None and connection.session is session and self._state is _State.CONNECTED:
                 self._lose(_State.LOST)
 
-    def _ping(self, connection: Connection) -> None:
+    def _ping(self, connection: DaemonConnection) -> None:
         """Raises as ``RequestChannels.ask``."""
         ping = PingRequest(**connection.channels.head())
-        connection.channels.ask(ping, PingReply, self._request_timeout_s)
+        connection.channels.ask(ping, self._request_timeout_s)
 
     def _lose(self, state: _State) -> None:
         """With the lock held."""
@@ -310,7 +303,7 @@ class DaemonLink:
         self.counters.lost += 1
         self._changed.notify_all()
 
-    def _clear_pending(self, connection: Connection) -> None:
+    def _clear_pending(self, connection: DaemonConnection) -> None:
         """Raises what ``RequestChannels.ask`` raises; what was not cleared then stays pending."""
         with self._changed:
             pending = tuple(self._pending_clears)
@@ -320,16 +313,7 @@ class DaemonLink:
             if model is not None:
                 connection.say_hello(model, self._request_timeout_s)
             request = ClearRequest(**connection.channels.head(), fingerprint=fingerprint)
-            connection.channels.ask(request, ClearReply, CLEAR_TIMEOUT_S)
+            connection.channels.ask(request, CLEAR_TIMEOUT_S)
             with self._changed:
                 # Only those that were asked for before: a later one is about later segments, too.
                 self._pending_clears = [clear for clear in self._pending_clears if clear not in same]
-
-
-@contextlib.contextmanager
-def _logged(what: str) -> Iterator[None]:
-    """Errors of a callback end here, as one line: they are its own."""
-    try:
-        yield
-    except Exception as error:
-        logger.error("%s failed: %s", what, error, exc_info=not isinstance(error, KrulError))

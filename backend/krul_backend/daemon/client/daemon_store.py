@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -13,56 +14,39 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.daemon.client.client_session import runtime_dir_of
-from krul_backend.daemon.client.connection import Connection
+from krul_backend.daemon.client.daemon_connection import DaemonConnection
 from krul_backend.daemon.client.daemon_link import DaemonLink, LinkCounters
-from krul_backend.daemon.client.offline import NO_DAMAGE, NO_STATS
+from krul_backend.daemon.client.endpoints import runtime_dir_of
 from krul_backend.daemon.client.request_channel import RequestHead, SessionEndedError
 from krul_backend.daemon.client.requester import UNANSWERED, Requester
 from krul_backend.daemon.client.views import slices_in, view_in
-from krul_backend.daemon.protocol.replies import (
-    CommitReply,
-    FetchReply,
-    FindMissingReply,
-    FlushReply,
-    InspectReply,
-    LeaseReply,
+from krul_backend.daemon.protocol.admin_messages import (
+    FlushRequest,
+    InspectRequest,
     ListReply,
-    PathSegmentsReply,
-    PinReply,
-    PrefetchReply,
-    Reply,
-    ReportDamageReply,
-    ReserveReply,
-    StatsReply,
-    TierCostsReply,
-    TrimReply,
-    UnpinReply,
-    VerifyReply,
+    ListRequest,
+    StatsRequest,
+    VerifyRequest,
 )
-from krul_backend.daemon.protocol.requests import (
+from krul_backend.daemon.protocol.messages import (
     AbortRequest,
     CommitRequest,
     FetchRequest,
     FindMissingRequest,
-    FlushRequest,
-    InspectRequest,
     LeaseRequest,
-    ListRequest,
+    ManifestFields,
     PathSegmentsRequest,
     PinRequest,
     PrefetchRequest,
     ReleaseRequest,
+    Reply,
     ReportDamageRequest,
     Request,
     ReserveRequest,
-    StatsRequest,
     TierCostsRequest,
     TrimRequest,
     UnpinRequest,
-    VerifyRequest,
 )
-from krul_backend.daemon.protocol.wire import header_from_wire, manifest_to_wire, runs_from_wire
 from krul_backend.errors import ManifestError, ProtocolError, StoreClosedError, TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
@@ -87,6 +71,13 @@ SLOW_TIMEOUT_S = 10.0
 VERIFY_TIMEOUT_S = 3600.0
 _LONGEST_PIN_S = 1e9
 
+_NO_STATS = StoreStats(
+    tier_hit_pages={},
+    tiers=(),
+    **{field.name: 0 for field in dataclasses.fields(StoreStats) if field.type == "int"},
+)
+_NO_DAMAGE = DamageReport(num_blocks=0, num_bytes=0, bad_segments=())
+
 R = TypeVar("R", bound=Reply)
 
 
@@ -107,7 +98,6 @@ class DaemonStore(KVStore):
         request_timeout_s: how long a call may wait for the daemon.
         on_arena: called with each new mapping of the arena, uint8 ``[capacity_bytes]``, before a block of it
             is handed out: to register it with CUDA. Keep the array as long as it is registered.
-        on_lost: called each time that the daemon died or hung, in a thread of the store.
         restart: starts the daemon again; called once each time that it died.
 
     Raises:
@@ -122,21 +112,19 @@ class DaemonStore(KVStore):
         model: ModelIdentity,
         request_timeout_s: float = 1.0,
         on_arena: Callable[[npt.NDArray[np.uint8]], None] = lambda arena: None,
-        on_lost: Callable[[], None] | None = None,
         restart: Callable[[], None] | None = None,
     ) -> None:
         self._timeout_s = request_timeout_s
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
-        self._leases: dict[int, Connection] = {}
-        self._reservations: dict[int, Connection] = {}
+        self._leases: dict[int, DaemonConnection] = {}
+        self._reservations: dict[int, DaemonConnection] = {}
         self._is_closed = False
         self._link = DaemonLink(
             runtime_dir_of(endpoint),
             model=model,
             request_timeout_s=request_timeout_s,
             on_arena=on_arena,
-            on_lost=on_lost,
             restart=restart,
         )
         self._requests = Requester(self._link, request_timeout_s)
@@ -153,11 +141,10 @@ class DaemonStore(KVStore):
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         keys = tuple(page_keys)
         reply = self._try(
-            FindMissingReply,
             lambda head: FindMissingRequest(**head, fingerprint=model.fingerprint, page_keys=keys),
             model,
         )
-        return runs_from_wire(reply.missing) if reply is not None else []
+        return [range(*run) for run in reply.missing] if reply is not None else []
 
     def reserve(self, layer_num_bytes: Sequence[int], tenant: str = "") -> Reservation | None:
         sizes = tuple(int(num_bytes) for num_bytes in layer_num_bytes)
@@ -175,7 +162,7 @@ class DaemonStore(KVStore):
                 layer_num_bytes=sizes,
                 tenant=tenant,
             )
-            spans = self._requests.ask(connection, ReserveReply, request).spans
+            spans = self._requests.ask(connection, request).spans
             if spans is None:
                 return None
             if tuple(span.num_bytes for span in spans) != sizes:
@@ -201,12 +188,11 @@ class DaemonStore(KVStore):
                 **connection.channels.head(),
                 reservation_id=reservation_id,
                 fingerprint=manifest.model.fingerprint,
-                manifest=manifest_to_wire(manifest),
+                manifest=ManifestFields.of(manifest),
                 checksums=checked_checksums(checksums, len(reservation.blocks)),
             )
             return self._requests.ask(
                 connection,
-                CommitReply,
                 request,
                 manifest.model,
                 timeout_s=SLOW_TIMEOUT_S,
@@ -241,7 +227,7 @@ class DaemonStore(KVStore):
                 page_keys=keys,
                 lease_id=lease_id,
             )
-            reply = self._requests.ask(connection, LeaseReply, request, model, token_ids=token_ids)
+            reply = self._requests.ask(connection, request, model, token_ids=token_ids)
             if not reply.num_pages:
                 return None
             slices = slices_in(connection.arena, reply.slices)
@@ -268,7 +254,7 @@ class DaemonStore(KVStore):
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon that gave the lease is gone, or does not answer")
             request = FetchRequest(**connection.channels.head(), lease_id=lease.lease_id)
-            reply = self._requests.ask(connection, FetchReply, request, timeout_s=SLOW_TIMEOUT_S)
+            reply = self._requests.ask(connection, request, timeout_s=SLOW_TIMEOUT_S)
             slices = slices_in(connection.arena, reply.slices)
             if any(len(part.blocks) != len(part.checksums) for part in slices):
                 raise ProtocolError("a fetched lease has segments without blocks")
@@ -280,7 +266,6 @@ class DaemonStore(KVStore):
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
         keys = tuple(page_keys)
         reply = self._try(
-            PrefetchReply,
             lambda head: PrefetchRequest(**head, fingerprint=model.fingerprint, page_keys=keys),
             model,
             token_ids=_checked_tokens(model, keys, token_ids),
@@ -289,7 +274,6 @@ class DaemonStore(KVStore):
 
     def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
         reply = self._try(
-            ReportDamageReply,
             lambda head: ReportDamageRequest(**head, segment_id=segment_id, reason=reason),
             timeout_s=SLOW_TIMEOUT_S,
         )
@@ -298,19 +282,17 @@ class DaemonStore(KVStore):
     def path_segments(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[PathSegment]:
         keys = tuple(page_keys)
         reply = self._try(
-            PathSegmentsReply,
             lambda head: PathSegmentsRequest(**head, fingerprint=model.fingerprint, page_keys=keys),
             model,
         )
         if reply is None:
             return []
-        return [PathSegment(part.segment_id, header_from_wire(part.header)) for part in reply.segments]
+        return list(reply.segments)
 
     def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
         first_tokens = tuple(int(token) for token in layer_first_token)
         sizes = tuple(int(num_bytes) for num_bytes in layer_num_bytes)
         reply = self._try(
-            TrimReply,
             lambda head: TrimRequest(
                 **head, segment_id=segment_id, layer_first_token=first_tokens, layer_num_bytes=sizes
             ),
@@ -331,7 +313,6 @@ class DaemonStore(KVStore):
             raise ValueError(f"a pin lasts a positive, finite number of seconds, got {ttl_s}")
         keys = tuple(page_keys)
         reply = self._try(
-            PinReply,
             lambda head: PinRequest(
                 **head, fingerprint=model.fingerprint, page_keys=keys, ttl_s=min(ttl_s, _LONGEST_PIN_S)
             ),
@@ -342,19 +323,18 @@ class DaemonStore(KVStore):
     def unpin(self, model: ModelIdentity, page_keys: Sequence[str]) -> int:
         keys = tuple(page_keys)
         reply = self._try(
-            UnpinReply,
             lambda head: UnpinRequest(**head, fingerprint=model.fingerprint, page_keys=keys),
             model,
         )
         return reply.num_pages if reply is not None else 0
 
     def tier_costs(self) -> Mapping[str, TierCost]:
-        reply = self._try(TierCostsReply, lambda head: TierCostsRequest(**head))
+        reply = self._try(lambda head: TierCostsRequest(**head))
         return reply.tier_costs if reply is not None else {}
 
     def stats(self) -> StoreStats:
-        reply = self._try(StatsReply, lambda head: StatsRequest(**head))
-        return reply.store if reply is not None else NO_STATS
+        reply = self._try(lambda head: StatsRequest(**head))
+        return reply.store if reply is not None else _NO_STATS
 
     def list_segments(self) -> list[SegmentInfo]:
         segments: list[SegmentInfo] = []
@@ -368,17 +348,16 @@ class DaemonStore(KVStore):
 
     def inspect(self, segment_id: int) -> SegmentDetails | None:
         reply = self._try(
-            InspectReply, lambda head: InspectRequest(**head, segment_id=segment_id), timeout_s=SLOW_TIMEOUT_S
+            lambda head: InspectRequest(**head, segment_id=segment_id), timeout_s=SLOW_TIMEOUT_S
         )
         return reply.segment if reply is not None else None
 
     def verify(self) -> DamageReport:
-        reply = self._try(VerifyReply, lambda head: VerifyRequest(**head), timeout_s=VERIFY_TIMEOUT_S)
-        return reply.report if reply is not None else NO_DAMAGE
+        reply = self._try(lambda head: VerifyRequest(**head), timeout_s=VERIFY_TIMEOUT_S)
+        return reply.report if reply is not None else _NO_DAMAGE
 
     def flush(self, timeout_s: float) -> bool:
         reply = self._try(
-            FlushReply,
             lambda head: FlushRequest(**head, timeout_s=timeout_s),
             timeout_s=timeout_s + self._timeout_s,
         )
@@ -400,7 +379,7 @@ class DaemonStore(KVStore):
         self._link.close()
 
     def _list_from(self, offset: int) -> ListReply | None:
-        return self._try(ListReply, lambda head: ListRequest(**head, offset=offset), timeout_s=SLOW_TIMEOUT_S)
+        return self._try(lambda head: ListRequest(**head, offset=offset), timeout_s=SLOW_TIMEOUT_S)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -408,17 +387,16 @@ class DaemonStore(KVStore):
 
     def _try(
         self,
-        reply_type: type[R],
-        make: Callable[[RequestHead], Request],
+        make: Callable[[RequestHead], Request[R]],
         model: ModelIdentity | None = None,
         *,
         timeout_s: float | None = None,
         token_ids: TokenIds | None = None,
     ) -> R | None:
         self._check_open()
-        return self._requests.attempt(reply_type, make, model, timeout_s=timeout_s, token_ids=token_ids)
+        return self._requests.attempt(make, model, timeout_s=timeout_s, token_ids=token_ids)
 
-    def _settle(self, reservation: Reservation) -> Connection | None:
+    def _settle(self, reservation: Reservation) -> DaemonConnection | None:
         """Take the right to write from a reservation's holder; None: the store was closed."""
         with self._lock:
             connection = None
@@ -433,10 +411,10 @@ class DaemonStore(KVStore):
             block.flags.writeable = False
         return connection
 
-    def _post_release(self, connection: Connection, lease_id: int) -> None:
+    def _post_release(self, connection: DaemonConnection, lease_id: int) -> None:
         self._requests.post(connection, ReleaseRequest(**connection.channels.head(), lease_id=lease_id))
 
-    def _post_abort(self, connection: Connection, reservation_id: int) -> None:
+    def _post_abort(self, connection: DaemonConnection, reservation_id: int) -> None:
         self._requests.post(
             connection, AbortRequest(**connection.channels.head(), reservation_id=reservation_id)
         )

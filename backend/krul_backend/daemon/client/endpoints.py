@@ -1,18 +1,41 @@
-"""Which daemon a command means: the one that was named, or the only one of this user that runs."""
+"""Finds the daemon that a store or a command means, and reads the keys with which one is asked over TCP."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from krul_backend.daemon.protocol.messages import CONTROL_SOCKET, SESSION_SOCKET
-from krul_backend.daemon.protocol.runtime_dir import check_private
-from krul_backend.errors import DaemonError
+import zmq.auth
+
+from krul_backend.daemon.protocol.runtime_dir import CONTROL_SOCKET, SESSION_SOCKET, check_private
+from krul_backend.errors import ConfigError, DaemonError
 
 DIRECTORY_PATTERN = "krul-*"
 _CONNECT_TIMEOUT_S = 1.0
+
+CLIENT_KEY = "client.key_secret"
+SERVER_PUBLIC_KEY = "server.key"
+"""In the directory of CURVE keys that an operator names."""
+
+
+def runtime_dir_of(endpoint: str | Path) -> Path:
+    """The runtime directory that an endpoint means: the directory itself, or ``ipc://<dir>/control.sock``.
+
+    Raises:
+        DaemonError: it is an address without a directory, such as a TCP one.
+    """
+    text = str(endpoint)
+    if "://" not in text:
+        return Path(text)
+    path = Path(text.removeprefix("ipc://"))
+    if not text.startswith("ipc://") or path.name != CONTROL_SOCKET:
+        raise DaemonError(
+            f"{text} shares no memory: give the daemon's runtime directory, or ipc://<directory>/{CONTROL_SOCKET}"
+        )
+    return path.parent
 
 
 def default_parents() -> tuple[Path, ...]:
@@ -53,6 +76,48 @@ def resolve_endpoint(endpoint: str | None, parents: Sequence[Path] | None = None
         f"{len(found)} krul daemons run: choose one with --endpoint, out of "
         + ", ".join(str(path) for path in found)
     )
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """Z85 text of 40 characters each: the client's own pair, and the public key of the server to trust."""
+
+    public: bytes
+    secret: bytes
+    server: bytes
+
+    @classmethod
+    def read(cls, client_path: Path, server_path: Path) -> CurveKeys:
+        """From files as ``zmq.auth.create_certificates`` writes them.
+
+        Args:
+            client_path: the client's ``*.key_secret``.
+            server_path: the server's ``*.key``.
+
+        Raises:
+            ConfigError: one of them cannot be read, or the client's has no secret key.
+        """
+        try:
+            public, secret = zmq.auth.load_certificate(client_path)
+            server, _ = zmq.auth.load_certificate(server_path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"CURVE keys {client_path}, {server_path} cannot be read: {error}") from error
+        if secret is None:
+            raise ConfigError(f"{client_path} has no secret key: expected the client's *.key_secret")
+        return cls(public, secret, server)
+
+
+def load_client_keys(curve_dir: Path) -> CurveKeys:
+    """The client's own pair and the server's public key, from the directory that ``--curve-dir`` names.
+
+    Raises:
+        ConfigError: a file is missing, is no certificate, lacks the secret key, or lets others read it.
+    """
+    secret = curve_dir / CLIENT_KEY
+    keys = CurveKeys.read(secret, curve_dir / SERVER_PUBLIC_KEY)
+    if secret.stat().st_mode & 0o077:
+        raise ConfigError(f"curve_dir: {secret} can be read by others: chmod 0600 it")
+    return keys
 
 
 def _is_private(path: Path) -> bool:

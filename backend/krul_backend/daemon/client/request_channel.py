@@ -8,40 +8,22 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 import zmq
 import zmq.auth
 
-from krul_backend.daemon.protocol.limits import MAX_FRAME_BYTES
-from krul_backend.daemon.protocol.messages import decode_reply, encode, encode_token_ids
-from krul_backend.daemon.protocol.replies import ErrorCode, ErrorReply, Reply
-from krul_backend.daemon.protocol.requests import Request
+from krul_backend.daemon.client.endpoints import CurveKeys
+from krul_backend.daemon.protocol.frames import REPLY_TYPES, decode_reply, encode, encode_token_ids
+from krul_backend.daemon.protocol.messages import EXCEPTIONS, MAX_FRAME_BYTES, ErrorReply, Reply, Request
 from krul_backend.errors import (
-    ConfigError,
-    DaemonError,
     DaemonUnreachableError,
-    ManifestError,
     ProtocolError,
-    StoreClosedError,
-    TierReadError,
 )
 from krul_backend.segment import TokenIds
 
 _POLL_MS = 20
 """How soon a waiting thread notices that its session ended."""
-
-_EXCEPTIONS: dict[ErrorCode, type[Exception]] = {
-    "manifest": ManifestError,
-    "key": KeyError,
-    "value": ValueError,
-    "closed": StoreClosedError,
-    "tier-read": TierReadError,
-    "protocol": ProtocolError,
-    "internal": DaemonError,
-}
 
 R = TypeVar("R", bound=Reply)
 
@@ -59,35 +41,6 @@ class RequestHead(TypedDict):
 
     token: str
     id: int
-
-
-@dataclass(frozen=True)
-class CurveKeys:
-    """Z85 text of 40 characters each: the client's own pair, and the public key of the server to trust."""
-
-    public: bytes
-    secret: bytes
-    server: bytes
-
-    @classmethod
-    def read(cls, client_path: Path, server_path: Path) -> CurveKeys:
-        """From files as ``zmq.auth.create_certificates`` writes them.
-
-        Args:
-            client_path: the client's ``*.key_secret``.
-            server_path: the server's ``*.key``.
-
-        Raises:
-            ConfigError: one of them cannot be read, or the client's has no secret key.
-        """
-        try:
-            public, secret = zmq.auth.load_certificate(client_path)
-            server, _ = zmq.auth.load_certificate(server_path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"CURVE keys {client_path}, {server_path} cannot be read: {error}") from error
-        if secret is None:
-            raise ConfigError(f"{client_path} has no secret key: expected the client's *.key_secret")
-        return cls(public, secret, server)
 
 
 class _Channel:
@@ -109,7 +62,7 @@ class _Channel:
             self.socket.curve_serverkey = curve.server
         self.socket.connect(endpoint)
 
-    def send(self, request: Request, token_ids: TokenIds | None) -> None:
+    def send(self, request: Request[Any], token_ids: TokenIds | None) -> None:
         frames = [encode(request)]
         if token_ids is not None:
             frames.append(encode_token_ids(token_ids))
@@ -170,9 +123,7 @@ class RequestChannels:
         """The beginning of a new request."""
         return RequestHead(token=self._token, id=next(self._ids))
 
-    def ask(
-        self, request: Request, reply_type: type[R], timeout_s: float, token_ids: TokenIds | None = None
-    ) -> R:
+    def ask(self, request: Request[R], timeout_s: float, token_ids: TokenIds | None = None) -> R:
         """Send a request and wait for its reply; replies to earlier requests are dropped by their ids.
 
         Raises:
@@ -198,12 +149,13 @@ class RequestChannels:
                         break
                 self._check_open()
         if isinstance(reply, ErrorReply):
-            raise _EXCEPTIONS[reply.code](reply.message)
-        if not isinstance(reply, reply_type):
-            raise ProtocolError(f"expected a {reply_type.__name__}, got a {type(reply).__name__}")
-        return reply
+            raise EXCEPTIONS[reply.code](reply.message)
+        expected = REPLY_TYPES[type(request)]
+        if not isinstance(reply, expected):
+            raise ProtocolError(f"expected a {expected.__name__}, got a {type(reply).__name__}")
+        return cast(R, reply)
 
-    def post(self, request: Request) -> None:
+    def post(self, request: Request[Any]) -> None:
         """Send a request whose reply does not matter, after all earlier ones of this thread. Never waits."""
         channel = self._channel()
         with channel.lock:

@@ -6,14 +6,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from krul_backend.daemon.client.connection import Connection
+from krul_backend.daemon.client.daemon_connection import DaemonConnection
 from krul_backend.daemon.client.daemon_link import DaemonLink
 from krul_backend.daemon.client.request_channel import RequestHead, RequestTimeoutError, SessionEndedError
-from krul_backend.daemon.protocol.messages import op_of
-from krul_backend.daemon.protocol.replies import PingReply, Reply
-from krul_backend.daemon.protocol.requests import PingRequest, Request
+from krul_backend.daemon.protocol.admin_messages import PingRequest
+from krul_backend.daemon.protocol.messages import Reply, Request, op_of
 from krul_backend.errors import DaemonError, StoreClosedError
 from krul_backend.segment import ModelIdentity, TokenIds
 
@@ -41,8 +40,7 @@ class Requester:
 
     def attempt(
         self,
-        reply_type: type[R],
-        make: Callable[[RequestHead], Request],
+        make: Callable[[RequestHead], Request[R]],
         model: ModelIdentity | None = None,
         *,
         timeout_s: float | None = None,
@@ -62,17 +60,16 @@ class Requester:
         request = make(connection.channels.head())
         try:
             if timeout_s is not None and timeout_s > self._timeout_s:
-                self.ask(connection, PingReply, PingRequest(**connection.channels.head()))
-            return self.ask(connection, reply_type, request, model, timeout_s=timeout_s, token_ids=token_ids)
+                self.ask(connection, PingRequest(**connection.channels.head()))
+            return self.ask(connection, request, model, timeout_s=timeout_s, token_ids=token_ids)
         except UNANSWERED as error:
             self.note(connection, op_of(request), error)
             return None
 
     def ask(
         self,
-        connection: Connection,
-        reply_type: type[R],
-        request: Request,
+        connection: DaemonConnection,
+        request: Request[R],
         model: ModelIdentity | None = None,
         *,
         timeout_s: float | None = None,
@@ -86,9 +83,9 @@ class Requester:
         if model is not None:
             connection.say_hello(model, self._timeout_s)
         timeout_s = timeout_s if timeout_s is not None else self._timeout_s
-        return connection.channels.ask(request, reply_type, timeout_s, token_ids)
+        return connection.channels.ask(request, timeout_s, token_ids)
 
-    def note(self, connection: Connection, op: str, error: Exception) -> None:
+    def note(self, connection: DaemonConnection, op: str, error: Exception) -> None:
         """Draw the conclusions from one of ``UNANSWERED``."""
         if isinstance(error, RequestTimeoutError):
             self._link.count(timeouts=1)
@@ -101,7 +98,7 @@ class Requester:
             if is_new:
                 logger.error("krul daemon cannot answer %r (said once): %s", op, error)
 
-    def post(self, connection: Connection, request: Request) -> None:
+    def post(self, connection: DaemonConnection, request: Request[Any]) -> None:
         """Send what gives something back, after all that this thread sent before, without waiting."""
         # Of a session that is over, everything was given back.
         with contextlib.suppress(SessionEndedError):

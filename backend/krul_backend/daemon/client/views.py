@@ -9,16 +9,15 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.daemon.protocol.replies import WireSlice
-from krul_backend.daemon.protocol.wire import header_from_wire
+from krul_backend.daemon.protocol.messages import SliceSpans
 from krul_backend.errors import ProtocolError
 from krul_backend.tiers.common.arrival import LayerStatus
 from krul_backend.tiers.common.interface import DRAM_TIER, Block, SegmentSlice, Span
 
-Arena = npt.NDArray[np.uint8]
+ArenaBytes = npt.NDArray[np.uint8]
 
 
-def view_in(arena: Arena, span: Span) -> Block:
+def view_in(arena: ArenaBytes, span: Span) -> Block:
     """The bytes of a span, uint8 ``[num_bytes]``, writable, without a copy; it keeps the mapping alive.
 
     Raises:
@@ -41,7 +40,7 @@ class ArenaBlocks(Sequence[Block]):
 
     __slots__ = ("_arena", "_spans")
 
-    def __init__(self, arena: Arena, spans: tuple[Span, ...]) -> None:
+    def __init__(self, arena: ArenaBytes, spans: tuple[Span, ...]) -> None:
         self._arena = arena
         self._spans = spans
 
@@ -59,7 +58,7 @@ class ArenaBlocks(Sequence[Block]):
         return self._arena[offset : offset + num_bytes]
 
 
-def slices_in(arena: Arena, wires: Sequence[WireSlice]) -> tuple[SegmentSlice, ...]:
+def slices_in(arena: ArenaBytes, wires: Sequence[SliceSpans]) -> tuple[SegmentSlice, ...]:
     """Leased slices with read-only views of their blocks, and of their layers' status if they still come.
 
     Raises:
@@ -70,7 +69,7 @@ def slices_in(arena: Arena, wires: Sequence[WireSlice]) -> tuple[SegmentSlice, .
     return tuple(_slice_in(read_only, wire) for wire in wires)
 
 
-def _slice_in(arena: Arena, wire: WireSlice) -> SegmentSlice:
+def _slice_in(arena: ArenaBytes, wire: SliceSpans) -> SegmentSlice:
     num_layers = len(wire.header.layer_num_bytes)
     if len(wire.checksums) != num_layers or not 0 <= wire.first_page < wire.end_page:
         raise ProtocolError(
@@ -97,7 +96,7 @@ def _slice_in(arena: Arena, wire: WireSlice) -> SegmentSlice:
         status = LayerStatus(view_in(arena, wire.status_span))
     return SegmentSlice(
         segment_id=wire.segment_id,
-        header=header_from_wire(wire.header),
+        header=wire.header,
         tier=wire.tier,
         blocks=ArenaBlocks(arena, wire.spans),
         spans=wire.spans,

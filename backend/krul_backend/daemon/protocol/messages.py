@@ -1,27 +1,63 @@
-"""Messages between the daemon and its clients as frames of bytes.
+"""The messages of sessions: for each operation of the store one request, and its reply.
 
-On ``control.sock`` a request is one JSON frame (``requests.py``), for ``TOKEN_REQUESTS`` followed by one of
-token ids (int32, little endian); a reply is one JSON frame (``replies.py``). ``op`` says which type it is.
+The dataclasses of the store travel as they are; a class of its own exists here only where the wire has less
+than the store: the bytes of a slice stay in shared memory, and a manifest's tokens follow in a frame of their
+own. Every string, list and number of a request is bounded, and checked when the request is decoded.
+
+To add an operation, write its messages and enter them in ``OPERATIONS``; then write the server's handler and
+the client's method.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
-import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
-from krul_backend.daemon.protocol.limits import MAX_FRAME_BYTES, PROTOCOL_VERSION
-from krul_backend.daemon.protocol.replies import AnyReply, Reply
-from krul_backend.daemon.protocol.requests import AnyRequest, Request
-from krul_backend.errors import ProtocolError
-from krul_backend.segment import TokenIds
+from krul_backend.errors import DaemonError, ManifestError, ProtocolError, StoreClosedError, TierReadError
+from krul_backend.planner.costs import TierCost
+from krul_backend.segment import (
+    ModelIdentity,
+    SegmentHeader,
+    SegmentManifest,
+    TokenIds,
+    check_codec_params_num_bytes,
+)
+from krul_backend.tiers.common.interface import (
+    DamageReason,
+    PathSegment,
+    SegmentSlice,
+    Span,
+)
 
-SESSION_SOCKET = "session.sock"
-CONTROL_SOCKET = "control.sock"
+PROTOCOL_VERSION = 3
+MAX_FRAME_BYTES = 64 << 20
+MAX_PAGES = 1_000_000
+MAX_LAYERS = 1024
+MAX_MODELS = 64
+"""Of one session the daemon knows this many models, the latest; a client relies on half of them."""
 
-_MAX_TOKENS = MAX_FRAME_BYTES // 4
+_MAX_NAME_LENGTH = 1024
+_MAX_DIGEST_LENGTH = 128
+_MAX_WORD_LENGTH = 64
+_MAX_SMALL = 1 << 20
+
+_Token = Annotated[str, Meta(max_length=128)]
+_Key = Annotated[str, Meta(min_length=1, max_length=128)]
+_Word = Annotated[str, Meta(max_length=_MAX_WORD_LENGTH)]
+_Tenant = Annotated[str, Meta(max_length=256)]
+Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Version = Annotated[int, Meta(ge=0, le=1 << 31)]
+_Position = Annotated[int, Meta(ge=0, le=1 << 40)]
+_NumBytes = Annotated[int, Meta(ge=0, le=1 << 48)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+_PageKeys = Annotated[tuple[_Key, ...], Meta(max_length=MAX_PAGES)]
+_LayerBytes = Annotated[tuple[_NumBytes, ...], Meta(max_length=MAX_LAYERS)]
+_LayerChecksums = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_LAYERS)]
+_LayerTokens = Annotated[tuple[_Position, ...], Meta(max_length=MAX_LAYERS)]
+
+R = TypeVar("R", bound="Reply")
 
 
 class SessionGreeting(Struct, frozen=True):
@@ -33,69 +69,328 @@ class SessionGreeting(Struct, frozen=True):
     capacity_bytes: int
 
 
-class _Envelope(Struct, frozen=True):
-    version: Annotated[int, Meta(ge=0, le=1 << 31)]
-    id: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+class Reply(Struct, frozen=True, kw_only=True, tag_field="op"):
+    """``id`` is the request's."""
+
+    id: int
 
 
-_encoder = msgspec.json.Encoder()
-_request_decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(AnyRequest)
-_reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(AnyReply)
-_envelope_decoder = msgspec.json.Decoder(_Envelope)
-_greeting_decoder = msgspec.json.Decoder(SessionGreeting)
+class Request(Struct, Generic[R], frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="op"):
+    """A request that is answered with an ``R``, or with an ``ErrorReply``.
 
-_T = TypeVar("_T")
+    ``token`` names the session; it is empty for a client without one. The reply repeats ``id``. A frame of
+    token ids follows a request with ``has_token_ids``.
+    """
+
+    has_token_ids: ClassVar[bool] = False
+
+    version: _Version = PROTOCOL_VERSION
+    token: _Token
+    id: Id
 
 
-def op_of(message: type[Request] | type[Reply] | Request | Reply) -> str:
+class _PagesRequest(Request[R], Generic[R], frozen=True, kw_only=True):
+    """About pages of a model that the session said hello with."""
+
+    fingerprint: _Token
+    page_keys: _PageKeys
+
+
+# ---- errors ----
+
+ErrorCode = Literal["manifest", "closed", "tier-read", "protocol", "key", "value", "internal"]
+
+EXCEPTIONS: dict[ErrorCode, type[Exception]] = {
+    "manifest": ManifestError,
+    "closed": StoreClosedError,
+    "tier-read": TierReadError,
+    "protocol": ProtocolError,
+    "key": KeyError,
+    "value": ValueError,
+    "internal": DaemonError,
+}
+"""What a client raises for an error; all but ``protocol`` and ``internal`` are exceptions of ``KVStore``."""
+
+
+def error_code(error: Exception) -> ErrorCode:
+    """The code that a client is told for an exception; ``internal`` if it is none of the expected ones."""
+    return next((code for code, kind in EXCEPTIONS.items() if isinstance(error, kind)), "internal")
+
+
+class Done(Reply, frozen=True, kw_only=True, tag="done"):
+    """The answer to a request that asks for no information."""
+
+
+class ErrorReply(Reply, frozen=True, kw_only=True, tag="error"):
+    code: ErrorCode
+    message: str
+
+
+# ---- operations of a session ----
+
+
+class HelloRequest(Request[Done], frozen=True, kw_only=True, tag="hello"):
+    """Introduces a model. Later requests name it by ``fingerprint``, which the daemon computes and compares.
+
+    Raises:
+        ProtocolError: the model has a text or a number beyond the bounds.
+    """
+
+    format: _Version
+    model: ModelIdentity
+    fingerprint: _Token
+
+    def __post_init__(self) -> None:
+        model = self.model
+        sizes = (model.num_kv_heads, model.k_head_dim, model.v_head_dim, model.page_size, model.tp_size)
+        if not (
+            len(model.name) <= _MAX_NAME_LENGTH
+            and len(model.config_digest) <= _MAX_DIGEST_LENGTH
+            and len(model.dtype) <= _MAX_WORD_LENGTH
+            and 1 <= model.num_layers <= MAX_LAYERS
+            and min(sizes) >= 1
+            and max(sizes) <= _MAX_SMALL
+            and 0 <= model.tp_rank <= _MAX_SMALL
+        ):
+            raise ProtocolError(f"a model beyond the bounds of the protocol: {str(model)[:1000]}")
+
+
+class FindMissingReply(Reply, frozen=True, kw_only=True, tag="find_missing"):
+    """Runs ``[first, end)`` of indices into the request's keys."""
+
+    missing: tuple[tuple[int, int], ...]
+
+
+class FindMissingRequest(_PagesRequest[FindMissingReply], frozen=True, kw_only=True, tag="find_missing"):
+    pass
+
+
+class SliceSpans(Struct, frozen=True):
+    """A ``SegmentSlice`` that says where its blocks lie instead of having them.
+
+    ``spans`` are empty before a fetch if ``tier`` is not DRAM. ``status_span`` is where the flags of its
+    layers lie, None when all have landed.
+    """
+
+    segment_id: int
+    header: SegmentHeader
+    tier: str
+    spans: tuple[Span, ...]
+    checksums: tuple[int, ...]
+    first_page: int
+    end_page: int
+    status_span: Span | None
+
+    @classmethod
+    def of(cls, part: SegmentSlice, status_span: Span | None) -> SliceSpans:
+        return cls(
+            segment_id=part.segment_id,
+            header=part.header,
+            tier=part.tier,
+            spans=part.spans,
+            checksums=part.checksums,
+            first_page=part.first_page,
+            end_page=part.end_page,
+            status_span=status_span,
+        )
+
+
+class LeaseReply(Reply, frozen=True, kw_only=True, tag="lease"):
+    """``num_pages`` 0: nothing was found, and there is no lease."""
+
+    num_pages: int
+    slices: tuple[SliceSpans, ...]
+
+
+class LeaseRequest(_PagesRequest[LeaseReply], frozen=True, kw_only=True, tag="lease"):
+    """``lease_id`` is the client's choice, never used before in its session."""
+
+    has_token_ids: ClassVar[bool] = True
+
+    lease_id: Id
+
+
+class FetchReply(Reply, frozen=True, kw_only=True, tag="fetch"):
+    """The lease's slices, all with spans."""
+
+    slices: tuple[SliceSpans, ...]
+
+
+class FetchRequest(Request[FetchReply], frozen=True, kw_only=True, tag="fetch"):
+    lease_id: Id
+
+
+class ReleaseRequest(Request[Done], frozen=True, kw_only=True, tag="release"):
+    """An unknown lease is no error: after a time-out the client releases what it may have been granted."""
+
+    lease_id: Id
+
+
+class ReserveReply(Reply, frozen=True, kw_only=True, tag="reserve"):
+    """``spans`` None: no space, and there is no reservation."""
+
+    spans: tuple[Span, ...] | None
+
+
+class ReserveRequest(Request[ReserveReply], frozen=True, kw_only=True, tag="reserve"):
+    """``reservation_id`` is the client's choice, never used before in its session."""
+
+    reservation_id: Id
+    layer_num_bytes: _LayerBytes
+    tenant: _Tenant
+
+
+class ManifestFields(Struct, frozen=True, forbid_unknown_fields=True):
+    """A ``SegmentManifest`` without its model, which the request names, and its tokens, which follow it.
+
+    The other fields are those of the manifest, by the same names, within bounds. ``codec_params`` are JSON
+    that is decoded after its size was checked.
+    """
+
+    page_keys: _PageKeys
+    parent_key: _Key | None
+    start_token: _Position
+    codec: _Word
+    codec_params: Raw
+    layer_num_bytes: _LayerBytes
+    layer_first_token: _LayerTokens
+    tenant: _Tenant
+    recompute_s: Seconds
+
+    @classmethod
+    def of(cls, manifest: SegmentManifest) -> ManifestFields:
+        """Raises ManifestError if the codec's parameters are too large, or cannot be written as JSON."""
+        try:
+            codec_params = msgspec.json.encode(manifest.codec_params)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ManifestError(f"codec parameters that JSON has no words for: {error}") from error
+        check_codec_params_num_bytes(len(codec_params))
+        fields = {name: getattr(manifest, name) for name in cls.__struct_fields__}
+        return cls(**{**fields, "codec_params": Raw(codec_params)})
+
+    def manifest(self, model: ModelIdentity, token_ids: TokenIds) -> SegmentManifest:
+        """The manifest that the client sent.
+
+        Raises:
+            ManifestError: its parts contradict each other, or the codec's parameters are too large or no
+                JSON object.
+        """
+        check_codec_params_num_bytes(len(memoryview(self.codec_params)))
+        try:
+            codec_params = msgspec.json.decode(self.codec_params, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise ManifestError(f"codec parameters are a JSON object, got {error}") from error
+        fields = {**msgspec.structs.asdict(self), "codec_params": codec_params}
+        return SegmentManifest(model=model, token_ids=token_ids, **fields)
+
+
+class CommitReply(Reply, frozen=True, kw_only=True, tag="commit"):
+    segment_id: int
+
+
+class CommitRequest(Request[CommitReply], frozen=True, kw_only=True, tag="commit"):
+    """``checksums``: one per layer, of what the client wrote. The token ids are the manifest's."""
+
+    has_token_ids: ClassVar[bool] = True
+
+    reservation_id: Id
+    fingerprint: _Token
+    manifest: ManifestFields
+    checksums: _LayerChecksums
+
+
+class AbortRequest(Request[Done], frozen=True, kw_only=True, tag="abort"):
+    """An unknown reservation is no error: as for ``release``."""
+
+    reservation_id: Id
+
+
+class PathSegmentsReply(Reply, frozen=True, kw_only=True, tag="path_segments"):
+    segments: tuple[PathSegment, ...]
+
+
+class PathSegmentsRequest(_PagesRequest[PathSegmentsReply], frozen=True, kw_only=True, tag="path_segments"):
+    pass
+
+
+class TrimReply(Reply, frozen=True, kw_only=True, tag="trim"):
+    num_bytes: int
+
+
+class TrimRequest(Request[TrimReply], frozen=True, kw_only=True, tag="trim"):
+    segment_id: Id
+    layer_first_token: _LayerTokens
+    layer_num_bytes: _LayerBytes
+
+
+class PrefetchReply(Reply, frozen=True, kw_only=True, tag="prefetch"):
+    num_pages: int
+
+
+class PrefetchRequest(_PagesRequest[PrefetchReply], frozen=True, kw_only=True, tag="prefetch"):
+    has_token_ids: ClassVar[bool] = True
+
+
+class PinReply(Reply, frozen=True, kw_only=True, tag="pin"):
+    num_pages: int
+
+
+class PinRequest(_PagesRequest[PinReply], frozen=True, kw_only=True, tag="pin"):
+    ttl_s: Seconds
+
+
+class UnpinReply(Reply, frozen=True, kw_only=True, tag="unpin"):
+    num_pages: int
+
+
+class UnpinRequest(_PagesRequest[UnpinReply], frozen=True, kw_only=True, tag="unpin"):
+    pass
+
+
+class ReportDamageReply(Reply, frozen=True, kw_only=True, tag="report_damage"):
+    is_damaged: bool
+
+
+class ReportDamageRequest(Request[ReportDamageReply], frozen=True, kw_only=True, tag="report_damage"):
+    segment_id: Id
+    reason: DamageReason
+
+
+class TierCostsReply(Reply, frozen=True, kw_only=True, tag="tier_costs"):
+    tier_costs: dict[str, TierCost]
+
+
+class TierCostsRequest(Request[TierCostsReply], frozen=True, kw_only=True, tag="tier_costs"):
+    pass
+
+
+class ClearRequest(Request[Done], frozen=True, kw_only=True, tag="clear"):
+    """``fingerprint`` None: every model's segments."""
+
+    fingerprint: _Token | None
+
+
+OPERATIONS: dict[type[Request[Any]], type[Reply]] = {
+    HelloRequest: Done,
+    FindMissingRequest: FindMissingReply,
+    LeaseRequest: LeaseReply,
+    FetchRequest: FetchReply,
+    ReleaseRequest: Done,
+    ReserveRequest: ReserveReply,
+    CommitRequest: CommitReply,
+    AbortRequest: Done,
+    PathSegmentsRequest: PathSegmentsReply,
+    TrimRequest: TrimReply,
+    PrefetchRequest: PrefetchReply,
+    PinRequest: PinReply,
+    UnpinRequest: UnpinReply,
+    ReportDamageRequest: ReportDamageReply,
+    TierCostsRequest: TierCostsReply,
+    ClearRequest: Done,
+}
+"""Every request of a session, and its reply."""
+
+
+def op_of(message: type[Request[Any]] | type[Reply] | Request[Any] | Reply) -> str:
     """The operation that a message, or a type of messages, belongs to."""
     return str(message.__struct_config__.tag)
-
-
-def encode(message: Request | Reply | SessionGreeting) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_request(frame: bytes) -> Request:
-    """Raises ProtocolError if the frame is no request, or one beyond its bounds."""
-    return _decode(_request_decoder, frame, "request")
-
-
-def decode_reply(frame: bytes) -> Reply:
-    """Raises ProtocolError if the frame is no reply."""
-    return _decode(_reply_decoder, frame, "reply")
-
-
-def decode_greeting(line: bytes) -> SessionGreeting:
-    """Raises ProtocolError if the line is no greeting."""
-    return _decode(_greeting_decoder, line, "greeting")
-
-
-def decode_envelope(frame: bytes) -> tuple[int, int] | None:
-    """Version and id of what may be another version's request; None if it has none."""
-    try:
-        envelope: _Envelope = _decode(_envelope_decoder, frame, "request")
-    except ProtocolError:
-        return None
-    return envelope.version, envelope.id
-
-
-def encode_token_ids(token_ids: TokenIds) -> bytes:
-    return np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
-
-
-def decode_token_ids(frame: bytes) -> TokenIds:
-    """int32 ``[n]``, a read-only view of the frame. Raises ProtocolError if they are not whole."""
-    if len(frame) % 4 or len(frame) > 4 * _MAX_TOKENS:
-        raise ProtocolError(f"expected at most {_MAX_TOKENS} token ids of 4 bytes, got {len(frame)} bytes")
-    return np.frombuffer(frame, dtype="<i4")
-
-
-def _decode(decoder: msgspec.json.Decoder[_T], frame: bytes, what: str) -> _T:
-    if len(frame) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a {what} of {len(frame)} bytes is beyond the {MAX_FRAME_BYTES} that are read")
-    try:
-        return decoder.decode(frame)
-    # Not UTF-8, and nested too deeply, have exceptions of their own.
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ProtocolError(f"expected a {what} of protocol {PROTOCOL_VERSION}: {error}") from error

@@ -8,8 +8,10 @@ import os
 import stat
 from pathlib import Path
 
-from krul_backend.daemon.protocol.messages import CONTROL_SOCKET, SESSION_SOCKET
 from krul_backend.errors import DaemonError, DaemonUnreachableError
+
+SESSION_SOCKET = "session.sock"
+CONTROL_SOCKET = "control.sock"
 
 LOG_NAME = "daemon.log"
 """The file in its runtime directory to which a daemon writes its log when an engine started it."""

@@ -6,25 +6,21 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from krul_backend.daemon.protocol.replies import (
+from krul_backend.daemon.protocol.admin_messages import (
     DaemonStats,
     FlushReply,
-    InspectReply,
-    ListReply,
-    PingReply,
-    Reply,
-    StatsReply,
-    VerifyReply,
-)
-from krul_backend.daemon.protocol.requests import (
     FlushRequest,
+    InspectReply,
     InspectRequest,
+    ListReply,
     ListRequest,
     PingRequest,
-    Request,
+    StatsReply,
     StatsRequest,
+    VerifyReply,
     VerifyRequest,
 )
+from krul_backend.daemon.protocol.messages import Done, Reply, Request
 from krul_backend.daemon.server.lanes import Answer, Deferred, Lane
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import DamageReport, SegmentDetails, SegmentInfo
@@ -38,7 +34,7 @@ class AdminHandlers:
     def __init__(self, store: KVStore, daemon_stats: Callable[[], DaemonStats]) -> None:
         self._store = store
         self._daemon_stats = daemon_stats
-        self._of_request: dict[type[Request], Callable[[Any], Answer]] = {
+        self._of_request: dict[type[Request[Any]], Callable[[Any], Answer]] = {
             PingRequest: self._ping,
             StatsRequest: self._stats,
             ListRequest: self._list,
@@ -47,14 +43,14 @@ class AdminHandlers:
             FlushRequest: self._flush,
         }
 
-    def knows(self, request: Request) -> bool:
+    def knows(self, request: Request[Any]) -> bool:
         return type(request) in self._of_request
 
-    def handle(self, request: Request) -> Answer:
+    def handle(self, request: Request[Any]) -> Answer:
         return self._of_request[type(request)](request)
 
     def _ping(self, request: PingRequest) -> Answer:
-        return PingReply(id=request.id)
+        return Done(id=request.id)
 
     def _stats(self, request: StatsRequest) -> Answer:
         return StatsReply(id=request.id, store=self._store.stats(), daemon=self._daemon_stats())

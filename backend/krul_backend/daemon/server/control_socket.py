@@ -10,7 +10,7 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
-from krul_backend.daemon.protocol.limits import MAX_FRAME_BYTES
+from krul_backend.daemon.protocol.messages import MAX_FRAME_BYTES
 from krul_backend.errors import ConfigError, DaemonError
 
 SERVER_KEY = "server.key_secret"

@@ -10,7 +10,7 @@ from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from krul_backend.daemon.protocol.replies import Reply
+from krul_backend.daemon.protocol.messages import Reply
 from krul_backend.errors import ProtocolError
 
 MAX_PENDING = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -17,7 +18,6 @@ import zmq
 
 from krul_backend.daemon.protocol.runtime_dir import RuntimeDir
 from krul_backend.daemon.server.build_store import BuiltStore, build_store
-from krul_backend.daemon.server.collector import tune_garbage_collection
 from krul_backend.daemon.server.config import DaemonConfig
 from krul_backend.daemon.server.control_socket import AdminEndpoint
 from krul_backend.daemon.server.metrics import DaemonMetrics
@@ -83,6 +83,17 @@ def serve(config: DaemonConfig) -> None:
                 built.store.close()
                 server.close()
     logger.info("ended")
+
+
+def tune_garbage_collection() -> None:
+    """Keep the collector from walking the page index in the middle of a request.
+
+    The store's millions of long-lived objects have no cycles; reference counts free what leaves. A full
+    collection would stop every client for a good part of a second and find nothing, so it gets rare.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 1_000)
 
 
 def _announce(config: DaemonConfig, stdout: TextIO) -> None:

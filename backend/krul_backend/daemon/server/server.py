@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from krul_backend.daemon.protocol.messages import decode_envelope, decode_token_ids, encode, op_of
-from krul_backend.daemon.protocol.replies import DaemonStats, ErrorReply, Reply, ShutdownReply
-from krul_backend.daemon.protocol.requests import Request, ShutdownRequest
+from krul_backend.daemon.protocol.admin_messages import DaemonStats, ShutdownRequest
+from krul_backend.daemon.protocol.frames import checked_request, decode_envelope, decode_token_ids, encode
+from krul_backend.daemon.protocol.messages import Done, ErrorReply, Reply, Request, error_code, op_of
 from krul_backend.daemon.protocol.runtime_dir import RuntimeDir
 from krul_backend.daemon.server.admin_handlers import AdminHandlers
 from krul_backend.daemon.server.control_socket import bind_router
-from krul_backend.daemon.server.intake import checked_request, error_code
 from krul_backend.daemon.server.lanes import Answer, Deferred, Lanes
 from krul_backend.daemon.server.session_handlers import SessionHandlers
 from krul_backend.daemon.server.sessions import Session, SessionTable
@@ -193,7 +192,7 @@ class DaemonServer:
         else:
             self._reply(caller, answer)
 
-    def _dispatch(self, socket: zmq.Socket[bytes], request: Request, frames: list[bytes]) -> Answer:
+    def _dispatch(self, socket: zmq.Socket[bytes], request: Request[Any], frames: list[bytes]) -> Answer:
         session = self._sessions.find(request.token) if socket is self._control else None
         if session is None and (request.token or not self._needs_no_session(request)):
             error = ProtocolError(f"there is no session that could ask for {op_of(request)}: connect again")
@@ -202,13 +201,13 @@ class DaemonServer:
         if isinstance(request, ShutdownRequest):
             logger.info("asked to shut down")
             self._is_stopping = True
-            return ShutdownReply(id=request.id)
+            return Done(id=request.id)
         if session is None or self._admin_handlers.knows(request):
             return self._admin_handlers.handle(request)
         token_ids = decode_token_ids(frames[1]) if len(frames) > 1 else None
         return self._session_handlers.handle(session, request, token_ids)
 
-    def _needs_no_session(self, request: Request) -> bool:
+    def _needs_no_session(self, request: Request[Any]) -> bool:
         return isinstance(request, ShutdownRequest) or self._admin_handlers.knows(request)
 
     def _defer(self, caller: _Caller, deferred: Deferred[Any]) -> None:

@@ -9,53 +9,40 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.daemon.protocol.limits import MAX_MODELS, PROTOCOL_VERSION
-from krul_backend.daemon.protocol.replies import (
-    AbortReply,
-    ClearReply,
-    CommitReply,
-    FetchReply,
-    FindMissingReply,
-    HelloReply,
-    LeaseReply,
-    PathSegmentsReply,
-    PinReply,
-    PrefetchReply,
-    ReleaseReply,
-    Reply,
-    ReportDamageReply,
-    ReserveReply,
-    TierCostsReply,
-    TrimReply,
-    UnpinReply,
-    WirePathSegment,
-    WireSlice,
-)
-from krul_backend.daemon.protocol.requests import (
+from krul_backend.daemon.protocol.messages import (
+    MAX_MODELS,
     AbortRequest,
     ClearRequest,
+    CommitReply,
     CommitRequest,
+    Done,
+    FetchReply,
     FetchRequest,
+    FindMissingReply,
     FindMissingRequest,
     HelloRequest,
+    LeaseReply,
     LeaseRequest,
+    PathSegmentsReply,
     PathSegmentsRequest,
+    PinReply,
     PinRequest,
+    PrefetchReply,
     PrefetchRequest,
     ReleaseRequest,
+    Reply,
+    ReportDamageReply,
     ReportDamageRequest,
     Request,
+    ReserveReply,
     ReserveRequest,
+    SliceSpans,
+    TierCostsReply,
     TierCostsRequest,
+    TrimReply,
     TrimRequest,
+    UnpinReply,
     UnpinRequest,
-)
-from krul_backend.daemon.protocol.wire import (
-    header_to_wire,
-    manifest_from_wire,
-    model_from_wire,
-    runs_to_wire,
-    slice_to_wire,
 )
 from krul_backend.daemon.server.lanes import Answer, Deferred, Lane
 from krul_backend.daemon.server.sessions import Session
@@ -89,20 +76,18 @@ class SessionHandlers:
         self._store = store
         self._arena_address = arena.ctypes.data
         self._may_lookup_wait = may_lookup_wait
-        self._of_tokens: dict[type[Request], Callable[[Session, Any, TokenIds], Answer]] = {
-            LeaseRequest: self._lease,
-            CommitRequest: self._commit,
-            PrefetchRequest: self._prefetch,
-        }
-        self._of_session: dict[type[Request], Callable[[Session, Any], Answer]] = {
+        self._of_request: dict[type[Request[Any]], Callable[..., Answer]] = {
             HelloRequest: self._hello,
             FindMissingRequest: self._find_missing,
+            LeaseRequest: self._lease,
             FetchRequest: self._fetch,
             ReleaseRequest: self._release,
             ReserveRequest: self._reserve,
+            CommitRequest: self._commit,
             AbortRequest: self._abort,
             PathSegmentsRequest: self._path_segments,
             TrimRequest: self._trim,
+            PrefetchRequest: self._prefetch,
             PinRequest: self._pin,
             UnpinRequest: self._unpin,
             ReportDamageRequest: self._report_damage,
@@ -110,16 +95,15 @@ class SessionHandlers:
             ClearRequest: self._clear,
         }
 
-    def handle(self, session: Session, request: Request, token_ids: TokenIds | None) -> Answer:
-        """``token_ids`` is given exactly for ``TOKEN_REQUESTS``.
+    def handle(self, session: Session, request: Request[Any], token_ids: TokenIds | None) -> Answer:
+        """Do what a request asks. ``token_ids`` is given exactly if the request's type ``has_token_ids``.
 
         Raises:
             ProtocolError: the request names a model that the session did not say hello with.
             Exception: whatever the store raises, as ``KVStore`` documents it.
         """
-        if token_ids is not None:
-            return self._of_tokens[type(request)](session, request, token_ids)
-        return self._of_session[type(request)](session, request)
+        handler = self._of_request[type(request)]
+        return handler(session, request) if token_ids is None else handler(session, request, token_ids)
 
     def end_session(self, session: Session) -> None:
         """Release what a client that is gone was granted, or still might be."""
@@ -134,7 +118,7 @@ class SessionHandlers:
                 f"the client stores format {request.format}, the daemon keeps format {FORMAT_VERSION}: "
                 "run both from one version of krul"
             )
-        model = model_from_wire(request.model)
+        model = request.model
         if model.fingerprint != request.fingerprint:
             raise ProtocolError(
                 f"the model has fingerprint {model.fingerprint} here and {request.fingerprint!r} in the "
@@ -145,16 +129,11 @@ class SessionHandlers:
         if len(session.models) > MAX_MODELS:
             # A server whose weights change often names many. Clients introduce an old one again.
             del session.models[next(iter(session.models))]
-        return HelloReply(
-            id=request.id,
-            protocol=PROTOCOL_VERSION,
-            format=FORMAT_VERSION,
-            tier_costs=dict(self._store.tier_costs()),
-        )
+        return Done(id=request.id)
 
     def _find_missing(self, session: Session, request: FindMissingRequest) -> Answer:
         missing = self._store.find_missing(_model_of(session, request.fingerprint), request.page_keys)
-        return FindMissingReply(id=request.id, missing=runs_to_wire(missing))
+        return FindMissingReply(id=request.id, missing=tuple((run.start, run.stop) for run in missing))
 
     def _lease(self, session: Session, request: LeaseRequest, token_ids: TokenIds) -> Answer:
         model = _model_of(session, request.fingerprint)
@@ -221,7 +200,7 @@ class SessionHandlers:
         lease = session.leases.pop(request.lease_id, None)
         if lease is not None:
             self._end_lease(session, request.lease_id, lease)
-        return ReleaseReply(id=request.id)
+        return Done(id=request.id)
 
     def _end_lease(self, session: Session, lease_id: int, lease: Lease) -> None:
         if lease_id not in session.fetching:
@@ -258,7 +237,7 @@ class SessionHandlers:
             raise KeyError(f"reservation {request.reservation_id} is unknown, committed or aborted")
         try:
             model = _model_of(session, request.fingerprint)
-            manifest = manifest_from_wire(request.manifest, model, token_ids)
+            manifest = request.manifest.manifest(model, token_ids)
         except (ManifestError, ProtocolError):
             self._store.abort(reservation)
             raise
@@ -270,14 +249,11 @@ class SessionHandlers:
         reservation = session.reservations.pop(request.reservation_id, None)
         if reservation is not None:
             self._store.abort(reservation)
-        return AbortReply(id=request.id)
+        return Done(id=request.id)
 
     def _path_segments(self, session: Session, request: PathSegmentsRequest) -> Reply:
         found = self._store.path_segments(_model_of(session, request.fingerprint), request.page_keys)
-        return PathSegmentsReply(
-            id=request.id,
-            segments=tuple(WirePathSegment(part.segment_id, header_to_wire(part.header)) for part in found),
-        )
+        return PathSegmentsReply(id=request.id, segments=tuple(found))
 
     def _pin(self, session: Session, request: PinRequest) -> Answer:
         model = _model_of(session, request.fingerprint)
@@ -308,12 +284,12 @@ class SessionHandlers:
 
         def finish(future: Future[None]) -> Reply:
             future.result()
-            return ClearReply(id=request.id)
+            return Done(id=request.id)
 
         return Deferred(lambda: self._store.clear(model), finish)
 
-    def _slices(self, slices: tuple[SegmentSlice, ...]) -> tuple[WireSlice, ...]:
-        return tuple(slice_to_wire(part, self._status_span(part)) for part in slices)
+    def _slices(self, slices: tuple[SegmentSlice, ...]) -> tuple[SliceSpans, ...]:
+        return tuple(SliceSpans.of(part, self._status_span(part)) for part in slices)
 
     def _status_span(self, part: SegmentSlice) -> Span | None:
         if part.status is None:

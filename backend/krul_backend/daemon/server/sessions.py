@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from krul_backend.daemon.protocol.limits import PROTOCOL_VERSION
-from krul_backend.daemon.protocol.messages import SessionGreeting, encode
+from krul_backend.daemon.protocol.frames import encode
+from krul_backend.daemon.protocol.messages import PROTOCOL_VERSION, SessionGreeting
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
 from krul_backend.tiers.common.interface import Lease, Reservation
 

@@ -8,15 +8,12 @@ import zmq
 
 from krul_backend.daemon.client.client_session import ClientSession
 from krul_backend.daemon.client.request_channel import RequestChannels
-from krul_backend.daemon.client.views import Arena
-from krul_backend.daemon.protocol.limits import MAX_MODELS
-from krul_backend.daemon.protocol.replies import HelloReply
-from krul_backend.daemon.protocol.requests import HelloRequest
-from krul_backend.daemon.protocol.wire import model_to_wire
+from krul_backend.daemon.client.views import ArenaBytes
+from krul_backend.daemon.protocol.messages import MAX_MODELS, HelloRequest
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
 
 
-class Connection:
+class DaemonConnection:
     """One session, its requests, and the models that it said hello with."""
 
     def __init__(self, session: ClientSession, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -28,7 +25,7 @@ class Connection:
         self._known: dict[str, None] = {}
 
     @property
-    def arena(self) -> Arena:
+    def arena(self) -> ArenaBytes:
         return self.session.arena
 
     def say_hello(self, model: ModelIdentity, timeout_s: float) -> None:
@@ -38,10 +35,10 @@ class Connection:
         request = HelloRequest(
             **self.channels.head(),
             format=FORMAT_VERSION,
-            model=model_to_wire(model),
+            model=model,
             fingerprint=model.fingerprint,
         )
-        self.channels.ask(request, HelloReply, timeout_s)
+        self.channels.ask(request, timeout_s)
         with self._lock:
             self._known[model.fingerprint] = None
             if len(self._known) > MAX_MODELS // 2:

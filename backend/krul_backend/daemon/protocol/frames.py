@@ -1,0 +1,127 @@
+"""Messages as frames of bytes.
+
+On ``control.sock`` a request is one frame of JSON, followed by a frame of token ids (int32, little endian) if
+the request's type says so; a reply is one frame of JSON. The field ``op`` says which message it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from krul_backend.daemon.protocol.admin_messages import ADMIN_OPERATIONS
+from krul_backend.daemon.protocol.messages import (
+    MAX_FRAME_BYTES,
+    OPERATIONS,
+    PROTOCOL_VERSION,
+    ErrorReply,
+    Reply,
+    Request,
+    SessionGreeting,
+    op_of,
+)
+from krul_backend.errors import ProtocolError
+from krul_backend.segment import TokenIds
+
+REPLY_TYPES = {**OPERATIONS, **ADMIN_OPERATIONS}
+"""Every request that there is, and its reply."""
+
+_MAX_TOKENS = MAX_FRAME_BYTES // 4
+
+
+class _Envelope(Struct, frozen=True):
+    version: Annotated[int, Meta(ge=0, le=1 << 31)]
+    id: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+_encoder = msgspec.json.Encoder()
+_request_decoder: msgspec.json.Decoder[Request[Any]] = msgspec.json.Decoder(
+    functools.reduce(operator.or_, REPLY_TYPES)
+)
+_reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(
+    functools.reduce(operator.or_, REPLY_TYPES.values(), ErrorReply)
+)
+_envelope_decoder = msgspec.json.Decoder(_Envelope)
+_greeting_decoder = msgspec.json.Decoder(SessionGreeting)
+
+_T = TypeVar("_T")
+
+
+def encode(message: Request[Any] | Reply | SessionGreeting) -> bytes:
+    return _encoder.encode(message)
+
+
+def checked_request(frames: list[bytes]) -> Request[Any]:
+    """The request that a message of these frames is.
+
+    Raises:
+        ProtocolError: it is none, or of another version, or has a frame too many or too few.
+    """
+    if not 1 <= len(frames) <= 2:
+        raise ProtocolError(f"expected a message of 1 or 2 frames, got {len(frames)}")
+    try:
+        request = decode_request(frames[0])
+    except ProtocolError:
+        envelope = decode_envelope(frames[0])
+        _check_version(envelope[0] if envelope is not None else PROTOCOL_VERSION)
+        raise
+    _check_version(request.version)
+    needed = 2 if request.has_token_ids else 1
+    if len(frames) != needed:
+        raise ProtocolError(f"{op_of(request)} has {needed} frames, got {len(frames)}")
+    return request
+
+
+def decode_request(frame: bytes) -> Request[Any]:
+    """Raises ProtocolError if the frame is no request, or one beyond its bounds."""
+    return _decode(_request_decoder, frame, "request")
+
+
+def decode_reply(frame: bytes) -> Reply:
+    """Raises ProtocolError if the frame is no reply."""
+    return _decode(_reply_decoder, frame, "reply")
+
+
+def decode_greeting(line: bytes) -> SessionGreeting:
+    """Raises ProtocolError if the line is no greeting."""
+    return _decode(_greeting_decoder, line, "greeting")
+
+
+def decode_envelope(frame: bytes) -> tuple[int, int] | None:
+    """Version and id of a request that may be of another version; None if it has none."""
+    try:
+        envelope: _Envelope = _decode(_envelope_decoder, frame, "request")
+    except ProtocolError:
+        return None
+    return envelope.version, envelope.id
+
+
+def encode_token_ids(token_ids: TokenIds) -> bytes:
+    return np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+
+
+def decode_token_ids(frame: bytes) -> TokenIds:
+    """int32 ``[n]``, a read-only view of the frame. Raises ProtocolError if a token id is cut off."""
+    if len(frame) % 4 or len(frame) > 4 * _MAX_TOKENS:
+        raise ProtocolError(f"expected at most {_MAX_TOKENS} token ids of 4 bytes, got {len(frame)} bytes")
+    return np.frombuffer(frame, dtype="<i4")
+
+
+def _decode(decoder: msgspec.json.Decoder[_T], frame: bytes, what: str) -> _T:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a {what} of {len(frame)} bytes is beyond the {MAX_FRAME_BYTES} that are read")
+    try:
+        return decoder.decode(frame)
+    # Not UTF-8, and nested too deeply, have exceptions of their own.
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ProtocolError(f"expected a {what} of protocol {PROTOCOL_VERSION}: {error}") from error
+
+
+def _check_version(version: int) -> None:
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(f"the daemon speaks protocol {PROTOCOL_VERSION}, the client {version}")
