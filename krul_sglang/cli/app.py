@@ -3,88 +3,27 @@
 from __future__ import annotations
 
 import re
-import signal
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from krul_backend.errors import ConfigError, KrulError
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
+from krul_backend.errors import ConfigError
+from krul_backend.one_line_errors import EXIT_FAILED, OneLineErrors
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 REFERENCE_MODEL = _ASSETS / "reference-model"
 BUNDLED_CONVERSATIONS = _ASSETS / "conversations.json"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
-# typer ships its own copy of click since 0.26 and uses the installed one before: take the class it raises.
-_ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
-
-class UsageError(KrulError):
+class UsageError(ConfigError):
     """A value on the command line that cannot be used."""
-
-
-class _OneLineErrors(TyperGroup):
-    """Every error that a user can cause becomes one line on stderr and an exit status, never a traceback."""
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs["standalone_mode"] = False
-        try:
-            status = super().main(*args, **kwargs)
-        except UsageError as error:
-            _fail(str(error), EXIT_USAGE)
-        except _ClickException as error:
-            _fail(error.format_message(), error.exit_code)
-        except KrulError as error:
-            _fail(str(error), EXIT_FAILED)
-        sys.exit(status if isinstance(status, int) else 0)
-
-    def invoke(self, ctx: Any) -> Any:
-        # Here, because versions of typer differ in what they make of it further out.
-        with _noted_interrupts() as interrupts:
-            try:
-                return super().invoke(ctx)
-            except KeyboardInterrupt:
-                _fail("interrupted", EXIT_INTERRUPTED)
-            except Exception:
-                if interrupts:
-                    # An error of what was being done when it was interrupted, or of its clean-up.
-                    _fail("interrupted", EXIT_INTERRUPTED)
-                raise
-
-
-@contextmanager
-def _noted_interrupts() -> Iterator[list[int]]:
-    """Ctrl-C as always; and whether there was one, whatever became of the exception."""
-    noted: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield noted
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 app = typer.Typer(
     name="krul-sglang",
-    cls=_OneLineErrors,
+    cls=OneLineErrors,
     help="A KV cache tier for multi-turn conversations on SGLang: try it, and check a running server.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -342,12 +281,6 @@ def trace(
             draw_restore(restores[-1 if index is None else index], gantt)
     except CannotRunError as error:
         raise UsageError(str(error)) from error
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    """Print the first line of ``message`` as the error, what follows (a quoted log) below it, and exit."""
-    typer.echo(f"krul-sglang: error: {message}", err=True)
-    sys.exit(status)
 
 
 def _check_positive(option: str, value: float | None) -> None:

@@ -447,7 +447,8 @@ def test_a_second_one_refuses_the_directory_with_one_line(daemon: DaemonProcess)
     status, log = second.end()
     assert status == 1
     assert log.splitlines() == [
-        f"krul-backend: {daemon.runtime_dir} is in use by another daemon (process {daemon.process.pid})"
+        f"krul-backend: error: {daemon.runtime_dir} is in use by another daemon "
+        f"(process {daemon.process.pid})"
     ]
 
 
@@ -464,7 +465,7 @@ def test_a_second_one_refuses_the_directory_with_one_line(daemon: DaemonProcess)
 def test_a_wrong_flag_is_one_line(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     status, log = DaemonProcess(tmp_path / "run", *arguments).end()
     assert status == 2
-    assert log.startswith("krul-backend: ")
+    assert log.startswith("krul-backend: error: ")
     assert said in log
     assert "Traceback" not in log
 

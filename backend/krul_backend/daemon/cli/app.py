@@ -6,45 +6,22 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from krul_backend.daemon.cli.commands import add_commands
 from krul_backend.daemon.protocol.runtime_dir import remove_if_embedded
 from krul_backend.daemon.server.config import DaemonConfig
-from krul_backend.errors import ConfigError, KrulError
+from krul_backend.errors import ConfigError
 from krul_backend.memory import parse_bytes
+from krul_backend.one_line_errors import OneLineErrors
 
 EMBEDDED_PATIENCE_S = 20.0
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-
-# typer ships its own copy of click since 0.26 and uses the installed one before: take the class it raises.
-_ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
-
-
-class _OneLineErrors(TyperGroup):
-    """Every error that a user can cause becomes one line on stderr and an exit status, never a traceback."""
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs["standalone_mode"] = False
-        try:
-            status = super().main(*args, **kwargs)
-        except _ClickException as error:
-            _fail(error.format_message(), error.exit_code)
-        except ConfigError as error:
-            _fail(str(error), EXIT_USAGE)
-        except KrulError as error:
-            _fail(str(error), EXIT_FAILED)
-        sys.exit(status if isinstance(status, int) else 0)
-
-
 app = typer.Typer(
     name="krul-backend",
-    cls=_OneLineErrors,
+    cls=OneLineErrors,
     help="The process that keeps the KV of conversations that left the device.",
     add_completion=False,
     no_args_is_help=True,
@@ -157,11 +134,6 @@ def serve_command(
 
 
 add_commands(app)
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    typer.echo(f"krul-backend: {message}", err=True)
-    sys.exit(status)
 
 
 def main() -> None:
