@@ -1,5 +1,5 @@
-"""The process that owns a host's store, and outlives the engines that use it.
+"""The daemon: a process that owns a host's KV store, and outlives the engines that use it.
 
-``client`` is what an engine holds, ``protocol`` what goes over the wire, ``server`` what answers, ``cli``
-what an operator types.
+``client`` runs in the engine and asks, ``server`` runs in the daemon and answers, ``protocol`` has the
+messages between them, ``cli`` the commands that an operator types.
 """

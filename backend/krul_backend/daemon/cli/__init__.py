@@ -1,4 +1,5 @@
-"""``krul-backend``: starts the daemon, and shows and changes what a running one holds.
+"""The command ``krul-backend``: it starts a daemon, and shows what a running one holds.
 
-Arguments enter; tables and exit codes leave. Only people and scripts call it.
+People and scripts use it, and an engine starts its own daemon with it. Arguments come in; tables, JSON and
+exit statuses go out.
 """

@@ -1,4 +1,4 @@
-"""The command line ``krul-backend``."""
+"""The command line ``krul-backend``, with its command ``serve``."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def serve_command(
 ) -> None:
     """Keep KV until a signal, or until nobody needs it any more."""
     if embedded and os.fork():
-        # Engines end by killing all their descendants; what was just committed has to be written first. No
-        # thread was started yet, and nothing is open but the standard streams.
+        # An engine ends by killing all its descendants. The daemon must not be one: it has to write what was
+        # just committed. Forking is safe: no thread was started, and only the standard streams are open.
         os._exit(0)
-    # Here, so that the other commands start without the store.
+    # Imported late, so that the other commands do not load the store.
     from krul_backend.daemon.server.serve import serve
 
     logging.basicConfig(
@@ -118,7 +118,7 @@ def serve_command(
             ssd_dir=ssd_dir,
             ssd_capacity_bytes=ssd_capacity,
             ssd_timeout_s=ssd_timeout,
-            # The daemon of an engine that was just started again may still write what it has.
+            # If the engine was just restarted, its earlier daemon may still be writing to the disk.
             ssd_patience_s=EMBEDDED_PATIENCE_S if embedded else 0.0,
             mooncake=_mooncake_options(mooncake or []),
             eviction=eviction,

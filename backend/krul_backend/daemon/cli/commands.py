@@ -29,7 +29,7 @@ EXIT_CANNOT_RUN = 2
 
 
 class SortKey(Enum):
-    """Of ``list``. Numbers are sorted with the largest first, names from A on."""
+    """What ``list`` sorts by. Numbers are sorted with the largest first, names from A on."""
 
     ID = "id"
     MODEL = "model"
@@ -66,7 +66,7 @@ Timeout = Annotated[float, typer.Option("--timeout", help="Most seconds for the 
 
 @dataclass(frozen=True)
 class SegmentFilter:
-    """What ``list`` shows; None: any. ``model`` is a name or the beginning of a fingerprint."""
+    """Chooses what ``list`` shows; None: any. ``model`` is a name or the beginning of a fingerprint."""
 
     model: str | None = None
     tenant: str | None = None
@@ -85,7 +85,7 @@ class SegmentFilter:
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Put the commands into an application."""
+    """Add the commands to an application."""
     app.command()(stats)
     app.command("list")(list_segments)
     app.command()(inspect)
@@ -186,7 +186,7 @@ def flush(
 
 @contextmanager
 def _daemon(endpoint: str | None, curve_dir: Path | None, timeout_s: float) -> Iterator[AdminClient]:
-    """The daemon that is meant. What goes wrong with it is one line and an exit status."""
+    """A client of the daemon that is meant. Any error ends the command with one line and an exit status."""
     try:
         if not timeout_s > 0:
             _fail(f"--timeout {timeout_s:g} is not possible; expected a number greater than 0")

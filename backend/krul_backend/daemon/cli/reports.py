@@ -1,4 +1,4 @@
-"""What operators read on a terminal: tables of a daemon's tiers and segments."""
+"""Makes the tables of a daemon's tiers and segments that operators read on a terminal."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _NO_VALUE = "-"
 
 
 def to_json(value: Any) -> Any:
-    """Plain values of a dataclass or a message, for JSON."""
+    """A dataclass or a message as plain values for JSON."""
     return msgspec.to_builtins(value)
 
 
 def stats_report(store: StoreStats, daemon: DaemonStats) -> RenderableType:
-    """A table with a column per tier, and what is not a tier's below it."""
+    """A table with a column per tier; below it the store's and the daemon's own counts."""
     return Group(_tier_table(store), Text(_store_lines(store)), Text(_daemon_line(daemon)))
 
 
 def segments_report(segments: Sequence[SegmentInfo], num_in_all: int) -> RenderableType:
-    """A line per segment. ``num_in_all``: how many there are, shown or not."""
+    """A table with a line per segment. ``num_in_all``: how many there are, shown or not."""
     table = _table()
     for name in (
         "id",
@@ -64,7 +64,7 @@ def segments_report(segments: Sequence[SegmentInfo], num_in_all: int) -> Rendera
 
 
 def details_report(details: SegmentDetails) -> RenderableType:
-    """A segment's own lines, then a line per layer."""
+    """Facts about a segment, then a table with a line per layer."""
     info = details.info
     end_token = info.start_token + info.num_tokens
     facts = {
@@ -103,7 +103,7 @@ def bits_per_value(codec_params: Mapping[str, Any]) -> float | None:
 
 
 def printable(text: str) -> str:
-    """``text`` without what a terminal would obey: names of models and tenants come from outside."""
+    """``text`` without control characters: names of models and tenants come from outside."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
@@ -216,7 +216,7 @@ def _layer_table(details: SegmentDetails) -> Table:
 
 
 def _strategy(codec_params: Mapping[str, Any]) -> Strategy | None:
-    """None if a codec has none, or one that this version does not know: a report must not fail on it."""
+    """The strategy in a codec's parameters; None if there is none, or one that this version does not know."""
     layers = codec_params.get("layers")
     if not isinstance(layers, list | tuple):
         return None

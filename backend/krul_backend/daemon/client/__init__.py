@@ -1,5 +1,5 @@
-"""A ``KVStore`` whose tiers are in another process, and the tools to start and ask that process.
+"""A ``KVStore`` that a daemon keeps, and what starts a daemon and asks it for its state.
 
-Calls of the store's interface enter and become requests; views of the daemon's shared memory leave. A daemon
-that is gone makes every lookup a miss. Engines and the command line call it.
+Engines and the command line use this room. Calls of the store's interface come in and become requests to the
+daemon; arrays in the daemon's shared memory come out. While the daemon is gone, every lookup is a miss.
 """

@@ -1,4 +1,4 @@
-"""A daemon asked by people: what it holds, whether it is sound; no memory of it is mapped."""
+"""Asks a daemon on behalf of the command line: what it holds, and whether that is undamaged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from krul_backend.tiers.common.interface import DamageReport, SegmentDetails, Se
 
 
 class AdminClient:
-    """The operations of the command line, over a daemon's runtime directory or a TCP endpoint.
+    """Asks a daemon without a session, over its runtime directory or a TCP endpoint. Maps no memory of it.
 
     All methods raise DaemonError: DaemonUnreachableError if no answer comes in time (over TCP also if the
     daemon does not know the keys).
@@ -33,7 +33,7 @@ class AdminClient:
     Args:
         endpoint: the runtime directory, ``ipc://<directory>/control.sock`` or ``tcp://<host>:<port>``.
         curve: for TCP, which is refused without.
-        timeout_s: for each answer; ``verify`` has its own.
+        timeout_s: how long to wait for each answer; ``verify`` and ``flush`` have their own.
 
     Raises:
         DaemonUnreachableError: no daemon was ever there.
@@ -65,16 +65,19 @@ class AdminClient:
         self.close()
 
     def ping(self) -> None:
-        """Return if the daemon answers."""
+        """Return when the daemon has answered."""
         self._channels.ask(PingRequest(**self._channels.head()), self._timeout_s)
 
     def stats(self) -> tuple[StoreStats, DaemonStats]:
-        """Of the store, and of the daemon around it."""
+        """The statistics of the store, and of the daemon around it."""
         reply = self._channels.ask(StatsRequest(**self._channels.head()), self._timeout_s)
         return reply.store, reply.daemon
 
     def list_segments(self) -> list[SegmentInfo]:
-        """All segments, ordered by id; as of several moments if there are very many."""
+        """All segments, ordered by id.
+
+        More than ``MAX_LISTED_SEGMENTS`` come in several replies; the store may have changed between them.
+        """
         segments: list[SegmentInfo] = []
         while True:
             request = ListRequest(**self._channels.head(), offset=len(segments))
@@ -89,7 +92,7 @@ class AdminClient:
         return self._channels.ask(request, self._timeout_s).segment
 
     def verify(self, timeout_s: float = 3600.0) -> DamageReport:
-        """Have the daemon read every block of its local tiers; one that hangs is found out sooner."""
+        """Have the daemon read every block of its local tiers. A ping before shows that it does not hang."""
         self.ping()
         request = VerifyRequest(**self._channels.head())
         return self._channels.ask(request, timeout_s).report

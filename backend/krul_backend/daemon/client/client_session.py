@@ -1,4 +1,4 @@
-"""A client's side of a session: the connection that is its life, and the arena that came with it."""
+"""The client's end of a session: a connection that lasts as long as the session, and the daemon's arena."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _DESCRIPTOR = struct.Struct("i")
 
 
 class ClientSession:
-    """One connection to a daemon's session socket. It lasts until ``close`` or until the daemon is gone.
+    """A connection to a daemon's session socket. It lasts until ``close`` or until the daemon is gone.
 
     ``arena`` is the daemon's memory, uint8 ``[capacity_bytes]``, mapped shared and writable. It stays mapped
-    as long as it, or a view of it, is referenced: neither the end of the session nor that of the daemon
-    takes bytes away from a copy under way.
+    as long as it, or a view of it, is referenced, so that a copy under way can finish even if the session or
+    the daemon ends.
 
     Args:
         runtime_dir: where the daemon serves.
@@ -43,8 +43,8 @@ class ClientSession:
 
     Raises:
         DaemonUnreachableError: nothing answers there.
-        DaemonError: somebody else's process does or could, or the path is too long for a socket: see
-            ``check_served``.
+        DaemonError: a process of another user answers there, or could: see ``check_served``; or the path is
+            too long for a socket.
         ProtocolError: what answers is not a daemon of this protocol.
     """
 
@@ -94,7 +94,7 @@ class ClientSession:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the daemon is there, as far as the kernel knows: it may hang."""
+        """Whether the connection lasts. A daemon that hangs still keeps it open."""
         return not self._is_over.is_set()
 
     def close(self) -> None:
@@ -102,15 +102,15 @@ class ClientSession:
         with self._lock:
             self._on_end = None
         self._is_over.set()
-        # Wakes the watcher, which owns the descriptor: closing it here could close somebody else's next one.
-        # The kernel refuses when the daemon's end is closed already.
+        # This wakes the watcher, which then closes the descriptor. If it were closed here, the watcher might
+        # read from another file of the same number. The kernel refuses if the daemon's end is closed already.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._watcher:
             self._watcher.join()
 
     def _watch(self) -> None:
-        # A daemon says nothing after its greeting; whatever it might say, only its end matters.
+        # A daemon sends nothing after its greeting. If it did, it would be ignored: only its end matters.
         with self._socket, contextlib.suppress(OSError):
             while self._socket.recv(4096):
                 pass
@@ -122,7 +122,7 @@ class ClientSession:
 
 
 def _check_peer(connection: socket.socket, path: Path) -> None:
-    """Whoever answers is handed prompts: it has to be a process of the same user."""
+    """Check that a process of the same user answers: it is going to be handed prompts."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     _, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
     if uid != os.geteuid():
@@ -130,7 +130,7 @@ def _check_peer(connection: socket.socket, path: Path) -> None:
 
 
 def _receive_greeting(connection: socket.socket, path: Path) -> tuple[SessionGreeting, int]:
-    """The daemon's JSON line and the arena's descriptor, which the caller owns then."""
+    """The daemon's greeting and the arena's descriptor, which the caller then owns."""
     line = b""
     descriptors: list[int] = []
     try:
@@ -160,8 +160,8 @@ def _receive_greeting(connection: socket.socket, path: Path) -> tuple[SessionGre
 def _map_arena(descriptor: int, capacity_bytes: int) -> npt.NDArray[np.uint8]:
     num_bytes = os.fstat(descriptor).st_size
     if num_bytes != capacity_bytes:
-        # Reading behind the file's end would be SIGBUS, not an exception.
+        # Reading beyond the file's end would kill this process with SIGBUS.
         raise ProtocolError(
-            f"the daemon speaks of an arena of {capacity_bytes} bytes and sent one of {num_bytes}"
+            f"the daemon announced an arena of {capacity_bytes} bytes and sent one of {num_bytes}"
         )
     return np.frombuffer(mmap.mmap(descriptor, capacity_bytes), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""A session of a client, and its requests."""
+"""What a client has while it is connected to a daemon."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from krul_backend.segment import FORMAT_VERSION, ModelIdentity
 
 
 class DaemonConnection:
-    """One session, its requests, and the models that it said hello with."""
+    """One session with a daemon, its request channels, and the models that it said hello with."""
 
     def __init__(self, session: ClientSession, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.session = session
@@ -29,7 +29,7 @@ class DaemonConnection:
         return self.session.arena
 
     def say_hello(self, model: ModelIdentity, timeout_s: float) -> None:
-        """Register a model, unless the daemon knows it. Raises as ``RequestChannels.ask``."""
+        """Introduce a model to the daemon, unless it knows it. Raises as ``RequestChannels.ask``."""
         if model.fingerprint in self._known:
             return
         request = HelloRequest(

@@ -1,4 +1,4 @@
-"""The connection to a daemon that may hang, die and come back."""
+"""Keeps a client connected to a daemon that may hang, die and come back."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
 
 @dataclass
 class LinkCounters:
-    """``lost``: times that the daemon died or hung; ``reconnects``: times that it was back after that.
+    """Counts of a link. ``lost``: how often the daemon died or hung; ``reconnects``: how often it came back.
 
-    ``failures`` are answers that were an error, or none that could be read.
+    ``failures`` are answers that were an error, or that could not be read.
     """
 
     requests: int = 0
@@ -42,7 +42,7 @@ class LinkCounters:
 
 
 class _State(enum.Enum):
-    """``SUSPECT``: a request timed out, the daemon may hang. ``LOST``: there is no daemon."""
+    """Of a link. ``SUSPECT``: a request timed out, the daemon may hang. ``LOST``: there is no daemon."""
 
     CONNECTED = enum.auto()
     SUSPECT = enum.auto()
@@ -51,7 +51,7 @@ class _State(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class _Clear:
-    """Of one model, or of all (None)."""
+    """A ``clear`` that the daemon has not confirmed, of one model or of all (None)."""
 
     model: ModelIdentity | None
 
@@ -61,16 +61,16 @@ class _Clear:
 
 
 class DaemonLink:
-    """Keeps one connection to the daemon of a runtime directory, and says at any moment whether there is one.
+    """Keeps one connection to the daemon of a runtime directory, and tells whether it is usable now.
 
     ::
 
         CONNECTED --(a request times out)--> SUSPECT --(a ping is answered)--------------> CONNECTED
             '-------(the session ends)--------> LOST --(new session, new mapping, hello)------^
 
-    A thread of its own does the way back, with growing delays. A ``clear`` that did not succeed is done on
-    that way, before anybody sees the connection again. A daemon that hangs is waited for, not restarted: its
-    leases and its DRAM may still be good.
+    A thread of the link reconnects, with growing delays. A ``clear`` that did not succeed is repeated then,
+    before anybody sees the connection again. A daemon that hangs is waited for, not restarted: its leases and
+    what it keeps in DRAM may still be good.
 
     Args: see ``DaemonStore``.
 
@@ -113,7 +113,7 @@ class DaemonLink:
         return self._state is _State.CONNECTED
 
     def current(self) -> DaemonConnection | None:
-        """The connection, or None: do without. Never waits."""
+        """The connection, or None if the daemon cannot be asked now. Never waits."""
         with self._changed:
             return self._connection if self._state is _State.CONNECTED else None
 
@@ -124,20 +124,20 @@ class DaemonLink:
             self.counters.failures += failures
 
     def suspect(self, connection: DaemonConnection) -> None:
-        """A request of this connection was not answered in time: nobody waits again until a ping is."""
+        """Tell that a request timed out: ``current`` is None from now on, until the daemon answers a ping."""
         with self._changed:
             if self._connection is connection and self._state is _State.CONNECTED:
                 self._lose(_State.SUSPECT)
 
     def clear(self, model: ModelIdentity | None) -> None:
-        """Have segments forgotten, of one model or all: now, or else before anything is leased again."""
+        """Have the daemon forget the segments of one model, or all: now, or else before the next lease."""
         with self._changed:
             self._pending_clears.append(_Clear(model))
         connection = self.current()
         if connection is None:
             return
         try:
-            # A clear may take long; that the daemon hangs is found out sooner.
+            # A clear may take long. A ping shows sooner whether the daemon hangs.
             self._ping(connection)
             self._clear_pending(connection)
         except Exception as error:
@@ -163,7 +163,7 @@ class DaemonLink:
             connection.close()
         self._context.destroy(linger=0)
 
-    # The way back, in the link's own thread.
+    # Reconnecting: in the link's own thread.
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -176,14 +176,14 @@ class DaemonLink:
 
     def _say_lost(self, state: _State) -> None:
         if state is _State.LOST and self._connection is None:
-            return  # never there: said at the start
+            return  # The daemon was never there, which the start has logged.
         what = "is gone" if state is _State.LOST else f"did not answer within {self._request_timeout_s:g} s"
         logger.warning(
             "krul daemon at %s %s: until it is back nothing is stored or restored", self._runtime_dir, what
         )
 
     def _recover(self) -> None:
-        """Come back to ``CONNECTED``, however long it takes; ends early only when the link is closed."""
+        """Try until the state is ``CONNECTED`` again, or the link is closed."""
         delay_s = FIRST_DELAY_S
         last_trouble = ""
         while not self._closing.is_set():
@@ -193,11 +193,11 @@ class DaemonLink:
                     return
             except DaemonUnreachableError as error:
                 logger.debug("%s", error)
-            # Whatever a stranger or a callback does: this thread is the only way back.
+            # Whatever went wrong, in a callback or with another's daemon: only this thread can reconnect.
             except Exception as error:
                 if str(error) != last_trouble:
                     last_trouble = str(error)
-                    logger.warning("no way back to the krul daemon: %s", last_trouble)
+                    logger.warning("cannot reconnect to the krul daemon: %s", last_trouble)
             self._closing.wait(delay_s)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
 
@@ -208,17 +208,17 @@ class DaemonLink:
         except DaemonUnreachableError:
             raise
         except Exception:
-            # An answer that is an error: of a daemon that does not know the session.
+            # The answer is an error: the daemon does not know the session.
             self._drop_connection()
             raise
         return connection
 
     def _living_connection(self) -> DaemonConnection:
-        """The connection whose session lasts, or a new one; to a daemon that is started again if need be.
+        """The connection if its session lasts, else a new one. Starts a daemon that is gone, if it can.
 
         Raises:
-            DaemonUnreachableError: there is none, and it is not this side's to start.
-            DaemonError: it does not start, or did so too often.
+            DaemonUnreachableError: there is no daemon, and no ``restart``.
+            DaemonError: the daemon does not start, or was started too often.
         """
         connection = self._connection
         if connection is not None and connection.session.is_alive:
@@ -255,12 +255,12 @@ class DaemonLink:
         return connection
 
     def _finish(self, connection: DaemonConnection) -> bool:
-        """Do what was missed, then let everybody see the connection. False if it ended meanwhile."""
+        """Repeat clears that failed, then let everybody use the connection. False if it ended meanwhile."""
         while True:
             self._clear_pending(connection)
             with self._changed:
                 if not self._pending_clears:
-                    # The session's end would not be told again.
+                    # If the session ended before this, nobody is going to tell.
                     if not connection.session.is_alive or self._closing.is_set():
                         return False
                     self._state = _State.CONNECTED
@@ -274,7 +274,7 @@ class DaemonLink:
         if connection is not None:
             connection.close()
 
-    # In any thread.
+    # Called from any thread.
 
     def _try_first(self) -> None:
         try:
@@ -298,13 +298,13 @@ class DaemonLink:
         connection.channels.ask(ping, self._request_timeout_s)
 
     def _lose(self, state: _State) -> None:
-        """With the lock held."""
+        """Leave ``CONNECTED`` for ``state``. Called with the lock held."""
         self._state = state
         self.counters.lost += 1
         self._changed.notify_all()
 
     def _clear_pending(self, connection: DaemonConnection) -> None:
-        """Raises what ``RequestChannels.ask`` raises; what was not cleared then stays pending."""
+        """Ask for every pending clear. Raises as ``RequestChannels.ask``; those not answered stay pending."""
         with self._changed:
             pending = tuple(self._pending_clears)
         for fingerprint in {clear.fingerprint: None for clear in pending}:
@@ -315,5 +315,5 @@ class DaemonLink:
             request = ClearRequest(**connection.channels.head(), fingerprint=fingerprint)
             connection.channels.ask(request, CLEAR_TIMEOUT_S)
             with self._changed:
-                # Only those that were asked for before: a later one is about later segments, too.
+                # A clear that came in meanwhile stays: it is meant for segments stored meanwhile, too.
                 self._pending_clears = [clear for clear in self._pending_clears if clear not in same]

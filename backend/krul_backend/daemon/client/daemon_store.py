@@ -1,4 +1,4 @@
-"""A KV store that a daemon keeps: bytes through its arena, words through its sockets."""
+"""The store as an engine sees it: a daemon keeps the blocks in its arena, and answers on its sockets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ from krul_backend.tiers.common.interface import (
 logger = logging.getLogger(__name__)
 
 SLOW_TIMEOUT_S = 10.0
-"""For operations that read blocks, wait for a network or have long answers; no scheduler waits for them."""
+"""Of operations that read blocks, wait for a network or have long answers; no scheduler waits for them."""
 VERIFY_TIMEOUT_S = 3600.0
 _LONGEST_PIN_S = 1e9
 
@@ -82,27 +82,28 @@ R = TypeVar("R", bound=Reply)
 
 
 class DaemonStore(KVStore):
-    """Segments in a daemon's arena, which this process maps. Thread-safe.
+    """Keeps segments in a daemon's arena, which this process maps. Thread-safe.
 
-    Each call is one round trip at most. While there is no daemon, or it does not answer, calls return at once
-    what makes the engine do without it: no lease, no reservation, nothing missing. What it may have granted
-    too late is given back. ``commit`` raises StoreClosedError then, ``fetch`` TierReadError.
+    Each call is one round trip at most. While there is no daemon, or it does not answer, calls return at
+    once: there is no lease, no reservation, and no page is missing, so that the engine neither restores nor
+    stores. ``commit`` then raises StoreClosedError, ``fetch`` TierReadError. What the daemon may still grant
+    after a time-out is given back.
 
-    What a session granted ends with it, on both sides: releasing a lease of an earlier session does
-    nothing, and its arrays stay readable as long as they are referenced. A ``clear`` that the daemon did not
-    do is done before anything of a later connection can be leased.
+    Leases and reservations end with the session that granted them, on both sides: releasing a lease of an
+    earlier session does nothing, and its arrays stay readable as long as they are referenced. A ``clear``
+    that failed is repeated before anything can be leased from a later connection.
 
     Args:
         endpoint: the daemon's runtime directory, or ``ipc://<directory>/control.sock``.
-        model: whose KV this is; other models that calls name are introduced when they first appear.
+        model: introduced to the daemon at once; other models are when a call first names them.
         request_timeout_s: how long a call may wait for the daemon.
         on_arena: called with each new mapping of the arena, uint8 ``[capacity_bytes]``, before a block of it
             is handed out: to register it with CUDA. Keep the array as long as it is registered.
         restart: starts the daemon again; called once each time that it died.
 
     Raises:
-        DaemonError: the daemon that is there is another user's, or of another version (ProtocolError). If
-            there is none that is no error: it may come later.
+        DaemonError: the daemon that is there is another user's, or of another version (ProtocolError). That
+            there is none yet is no error: it may come later.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class DaemonStore(KVStore):
             self._post_abort(connection, reservation_id)
             raise StoreClosedError(f"the segment was not stored: {error}") from error
         except ManifestError:
-            # Of the daemon or of this side: only the daemon's has given the space back.
+            # Raised by the daemon, which has then given the space back, or by this side, before it asked.
             self._post_abort(connection, reservation_id)
             raise
 
@@ -233,7 +234,7 @@ class DaemonStore(KVStore):
             slices = slices_in(connection.arena, reply.slices)
             if sum(part.end_page - part.first_page for part in slices) != reply.num_pages:
                 raise ProtocolError(f"a lease of {reply.num_pages} pages whose slices have others")
-            # A clear may have failed meanwhile: what was found before it is not what is wanted.
+            # A clear may have failed meanwhile: what was found before it must not be used.
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon was lost while it answered")
         except UNANSWERED as error:
@@ -303,7 +304,7 @@ class DaemonStore(KVStore):
     def release(self, lease: Lease) -> None:
         """As the interface says, without waiting for the daemon."""
         with self._lock:
-            # Closing forgets what was granted, so both are looked at together.
+            # One lock for both: ``close`` forgets all leases, and a release after it is no error.
             connection = None if self._is_closed else self._leases.pop(lease.lease_id)
         if connection is not None:
             self._post_release(connection, lease.lease_id)
@@ -364,7 +365,7 @@ class DaemonStore(KVStore):
         return reply is not None and reply.is_durable
 
     def clear(self, model: ModelIdentity | None = None) -> None:
-        """As the interface says; if the daemon cannot do it now, before anything of it is leased again."""
+        """As the interface says. If the daemon cannot do it now, it is repeated before the next lease."""
         self._check_open()
         self._link.clear(model)
 
@@ -397,7 +398,7 @@ class DaemonStore(KVStore):
         return self._requests.attempt(make, model, timeout_s=timeout_s, token_ids=token_ids)
 
     def _settle(self, reservation: Reservation) -> DaemonConnection | None:
-        """Take the right to write from a reservation's holder; None: the store was closed."""
+        """Forget a reservation, make its blocks read-only; its connection, or None after ``close``."""
         with self._lock:
             connection = None
             if not self._is_closed:
@@ -406,7 +407,7 @@ class DaemonStore(KVStore):
                     raise KeyError(
                         f"reservation {reservation.reservation_id} is unknown, committed or aborted"
                     )
-        # A late write of the holder's must not reach bytes that are somebody else's by now.
+        # The holder must not write any more: the bytes may soon belong to another segment.
         for block in reservation.blocks:
             block.flags.writeable = False
         return connection

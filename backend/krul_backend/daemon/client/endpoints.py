@@ -1,4 +1,4 @@
-"""Finds the daemon that a store or a command means, and reads the keys with which one is asked over TCP."""
+"""Finds the daemon that a store or a command means, and reads the keys for one that is asked over TCP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def runtime_dir_of(endpoint: str | Path) -> Path:
     """The runtime directory that an endpoint means: the directory itself, or ``ipc://<dir>/control.sock``.
 
     Raises:
-        DaemonError: it is an address without a directory, such as a TCP one.
+        DaemonError: the endpoint names no directory; that of TCP does not.
     """
     text = str(endpoint)
     if "://" not in text:
@@ -47,8 +47,7 @@ def default_parents() -> tuple[Path, ...]:
 def find_runtime_dirs(parents: Sequence[Path] | None = None) -> list[Path]:
     """Runtime directories of this user in which a daemon listens, sorted.
 
-    A directory of somebody else, one that others may enter, a link, or one that a daemon left behind is none
-    of them.
+    Left out are links, directories of others or that others may enter, and those that a daemon left behind.
     """
     parents = default_parents() if parents is None else parents
     found = {path.absolute() for parent in parents for path in parent.glob(DIRECTORY_PATTERN)}
@@ -59,7 +58,7 @@ def resolve_endpoint(endpoint: str | None, parents: Sequence[Path] | None = None
     """``endpoint`` as it was given, or the directory of the only daemon that runs.
 
     Raises:
-        DaemonError: none was given, and none runs or several do; names them.
+        DaemonError: no endpoint was given, and no daemon runs, or several do (the message names them).
     """
     if endpoint is not None:
         return endpoint
@@ -129,7 +128,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _is_served(path: Path) -> bool:
-    """A socket that is left behind refuses; only a process that listens does not."""
+    """Whether a process listens there: a socket that was left behind refuses connections."""
     if not (path / CONTROL_SOCKET).exists():
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -1,4 +1,4 @@
-"""A daemon that an engine starts for itself, and starts again."""
+"""Starts a daemon for one engine, and starts it again when it died."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class EmbeddedDaemon:
     """A ``krul-backend`` process in a private runtime directory, of this process alone.
 
     It ends by itself some seconds after its last client, or a minute after its start if none came; ``close``
-    is for not waiting. Ctrl-C of the engine
-    does not reach it (a process group of its own): it must be able to flush. What it logs is in ``log_path``.
+    ends it at once. It has a process group of its own, so that Ctrl-C in the engine's terminal does not reach
+    it before it has flushed. It logs to ``log_path``.
 
     Args:
         arguments: of ``krul-backend serve``, beside the runtime directory: ``("--host-memory", "8GiB")``.
         ready_timeout_s: how long starting may take.
 
     Raises:
-        DaemonError: it does not start; shows the last lines that it logged.
+        DaemonError: it does not start; the message has the last lines that it logged.
     """
 
     def __init__(self, arguments: Sequence[str], *, ready_timeout_s: float = READY_TIMEOUT_S) -> None:
@@ -80,7 +80,7 @@ class EmbeddedDaemon:
         return self.runtime_dir / LOG_NAME
 
     def restart(self) -> None:
-        """Start the daemon again, in the same directory. A process that is still there is killed before.
+        """Start the daemon again, in the same directory. If the old process still runs, it is killed.
 
         Raises:
             DaemonError: it was restarted too often lately, does not start, or was closed.
@@ -140,7 +140,7 @@ class EmbeddedDaemon:
             starter.wait()
 
     def _wait_until_ready(self, stdout: IO[bytes]) -> int:
-        """The process id that the daemon tells when it serves."""
+        """Wait for the line that says that the daemon serves; returns the process id that it names."""
         deadline_s = time.monotonic() + self._ready_timeout_s
         line = b""
         with selectors.DefaultSelector() as selector:
@@ -150,7 +150,7 @@ class EmbeddedDaemon:
                     raise DaemonError(
                         f"the krul daemon is not ready in {self._ready_timeout_s:g} s; {self._last_lines()}"
                     )
-                # Past the buffer of the file object, which select() does not see.
+                # Not through the file object: select() would not see what its buffer holds.
                 data = os.read(stdout.fileno(), _MAX_READY_BYTES)
                 if not data:
                     raise DaemonError(f"the krul daemon ended at start; {self._last_lines()}")
@@ -187,7 +187,7 @@ def _private_parent() -> Path:
 
 
 class _Process:
-    """A process that is not this one's child, by a descriptor: its number cannot come to mean another one."""
+    """A process that is not this one's child, held by a descriptor: the process id alone could be reused."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -1,4 +1,4 @@
-"""Requests and replies over ZeroMQ, for many threads: a DEALER each, since sockets are not thread-safe."""
+"""Sends requests over ZeroMQ from many threads: each has a DEALER, since sockets are not thread-safe."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ R = TypeVar("R", bound=Reply)
 
 
 class RequestTimeoutError(DaemonUnreachableError):
-    """No reply in time. What was asked may still be done."""
+    """No reply came in time. The daemon may still do what was asked."""
 
 
 class SessionEndedError(DaemonUnreachableError):
@@ -37,14 +37,14 @@ class SessionEndedError(DaemonUnreachableError):
 
 
 class RequestHead(TypedDict):
-    """What every request begins with."""
+    """The fields that every request has; a new ``id`` for each."""
 
     token: str
     id: int
 
 
 class _Channel:
-    """A DEALER that one thread at a time uses. The lock is for its end, which comes from another thread."""
+    """A DEALER that one thread at a time uses. ``lock``: another thread may close it."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: CurveKeys | None
@@ -52,8 +52,8 @@ class _Channel:
         self.lock = threading.Lock()
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        # Without a bound, or a release could be dropped: a thread waits for each reply but those of releases,
-        # so what can queue up is bounded by what was granted.
+        # No high-water mark, or a release could be dropped. The queue stays short all the same: a thread
+        # waits for all replies but those to releases, of which there are at most as many as grants.
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         if curve is not None:
@@ -69,7 +69,7 @@ class _Channel:
         self.socket.send_multipart(frames)
 
     def drop_replies(self) -> None:
-        """Throw away what nobody waits for: late replies, and those to releases."""
+        """Throw away replies that nobody waits for: late ones, and those to releases."""
         try:
             while True:
                 self.socket.recv_multipart(zmq.NOBLOCK)
@@ -78,14 +78,14 @@ class _Channel:
 
 
 class _Use:
-    """A thread's use of a channel; it ends with the thread."""
+    """A thread holds this while it lives; when it is collected, its channel is free for another thread."""
 
     def __init__(self, channel: _Channel) -> None:
         self.channel = channel
 
 
 class RequestChannels:
-    """All requests of one session, or to one admin endpoint. Thread-safe.
+    """Sends all requests of one session, or to one admin endpoint. Thread-safe.
 
     Each thread has a channel of its own. When it ends, the channel stays open for the next new thread:
     closing it would drop a release that was posted last and is not sent yet.
@@ -94,7 +94,7 @@ class RequestChannels:
         context: not owned.
         endpoint: as ZeroMQ writes it.
         token: the session's; empty for an admin endpoint.
-        has_ended: tells that no reply will come any more.
+        has_ended: returns whether no reply will come any more.
         curve: keys for a TCP endpoint.
     """
 
@@ -120,7 +120,7 @@ class RequestChannels:
         self._is_closed = False
 
     def head(self) -> RequestHead:
-        """The beginning of a new request."""
+        """The fields that a new request begins with."""
         return RequestHead(token=self._token, id=next(self._ids))
 
     def ask(self, request: Request[R], timeout_s: float, token_ids: TokenIds | None = None) -> R:
@@ -128,7 +128,7 @@ class RequestChannels:
 
         Raises:
             RequestTimeoutError: no reply within ``timeout_s``.
-            SessionEndedError: there is nobody any more who could reply.
+            SessionEndedError: the session is over, so nobody will reply.
             ProtocolError: the reply cannot be read, or is none to this request.
             ManifestError, KeyError, ValueError, StoreClosedError, TierReadError, DaemonError: the daemon's
                 answer is this error.
@@ -164,7 +164,7 @@ class RequestChannels:
                 channel.send(request, None)
 
     def close(self) -> None:
-        """Close the sockets of all threads. Call it when ``has_ended``, or it waits for their requests."""
+        """Close the sockets of all threads. Before ``has_ended`` is true this waits for their requests."""
         with self._lock:
             self._is_closed = True
             channels = list(self._channels)

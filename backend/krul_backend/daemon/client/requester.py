@@ -1,4 +1,4 @@
-"""Asking a daemon that may be absent, and what follows from it when no answer comes."""
+"""Asks a daemon that may be absent, and counts, logs and reports it when no answer comes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from krul_backend.segment import ModelIdentity, TokenIds
 logger = logging.getLogger(__name__)
 
 UNANSWERED = (DaemonError, StoreClosedError)
-"""Errors of asking, not of what was asked: the engine does without."""
+"""Errors that mean that the daemon could not be asked, not that the request was wrong."""
 
 R = TypeVar("R", bound=Reply)
 
 
 class Requester:
-    """Requests over a link's connection. Thread-safe.
+    """Sends requests over a link's connection. Thread-safe.
 
     Args:
-        link: the caller's.
-        timeout_s: for replies, where a call does not say otherwise.
+        link: not owned.
+        timeout_s: how long to wait for a reply, where a call does not say otherwise.
     """
 
     def __init__(self, link: DaemonLink, timeout_s: float) -> None:
@@ -46,10 +46,10 @@ class Requester:
         timeout_s: float | None = None,
         token_ids: TokenIds | None = None,
     ) -> R | None:
-        """Ask for what grants nothing. None: there is no answer.
+        """Ask for something that is not held afterwards (no lease, no reservation). None: there is no answer.
 
-        What may take longer than usual is asked of a daemon that answers a ping: one that hangs is found out
-        within the usual time.
+        A request that may take longer than usual is sent after a ping was answered, so that a daemon that
+        hangs is noticed within the usual time.
 
         Raises:
             ManifestError, KeyError, ValueError, TierReadError: the answer is this error.
@@ -75,9 +75,10 @@ class Requester:
         timeout_s: float | None = None,
         token_ids: TokenIds | None = None,
     ) -> R:
-        """Raises as ``RequestChannels.ask``; of ``UNANSWERED``, ``note`` has to be told.
+        """Send a request over a connection and wait for its reply.
 
-        ``model`` is the one that the request names; it is introduced if it never was.
+        ``model`` is the one that the request names; it is introduced to the daemon if it never was. Raises as
+        ``RequestChannels.ask``; the caller has to tell ``note`` of those that are ``UNANSWERED``.
         """
         self._link.count(requests=1)
         if model is not None:
@@ -86,7 +87,7 @@ class Requester:
         return connection.channels.ask(request, timeout_s, token_ids)
 
     def note(self, connection: DaemonConnection, op: str, error: Exception) -> None:
-        """Draw the conclusions from one of ``UNANSWERED``."""
+        """Count and log one of ``UNANSWERED``; after a time-out, suspect the daemon."""
         if isinstance(error, RequestTimeoutError):
             self._link.count(timeouts=1)
             self._link.suspect(connection)
@@ -99,7 +100,7 @@ class Requester:
                 logger.error("krul daemon cannot answer %r (said once): %s", op, error)
 
     def post(self, connection: DaemonConnection, request: Request[Any]) -> None:
-        """Send what gives something back, after all that this thread sent before, without waiting."""
-        # Of a session that is over, everything was given back.
+        """Send a request that gives something back, after all that this thread sent before. Never waits."""
+        # When a session ends, the daemon takes back all that it granted.
         with contextlib.suppress(SessionEndedError):
             connection.channels.post(request)

@@ -1,4 +1,4 @@
-"""What a reply says about the arena, as arrays of this process."""
+"""Turns the spans of a reply into arrays in this process's mapping of the arena."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class ArenaBlocks(Sequence[Block]):
 
 
 def slices_in(arena: ArenaBytes, wires: Sequence[SliceSpans]) -> tuple[SegmentSlice, ...]:
-    """Leased slices with read-only views of their blocks, and of their layers' status if they still come.
+    """Leased slices with read-only views of their blocks, and of the status of layers still to land.
 
     Raises:
-        ProtocolError: their parts contradict each other, or the arena.
+        ProtocolError: the parts of a slice contradict each other, or lie outside the arena.
     """
     read_only = arena.view()
     read_only.flags.writeable = False

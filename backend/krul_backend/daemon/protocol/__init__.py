@@ -1,5 +1,5 @@
-"""What client and server say to each other: requests, replies, their limits, and where the sockets lie.
+"""The messages between client and server, their form as bytes, and the directory that holds the sockets.
 
-Dataclasses enter, frames of JSON leave, and back; KV itself never passes here, but through shared memory.
-Client, server and command line use it.
+Client, server and command line use this room. A message goes in, frames of JSON come out, and the other way
+round. KV itself is in no message: it lies in memory that client and server share.
 """

@@ -13,7 +13,10 @@ MAX_LISTED_SEGMENTS = 10_000
 
 
 class DaemonStats(Struct, frozen=True):
-    """The daemon beside its store. ``bad_messages`` by cause; ``failed_requests`` had an error as answer."""
+    """What the daemon counts beside its store.
+
+    ``failed_requests`` were answered with an error. ``bad_messages`` were no requests, counted by cause.
+    """
 
     pid: int
     uptime_s: float
@@ -33,7 +36,7 @@ class StatsRequest(Request[StatsReply], frozen=True, kw_only=True, tag="stats"):
 
 
 class ListReply(Reply, frozen=True, kw_only=True, tag="list"):
-    """``num_segments``: how many there are in all."""
+    """``num_segments``: how many segments the store has in all."""
 
     segments: tuple[SegmentInfo, ...]
     num_segments: int

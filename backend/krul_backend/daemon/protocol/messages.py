@@ -2,7 +2,7 @@
 
 The dataclasses of the store travel as they are; a class of its own exists here only where the wire has less
 than the store: the bytes of a slice stay in shared memory, and a manifest's tokens follow in a frame of their
-own. Every string, list and number of a request is bounded, and checked when the request is decoded.
+own. Every string, list and number of a request has a bound, which is checked when the request is decoded.
 
 To add an operation, write its messages and enter them in ``OPERATIONS``; then write the server's handler and
 the client's method.
@@ -90,7 +90,7 @@ class Request(Struct, Generic[R], frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class _PagesRequest(Request[R], Generic[R], frozen=True, kw_only=True):
-    """About pages of a model that the session said hello with."""
+    """A request about pages of a model; the session must have said hello with that model."""
 
     fingerprint: _Token
     page_keys: _PageKeys
@@ -109,7 +109,8 @@ EXCEPTIONS: dict[ErrorCode, type[Exception]] = {
     "value": ValueError,
     "internal": DaemonError,
 }
-"""What a client raises for an error; all but ``protocol`` and ``internal`` are exceptions of ``KVStore``."""
+"""The exception that a client raises for each code. ``protocol`` and ``internal`` are errors of the daemon;
+the others are exceptions that the methods of ``KVStore`` document."""
 
 
 def error_code(error: Exception) -> ErrorCode:
@@ -118,7 +119,7 @@ def error_code(error: Exception) -> ErrorCode:
 
 
 class Done(Reply, frozen=True, kw_only=True, tag="done"):
-    """The answer to a request that asks for no information."""
+    """The reply to a request that asks for something to be done, and for no information."""
 
 
 class ErrorReply(Reply, frozen=True, kw_only=True, tag="error"):
@@ -392,5 +393,5 @@ OPERATIONS: dict[type[Request[Any]], type[Reply]] = {
 
 
 def op_of(message: type[Request[Any]] | type[Reply] | Request[Any] | Reply) -> str:
-    """The operation that a message, or a type of messages, belongs to."""
+    """The name of a message, or of a type of messages, on the wire: for a request, its operation."""
     return str(message.__struct_config__.tag)

@@ -23,14 +23,15 @@ MAX_SOCKET_PATH_BYTES = 107
 
 
 class RuntimeDir:
-    """Held by one daemon from its making to ``close``.
+    """A directory that one daemon holds, from the constructor on until ``close``.
 
-    Made (0700) if it is not there. An existing one must be a directory of this user that nobody else may
-    enter. Sockets that an earlier daemon left behind are removed; the lock file stays, since removing it
-    would let two daemons hold a lock each.
+    It is made (0700) if it is not there. An existing one must be a directory of this user that nobody else
+    may enter. Sockets that an earlier daemon left behind are removed. The lock file stays: if it were
+    removed, two daemons could each hold a lock.
 
     Raises:
-        DaemonError: the path is too long for a socket, another's, open to others, or another daemon's.
+        DaemonError: the path is too long for a socket, the directory belongs to another user or is open to
+            others, or another daemon holds it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,7 +105,7 @@ def check_private(directory: Path) -> None:
 
 
 def check_served(directory: Path) -> None:
-    """Check that the sockets in a runtime directory can only be this user's, before anything is said to them.
+    """Check that the sockets in a runtime directory can only be this user's, before anything is sent to them.
 
     Raises:
         DaemonUnreachableError: the directory or a socket is not there.
@@ -131,8 +132,8 @@ def check_served(directory: Path) -> None:
 def remove_if_embedded(directory: Path) -> None:
     """Remove a runtime directory that an engine made for this process alone; leave any other as it is.
 
-    Such a directory has the log that this process's standard error goes to. What neither of the two made
-    stays, and the directory with it.
+    Such a directory is recognised by its log file, to which this process's standard error goes. If it
+    contains files that neither the engine nor the daemon made, they stay, and so does the directory.
     """
     with contextlib.suppress(OSError):
         log = directory / LOG_NAME

@@ -1,4 +1,4 @@
-"""The daemon's process: it builds the store, answers requests, and takes back what lost clients held.
+"""The daemon's process: it builds the store, answers requests, and takes back what a client that died held.
 
-Frames enter at the sockets and leave there; metrics leave over HTTP. ``cli`` starts it.
+The command line starts it. Frames come in at the sockets and replies go out there; metrics go out over HTTP.
 """

@@ -1,4 +1,4 @@
-"""The operations for people: they need no session, hand out no memory and change nothing that is sound."""
+"""Answers the operations that need no session. They hand out no memory and remove only damaged segments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ MAX_FLUSH_S = 600.0
 
 
 class AdminHandlers:
-    """Called by the server's thread alone. ``daemon_stats`` is asked by ``stats``."""
+    """Answers requests of ``ADMIN_OPERATIONS`` but ``shutdown``. Called by the server's thread alone.
+
+    ``daemon_stats`` returns what the server counts, for the answer to ``stats``.
+    """
 
     def __init__(self, store: KVStore, daemon_stats: Callable[[], DaemonStats]) -> None:
         self._store = store

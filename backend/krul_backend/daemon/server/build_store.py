@@ -1,4 +1,4 @@
-"""The store that a configuration asks for: DRAM, and the tiers below it."""
+"""Builds the store that a configuration asks for: DRAM, and the tiers below it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Options = TypeVar("Options", bound="DataclassInstance")
 
 @dataclass(frozen=True, eq=False)
 class BuiltStore:
-    """``arena`` is the store's memory; ``may_lookup_wait``: a lookup may ask a network."""
+    """A store, its memory (``arena``), and whether a lookup in it may wait for a network."""
 
     store: KVStore
     arena: SharedArena
@@ -35,7 +35,7 @@ class BuiltStore:
 
 
 def build_store(config: DaemonConfig) -> BuiltStore:
-    """Raises ConfigError or DaemonError if a tier cannot be had."""
+    """Build the store. Raises ConfigError or DaemonError if a tier cannot be opened."""
     try:
         host = HostStore(config.arena_bytes, make_policy(config.eviction), tenant_quota=config.tenant_quota)
     except OSError as error:
@@ -57,7 +57,7 @@ def build_store(config: DaemonConfig) -> BuiltStore:
 
 
 def _ssd_tier(config: DaemonConfig, directory: Path) -> LowerTier:
-    # Here, and below: what a tier needs is loaded only where it is used.
+    # Imported late, here and below: a daemon without the tier loads nothing that the tier needs.
     from krul_backend.tiers.ssd.ssd_tier import SsdTier
 
     capacity_bytes = config.ssd_capacity_bytes
@@ -80,10 +80,10 @@ def _mooncake_tier(given: Mapping[str, str], host: HostStore) -> LowerTier:
 
 
 def parse_options(kind: type[Options], name: str, given: Mapping[str, str]) -> Options:
-    """An instance of a dataclass of text, numbers, and sizes (``*_bytes``) from their texts.
+    """Parse the options of a tier, given as text, into its dataclass of texts, numbers and sizes.
 
     Raises:
-        ConfigError: an option that there is none of, that is missing or cannot be parsed; names ``name``.
+        ConfigError: an option is unknown, missing or cannot be parsed; the message begins with ``name``.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for option in given:
@@ -92,7 +92,7 @@ def parse_options(kind: type[Options], name: str, given: Mapping[str, str]) -> O
     for option, field in fields.items():
         if option not in given and field.default is dataclasses.MISSING:
             raise ConfigError(f"{name}: {option} is needed, got {', '.join(given)}")
-    # From their annotations, which dataclasses keep as text.
+    # By the fields' annotations, which are text because of ``from __future__ import annotations``.
     parsers: dict[object, Callable[[str], object]] = {"str": str, "int": parse_bytes, "float": float}
     values: dict[str, object] = {}
     for option, text in given.items():
@@ -104,12 +104,12 @@ def parse_options(kind: type[Options], name: str, given: Mapping[str, str]) -> O
 
 
 def default_ssd_capacity(directory: Path) -> int:
-    """Half of what is free on the disk of a directory that need not exist yet; its own files count as free.
+    """Half of the free bytes on the disk of a directory, which need not exist yet.
 
-    Files that are not the tier's take what they take, in that directory as anywhere on the disk.
+    Files of the tier that are there already count as free. Other files do not, wherever they are.
 
     Raises:
-        ConfigError: there is no such disk.
+        ConfigError: the disk cannot be asked.
     """
     from krul_backend.tiers.ssd.own_files import own_bytes
 

@@ -1,4 +1,4 @@
-"""What a daemon can be told, and every default."""
+"""The configuration of a daemon, with every default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from krul_backend.tiers.common.policy_registry import POLICIES
 
 @dataclass(frozen=True)
 class DaemonConfig:
-    """Configuration of one daemon. Sizes are in bytes, times in seconds.
+    """The configuration of one daemon. Sizes are in bytes, times in seconds.
 
     ``runtime_dir`` holds the sockets. ``ssd_dir`` None: no SSD tier; ``ssd_capacity_bytes`` None: half of
     what is free on that disk at start. ``ssd_patience_s``: how long to wait for another daemon to leave
@@ -22,7 +22,7 @@ class DaemonConfig:
     ``admin_endpoint`` (``tcp://host:port``) needs ``curve_dir``: the server's key, the allowed clients' keys.
 
     Raises:
-        ConfigError: a value that cannot be used: names the key, what was given, what is accepted.
+        ConfigError: a value cannot be used; the message names the key, what was given, what is accepted.
     """
 
     arena_bytes: int

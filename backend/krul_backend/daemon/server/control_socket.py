@@ -1,4 +1,4 @@
-"""The sockets that requests come to: the private one, and one over TCP for whoever has a key."""
+"""The sockets at which requests arrive: a private one, and one over TCP for clients with a key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bind_router(
     endpoint: str,
     configure: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
 ) -> zmq.Socket[bytes]:
-    """A ROUTER with bounded queues and frames; ``configure`` is called before it is bound.
+    """Bind a ROUTER with bounded queues and frames; ``configure`` is called before.
 
     Raises:
         DaemonError: it cannot be bound.
@@ -46,11 +46,11 @@ def bind_router(
 
 
 class AdminEndpoint:
-    """A ROUTER over TCP that only peers with an allowed CURVE key reach.
+    """A ROUTER over TCP that answers only peers with an allowed CURVE key.
 
     Args:
         curve_dir: has ``server.key_secret``, and ``clients/`` with a ``*.key`` file per allowed client, as
-            ``zmq.auth.create_certificates`` writes them. Read once.
+            ``zmq.auth.create_certificates`` writes them. It is read once.
 
     Raises:
         ConfigError: a key is missing, cannot be read, or others can read the secret one.

@@ -1,4 +1,4 @@
-"""Work that would hold up the server's loop: done by other threads, its results given back to the loop."""
+"""Runs work that would hold up the server's loop in other threads, and gives the results back to the loop."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from krul_backend.daemon.protocol.messages import Reply
 from krul_backend.errors import ProtocolError
 
 MAX_PENDING = 256
-"""Operations that may wait or run, in all lanes together."""
+"""How many operations may wait or run, in all lanes together."""
 
 T = TypeVar("T")
 Tag = TypeVar("Tag")
 
 
 class Lane(Enum):
-    """Threads of their own, so that what takes minutes holds up only its like."""
+    """A group of threads for one kind of work, so that what takes minutes holds up only work of its kind."""
 
     SHORT = "short"
     ROOM = "room"
@@ -34,7 +34,10 @@ _NUM_THREADS = {Lane.SHORT: 4, Lane.ROOM: 2, Lane.FLUSH: 2, Lane.VERIFY: 1}
 
 @dataclass(frozen=True)
 class Deferred(Generic[T]):
-    """Work for another thread, and what the server's thread makes of its result (or of its exception)."""
+    """``work`` for another thread; then ``finish`` in the server's thread makes a reply of its result.
+
+    ``finish`` gets the future of the work, whose ``result()`` raises what the work raised.
+    """
 
     work: Callable[[], T]
     finish: Callable[[Future[T]], Reply]
@@ -45,9 +48,11 @@ Answer: TypeAlias = Reply | Deferred[Any]
 
 
 class Lanes(Generic[Tag]):
-    """Runs deferred work; pollable: ``fileno`` is readable after a ``wake``, and when work has been done.
+    """Runs deferred work in the threads of its lane.
 
-    Each work comes with a tag of the caller's. All but ``wake`` is for the loop's own thread.
+    ``fileno`` can be polled: it is readable when work has been done, and after a ``wake``. Each work is
+    submitted with a tag of the caller's and given back with it. Only ``wake`` may be called from any thread;
+    all else is for the loop's own.
     """
 
     def __init__(self) -> None:
@@ -64,7 +69,7 @@ class Lanes(Generic[Tag]):
         return self._wakeup
 
     def submit(self, tag: Tag, deferred: Deferred[Any]) -> None:
-        """Raises ProtocolError if too much waits already."""
+        """Hand work to the threads of its lane. Raises ProtocolError if too much waits already."""
         if self._num_pending >= MAX_PENDING:
             raise ProtocolError(f"{MAX_PENDING} long operations wait already: try later")
         self._num_pending += 1
@@ -72,7 +77,7 @@ class Lanes(Generic[Tag]):
         future.add_done_callback(lambda done: self._hand_back(tag, deferred, done))
 
     def take_done(self) -> list[tuple[Tag, Deferred[Any], Future[Any]]]:
-        """What has been done since the last call; never waits."""
+        """The work that was done since the last call, with tags and results. Never waits."""
         try:
             os.eventfd_read(self._wakeup)
         except BlockingIOError:
@@ -91,14 +96,14 @@ class Lanes(Generic[Tag]):
             os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
-        """Wait for what runs, forget what waits."""
+        """Wait for work that runs, drop work that waits."""
         for threads in self._threads.values():
             threads.shutdown(wait=True, cancel_futures=True)
-        # Before the descriptor's number can be another file's: a signal may come in between.
+        # Set first, since a signal handler may call ``wake`` when the descriptor is closed already.
         self._is_closed = True
         os.close(self._wakeup)
 
     def _hand_back(self, tag: Tag, deferred: Deferred[Any], future: Future[Any]) -> None:
-        """In the thread that did the work."""
+        """Called in the thread that did the work."""
         self._done.put((tag, deferred, future))
         self.wake()

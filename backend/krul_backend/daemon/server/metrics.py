@@ -1,4 +1,4 @@
-"""What a daemon tells Prometheus: its store's own counters, read when they are asked for."""
+"""Serves the counters of a daemon and its store to Prometheus. They are read at each scrape."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ ReadStats = Callable[[], tuple[StoreStats, DaemonStats]]
 
 
 class DaemonMetrics:
-    """A registry of its own, and the page that serves it. An ``Observer`` of the server's requests.
+    """Collects a daemon's metrics in a registry, and serves them as a page.
+
+    Its ``observe`` is an ``Observer`` of the server's requests.
 
     Args:
-        read_stats: called in the page's thread at each scrape; a ``KrulError`` of it is an empty answer.
+        read_stats: called in the page's thread at each scrape. If it raises a ``KrulError``, the page has no
+            statistics this time.
     """
 
     def __init__(self, read_stats: ReadStats) -> None:
@@ -64,7 +67,7 @@ class DaemonMetrics:
     def serve(self, port: int) -> bool:
         """Serve the page at ``http://127.0.0.1:port/metrics`` until ``close``.
 
-        A port that cannot be had is one line in the log and False: it is no reason to do without a store.
+        If the port is taken, this logs one line and returns False: the daemon serves without metrics.
         """
         try:
             self._page = start_http_server(port, addr=METRICS_HOST, registry=self.registry)
@@ -95,13 +98,13 @@ class DaemonMetrics:
 
 
 class _StatsCollector(Collector):
-    """Turns one snapshot into metrics. Keeps nothing, so nothing can differ from what the store counts."""
+    """Turns a snapshot of the statistics into metrics at each scrape. Has no counters of its own."""
 
     def __init__(self, read_stats: ReadStats) -> None:
         self._read_stats = read_stats
 
     def describe(self) -> Iterable[Metric]:
-        """Without it the registry would collect at registration, before the store may be ready."""
+        """Names no metrics, or the registry would collect at registration, before the server is there."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -145,7 +148,7 @@ def _dram(stats: StoreStats) -> Iterator[Metric]:
 
 
 def _tiers(stats: StoreStats) -> Iterator[Metric]:
-    """What every tier has; then what only the tiers below DRAM have, of which there may be none."""
+    """First what every tier has, then what only the tiers below DRAM have (there may be none)."""
     tiers: dict[str, StoreStats | TierStats] = {DRAM_TIER: stats, **{tier.name: tier for tier in stats.tiers}}
 
     def each(value: Callable[[StoreStats | TierStats], int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""A daemon process from its configuration to its end."""
+"""Runs a daemon process, from its configuration to its end."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from krul_backend.memory import format_bytes
 logger = logging.getLogger(__name__)
 
 SWITCH_S = 0.001
-"""After so long a thread that plans an eviction lets the one that answers go on."""
+"""How soon Python switches threads: a thread that plans an eviction must not hold up the one that answers."""
 
 END_FLUSH_S = 10.0
-"""An end waits this long for what was committed to become durable."""
+"""How long the daemon waits at its end for committed segments to become durable."""
 
 
 def serve(config: DaemonConfig) -> None:
@@ -41,7 +41,7 @@ def serve(config: DaemonConfig) -> None:
     switch, and what SIGTERM and SIGINT do.
 
     Raises:
-        DaemonError, ConfigError: it cannot start; says why.
+        DaemonError, ConfigError: it cannot start; the message says why.
     """
     os.umask(0o077)
     _allow_many_files()
@@ -56,7 +56,7 @@ def serve(config: DaemonConfig) -> None:
         admin = _admin_endpoint(context, config)
         if admin is not None:
             stack.callback(admin.close)
-        # The page is asked for statistics only when it serves, and the server is there.
+        # ``server`` is set below, before the page is served and can ask for statistics.
         metrics = DaemonMetrics(lambda: (built.store.stats(), server.daemon_stats()))
         stack.callback(metrics.close)
         server = DaemonServer(
@@ -86,10 +86,10 @@ def serve(config: DaemonConfig) -> None:
 
 
 def tune_garbage_collection() -> None:
-    """Keep the collector from walking the page index in the middle of a request.
+    """Make full garbage collections rare: one would walk the page index in the middle of a request.
 
-    The store's millions of long-lived objects have no cycles; reference counts free what leaves. A full
-    collection would stop every client for a good part of a second and find nothing, so it gets rare.
+    The store's millions of long-lived objects have no cycles, and reference counts free those that leave. A
+    full collection would stop every client for a good part of a second and find nothing.
     """
     gc.collect()
     gc.freeze()
@@ -104,7 +104,7 @@ def _announce(config: DaemonConfig, stdout: TextIO) -> None:
 
 
 def _take_stdout() -> TextIO:
-    """The standard output, for one line alone: what a library prints there goes to the log from now on."""
+    """The standard output, for the ready line alone: what libraries print goes to the log from now on."""
     sys.stdout.flush()
     stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -141,7 +141,7 @@ def _stopped_by_signals(server: DaemonServer) -> Iterator[None]:
 
 
 def _allow_many_files() -> None:
-    """Each session takes several descriptors; the usual soft limit is as many as there may be sessions."""
+    """Raise the limit of open files: each session takes several descriptors, and the usual limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

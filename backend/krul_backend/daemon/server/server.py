@@ -1,4 +1,4 @@
-"""The daemon's loop: one thread that answers requests, and a few for what takes long."""
+"""The daemon's loop: one thread answers requests, and others do what takes long."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from krul_backend.tiers.common.interface import Reservation
 logger = logging.getLogger(__name__)
 
 ORPHAN_S = 1.0
-"""A reservation outlives its client by this: a device copy into it that was under way has ended by then."""
+"""How long a reservation outlives its client: a device copy into it that was under way has ended by then."""
 
 UNUSED_S = 2.0
 NEVER_USED_S = 60.0
-"""An unused daemon ends: after its last session closed, or if none was opened."""
+"""An unused daemon ends so long after its last session, or after its start if there was no session."""
 
 _MAX_WAIT_S = 1.0
 _MAX_BATCH = 64
@@ -51,9 +51,10 @@ class SharedArena(Protocol):
 
 
 class Observer(Protocol):
-    """Told of every answered request: its operation, the seconds it took here, whether it was no error.
+    """A function that is called for every answered request, in the server's thread.
 
-    Called by the server's thread: it must return at once and never raise.
+    ``op`` is its operation, ``seconds`` the time from its receipt to its reply, ``ok`` whether the reply was
+    no error. It must return at once and never raise.
     """
 
     def __call__(self, op: str, seconds: float, ok: bool) -> None: ...
@@ -61,7 +62,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class _Caller:
-    """Who gets the reply: a peer of one of the sockets."""
+    """The peer of a socket that gets the reply to a request, and what is noted about the request."""
 
     socket: zmq.Socket[bytes]
     identity: bytes
@@ -73,17 +74,17 @@ class _Caller:
 class DaemonServer:
     """Answers on a runtime directory's sockets until ``stop``.
 
-    Operations that may take long run in a few threads, and their results are sent by the loop's own thread,
-    which alone uses sockets and sessions. A request that fails is answered with a typed error; what is no
-    request is answered if it has an id, else dropped; both are counted.
+    Operations that may take long run in other threads. The loop's own thread sends all replies, and is the
+    only one that uses sockets and sessions. A request that fails is answered with a typed error. A message
+    that is no request is answered with an error if it has an id, else dropped. Both are counted.
 
     Args:
-        store: stays the caller's.
-        arena: of that store.
+        store: not owned.
+        arena: the memory of that store.
         context: for the control socket.
         may_lookup_wait: whether lookups in this store may ask a network.
-        observer: told of each answer.
-        exit_when_unused: end by itself some seconds after the last session.
+        observer: called for each answer.
+        exit_when_unused: ``run`` returns some seconds after the last session ended.
         admin_socket: a ROUTER, bound and with CURVE, for the operations of the command line alone.
     """
 
@@ -130,7 +131,7 @@ class DaemonServer:
             for socket in self._sockets:
                 if socket in ready:
                     self._receive(socket)
-            # After the requests: what a client sent before it ended still counts.
+            # After the requests, so that what a client sent before it ended is still done.
             if self._sessions.fileno() in ready:
                 self._sessions.serve()
             if self._lanes.fileno() in ready:
@@ -147,14 +148,14 @@ class DaemonServer:
         self._lanes.wake()
 
     def disconnect(self) -> None:
-        """Close all sockets, after ``run``: clients know at once. What they held is left as it is."""
+        """Close all sockets, after ``run``: clients notice at once. What they held is left as it is."""
         self._sessions.close()
         for socket in self._sockets:
             # A last reply (to a shutdown) may still be on its way.
             socket.close(linger=500)
 
     def close(self) -> None:
-        """End the threads, after ``disconnect`` and the store's ``close``, which ends what they do."""
+        """End the threads. Call it after ``disconnect`` and the store's ``close``, which ends their work."""
         self._lanes.close()
 
     def _wait_ms(self) -> int:
@@ -162,7 +163,7 @@ class DaemonServer:
         return math.ceil(1000 * min(_MAX_WAIT_S, max(0.0, due_s)))
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        """Handle what has come; a bounded number, so that sessions and results have their turn."""
+        """Handle requests that have arrived, not more than so many: sessions and results get their turn."""
         for _ in range(_MAX_BATCH):
             try:
                 identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -229,10 +230,10 @@ class DaemonServer:
         try:
             frame = encode(answer if isinstance(answer, Reply) else self._error_reply(caller, answer))
         except (TypeError, ValueError) as error:
-            # Something in a manifest that JSON has no word for.
+            # A manifest has a value that cannot be written as JSON.
             answer = error
             frame = encode(self._error_reply(caller, error))
-        # Never waits: a ROUTER drops what a peer does not take, or a peer that is gone.
+        # This never waits: a ROUTER drops replies that a peer does not take, or whose peer is gone.
         caller.socket.send_multipart((caller.identity, frame), zmq.NOBLOCK)
         if self._observer is not None:
             self._observer(caller.op, time.monotonic() - caller.start_s, isinstance(answer, Reply))
@@ -282,7 +283,7 @@ class DaemonServer:
         return now_s - self._last_session_s > UNUSED_S
 
     def daemon_stats(self) -> DaemonStats:
-        """Of the daemon beside its store; from any thread."""
+        """What the daemon counts beside its store. May be called from any thread."""
         return DaemonStats(
             pid=os.getpid(),
             uptime_s=time.monotonic() - self._start_s,

@@ -1,4 +1,4 @@
-"""What each operation of a client does to the store, and to what its session holds."""
+"""Answers the operations of a session: each asks the store, and some change what the session holds."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import Lease, Reservation, SegmentSlice, Span
 
 MAX_HELD = 65_536
-"""Leases or reservations of one session."""
+"""How many leases, and how many reservations, a session may hold."""
 
 T = TypeVar("T")
 
 
 class SessionHandlers:
-    """The operations that need a session. Called by the server's thread alone.
+    """Answers the requests of sessions. Called by the server's thread alone.
 
-    After ``end_session`` nothing of a session is held but its reservations, which the caller aborts.
+    ``end_session`` releases all that a session holds but its reservations, which the caller aborts.
 
     Args:
-        arena: uint8 ``[capacity_bytes]``: spans are offsets in it.
-        may_lookup_wait: whether a lookup can ask a network, so that it must not hold up the others.
+        arena: uint8 ``[capacity_bytes]``; spans are offsets in it.
+        may_lookup_wait: whether a lookup may wait for a network; it then runs in another thread.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SessionHandlers:
         return handler(session, request) if token_ids is None else handler(session, request, token_ids)
 
     def end_session(self, session: Session) -> None:
-        """Release what a client that is gone was granted, or still might be."""
+        """Release the leases of a client that is gone, also those that it asked for and that come later."""
         session.pending_leases.clear()
         session.pending_reservations.clear()
         while session.leases:
@@ -127,7 +127,7 @@ class SessionHandlers:
         session.models.pop(model.fingerprint, None)
         session.models[model.fingerprint] = model
         if len(session.models) > MAX_MODELS:
-            # A server whose weights change often names many. Clients introduce an old one again.
+            # A server whose weights change often names many. A client introduces a forgotten one again.
             del session.models[next(iter(session.models))]
         return Done(id=request.id)
 
@@ -188,7 +188,7 @@ class SessionHandlers:
         def finish(future: Future[tuple[SegmentSlice, ...]]) -> Reply:
             fetching.discard(lease_id)
             if lease_id not in session.leases:
-                # Released meanwhile: that was left to this, because it would have waited for the fetch.
+                # It was released during the fetch. A release waits for the fetch, so it was left to this.
                 self._store.release(lease)
                 raise KeyError(f"lease {lease_id} was released")
             return FetchReply(id=request.id, slices=self._slices(future.result()))
@@ -215,7 +215,7 @@ class SessionHandlers:
         pending.add(number)
 
         def finish(future: Future[Reservation | None]) -> Reply:
-            # Given back, or the session ended, before it was made: then nobody knows of it.
+            # Not wanted: it was aborted, or the session ended, before it was made.
             is_wanted = number in pending
             pending.discard(number)
             reservation = future.result()

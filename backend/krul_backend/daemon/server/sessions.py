@@ -1,4 +1,4 @@
-"""Who is connected: one stream socket per client, whose end is the client's end."""
+"""Keeps track of connected clients: each has a stream socket, and when that ends, the client has ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1024
 SILENCE_S = 5.0
-"""A connection that asked for nothing in this time gives way to a new one when there are too many."""
+"""When there are too many sessions, those that are older than this and never sent a request are closed."""
 
 _PEER = struct.Struct("iII")
 """``struct ucred``: process, user, group."""
@@ -30,11 +30,11 @@ _PEER = struct.Struct("iII")
 
 @dataclass(eq=False)
 class Session:
-    """A connected client and what it holds, by the numbers that it chose itself.
+    """A connected client and what it holds, by numbers that the client chose.
 
-    ``pending_leases`` and ``pending_reservations`` were asked for and are not answered yet; a number that
-    leaves them meanwhile was given back before it was granted. Leases in ``fetching`` are in use by another
-    thread. Used by the server's thread alone.
+    ``pending_leases`` and ``pending_reservations`` were asked for and are not answered yet. A number is taken
+    out before the answer if the client gives back what it asked for. Leases in ``fetching`` are in use by
+    another thread. Used by the server's thread alone.
     """
 
     token: str
@@ -53,11 +53,11 @@ class Session:
 class SessionTable:
     """Accepts clients, greets them with the arena's descriptor, and notices their end.
 
-    Pollable: ``fileno`` is readable when ``serve`` has something to do. ``serve`` never waits.
+    ``fileno`` can be polled: it is readable when ``serve`` has something to do. ``serve`` never waits.
 
     Args:
-        path: of the socket, which must not exist.
-        arena_fileno: what each client is sent; stays the caller's.
+        path: where the socket is made; must not exist.
+        arena_fileno: the descriptor that each client is sent; not owned.
         capacity_bytes: the arena's size.
         on_end: called with each session that has ended, when it is no longer in the table.
         clock: seconds, monotonic.
@@ -95,14 +95,14 @@ class SessionTable:
         return iter(self._by_token.values())
 
     def find(self, token: str) -> Session | None:
-        """The session of a request with this token, which now has spoken."""
+        """The session with this token, or None. Notes that it has sent a request."""
         session = self._by_token.get(token)
         if session is not None:
             session.has_spoken = True
         return session
 
     def serve(self) -> None:
-        """Greet who connects, end the sessions of those who are gone."""
+        """Greet clients that connect, end the sessions of those that are gone."""
         for fileno, _ in self._epoll.poll(0):
             session = self._by_fileno.get(fileno)
             if session is not None:
@@ -123,7 +123,7 @@ class SessionTable:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            # Also too many open files: the client is told nothing and tries again.
+            # Too many open files are such an error, too. The client is told nothing, and tries again.
             logger.debug("a connection was lost before it was accepted: %s", error)
             return
         try:
@@ -144,7 +144,7 @@ class SessionTable:
             connection.close()
 
     def _greet(self, connection: socket.socket, pid: int) -> None:
-        # Not waited for: a fresh connection has room for one line.
+        # Non-blocking: a fresh connection has room for one line.
         connection.setblocking(False)
         token = secrets.token_hex(16)
         greeting = SessionGreeting(
@@ -182,7 +182,7 @@ class SessionTable:
         self._on_end(session)
 
     def _make_room(self) -> bool:
-        """Whether there is room for one more, after silent connections had to go."""
+        """Whether there is room for one more session; closes those that were silent if need be."""
         if len(self) >= MAX_SESSIONS:
             now_s = self._clock()
             silent = [
@@ -196,5 +196,5 @@ class SessionTable:
 
 
 def is_own_user(uid: int) -> bool:
-    """Whether a peer's user is the daemon's: nobody else may map the arena, not even root by mistake."""
+    """Whether a peer's user is the daemon's. Nobody else may map the arena, not even root."""
     return uid == os.geteuid()
