@@ -495,14 +495,14 @@ def test_what_is_given_back_while_the_session_closes_goes_unsaid(
     assert lease is not None
     assert reservation is not None
     asked, go_on = threading.Event(), threading.Event()
-    post = store._requests.post
+    post = DaemonConnection.post
 
     def slow_post(connection: DaemonConnection, request: Request) -> None:
         asked.set()
         assert go_on.wait(10)
         post(connection, request)
 
-    monkeypatch.setattr(store._requests, "post", slow_post)
+    monkeypatch.setattr(DaemonConnection, "post", slow_post)
     errors: list[Exception] = []
 
     def give_back() -> None:

@@ -325,7 +325,7 @@ class Channels:
 def test_a_client_introduces_a_model_again_that_the_daemon_may_have_forgotten() -> None:
     session: Any = SimpleNamespace(control_endpoint="inproc://nobody", token="t", is_alive=True)
     connection, channels = DaemonConnection(session, None), Channels()  # type: ignore[arg-type]
-    connection.channels = channels  # type: ignore[assignment]
+    connection._channels = channels  # type: ignore[assignment]
     model = ServedModel(MODEL)
     connection.say_hello(MODEL, 1.0)
     connection.say_hello(MODEL, 1.0)

@@ -294,8 +294,8 @@ class DaemonLink:
 
     def _ping(self, connection: DaemonConnection) -> None:
         """Raises as ``RequestChannels.ask``."""
-        ping = PingRequest(**connection.channels.head())
-        connection.channels.ask(ping, self._request_timeout_s)
+        ping = PingRequest(**connection.head())
+        connection.ask(ping, self._request_timeout_s)
 
     def _lose(self, state: _State) -> None:
         """Leave ``CONNECTED`` for ``state``. Called with the lock held."""
@@ -312,8 +312,8 @@ class DaemonLink:
             model = same[0].model
             if model is not None:
                 connection.say_hello(model, self._request_timeout_s)
-            request = ClearRequest(**connection.channels.head(), fingerprint=fingerprint)
-            connection.channels.ask(request, CLEAR_TIMEOUT_S)
+            request = ClearRequest(**connection.head(), fingerprint=fingerprint)
+            connection.ask(request, CLEAR_TIMEOUT_S)
             with self._changed:
                 # A clear that came in meanwhile stays: it is meant for segments stored meanwhile, too.
                 self._pending_clears = [clear for clear in self._pending_clears if clear not in same]

@@ -9,7 +9,6 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +37,8 @@ from krul_backend.daemon.protocol.messages import (
     PathSegmentsRequest,
     PinRequest,
     PrefetchRequest,
+    R,
     ReleaseRequest,
-    Reply,
     ReportDamageRequest,
     Request,
     ReserveRequest,
@@ -77,8 +76,6 @@ _NO_STATS = StoreStats(
     **{field.name: 0 for field in dataclasses.fields(StoreStats) if field.type == "int"},
 )
 _NO_DAMAGE = DamageReport(num_blocks=0, num_bytes=0, bad_segments=())
-
-R = TypeVar("R", bound=Reply)
 
 
 class DaemonStore(KVStore):
@@ -158,7 +155,7 @@ class DaemonStore(KVStore):
         reservation_id = next(self._ids)
         try:
             request = ReserveRequest(
-                **connection.channels.head(),
+                **connection.head(),
                 reservation_id=reservation_id,
                 layer_num_bytes=sizes,
                 tenant=tenant,
@@ -186,7 +183,7 @@ class DaemonStore(KVStore):
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon that reserved the space is gone, or does not answer")
             request = CommitRequest(
-                **connection.channels.head(),
+                **connection.head(),
                 reservation_id=reservation_id,
                 fingerprint=manifest.model.fingerprint,
                 manifest=ManifestFields.of(manifest),
@@ -223,7 +220,7 @@ class DaemonStore(KVStore):
         lease_id = next(self._ids)
         try:
             request = LeaseRequest(
-                **connection.channels.head(),
+                **connection.head(),
                 fingerprint=model.fingerprint,
                 page_keys=keys,
                 lease_id=lease_id,
@@ -254,7 +251,7 @@ class DaemonStore(KVStore):
         try:
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon that gave the lease is gone, or does not answer")
-            request = FetchRequest(**connection.channels.head(), lease_id=lease.lease_id)
+            request = FetchRequest(**connection.head(), lease_id=lease.lease_id)
             reply = self._requests.ask(connection, request, timeout_s=SLOW_TIMEOUT_S)
             slices = slices_in(connection.arena, reply.slices)
             if any(len(part.blocks) != len(part.checksums) for part in slices):
@@ -413,12 +410,10 @@ class DaemonStore(KVStore):
         return connection
 
     def _post_release(self, connection: DaemonConnection, lease_id: int) -> None:
-        self._requests.post(connection, ReleaseRequest(**connection.channels.head(), lease_id=lease_id))
+        connection.post(ReleaseRequest(**connection.head(), lease_id=lease_id))
 
     def _post_abort(self, connection: DaemonConnection, reservation_id: int) -> None:
-        self._requests.post(
-            connection, AbortRequest(**connection.channels.head(), reservation_id=reservation_id)
-        )
+        connection.post(AbortRequest(**connection.head(), reservation_id=reservation_id))
 
 
 def _checked_tokens(model: ModelIdentity, keys: Sequence[str], token_ids: TokenIds) -> TokenIds:

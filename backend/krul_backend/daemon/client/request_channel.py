@@ -8,14 +8,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, cast
 
 import zmq
 import zmq.auth
 
 from krul_backend.daemon.client.endpoints import CurveKeys
 from krul_backend.daemon.protocol.frames import REPLY_TYPES, decode_reply, encode, encode_token_ids
-from krul_backend.daemon.protocol.messages import EXCEPTIONS, MAX_FRAME_BYTES, ErrorReply, Reply, Request
+from krul_backend.daemon.protocol.messages import EXCEPTIONS, MAX_FRAME_BYTES, ErrorReply, R, Reply, Request
 from krul_backend.errors import (
     DaemonUnreachableError,
     ProtocolError,
@@ -24,8 +24,6 @@ from krul_backend.segment import TokenIds
 
 _POLL_MS = 20
 """How soon a waiting thread notices that its session ended."""
-
-R = TypeVar("R", bound=Reply)
 
 
 class RequestTimeoutError(DaemonUnreachableError):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
 
 from krul_backend.daemon.client.daemon_connection import DaemonConnection
 from krul_backend.daemon.client.daemon_link import DaemonLink
 from krul_backend.daemon.client.request_channel import RequestHead, RequestTimeoutError, SessionEndedError
 from krul_backend.daemon.protocol.admin_messages import PingRequest
-from krul_backend.daemon.protocol.messages import Reply, Request, op_of
+from krul_backend.daemon.protocol.messages import R, Request, op_of
 from krul_backend.errors import DaemonError, StoreClosedError
 from krul_backend.segment import ModelIdentity, TokenIds
 
@@ -20,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 UNANSWERED = (DaemonError, StoreClosedError)
 """Errors that mean that the daemon could not be asked, not that the request was wrong."""
-
-R = TypeVar("R", bound=Reply)
 
 
 class Requester:
@@ -57,10 +53,10 @@ class Requester:
         connection = self._link.current()
         if connection is None:
             return None
-        request = make(connection.channels.head())
+        request = make(connection.head())
         try:
             if timeout_s is not None and timeout_s > self._timeout_s:
-                self.ask(connection, PingRequest(**connection.channels.head()))
+                self.ask(connection, PingRequest(**connection.head()))
             return self.ask(connection, request, model, timeout_s=timeout_s, token_ids=token_ids)
         except UNANSWERED as error:
             self.note(connection, op_of(request), error)
@@ -84,7 +80,7 @@ class Requester:
         if model is not None:
             connection.say_hello(model, self._timeout_s)
         timeout_s = timeout_s if timeout_s is not None else self._timeout_s
-        return connection.channels.ask(request, timeout_s, token_ids)
+        return connection.ask(request, timeout_s, token_ids)
 
     def note(self, connection: DaemonConnection, op: str, error: Exception) -> None:
         """Count and log one of ``UNANSWERED``; after a time-out, suspect the daemon."""
@@ -98,9 +94,3 @@ class Requester:
                 self._said.add(op)
             if is_new:
                 logger.error("krul daemon cannot answer %r (said once): %s", op, error)
-
-    def post(self, connection: DaemonConnection, request: Request[Any]) -> None:
-        """Send a request that gives something back, after all that this thread sent before. Never waits."""
-        # When a session ends, the daemon takes back all that it granted.
-        with contextlib.suppress(SessionEndedError):
-            connection.channels.post(request)
