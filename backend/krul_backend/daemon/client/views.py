@@ -58,7 +58,7 @@ class ArenaBlocks(Sequence[Block]):
         return self._arena[offset : offset + num_bytes]
 
 
-def slices_in(arena: ArenaBytes, wires: Sequence[SliceSpans]) -> tuple[SegmentSlice, ...]:
+def slices_in(arena: ArenaBytes, parts: Sequence[SliceSpans]) -> tuple[SegmentSlice, ...]:
     """Leased slices with read-only views of their blocks, and of the status of layers still to land.
 
     Raises:
@@ -66,42 +66,42 @@ def slices_in(arena: ArenaBytes, wires: Sequence[SliceSpans]) -> tuple[SegmentSl
     """
     read_only = arena.view()
     read_only.flags.writeable = False
-    return tuple(_slice_in(read_only, wire) for wire in wires)
+    return tuple(_slice_in(read_only, part) for part in parts)
 
 
-def _slice_in(arena: ArenaBytes, wire: SliceSpans) -> SegmentSlice:
-    num_layers = len(wire.header.layer_num_bytes)
-    if len(wire.checksums) != num_layers or not 0 <= wire.first_page < wire.end_page:
+def _slice_in(arena: ArenaBytes, part: SliceSpans) -> SegmentSlice:
+    num_layers = len(part.header.layer_num_bytes)
+    if len(part.checksums) != num_layers or not 0 <= part.first_page < part.end_page:
         raise ProtocolError(
-            f"segment {wire.segment_id}: {len(wire.checksums)} checksums for {num_layers} layers, "
-            f"pages {wire.first_page} to {wire.end_page}"
+            f"segment {part.segment_id}: {len(part.checksums)} checksums for {num_layers} layers, "
+            f"pages {part.first_page} to {part.end_page}"
         )
-    if wire.spans or wire.tier == DRAM_TIER:
-        offsets, sizes = zip(*wire.spans, strict=True) if wire.spans else ((), ())
-        if sizes != wire.header.layer_num_bytes:
+    if part.spans or part.tier == DRAM_TIER:
+        offsets, sizes = zip(*part.spans, strict=True) if part.spans else ((), ())
+        if sizes != part.header.layer_num_bytes:
             raise ProtocolError(
-                f"segment {wire.segment_id}: {wire.spans} for {wire.header.layer_num_bytes} bytes"
+                f"segment {part.segment_id}: {part.spans} for {part.header.layer_num_bytes} bytes"
             )
         ends = map(add, offsets, sizes)
         if sizes and not (min(offsets) >= 0 and min(sizes) >= 0 and max(ends) <= arena.nbytes):
             raise ProtocolError(
-                f"segment {wire.segment_id}: {wire.spans} are not all within an arena of {arena.nbytes} bytes"
+                f"segment {part.segment_id}: {part.spans} are not all within an arena of {arena.nbytes} bytes"
             )
     status = None
-    if wire.status_span is not None:
-        if wire.status_span.num_bytes != num_layers:
+    if part.status_span is not None:
+        if part.status_span.num_bytes != num_layers:
             raise ProtocolError(
-                f"segment {wire.segment_id}: {wire.status_span} for {num_layers} layers' status"
+                f"segment {part.segment_id}: {part.status_span} for {num_layers} layers' status"
             )
-        status = LayerStatus(view_in(arena, wire.status_span))
+        status = LayerStatus(view_in(arena, part.status_span))
     return SegmentSlice(
-        segment_id=wire.segment_id,
-        header=wire.header,
-        tier=wire.tier,
-        blocks=ArenaBlocks(arena, wire.spans),
-        spans=wire.spans,
-        checksums=wire.checksums,
-        first_page=wire.first_page,
-        end_page=wire.end_page,
+        segment_id=part.segment_id,
+        header=part.header,
+        tier=part.tier,
+        blocks=ArenaBlocks(arena, part.spans),
+        spans=part.spans,
+        checksums=part.checksums,
+        first_page=part.first_page,
+        end_page=part.end_page,
         status=status,
     )
