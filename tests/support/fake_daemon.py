@@ -71,9 +71,10 @@ class FakeDaemon:
 
     def end_sessions(self) -> None:
         """What clients see when the process is killed: only the connection's end."""
-        for session in self._sessions:
+        # A client is back at once, with a session that lives on.
+        sessions, self._sessions = self._sessions, []
+        for session in sessions:
             session.close()
-        self._sessions.clear()
 
     def stop(self) -> None:
         """May be called again."""
