@@ -28,29 +28,23 @@ TIERS_RESULT = RESULTS / "tiers-cpu.json"
 
 def demo_table(result: dict[str, Any]) -> str:
     """The demo's comparison: what returning turns cost with and without krul, by prompt length."""
-    rows = [row for row in result["rows"] if row["turn"] > 1]
     lines = [
         "| prompt of a returning turn | turns | from krul | TTFT without krul | TTFT with krul | ratio |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for low, high in ((0, 512), (512, 1024), (1024, 1 << 30)):
-        chosen = [row for row in rows if low < row["prompt_tokens"] <= high]
-        if chosen:
-            text = f"up to {high} tokens" if high < 1 << 30 else f"more than {low} tokens"
-            lines.append(_demo_line(text, chosen))
-    lines += [_demo_line("any length", rows), "", _demo_notes(result, rows)]
-    return "\n".join(lines)
+    lines += [_demo_line(group) for group in result["returning_turns"]]
+    return "\n".join([*lines, "", _demo_notes(result)])
 
 
-def _demo_notes(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def _demo_notes(result: dict[str, Any]) -> str:
     summary, machine = result["summary"], result["machine"]
     cpu, cores, sglang = machine["cpu"], machine["cores"], result["versions"]["sglang"]
-    num_conversations = len({row["conversation"] for row in rows})
     first, baseline_first = summary["median_first_ttft_s"], summary["baseline_median_first_ttft_s"]
     source = DEMO_RESULT.relative_to(ROOT)
     return " ".join(
         (
-            f"Medians over {len(rows)} returning turns of {num_conversations} conversations.",
+            f"Medians over {summary['returning_turns']} returning turns of {result['conversations']} "
+            "conversations.",
             "Answers equal to those of a server that never evicted:",
             f"{summary['answers_equal']} of {summary['answers']}.",
             f"Recall of facts from earlier turns: {summary['recall']:.0%} with krul,",
@@ -66,13 +60,16 @@ def _demo_notes(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _demo_line(text: str, rows: list[dict[str, Any]]) -> str:
-    prompt = sum(row["prompt_tokens"] for row in rows)
-    restored = sum(row["host_tokens"] for row in rows)
-    without = statistics.median(row["baseline_ttft_s"] for row in rows)
-    with_krul = statistics.median(row["ttft_s"] for row in rows)
+def _demo_line(group: dict[str, Any]) -> str:
+    low, high = group["min_prompt_tokens"], group["max_prompt_tokens"]
+    if high is None:
+        text = "any length" if low == 1 else f"more than {low - 1} tokens"
+    else:
+        text = f"up to {high} tokens"
+    without, with_krul = group["baseline_ttft_s"]["median"], group["ttft_s"]["median"]
+    from_krul = group["host_tokens"] / group["prompt_tokens"]
     return (
-        f"| {text} | {len(rows)} | {restored / prompt:.0%} of tokens | {_ms(without)} | {_ms(with_krul)} | "
+        f"| {text} | {group['turns']} | {from_krul:.0%} of tokens | {_ms(without)} | {_ms(with_krul)} | "
         f"{without / with_krul:.2f}x |"
     )
 
@@ -126,7 +123,7 @@ def _quality_notes(result: dict[str, Any]) -> str:
     configuration = result["configuration"]
     return " ".join(
         (
-            f"{len(result['conversations'])} held-out conversations, the bundled model, histories up to",
+            f"{_count(result)} held-out conversations, the bundled model, histories up to",
             f"{max(each['history_tokens'] for each in result['conversations'])} tokens, stored turn by turn,",
             "restored, and asked. Recall: every token of the reference answer is the most likely one.",
             "KL: of next-token distributions, in nats.",
@@ -150,15 +147,19 @@ def budget_table(result: dict[str, Any]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in (full, *rows.values()):
-        answers = list(zip(full["samples"]["recall"], row["samples"]["recall"], strict=True))
-        lost = sum(bool(before) and not after for before, after in answers)
-        won = sum(bool(after) and not before for before, after in answers)
         lines.append(
             f"| {row['name'].removeprefix('budget ')} | {row['bytes_per_token']:.0f} | {row['ratio']:.2f}x | "
-            f"{row['recall']:.1%} | {lost} | {won} | {row['nll']:.4f} | {row['kl']:.4f} |"
+            f"{row['recall']:.1%} | {row['answers_lost']} | {row['answers_won']} | {row['nll']:.4f} | "
+            f"{row['kl']:.4f} |"
         )
     source = BUDGET_RESULT.relative_to(ROOT)
-    return "\n".join([*lines, "", f"The same {len(answers)} conversations. Source: [`{source}`]({source})."])
+    return "\n".join(
+        [*lines, "", f"The same {_count(result)} conversations. Source: [`{source}`]({source})."]
+    )
+
+
+def _count(result: dict[str, Any]) -> int:
+    return sum(each["count"] for each in result["conversations"])
 
 
 def text_table(result: dict[str, Any]) -> str:
@@ -175,7 +176,7 @@ def text_table(result: dict[str, Any]) -> str:
     lengths = sorted({each["history_tokens"] for each in result["conversations"]})
     source = TEXT_RESULT.relative_to(ROOT)
     notes = (
-        f"{len(result['conversations'])} held-out documents, continued after "
+        f"{_count(result)} held-out documents, continued after "
         f"{' and '.join(map(str, lengths))} tokens of stored history; {result['probes']} probes. "
         f"Source: [`{source}`]({source})."
     )
