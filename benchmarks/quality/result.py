@@ -20,7 +20,7 @@ MAPPED_LAYER_RATIO = 0.5
 _MOST_SHARED = 3
 """So many pairs are kept of rows that the figure leaves out."""
 
-_LEFT_OF_GROUPS = ("conversations", "ratio", "value_recall", "nll")
+_LEFT_OF_GROUPS = ("conversations", "ratio", "value_recall", "nll", "bytes_per_token")
 _LEFT_OF_SAMPLES = ("recall", "value_recall", "num_bytes")
 
 

@@ -9,7 +9,6 @@ from krul_sglang.json_file import without_samples
 Row = dict[str, Any]
 
 _SAID_ELSEWHERE = ("strategy", "planner", "new_tokens", "ideal_s", "head_tokens", "bytes_loaded")
-_LEFT_OUT = (*_SAID_ELSEWHERE, "compute_busy", "load_busy")
 
 
 def settings(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -44,7 +43,9 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
     drawn = drawn_timelines(result["rows"])
     rows = []
     for row in result["rows"]:
-        kept = {name: value for name, value in row.items() if name not in _LEFT_OUT and value is not None}
+        kept = {
+            name: value for name, value in row.items() if name not in _SAID_ELSEWHERE and value is not None
+        }
         kept["ttft_s"] = {name: value for name, value in row["ttft_s"].items() if name != "samples"}
         if not any(row is each for each in drawn):
             kept.pop("timeline", None)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.pages.tables import quality_table
 from benchmarks.quality.configuration import BenchmarkError, Configuration, Suite, Turns
 from benchmarks.quality.conversation import mean_divergence, segment_bounds
 from benchmarks.quality.damage import LearnedDamage
@@ -34,7 +35,6 @@ from benchmarks.quality.protocol import PAGE_SIZE, Outcome, Protocol
 from benchmarks.quality.result import row, summarize
 from benchmarks.quality.storage import StoredHistory, token_slice
 from benchmarks.quality.teacher_forced import TeacherForced
-from benchmarks.readme import quality_table
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.fixed import FixedSelector
 from krul_backend.strategy.interface import Evidence

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.figures.restore import draw
-from benchmarks.readme import restore_table
+from benchmarks.pages.tables import restore_table
 from benchmarks.restore.checks import Checks, relative_error
 from benchmarks.restore.configuration import (
     Configuration,

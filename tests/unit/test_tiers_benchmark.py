@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.readme import tiers_table
+from benchmarks.pages.tables import tiers_table
 from benchmarks.tiers import run as whole_run
 from benchmarks.tiers.configuration import KIB, MIB, Configuration, TiersBenchmarkError
 from benchmarks.tiers.fragmentation import fragmentation_row

@@ -1,11 +1,7 @@
-"""Writes the README's tables from the JSON files of the benchmarks: ``python -m benchmarks.readme``.
-
-Each table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->``.
-"""
+"""Tables in Markdown, one from each result file of the benchmarks."""
 
 from __future__ import annotations
 
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -14,8 +10,7 @@ import orjson
 
 from benchmarks.restore.rows import Row, longest, settings
 
-ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DEMO_RESULT = RESULTS / "demo-cpu.json"
 QUALITY_RESULT = RESULTS / "quality-cpu.json"
@@ -343,17 +338,8 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def render(readme: str, tables: dict[str, str]) -> str:
-    """``readme`` with each table in its place. Raises ValueError if a place is missing."""
-    for name, table in tables.items():
-        place = re.search(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", readme, re.DOTALL)
-        if place is None:
-            raise ValueError(f"README.md has no place <!-- {name} --> ... <!-- /{name} -->")
-        readme = f"{readme[: place.start()]}{table}\n{readme[place.end() :]}"
-    return readme
-
-
 def tables() -> dict[str, str]:
+    """The tables of the kept results, by the names of their places."""
     return {
         "demo": demo_table(orjson.loads(DEMO_RESULT.read_bytes())),
         "quality": quality_table(orjson.loads(QUALITY_RESULT.read_bytes())),
@@ -363,7 +349,3 @@ def tables() -> dict[str, str]:
         "restore": restore_table(orjson.loads(RESTORE_RESULT.read_bytes())),
         "tiers": tiers_table(orjson.loads(TIERS_RESULT.read_bytes())),
     }
-
-
-if __name__ == "__main__":
-    README.write_text(render(README.read_text(encoding="utf-8"), tables()), encoding="utf-8")
