@@ -299,6 +299,11 @@ def _tiers_line(row: dict[str, Any]) -> str:
 
 def _tiers_notes(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     notes = [
+        *(
+            f"Missed: {target['name']}: {target['value']:.2f}, the aim being {target['bound']:g}."
+            for target in result["targets"]
+            if not target["is_met"]
+        ),
         "Medians; operations in turn with memcpy of the same blocks, one thread, memory touched before.",
         "ratio: to memcpy, or to O_DIRECT of the same bytes where there is a disk.",
         "dram: through a daemon process, round trips included; verify-read compares checksums, as an engine.",
