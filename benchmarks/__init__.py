@@ -1,1 +1,1 @@
-"""Measurements; each program writes one JSON, from which the tables in the README are generated."""
+"""Measurements; each program writes one JSON, from which ``pages`` writes the tables in the documentation."""

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from benchmarks.estimator_cost import DECODE_ARMS, CostBenchmark, decode_rounds
 from benchmarks.hf_attention import capture_attention
 from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_sglang.demo import environment
-from krul_sglang.json_file import write_json
+from krul_sglang.json_file import without_samples, write_result
 from reference_model.evaluation_items import make_item
 from reference_model.facts import KINDS
 
@@ -77,9 +77,17 @@ def measure_cost(model: Any, worker: SimilarityWorker, repeats: int) -> dict[str
     return cost
 
 
+def summarize(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a run's ``result``: without the single conversations, and quantiles of every time."""
+    kept: dict[str, Any] = without_samples({**result})
+    del kept["accuracy"]
+    return kept
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Accuracy and cost of the attention estimators.")
-    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    parser.add_argument("--json", type=Path, required=True, help="where the summary of the result goes")
+    parser.add_argument("--raw", type=Path, help="where the result with every sample goes")
     parser.add_argument("--model", type=Path, default=REFERENCE_MODEL, help="Llama, Qwen2 or Qwen3 folder")
     parser.add_argument("--conversations", type=int, default=100, help="for the accuracy")
     parser.add_argument("--repeats", type=int, default=7, help="of every timing")
@@ -116,7 +124,7 @@ def main() -> None:
         "accuracy": accuracy,
         "cost": cost,
     }
-    write_json(result, arguments.json)
+    write_result(result, summarize(result), json=arguments.json, raw=arguments.raw)
 
 
 if __name__ == "__main__":

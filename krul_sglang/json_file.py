@@ -1,16 +1,104 @@
-"""Results on disk."""
+"""Results on disk: everything that was measured, or a summary of it that is small enough to keep."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+SIGNIFICANT_DIGITS = 5
+"""Of floats below 1 in a summary; larger ones, such as ratios near 1, have one more."""
+
+LINE_WIDTH = 120
+
 
 def write_json(value: Any, path: Path) -> None:
     """Write ``value`` in one step: readers see the whole file or none. Keys may be numbers."""
-    temporary = path.with_name(f".{path.name}.tmp")
     options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
-    temporary.write_bytes(orjson.dumps(value, option=options))
+    _replace(path, orjson.dumps(value, option=options))
+
+
+def write_summary(value: Any, path: Path) -> None:
+    """Write ``value`` like ``write_json``, but shorter.
+
+    Floats are rounded to ``SIGNIFICANT_DIGITS``. An object that fits into ``LINE_WIDTH`` stands on one line,
+    and so does each entry of a list, however long: a row of a result is a line.
+    """
+    _replace(path, (_formatted(_rounded(value), "") + "\n").encode())
+
+
+def write_result(result: Any, summary: Any, *, json: Path | None, raw: Path | None) -> None:
+    """Write the summary of a measurement to ``json`` and the whole of it to ``raw``, where they are given."""
+    if raw is not None:
+        write_json(result, raw)
+    if json is not None:
+        write_summary(summary, json)
+
+
+def quantiles(samples: Sequence[float]) -> dict[str, float]:
+    """How many samples there are, the smallest, the quartiles (interpolated), and the largest."""
+    cuts = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else list(samples) * 3
+    names = ("min", "q25", "median", "q75", "max")
+    return {"n": len(samples), **dict(zip(names, (min(samples), *cuts, max(samples)), strict=True))}
+
+
+def without_samples(value: Any) -> Any:
+    """``value`` with quantiles in the place of samples.
+
+    Samples are the lists of numbers at keys ``samples``, ``samples_s`` and ``*_samples_s``, or the lists
+    inside an object at such a key; of samples that are no plain numbers only the count stays.
+    """
+    if isinstance(value, dict):
+        return {
+            name: _of_samples(each) if _holds_samples(name) else without_samples(each)
+            for name, each in value.items()
+        }
+    return [without_samples(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _holds_samples(name: object) -> bool:
+    return isinstance(name, str) and (name in ("samples", "samples_s") or name.endswith("_samples_s"))
+
+
+def _of_samples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _of_samples(each) for name, each in value.items()}
+    is_plain = all(isinstance(each, int | float) for each in value)
+    return quantiles(value) if value and is_plain else {"n": len(value)}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS + (abs(value) >= 1)}g}")
+    return value
+
+
+def _formatted(value: Any, indent: str) -> str:
+    line = _line(value)
+    if len(indent) + len(line) <= LINE_WIDTH or not isinstance(value, dict | list) or not value:
+        return line
+    deeper = indent + " "
+    if isinstance(value, dict):
+        # A key that is a number is written as text, as JSON wants it.
+        parts = [
+            f"{orjson.dumps(str(name)).decode()}:{_formatted(each, deeper)}" for name, each in value.items()
+        ]
+        return "{\n" + ",\n".join(deeper + part for part in parts) + "\n" + indent + "}"
+    return "[\n" + ",\n".join(deeper + _line(each) for each in value) + "\n" + indent + "]"
+
+
+def _line(value: Any) -> str:
+    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content)
     temporary.replace(path)

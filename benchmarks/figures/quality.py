@@ -14,6 +14,8 @@ import numpy as np
 import orjson
 from matplotlib.ticker import MaxNLocator
 
+from benchmarks.quality.result import is_mapped
+
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "quality-cpu.json"
 FIGURES = ROOT / "docs" / "figures"
@@ -59,13 +61,9 @@ def quality_against_bytes(result: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def compression_map(result: dict[str, Any], path: Path, layer_ratio: float = 0.5) -> None:
-    """How often each pair of layers was shared, one panel per family with pairs at ``layer_ratio``."""
-    rows = [
-        row
-        for row in result["rows"]
-        if row["pairs"] and row["region"] == "all" and _is_mapped(row, layer_ratio)
-    ]
+def compression_map(result: dict[str, Any], path: Path) -> None:
+    """How often each pair of layers was shared, one panel per family with pairs."""
+    rows = [row for row in result["rows"] if is_mapped(row)]
     if not rows:
         return
     num_layers = result["model"]["num_layers"]
@@ -105,12 +103,6 @@ def _lines(result: dict[str, Any]) -> dict[tuple[str, str | None], list[dict[str
         if row.get("region", "all") == "all" and row.get("allowed") is None:
             lines.setdefault((row["family"], row.get("precision")), []).append(row)
     return lines
-
-
-def _is_mapped(row: dict[str, Any], layer_ratio: float) -> bool:
-    if row["layer_ratio"] is not None:
-        return bool(row["layer_ratio"] == layer_ratio and row["precision"] == "native")
-    return row["allowed"] is None
 
 
 def _save(figure: Any, path: Path) -> None:

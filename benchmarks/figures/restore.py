@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import orjson
 
-from benchmarks.restore.rows import Row, longest, settings, tier_name
+from benchmarks.restore.rows import Row, drawn_timelines, longest, settings, tier_name
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "restore-cpu.json"
@@ -62,6 +62,7 @@ def against_history(result: dict[str, Any], path: Path) -> None:
     }
     if not by_setting:
         return
+    planned = {method["name"] for method in result["methods"] if method["planner"] == "optimal"}
     figure, axes = _grid(by_setting)
     for (shape, tier), rows in by_setting.items():
         axis = axes[shape, tier]
@@ -70,7 +71,7 @@ def against_history(result: dict[str, Any], path: Path) -> None:
             axis.plot(
                 [row["history_tokens"] for row in of_method],
                 [1000 * row["ttft_s"]["median"] for row in of_method],
-                "o-" if _is_planned(of_method[0]) else "s:",
+                "o-" if method in planned else "s:",
                 markersize=3,
                 linewidth=1,
                 color=f"C{number}",
@@ -89,13 +90,9 @@ def against_history(result: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def _is_planned(row: Row) -> bool:
-    return bool(row["planner"] == "optimal")
-
-
 def timelines(result: dict[str, Any], path: Path) -> None:
     """Compute and load stream of restores in the first setting with a limited tier, one panel per method."""
-    rows = _drawn_timelines(result["rows"])
+    rows = drawn_timelines(result["rows"])
     if not rows:
         return
     figure, axes = plt.subplots(len(rows), 1, figsize=(9, 1.25 * len(rows) + 0.6), sharex=True, squeeze=False)
@@ -127,14 +124,6 @@ def timelines(result: dict[str, Any], path: Path) -> None:
     figure.legend(list(handles.values()), list(handles), fontsize=7, loc="upper right", ncols=3)
     figure.tight_layout()
     _save(figure, path)
-
-
-def _drawn_timelines(rows: list[Row]) -> list[Row]:
-    """Of the first setting whose tier is limited, or else the first: rows that load and have a timeline."""
-    kept = [row for row in rows if "timeline" in row and row["chosen"] == "restore"]
-    limited = [row for row in kept if row["bandwidth_gbs"] is not None] or kept
-    place = ("shape", "tier", "bandwidth_gbs", "history_tokens")
-    return [row for row in limited if all(row[name] == limited[0][name] for name in place)]
 
 
 def _grid(by_setting: Mapping[tuple[str, str], list[Row]]) -> tuple[Any, dict[tuple[str, str], Any]]:

@@ -9,15 +9,17 @@ from typing import Annotated
 import typer
 
 from benchmarks.quality.configuration import Configuration, Suite, Turns
+from benchmarks.quality.result import summarize
 from benchmarks.quality.run import run
 from krul_backend.errors import KrulError
-from krul_sglang.json_file import write_json
+from krul_sglang.json_file import write_result
 
 _DEFAULTS = Configuration()
 
 
 def main(
-    json: Annotated[Path, typer.Option(help="File for the result.")],
+    json: Annotated[Path, typer.Option(help="File for the summary of the result.")],
+    raw: Annotated[Path | None, typer.Option(help="File for the result with every sample.")] = None,
     model: Annotated[Path, typer.Option(help="Folder of a Hugging Face model.")] = _DEFAULTS.model,
     suite: Annotated[Suite, typer.Option(help="What is asked after the history.")] = _DEFAULTS.suite,
     turns: Annotated[
@@ -78,7 +80,8 @@ def main(
             device=device,
             threads=threads,
         )
-        write_json(run(configuration), json)
+        result = run(configuration)
+        write_result(result, summarize(result), json=json, raw=raw)
     except KrulError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

@@ -1,4 +1,4 @@
-"""Rows of the result file, from the outcomes of all conversations."""
+"""Rows of the result, from the outcomes of all conversations, and the summary that is kept of a result."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ from benchmarks.quality.conversation import Conversation
 from benchmarks.quality.methods import Compression, Method
 from benchmarks.quality.protocol import Outcome
 from krul_backend.attention.statistics import AttentionStatistics
+from krul_sglang.json_file import quantiles
+
+MAPPED_LAYER_RATIO = 0.5
+"""Of rows that share this part of the layers the figure draws how often each pair was shared."""
+
+_MOST_SHARED = 3
+"""So many pairs are kept of rows that the figure leaves out."""
+
+_LEFT_OF_GROUPS = ("conversations", "ratio", "value_recall", "nll", "bytes_per_token")
+_LEFT_OF_SAMPLES = ("recall", "value_recall", "num_bytes")
 
 
 def row(
@@ -70,6 +80,54 @@ def attention_summary(statistics: Sequence[AttentionStatistics]) -> dict[str, An
         "initial_recent_mass_quartiles": [_rounded(mass.quantile(q, dim=0)) for q in (0.25, 0.5, 0.75)],
         "distances": [_rounded(line) for line in distances.mean(0)],
     }
+
+
+def summarize(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a run's ``result``: all of its means, and quantiles in place of samples.
+
+    ``conversations`` become a count per group and length. Each row gets ``answers_lost`` and ``answers_won``
+    against the row of full KV, if answers were judged. Recall of single conversations is 0 or 1, and bytes
+    follow from the length, so their means say all. Rows that are not in the figure of pairs keep the most
+    shared ones only. What is None is left out.
+    """
+    full = next((row["samples"].get("recall") for row in result["rows"] if row["name"] == "full"), None)
+    kinds = Counter((each["group"], each["history_tokens"]) for each in result["conversations"])
+    return {
+        **result,
+        "conversations": [
+            {"group": group, "history_tokens": length, "count": count}
+            for (group, length), count in kinds.items()
+        ],
+        "rows": [_row_summary(row, full) for row in result["rows"]],
+    }
+
+
+def is_mapped(row: Mapping[str, Any]) -> bool:
+    """Whether the figure draws how often this row shared each pair of layers."""
+    if not row["pairs"] or row["region"] != "all":
+        return False
+    if row.get("layer_ratio") is not None:
+        return bool(row["layer_ratio"] == MAPPED_LAYER_RATIO and row["precision"] == "native")
+    return row.get("allowed") is None
+
+
+def _row_summary(row: Mapping[str, Any], full: Sequence[float] | None) -> dict[str, Any]:
+    kept = {name: value for name, value in row.items() if value is not None and name != "conversations"}
+    if not is_mapped(row):
+        kept["pairs"] = row["pairs"][:_MOST_SHARED]
+    kept["groups"] = {
+        name: {measure: value for measure, value in means.items() if measure not in _LEFT_OF_GROUPS}
+        for name, means in row["groups"].items()
+    }
+    samples = row["samples"]
+    if full is not None:
+        answers = list(zip(full, samples["recall"], strict=True))
+        kept["answers_lost"] = sum(bool(before) and not after for before, after in answers)
+        kept["answers_won"] = sum(bool(after) and not before for before, after in answers)
+    kept["samples"] = {
+        name: quantiles(values) for name, values in samples.items() if name not in _LEFT_OF_SAMPLES
+    }
+    return kept
 
 
 def _description(method: Method) -> dict[str, Any]:

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 from benchmarks.restore.configuration import Configuration, TierSpec
+from benchmarks.restore.rows import summarize
 from benchmarks.restore.run import run
 from benchmarks.restore.shapes import SHAPES
 from krul_backend.errors import KrulError
-from krul_sglang.json_file import write_json
+from krul_sglang.json_file import write_result
 
 _DEFAULTS = Configuration()
 
@@ -39,7 +40,8 @@ def main() -> int:
             threads=arguments.threads,
             ssd_folder=arguments.ssd_folder,
         )
-        write_json(run(configuration), arguments.json)
+        result = run(configuration)
+        write_result(result, summarize(result), json=arguments.json, raw=arguments.raw)
     except KrulError as error:
         print(error, file=sys.stderr)
         return 1
@@ -51,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.restore", description="Methods of restoring a conversation's KV."
     )
     add = parser.add_argument
-    add("--json", type=Path, required=True, help="file for the result")
+    add("--json", type=Path, required=True, help="file for the summary of the result")
+    add("--raw", type=Path, help="file for the result with every sample")
     add("--device", choices=("cpu", "cuda"), default=_DEFAULTS.device)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default=_DEFAULTS.dtype)
     add("--shape", default=",".join(_DEFAULTS.shapes), help=f"some of {', '.join(SHAPES)}")

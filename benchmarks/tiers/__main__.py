@@ -9,8 +9,9 @@ from pathlib import Path
 
 from benchmarks.tiers.configuration import Configuration
 from benchmarks.tiers.run import run
+from benchmarks.tiers.timing import summarize
 from krul_backend.errors import KrulError
-from krul_sglang.json_file import write_json
+from krul_sglang.json_file import write_result
 
 _DEFAULTS = Configuration()
 
@@ -29,7 +30,7 @@ def main() -> int:
     except KrulError as error:
         print(error, file=sys.stderr)
         return 1
-    write_json(result, arguments.json)
+    write_result(result, summarize(result), json=arguments.json, raw=arguments.raw)
     for target in result["targets"]:
         verdict = "met" if target["is_met"] else "MISSED"
         print(f"{target['name']}: {target['value']:.3g} (bound {target['bound']:g}): {verdict}")
@@ -42,7 +43,8 @@ def _parser() -> argparse.ArgumentParser:
         description="The tiers against memcpy, the bare disk and the clock.",
     )
     add = parser.add_argument
-    add("--json", type=Path, required=True, help="file for the result")
+    add("--json", type=Path, required=True, help="file for the summary of the result")
+    add("--raw", type=Path, help="file for the result with every sample")
     add("--block-bytes", type=_numbers, default=_DEFAULTS.block_bytes, help="sizes, as 65536,1048576")
     add("--repeats", type=int, default=_DEFAULTS.repeats, help="timed operations on memory of each size")
     add("--disk-repeats", type=int, default=_DEFAULTS.disk_repeats, help="the same on disk and network")

@@ -92,7 +92,10 @@ def demo(
         ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything measured to FILE.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write a summary of the result to FILE.")
+    ] = None,
+    raw_file: Annotated[
+        Path | None, typer.Option("--raw", metavar="FILE", help="Write every turn that was measured to FILE.")
     ] = None,
     server_arg: Annotated[
         list[str] | None,
@@ -119,6 +122,7 @@ def demo(
     _check_krul_values({"host_memory": host_memory}, "--host-memory")
     _check_krul_values(options, "--option")
     _check_writable("--json", json_file)
+    _check_writable("--raw", raw_file)
     model = _resolve_model(model_path)
     conversations_path = (
         _bundled(BUNDLED_CONVERSATIONS, "--conversations") if conversations is None else conversations
@@ -145,7 +149,9 @@ def demo(
     from rich.console import Console
 
     from krul_sglang.demo.report import make_reporter, print_result
+    from krul_sglang.demo.result import without_turns
     from krul_sglang.demo.run import DemoConfig, default_dtype, run_demo
+    from krul_sglang.json_file import write_result
 
     config = DemoConfig(
         model_path=model,
@@ -173,8 +179,8 @@ def demo(
     with make_reporter(console, num_turns) as reporter:
         result = run_demo(config, pools, chosen, reporter, verbose=verbose)
     print_result(console, result)
-    if json_file is not None:
-        _write_json(result.to_json(), json_file)
+    measured = result.to_json()
+    write_result(measured, without_turns(measured), json=json_file, raw=raw_file)
     raise typer.Exit(0 if result.summary.passed else EXIT_FAILED)
 
 

@@ -1,4 +1,4 @@
-"""What the demo measured: one row per turn, and the summary of all rows."""
+"""What the demo measured: one row per turn, the summary of all rows, and what is kept of a result."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 
 from krul_sglang.demo.conversations import Conversation
 from krul_sglang.demo.player import TurnResult
+from krul_sglang.json_file import quantiles
 
 TurnKey = tuple[str, int]
 
 MAX_DRIFT = 1.3
 """Up to this ratio the two servers count as equally fast at the same work."""
+
+PROMPT_LENGTHS = (512, 1024)
+"""Returning turns are grouped by prompts of up to so many tokens, and longer ones."""
 
 MAX_RECALL_LOSS = 0.02
 """Compressed KV may cost the krul server so much recall, against the baseline, before the demo fails."""
@@ -147,6 +151,40 @@ def summarize(rows: Sequence[Row], *, stored: StoredAmounts | None, lossless: bo
         tokens_stored=None if stored is None else stored.num_tokens,
         lossless=lossless,
     )
+
+
+def without_turns(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of ``DemoResult.to_json()``: returning turns by length of the prompt instead of each turn.
+
+    Times become quantiles; ``max_prompt_tokens`` is None for the longest prompts and for all together.
+    """
+    returning = [row for row in result["rows"] if row["turn"] > 1]
+    groups = []
+    for low, high in zip((0, *PROMPT_LENGTHS), (*PROMPT_LENGTHS, None), strict=True):
+        of_length = [
+            row
+            for row in returning
+            if low < row["prompt_tokens"] and (high is None or row["prompt_tokens"] <= high)
+        ]
+        if of_length:
+            groups.append({"min_prompt_tokens": low + 1, "max_prompt_tokens": high, **_turns(of_length)})
+    if returning:
+        groups.append({"min_prompt_tokens": 1, "max_prompt_tokens": None, **_turns(returning)})
+    return {
+        **{name: value for name, value in result.items() if name not in ("rows", "samples")},
+        "conversations": len({row["conversation"] for row in returning}),
+        "returning_turns": groups,
+    }
+
+
+def _turns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    times = ("ttft_s", "baseline_ttft_s", "reference_ttft_s")
+    return {
+        "turns": len(rows),
+        "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
+        "host_tokens": sum(row["host_tokens"] for row in rows),
+        **{name: quantiles([row[name] for row in rows]) for name in times},
+    }
 
 
 def verdict(summary: Summary, rows: Sequence[Row]) -> str:

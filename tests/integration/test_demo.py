@@ -40,7 +40,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Completed
         *(sys.executable, "-m", "krul_sglang.cli", "demo"),
         *("--num-conversations", "4"),
         *("--turns", "3"),
-        *("--json", str(path)),
+        *("--raw", str(path)),
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert path.exists(), result.stdout + result.stderr

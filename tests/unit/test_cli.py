@@ -153,6 +153,7 @@ def test_a_conversation_longer_than_the_context_is_refused(model_path: Path, con
 def test_the_directory_of_the_json_file_must_exist(tmp_path: Path) -> None:
     assert_one_line(run("demo", "--json", tmp_path / "no" / "out.json"), 2, "does not exist")
     assert_one_line(run("demo", "--json", tmp_path), 2, "is a directory")
+    assert_one_line(run("demo", "--raw", tmp_path), 2, "--raw", "is a directory")
 
 
 def test_too_few_conversations_are_said_and_taken(

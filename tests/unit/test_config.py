@@ -121,12 +121,13 @@ def test_as_dict_round_trips() -> None:
         assert KrulConfig.from_mapping(values, "test") == config
 
 
-def test_the_readme_lists_every_option() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    rows = {line.split("`")[1]: line for line in readme.splitlines() if line.startswith("| `")}
+def test_the_page_of_the_configuration_lists_every_option() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    assert set(rows) == {option.name for option in fields(KrulConfig)}
     for option in fields(KrulConfig):
         is_daemons = option.metadata["description"].startswith(DAEMON_MARK)
-        assert (DAEMON_MARK in rows[option.name].split("|")[3][:12]) == is_daemons
+        assert (DAEMON_MARK in rows[option.name].split(" | ")[3][:12]) == is_daemons
 
 
 def test_heads_of_a_batch_are_at_most_what_the_server_prefills_at_once() -> None:

@@ -22,6 +22,7 @@ from krul_sglang.demo.result import (
     stored_amounts,
     summarize,
     verdict,
+    without_turns,
 )
 from krul_sglang.demo.run import DemoConfig, DemoResult, server_args
 from krul_sglang.demo.sizing import PoolSizes
@@ -176,6 +177,26 @@ def test_json_has_rows_summary_and_circumstances(tmp_path: Path) -> None:
     assert {"python", "torch", "sglang", "krul_sglang"} <= set(written["versions"])
     assert {"cpu", "cores", "memory_bytes", "device"} <= set(written["machine"])
     assert written["samples"]["krul"][0]["ttft_s"] == 0.1
+
+
+def test_what_is_kept_groups_returning_turns_by_the_length_of_their_prompt() -> None:
+    rows = [
+        row(1, ttft_s=9.0),
+        row(host=160, ttft_s=0.1),
+        replace(row(host=40, ttft_s=0.3), turn=3),
+        replace(row(ttft_s=0.2), turn=4, prompt_tokens=1025),
+    ]
+    kept = without_turns(demo_result(rows).to_json())
+    assert not {"rows", "samples"} & set(kept)
+    assert kept["conversations"] == 1
+    assert kept["summary"]["returning_turns"] == 3
+    short, long, every = kept["returning_turns"]
+    assert (short["min_prompt_tokens"], short["max_prompt_tokens"], short["turns"]) == (1, 512, 2)
+    assert (short["prompt_tokens"], short["host_tokens"]) == (400, 200)
+    assert short["ttft_s"]["median"] == pytest.approx(0.2)
+    assert (long["min_prompt_tokens"], long["max_prompt_tokens"], long["turns"]) == (1025, None, 1)
+    assert (every["min_prompt_tokens"], every["max_prompt_tokens"], every["turns"]) == (1, None, 3)
+    assert every["ttft_s"]["max"] == 0.3
 
 
 def test_compressed_answers_are_judged_by_recall() -> None:

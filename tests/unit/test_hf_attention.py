@@ -16,6 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from benchmarks.estimator import summarize
 from benchmarks.estimator_accuracy import closest_pairs
 from benchmarks.hf_attention import CapturedAttention, capture_attention, observed_attention
 from krul_backend.attention.rows import attention_rows
@@ -111,3 +112,16 @@ def test_closest_pairs_are_disjoint_and_closest_first() -> None:
     # (2, 3) is second, but layer 2 is taken.
     assert closest_pairs(distances, 4) == {(1, 2), (0, 3)}
     assert closest_pairs(distances, 3) == {(1, 2), (0, 3)}
+
+
+def test_a_summary_of_the_estimators_keeps_means_and_no_single_conversation() -> None:
+    result = {
+        "summary": {"accuracy": [{"estimator": "exact"}]},
+        "accuracy": [{"num_tokens": 5, "agreements": []}],
+        "cost": {"decode": [{"medians_s": {"none": 2.0}, "samples_s": {"none": [1.0, 2.0, 3.0]}}]},
+    }
+    kept = summarize(result)
+    assert set(kept) == {"summary", "cost"}
+    assert kept["cost"]["decode"][0]["medians_s"] == {"none": 2.0}
+    assert kept["cost"]["decode"][0]["samples_s"]["none"]["n"] == 3
+    assert "accuracy" in result

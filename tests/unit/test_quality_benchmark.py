@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.pages.tables import quality_table
 from benchmarks.quality.configuration import BenchmarkError, Configuration, Suite, Turns
 from benchmarks.quality.conversation import mean_divergence, segment_bounds
 from benchmarks.quality.damage import LearnedDamage
@@ -31,10 +32,9 @@ from benchmarks.quality.methods import (
 )
 from benchmarks.quality.model import HistoryModel, pooled
 from benchmarks.quality.protocol import PAGE_SIZE, Outcome, Protocol
-from benchmarks.quality.result import row
+from benchmarks.quality.result import row, summarize
 from benchmarks.quality.storage import StoredHistory, token_slice
 from benchmarks.quality.teacher_forced import TeacherForced
-from benchmarks.readme import quality_table
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.fixed import FixedSelector
 from krul_backend.strategy.interface import Evidence
@@ -269,11 +269,48 @@ def test_a_row_states_means_pairs_and_samples() -> None:
 
     result: dict[str, Any] = {
         "configuration": {"gamma": 0.0},
-        "conversations": [{"history_tokens": 128}],
+        "conversations": [
+            {"group": "single", "history_tokens": 128},
+            {"group": "single", "history_tokens": 64},
+        ],
         "probes": 4,
         "rows": [made],
     }
-    assert "| full | 20 | 5.00x | 50.0% | 0.2000 | 0.1000 | 0+1 (75%) |" in quality_table(result)
+    kept = summarize(result)
+    table = quality_table(kept)
+    assert "| full | 20 | 5.00x | 50.0% | 0.2000 | 0.1000 | 0+1 (75%) |" in table
+    assert "2 held-out conversations, the bundled model, histories up to 128 tokens" in table
+    (of_full,) = kept["rows"]
+    assert set(of_full["samples"]) == {"nll", "kl"}
+    assert of_full["samples"]["nll"] == pytest.approx(
+        {"n": 2, "min": 0.1, "q25": 0.15, "median": 0.2, "q75": 0.25, "max": 0.3}
+    )
+    assert (of_full["answers_lost"], of_full["answers_won"]) == (0, 0)
+
+
+def test_a_summary_counts_answers_against_full_kv_and_keeps_the_pairs_that_are_drawn() -> None:
+    def made(name: str, recall: list[float], layer_ratio: float | None) -> dict[str, Any]:
+        pairs = [{"pair": [0, upper], "share": 0.1} for upper in range(1, 6)]
+        return {
+            "name": name,
+            "region": "all",
+            "precision": "native",
+            "layer_ratio": layer_ratio,
+            "limit": None,
+            "allowed": None,
+            "conversations": 3,
+            "pairs": pairs,
+            "groups": {"single": {"conversations": 3, "recall": 0.5, "ratio": 2.0}},
+            "samples": {"recall": recall, "kl": [0.0, 0.0, 0.0]},
+        }
+
+    rows = [made("full", [1.0, 1.0, 0.0], 0.25), made("half", [0.0, 1.0, 1.0], 0.5)]
+    full, half = summarize({"rows": rows, "conversations": []})["rows"]
+    assert (full["answers_lost"], full["answers_won"]) == (0, 0)
+    assert (half["answers_lost"], half["answers_won"]) == (1, 1)
+    assert (len(full["pairs"]), len(half["pairs"])) == (3, 5)
+    assert half["groups"] == {"single": {"recall": 0.5}}
+    assert not {"limit", "allowed", "conversations"} & set(half)
 
 
 def test_rows_are_chosen_by_pattern_and_eviction_has_no_turns() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.figures.restore import draw
-from benchmarks.readme import restore_table
+from benchmarks.pages.tables import restore_table
 from benchmarks.restore.checks import Checks, relative_error
 from benchmarks.restore.configuration import (
     Configuration,
@@ -23,14 +23,14 @@ from benchmarks.restore.configuration import (
 from benchmarks.restore.methods import METHODS
 from benchmarks.restore.restorer import Measured
 from benchmarks.restore.result import median_sample, row, spread
-from benchmarks.restore.rows import longest, settings, tier_name
+from benchmarks.restore.rows import longest, settings, summarize, tier_name
 from benchmarks.restore.run import run
 from benchmarks.restore.setting import restore_problem
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.planner.interface import RestorePlan
 from krul_backend.planner.pipeline import simulate
 from krul_backend.planner.registry import make_planner
-from krul_sglang.json_file import write_json
+from krul_sglang.json_file import write_summary
 from tests.support.restore_bench_builders import SHAPE, Bench, bench
 
 TOLERANCE = 1e-3
@@ -207,8 +207,22 @@ def test_the_table_compares_with_full_recompute(result: dict[str, Any]) -> None:
     assert lines[3].split(" | ")[1] == full_load
 
 
+def test_a_summary_has_the_same_table_and_no_samples(result: dict[str, Any]) -> None:
+    kept = summarize(result)
+    assert restore_table(kept) == restore_table(result)
+    assert len(kept["rows"]) == len(result["rows"])
+    assert all(set(row["ttft_s"]) == {"median", "min", "p90", "n"} for row in kept["rows"])
+    assert kept["models"][0]["calibration"]["head"]["samples"]["n"] > 0
+    # The limited tier has one length, whose restores were not recorded; so those of memory are drawn.
+    timelines = [row for row in kept["rows"] if "timeline" in row]
+    assert timelines
+    assert {(row["tier"], row["history_tokens"], row["chosen"]) for row in timelines} == {
+        ("dram", 256, "restore")
+    }
+
+
 def test_figures_are_drawn_of_what_was_measured(result: dict[str, Any], tmp_path: Path) -> None:
-    write_json(result, tmp_path / "result.json")
+    write_summary(summarize(result), tmp_path / "result.json")
     draw(tmp_path / "result.json", tmp_path / "figures")
     drawn = {path.name: plt.imread(path) for path in (tmp_path / "figures").iterdir()}
     # two lengths are too few for the figure against the length

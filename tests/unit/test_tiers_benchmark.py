@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.readme import tiers_table
+from benchmarks.pages.tables import tiers_table
 from benchmarks.tiers import run as whole_run
 from benchmarks.tiers.configuration import KIB, MIB, Configuration, TiersBenchmarkError
 from benchmarks.tiers.fragmentation import fragmentation_row
 from benchmarks.tiers.segments import Source
 from benchmarks.tiers.targets import targets
-from benchmarks.tiers.timing import byte_row, interleaved, percentile
+from benchmarks.tiers.timing import byte_row, interleaved, percentile, summarize
 
 LEFT_OUT = {"op": "mooncake", "left_out": "not here"}
 DRAM_OPS = ("dram-write", "dram-read", "dram-verify-read")
@@ -74,6 +74,19 @@ def test_numbers_of_a_row_follow_from_its_samples(result: dict[str, Any]) -> Non
             assert row["p99_us"] == max(row["samples_s"]) * 1e6
             beside = row["disk_gbs"] if op in DISK_OPS else row["memcpy_gbs"]
             assert row["ratio"] == pytest.approx(row["throughput_gbs"] / beside)
+
+
+def test_a_summary_has_the_same_table_and_no_samples(result: dict[str, Any]) -> None:
+    kept = summarize(result)
+    assert tiers_table(kept) == tiers_table(result)
+    assert not any("samples_s" in row for row in kept["rows"])
+    for row in of(kept, "dram-write"):
+        assert row["memcpy_samples_s"]["n"] == row["n"]
+        assert row["memcpy_gbs"] * row["memcpy_samples_s"]["median"] * 1e9 == pytest.approx(
+            row["size_bytes"] * row["num_blocks"]
+        )
+    (fragmentation,) = of(kept, "fragmentation")
+    assert fragmentation["samples"]["n"] == fragmentation["n"]
 
 
 def test_metadata_is_counted_without_the_blocks(result: dict[str, Any]) -> None:

@@ -1,11 +1,7 @@
-"""Writes the README's tables from the JSON files of the benchmarks: ``python -m benchmarks.readme``.
-
-Each table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->``.
-"""
+"""Tables in Markdown, one from each result file of the benchmarks."""
 
 from __future__ import annotations
 
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -14,8 +10,7 @@ import orjson
 
 from benchmarks.restore.rows import Row, longest, settings
 
-ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DEMO_RESULT = RESULTS / "demo-cpu.json"
 QUALITY_RESULT = RESULTS / "quality-cpu.json"
@@ -28,29 +23,23 @@ TIERS_RESULT = RESULTS / "tiers-cpu.json"
 
 def demo_table(result: dict[str, Any]) -> str:
     """The demo's comparison: what returning turns cost with and without krul, by prompt length."""
-    rows = [row for row in result["rows"] if row["turn"] > 1]
     lines = [
         "| prompt of a returning turn | turns | from krul | TTFT without krul | TTFT with krul | ratio |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for low, high in ((0, 512), (512, 1024), (1024, 1 << 30)):
-        chosen = [row for row in rows if low < row["prompt_tokens"] <= high]
-        if chosen:
-            text = f"up to {high} tokens" if high < 1 << 30 else f"more than {low} tokens"
-            lines.append(_demo_line(text, chosen))
-    lines += [_demo_line("any length", rows), "", _demo_notes(result, rows)]
-    return "\n".join(lines)
+    lines += [_demo_line(group) for group in result["returning_turns"]]
+    return "\n".join([*lines, "", _demo_notes(result)])
 
 
-def _demo_notes(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def _demo_notes(result: dict[str, Any]) -> str:
     summary, machine = result["summary"], result["machine"]
     cpu, cores, sglang = machine["cpu"], machine["cores"], result["versions"]["sglang"]
-    num_conversations = len({row["conversation"] for row in rows})
     first, baseline_first = summary["median_first_ttft_s"], summary["baseline_median_first_ttft_s"]
     source = DEMO_RESULT.relative_to(ROOT)
     return " ".join(
         (
-            f"Medians over {len(rows)} returning turns of {num_conversations} conversations.",
+            f"Medians over {summary['returning_turns']} returning turns of {result['conversations']} "
+            "conversations.",
             "Answers equal to those of a server that never evicted:",
             f"{summary['answers_equal']} of {summary['answers']}.",
             f"Recall of facts from earlier turns: {summary['recall']:.0%} with krul,",
@@ -66,13 +55,16 @@ def _demo_notes(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _demo_line(text: str, rows: list[dict[str, Any]]) -> str:
-    prompt = sum(row["prompt_tokens"] for row in rows)
-    restored = sum(row["host_tokens"] for row in rows)
-    without = statistics.median(row["baseline_ttft_s"] for row in rows)
-    with_krul = statistics.median(row["ttft_s"] for row in rows)
+def _demo_line(group: dict[str, Any]) -> str:
+    low, high = group["min_prompt_tokens"], group["max_prompt_tokens"]
+    if high is None:
+        text = "any length" if low == 1 else f"more than {low - 1} tokens"
+    else:
+        text = f"up to {high} tokens"
+    without, with_krul = group["baseline_ttft_s"]["median"], group["ttft_s"]["median"]
+    from_krul = group["host_tokens"] / group["prompt_tokens"]
     return (
-        f"| {text} | {len(rows)} | {restored / prompt:.0%} of tokens | {_ms(without)} | {_ms(with_krul)} | "
+        f"| {text} | {group['turns']} | {from_krul:.0%} of tokens | {_ms(without)} | {_ms(with_krul)} | "
         f"{without / with_krul:.2f}x |"
     )
 
@@ -126,7 +118,7 @@ def _quality_notes(result: dict[str, Any]) -> str:
     configuration = result["configuration"]
     return " ".join(
         (
-            f"{len(result['conversations'])} held-out conversations, the bundled model, histories up to",
+            f"{_count(result)} held-out conversations, the bundled model, histories up to",
             f"{max(each['history_tokens'] for each in result['conversations'])} tokens, stored turn by turn,",
             "restored, and asked. Recall: every token of the reference answer is the most likely one.",
             "KL: of next-token distributions, in nats.",
@@ -150,15 +142,19 @@ def budget_table(result: dict[str, Any]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in (full, *rows.values()):
-        answers = list(zip(full["samples"]["recall"], row["samples"]["recall"], strict=True))
-        lost = sum(bool(before) and not after for before, after in answers)
-        won = sum(bool(after) and not before for before, after in answers)
         lines.append(
             f"| {row['name'].removeprefix('budget ')} | {row['bytes_per_token']:.0f} | {row['ratio']:.2f}x | "
-            f"{row['recall']:.1%} | {lost} | {won} | {row['nll']:.4f} | {row['kl']:.4f} |"
+            f"{row['recall']:.1%} | {row['answers_lost']} | {row['answers_won']} | {row['nll']:.4f} | "
+            f"{row['kl']:.4f} |"
         )
     source = BUDGET_RESULT.relative_to(ROOT)
-    return "\n".join([*lines, "", f"The same {len(answers)} conversations. Source: [`{source}`]({source})."])
+    return "\n".join(
+        [*lines, "", f"The same {_count(result)} conversations. Source: [`{source}`]({source})."]
+    )
+
+
+def _count(result: dict[str, Any]) -> int:
+    return sum(each["count"] for each in result["conversations"])
 
 
 def text_table(result: dict[str, Any]) -> str:
@@ -175,7 +171,7 @@ def text_table(result: dict[str, Any]) -> str:
     lengths = sorted({each["history_tokens"] for each in result["conversations"]})
     source = TEXT_RESULT.relative_to(ROOT)
     notes = (
-        f"{len(result['conversations'])} held-out documents, continued after "
+        f"{_count(result)} held-out documents, continued after "
         f"{' and '.join(map(str, lengths))} tokens of stored history; {result['probes']} probes. "
         f"Source: [`{source}`]({source})."
     )
@@ -303,6 +299,11 @@ def _tiers_line(row: dict[str, Any]) -> str:
 
 def _tiers_notes(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     notes = [
+        *(
+            f"Missed: {target['name']}: {target['value']:.2f}, the aim being {target['bound']:g}."
+            for target in result["targets"]
+            if not target["is_met"]
+        ),
         "Medians; operations in turn with memcpy of the same blocks, one thread, memory touched before.",
         "ratio: to memcpy, or to O_DIRECT of the same bytes where there is a disk.",
         "dram: through a daemon process, round trips included; verify-read compares checksums, as an engine.",
@@ -342,17 +343,8 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def render(readme: str, tables: dict[str, str]) -> str:
-    """``readme`` with each table in its place. Raises ValueError if a place is missing."""
-    for name, table in tables.items():
-        place = re.search(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", readme, re.DOTALL)
-        if place is None:
-            raise ValueError(f"README.md has no place <!-- {name} --> ... <!-- /{name} -->")
-        readme = f"{readme[: place.start()]}{table}\n{readme[place.end() :]}"
-    return readme
-
-
 def tables() -> dict[str, str]:
+    """The tables of the kept results, by the names of their places."""
     return {
         "demo": demo_table(orjson.loads(DEMO_RESULT.read_bytes())),
         "quality": quality_table(orjson.loads(QUALITY_RESULT.read_bytes())),
@@ -362,7 +354,3 @@ def tables() -> dict[str, str]:
         "restore": restore_table(orjson.loads(RESTORE_RESULT.read_bytes())),
         "tiers": tiers_table(orjson.loads(TIERS_RESULT.read_bytes())),
     }
-
-
-if __name__ == "__main__":
-    README.write_text(render(README.read_text(encoding="utf-8"), tables()), encoding="utf-8")

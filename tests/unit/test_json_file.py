@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from krul_sglang.json_file import LINE_WIDTH, quantiles, without_samples, write_result
+
+
+def test_quantiles_are_those_of_all_samples() -> None:
+    assert quantiles([4.0, 1.0, 3.0, 2.0, 5.0]) == {
+        "n": 5,
+        "min": 1.0,
+        "q25": 2.0,
+        "median": 3.0,
+        "q75": 4.0,
+        "max": 5.0,
+    }
+    assert quantiles([7.0]) == {"n": 1, **dict.fromkeys(("min", "q25", "median", "q75", "max"), 7.0)}
+
+
+def test_samples_are_replaced_wherever_they_stand() -> None:
+    kept = without_samples(
+        {
+            "rows": [{"samples_s": [1.0, 2.0, 3.0], "p50": 2.0}, {"memcpy_samples_s": [4]}],
+            "cost": {"samples": {"a": [1.0], "b": []}},
+            "fit": {"samples": [(1, 2), (3, 4)], "resamples": [1, 2]},
+        }
+    )
+    assert kept["rows"][0] == {"samples_s": quantiles([1.0, 2.0, 3.0]), "p50": 2.0}
+    assert kept["rows"][1]["memcpy_samples_s"]["n"] == 1
+    assert kept["cost"]["samples"] == {"a": quantiles([1.0]), "b": {"n": 0}}
+    assert kept["fit"] == {"samples": {"n": 2}, "resamples": [1, 2]}
+
+
+def test_a_summary_is_rounded_and_has_a_row_per_line(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"name": f"row {n}", "x": [1 / 3] * 30} for n in range(3)]
+    result = {
+        "small": 1.23456789e-5,
+        "near one": 1.00449999,
+        "count": 123456789,
+        "rows": rows,
+        "by": {1: "a"},
+    }
+    write_result(result, result, json=tmp_path / "summary.json", raw=tmp_path / "raw.json")
+    assert json.loads((tmp_path / "raw.json").read_text())["small"] == 1.23456789e-5
+    text = (tmp_path / "summary.json").read_text()
+    written = json.loads(text)
+    assert written["small"] == 1.2346e-5
+    assert written["near one"] == 1.0045
+    assert written["count"] == 123456789
+    assert written["by"] == {"1": "a"}
+    lines = text.splitlines()
+    assert sum(line.lstrip().startswith('{"name":"row') for line in lines) == 3
+    assert all(len(line) <= LINE_WIDTH for line in lines if "row" not in line)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["raw.json", "summary.json"]
+
+
+def test_only_what_is_asked_for_is_written(tmp_path: Path) -> None:
+    write_result({"a": 1}, {"b": 2}, json=None, raw=None)
+    assert not list(tmp_path.iterdir())
+    write_result({"a": 1}, {"b": 2}, json=tmp_path / "b.json", raw=None)
+    assert json.loads((tmp_path / "b.json").read_text()) == pytest.approx({"b": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
