@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.free_extents import FreeExtents
-from krul_backend.tiers.common.arena import ALIGNMENT_BYTES, DramArena, aligned_num_bytes
+from krul_backend.tiers.dram.arena import ALIGNMENT_BYTES, Arena, aligned_num_bytes
 
 
 def test_a_fresh_arena_is_one_free_extent() -> None:
-    arena = DramArena(10 * ALIGNMENT_BYTES + 7)
+    arena = Arena(10 * ALIGNMENT_BYTES + 7)
     assert arena.capacity_bytes == 10 * ALIGNMENT_BYTES
     assert (arena.free_bytes, arena.used_bytes, arena.largest_free) == (640, 0, 640)
     assert arena.buffer.nbytes == 640
@@ -22,7 +22,7 @@ def test_a_fresh_arena_is_one_free_extent() -> None:
 
 
 def test_alignment_is_accounted_and_the_view_is_exact() -> None:
-    arena = DramArena(1024)
+    arena = Arena(1024)
     extent = arena.allocate(65)
     assert extent is not None
     assert arena.used_bytes == 128
@@ -33,7 +33,7 @@ def test_alignment_is_accounted_and_the_view_is_exact() -> None:
 
 
 def test_best_fit_leaves_the_large_range_whole() -> None:
-    arena = DramArena(64 * 10)
+    arena = Arena(64 * 10)
     extents = [arena.allocate(size) for size in (128, 64, 192, 64)]
     assert all(extents)
     arena.free(extents[0])  # [0, 128)
@@ -45,7 +45,7 @@ def test_best_fit_leaves_the_large_range_whole() -> None:
 
 
 def test_what_does_not_fit_is_none_and_takes_nothing() -> None:
-    arena = DramArena(256)
+    arena = Arena(256)
     held = arena.allocate(64)
     assert held is not None
     assert arena.allocate(193) is None
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_none_and_takes_nothing() -> None:
 
 
 def test_all_or_nothing_places_the_largest_first() -> None:
-    arena = DramArena(64 * 6)
+    arena = Arena(64 * 6)
     extents = arena.allocate_all((64, 64, 64, 64, 64, 64))
     assert extents is not None
     for i in (0, 1, 3):
@@ -69,17 +69,17 @@ def test_all_or_nothing_places_the_largest_first() -> None:
 @pytest.mark.parametrize("num_bytes", [0, -1])
 def test_empty_extents_are_refused(num_bytes: int) -> None:
     with pytest.raises(ValueError, match="at least one byte"):
-        DramArena(256).allocate(num_bytes)
+        Arena(256).allocate(num_bytes)
 
 
 @pytest.mark.parametrize("capacity_bytes", [-64, 0, 63])
 def test_an_arena_too_small_for_one_extent_is_refused(capacity_bytes: int) -> None:
     with pytest.raises(ValueError, match="at least 64 bytes"):
-        DramArena(capacity_bytes)
+        Arena(capacity_bytes)
 
 
 def test_double_free_foreign_and_stale_extents_raise() -> None:
-    arena, other = DramArena(256), DramArena(256)
+    arena, other = Arena(256), Arena(256)
     extent, foreign = arena.allocate(64), other.allocate(64)
     assert extent is not None
     assert foreign is not None
@@ -99,7 +99,7 @@ def test_double_free_foreign_and_stale_extents_raise() -> None:
 
 
 def test_the_front_of_an_extent_goes_back_in_aligned_steps() -> None:
-    arena = DramArena(512)
+    arena = Arena(512)
     extent, behind = arena.allocate(250), arena.allocate(256)
     assert extent is not None
     assert behind is not None
@@ -120,7 +120,7 @@ def test_the_front_of_an_extent_goes_back_in_aligned_steps() -> None:
 
 @pytest.mark.parametrize("num_bytes", [-1, 100, 164])
 def test_an_extent_of_nothing_but_its_front_is_refused(num_bytes: int) -> None:
-    arena = DramArena(256)
+    arena = Arena(256)
     extent = arena.allocate(100)
     assert extent is not None
     with pytest.raises(ValueError, match="leave no extent"):
@@ -129,7 +129,7 @@ def test_an_extent_of_nothing_but_its_front_is_refused(num_bytes: int) -> None:
 
 
 def test_a_view_outlives_its_arena() -> None:
-    arena = DramArena(4096)
+    arena = Arena(4096)
     extent = arena.allocate(4096)
     assert extent is not None
     view = arena.view(extent)
@@ -145,7 +145,7 @@ def test_a_view_outlives_its_arena() -> None:
 def test_any_history_keeps_the_extents_apart_and_the_totals_right(
     steps: list[tuple[bool, int, int]],
 ) -> None:
-    arena = DramArena(4096)
+    arena = Arena(4096)
     held: dict[int, tuple[object, int]] = {}
     for step, (is_free, num_bytes, choice) in enumerate(steps):
         if is_free and held:
@@ -231,7 +231,7 @@ def test_blocks_freed_together_leave_what_they_leave_one_by_one(sizes: list[int]
 
 
 def test_freeing_many_extents_frees_all_or_none() -> None:
-    arena = DramArena(1024)
+    arena = Arena(1024)
     extents = arena.allocate_all((64, 64, 64))
     assert extents is not None
     arena.free(extents[1])
@@ -244,7 +244,7 @@ def test_freeing_many_extents_frees_all_or_none() -> None:
 
 
 def test_the_descriptor_maps_the_same_bytes_and_cannot_change_their_number() -> None:
-    arena = DramArena(1 << 16)
+    arena = Arena(1 << 16)
     other = mmap.mmap(arena.fileno(), arena.capacity_bytes)
     arena.buffer[12_345] = 7
     assert other[12_345] == 7
@@ -254,7 +254,7 @@ def test_the_descriptor_maps_the_same_bytes_and_cannot_change_their_number() -> 
 
 
 def test_the_descriptor_is_closed_with_the_arena() -> None:
-    arena = DramArena(1 << 16)
+    arena = Arena(1 << 16)
     descriptor, view = arena.fileno(), arena.buffer
     os.fstat(descriptor)
     del arena

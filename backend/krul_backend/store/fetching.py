@@ -10,7 +10,7 @@ from krul_backend.store.tier_reader import TierReader
 from krul_backend.store.tiered_lease import LowerPart
 from krul_backend.tiers.common.interface import Lease
 from krul_backend.tiers.common.lower_tier import LowerTier
-from krul_backend.tiers.dram.admission import Arrival
+from krul_backend.tiers.dram.arrivals import Arrival
 from krul_backend.tiers.dram.host_store import HostStore
 
 

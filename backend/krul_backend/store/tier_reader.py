@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from krul_backend.errors import StoreClosedError, TierReadError
 from krul_backend.tiers.common.lower_tier import LowerTier, TierRun
-from krul_backend.tiers.dram.admission import Arrival
+from krul_backend.tiers.dram.arrivals import Arrival
 
 logger = logging.getLogger(__name__)
 

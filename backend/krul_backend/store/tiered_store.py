@@ -35,7 +35,7 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 from krul_backend.tiers.common.lower_tier import LowerTier
-from krul_backend.tiers.dram.admission import Arrival
+from krul_backend.tiers.dram.arrivals import Arrival
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from krul_backend.daemon.protocol.replies import WireSlice
 from krul_backend.daemon.protocol.wire import header_from_wire
 from krul_backend.errors import ProtocolError
-from krul_backend.tiers.common.arrival import LayerStatus
 from krul_backend.tiers.common.interface import DRAM_TIER, Block, SegmentSlice, Span
+from krul_backend.tiers.common.layer_status import LayerStatus
 
 Arena = npt.NDArray[np.uint8]
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from krul_backend.segment import SegmentHeader, SegmentManifest
-from krul_backend.tiers.common.arrival import LayerStatus
+from krul_backend.tiers.common.layer_status import LayerStatus
 
 Block = npt.NDArray[np.uint8]
 """A writable or read-only view of ``[num_bytes]`` bytes inside the arena, or an array of no bytes."""

@@ -33,6 +33,10 @@ class PageRun(Generic[SegmentT]):
     first_page: int
     end_page: int
 
+    @property
+    def num_pages(self) -> int:
+        return self.end_page - self.first_page
+
 
 @dataclass(frozen=True)
 class PrefixMatch(Generic[SegmentT]):

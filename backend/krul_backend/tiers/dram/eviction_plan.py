@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Protocol
 
 from krul_backend.free_extents import FreeTrial
-from krul_backend.tiers.common.arena import aligned_num_bytes
 from krul_backend.tiers.common.interface import Span
+from krul_backend.tiers.dram.arena import aligned_num_bytes
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 MAX_FREE_SHARE = 1 / 16
