@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from krul_backend.errors import DaemonError
-from krul_backend.tiers.mooncake.object_store import Block, ObjectStoreError, StoreFullError
+from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.mooncake.object_store import ObjectStoreError, StoreFullError
 from krul_backend.tiers.mooncake.options import MooncakeOptions
 
 # mooncake-store/include/types.h, ErrorCode.

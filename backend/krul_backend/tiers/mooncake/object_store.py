@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from krul_backend.errors import KrulError
-
-Block = npt.NDArray[np.uint8]
+from krul_backend.tiers.common.interface import Block
 
 
 class ObjectStoreError(KrulError):

@@ -12,8 +12,9 @@ from krul_backend.errors import TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.interface import DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import Block, LowerTier, TierRun
+from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
+from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.suspension import Suspension
 from krul_backend.tiers.mooncake.catalog import Catalog
 from krul_backend.tiers.mooncake.cluster_cost import ClusterCost
@@ -90,7 +91,7 @@ class MooncakeTier(LowerTier):
 
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
-    ) -> tuple[TierRun, ...]:
+    ) -> tuple[PageRun[StoredObject], ...]:
         if len(token_ids) != len(page_keys) * model.page_size:
             raise ValueError(f"{len(token_ids)} token ids for {len(page_keys)} pages of {model.page_size}")
         # After a late answer nobody waits for the next before it has come: a scheduler asks again and again.
@@ -107,21 +108,18 @@ class MooncakeTier(LowerTier):
             first = runs[0]
             if first.segment.manifest.start_token + first.first_page * model.page_size != next_token:
                 return ()
-        return tuple(
-            TierRun(
-                NAME, run.segment.manifest, run.segment.checksums, run.first_page, run.end_page, run.segment
-            )
-            for run in runs
-        )
+        return runs
 
-    def release(self, run: TierRun) -> None:
+    def release(self, run: PageRun[StoredObject]) -> None:
         """Nothing to do: what is held here cannot keep the cluster from evicting."""
 
-    def fetch(self, run: TierRun, blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
-        segment = _place_of(run)
+    def fetch(
+        self, run: PageRun[StoredObject], blocks: Sequence[Block], landed: Callable[[int], None]
+    ) -> None:
+        segment = run.segment
         sizes = tuple(block.nbytes for block in blocks)
-        if sizes != run.manifest.layer_num_bytes:
-            raise ValueError(f"blocks of {sizes} bytes for layers of {run.manifest.layer_num_bytes}")
+        if sizes != segment.manifest.layer_num_bytes:
+            raise ValueError(f"blocks of {sizes} bytes for layers of {segment.manifest.layer_num_bytes}")
         try:
             store = self._connection.store()
             self._check_epoch(store, segment)
@@ -139,7 +137,7 @@ class MooncakeTier(LowerTier):
             self._suspension.failed("reads fail", error)
             raise TierReadError(f"the Mooncake cluster cannot be read: {error}") from error
         self._suspension.succeeded()
-        self._counters.add(read_segments=1, read_bytes=run.manifest.num_bytes)
+        self._counters.add(read_segments=1, read_bytes=segment.manifest.num_bytes)
 
     def put(
         self,
@@ -294,8 +292,3 @@ class MooncakeTier(LowerTier):
 
 class _WrongBytesError(TierReadError):
     """A block whose checksum is wrong; its segment has been taken out."""
-
-
-def _place_of(run: TierRun) -> StoredObject:
-    assert isinstance(run.place, StoredObject), f"a run of tier {run.tier} given to {NAME}"
-    return run.place

@@ -15,7 +15,8 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.eviction import EvictionPolicy, LruPolicy
 from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import LowerTier, TierRun
+from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.record import RECORD_ALIGN, encode_metadata
 from krul_backend.tiers.common.suspension import Suspension
 from krul_backend.tiers.common.write_queue import QueuedSegment
@@ -145,31 +146,21 @@ class SsdTier(LowerTier):
 
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
-    ) -> tuple[TierRun, ...]:
+    ) -> tuple[PageRun[SsdSegment], ...]:
         with self._state.lock:
             if not self._state.is_usable:
                 return ()
             runs = self._state.catalog.match(model, page_keys, token_ids, next_token)
             for run in runs:
                 run.segment.num_holds += 1
-            return tuple(
-                TierRun(
-                    tier=self.name,
-                    manifest=run.segment.manifest,
-                    checksums=run.segment.checksums,
-                    first_page=run.first_page,
-                    end_page=run.end_page,
-                    place=run.segment,
-                )
-                for run in runs
-            )
+            return runs
 
-    def release(self, run: TierRun) -> None:
+    def release(self, run: PageRun[SsdSegment]) -> None:
         with self._state.lock:
-            run.place.num_holds -= 1
+            run.segment.num_holds -= 1
 
-    def fetch(self, run: TierRun, blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
-        self._reads.read(run.place, blocks, landed)
+    def fetch(self, run: PageRun[SsdSegment], blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
+        self._reads.read(run.segment, blocks, landed)
 
     def put(
         self,
