@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,24 @@ class TierCounters:
     failed_reads: int = 0
     slow_reads: int = 0
     failed_writes: int = 0
+
+
+class LockedTierCounters:
+    """``TierCounters`` behind a lock of their own. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = TierCounters()
+
+    def add(self, **amounts: int) -> None:
+        """``add(failed_reads=1)``; a name that is no counter is an AttributeError."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self._counts, name, getattr(self._counts, name) + amount)
+
+    def snapshot(self) -> dict[str, int]:
+        with self._lock:
+            return dict(vars(self._counts))
 
 
 class LowerTier(ABC):

@@ -34,10 +34,6 @@ class PinBook:
         self._drop_ended()
         return self._pinned_bytes
 
-    def num_entries(self) -> int:
-        """Ends of pins that are remembered, those of replaced ones included."""
-        return len(self._ends)
-
     def pin(self, segment: StoredSegment, ttl_s: float) -> bool:
         """Keep a segment for ``ttl_s`` from now, whatever was said before; False if that were too many bytes.
 

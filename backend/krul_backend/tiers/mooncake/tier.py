@@ -13,21 +13,20 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.common.lower_tier import LockedTierCounters, LowerTier
+from krul_backend.tiers.common.measured_cost import MeasuredCost
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.suspension import Suspension
-from krul_backend.tiers.mooncake.catalog import Catalog
-from krul_backend.tiers.mooncake.cluster_cost import ClusterCost
-from krul_backend.tiers.mooncake.connection import Connection
-from krul_backend.tiers.mooncake.counters import Counters
+from krul_backend.tiers.mooncake.cluster_connection import UNMEASURED, ClusterConnection, seen_cost
+from krul_backend.tiers.mooncake.cluster_writer import ClusterWriter
 from krul_backend.tiers.mooncake.epochs import Epochs
+from krul_backend.tiers.mooncake.known_segments import KnownSegments
 from krul_backend.tiers.mooncake.lookup import Lookup
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, require_mooncake
 from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError
 from krul_backend.tiers.mooncake.options import MooncakeOptions
 from krul_backend.tiers.mooncake.stored_object import StoredObject
 from krul_backend.tiers.mooncake.timed_calls import TimedCalls
-from krul_backend.tiers.mooncake.writer import Writer
 
 NAME = "mooncake"
 _NUM_LOOKUP_THREADS = 2
@@ -61,33 +60,33 @@ class MooncakeTier(LowerTier):
             connect = MooncakeClient
         self._options = options
         self._clock = clock
-        self._counters = Counters()
-        self._cost = ClusterCost()
+        self._counters = LockedTierCounters()
+        self._cost = MeasuredCost(UNMEASURED)
         self._suspension = Suspension(NAME, clock)
-        self._connection = Connection(lambda: connect(options, arena), self._suspension, self._cost)
+        self._connection = ClusterConnection(lambda: connect(options, arena), self._suspension, self._cost)
         self._epochs = Epochs(clock)
-        self._catalog = Catalog(clock)
+        self._known = KnownSegments(clock)
         self._lookup = Lookup(
-            self._catalog, self._epochs, clock, lambda: self._counters.add(corrupted_segments=1)
+            self._known, self._epochs, clock, lambda: self._counters.add(corrupted_segments=1)
         )
         self._calls = TimedCalls("krul-mooncake-lookup", _NUM_LOOKUP_THREADS)
         try:
             self._connection.store()
         except ObjectStoreError as error:
             self._suspension.failed("cannot join the cluster", error)
-        self._writer = Writer(
+        self._writer = ClusterWriter(
             self._connection,
             self._suspension,
             self._counters,
             self._epochs,
-            self._catalog,
+            self._known,
             self._lookup,
             clock,
             options.queue_bytes,
         )
 
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
-        return self._catalog.find_missing(model, page_keys)
+        return self._known.find_missing(model, page_keys)
 
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
@@ -146,7 +145,7 @@ class MooncakeTier(LowerTier):
         checksums: Sequence[int],
         done: Callable[[], None],
     ) -> bool:
-        if not self._catalog.find_missing(manifest.model, manifest.page_keys):
+        if not self._known.find_missing(manifest.model, manifest.page_keys):
             done()
             return True
         return self._writer.put(manifest, tuple(blocks), tuple(checksums), done)
@@ -170,7 +169,7 @@ class MooncakeTier(LowerTier):
         cluster before it uses anything of the model again."""
         fingerprint = model.fingerprint if model is not None else None
         self._epochs.clear(fingerprint)
-        self._catalog.clear(fingerprint)
+        self._known.clear(fingerprint)
         self._writer.drop(lambda item: fingerprint in (None, item.manifest.model.fingerprint))
         if not self._calls.run(self._settle, _CLEAR_TIMEOUT_S):
             self._suspension.failed("slow to clear", f"more than {_CLEAR_TIMEOUT_S:g} s")
@@ -184,14 +183,14 @@ class MooncakeTier(LowerTier):
                 NAME,
                 idle_s=max(0.0, self._clock() - segment.confirmed_at_s),
             )
-            for segment in self._catalog.segments()
+            for segment in self._known.segments()
         ]
 
     def verify(self) -> DamageReport:
         """Read what this daemon knows of the cluster; stops when the cluster does not answer."""
         num_blocks = num_bytes = 0
         bad_segments: list[int] = []
-        for segment in self._catalog.segments():
+        for segment in self._known.segments():
             try:
                 store = self._connection.store()
                 for layer, size in enumerate(segment.manifest.layer_num_bytes):
@@ -211,7 +210,7 @@ class MooncakeTier(LowerTier):
         """Of this daemon's part: capacity is the memory that it gave to the cluster, ``stored_bytes`` and
         the counts are of the segments that it knows, wherever they lie; used is their sum, at most the
         capacity (the client tells nothing of what others stored here)."""
-        segments = self._catalog.segments()
+        segments = self._known.segments()
         stored_bytes = sum(segment.manifest.num_bytes for segment in segments)
         capacity_bytes = self._options.segment_bytes
         used_bytes = min(stored_bytes, capacity_bytes)
@@ -223,7 +222,7 @@ class MooncakeTier(LowerTier):
             free_bytes=capacity_bytes - used_bytes,
             stored_bytes=stored_bytes,
             num_segments=len(segments),
-            num_pages=self._catalog.num_pages,
+            num_pages=self._known.num_pages,
             queued_segments=queued_segments,
             queued_bytes=queued_bytes,
             is_suspended=self._suspension.is_active,
@@ -250,29 +249,30 @@ class MooncakeTier(LowerTier):
 
     def _check_epoch(self, store: ObjectStore, segment: StoredObject) -> None:
         if self._epochs.prefix(store, segment.manifest.model.fingerprint) != segment.prefix:
-            self._catalog.forget(segment)
+            self._known.forget(segment)
             raise TierReadError("the segment was cleared")
 
     def _read_block(self, store: ObjectStore, segment: StoredObject, layer: int, block: Block) -> None:
         started_s = self._clock()
         if not store.get_into(segment.block_key(layer), block):
-            if self._catalog.forget(segment):
+            if self._known.forget(segment):
                 self._counters.add(evicted_segments=1, evicted_bytes=segment.manifest.num_bytes)
             raise TierReadError(f"layer {layer} is not in the Mooncake cluster any more")
-        self._cost.learn(block.nbytes, self._clock() - started_s)
+        took_s = self._clock() - started_s
+        self._cost.correct(lambda cost: seen_cost(cost, block.nbytes, took_s))
         if block_checksum(block) != segment.checksums[layer]:
             self._counters.add(corrupted_segments=1)
-            self._catalog.forget(segment)
+            self._known.forget(segment)
             self._remove(segment)
             raise _WrongBytesError(f"layer {layer} came from the Mooncake cluster with a wrong checksum")
 
     def _forget_like(self, manifest: SegmentManifest) -> list[StoredObject]:
         """Forget what is known to hold pages of a segment and is encoded like it."""
-        known = self._catalog.segments_of(manifest.model, manifest.page_keys)
+        known = self._known.segments_of(manifest.model, manifest.page_keys)
         return [
             segment
             for segment in known
-            if segment.manifest.shares_encoded_pages(manifest) and self._catalog.forget(segment)
+            if segment.manifest.shares_encoded_pages(manifest) and self._known.forget(segment)
         ]
 
     def _remove_like(self, manifest: SegmentManifest, known: list[StoredObject]) -> None:

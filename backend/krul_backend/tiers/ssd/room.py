@@ -12,11 +12,10 @@ import numpy as np
 from krul_backend.errors import TierReadError
 from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.common.record import encode_metadata
-from krul_backend.tiers.ssd.catalog import Catalog
+from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
 from krul_backend.tiers.ssd.own_files import FILE_HEADER_NUM_BYTES
-from krul_backend.tiers.ssd.ssd_segment import SsdSegment
 
 logger = logging.getLogger(__name__)
 

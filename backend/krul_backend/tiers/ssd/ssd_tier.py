@@ -20,19 +20,17 @@ from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.record import RECORD_ALIGN, encode_metadata
 from krul_backend.tiers.common.suspension import Suspension
 from krul_backend.tiers.common.write_queue import QueuedSegment
-from krul_backend.tiers.ssd.catalog import Catalog
+from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment
 from krul_backend.tiers.ssd.directory_lock import DirectoryLock
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.log_writer import LogWriter
 from krul_backend.tiers.ssd.own_files import format_directory, remove_older_formats
-from krul_backend.tiers.ssd.read_cost import PROBE_NUM_BYTES, ReadCost
 from krul_backend.tiers.ssd.reader import PieceReader
 from krul_backend.tiers.ssd.recovery import FoundRecord, recover
 from krul_backend.tiers.ssd.room import Room
-from krul_backend.tiers.ssd.segment_reads import SegmentReads
-from krul_backend.tiers.ssd.ssd_segment import SsdSegment
+from krul_backend.tiers.ssd.segment_reads import PROBE_NUM_BYTES, SegmentReads
+from krul_backend.tiers.ssd.segment_writes import SegmentWrites
 from krul_backend.tiers.ssd.tier_state import TierState
-from krul_backend.tiers.ssd.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +96,7 @@ class SsdTier(LowerTier):
             raise
         self._reader = PieceReader(disk, read_timeout_s)
         self._writer = LogWriter(disk, self._directory, self._state.lock, file_bytes, recovered)
-        cost = ReadCost()
-        self._reads = SegmentReads(self._state, self._writer, self._reader, cost)
+        self._reads = SegmentReads(self._state, self._writer, self._reader)
         room = Room(
             capacity_bytes,
             file_bytes,
@@ -130,10 +127,10 @@ class SsdTier(LowerTier):
                 min(PROBE_NUM_BYTES, left_bytes // 2, disk_free_bytes // 2) // RECORD_ALIGN * RECORD_ALIGN
             )
             if probe_num_bytes > 0:
-                cost.measure(disk, self._directory, self._reader, probe_num_bytes)
+                self._reads.measure(disk, self._directory, probe_num_bytes)
         except OSError as error:
             self._state.failed("failed start", error)
-        self._writes = WriteBehind(
+        self._writes = SegmentWrites(
             self._state, self._writer, room, recovered.clears, recovered.next_sequence, max_queued_bytes
         )
 

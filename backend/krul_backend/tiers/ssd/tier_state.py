@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from krul_backend.tiers.common.lower_tier import TierCounters
 from krul_backend.tiers.common.suspension import Suspension
-from krul_backend.tiers.ssd.catalog import Catalog
-from krul_backend.tiers.ssd.ssd_segment import SsdSegment
+from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ KNOWN_FOR_S = 1.0
 _MAX_ABSENT = 65536
 
 
-class Catalog:
+class KnownSegments:
     """Segments that were seen in the cluster, and pages with which none was seen to begin. Thread-safe.
 
     Knowing a segment is no promise that it is still there, see ``StoredObject.confirmed_at_s``. At most

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from krul_backend.errors import ManifestError
 from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.common.lower_tier import LockedTierCounters
 from krul_backend.tiers.common.suspension import Suspension
 from krul_backend.tiers.common.write_queue import QueuedSegment, WriteQueue
-from krul_backend.tiers.mooncake.catalog import Catalog
-from krul_backend.tiers.mooncake.connection import Connection
-from krul_backend.tiers.mooncake.counters import Counters
+from krul_backend.tiers.mooncake.cluster_connection import ClusterConnection
 from krul_backend.tiers.mooncake.epochs import Epochs
+from krul_backend.tiers.mooncake.known_segments import KnownSegments
 from krul_backend.tiers.mooncake.lookup import Lookup
 from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError, StoreFullError
 from krul_backend.tiers.mooncake.stored_object import StoredObject, encode_object
@@ -21,16 +21,16 @@ from krul_backend.tiers.mooncake.stored_object import StoredObject, encode_objec
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class Writer:
+class ClusterWriter:
     """Takes segments off a queue, one at a time; blocks first, then what describes them, then the pointer."""
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ClusterConnection,
         suspension: Suspension,
-        counters: Counters,
+        counters: LockedTierCounters,
         epochs: Epochs,
-        catalog: Catalog,
+        known: KnownSegments,
         lookup: Lookup,
         clock: Callable[[], float],
         queue_bytes: int,
@@ -39,7 +39,7 @@ class Writer:
         self._suspension = suspension
         self._counters = counters
         self._epochs = epochs
-        self._catalog = catalog
+        self._known = known
         self._lookup = lookup
         self._clock = clock
         self._queue = WriteQueue(queue_bytes)
@@ -112,7 +112,7 @@ class Writer:
 
     def _write(self, store: ObjectStore, item: QueuedSegment) -> None:
         manifest = item.manifest
-        num_clears = self._catalog.num_clears
+        num_clears = self._known.num_clears
         prefix = self._epochs.prefix(store, manifest.model.fingerprint, may_create=True)
         if prefix is None:
             raise ObjectStoreError("the epoch's object cannot be kept")
@@ -131,7 +131,7 @@ class Writer:
             raise
         if self._lookup.publish(store, prefix, manifest.page_keys[0], digest):
             self._counters.add(written_segments=1, written_bytes=manifest.num_bytes)
-            self._catalog.add(prefix, place, manifest, item.checksums, self._clock(), num_clears)
+            self._known.add(prefix, place, manifest, item.checksums, self._clock(), num_clears)
         else:
             self._counters.add(failed_writes=1)
             store.remove([segment.metadata_key, *segment.block_keys])
