@@ -89,24 +89,15 @@ class Arena:
 
     @property
     def largest_free(self) -> int:
-        """Size in bytes of the largest extent that ``allocate`` can give."""
+        """Size in bytes of the largest extent that ``allocate_all`` can give."""
         return self._free.largest
 
     @property
     def num_free_ranges(self) -> int:
         return self._free.num_ranges
 
-    def allocate(self, num_bytes: int) -> Extent | None:
-        """Take ``num_bytes``, with whatever content is there; None when no free range is large enough.
-
-        Raises:
-            ValueError: if ``num_bytes`` is not positive.
-        """
-        extents = self.allocate_all((num_bytes,))
-        return extents[0] if extents is not None else None
-
     def allocate_all(self, sizes: Sequence[int]) -> tuple[Extent, ...] | None:
-        """One extent per size in bytes, or None and nothing taken when they do not all fit.
+        """Take one extent per size in bytes, with whatever content is there; None if not all of them fit.
 
         Raises:
             ValueError: if a size is not positive.
