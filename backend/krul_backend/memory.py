@@ -1,4 +1,4 @@
-"""How much memory this process may use, and how sizes are written."""
+"""The memory limit of this process, errors of lack of memory, and sizes as text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """For people, with binary units and one decimal: ``"12.5 GiB"``; ``"640 B"`` below 1 KiB."""
+    """Format a size with binary units and one decimal: ``"12.5 GiB"``; ``"640 B"`` below 1 KiB."""
     if num_bytes < 0:
         return "-" + format_bytes(-num_bytes)
     if num_bytes < 1024:

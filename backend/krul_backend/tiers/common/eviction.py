@@ -23,47 +23,47 @@ NUM_OLDEST = 256
 NUM_SAMPLED = 64
 
 _MIN_TAKEN_BYTES = 4096
-"""What a segment of no bytes counts as: keys and tokens take space, too, and it holds up its head."""
+"""The least that a segment counts as: one without bytes still has keys and tokens."""
 
 _MIN_IDLE_S = 1e-3
 
 
 class Evictable(Protocol):
-    """What an order may go by. All of it may change between calls, except the id."""
+    """The properties of a segment that an order may depend on. All but the id may change between calls."""
 
     @property
     def segment_id(self) -> int: ...
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that its leaving sets free."""
+        """Bytes that its eviction frees."""
 
     @property
     def num_tokens(self) -> int: ...
 
     @property
     def restore_s(self) -> float:
-        """Seconds that a restore saves by finding it here; 0 if not known."""
+        """Seconds that a restore saves by finding it in this tier; 0 if not known."""
 
 
 def as_it_is(segment_ids: Iterable[int], named: Collection[int]) -> Iterator[int]:
-    """The elements of a collection when the first one is asked for, but those in ``named``.
+    """Iterate over a copy of a collection, taken when the first element is asked for, without ``named``.
 
-    They are copied in one step: the collection may change between two elements.
+    The collection may then change between two elements.
     """
     yield from (segment_id for segment_id in list(segment_ids) if segment_id not in named)
 
 
 class EvictionPolicy(ABC):
-    """Orders whole segments. Not thread-safe: called under the lock of whoever owns it; knows no pins."""
+    """Orders whole segments by when to evict them; pinned ones too. Not thread-safe: its owner locks."""
 
     @abstractmethod
     def touch(self, path: Sequence[Evictable]) -> None:
         """Note a use of the segments ``path``, in conversation order. Segments not seen before are added.
 
-        ``path`` reaches from the conversation's first stored segment to the last one used, so that the policy
-        can keep the rule that every order must obey: a segment leaves before those that it continues, because
-        KV without the KV before it can never be restored.
+        ``path`` reaches from the conversation's first stored segment to the last one used. With it the policy
+        can keep the rule of every order: a segment leaves before those that it continues, because KV without
+        the KV before it can never be restored.
         """
 
     @abstractmethod
@@ -78,8 +78,8 @@ class EvictionPolicy(ABC):
     def victims(self) -> Iterator[int]:
         """All known segments, the first to leave first.
 
-        The order is worked out as far as it is asked for. The policy may change meanwhile: then a few
-        segments may be left out, and some be named that are not known any more.
+        The order is computed lazily. If the policy changes meanwhile, a few segments may be left out, and
+        some be named that are not known any more.
         """
 
     @abstractmethod
@@ -102,7 +102,7 @@ class LruPolicy(EvictionPolicy):
         del self._order[segment_id]
 
     def victims(self) -> Iterator[int]:
-        # Most searches end within the first few.
+        # Most searches need only the first few: the rest is copied only if they do not suffice.
         first = list(islice(self._order, _NUM_FIRST))
         yield from first
         yield from as_it_is(self._order, set(first))
@@ -113,7 +113,7 @@ class LruPolicy(EvictionPolicy):
 
 @dataclass(eq=False)
 class _Node:
-    """A known segment, after ``parent`` in its conversation; ``children`` are the known ones that follow."""
+    """A known segment; it continues ``parent``, and the segments ``children`` continue it."""
 
     segment: Evictable
     last_used_s: float
@@ -121,21 +121,21 @@ class _Node:
     children: set[int] = field(default_factory=set)
 
     def worth(self, now_s: float) -> float:
+        """See ``ValuePolicy``."""
         saved_s = self.segment.restore_s or self.segment.num_tokens * UNKNOWN_TOKEN_S
         taken_bytes = max(self.segment.taken_bytes, _MIN_TAKEN_BYTES)
         return saved_s / taken_bytes / max(now_s - self.last_used_s, _MIN_IDLE_S)
 
 
 class ValuePolicy(EvictionPolicy):
-    """Worth: seconds saved by having it / bytes it takes / seconds since its last use.
+    """The segment of least worth first: seconds saved by having it / bytes taken / seconds since last use.
 
-    Idle time changes every worth all the time, so no order of all segments is kept. What is kept is the order
-    of last use among the *leaves*, the segments that no known one continues. The next victim is the one that
-    is worth least among candidates: the ``NUM_OLDEST`` leaves that were used longest ago, since idle time
-    counts most, and ``NUM_SAMPLED`` random ones, which find large segments that save little wherever they
-    are. For each victim another leaf takes its place: the next oldest one, and what the victim continued if
-    nothing else continues that. So a number of victims costs a number of steps, however many segments there
-    are.
+    Every worth changes with time, so no order of all segments is kept, only the order of last use among the
+    *leaves*, the segments that no known one continues. The next victim is the one that is worth least among
+    some candidates: the ``NUM_OLDEST`` leaves that were used longest ago, because idle time counts most, and
+    ``NUM_SAMPLED`` random leaves, to find large segments that save little. After each victim the next oldest
+    leaf becomes a candidate, and so does the segment that the victim continued, if nothing else continues it.
+    So the cost grows with the number of victims, not with the number of segments.
 
     Args:
         clock: seconds, monotonic.
@@ -155,8 +155,8 @@ class ValuePolicy(EvictionPolicy):
     def touch(self, path: Sequence[Evictable]) -> None:
         now_s = self._clock()
         parent: _Node | None = None
-        # Linked from the first on: then the way up from each segment is this path, so no cycle can arise from
-        # segments that name each other. For the same reason a segment counts where it comes first.
+        # Segments that share pages can name each other. Linking along this path from its start, each segment
+        # where it comes first, can make no cycle of them.
         for segment_id, segment in {segment.segment_id: segment for segment in path}.items():
             node = self._nodes.get(segment_id)
             if node is None:
@@ -183,7 +183,7 @@ class ValuePolicy(EvictionPolicy):
     def victims(self) -> Iterator[int]:
         now_s = self._clock()
         first = list(islice(self._leaf_order, NUM_OLDEST))
-        # With fewer leaves the oldest are all of them.
+        # If there are no more leaves than this, the oldest are all of them.
         sampled = self._random.choices(self._leaves, k=NUM_SAMPLED) if len(self._leaves) > NUM_OLDEST else []
         offered = dict.fromkeys((*first, *sampled))
         later = as_it_is(self._leaf_order, offered)
@@ -208,14 +208,14 @@ class ValuePolicy(EvictionPolicy):
         return ValuePolicy(self._clock, self._seed)
 
     def _unlink(self, node: _Node) -> None:
-        """Take a segment off the one it continues, which may become a leaf."""
+        """Cut the link to the segment that this one continues, which may become a leaf."""
         parent, node.parent = node.parent, None
         if parent is None:
             return
         parent.children.discard(node.segment.segment_id)
         if not parent.children:
             self._add_leaf(parent.segment.segment_id)
-            # To the front: the next victim may be chosen from it, by its own last use.
+            # To the front, so that it is a candidate at once.
             self._leaf_order.move_to_end(parent.segment.segment_id, last=False)
 
     def _add_leaf(self, segment_id: int) -> None:
@@ -238,7 +238,7 @@ POLICIES = ("value", "lru")
 
 
 def make_policy(name: str, clock: Callable[[], float] = time.monotonic) -> EvictionPolicy:
-    """A new policy that knows no segment; ``clock`` counts seconds.
+    """Make a policy by its name in the configuration; it knows no segment. ``clock`` counts seconds.
 
     Raises:
         ConfigError: there is none of this name.
