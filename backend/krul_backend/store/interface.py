@@ -95,7 +95,7 @@ class KVStore(Protocol):
 
     @abstractmethod
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
-        """Start to read into DRAM what ``lease`` would find in lower tiers; returns the number of these pages.
+        """Start to read into DRAM what ``lease`` would find in lower tiers; returns how many pages that is.
 
         Stops where DRAM has no room. Arguments as for ``lease``.
         """
@@ -175,7 +175,7 @@ class KVStore(Protocol):
 
     @abstractmethod
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all earlier commits are as durable as the tiers make them; False if that takes longer."""
+        """Wait until earlier commits are as durable as the tiers make them; False if that takes longer."""
 
     @abstractmethod
     def clear(self, model: ModelIdentity | None = None) -> None:

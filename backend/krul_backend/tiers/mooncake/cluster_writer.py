@@ -1,4 +1,4 @@
-"""The thread that writes committed segments to the cluster."""
+"""Writes committed segments to the cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class ClusterWriter:
-    """Takes segments off a queue, one at a time; blocks first, then what describes them, then the pointer."""
+    """Writes queued segments in a thread of its own. Thread-safe.
+
+    The blocks of a segment are written first, then its metadata, then the pointer by which it is found.
+    """
 
     def __init__(
         self,
@@ -62,20 +65,20 @@ class ClusterWriter:
         return True
 
     def queued(self) -> tuple[int, int]:
-        """Segments and bytes that wait or are being written."""
+        """Number of segments, and their bytes, that wait or are being written."""
         return self._queue.sizes()
 
     def flush(self, timeout_s: float) -> bool:
         return self._queue.flush(timeout_s)
 
     def drop(self, is_dropped: Callable[[QueuedSegment], bool]) -> None:
-        """Give up what waits and is named by the predicate."""
+        """Give up the waiting segments for which the predicate is true."""
         dropped = self._queue.drop(is_dropped)
         self._counters.add(skipped_segments=len(dropped))
         self._queue.settle(dropped)
 
     def close(self) -> None:
-        """Write what waits, for some seconds at most; what is being written ends by itself."""
+        """Write waiting segments for some seconds at most, then give up the rest."""
         self._queue.close()
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._is_giving_up = True
@@ -98,7 +101,7 @@ class ClusterWriter:
             self._write(store, item)
             self._suspension.succeeded()
         except StoreFullError:
-            # Mooncake evicts by itself, behind this: the next one may find room.
+            # Mooncake evicts in the background: there may be room for the next segment.
             self._counters.add(failed_writes=1)
             return False
         except ObjectStoreError as error:

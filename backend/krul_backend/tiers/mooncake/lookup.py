@@ -1,4 +1,4 @@
-"""Asking the cluster for the segments of a prefix."""
+"""Asks the cluster for the segments of a prefix."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from krul_backend.tiers.mooncake.stored_object import (
 
 
 class Lookup:
-    """Fills a catalog from the cluster. Thread-safe.
+    """Finds segments in the cluster, and remembers them as known segments. Thread-safe.
 
     Args:
         clock: seconds, monotonic.
-        on_damage: called for each object that is not what its name says.
+        on_damage: called for each object whose content does not belong to its name.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Lookup:
     def known_runs(
         self, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
     ) -> tuple[tuple[PageRun[StoredObject], ...], bool]:
-        """What is known for sure of a prefix, and whether asking the cluster would tell no more."""
+        """The known, recently confirmed runs of a prefix, and whether the cluster could not tell more."""
         epoch = self._epochs.known(model.fingerprint)
         if epoch is None or epoch.prefix is None:
             return (), epoch is not None
@@ -56,7 +56,7 @@ class Lookup:
     def ask(
         self, store: ObjectStore, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
     ) -> None:
-        """Find out what of a prefix is there; ``known_runs`` then tells.
+        """Ask the cluster for a prefix; afterwards ``known_runs`` returns what it has.
 
         Raises:
             ObjectStoreError: the cluster does not answer.
@@ -80,14 +80,14 @@ class Lookup:
                 return
 
     def find_copy(self, store: ObjectStore, prefix: str, manifest: SegmentManifest) -> bool:
-        """Whether the cluster holds all pages of a segment, in one that begins like it; then it is known."""
+        """Whether the cluster holds all pages of a segment in one that begins like it; remembers that one."""
         num_clears = self._known.num_clears
         return self._learn(
             store, prefix, manifest.model, manifest.page_keys, manifest.token_ids, num_clears
         ) >= len(manifest.page_keys)
 
     def publish(self, store: ObjectStore, prefix: str, first_page_key: str, digest: str) -> bool:
-        """Make a written segment findable; False if too many others begin with this page."""
+        """Store a pointer to a written segment; False if too many others begin with this page."""
         pointer = encode_pointer(digest)
         for n in range(MAX_POINTERS):
             key = pointer_key(prefix, first_page_key, n)
@@ -102,6 +102,7 @@ class Lookup:
         return False
 
     def _confirm(self, store: ObjectStore, segment: StoredObject) -> bool:
+        """Whether a known segment is still there; forgets it if not."""
         if self._known.is_confirmed(segment):
             return True
         now_s = self._clock()
@@ -120,7 +121,7 @@ class Lookup:
         token_ids: TokenIds,
         num_clears: int,
     ) -> int:
-        """Add the segment that begins with the first of ``page_keys`` and has most; how many it has."""
+        """Find the segment that holds most of ``page_keys`` from the first on; returns how many it holds."""
         best: tuple[int, str, SegmentManifest, tuple[int, ...]] | None = None
         for n in range(MAX_POINTERS):
             pointer = store.get(pointer_key(prefix, page_keys[0], n), MAX_POINTER_BYTES)
@@ -156,7 +157,7 @@ class Lookup:
 
 
 def _num_leading_pages(manifest: SegmentManifest, page_keys: tuple[str, ...], token_ids: TokenIds) -> int:
-    """How many of the first pages a segment has, for the same tokens."""
+    """How many leading pages a segment holds with the same tokens."""
     page_size = manifest.model.page_size
     num_pages = 0
     for own, asked in zip(manifest.page_keys, page_keys, strict=False):

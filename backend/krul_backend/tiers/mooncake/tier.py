@@ -1,4 +1,4 @@
-"""The tier of more than one machine: segments that any daemon of a Mooncake cluster stored."""
+"""The tier in a Mooncake cluster: segments that any daemon of the cluster stored."""
 
 from __future__ import annotations
 
@@ -34,10 +34,13 @@ _CLEAR_TIMEOUT_S = 5.0
 
 
 class MooncakeTier(LowerTier):
-    """See ``LowerTier``. A tier that cannot reach its cluster begins suspended, and tries again by itself.
+    """Keeps segments in a Mooncake cluster. If the cluster cannot be reached, the tier starts suspended.
+
+    A suspended tier tries again by itself.
 
     Args:
-        arena: what blocks are views of, uint8; it is registered for copies in place. None: copies.
+        arena: the memory that blocks are views of, uint8; it is registered for transfers without a copy.
+            None: blocks are copied once.
         connect: makes the client; another one than Mooncake's in tests.
         clock: seconds, monotonic.
 
@@ -93,7 +96,7 @@ class MooncakeTier(LowerTier):
     ) -> tuple[PageRun[StoredObject], ...]:
         if len(token_ids) != len(page_keys) * model.page_size:
             raise ValueError(f"{len(token_ids)} token ids for {len(page_keys)} pages of {model.page_size}")
-        # After a late answer nobody waits for the next before it has come: a scheduler asks again and again.
+        # While an answer is late no further lookup waits: a scheduler asks again and again.
         if not page_keys or self._suspension.is_active:
             return ()
         keys = tuple(page_keys)
@@ -110,7 +113,7 @@ class MooncakeTier(LowerTier):
         return runs
 
     def release(self, run: PageRun[StoredObject]) -> None:
-        """Nothing to do: what is held here cannot keep the cluster from evicting."""
+        """Does nothing: a hold cannot keep the cluster from evicting."""
 
     def fetch(
         self, run: PageRun[StoredObject], blocks: Sequence[Block], landed: Callable[[int], None]
@@ -151,10 +154,10 @@ class MooncakeTier(LowerTier):
         return self._writer.put(manifest, tuple(blocks), tuple(checksums), done)
 
     def discard(self, manifest: SegmentManifest) -> None:
-        """As ``LowerTier.discard``: forgotten at once, and removed from the cluster behind that."""
+        """As ``LowerTier.discard``: forgotten at once, removed from the cluster in the background."""
         self._writer.drop(lambda item: item.manifest.shares_encoded_pages(manifest))
         known = self._forget_like(manifest)
-        # It may take long when the master is gone, and nobody waits for it.
+        # In the background, because it may take long when the master is gone.
         self._calls.begin(lambda: self._remove_like(manifest, known))
 
     def cost(self) -> TierCost:
@@ -165,8 +168,10 @@ class MooncakeTier(LowerTier):
         return self._writer.flush(timeout_s)
 
     def clear(self, model: ModelIdentity | None = None) -> None:
-        """See ``LowerTier``. While the cluster does not answer, only this daemon has forgotten; it tells the
-        cluster before it uses anything of the model again."""
+        """As ``LowerTier.clear``. If the cluster does not answer, only this daemon has forgotten the model.
+
+        It then repeats the clear before it uses anything of the model again.
+        """
         fingerprint = model.fingerprint if model is not None else None
         self._epochs.clear(fingerprint)
         self._known.clear(fingerprint)
@@ -175,7 +180,7 @@ class MooncakeTier(LowerTier):
             self._suspension.failed("slow to clear", f"more than {_CLEAR_TIMEOUT_S:g} s")
 
     def list_segments(self) -> list[SegmentInfo]:
-        """What this daemon knows of the cluster."""
+        """The segments of the cluster that this daemon knows."""
         return [
             SegmentInfo.of(
                 segment.segment_id,
@@ -187,7 +192,7 @@ class MooncakeTier(LowerTier):
         ]
 
     def verify(self) -> DamageReport:
-        """Read what this daemon knows of the cluster; stops when the cluster does not answer."""
+        """Read all segments that this daemon knows; stops when the cluster does not answer."""
         num_blocks = num_bytes = 0
         bad_segments: list[int] = []
         for segment in self._known.segments():
@@ -207,9 +212,12 @@ class MooncakeTier(LowerTier):
         return DamageReport(num_blocks, num_bytes, tuple(bad_segments))
 
     def stats(self) -> TierStats:
-        """Of this daemon's part: capacity is the memory that it gave to the cluster, ``stored_bytes`` and
-        the counts are of the segments that it knows, wherever they lie; used is their sum, at most the
-        capacity (the client tells nothing of what others stored here)."""
+        """As ``LowerTier.stats``, for this daemon.
+
+        The capacity is the memory that it gave to the cluster. ``stored_bytes`` and the counts are of the
+        segments that it knows, wherever they lie. ``used_bytes`` is ``stored_bytes``, at most the capacity:
+        the client does not tell what others stored in this memory.
+        """
         segments = self._known.segments()
         stored_bytes = sum(segment.manifest.num_bytes for segment in segments)
         capacity_bytes = self._options.segment_bytes
@@ -267,7 +275,7 @@ class MooncakeTier(LowerTier):
             raise _WrongBytesError(f"layer {layer} came from the Mooncake cluster with a wrong checksum")
 
     def _forget_like(self, manifest: SegmentManifest) -> list[StoredObject]:
-        """Forget what is known to hold pages of a segment and is encoded like it."""
+        """Forget known segments that hold a page of this one and are encoded like it; returns them."""
         known = self._known.segments_of(manifest.model, manifest.page_keys)
         return [
             segment
@@ -276,7 +284,7 @@ class MooncakeTier(LowerTier):
         ]
 
     def _remove_like(self, manifest: SegmentManifest, known: list[StoredObject]) -> None:
-        """Remove from the cluster what was known, and what only the cluster knows of these pages."""
+        """Remove the known segments from the cluster, and others of these pages that only it knows."""
         for segment in known:
             self._remove(segment)
         self._ask(manifest.model, manifest.page_keys, manifest.token_ids)
@@ -291,4 +299,4 @@ class MooncakeTier(LowerTier):
 
 
 class _WrongBytesError(TierReadError):
-    """A block whose checksum is wrong; its segment has been taken out."""
+    """A block has a wrong checksum; its segment was removed."""

@@ -1,4 +1,4 @@
-"""Reading whole segments from the log files."""
+"""Reading whole segments from the log files, and what that costs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class SegmentReads:
         """Read a segment into ``blocks`` (None: only check it); see ``LowerTier.fetch``.
 
         Raises:
-            TierReadError: from a RecordError if the bytes are wrong, from an OSError if they cannot be had.
+            TierReadError: its cause is a RecordError if bytes are wrong, an OSError if they cannot be read.
         """
         with self._turns:
             self._read(segment, blocks, landed)
@@ -105,7 +105,7 @@ class SegmentReads:
             file.num_holds += 1
 
         def land(layer: int) -> None:
-            # A clear must stop what it overtakes: these bytes may be of weights that are gone.
+            # After a clear no further layer may be used: the model's weights may have changed.
             if not segment.is_indexed:
                 raise TierReadError("the segment left the SSD tier while it was read")
             landed(layer)
@@ -120,7 +120,7 @@ class SegmentReads:
             self._reader.read(
                 file.read_fd, offset + first, num_bytes, sink.take, partial(self._writer.release, file)
             )
-            # Of blocks without bytes there may be nothing to read.
+            # If the last blocks have no bytes, no piece was read for them.
             sink.take(memoryview(b""))
         except RecordError as error:
             state.quarantine(segment, error)

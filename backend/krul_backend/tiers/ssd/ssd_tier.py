@@ -1,4 +1,4 @@
-"""Committed segments on a local SSD."""
+"""The tier on a local SSD."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ _LEAST_FILE_BYTES = 4 * RECORD_ALIGN
 
 
 class SsdTier(LowerTier):
-    """Append-only log files in ``<directory>/krul-v<format>/``; see docs/tiers.md for what is in them.
+    """Keeps segments in append-only log files in ``<directory>/krul-v<format>/``; see docs/tiers.md.
 
-    Only what is durable can be found. A disk that hangs holds up neither ``match`` nor ``put``: bookkeeping
-    has a lock of its own that is never held during I/O.
+    Only durable segments can be found. A disk that hangs delays neither ``match`` nor ``put``: the lock of
+    the bookkeeping is never held during I/O.
 
     Args:
-        capacity_bytes: what all files together may take, at any moment.
+        capacity_bytes: how much all files together may take, at any moment.
         read_timeout_s: a fetch fails when one piece of some MiB takes longer.
         policy: order of eviction, owned by the tier from here on; least recently used first if not given.
         disk: the system calls.
         clock: seconds, monotonic; for idle times and suspensions.
-        max_queued_bytes: blocks that may wait to be written; what comes on top is skipped.
-        file_bytes: where a log file ends; by default a 32nd of the capacity, or 64 MiB if that is more.
+        max_queued_bytes: size of the blocks that may wait to be written; further segments are skipped.
+        file_bytes: size of a log file; by default a 32nd of the capacity, or 64 MiB if that is more.
+        patience_s: how long to wait for another process to leave the directory.
 
     Raises:
         ConfigError: the capacity is too small.
@@ -137,7 +138,7 @@ class SsdTier(LowerTier):
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         with self._state.lock:
             if not self._state.is_usable:
-                # What cannot be read for now is better stored again than counted on.
+                # Segments that cannot be read now should be stored again.
                 return [range(len(page_keys))] if page_keys else []
             return self._state.catalog.find_missing(model, page_keys)
 
@@ -166,7 +167,7 @@ class SsdTier(LowerTier):
         checksums: Sequence[int],
         done: Callable[[], None],
     ) -> bool:
-        # Hits are confirmed by these tokens for long: nobody else may change them.
+        # A copy that nobody else can change: later hits are confirmed by these tokens.
         token_ids = np.array(manifest.token_ids, dtype=np.int32)
         token_ids.flags.writeable = False
         manifest = dataclasses.replace(manifest, token_ids=token_ids)
@@ -174,7 +175,7 @@ class SsdTier(LowerTier):
         return self._writes.put(QueuedSegment(manifest, tuple(blocks), tuple(checksums), metadata, done))
 
     def discard(self, manifest: SegmentManifest) -> None:
-        """As ``LowerTier.discard``. What is stored of these pages later wins over it at the next start."""
+        """As ``LowerTier.discard``. At the next start, segments that were stored later replace the record."""
         self._writes.drop(lambda item: item.manifest.shares_encoded_pages(manifest))
         with self._state.lock:
             for segment in self._state.catalog.segments_of(manifest.model, manifest.page_keys):
@@ -191,8 +192,8 @@ class SsdTier(LowerTier):
         """As ``LowerTier.clear``.
 
         Raises:
-            DaemonError: the disk takes neither a note of the clear nor the removal of its files. Nothing is
-                found any more in this process, but the next one could find it.
+            DaemonError: the clear can be neither noted on disk, nor its files removed. This process finds
+                nothing any more, but the next one could.
         """
         self._writes.clear(model)
 
@@ -251,7 +252,7 @@ class SsdTier(LowerTier):
 
     def close(self) -> None:
         has_ended = self._writes.close(_CLOSE_TIMEOUT_S)
-        # From here on no read begins; those that run hold their files.
+        # No read begins after this; those that run hold their files.
         with self._state.lock:
             was_closed, self._state.is_closed = self._state.is_closed, True
         if was_closed:
@@ -261,7 +262,7 @@ class SsdTier(LowerTier):
             self._writer.close()
             self._directory_lock.release()
         else:
-            # A write that hangs may yet arrive: nobody else may have the directory before this process ends.
+            # The write may still reach the disk: the directory stays locked until this process ends.
             logger.error("the SSD tier was closed while a write to %s hangs", self._directory)
 
     def _found_segment(self, found: FoundRecord) -> SsdSegment:
