@@ -46,7 +46,7 @@ class Evictable(Protocol):
         """Seconds that a restore saves by finding it in this tier; 0 if not known."""
 
 
-def as_it_is(segment_ids: Iterable[int], named: Collection[int]) -> Iterator[int]:
+def _snapshot_without(segment_ids: Iterable[int], named: Collection[int]) -> Iterator[int]:
     """Iterate over a copy of a collection, taken when the first element is asked for, without ``named``.
 
     The collection may then change between two elements.
@@ -105,7 +105,7 @@ class LruPolicy(EvictionPolicy):
         # Most searches need only the first few: the rest is copied only if they do not suffice.
         first = list(islice(self._order, _NUM_FIRST))
         yield from first
-        yield from as_it_is(self._order, set(first))
+        yield from _snapshot_without(self._order, set(first))
 
     def fresh(self) -> LruPolicy:
         return LruPolicy()
@@ -186,7 +186,7 @@ class ValuePolicy(EvictionPolicy):
         # If there are no more leaves than this, the oldest are all of them.
         sampled = self._random.choices(self._leaves, k=NUM_SAMPLED) if len(self._leaves) > NUM_OLDEST else []
         offered = dict.fromkeys((*first, *sampled))
-        later = as_it_is(self._leaf_order, offered)
+        later = _snapshot_without(self._leaf_order, offered)
         candidates = [(self._nodes[segment_id].worth(now_s), segment_id) for segment_id in offered]
         heapq.heapify(candidates)
         num_gone: dict[int, int] = {}
