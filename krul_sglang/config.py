@@ -16,7 +16,7 @@ from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
 from krul_backend.planner.registry import PLANNER_NAMES
 from krul_backend.strategy.registry import SELECTOR_NAMES
 from krul_backend.strategy.strategy import Precision
-from krul_backend.tiers.common.policy_registry import POLICIES
+from krul_backend.tiers.common.eviction import POLICIES
 
 ENV_PREFIX = "KRUL_"
 CONFIG_FILE_VARIABLE = "KRUL_CONFIG"

@@ -1,4 +1,4 @@
-"""What a user or a peer can cause, as typed exceptions."""
+"""The exceptions for errors that a user or a peer can cause."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ class KrulError(Exception):
 
 
 class ConfigError(KrulError):
-    """A configuration value that cannot be used: says which key, what was given, what is accepted."""
+    """A configuration value cannot be used; the message names the key, what was given, what is accepted."""
 
 
 class ManifestError(KrulError):
-    """A segment manifest that contradicts itself or the model it claims to belong to."""
+    """A segment manifest contradicts itself, or the model that it names."""
 
 
 class CodecError(KrulError):
-    """A codec that is unknown, or a block that does not have the size its codec says."""
+    """A codec is unknown, or a block does not have the size that its codec says."""
 
 
 class StoreClosedError(KrulError):
-    """The store was closed; nothing can be stored or restored any more."""
+    """The store was closed: nothing can be stored or restored any more."""
 
 
 class SensitivityError(KrulError):
-    """A file of learned sensitivities that is damaged, of another format or of another model."""
+    """A file of learned sensitivities is damaged, of another format, or of another model."""
 
 
 class StrategyError(KrulError):
-    """A compression strategy that a model of this many layers cannot follow, or an unknown name."""
+    """A compression strategy is unknown, or does not fit a model of this many layers."""
 
 
 class RestoreError(KrulError):
-    """Head ends that a restore does not allow, an unknown planner, or costs that cannot be fitted or read."""
+    """Head ends are not allowed in a restore, a planner is unknown, or costs cannot be fitted or read."""
 
 
 class TierReadError(KrulError):
-    """A segment of a lower tier cannot be had: no room for it, an error, a wrong checksum, or too slow."""
+    """A segment of a lower tier cannot be read: no room in DRAM, an error, a wrong checksum, or too slow."""
 
 
 class RecordError(KrulError):
-    """Bytes that are no record of a log file, or a damaged one, or one of another format."""
+    """Bytes are not a record, or a damaged one, or one of another format."""
 
 
 class DaemonError(KrulError):
-    """A daemon that cannot be started, reached, trusted or understood: says where, and what to do."""
+    """A daemon cannot be started, reached, trusted or understood; the message says where, and what to do."""
 
 
 class DaemonUnreachableError(DaemonError):
-    """Nobody answers: the daemon is not there, gone, or hangs."""
+    """The daemon does not answer: it was not started, has ended, or hangs."""
 
 
 class ProtocolError(DaemonError):
-    """A message that is no message of this protocol: what was expected, and what came."""
+    """A message does not follow the protocol; says what was expected, and what came."""

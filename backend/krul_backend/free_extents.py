@@ -1,4 +1,4 @@
-"""Bookkeeping of free space: which byte ranges of an address space nobody holds."""
+"""Bookkeeping of free space: which byte ranges of an address space are free."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from sortedcontainers import SortedList
 
 
 class FreeExtents:
-    """Disjoint, maximal free ranges of ``[0, capacity_bytes)``. No memory, no alignment, not thread-safe.
+    """Keeps the disjoint, maximal free ranges of ``[0, capacity_bytes)``. Not thread-safe.
 
-    Kept apart from the memory itself so that an eviction can be tried before anything is evicted.
+    It has no memory of its own and knows no alignment, so that an eviction can be tried on it, or on a copy,
+    before anything is evicted.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -24,7 +25,7 @@ class FreeExtents:
         self._insert(0, capacity_bytes)
 
     def copy(self) -> FreeExtents:
-        """The same free ranges, to try in what the original's lock is not held for."""
+        """A copy, for trials without the lock of the original."""
         other = FreeExtents.__new__(FreeExtents)
         other.capacity_bytes, other.free_bytes = self.capacity_bytes, self.free_bytes
         other._by_size = self._by_size.copy()
@@ -33,7 +34,7 @@ class FreeExtents:
 
     @contextmanager
     def trial(self) -> Iterator[FreeTrial]:
-        """Give ranges to see what would fit; when the block ends they are taken as before, error or not.
+        """Free ranges on trial, to see what would fit; the end of the block undoes it, error or not.
 
         Nothing else may be given or taken meanwhile.
         """
@@ -69,8 +70,8 @@ class FreeExtents:
     def take_all(self, sizes: Sequence[int]) -> list[int] | None:
         """Take one range per size, or nothing at all. Returns the offsets in the order of ``sizes``.
 
-        Side by side as far as that goes: what is taken together is often given back together, and then one
-        large range is free instead of many small ones.
+        Ranges are placed side by side where possible: what is taken together is often given back together,
+        and then leaves one large free range instead of many small ones.
         """
         offsets = [0] * len(sizes)
         # Largest first: a small block placed early could split the only range that a large one fits into.
@@ -98,14 +99,14 @@ class FreeExtents:
         return offsets
 
     def find_all(self, sizes: Sequence[int]) -> list[int] | None:
-        """What ``take_all`` would return. Leaves the free ranges as they were."""
+        """Return what ``take_all`` would return, without taking anything."""
         offsets = self.take_all(sizes)
         if offsets is not None:
             self.give_all(zip(offsets, sizes, strict=True))
         return offsets
 
     def give_all(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Give taken ranges ``(offset, num_bytes)`` back; those that touch each other go as one."""
+        """Give taken ranges ``(offset, num_bytes)`` back; those that touch each other are given as one."""
         start = end = -1
         for offset, num_bytes in sorted(ranges):
             if offset != end:
@@ -148,7 +149,7 @@ class FreeExtents:
 
 
 class FreeTrial:
-    """Ranges that were given on trial. Costs what is given, however many ranges are free."""
+    """Ranges that are free on trial. Its cost grows with these, not with the number of free ranges."""
 
     def __init__(self, free: FreeExtents) -> None:
         self._free = free
@@ -165,7 +166,7 @@ class FreeTrial:
         return self._free.find_all(sizes)
 
     def end(self) -> None:
-        """Take back what was given, the last one first: each is still in the range that it was joined to."""
+        """Undo all ``give``, the last one first: then each is still in the range that it was joined to."""
         while self._given:
             offset, num_bytes, start, joined = self._given.pop()
             end, joined_end = offset + num_bytes, start + joined

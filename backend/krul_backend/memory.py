@@ -1,11 +1,10 @@
-"""How much memory this process may use, and how sizes are written."""
+"""The memory limit of this process, errors of lack of memory, and sizes as text."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
 
@@ -52,7 +51,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """For people, with binary units and one decimal: ``"12.5 GiB"``; ``"640 B"`` below 1 KiB."""
+    """Format a size with binary units and one decimal: ``"12.5 GiB"``; ``"640 B"`` below 1 KiB."""
     if num_bytes < 0:
         return "-" + format_bytes(-num_bytes)
     if num_bytes < 1024:
@@ -77,17 +76,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError)
 
 
-@dataclass(frozen=True)
-class _CgroupFiles:
-    """Names of one cgroup version's memory files, and the key of reclaimable page cache in its statistics."""
-
-    limit: str
-    usage: str
-    reclaimable: str
-
-
-_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _CgroupFiles("memory.max", "memory.current", "inactive_file")
+_V1_LIMIT = "memory.limit_in_bytes"
+_V2_LIMIT = "memory.max"
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int:
@@ -95,48 +85,33 @@ def memory_limit_bytes(root: Path = Path("/")) -> int:
 
     ``root`` is where ``proc`` and ``sys`` are looked for.
     """
-    limits = [limit for limit, _ in _cgroup_limits(root)]
-    return min([_physical_bytes(root, "MemTotal", "SC_PHYS_PAGES"), *limits])
+    return min([_physical_bytes(root), *_cgroup_limits(root)])
 
 
-def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory this process could take now, in bytes: the least that the machine or a cgroup above it has left.
-
-    A cgroup has left its limit minus its usage. Inactive page cache does not count as usage (as in the
-    kernel's ``MemAvailable``): reading a checkpoint fills a container up to its limit with it.
-    """
-    left = [max(0, limit - usage) for limit, usage in _cgroup_limits(root)]
-    return min([_physical_bytes(root, "MemAvailable", "SC_AVPHYS_PAGES"), *left])
-
-
-def _physical_bytes(root: Path, field: str, sysconf_pages: str) -> int:
+def _physical_bytes(root: Path) -> int:
     meminfo = _read_text(root / "proc/meminfo") or ""
-    match = re.search(rf"^{field}:\s+([0-9]+) kB$", meminfo, re.MULTILINE)
+    match = re.search(r"^MemTotal:\s+([0-9]+) kB$", meminfo, re.MULTILINE)
     if match is not None:
         return int(match[1]) * 1024
-    # Systems without /proc, and kernels older than MemAvailable.
-    return os.sysconf(sysconf_pages) * os.sysconf("SC_PAGE_SIZE")
+    # Systems without /proc.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """``(limit, usage)`` in bytes of every cgroup with a memory limit that this process is in."""
-    for folder, files in _cgroup_folders(root):
-        limit = _read_int(folder / files.limit)
+def _cgroup_limits(root: Path) -> Iterator[int]:
+    """The limit in bytes of every cgroup with a memory limit that this process is in."""
+    for path in _limit_paths(root):
+        limit = _read_int(path)
         # Version 2 says "max" for no limit, which is not a number; version 1 has a huge number.
-        if limit is None or limit >= 2**60:
-            continue
-        usage = _read_int(folder / files.usage)
-        stat = _read_text(folder / "memory.stat") or ""
-        cache = re.search(rf"^{files.reclaimable} ([0-9]+)$", stat, re.MULTILINE)
-        yield limit, max(0, (usage or 0) - (int(cache[1]) if cache is not None else 0))
+        if limit is not None and limit < 2**60:
+            yield limit
 
 
-def _cgroup_folders(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
-    """Every folder that may hold a memory limit for this process, from its own cgroup up to the root.
+def _limit_paths(root: Path) -> Iterator[Path]:
+    """Every file that may hold a memory limit for this process, from its own cgroup up to the root.
 
     A limit holds for all cgroups below it. In a container the path can be the host's, of which only the upper
-    part (or nothing but the root, which then is the container's own cgroup) is mounted: missing folders are
-    passed over, not the end of the search.
+    part (or nothing but the root, which then is the container's own cgroup) is mounted: so folders that are
+    missing are skipped, and the search goes on above them.
     """
     mounts = root / "sys/fs/cgroup"
     for line in (_read_text(root / "proc/self/cgroup") or "").splitlines():
@@ -144,16 +119,16 @@ def _cgroup_folders(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if hierarchy == "0" and not controllers:
-            candidates = [(mounts, _V2), (mounts / "unified", _V2)]
+            candidates = [(mounts, _V2_LIMIT), (mounts / "unified", _V2_LIMIT)]
         elif "memory" in controllers.split(","):
-            candidates = [(mounts / "memory", _V1), (mounts / controllers, _V1)]
+            candidates = [(mounts / "memory", _V1_LIMIT), (mounts / controllers, _V1_LIMIT)]
         else:
             continue
         # ".." is how a cgroup outside of the namespace is written: not reachable below the mount.
         parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
-        for mount, files in dict.fromkeys(candidates):
+        for mount, name in dict.fromkeys(candidates):
             for depth in range(len(parts), -1, -1):
-                yield mount.joinpath(*parts[:depth]), files
+                yield mount.joinpath(*parts[:depth], name)
 
 
 def _read_text(path: Path) -> str | None:

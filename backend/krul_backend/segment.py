@@ -1,4 +1,4 @@
-"""What the store knows of a piece of KV: whose model, which tokens, how encoded, which bytes."""
+"""The description of a stored segment: its model, its tokens, how it is encoded, its sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_CODEC_PARAMS_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Everything that must be equal for stored KV to be usable by a model runner.
+    """Identifies the model runner that can use stored KV: every field must be equal.
 
     ``config_digest`` covers the architecture, RoPE settings and the weights' identity as far as they can be
     known; ``dtype`` is the KV pool's element type (``"bfloat16"``), of fp8 KV with a digest of its scales;
@@ -53,9 +53,9 @@ class ModelIdentity:
 
 @dataclass(frozen=True, eq=False)
 class SegmentHeader:
-    """What a reader needs to know of a stored segment: a manifest without its pages and tokens.
+    """A manifest without pages and tokens: the part that a reader of a stored segment needs.
 
-    See ``SegmentManifest`` for the fields that it has, too. ``page_size`` is in tokens.
+    The fields are those of ``SegmentManifest``. ``page_size`` is in tokens.
     """
 
     page_size: int
@@ -160,7 +160,7 @@ class SegmentManifest:
 
     @cached_property
     def header(self) -> SegmentHeader:
-        """What a reader needs of this."""
+        """The part of the manifest that a reader needs."""
         return SegmentHeader(
             page_size=self.model.page_size,
             start_token=self.start_token,
@@ -172,7 +172,7 @@ class SegmentManifest:
         )
 
     def shares_encoded_pages(self, other: SegmentManifest) -> bool:
-        """Whether both hold a page, encoded alike: who cannot decode one cannot decode the other."""
+        """Whether both hold a common page with the same encoding: a reader can decode both or neither."""
         return (
             (self.codec, self.codec_params) == (other.codec, other.codec_params)
             and self.model.fingerprint == other.model.fingerprint

@@ -19,8 +19,8 @@ from krul_backend.daemon.protocol.messages import (
     TierCostsReply,
     TierCostsRequest,
 )
-from krul_backend.tiers.common.arrival import LayerStatus
 from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.layer_status import LayerStatus
 from tests.integration.test_daemon_server import MODEL, SIZES, lease, store
 from tests.support.daemon_client import TIMEOUT_S, DaemonProcess, RawClient
 from tests.support.store_builders import page_keys, tokens_of

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from krul_backend.tiers.mooncake.object_store import Block, ObjectStoreError, StoreFullError
+from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.mooncake.object_store import ObjectStoreError, StoreFullError
 
 
 class FakeCluster:

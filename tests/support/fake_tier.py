@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from krul_backend.errors import TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import LowerTier, TierRun
+from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.common.page_index import PageRun
 
 
 @dataclass(eq=False)
@@ -76,9 +78,9 @@ class FakeTier(LowerTier):
 
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
-    ) -> tuple[TierRun, ...]:
+    ) -> tuple[PageRun[Any], ...]:
         assert len(token_ids) == len(page_keys) * model.page_size
-        runs: list[TierRun] = []
+        runs: list[PageRun[Any]] = []
         at = 0
         with self._lock:
             while at < len(page_keys):
@@ -100,18 +102,18 @@ class FakeTier(LowerTier):
                     end, at = end + 1, at + 1
                 if end == first:
                     break
-                runs.append(TierRun(self.name, manifest, record.checksums, first, end, record))
+                runs.append(PageRun(record, first, end))
                 next_token = manifest.start_token + end * model.page_size
             self.num_holds += len(runs)
         return tuple(runs)
 
-    def release(self, run: TierRun) -> None:
+    def release(self, run: PageRun[Any]) -> None:
         with self._lock:
             assert self.num_holds > 0, "released more often than matched"
             self.num_holds -= 1
 
-    def fetch(self, run: TierRun, blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
-        record: Record = run.place
+    def fetch(self, run: PageRun[Any], blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
+        record: Record = run.segment
         with self._lock:
             self.num_reads += 1
         for layer, (block, content) in enumerate(zip(blocks, record.content, strict=True)):

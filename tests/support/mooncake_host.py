@@ -15,9 +15,9 @@ import numpy as np
 
 from krul_backend.errors import TierReadError
 from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.common.arena import DramArena
 from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.lower_tier import Block
+from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.dram.arena import Arena
 from krul_backend.tiers.mooncake.options import MooncakeOptions
 from krul_backend.tiers.mooncake.tier import MooncakeTier
 from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
@@ -33,7 +33,7 @@ def random_bytes(manifest: SegmentManifest, seed: int) -> list[Block]:
 
 class Host:
     def __init__(self, options: MooncakeOptions) -> None:
-        self.arena = DramArena(64 << 20)
+        self.arena = Arena(64 << 20)
         self.tier = MooncakeTier(options, self.arena.buffer)
         self.num_ticks = 0
         threading.Thread(target=self._tick, daemon=True).start()

@@ -12,7 +12,7 @@ import numpy as np
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.lower_tier import TierRun
+from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
@@ -134,15 +134,15 @@ def put(
 
 def match(
     tier: SsdTier, conversation: str, first: int = 0, end: int = 2, model: ModelIdentity | None = None
-) -> tuple[TierRun, ...]:
+) -> tuple[PageRun[Any], ...]:
     model = model if model is not None else make_model()
     keys = page_keys(conversation, first, end)
     return tier.match(model, keys, tokens_of(keys), None)
 
 
-def fetch(tier: SsdTier, run: TierRun) -> list[np.ndarray[Any, Any]]:
+def fetch(tier: SsdTier, run: PageRun[Any]) -> list[np.ndarray[Any, Any]]:
     """The blocks of a held run, after checking that the layers land in order."""
-    blocks = [np.zeros(size, dtype=np.uint8) for size in run.manifest.layer_num_bytes]
+    blocks = [np.zeros(size, dtype=np.uint8) for size in run.segment.manifest.layer_num_bytes]
     landed: list[int] = []
     tier.fetch(run, blocks, landed.append)
     assert landed == list(range(len(blocks)))
@@ -154,7 +154,9 @@ def has(tier: SsdTier, conversation: str, seed: int = 0, model: ModelIdentity | 
     runs = match(tier, conversation, model=model)
     for run in runs:
         blocks = fetch(tier, run)
-        for block, right in zip(blocks, random_blocks(run.manifest.layer_num_bytes, seed), strict=True):
+        for block, right in zip(
+            blocks, random_blocks(run.segment.manifest.layer_num_bytes, seed), strict=True
+        ):
             np.testing.assert_array_equal(block, right)
         tier.release(run)
     return bool(runs)

@@ -10,11 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.free_extents import FreeExtents
-from krul_backend.tiers.common.arena import ALIGNMENT_BYTES, DramArena, aligned_num_bytes
+from krul_backend.tiers.dram.arena import ALIGNMENT_BYTES, Arena, Extent, aligned_num_bytes
+
+
+def allocate(arena: Arena, num_bytes: int) -> Extent | None:
+    extents = arena.allocate_all((num_bytes,))
+    return extents[0] if extents is not None else None
 
 
 def test_a_fresh_arena_is_one_free_extent() -> None:
-    arena = DramArena(10 * ALIGNMENT_BYTES + 7)
+    arena = Arena(10 * ALIGNMENT_BYTES + 7)
     assert arena.capacity_bytes == 10 * ALIGNMENT_BYTES
     assert (arena.free_bytes, arena.used_bytes, arena.largest_free) == (640, 0, 640)
     assert arena.buffer.nbytes == 640
@@ -22,8 +27,8 @@ def test_a_fresh_arena_is_one_free_extent() -> None:
 
 
 def test_alignment_is_accounted_and_the_view_is_exact() -> None:
-    arena = DramArena(1024)
-    extent = arena.allocate(65)
+    arena = Arena(1024)
+    extent = allocate(arena, 65)
     assert extent is not None
     assert arena.used_bytes == 128
     view = arena.view(extent)
@@ -33,30 +38,30 @@ def test_alignment_is_accounted_and_the_view_is_exact() -> None:
 
 
 def test_best_fit_leaves_the_large_range_whole() -> None:
-    arena = DramArena(64 * 10)
-    extents = [arena.allocate(size) for size in (128, 64, 192, 64)]
+    arena = Arena(64 * 10)
+    extents = [allocate(arena, size) for size in (128, 64, 192, 64)]
     assert all(extents)
     arena.free(extents[0])  # [0, 128)
     arena.free(extents[2])  # [192, 384), and [448, 640) is free as well
-    best = arena.allocate(100)
+    best = allocate(arena, 100)
     assert best is not None
     assert best.offset == 0
     assert arena.largest_free == 192
 
 
 def test_what_does_not_fit_is_none_and_takes_nothing() -> None:
-    arena = DramArena(256)
-    held = arena.allocate(64)
+    arena = Arena(256)
+    held = allocate(arena, 64)
     assert held is not None
-    assert arena.allocate(193) is None
+    assert allocate(arena, 193) is None
     assert arena.allocate_all((128, 128)) is None
     assert arena.free_bytes == 192
-    assert arena.allocate(192) is not None
+    assert allocate(arena, 192) is not None
     assert arena.largest_free == 0
 
 
 def test_all_or_nothing_places_the_largest_first() -> None:
-    arena = DramArena(64 * 6)
+    arena = Arena(64 * 6)
     extents = arena.allocate_all((64, 64, 64, 64, 64, 64))
     assert extents is not None
     for i in (0, 1, 3):
@@ -69,18 +74,18 @@ def test_all_or_nothing_places_the_largest_first() -> None:
 @pytest.mark.parametrize("num_bytes", [0, -1])
 def test_empty_extents_are_refused(num_bytes: int) -> None:
     with pytest.raises(ValueError, match="at least one byte"):
-        DramArena(256).allocate(num_bytes)
+        allocate(Arena(256), num_bytes)
 
 
 @pytest.mark.parametrize("capacity_bytes", [-64, 0, 63])
 def test_an_arena_too_small_for_one_extent_is_refused(capacity_bytes: int) -> None:
     with pytest.raises(ValueError, match="at least 64 bytes"):
-        DramArena(capacity_bytes)
+        Arena(capacity_bytes)
 
 
 def test_double_free_foreign_and_stale_extents_raise() -> None:
-    arena, other = DramArena(256), DramArena(256)
-    extent, foreign = arena.allocate(64), other.allocate(64)
+    arena, other = Arena(256), Arena(256)
+    extent, foreign = allocate(arena, 64), allocate(other, 64)
     assert extent is not None
     assert foreign is not None
     with pytest.raises(ValueError, match="not held"):
@@ -90,7 +95,7 @@ def test_double_free_foreign_and_stale_extents_raise() -> None:
         arena.free(extent)
     with pytest.raises(ValueError, match="not held"):
         arena.view(extent)
-    again = arena.allocate(64)
+    again = allocate(arena, 64)
     assert again is not None
     assert again.offset == extent.offset
     with pytest.raises(ValueError, match="not held"):
@@ -99,8 +104,8 @@ def test_double_free_foreign_and_stale_extents_raise() -> None:
 
 
 def test_the_front_of_an_extent_goes_back_in_aligned_steps() -> None:
-    arena = DramArena(512)
-    extent, behind = arena.allocate(250), arena.allocate(256)
+    arena = Arena(512)
+    extent, behind = allocate(arena, 250), allocate(arena, 256)
     assert extent is not None
     assert behind is not None
     arena.view(extent)[:] = np.arange(250)
@@ -120,8 +125,8 @@ def test_the_front_of_an_extent_goes_back_in_aligned_steps() -> None:
 
 @pytest.mark.parametrize("num_bytes", [-1, 100, 164])
 def test_an_extent_of_nothing_but_its_front_is_refused(num_bytes: int) -> None:
-    arena = DramArena(256)
-    extent = arena.allocate(100)
+    arena = Arena(256)
+    extent = allocate(arena, 100)
     assert extent is not None
     with pytest.raises(ValueError, match="leave no extent"):
         arena.free_front(extent, num_bytes)
@@ -129,8 +134,8 @@ def test_an_extent_of_nothing_but_its_front_is_refused(num_bytes: int) -> None:
 
 
 def test_a_view_outlives_its_arena() -> None:
-    arena = DramArena(4096)
-    extent = arena.allocate(4096)
+    arena = Arena(4096)
+    extent = allocate(arena, 4096)
     assert extent is not None
     view = arena.view(extent)
     view[:] = 9
@@ -145,7 +150,7 @@ def test_a_view_outlives_its_arena() -> None:
 def test_any_history_keeps_the_extents_apart_and_the_totals_right(
     steps: list[tuple[bool, int, int]],
 ) -> None:
-    arena = DramArena(4096)
+    arena = Arena(4096)
     held: dict[int, tuple[object, int]] = {}
     for step, (is_free, num_bytes, choice) in enumerate(steps):
         if is_free and held:
@@ -155,7 +160,7 @@ def test_any_history_keeps_the_extents_apart_and_the_totals_right(
             arena.free(extent)  # type: ignore[arg-type]
         else:
             largest = arena.largest_free
-            extent = arena.allocate(num_bytes)
+            extent = allocate(arena, num_bytes)
             assert (extent is None) == (aligned_num_bytes(num_bytes) > largest)
             if extent is not None:
                 assert extent.offset % ALIGNMENT_BYTES == 0
@@ -231,7 +236,7 @@ def test_blocks_freed_together_leave_what_they_leave_one_by_one(sizes: list[int]
 
 
 def test_freeing_many_extents_frees_all_or_none() -> None:
-    arena = DramArena(1024)
+    arena = Arena(1024)
     extents = arena.allocate_all((64, 64, 64))
     assert extents is not None
     arena.free(extents[1])
@@ -244,7 +249,7 @@ def test_freeing_many_extents_frees_all_or_none() -> None:
 
 
 def test_the_descriptor_maps_the_same_bytes_and_cannot_change_their_number() -> None:
-    arena = DramArena(1 << 16)
+    arena = Arena(1 << 16)
     other = mmap.mmap(arena.fileno(), arena.capacity_bytes)
     arena.buffer[12_345] = 7
     assert other[12_345] == 7
@@ -254,7 +259,7 @@ def test_the_descriptor_maps_the_same_bytes_and_cannot_change_their_number() -> 
 
 
 def test_the_descriptor_is_closed_with_the_arena() -> None:
-    arena = DramArena(1 << 16)
+    arena = Arena(1 << 16)
     descriptor, view = arena.fileno(), arena.buffer
     os.fstat(descriptor)
     del arena

@@ -10,7 +10,7 @@ import pytest
 from krul_backend.daemon.protocol.frames import decode_greeting
 from krul_backend.daemon.server import sessions
 from krul_backend.daemon.server.sessions import SILENCE_S, Session, SessionTable, is_own_user
-from krul_backend.tiers.common.arena import DramArena
+from krul_backend.tiers.dram.arena import Arena
 
 
 class Clock:
@@ -25,7 +25,7 @@ class Table:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.arena = DramArena(1 << 16)
+        self.arena = Arena(1 << 16)
         self.ended: list[Session] = []
         self.clock = Clock()
         self.table = SessionTable(path, self.arena.fileno(), 1 << 16, self.ended.append, self.clock)

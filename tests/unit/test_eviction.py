@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.errors import ConfigError
-from krul_backend.tiers.common.eviction import EvictionPolicy, LruPolicy
-from krul_backend.tiers.common.policy_registry import POLICIES, make_policy
-from krul_backend.tiers.common.value_policy import NUM_OLDEST, NUM_SAMPLED, UNKNOWN_TOKEN_S, ValuePolicy
+from krul_backend.tiers.common.eviction import (
+    NUM_OLDEST,
+    NUM_SAMPLED,
+    POLICIES,
+    UNKNOWN_TOKEN_S,
+    EvictionPolicy,
+    LruPolicy,
+    ValuePolicy,
+    make_policy,
+)
 
 
 @dataclasses.dataclass

@@ -11,9 +11,8 @@ import pytest
 import xxhash
 
 from krul_backend.errors import ConfigError, StoreClosedError, TierReadError
-from krul_backend.tiers.common.eviction import LruPolicy
-from krul_backend.tiers.common.policy_registry import make_policy
-from krul_backend.tiers.dram.admission import Arrival
+from krul_backend.tiers.common.eviction import LruPolicy, make_policy
+from krul_backend.tiers.dram.arrivals import Arrival
 from krul_backend.tiers.dram.eviction_plan import MAX_FREE_SHARE, MAX_VISITED
 from krul_backend.tiers.dram.host_store import HostStore
 from tests.support.store_builders import (
@@ -94,11 +93,12 @@ def test_unpin_makes_a_segment_ordinary(store: HostStore) -> None:
 def test_pinning_again_and_again_leaves_few_entries_behind(store: HostStore, clock: Clock) -> None:
     put(store, "c", 0, 2)
     put(store, "d", 0, 2)
-    ends = store._books.pins.num_entries
+    with store._locked.open() as books:
+        pins = books.pins
     for i in range(2_000):
         clock.now_s += 1.0
         assert store.pin(MODEL, page_keys("cd"[i % 2], 0, 2), 86_400.0) == 2
-        assert ends() <= 100
+        assert len(pins._ends) <= 100
     assert store.stats().pinned_bytes == 2 * 192
     clock.now_s += 86_399.0
     assert store.stats().pinned_bytes == 192
@@ -106,7 +106,7 @@ def test_pinning_again_and_again_leaves_few_entries_behind(store: HostStore, clo
     for _ in range(2_000):
         assert store.pin(MODEL, page_keys("c", 0, 2), 60.0) == 2
         assert store.unpin(MODEL, page_keys("c", 0, 2)) == 2
-        assert ends() <= 100
+        assert len(pins._ends) <= 100
     clock.now_s += 1.0
     assert store.stats().pinned_bytes == 0
 
@@ -415,7 +415,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HostStore, Counti
     policy, lock = CountingPolicy(), CountingLock()
     policy.lock = lock
     store = HostStore(64 * NUM_SMALL, policy)
-    monkeypatch.setattr(store, "_lock", lock)
+    monkeypatch.setattr(store._locked, "_lock", lock)
     model = make_model(num_layers=1)
     for i in range(NUM_SMALL):
         put(store, f"c{i}", 0, 1, sizes=(64,), model=model)
@@ -469,7 +469,7 @@ def test_a_search_in_steps_evicts_what_one_in_one_step_does(
 ) -> None:
     at_once = num_evicted_for_one(policy, seed)
     assert 10 < at_once <= MAX_VISITED, "one hold of the lock is enough"
-    monkeypatch.setattr("krul_backend.tiers.dram.host_base.MAX_VISITED", 2)
+    monkeypatch.setattr("krul_backend.tiers.dram.allocation.MAX_VISITED", 2)
     # A run of victims may be an eighth longer than need be, depending on where the steps end.
     assert at_once * 8 // 9 <= num_evicted_for_one(policy, seed) <= at_once * 9 // 8
 
@@ -480,8 +480,8 @@ class Breaths:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
         self.num = 0
         self._act = act
-        monkeypatch.setattr("krul_backend.tiers.dram.host_base.MAX_VISITED", 2)
-        monkeypatch.setattr("krul_backend.tiers.dram.host_base.time.sleep", self._breathe)
+        monkeypatch.setattr("krul_backend.tiers.dram.allocation.MAX_VISITED", 2)
+        monkeypatch.setattr("krul_backend.tiers.dram.allocation.time.sleep", self._breathe)
 
     def _breathe(self, seconds: float) -> None:
         self.num += 1

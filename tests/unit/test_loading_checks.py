@@ -15,7 +15,7 @@ from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
 from krul_backend.errors import TierReadError
 from krul_backend.tiers.common.interface import DRAM_TIER, Block, Lease, SegmentSlice
-from krul_backend.tiers.common.lower_tier import TierRun
+from krul_backend.tiers.common.page_index import PageRun
 from krul_sglang.engine.restore import loading
 from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
@@ -43,7 +43,7 @@ class SteppedTier(FakeTier):
         super().__init__()
         self.before_layer: Callable[[int], None] = lambda layer: None
 
-    def fetch(self, run: TierRun, blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
+    def fetch(self, run: PageRun[Any], blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
         def land(layer: int) -> None:
             self.before_layer(layer)
             landed(layer)

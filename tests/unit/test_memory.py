@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from krul_backend.memory import (
-    available_memory_bytes,
     format_bytes,
     is_out_of_memory,
     memory_limit_bytes,
@@ -20,11 +19,9 @@ from krul_backend.memory import (
 GIB = 2**30
 
 
-def make_root(
-    tmp_path: Path, cgroup: str | None, files: dict[str, str], total: int = 64, available: int = 48
-) -> Path:
+def make_root(tmp_path: Path, cgroup: str | None, files: dict[str, str]) -> Path:
     """A tree with the machine's memory (GiB), ``/proc/self/cgroup`` and files below the cgroup mount."""
-    meminfo = f"MemTotal:  {total * 2**20} kB\nMemFree: 1 kB\nMemAvailable:  {available * 2**20} kB\n"
+    meminfo = f"MemTotal:  {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable:  {48 * 2**20} kB\n"
     tree = {"proc/meminfo": meminfo} | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     if cgroup is not None:
         tree["proc/self/cgroup"] = cgroup
@@ -35,80 +32,57 @@ def make_root(
     return tmp_path
 
 
-def measured(root: Path) -> tuple[float, float]:
-    """(limit, available) in GiB."""
-    return memory_limit_bytes(root) / GIB, available_memory_bytes(root) / GIB
+def limit_gib(root: Path) -> float:
+    return memory_limit_bytes(root) / GIB
 
 
 def test_without_a_cgroup_the_machine_counts(tmp_path: Path) -> None:
-    assert measured(make_root(tmp_path, None, {})) == (64, 48)
+    assert limit_gib(make_root(tmp_path, None, {})) == 64
 
 
-def test_v2_limit_minus_usage(tmp_path: Path) -> None:
-    files = {"app/memory.max": f"{16 * GIB}\n", "app/memory.current": f"{5 * GIB}\n"}
-    assert measured(make_root(tmp_path, "0::/app\n", files)) == (16, 11)
+def test_v2_limit_counts(tmp_path: Path) -> None:
+    files = {"app/memory.max": f"{16 * GIB}\n"}
+    assert limit_gib(make_root(tmp_path, "0::/app\n", files)) == 16
 
 
 def test_v2_max_means_no_limit(tmp_path: Path) -> None:
-    files = {"app/memory.max": "max\n", "app/memory.current": f"{60 * GIB}\n"}
-    assert measured(make_root(tmp_path, "0::/app\n", files)) == (64, 48)
+    files = {"app/memory.max": "max\n"}
+    assert limit_gib(make_root(tmp_path, "0::/app\n", files)) == 64
 
 
 def test_v2_every_level_above_counts(tmp_path: Path) -> None:
     files = {
         "pod/memory.max": f"{20 * GIB}",
-        "pod/memory.current": f"{19 * GIB}",
         "pod/box/memory.max": f"{10 * GIB}",
-        "pod/box/memory.current": f"{1 * GIB}",
         "pod/box/leaf/memory.max": "max",
-        "pod/box/leaf/memory.current": f"{1 * GIB}",
     }
-    # The lowest limit and the least that is left are of different levels.
-    assert measured(make_root(tmp_path, "0::/pod/box/leaf\n", files)) == (10, 1)
-
-
-def test_inactive_page_cache_is_not_usage(tmp_path: Path) -> None:
-    files = {
-        "memory.max": f"{16 * GIB}",
-        "memory.current": f"{16 * GIB}",
-        "memory.stat": f"anon {2 * GIB}\ninactive_file {9 * GIB}\nactive_file {GIB}\n",
-    }
-    assert measured(make_root(tmp_path, "0::/\n", files)) == (16, 9)
+    assert limit_gib(make_root(tmp_path, "0::/pod/box/leaf\n", files)) == 10
 
 
 def test_v1_with_the_hosts_path_in_a_container(tmp_path: Path) -> None:
     files = {
         "memory/memory.limit_in_bytes": f"{8 * GIB}\n",
-        "memory/memory.usage_in_bytes": f"{6 * GIB}\n",
-        "memory/memory.stat": f"cache 1\ninactive_file 5\ntotal_inactive_file {GIB}\n",
     }
     cgroup = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n"
-    assert measured(make_root(tmp_path, cgroup, files)) == (8, 3)
+    assert limit_gib(make_root(tmp_path, cgroup, files)) == 8
 
 
 def test_v1_without_limit_has_a_huge_number(tmp_path: Path) -> None:
-    files = {"memory/a/memory.limit_in_bytes": "9223372036854771712", "memory/a/memory.usage_in_bytes": "5"}
-    assert measured(make_root(tmp_path, "4:memory:/a\n", files)) == (64, 48)
+    files = {"memory/a/memory.limit_in_bytes": "9223372036854771712"}
+    assert limit_gib(make_root(tmp_path, "4:memory:/a\n", files)) == 64
 
 
 def test_hybrid_takes_the_tighter_of_both_versions(tmp_path: Path) -> None:
     files = {
         "memory/a/memory.limit_in_bytes": f"{32 * GIB}",
-        "memory/a/memory.usage_in_bytes": "0",
         "unified/b/memory.max": f"{30 * GIB}",
-        "unified/b/memory.current": f"{1 * GIB}",
     }
-    assert measured(make_root(tmp_path, "4:memory:/a\n0::/b\n", files)) == (30, 29)
+    assert limit_gib(make_root(tmp_path, "4:memory:/a\n0::/b\n", files)) == 30
 
 
 def test_a_limit_above_the_machine_does_not_count(tmp_path: Path) -> None:
-    files = {"memory.max": f"{640 * GIB}", "memory.current": "0"}
-    assert measured(make_root(tmp_path, "0::/\n", files)) == (64, 48)
-
-
-def test_usage_above_the_limit_leaves_nothing(tmp_path: Path) -> None:
-    files = {"memory.max": f"{4 * GIB}", "memory.current": f"{5 * GIB}"}
-    assert measured(make_root(tmp_path, "0::/\n", files)) == (4, 0)
+    files = {"memory.max": f"{640 * GIB}"}
+    assert limit_gib(make_root(tmp_path, "0::/\n", files)) == 64
 
 
 @pytest.mark.parametrize(
@@ -125,23 +99,22 @@ def test_usage_above_the_limit_leaves_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_odd_cgroup_files_fall_back_to_the_root_limit_or_the_machine(tmp_path: Path, cgroup: str) -> None:
-    files = {"memory.max": "not a number", "memory.current": ""}
-    assert measured(make_root(tmp_path, cgroup, files)) == (64, 48)
+    files = {"memory.max": "not a number"}
+    assert limit_gib(make_root(tmp_path, cgroup, files)) == 64
 
 
 def test_paths_with_colons_are_followed(tmp_path: Path) -> None:
-    files = {"a:b.slice/memory.max": f"{GIB}", "a:b.slice/memory.current": "0"}
-    assert measured(make_root(tmp_path, "0::/a:b.slice\n", files)) == (1, 1)
+    files = {"a:b.slice/memory.max": f"{GIB}"}
+    assert limit_gib(make_root(tmp_path, "0::/a:b.slice\n", files)) == 1
 
 
 def test_without_meminfo_the_system_is_asked(tmp_path: Path) -> None:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert memory_limit_bytes(tmp_path) == physical
-    assert 0 < available_memory_bytes(tmp_path) <= physical
 
 
 def test_this_machine_has_memory() -> None:
-    assert 0 < available_memory_bytes() <= memory_limit_bytes()
+    assert memory_limit_bytes() > 0
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from krul_backend.errors import ConfigError, DaemonError, TierReadError
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.lower_tier import Block, TierRun
+from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.mooncake.epochs import EPOCH_AGE_S
 from krul_backend.tiers.mooncake.options import MooncakeOptions
 from krul_backend.tiers.mooncake.stored_object import MAX_POINTERS, decode_object, encode_object
@@ -98,12 +100,12 @@ def match(
     keys: Sequence[str],
     next_token: int | None = None,
     model: ModelIdentity = MODEL,
-) -> tuple[TierRun, ...]:
+) -> tuple[PageRun[Any], ...]:
     return tier.match(model, keys, tokens_of(keys), next_token)
 
 
-def fetch(tier: MooncakeTier, run: TierRun) -> tuple[list[Block], list[int]]:
-    blocks = [np.zeros(size, dtype=np.uint8) for size in run.manifest.layer_num_bytes]
+def fetch(tier: MooncakeTier, run: PageRun[Any]) -> tuple[list[Block], list[int]]:
+    blocks = [np.zeros(size, dtype=np.uint8) for size in run.segment.manifest.layer_num_bytes]
     landed: list[int] = []
     tier.fetch(run, blocks, landed.append)
     return blocks, landed
@@ -114,8 +116,8 @@ def test_what_one_host_stores_another_finds_and_reads(host: Host) -> None:
     manifest = dataclasses.replace(make_manifest("c", 0, 3, SIZES), tenant="t", recompute_s=0.5)
     blocks = put(one, manifest)
     (run,) = match(other, page_keys("c", 0, 5), next_token=0)
-    assert (run.tier, run.first_page, run.end_page) == ("mooncake", 0, 3)
-    got = run.manifest
+    assert (run.first_page, run.end_page) == (0, 3)
+    got = run.segment.manifest
     assert (got.model, got.page_keys, got.tenant, got.recompute_s) == (
         MODEL,
         manifest.page_keys,
@@ -135,7 +137,7 @@ def test_a_conversation_is_found_segment_by_segment(host: Host) -> None:
     put(one, make_manifest("c", 0, 2, SIZES))
     put(one, make_manifest("c", 2, 5, SIZES))
     runs = match(other, page_keys("c", 0, 6))
-    assert [(run.first_page, run.end_page, run.manifest.start_token) for run in runs] == [
+    assert [(run.first_page, run.end_page, run.segment.manifest.start_token) for run in runs] == [
         (0, 2, 0),
         (0, 3, 2 * PAGE_SIZE),
     ]
@@ -187,8 +189,8 @@ def test_segments_that_begin_alike_are_told_apart(host: Host) -> None:
         put(one, manifest, seed=i)
     keys = shared + page_keys("c2", 1, 3)
     (run,) = match(other, keys)
-    assert run.manifest.page_keys == keys
-    assert fetch(other, run)[0][0].tobytes() == blocks_of(run.manifest, seed=2)[0].tobytes()
+    assert run.segment.manifest.page_keys == keys
+    assert fetch(other, run)[0][0].tobytes() == blocks_of(run.segment.manifest, seed=2)[0].tobytes()
 
 
 def test_segments_that_begin_alike_are_bounded(host: Host, cluster: FakeCluster) -> None:
@@ -609,7 +611,7 @@ def test_what_cannot_be_decoded_leaves_the_cluster_and_is_stored_again(
     assert match(host(), old.page_keys) == ()
     put(reader, new)
     (run,) = match(host(), old.page_keys)
-    assert run.manifest.codec_params == {"kind": "new"}
+    assert run.segment.manifest.codec_params == {"kind": "new"}
     assert len(match(host(), page_keys("d", 0, 3))) == 1
     assert {name.split("/s/")[0] for name in cluster.metadata_names()} == {kept}
 

@@ -134,7 +134,7 @@ def test_a_small_fetch_beside_a_large_one_that_copies_slowly(tmp_path: Path) -> 
 
     def fetch_large() -> None:
         (run,) = match(tier, "large")
-        blocks = [np.zeros(size, dtype=np.uint8) for size in run.manifest.layer_num_bytes]
+        blocks = [np.zeros(size, dtype=np.uint8) for size in run.segment.manifest.layer_num_bytes]
         try:
             tier.fetch(run, blocks, landed)
         except TierReadError as error:

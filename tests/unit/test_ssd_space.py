@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.lower_tier import TierRun
+from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.suspension import FIRST_PAUSE_S
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.room import Room
@@ -80,7 +81,7 @@ def test_a_conversations_end_leaves_before_its_beginning(tmp_path: Path) -> None
     tier.close()
 
 
-def put_some_held(tier: SsdTier, num_held_of_three: int = 1) -> dict[str, TierRun]:
+def put_some_held(tier: SsdTier, num_held_of_three: int = 1) -> dict[str, PageRun[Any]]:
     """Sixteen segments, three to a file, of which some in each file are held: files are never all dead."""
     held = {}
     for number in range(16):
@@ -93,10 +94,10 @@ def put_some_held(tier: SsdTier, num_held_of_three: int = 1) -> dict[str, TierRu
 def test_what_is_held_is_not_evicted_and_moves_with_its_file(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     held = put_some_held(tier)
-    first_file = held["c0"].place.file
+    first_file = held["c0"].segment.file
     for number in range(16, 96):
         put(tier, f"c{number}", sizes=SIZES, seed=number)
-    assert held["c0"].place.file is not first_file
+    assert held["c0"].segment.file is not first_file
     assert not first_file.path.exists()
     assert all(has(tier, name, seed=int(name[1:])) for name in held)
     for run in held.values():
@@ -152,7 +153,7 @@ def test_a_file_that_cannot_be_read_loses_its_segments_one_error_at_a_time(tmp_p
         put(tier, f"c{number}", sizes=SIZES, seed=number)
         number += 1
     # The record that could not be read is gone, the others are not.
-    assert sum(run.place.is_indexed for run in held.values()) == len(held) - 1
+    assert sum(run.segment.is_indexed for run in held.values()) == len(held) - 1
     assert tier.stats().is_suspended
     disk.errors.clear()
     now_s = 1000.0
@@ -284,10 +285,13 @@ class SsdTierMachine(RuleBasedStateMachine):
         seeds = self.seeds.get((model, conversation), set())
         for run in match(self.tier, f"c{conversation}", model=self.models[model]):
             self.tier.release(run)
-            assert any(is_of_seed(run.checksums, run.manifest.layer_num_bytes, seed) for seed in seeds)
-            blocks = [np.zeros(size, dtype=np.uint8) for size in run.manifest.layer_num_bytes]
+            assert any(
+                is_of_seed(run.segment.checksums, run.segment.manifest.layer_num_bytes, seed)
+                for seed in seeds
+            )
+            blocks = [np.zeros(size, dtype=np.uint8) for size in run.segment.manifest.layer_num_bytes]
             self.tier.fetch(run, blocks, lambda layer: None)
-            assert tuple(block_checksum(block) for block in blocks) == run.checksums
+            assert tuple(block_checksum(block) for block in blocks) == run.segment.checksums
 
     @rule(model=which_model)
     def clear_model(self, model: int) -> None:

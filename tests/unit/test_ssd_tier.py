@@ -46,7 +46,7 @@ def test_what_was_put_is_found_with_its_bytes(tier: SsdTier) -> None:
     assert [(run.first_page, run.end_page) for run in runs] == [(0, 2), (0, 3)]
     for run, seed in zip(runs, (1, 2), strict=True):
         right = random_blocks(SIZES, seed)
-        assert run.checksums == tuple(block_checksum(block) for block in right)
+        assert run.segment.checksums == tuple(block_checksum(block) for block in right)
         for block, expected in zip(fetch(tier, run), right, strict=True):
             np.testing.assert_array_equal(block, expected)
         tier.release(run)
@@ -333,7 +333,7 @@ def test_what_cannot_be_decoded_leaves_and_stays_away(tmp_path: Path) -> None:
     tier.close()
     tier = open_tier(tmp_path)
     (run,) = match(tier, "a")
-    assert run.manifest.codec_params == {"kind": "other"}
+    assert run.segment.manifest.codec_params == {"kind": "other"}
     assert has(tier, "b")
     tier.release(run)
     tier.close()

@@ -1,5 +1,5 @@
-"""Several tiers as one store: ``KVStore`` in ``interface.py`` is all that others may know of it.
+"""One store over several tiers; its callers know only ``KVStore`` in ``interface.py``.
 
-Page keys and token ids enter; leases on the longest stored prefix leave, and what lies below host memory is
-fetched. The daemon serves it; engines call it through ``daemon.client``.
+Given page keys and token ids, it leases the longest stored prefix, and fetches what lies below host memory.
+The daemon serves it; engines call it through ``daemon.client``.
 """

@@ -1,85 +1,111 @@
-"""Segments of lower tiers into DRAM."""
+"""Bringing segments of lower tiers into DRAM."""
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from krul_backend.errors import TierReadError
-from krul_backend.segment import SegmentManifest
-from krul_backend.store.tier_reader import TierReader
+from krul_backend.errors import StoreClosedError, TierReadError
 from krul_backend.store.tiered_lease import LowerPart
 from krul_backend.tiers.common.interface import Lease
 from krul_backend.tiers.common.lower_tier import LowerTier
-from krul_backend.tiers.dram.admission import Arrival
+from krul_backend.tiers.common.page_index import PageRun
+from krul_backend.tiers.dram.arrivals import Arrival
 from krul_backend.tiers.dram.host_store import HostStore
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 4
+"""Segments of one tier that are read at once; a tier reads several pieces of each at a time itself."""
 
 
 class Fetcher:
-    """Turns runs that lower tiers hold into leases on segments in DRAM. ``num_rejected`` found no room."""
+    """Reads segments of lower tiers into DRAM, in threads of its own for each tier. Thread-safe.
 
-    def __init__(self, host: HostStore, reader: TierReader) -> None:
+    No tier waits for another one's reads: a cluster that does not answer blocks its own threads alone.
+    ``num_fetched`` counts the segments that have arrived whole, ``num_failed`` those that have not, or for
+    which there was no room.
+
+    Args:
+        host: the DRAM tier.
+        tiers: those that will be read.
+        arrived: called for each segment that has arrived whole, in the thread that read it.
+    """
+
+    def __init__(
+        self, host: HostStore, tiers: Sequence[LowerTier], arrived: Callable[[Arrival, LowerTier], None]
+    ) -> None:
         self._host = host
-        self._reader = reader
+        self._arrived = arrived
+        self._pools = {tier: ThreadPoolExecutor(NUM_THREADS, f"krul-read-{tier.name}") for tier in tiers}
+        self._is_closing = threading.Event()
         self._admission = threading.Lock()
-        self.num_rejected = 0
+        self._counting = threading.Lock()
+        self.num_fetched = 0
+        self.num_failed = 0
 
     def bring(self, part: LowerPart, began_at: int) -> Lease:
-        """Let a held run into DRAM; the lease on it takes the place of the hold.
+        """Start to read a part into DRAM, and turn the tier's hold of it into a lease on the segment there.
+
+        Does not wait for bytes. ``began_at`` is the tiered lease's.
 
         Raises:
-            TierReadError: there is no room. The run stays held.
+            TierReadError: there is no room. The tier still holds the part.
+            StoreClosedError: the fetcher was closed. The tier still holds the part.
         """
-        tier, run = part.tier, part.run
         # One at a time: of two that miss the same segment in DRAM, the second finds the first one's.
         with self._admission:
-            copy = self._copy_in_dram(part, began_at)
+            copy = self._lease_copy(part, began_at)
             if copy is None:
                 arrival, lease = self._admit(part, began_at)
         if copy is not None:
-            tier.release(run)
+            part.tier.release(part.run)
             return copy
         try:
-            self._reader.start(tier, run, arrival)
-        except BaseException:
+            self._pools[part.tier].submit(self._read, part.tier, part.run, arrival)
+        except BaseException as error:
+            arrival.fail()
             self._host.release(lease)
+            if isinstance(error, RuntimeError):
+                raise StoreClosedError("the KV store was closed") from error
             raise
         return lease
 
-    def _admit(self, part: LowerPart, began_at: int) -> tuple[Arrival, Lease]:
-        """Room for a run's segment, and a lease on its pages."""
-        tier, run = part.tier, part.run
-        arrival = self._host.admit(
-            run.manifest, run.checksums, tier.name, load_s(tier, run.manifest), began_at
-        )
-        if arrival is None:
-            self.num_rejected += 1
-            raise TierReadError(f"no room in DRAM for {run.manifest.num_bytes} bytes from {tier.name}")
+    def run_later(self, tier: LowerTier, call: Callable[[], None]) -> None:
+        """Run a short call about a tier in one of the tier's threads; drop it after ``close``."""
         try:
-            return arrival, self._host.lease_arrival(arrival, run.first_page, run.end_page)
-        except BaseException:
-            arrival.fail()
-            raise
+            self._pools[tier].submit(call)
+        except RuntimeError:
+            logger.debug("closed: a note about a lower tier is dropped")
 
-    def _copy_in_dram(self, part: LowerPart, began_at: int) -> Lease | None:
-        """A lease on a segment in DRAM that can stand for a run: the same pages, and no layer holds less.
+    def close(self) -> None:
+        """Wait for the reads that run, and fail those that have not begun."""
+        self._is_closing.set()
+        for pool in self._pools.values():
+            pool.shutdown(wait=True)
 
-        Somebody else may have fetched or stored it since the run was matched.
+    def _lease_copy(self, part: LowerPart, began_at: int) -> Lease | None:
+        """A lease on a segment in DRAM with the same pages, of which no layer holds less; None if none is.
+
+        Somebody else may have fetched or stored it since the part was matched.
         """
-        run, header = part.run, part.part.header
-        manifest, size = run.manifest, header.page_size
+        run, manifest = part.run, part.run.segment.manifest
+        size = manifest.model.page_size
         if self._host.was_cleared(manifest.model, began_at):
             return None
+        start_token = manifest.start_token + run.first_page * size
         lease = self._host.lease(
             manifest.model,
             manifest.page_keys[run.first_page : run.end_page],
             manifest.token_ids[run.first_page * size : run.end_page * size],
-            manifest.start_token + run.first_page * size,
+            start_token,
         )
         if lease is None:
             return None
-        first_tokens = lease.slices[0].header.layer_first_token
-        pairs = zip(first_tokens, header.layer_first_token, strict=True)
-        start_token = manifest.start_token + run.first_page * size
+        pairs = zip(lease.slices[0].header.layer_first_token, manifest.layer_first_token, strict=True)
         if (
             len(lease.slices) == 1
             and lease.num_pages == part.num_pages
@@ -89,8 +115,50 @@ class Fetcher:
         self._host.release(lease)
         return None
 
+    def _admit(self, part: LowerPart, began_at: int) -> tuple[Arrival, Lease]:
+        """Make room for a part's segment, and lease its pages."""
+        tier, run = part.tier, part.run
+        manifest, checksums = run.segment.manifest, run.segment.checksums
+        arrival = self._host.admit(manifest, checksums, tier.name, tier.load_s(manifest), began_at)
+        if arrival is None:
+            self._count(has_arrived=False)
+            raise TierReadError(f"no room in DRAM for {manifest.num_bytes} bytes from {tier.name}")
+        try:
+            return arrival, self._host.lease_arrival(arrival, run.first_page, run.end_page)
+        except BaseException:
+            arrival.fail()
+            raise
 
-def load_s(tier: LowerTier, manifest: SegmentManifest) -> float:
-    """Seconds to read all of a segment from a tier."""
-    cost = tier.cost()
-    return sum(cost.load_s(num_bytes) for num_bytes in manifest.layer_num_bytes)
+    def _read(self, tier: LowerTier, run: PageRun[Any], arrival: Arrival) -> None:
+        has_arrived = False
+        try:
+            has_arrived = self._fill(tier, run, arrival)
+        finally:
+            self._count(has_arrived=has_arrived)
+
+    def _fill(self, tier: LowerTier, run: PageRun[Any], arrival: Arrival) -> bool:
+        """Read, then end the arrival and the hold whatever happened; returns whether the segment arrived."""
+        num_tokens = run.segment.manifest.num_tokens
+        try:
+            if self._is_closing.is_set():
+                return False
+            tier.fetch(run, arrival.blocks, arrival.landed)
+            arrival.finish()
+        except TierReadError as error:
+            logger.info("a segment of %d tokens did not come from %s: %s", num_tokens, tier.name, error)
+            return False
+        except Exception:
+            logger.exception("reading a segment of %d tokens from %s failed", num_tokens, tier.name)
+            return False
+        finally:
+            try:
+                arrival.fail()
+            finally:
+                tier.release(run)
+        self._arrived(arrival, tier)
+        return True
+
+    def _count(self, *, has_arrived: bool) -> None:
+        with self._counting:
+            self.num_fetched += has_arrived
+            self.num_failed += not has_arrived

@@ -1,4 +1,4 @@
-"""The interface of a KV store: what the engine side may ask, whoever answers (in process, or a daemon)."""
+"""The interface of a KV store in this process or behind a daemon."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ class KVStore(Protocol):
     def reserve(self, layer_num_bytes: Sequence[int], tenant: str = "") -> Reservation | None:
         """Take space for a segment, evicting idle segments if needed.
 
-        Returns None, and counts it, when the space cannot be had (larger than the arena or the tenant's
-        quota, or everything else is leased, pinned or reserved). Never takes the arena past its capacity.
-        When it returns None nothing was evicted in vain if that could be known beforehand. Blocks may have no
-        bytes, all of them too: of a layer of which nothing is stored.
+        Returns None, and counts it, when there is no space: the segment is larger than the arena or the
+        tenant's quota, or everything else is leased, pinned or reserved. Then nothing was evicted, as far as
+        the failure could be foreseen. A block may have no bytes, for a layer of which nothing is stored.
 
         Raises:
             ValueError: if there is no block, or one of fewer than no bytes.
@@ -48,15 +47,14 @@ class KVStore(Protocol):
     def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
         """Publish a written reservation: its pages become visible at once.
 
-        ``checksums[l]`` is the ``block_checksum`` of what the writer put into ``blocks[l]``, taken right
-        after that: the store does not look at the blocks, so a stray write since then is found by the next
-        reader.
+        ``checksums[l]`` is the ``block_checksum`` of ``blocks[l]``, taken by the writer right after it has
+        written the block. The store does not read the blocks; the next reader finds a stray write.
 
         Pages that somebody else committed in the meantime keep their first copy; a segment that brings no
         new page at all is dropped and its space freed. The blocks must not be written from the call on: an
         implementation may make the reservation's arrays read-only. The token ids are copied.
 
-        Returns the segment id (of a dropped segment, too: an id that nothing has).
+        Returns the segment id; that of a dropped segment belongs to nothing.
 
         Raises:
             ManifestError: if the manifest's block sizes are not those reserved, or there is not one checksum
@@ -97,19 +95,19 @@ class KVStore(Protocol):
 
     @abstractmethod
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
-        """Start to bring into DRAM what ``lease`` would find in lower tiers; pages that are on their way.
+        """Start to read into DRAM what ``lease`` would find in lower tiers; returns how many pages that is.
 
         Stops where DRAM has no room. Arguments as for ``lease``.
         """
 
     @abstractmethod
     def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
-        """Tell that a segment of a held lease is of no use; returns whether it left the store for that.
+        """Report that a segment of a held lease cannot be used; returns whether it left the store for that.
 
-        ``checksum``: a block had a wrong one. The store looks itself, and quarantines the segment if so.
-        ``undecodable``: the engine lacks what its codec parameters name, such as a map that another engine
-        learned. The store cannot know better. Every copy of the segment that is encoded alike leaves every
-        tier, so that its pages count as missing and the next turn stores them again. The slice may lie in a
+        ``checksum``: a block had a wrong one. The store checks this itself before it drops the segment.
+        ``undecodable``: the engine lacks something that the codec parameters name, such as a map that another
+        engine learned. The store cannot check this: it drops every copy that is encoded alike from every
+        tier, so that the pages count as missing and the next turn stores them again. The slice may lie in a
         lower tier.
         """
 
@@ -117,17 +115,17 @@ class KVStore(Protocol):
     def path_segments(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[PathSegment]:
         """The segments in DRAM that hold ``page_keys``, each once, ordered by first page.
 
-        Keys that are not stored are passed over. No use of the segments: nothing is pinned or verified.
+        Keys that are not stored are skipped. Does not count as a use; nothing is pinned or verified.
         """
 
     @abstractmethod
     def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
-        """Drop the first tokens of a segment's blocks in DRAM; returns the bytes that went, not aligned.
+        """Drop the first tokens of a segment's blocks in DRAM; returns the dropped bytes, without alignment.
 
         Layer ``l`` then holds the tokens from ``layer_first_token[l]`` (a position in the conversation) on,
         in the last ``layer_num_bytes[l]`` bytes of its block. The codec knows which these are
         (``SegmentDecoder.kept_num_bytes``); the store only cuts. A layer that holds no more than that already
-        stays as it is, so a call that is repeated, or made with an older manifest in hand, does no harm.
+        stays as it is, so a call that is repeated, or based on an older manifest, does no harm.
 
         Nothing changes, and 0 is returned, when the segment is gone, pinned by a lease or another reader, or
         shared: another indexed segment holds one of its pages, more than one continues it, or one does so
@@ -140,14 +138,14 @@ class KVStore(Protocol):
 
     @abstractmethod
     def release(self, lease: Lease) -> None:
-        """Unpin. Raises KeyError when the lease is unknown or released before."""
+        """End a lease. Raises KeyError when it is unknown or was released before."""
 
     @abstractmethod
     def pin(self, model: ModelIdentity, page_keys: Sequence[str], ttl_s: float) -> int:
         """Keep the stored segments of ``page_keys`` in DRAM for ``ttl_s`` seconds; returns their pages.
 
-        A later pin replaces an earlier one, also by less time. Pinned bytes are bounded by a share of the
-        arena; what is beyond it is not pinned.
+        A later pin replaces an earlier one, also with a shorter time. At most a share of the arena can be
+        pinned; segments beyond that are not.
 
         Raises:
             ValueError: ``ttl_s`` is not a positive, finite number.
@@ -159,7 +157,7 @@ class KVStore(Protocol):
 
     @abstractmethod
     def tier_costs(self) -> Mapping[str, TierCost]:
-        """What reading from each lower tier into DRAM costs, measured, by the tier's name."""
+        """The measured cost of reading from each lower tier into DRAM, by the tier's name."""
 
     @abstractmethod
     def stats(self) -> StoreStats: ...
@@ -169,7 +167,7 @@ class KVStore(Protocol):
 
     @abstractmethod
     def inspect(self, segment_id: int) -> SegmentDetails | None:
-        """One segment in DRAM, whole; None if it is not there (any more)."""
+        """One segment in DRAM, in full; None if it is not there (any more)."""
 
     @abstractmethod
     def verify(self) -> DamageReport:
@@ -177,14 +175,15 @@ class KVStore(Protocol):
 
     @abstractmethod
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything committed before is as durable as the tiers make it; False if it is late."""
+        """Wait until earlier commits are as durable as the tiers make them; False if that takes longer."""
 
     @abstractmethod
     def clear(self, model: ModelIdentity | None = None) -> None:
-        """Forget every segment (of one model) in every tier, durably; leased ones keep their bytes, and free
-        their space when the last lease is released. Reservations made before, for that model, may still be
-        written and committed by a copy thread: such a commit must not resurrect anything, so it drops the
-        segment instead (it returns an id, and nothing becomes visible)."""
+        """Forget every segment (of one model) in every tier, durably.
+
+        Leased segments keep their bytes until the last lease is released. A copy thread may still write and
+        commit a reservation that was made before: such a commit returns an id, but drops the segment.
+        """
 
     @abstractmethod
     def close(self) -> None:

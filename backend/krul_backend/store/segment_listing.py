@@ -1,4 +1,4 @@
-"""What lies where, as an operator wants to see it."""
+"""Listings of stored segments over all tiers, for operators."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from krul_backend.tiers.dram.host_store import HostStore
 
 
 def list_all_segments(host: HostStore, tiers: Sequence[LowerTier]) -> list[SegmentInfo]:
-    """One line per segment, those in DRAM first. Ids of the others are those of their tier."""
+    """List each segment once, those in DRAM first. Ids of the others are those of their tier."""
     manifests = host.manifests()
     lines = [
         dataclasses.replace(info, tiers=(DRAM_TIER, *_holders_of(manifests.get(info.segment_id), tiers)))
         for info in host.list_segments()
     ]
     for tier in tiers:
-        # A line does not name its pages, but of equal lines each is as good as the other.
+        # A line does not name its pages: a line of the tier is matched with any equal line of DRAM.
         listed = Counter(_line_key(info) for info in lines if tier.name in info.tiers)
         for info in tier.list_segments():
             key = _line_key(info)
@@ -32,7 +32,7 @@ def list_all_segments(host: HostStore, tiers: Sequence[LowerTier]) -> list[Segme
 
 
 def inspect_segment(host: HostStore, tiers: Sequence[LowerTier], segment_id: int) -> SegmentDetails | None:
-    """A segment in DRAM; its line names the lower tiers that hold it, too."""
+    """Describe a segment in DRAM, with the lower tiers that hold it, too; None if it is not in DRAM."""
     details = host.inspect(segment_id)
     if details is None:
         return None
@@ -41,7 +41,7 @@ def inspect_segment(host: HostStore, tiers: Sequence[LowerTier], segment_id: int
 
 
 def _holders_of(manifest: SegmentManifest | None, tiers: Sequence[LowerTier]) -> list[str]:
-    """The tiers that hold all pages of a segment; none of one that has gone meanwhile (None)."""
+    """Names of the tiers that hold all pages of a segment; none if it has gone meanwhile (None)."""
     if manifest is None:
         return []
     model, page_keys = manifest.model, manifest.page_keys
@@ -49,5 +49,5 @@ def _holders_of(manifest: SegmentManifest | None, tiers: Sequence[LowerTier]) ->
 
 
 def _line_key(info: SegmentInfo) -> tuple[str, str, int, int]:
-    """What is equal of a segment in whatever tier; a trim in DRAM changes the bytes."""
+    """The fields that are equal in all tiers: a trim in DRAM changes the number of bytes."""
     return info.fingerprint, info.tenant, info.start_token, info.num_tokens

@@ -1,4 +1,4 @@
-"""A lease over several tiers, piece by piece."""
+"""A lease over several tiers: the walk that finds its parts, and what holds them."""
 
 from __future__ import annotations
 
@@ -6,34 +6,56 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
+from krul_backend.segment import ModelIdentity, TokenIds
 from krul_backend.tiers.common.interface import Lease, SegmentSlice
-from krul_backend.tiers.common.lower_tier import LowerTier, TierRun
+from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram.host_store import HostStore
 
 
 @dataclass(frozen=True, eq=False)
 class LowerPart:
-    """A held run of a lower tier, and the slice that stands for it until it is fetched."""
+    """A run of pages that a lower tier holds for a lease until it is fetched.
+
+    ``segment_id`` names its segment to the lease's owner until then; it is no id of the tier.
+    """
 
     tier: LowerTier
-    run: TierRun
-    part: SegmentSlice
+    run: PageRun[Any]
+    segment_id: int
 
     @property
     def num_pages(self) -> int:
-        return self.run.end_page - self.run.first_page
+        return self.run.num_pages
+
+    @property
+    def slices(self) -> tuple[SegmentSlice, ...]:
+        """The run as a lease shows it, without blocks; like ``Lease.slices``."""
+        segment = self.run.segment
+        piece = SegmentSlice(
+            segment_id=self.segment_id,
+            header=segment.manifest.header,
+            tier=self.tier.name,
+            blocks=(),
+            spans=(),
+            checksums=segment.checksums,
+            first_page=self.run.first_page,
+            end_page=self.run.end_page,
+        )
+        return (piece,)
 
 
 Part = Lease | LowerPart
-"""Of a lease: what DRAM leased, or what a lower tier holds."""
+"""One part of a tiered lease: a lease on DRAM, or a run that a lower tier holds."""
 
 
 @dataclass(eq=False)
 class TieredLease:
     """The parts of a lease in conversation order. ``lock`` guards all of it.
 
-    ``began_at`` dates it against ``clear``: from before any tier was asked.
+    ``began_at`` is a mark of ``HostStore.clear_mark``, taken before any tier was asked.
     """
 
     parts: list[Part]
@@ -42,19 +64,88 @@ class TieredLease:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def slices_of(parts: Sequence[Part]) -> tuple[SegmentSlice, ...]:
-    """Of all parts, as they were when they were matched."""
-    slices: list[SegmentSlice] = []
-    for part in parts:
-        slices.extend(part.slices if isinstance(part, Lease) else (part.part,))
-    return tuple(slices)
-
-
 def release_parts(host: HostStore, parts: Sequence[Part]) -> None:
-    """End what holds the parts, each of them, even if one cannot be ended."""
+    """Release every part, even if the release of another one fails."""
     with ExitStack() as stack:
         for part in parts:
             if isinstance(part, Lease):
                 stack.callback(host.release, part)
             else:
                 stack.callback(part.tier.release, part.run)
+
+
+class PrefixWalk:
+    """Finds and holds the longest prefix of one request over all tiers.
+
+    ``token_ids``: ``[len(page_keys) * page_size]``, the tokens that the keys stand for.
+
+    ::
+
+        [0, at)    held, as ``parts``
+        at         the next page to be asked for, at position ``next_token`` of the conversation
+    """
+
+    def __init__(
+        self,
+        host: HostStore,
+        tiers: Sequence[LowerTier],
+        model: ModelIdentity,
+        page_keys: tuple[str, ...],
+        token_ids: TokenIds,
+    ) -> None:
+        self._host = host
+        self._tiers = tiers
+        self._model = model
+        self._page_keys = page_keys
+        self._token_ids = token_ids
+        self._parts: list[Part] = []
+        self._at = 0
+        self._next_token: int | None = None
+
+    def run(self) -> list[Part]:
+        """Walk to the end of the prefix; returns its parts in conversation order, for the caller to release.
+
+        Raises:
+            ValueError: there are not ``page_size`` tokens for each page.
+        """
+        try:
+            self._extend_in_dram()
+            while self._at < len(self._page_keys) and self._extend_below():
+                self._extend_in_dram()
+        except BaseException:
+            release_parts(self._host, self._parts)
+            raise
+        return self._parts
+
+    def _extend_in_dram(self) -> None:
+        rest = self._page_keys[self._at :]
+        lease = self._host.lease(
+            self._model, rest, self._token_ids[self._at * self._model.page_size :], self._next_token
+        )
+        if lease is not None:
+            self._parts.append(lease)
+            last = lease.slices[-1]
+            self._advance(lease.num_pages, last.header.start_token, last.end_page)
+
+    def _extend_below(self) -> bool:
+        """Extend the prefix from the first lower tier that has the next page; False if none has.
+
+        Stops at the next page that DRAM holds, which is not read from below.
+        """
+        rest = self._page_keys[self._at :]
+        missing = self._host.find_missing(self._model, rest)
+        end = missing[0].stop if missing and missing[0].start == 0 else len(rest)
+        first_token = self._at * self._model.page_size
+        token_ids = self._token_ids[first_token : first_token + end * self._model.page_size]
+        for tier in self._tiers:
+            runs = tier.match(self._model, rest[:end], token_ids, self._next_token)
+            self._parts.extend(LowerPart(tier, run, self._host.next_id()) for run in runs)
+            for run in runs:
+                self._advance(run.num_pages, run.segment.manifest.start_token, run.end_page)
+            if runs:
+                return True
+        return False
+
+    def _advance(self, num_pages: int, start_token: int, end_page: int) -> None:
+        self._at += num_pages
+        self._next_token = start_token + end_page * self._model.page_size

@@ -1,4 +1,4 @@
-"""The KV store over all tiers: DRAM, and whatever lies below it."""
+"""The KV store over all tiers: DRAM, and the tiers below it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ import numpy as np
 from krul_backend.errors import StoreClosedError, TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.store.fetching import Fetcher, load_s
+from krul_backend.store.fetching import Fetcher
 from krul_backend.store.interface import KVStore
-from krul_backend.store.prefix_walk import PrefixWalk
 from krul_backend.store.segment_listing import inspect_segment, list_all_segments
-from krul_backend.store.tier_reader import TierReader
-from krul_backend.store.tiered_lease import LowerPart, Part, TieredLease, release_parts, slices_of
+from krul_backend.store.tiered_lease import LowerPart, Part, PrefixWalk, TieredLease, release_parts
 from krul_backend.store.write_behind import WriteBehind
 from krul_backend.tiers.common.interface import (
     DRAM_TIER,
@@ -35,7 +33,7 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 from krul_backend.tiers.common.lower_tier import LowerTier
-from krul_backend.tiers.dram.admission import Arrival
+from krul_backend.tiers.dram.arrivals import Arrival
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 
@@ -43,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 
 class TieredStore(KVStore):
-    """Segments are committed to DRAM, written to every lower tier behind that, and fetched when asked for.
+    """Commits segments to DRAM, copies them to every lower tier later, and fetches them from there.
 
-    A lease may have parts of several tiers: DRAM is asked first, then each tier from the first on, then DRAM
-    again from where that got to. ``fetch`` lets what lies below into DRAM, where it is an ordinary segment
-    whose layers land one by one; what came from a tier is written to those above it, too.
+    A lease may have parts of several tiers: DRAM is asked first, then the lower tiers in turn, then DRAM
+    again from the page that they reached. ``fetch`` reads parts of lower tiers into DRAM, where each becomes
+    an ordinary segment whose layers land one by one; it is also written to the tiers above its own.
 
-    Locks are taken in this order: a lease's, the admission of segments, those of tiers and DRAM. No tier is
-    called with the table of leases locked.
+    Locks are taken in this order: a lease's, the fetcher's admission lock, those of tiers and DRAM. No tier
+    is called with the table of leases locked.
 
     Args:
         host: the DRAM tier; owned by the store from here on.
@@ -60,8 +58,7 @@ class TieredStore(KVStore):
     def __init__(self, host: HostStore, tiers: Sequence[LowerTier] = ()) -> None:
         self._host = host
         self._tiers = tuple(tiers)
-        self._reader = TierReader(self._tiers, self._write_up)
-        self._fetcher = Fetcher(host, self._reader)
+        self._fetcher = Fetcher(host, self._tiers, self._write_up)
         self._write_behind = WriteBehind(host, self._note_written)
         self._lock = threading.Lock()
         self._leases: dict[int, TieredLease] = {}
@@ -102,7 +99,7 @@ class TieredStore(KVStore):
 
     def lease(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Lease | None:
         began_at, parts = self._match(model, page_keys, token_ids)
-        slices = slices_of(parts)
+        slices = tuple(piece for part in parts for piece in part.slices)
         num_pages = sum(part.num_pages for part in parts)
         lease = Lease(self._host.next_id(), num_pages, slices)
         with self._lock:
@@ -142,14 +139,13 @@ class TieredStore(KVStore):
                 if isinstance(part, LowerPart):
                     parts[i] = self._fetcher.bring(part, began_at)
         except TierReadError:
-            # No room: what comes later in the conversation is of no use without this.
+            # No room: later pages of the conversation are of no use without these.
             pass
         finally:
             release_parts(self._host, parts)
-        fetched = (part for part in parts if isinstance(part, Lease))
-        return sum(
-            piece.end_page - piece.first_page for piece in slices_of(list(fetched)) if piece.tier != DRAM_TIER
-        )
+        leases = (part for part in parts if isinstance(part, Lease))
+        arriving = (piece for lease in leases for piece in lease.slices if piece.tier != DRAM_TIER)
+        return sum(piece.end_page - piece.first_page for piece in arriving)
 
     def release(self, lease: Lease) -> None:
         with self._lock:
@@ -166,27 +162,27 @@ class TieredStore(KVStore):
     def _match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds
     ) -> tuple[int, list[Part]]:
-        """Hold the longest prefix over all tiers; and since when ``clear`` counts for it."""
+        """Hold the longest prefix over all tiers; returns a clear mark from before that, and the parts."""
         began_at = self._host.clear_mark()
         walk = PrefixWalk(self._host, self._tiers, model, tuple(page_keys), np.asarray(token_ids))
         return began_at, walk.run()
 
     def _write_up(self, arrival: Arrival, tier: LowerTier) -> None:
-        """A segment has come from a tier: those above it keep it, too."""
+        """Write a segment that has come from a tier to the tiers above that one, too."""
         above = self._tiers[: self._tiers.index(tier)]
         self._write_behind.submit(arrival.segment.segment_id, above)
 
     def _note_written(self, segment: StoredSegment, tier: LowerTier) -> None:
-        """A segment may lie in a tier now, so that having it in DRAM saves less."""
+        """Note that a tier may hold a segment now: then having it in DRAM saves less time."""
 
         def note() -> None:
             manifest = segment.manifest
             if not tier.find_missing(manifest.model, manifest.page_keys):
-                seconds = load_s(tier, manifest)
+                seconds = tier.load_s(manifest)
                 before_s = segment.lower_load_s
                 segment.lower_load_s = seconds if before_s is None else min(before_s, seconds)
 
-        self._reader.run_later(tier, note)
+        self._fetcher.run_later(tier, note)
 
     # Upkeep
 
@@ -203,7 +199,7 @@ class TieredStore(KVStore):
         if manifest is None:
             return False
         self._host.discard(manifest)
-        # What has left DRAM's index is not queued any more, and the tiers drop what was queued before.
+        # After this no tier is given a segment that has left DRAM's index; earlier ones the tiers drop.
         self._write_behind.settle()
         for tier in self._tiers:
             tier.discard(manifest)
@@ -211,14 +207,16 @@ class TieredStore(KVStore):
         return True
 
     def _manifest_of(self, segment_id: int) -> SegmentManifest | None:
-        """Of a segment in DRAM, or of a leased slice that lies in a lower tier."""
+        """The manifest of a segment in DRAM, or of a leased part of a lower tier; None if there is none."""
         manifest = self._host.manifest_of(segment_id)
         if manifest is not None:
             return manifest
         with self._lock:
             leases = list(self._leases.values())
         lower_parts = (part for held in leases for part in tuple(held.parts) if isinstance(part, LowerPart))
-        return next((part.run.manifest for part in lower_parts if part.part.segment_id == segment_id), None)
+        return next(
+            (part.run.segment.manifest for part in lower_parts if part.segment_id == segment_id), None
+        )
 
     def pin(self, model: ModelIdentity, page_keys: Sequence[str], ttl_s: float) -> int:
         return self._host.pin(model, page_keys, ttl_s)
@@ -239,13 +237,13 @@ class TieredStore(KVStore):
                 hit_pages=self._tier_hit_pages.total(),
                 missed_pages=self._missed_pages,
                 tier_hit_pages=dict(self._tier_hit_pages),
-                fetched_segments=self._reader.num_fetched,
-                failed_fetches=self._reader.num_failed + self._fetcher.num_rejected,
+                fetched_segments=self._fetcher.num_fetched,
+                failed_fetches=self._fetcher.num_failed,
                 tiers=tuple(tier.stats() for tier in self._tiers),
             )
 
     def list_segments(self) -> list[SegmentInfo]:
-        """Ids of segments that DRAM does not hold are those of their tier."""
+        """As ``KVStore.list_segments``; ids of segments that DRAM does not hold are those of their tier."""
         return list_all_segments(self._host, self._tiers)
 
     def inspect(self, segment_id: int) -> SegmentDetails | None:
@@ -268,12 +266,12 @@ class TieredStore(KVStore):
         return is_flushed
 
     def clear(self, model: ModelIdentity | None = None) -> None:
-        # Again at the end: while a tier still finds what is to be forgotten, somebody may fetch it.
+        # DRAM first and last: until the tiers have forgotten a segment, somebody may fetch it from there.
         with ExitStack() as stack:
             stack.callback(self._host.clear, model)
             for tier in self._tiers:
                 stack.callback(tier.clear, model)
-            # What has left DRAM's index is not queued any more, and the tiers forget what was queued before.
+            # After this no tier is given a segment that has left DRAM's index; earlier ones the tiers drop.
             stack.callback(self._write_behind.settle)
             self._host.clear(model)
 
@@ -288,6 +286,6 @@ class TieredStore(KVStore):
             stack.callback(self._host.close)
             for tier in self._tiers:
                 stack.callback(tier.close)
-            stack.callback(self._reader.close)
+            stack.callback(self._fetcher.close)
             for held in leases:
                 stack.callback(self._end_lease, held)

@@ -1,4 +1,4 @@
-"""Copies of committed segments, on their way to lower tiers."""
+"""Copying committed segments to lower tiers, behind the commit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ logger = logging.getLogger(__name__)
 
 
 class WriteBehind:
-    """Puts committed segments to lower tiers, and holds them until these are done with them.
+    """Puts committed segments to lower tiers, and holds them in DRAM until all tiers have copied them.
 
     Args:
         host: where the segments lie.
-        written: told of each tier that is done with a segment, from any thread and maybe under the tier's
-            locks: it must not call the tier.
+        written: called when a tier is done with a segment, from any thread and maybe under the tier's locks:
+            it must not call the tier.
     """
 
     def __init__(self, host: HostStore, written: Callable[[StoredSegment, LowerTier], None]) -> None:
@@ -29,7 +29,7 @@ class WriteBehind:
         self._queueing = threading.Lock()
 
     def submit(self, segment_id: int, tiers: Sequence[LowerTier]) -> None:
-        """Write a segment to ``tiers``, unless it has gone. Returns at once."""
+        """Queue a segment in ``tiers``, unless it has left DRAM. Does not wait for the writes."""
         segment = self._host.hold(segment_id) if tiers else None
         if segment is None:
             return
@@ -41,13 +41,13 @@ class WriteBehind:
                     part.give_up()
 
     def settle(self) -> None:
-        """Wait until no segment that has left the index can be queued any more."""
+        """Wait for calls of ``submit`` that may still queue a segment that has left the index."""
         with self._queueing:
             pass
 
     @staticmethod
     def _put_to(tier: LowerTier, segment: StoredSegment, done: Callable[[], None]) -> bool:
-        """Queue a segment in a tier. False if it is not: it left the index, or the tier does not take it."""
+        """Queue a segment in a tier; False if it has left the index, or the tier does not take it."""
         if not segment.is_indexed:
             return False
         try:
@@ -58,7 +58,7 @@ class WriteBehind:
 
 
 class _SharedHold:
-    """The hold of a segment, until all of ``num_parts`` are over."""
+    """Holds a segment in DRAM until all of its ``num_parts`` parts have ended."""
 
     def __init__(self, host: HostStore, segment: StoredSegment, num_parts: int) -> None:
         self._host = host
@@ -75,7 +75,7 @@ class _SharedHold:
 
 
 class _HoldPart:
-    """One tier's part of a hold, which ends once, however often it is told to."""
+    """One tier's part of a shared hold. It ends once, however often a tier calls ``done``."""
 
     def __init__(self, hold: _SharedHold, written: Callable[[], None]) -> None:
         self._hold = hold

@@ -1,5 +1,5 @@
-"""Places where encoded segments lie: host memory, SSD, and a Mooncake cluster.
+"""The tiers that keep encoded segments: host memory, SSD, and a Mooncake cluster.
 
-Manifests, checksums and byte blocks enter and leave; nothing here knows what the bytes mean. ``store`` makes
-one store of them; nobody else calls them.
+They take and return manifests, checksums and blocks of bytes; none knows what the bytes mean. ``store`` makes
+one store of them, and is their only caller.
 """

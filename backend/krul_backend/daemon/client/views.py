@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from krul_backend.daemon.protocol.messages import SliceSpans
 from krul_backend.errors import ProtocolError
-from krul_backend.tiers.common.arrival import LayerStatus
 from krul_backend.tiers.common.interface import DRAM_TIER, Block, SegmentSlice, Span
+from krul_backend.tiers.common.layer_status import LayerStatus
 
 ArenaBytes = npt.NDArray[np.uint8]
 

@@ -15,8 +15,8 @@ from krul_backend.errors import ConfigError
 from krul_backend.memory import parse_bytes
 from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_store import TieredStore
+from krul_backend.tiers.common.eviction import make_policy
 from krul_backend.tiers.common.lower_tier import LowerTier
-from krul_backend.tiers.common.policy_registry import make_policy
 from krul_backend.tiers.dram.host_store import HostStore
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from krul_backend.errors import ConfigError
-from krul_backend.tiers.common.policy_registry import POLICIES
+from krul_backend.tiers.common.eviction import POLICIES
 
 
 @dataclass(frozen=True)

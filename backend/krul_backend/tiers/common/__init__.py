@@ -1,4 +1,4 @@
-"""What every tier is made of: the page index, the arena, records, checksums, eviction policies, write queues.
+"""Parts that the tiers share: page index, records, checksums, eviction policies, write queues.
 
-``lower_tier.py`` states what a tier below host memory must do. Called by the tiers and by ``store``.
+``lower_tier.py`` is the interface of a tier below host memory. Called by the tiers and by ``store``.
 """

@@ -1,52 +1,69 @@
-"""Which segment leaves first when space is needed."""
+"""Eviction policies: which segment leaves first when space is needed."""
 
 from __future__ import annotations
 
+import heapq
+import random
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
+from krul_backend.errors import ConfigError
+
 _NUM_FIRST = 256
+
+UNKNOWN_TOKEN_S = 5e-5
+"""Seconds to compute one token where nobody measured it: a model of 8B on one accelerator, roughly."""
+
+NUM_OLDEST = 256
+NUM_SAMPLED = 64
+
+_MIN_TAKEN_BYTES = 4096
+"""The least that a segment counts as: one without bytes still has keys and tokens."""
+
+_MIN_IDLE_S = 1e-3
 
 
 class Evictable(Protocol):
-    """What an order may go by. All of it may change between calls, except the id."""
+    """The properties of a segment that an order may depend on. All but the id may change between calls."""
 
     @property
     def segment_id(self) -> int: ...
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that its leaving sets free."""
+        """Bytes that its eviction frees."""
 
     @property
     def num_tokens(self) -> int: ...
 
     @property
     def restore_s(self) -> float:
-        """Seconds that a restore saves by finding it here; 0 if not known."""
+        """Seconds that a restore saves by finding it in this tier; 0 if not known."""
 
 
-def as_it_is(segment_ids: Iterable[int], named: Collection[int]) -> Iterator[int]:
-    """The elements of a collection when the first one is asked for, but those in ``named``.
+def _snapshot_without(segment_ids: Iterable[int], named: Collection[int]) -> Iterator[int]:
+    """Iterate over a copy of a collection, taken when the first element is asked for, without ``named``.
 
-    They are copied in one step: the collection may change between two elements.
+    The collection may then change between two elements.
     """
     yield from (segment_id for segment_id in list(segment_ids) if segment_id not in named)
 
 
 class EvictionPolicy(ABC):
-    """Orders whole segments. Not thread-safe: called under the lock of whoever owns it; knows no pins."""
+    """Orders whole segments by when to evict them; pinned ones too. Not thread-safe: its owner locks."""
 
     @abstractmethod
     def touch(self, path: Sequence[Evictable]) -> None:
         """Note a use of the segments ``path``, in conversation order. Segments not seen before are added.
 
-        ``path`` reaches from the conversation's first stored segment to the last one used, so that the policy
-        can keep the rule that every order must obey: a segment leaves before those that it continues, because
-        KV without the KV before it can never be restored.
+        ``path`` reaches from the conversation's first stored segment to the last one used. With it the policy
+        can keep the rule of every order: a segment leaves before those that it continues, because KV without
+        the KV before it can never be restored.
         """
 
     @abstractmethod
@@ -61,8 +78,8 @@ class EvictionPolicy(ABC):
     def victims(self) -> Iterator[int]:
         """All known segments, the first to leave first.
 
-        The order is worked out as far as it is asked for. The policy may change meanwhile: then a few
-        segments may be left out, and some be named that are not known any more.
+        The order is computed lazily. If the policy changes meanwhile, a few segments may be left out, and
+        some be named that are not known any more.
         """
 
     @abstractmethod
@@ -85,10 +102,149 @@ class LruPolicy(EvictionPolicy):
         del self._order[segment_id]
 
     def victims(self) -> Iterator[int]:
-        # Most searches end within the first few.
+        # Most searches need only the first few: the rest is copied only if they do not suffice.
         first = list(islice(self._order, _NUM_FIRST))
         yield from first
-        yield from as_it_is(self._order, set(first))
+        yield from _snapshot_without(self._order, set(first))
 
     def fresh(self) -> LruPolicy:
         return LruPolicy()
+
+
+@dataclass(eq=False)
+class _Node:
+    """A known segment; it continues ``parent``, and the segments ``children`` continue it."""
+
+    segment: Evictable
+    last_used_s: float
+    parent: _Node | None = None
+    children: set[int] = field(default_factory=set)
+
+    def worth(self, now_s: float) -> float:
+        """See ``ValuePolicy``."""
+        saved_s = self.segment.restore_s or self.segment.num_tokens * UNKNOWN_TOKEN_S
+        taken_bytes = max(self.segment.taken_bytes, _MIN_TAKEN_BYTES)
+        return saved_s / taken_bytes / max(now_s - self.last_used_s, _MIN_IDLE_S)
+
+
+class ValuePolicy(EvictionPolicy):
+    """The segment of least worth first: seconds saved by having it / bytes taken / seconds since last use.
+
+    Every worth changes with time, so no order of all segments is kept, only the order of last use among the
+    *leaves*, the segments that no known one continues. The next victim is the one that is worth least among
+    some candidates: the ``NUM_OLDEST`` leaves that were used longest ago, because idle time counts most, and
+    ``NUM_SAMPLED`` random leaves, to find large segments that save little. After each victim the next oldest
+    leaf becomes a candidate, and so does the segment that the victim continued, if nothing else continues it.
+    So the cost grows with the number of victims, not with the number of segments.
+
+    Args:
+        clock: seconds, monotonic.
+        seed: of the random sample.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, seed: int = 0) -> None:
+        self._clock = clock
+        self._seed = seed
+        self._random = random.Random(seed)
+        self._nodes: dict[int, _Node] = {}
+        # The leaves twice: by last use, and as a list with positions, from which one can be drawn.
+        self._leaf_order: OrderedDict[int, None] = OrderedDict()
+        self._leaves: list[int] = []
+        self._leaf_position: dict[int, int] = {}
+
+    def touch(self, path: Sequence[Evictable]) -> None:
+        now_s = self._clock()
+        parent: _Node | None = None
+        # Segments that share pages can name each other. Linking along this path from its start, each segment
+        # where it comes first, can make no cycle of them.
+        for segment_id, segment in {segment.segment_id: segment for segment in path}.items():
+            node = self._nodes.get(segment_id)
+            if node is None:
+                node = self._nodes[segment_id] = _Node(segment, now_s)
+                self._add_leaf(segment_id)
+            node.last_used_s = now_s
+            if node.parent is not parent:
+                self._unlink(node)
+                node.parent = parent
+                if parent is not None:
+                    parent.children.add(segment_id)
+                    self._drop_leaf(parent.segment.segment_id)
+            if segment_id in self._leaf_order:
+                self._leaf_order.move_to_end(segment_id)
+            parent = node
+
+    def remove(self, segment_id: int) -> None:
+        node = self._nodes.pop(segment_id)
+        self._unlink(node)
+        for child in node.children:
+            self._nodes[child].parent = None
+        self._drop_leaf(segment_id)
+
+    def victims(self) -> Iterator[int]:
+        now_s = self._clock()
+        first = list(islice(self._leaf_order, NUM_OLDEST))
+        # If there are no more leaves than this, the oldest are all of them.
+        sampled = self._random.choices(self._leaves, k=NUM_SAMPLED) if len(self._leaves) > NUM_OLDEST else []
+        offered = dict.fromkeys((*first, *sampled))
+        later = _snapshot_without(self._leaf_order, offered)
+        candidates = [(self._nodes[segment_id].worth(now_s), segment_id) for segment_id in offered]
+        heapq.heapify(candidates)
+        num_gone: dict[int, int] = {}
+        while candidates:
+            _, segment_id = heapq.heappop(candidates)
+            yield segment_id
+            node = self._nodes.get(segment_id)
+            before = node.parent if node is not None else None
+            if before is not None:
+                before_id = before.segment.segment_id
+                num_gone[before_id] = num_gone.get(before_id, 0) + 1
+                if num_gone[before_id] == len(before.children):
+                    heapq.heappush(candidates, (before.worth(now_s), before_id))
+            following = next((leaf for leaf in later if leaf in self._nodes), None)
+            if following is not None:
+                heapq.heappush(candidates, (self._nodes[following].worth(now_s), following))
+
+    def fresh(self) -> ValuePolicy:
+        return ValuePolicy(self._clock, self._seed)
+
+    def _unlink(self, node: _Node) -> None:
+        """Cut the link to the segment that this one continues, which may become a leaf."""
+        parent, node.parent = node.parent, None
+        if parent is None:
+            return
+        parent.children.discard(node.segment.segment_id)
+        if not parent.children:
+            self._add_leaf(parent.segment.segment_id)
+            # To the front, so that it is a candidate at once.
+            self._leaf_order.move_to_end(parent.segment.segment_id, last=False)
+
+    def _add_leaf(self, segment_id: int) -> None:
+        self._leaf_order[segment_id] = None
+        self._leaf_position[segment_id] = len(self._leaves)
+        self._leaves.append(segment_id)
+
+    def _drop_leaf(self, segment_id: int) -> None:
+        if segment_id not in self._leaf_order:
+            return
+        del self._leaf_order[segment_id]
+        position = self._leaf_position.pop(segment_id)
+        last = self._leaves.pop()
+        if last != segment_id:
+            self._leaves[position] = last
+            self._leaf_position[last] = position
+
+
+POLICIES = ("value", "lru")
+
+
+def make_policy(name: str, clock: Callable[[], float] = time.monotonic) -> EvictionPolicy:
+    """Make a policy by its name in the configuration; it knows no segment. ``clock`` counts seconds.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name == "value":
+        return ValuePolicy(clock)
+    if name == "lru":
+        return LruPolicy()
+    raise ConfigError(f"eviction policy {name!r} is unknown; accepted are {', '.join(POLICIES)}")

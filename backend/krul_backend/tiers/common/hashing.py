@@ -1,4 +1,4 @@
-"""The checksum of a block: taken by whoever writes the block, compared by whoever reads it."""
+"""The checksum of a block: its writer takes it, every reader compares it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def block_checksum(block: Block) -> int:
 def block_checksums(blocks: Sequence[Block]) -> Checksums:
     """The checksum of each block, by layer.
 
-    A writer takes them right after its last byte has landed: what changes a block later is found by its
-    readers, whether that happens before the commit or after it.
+    A writer takes them right after it has written the last byte. A stray write after that is found by the
+    block's readers, whether it comes before the commit or after it.
     """
     return tuple(block_checksum(block) for block in blocks)
 
 
 def checked_checksums(checksums: Sequence[int], num_layers: int) -> Checksums:
-    """The checksums that came with a commit, as a tuple.
+    """Check the checksums that came with a commit, and return them as a tuple.
 
     Raises:
         ManifestError: there is not one for each layer, or one has more than 64 bits.

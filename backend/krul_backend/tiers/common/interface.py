@@ -1,4 +1,4 @@
-"""What a store hands out and tells: blocks, leases, reservations; what it says of segments and tiers."""
+"""The types that stores and tiers hand out: blocks, leases, reservations, statistics, listings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from krul_backend.segment import SegmentHeader, SegmentManifest
-from krul_backend.tiers.common.arrival import LayerStatus
+from krul_backend.tiers.common.layer_status import LayerStatus
 
 Block = npt.NDArray[np.uint8]
 """A writable or read-only view of ``[num_bytes]`` bytes inside the arena, or an array of no bytes."""
@@ -18,11 +18,11 @@ Block = npt.NDArray[np.uint8]
 DRAM_TIER = "dram"
 
 DamageReason = Literal["checksum", "undecodable"]
-"""Why a segment is of no use; see ``KVStore.report_damage``."""
+"""Why a segment cannot be used; see ``KVStore.report_damage``."""
 
 
 class Span(NamedTuple):
-    """Where a block lies: bytes ``[offset, offset + num_bytes)`` of the arena."""
+    """The bytes ``[offset, offset + num_bytes)`` of the arena, in which a block lies."""
 
     offset: int
     num_bytes: int
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """Space for one segment that nobody can see yet: one block per layer, of exactly the bytes asked for.
+    """Space for one segment that no reader can find yet: one block per layer, of exactly the bytes asked for.
 
     The holder writes the blocks, then commits or aborts. Until then the bytes belong to the holder.
     ``spans[l]`` is where ``blocks[l]`` lies.
@@ -45,12 +45,13 @@ class Reservation:
 class SegmentSlice:
     """The pages ``[first_page, end_page)`` of one stored segment, pinned by a lease.
 
-    ``blocks[l]`` is all that is stored of layer ``l``, from token ``header.layer_first_token[l]`` on, which
-    need not be all of these pages: the codec knows where in it a page lies. ``spans[l]`` is where it lies.
-    Neither changes while leased. ``checksums[l]`` is its XXH3 (64 bit): **the reader compares it** before it
-    uses a byte of the block (see ``block_checksum``), and reports a difference with ``report_damage``.
+    ``blocks[l]`` is all that is stored of layer ``l``: the segment's tokens from
+    ``header.layer_first_token[l]`` on, which may lack some of these pages. The codec knows where in the block
+    a page lies. ``spans[l]`` is where the block lies. Neither changes while leased. ``checksums[l]`` is its
+    XXH3 (64 bit): **the reader compares it** before it uses a byte of the block (see ``block_checksum``), and
+    reports a difference with ``report_damage``.
 
-    ``tier`` is where the bytes come from. Of another tier than DRAM there are no blocks and no spans before
+    ``tier`` is where the bytes come from. If it is not DRAM, there are no blocks and no spans before
     ``KVStore.fetch``; after it, ``status`` says which layers have landed (None: all have).
     """
 
@@ -94,11 +95,11 @@ class PathSegment:
 class TierStats:
     """A snapshot of a tier below DRAM. ``used_bytes + free_bytes == capacity_bytes`` at any moment.
 
-    ``used_bytes`` is what the tier takes, dead records and headers included; ``stored_bytes`` counts the
-    blocks of the segments that can be found. ``queued_*`` wait to be written. ``skipped_segments`` were not
-    written because the tier was behind, full or suspended. ``failed_reads`` and ``failed_writes`` are errors
-    of the medium, ``slow_reads`` those that were given up for taking too long, ``corrupted_segments`` wrong
-    checksums. While ``is_suspended``, the tier is left alone for a while after errors.
+    ``used_bytes`` counts all that the tier takes, dead records and headers included; ``stored_bytes`` counts
+    the blocks of the segments that can be found. ``queued_*`` wait to be written. ``skipped_segments`` were
+    not written because the tier was behind, full or suspended. ``failed_reads`` and ``failed_writes`` count
+    errors of the medium, ``slow_reads`` reads that were given up because they took too long, and
+    ``corrupted_segments`` wrong checksums. While ``is_suspended``, after errors, the tier is not used.
     """
 
     name: str
@@ -128,15 +129,15 @@ class TierStats:
 class StoreStats:
     """A snapshot. Byte counts obey ``used_bytes + free_bytes == capacity_bytes`` at any moment.
 
-    ``used_bytes`` counts the arena's bytes as they are taken: committed blocks, reservations, segments that
+    ``used_bytes`` counts all bytes that are taken of the arena: committed blocks, reservations, segments that
     left the index but are still leased, and alignment. ``stored_bytes`` and ``stored_tokens`` count the
     committed segments in the index only, without alignment; ``num_pages`` counts a page once, however many
     segments hold it. ``trimmed_segments`` counts the calls of ``trim`` that dropped bytes, ``trimmed_bytes``
     those bytes, without alignment. ``lookups`` counts calls of ``lease``, ``hit_pages`` and ``missed_pages``
     the pages that they asked for; ``tier_hit_pages`` the hits by tier. ``fetched_segments`` came from a lower
-    tier, ``failed_fetches`` should have. ``pinned_bytes`` are kept by ``pin``.
+    tier; ``failed_fetches`` were asked for, but did not come. ``pinned_bytes`` are kept by ``pin``.
 
-    Of the free space, ``largest_free_bytes`` are in one piece and ``num_free_ranges`` pieces there are.
+    The free space lies in ``num_free_ranges`` pieces, the largest of which has ``largest_free_bytes``.
     """
 
     capacity_bytes: int
@@ -170,7 +171,7 @@ class StoreStats:
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """One line of ``list``: a committed segment as an operator wants to see it.
+    """One line of a listing for operators: a committed segment.
 
     ``codec_params`` are the manifest's: the strategy it was stored with, among others. Never change them.
     ``tiers`` are all that hold it; ``pinned_s`` is how long a pin will still keep it.
@@ -201,7 +202,7 @@ class SegmentInfo:
         idle_s: float = 0.0,
         pinned_s: float = 0.0,
     ) -> SegmentInfo:
-        """Of a segment as one tier holds it."""
+        """Describe a segment as one tier holds it."""
         return cls(
             segment_id=segment_id,
             model=manifest.model.name,
@@ -221,7 +222,7 @@ class SegmentInfo:
 
 @dataclass(frozen=True)
 class SegmentDetails:
-    """One segment in DRAM whole: its line of ``list``, and what is stored of each layer, as in the manifest.
+    """One segment in DRAM in full: its line of the listing, and what is stored of each layer.
 
     ``checksums[l]`` is the XXH3 (64 bit) of layer ``l``'s block.
     """
@@ -237,7 +238,7 @@ class SegmentDetails:
 
 @dataclass(frozen=True)
 class DamageReport:
-    """Result of ``verify``: blocks read, and the ids of segments that were taken out for a wrong checksum."""
+    """The result of ``verify``: blocks and bytes read, and ids of segments taken out for wrong checksums."""
 
     num_blocks: int
     num_bytes: int

@@ -1,40 +1,22 @@
-"""What a tier below DRAM does: keep copies of committed segments, find them, read them back."""
+"""The interface of a tier below DRAM: it keeps copies of committed segments, finds them, reads them back."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.tiers.common.interface import DamageReport, SegmentInfo, TierStats
-
-Block = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, eq=False)
-class TierRun:
-    """Pages ``[first_page, end_page)`` of a segment in a lower tier, held until ``LowerTier.release``.
-
-    ``checksums[l]`` is the XXH3 (64 bit) of layer ``l``'s block. ``place`` is the tier's own business.
-    """
-
-    tier: str
-    manifest: SegmentManifest
-    checksums: tuple[int, ...]
-    first_page: int
-    end_page: int
-    place: Any
+from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
+from krul_backend.tiers.common.page_index import PageRun
 
 
 @dataclass
 class TierCounters:
-    """Events since a tier was opened, under the names that ``TierStats`` gives them. Not thread-safe."""
+    """Counts events since a tier was opened, under the names of ``TierStats``. Not thread-safe."""
 
     written_segments: int = 0
     written_bytes: int = 0
@@ -49,11 +31,30 @@ class TierCounters:
     failed_writes: int = 0
 
 
-class LowerTier(ABC):
-    """Thread-safe. Only ``fetch``, ``flush``, ``verify``, ``clear`` and ``close`` may take long.
+class LockedTierCounters:
+    """``TierCounters`` behind a lock of their own. Thread-safe."""
 
-    Errors of the medium never leave the tier but as a miss or a ``TierReadError``: they are counted, logged
-    once per cause, and suspend the tier for a while.
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = TierCounters()
+
+    def add(self, **amounts: int) -> None:
+        """``add(failed_reads=1)``; a name that is no counter is an AttributeError."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self._counts, name, getattr(self._counts, name) + amount)
+
+    def snapshot(self) -> dict[str, int]:
+        with self._lock:
+            return dict(vars(self._counts))
+
+
+class LowerTier(ABC):
+    """Keeps copies of segments on a medium below DRAM. Thread-safe.
+
+    Only ``fetch``, ``flush``, ``verify``, ``clear`` and ``close`` may take long. An error of the medium shows
+    as a miss or a ``TierReadError``, never as another exception; it is counted, logged once per cause, and
+    suspends the tier for a while.
     """
 
     name: str
@@ -65,20 +66,21 @@ class LowerTier(ABC):
     @abstractmethod
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
-    ) -> tuple[TierRun, ...]:
+    ) -> tuple[PageRun[Any], ...]:
         """Hold the longest prefix of ``page_keys`` that this tier has, for these tokens; ``()`` if none.
 
-        The first page is at position ``next_token`` of its conversation (None: not known). As
-        ``KVStore.lease``: each run starts where the one before it ended, tokens are compared, bytes are not
-        read.
+        The segment of a run is the tier's own object; callers may read ``manifest`` and ``checksums`` of it
+        (``checksums[l]``: XXH3, 64 bit, of layer ``l``'s block). The first page is at position ``next_token``
+        of its conversation (None: not known). As ``KVStore.lease``: each run starts where the one before it
+        ended, tokens are compared, bytes are not read.
         """
 
     @abstractmethod
-    def release(self, run: TierRun) -> None:
+    def release(self, run: PageRun[Any]) -> None:
         """End the hold of ``match``; once for each run."""
 
     @abstractmethod
-    def fetch(self, run: TierRun, blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
+    def fetch(self, run: PageRun[Any], blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
         """Read all blocks of a held run's segment into ``blocks`` (writable, of the manifest's sizes).
 
         Calls ``landed(layer)`` for each layer, in ascending order, when its block is written and its checksum
@@ -98,32 +100,37 @@ class LowerTier(ABC):
     ) -> bool:
         """Queue a committed segment for writing; False (and counted) if the tier is behind or suspended.
 
-        If True, ``blocks`` stay as they are until the tier calls ``done``, once, whatever came of it. A
-        segment whose pages are all here already is not written again.
+        If True, the caller keeps ``blocks`` unchanged until the tier calls ``done``: once, whether it was
+        written or not. A segment whose pages are all here already is not written again.
         """
 
     @abstractmethod
     def discard(self, manifest: SegmentManifest) -> None:
-        """Take out whatever holds pages of a segment and is encoded like it, also what is queued.
+        """Take out stored and queued segments that hold a page of this one and are encoded like it.
 
-        Nobody who asked can decode it. Does not wait for a network.
+        Called when a reader cannot decode the segment. Does not wait for a network.
         """
 
     @abstractmethod
     def cost(self) -> TierCost:
         """Seconds to read a block into DRAM: measured at start, corrected by what reads took."""
 
+    def load_s(self, manifest: SegmentManifest) -> float:
+        """Seconds to read all blocks of a segment into DRAM."""
+        cost = self.cost()
+        return sum(cost.load_s(num_bytes) for num_bytes in manifest.layer_num_bytes)
+
     @abstractmethod
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything that was put before is durable (or given up); False if it took longer."""
+        """Wait until everything that was put before is durable or given up; False if that takes longer."""
 
     @abstractmethod
     def clear(self, model: ModelIdentity | None = None) -> None:
-        """Forget everything (of one model), durably: not even a crash brings it back. What is queued, too."""
+        """Forget all stored and queued segments (of one model), durably: not even a crash restores them."""
 
     @abstractmethod
     def list_segments(self) -> list[SegmentInfo]:
-        """Ids are of this tier. Empty for a tier that cannot enumerate its content."""
+        """Segments with ids of this tier; empty for a tier that cannot enumerate its content."""
 
     @abstractmethod
     def verify(self) -> DamageReport:
@@ -134,4 +141,4 @@ class LowerTier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop. What is queued is written first, for a few seconds at most; what is running ends."""
+        """Stop. Queued segments are still written, for a few seconds at most; running reads end."""

@@ -1,4 +1,4 @@
-"""From page keys to the segments that hold the pages."""
+"""The index of a tier: finds the segments that hold given pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 
 
 class Indexable(Protocol):
-    """What can be found by its pages: a segment in DRAM, or one on a lower tier. Hashed by identity."""
+    """A segment that an index can hold, of DRAM or of a lower tier. Hashed by identity."""
 
     @property
     def segment_id(self) -> int: ...
@@ -33,6 +33,10 @@ class PageRun(Generic[SegmentT]):
     first_page: int
     end_page: int
 
+    @property
+    def num_pages(self) -> int:
+        return self.end_page - self.first_page
+
 
 @dataclass(frozen=True)
 class PrefixMatch(Generic[SegmentT]):
@@ -47,16 +51,16 @@ class PrefixMatch(Generic[SegmentT]):
 
 
 class PageIndex(Generic[SegmentT]):
-    """``(model fingerprint, page key) -> (segment, page in it)``. Not thread-safe: its store holds the lock.
+    """Maps ``(model fingerprint, page key)`` to ``(segment, page in it)``. Not thread-safe: its owner locks.
 
-    A page has one entry, its first copy's. A later segment that also holds the page is entered with its other
-    pages only.
+    A page has one entry: that of the first segment that held it. A later segment that also holds the page is
+    entered for its other pages only; its copy of this page is hidden.
     """
 
     def __init__(self) -> None:
         self._pages: dict[str, dict[str, tuple[SegmentT, int]]] = {}
-        # Both by (fingerprint, page key), and without entries for 0: copies of a page that are not its entry
-        # (few), and segments that continue a page.
+        # Both by (fingerprint, page key), without zeros: hidden copies of a page (few), and segments whose
+        # parent is the page.
         self._num_hidden_copies: Counter[tuple[str, str]] = Counter()
         self._num_continuations: Counter[tuple[str, str]] = Counter()
 
@@ -65,7 +69,7 @@ class PageIndex(Generic[SegmentT]):
         return sum(len(pages) for pages in self._pages.values())
 
     def add(self, segment: SegmentT) -> int:
-        """Enter the pages that are not indexed yet. Returns how many those are; for 0 nothing is changed."""
+        """Enter the pages that are not indexed yet; returns their number. If it is 0, nothing has changed."""
         manifest = segment.manifest
         fingerprint = manifest.model.fingerprint
         pages = self._pages.setdefault(fingerprint, {})
@@ -82,7 +86,7 @@ class PageIndex(Generic[SegmentT]):
         return num_new
 
     def remove(self, segment: SegmentT) -> None:
-        """Take out what ``add`` entered for ``segment``."""
+        """Undo ``add``."""
         manifest = segment.manifest
         fingerprint = manifest.model.fingerprint
         pages = self._pages.get(fingerprint, {})
@@ -115,24 +119,24 @@ class PageIndex(Generic[SegmentT]):
             entry = pages.get(key)
             num_others = self._num_hidden_copies[fingerprint, key]
             if entry is None or entry[0] is not segment:
-                # This segment's own copy is a hidden one; the entry, if any, is another's.
+                # This segment's own copy is a hidden one; the entry, if any, is another segment's.
                 num_others += (entry is not None) - 1
             if num_others:
                 return True
         return False
 
     def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[SegmentT]:
-        """The segments that ``page_keys`` are entered for, each once, by their first page among them."""
+        """The segments that hold ``page_keys``, each once, in the order of their first pages among them."""
         return list(dict.fromkeys(self.holders_of(model, page_keys)))
 
     def holders_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[SegmentT]:
-        """The segment of each of ``page_keys`` that is entered."""
+        """The segment of each of ``page_keys`` that is indexed; one entry per page."""
         pages = self._pages.get(model.fingerprint, {})
         entries = (pages.get(key) for key in page_keys)
         return [entry[0] for entry in entries if entry is not None]
 
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
-        """The maximal runs of ``page_keys`` without an entry, as ascending index ranges."""
+        """The maximal runs of ``page_keys`` that are not indexed, as ascending ranges of their positions."""
         pages = self._pages.get(model.fingerprint, {})
         missing: list[range] = []
         run_start: int | None = None
@@ -189,14 +193,14 @@ class PageIndex(Generic[SegmentT]):
         return PrefixMatch(tuple(runs), is_contradicted=False)
 
     def before(self, segment: SegmentT) -> SegmentT | None:
-        """The indexed segment that ``segment`` continues."""
+        """The indexed segment that ``segment`` continues; None if there is none."""
         return self._page_before(segment, self._pages.get(segment.manifest.model.fingerprint, {}))
 
     def path_to(self, segment: SegmentT) -> list[SegmentT]:
         """The indexed segments that ``segment`` continues, in conversation order, ``segment`` last.
 
-        Followed through the index at each call, not kept: what comes before a segment may be evicted and
-        stored again as another segment.
+        Looked up at each call, not kept: what comes before a segment may be evicted, and stored again as
+        another segment.
         """
         pages = self._pages.get(segment.manifest.model.fingerprint, {})
         path = [segment]
@@ -211,7 +215,7 @@ class PageIndex(Generic[SegmentT]):
 
     @staticmethod
     def _page_before(segment: SegmentT, pages: dict[str, tuple[SegmentT, int]]) -> SegmentT | None:
-        """Holder of the page right before the first page that is indexed as this segment's own."""
+        """The segment that holds the page right before the first page that is indexed as this segment's."""
         key_before = segment.manifest.parent_key
         for key in segment.manifest.page_keys:
             entry = pages.get(key)
@@ -229,7 +233,7 @@ def _count_down(counts: Counter[tuple[str, str]], key: tuple[str, str]) -> None:
 
 
 def _num_equal_keys(left: tuple[str, ...], left_start: int, right: tuple[str, ...], right_start: int) -> int:
-    """Length of the common run of two key sequences from the given positions on."""
+    """How many keys of two sequences are equal, from the given positions on."""
     num_pages = min(len(left) - left_start, len(right) - right_start)
     left_run = left[left_start : left_start + num_pages]
     right_run = right[right_start : right_start + num_pages]
@@ -239,7 +243,7 @@ def _num_equal_keys(left: tuple[str, ...], left_start: int, right: tuple[str, ..
 
 
 def _num_equal_pages(left: TokenIds, right: TokenIds, page_size: int) -> int:
-    """Leading pages whose token ids are all equal; both are ``[num_pages * page_size]``."""
+    """How many leading pages have all token ids equal; both are ``[num_pages * page_size]``."""
     # Comparing memory, with its copies, is several times faster than comparing elements.
     if left.dtype == right.dtype and left.tobytes() == right.tobytes():
         return len(left) // page_size

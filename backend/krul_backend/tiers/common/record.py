@@ -1,4 +1,4 @@
-"""The records of a log file: a header that proves itself, then the blocks of a segment's layers.
+"""The records in which segments are stored: a header with its own checksum, then the layers' blocks.
 
 All numbers are little endian. A record starts at a multiple of 4096 bytes and takes a multiple of 4096::
 
@@ -22,9 +22,10 @@ All numbers are little endian. A record starts at a multiple of 4096 bytes and t
     ..      J     the manifest's other fields as JSON
     then zeros to the next multiple of 64: layer 0's block; each block starts at a multiple of 64.
 
-Nothing of a header is believed before its checksum was found right. In a log file the place is the file's
-random id plus the record's offset (``LogFile.place``): a header that lies anywhere else, left over from an
-earlier file or imitated by somebody's KV, is none. Where records are found by other means the place is 0.
+No field of a header is used before its checksum was found right. In a log file the place is the file's
+random id plus the record's offset (``LogFile.place``), so that no bytes elsewhere pass for a header: neither
+what an earlier file left on the disk, nor KV that happens to look like one. For records that are not found by
+a search through a file the place is 0.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from krul_backend.segment import FORMAT_VERSION, ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.interface import Block
 
 RECORD_ALIGN = 4096
-"""Records begin and end at multiples of this: what O_DIRECT asks for, and whole pages of the page cache."""
+"""Records begin and end at multiples of this: O_DIRECT needs that, and pages of the cache are not shared."""
 
 BLOCK_ALIGN = 64
 MAGIC = b"KRULSEG1"
@@ -72,7 +73,7 @@ def aligned(num_bytes: int, align: int) -> int:
 
 @dataclass(frozen=True)
 class HeaderSize:
-    """What can be read from a header's first 64 bytes, before anything proves that they are right."""
+    """Sizes from a header's first 64 bytes, whose checksum has not been compared yet."""
 
     header_num_bytes: int
     record_num_bytes: int
@@ -100,7 +101,7 @@ def block_offsets(manifest: SegmentManifest, metadata: bytes) -> tuple[int, ...]
 
 
 def encode_metadata(manifest: SegmentManifest, checksums: tuple[int, ...]) -> bytes:
-    """A segment header's part after the first 64 bytes: all that does not depend on where it is written.
+    """Encode a header's part after the first 64 bytes, which does not depend on where it is written.
 
     Raises:
         ManifestError: there is something in the manifest that JSON, or a field of this size, cannot hold.
@@ -129,7 +130,7 @@ def encode_metadata(manifest: SegmentManifest, checksums: tuple[int, ...]) -> by
 
 
 def encode_segment(manifest: SegmentManifest, metadata: bytes, sequence: int, place: int = 0) -> bytes:
-    """A segment's header with its padding: what comes right before layer 0's block."""
+    """Encode a whole header with its padding, up to layer 0's block."""
     header_num_bytes = FIXED_NUM_BYTES + len(metadata)
     offsets, record_num_bytes = _layout(header_num_bytes, manifest.layer_num_bytes)
     num_keys_bytes = sum(len(key.encode()) for key in manifest.page_keys)
@@ -149,7 +150,7 @@ def encode_segment(manifest: SegmentManifest, metadata: bytes, sequence: int, pl
 def record_buffers(
     manifest: SegmentManifest, metadata: bytes, blocks: Sequence[Block], sequence: int, place: int
 ) -> list[bytes | memoryview]:
-    """What to write one after the other, padding included: ``segment_num_bytes`` in all."""
+    """All buffers of a record in the order of writing, padding included: ``segment_num_bytes`` in all."""
     header = encode_segment(manifest, metadata, sequence, place)
     buffers: list[bytes | memoryview] = [header]
     num_bytes = len(header)
@@ -162,7 +163,7 @@ def record_buffers(
 
 
 def decode_size(fixed: bytes) -> HeaderSize:
-    """How far a header reaches, from its first 64 bytes. Bounded, but not to be believed yet.
+    """Decode a header's sizes from its first 64 bytes. They are in bounds, but not proven to be right yet.
 
     Raises:
         RecordError: there is no header here.

@@ -1,4 +1,4 @@
-"""Leaving a failing medium alone for a while."""
+"""Pausing the use of a medium that fails."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ LONGEST_PAUSE_S = 600.0
 
 
 class Suspension:
-    """After an error nothing is tried for 30 s; each further error doubles the pause, a success ends that.
+    """Pauses a tier for 30 s after an error, twice as long after the next one, up to 600 s.
 
-    Errors that arrive during a pause (of work that had begun) do not lengthen it. One log line per cause.
+    A success makes the next pause short again. Errors during a pause, of work that had begun before, do not
+    lengthen it. One log line per cause.
 
     Args:
         name: the tier, for the log.
@@ -35,7 +36,7 @@ class Suspension:
         return self._clock() < self._ends_at_s
 
     def failed(self, cause: str, detail: object) -> None:
-        """Note an error. ``cause`` is a kind of error, of which there are few; ``detail`` is only logged."""
+        """Note an error. ``cause`` is one of a few kinds of errors; ``detail`` is only logged."""
         with self._lock:
             if not self.is_active:
                 self._ends_at_s = self._clock() + self._pause_s
@@ -52,7 +53,7 @@ class Suspension:
                     )
 
     def succeeded(self) -> None:
-        """Note that the medium works; ends no pause, but the next one is short again."""
+        """Note that the medium works. Does not end a pause, but the next one will be short."""
         with self._lock:
             if not self.is_active:
                 self._pause_s = FIRST_PAUSE_S

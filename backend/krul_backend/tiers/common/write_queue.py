@@ -1,4 +1,4 @@
-"""Committed segments that wait to be written."""
+"""The queue of committed segments that wait to be written to a lower tier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class QueuedSegment:
-    """``put``'s arguments. ``metadata`` is its header's part that is known already."""
+    """The arguments of ``LowerTier.put``. ``metadata`` is ``encode_metadata``'s, if the tier needs it."""
 
     manifest: SegmentManifest
     blocks: tuple[Block, ...]
@@ -27,10 +27,11 @@ class QueuedSegment:
 
 
 class WriteQueue:
-    """First in, first out; what is settled (written, or given up) is told by ``settle``.
+    """A first-in-first-out queue that also knows what was taken but not settled (written, or given up).
 
     Args:
-        max_num_bytes: of all blocks that wait; a single larger segment is taken when nothing else waits.
+        max_num_bytes: of all blocks that are not settled; a larger segment is accepted only into an empty
+            queue.
     """
 
     def __init__(self, max_num_bytes: int) -> None:
@@ -40,16 +41,16 @@ class WriteQueue:
         self._is_closed = False
         self._num_put = 0
         self._num_bytes = 0
-        # By the order in which they were put; what is being written is here, but waits no more.
+        # Numbered in the order in which they were put; also those that are being written.
         self._unsettled: dict[QueuedSegment, int] = {}
 
     def sizes(self) -> tuple[int, int]:
-        """Segments and bytes that are not settled."""
+        """Number of segments, and their bytes, that are not settled."""
         with self._changed:
             return len(self._unsettled), self._num_bytes
 
     def put(self, item: QueuedSegment) -> bool:
-        """False when too much waits already, or after ``close``."""
+        """Add a segment; False when the queue is full or closed."""
         with self._changed:
             is_full = self._num_bytes > 0 and self._num_bytes + item.manifest.num_bytes > self._max_num_bytes
             if is_full or self._is_closed:
@@ -62,13 +63,13 @@ class WriteQueue:
             return True
 
     def wait(self) -> bool:
-        """Until something waits (True), or nothing ever will (False)."""
+        """Wait for a segment to take (True), or for the close of an empty queue (False)."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
             return bool(self._waiting)
 
     def take(self, max_num_bytes: int) -> list[QueuedSegment]:
-        """The first few that wait: at least one if there is any, else no more than ``max_num_bytes``."""
+        """Take the first few segments: at least one if any waits, further ones up to ``max_num_bytes``."""
         with self._changed:
             taken: list[QueuedSegment] = []
             num_bytes = 0
@@ -80,19 +81,19 @@ class WriteQueue:
             return taken
 
     def drop(self, is_dropped: Callable[[QueuedSegment], bool]) -> list[QueuedSegment]:
-        """Take out all that wait and that the predicate names. They still have to be settled."""
+        """Take out all waiting segments for which the predicate is true. They still have to be settled."""
         with self._changed:
             dropped = [item for item in self._waiting if is_dropped(item)]
             self._waiting = deque(item for item in self._waiting if not is_dropped(item))
             return dropped
 
     def settle(self, items: Sequence[QueuedSegment]) -> None:
-        """These are done with, whatever came of them: their blocks are not read any more."""
+        """Tell the owners of segments, written or given up, that their blocks are not read any more."""
         for item in items:
             try:
                 item.done()
             except Exception:
-                # The caller's bug must not end the writing of everybody else's segments.
+                # A bug of one owner must not stop the writing of other segments.
                 logger.exception("the owner of a segment failed when told that it is written")
         with self._changed:
             for item in items:
@@ -113,7 +114,7 @@ class WriteQueue:
             return True
 
     def close(self) -> None:
-        """Take nothing more; what waits can still be taken out."""
+        """Accept no more segments; those that wait can still be taken."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -1,5 +1,6 @@
-"""The tier in host memory: segments in one arena, leased in place, evicted by value.
+"""The DRAM tier: segments in one arena of host memory, leased in place, evicted by value.
 
-Reservations enter and become segments; leases on their blocks leave, without a copy. ``store`` calls it, and
-the daemon when host memory is the only tier.
+``HostStore`` is what ``store`` calls. Its parts are ``Reservations`` (writing), ``Leases`` (reading),
+``Arrivals`` (segments of lower tiers) and ``trimming``; all work on the ``DramBooks`` behind ``LockedBooks``,
+and take space through the ``Allocator``.
 """

@@ -1,4 +1,4 @@
-"""What is where in the DRAM tier: arena, index, order of eviction, pins, quotas and counts."""
+"""The books of the DRAM tier: what is where, who holds it, who may take how much, and what was counted."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from krul_backend.tiers.common.arena import DramArena, Extent, aligned_num_bytes
+from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.eviction import EvictionPolicy
-from krul_backend.tiers.common.page_index import PageIndex
-from krul_backend.tiers.dram.clear_marks import ClearMarks
+from krul_backend.tiers.common.interface import Reservation
+from krul_backend.tiers.common.layer_status import LayerStatus
+from krul_backend.tiers.common.page_index import PageIndex, PageRun
+from krul_backend.tiers.dram.arena import Arena, Extent, aligned_num_bytes
 from krul_backend.tiers.dram.eviction_plan import Candidate, EvictionSearch
 from krul_backend.tiers.dram.pins import PinBook
 from krul_backend.tiers.dram.stored_segment import StoredSegment
@@ -18,11 +20,11 @@ from krul_backend.tiers.dram.tenant_quotas import TenantQuotas
 logger = logging.getLogger(__name__)
 
 MAX_PINNED_SHARE = 0.5
-"""Of the arena, what pins may keep."""
+"""Share of the arena that pinned segments may take."""
 
 
 @dataclass
-class Counters:
+class DramCounters:
     """Events since the store was made, under the names that ``StoreStats`` gives them."""
 
     committed_segments: int = 0
@@ -38,14 +40,54 @@ class Counters:
     missed_pages: int = 0
 
 
+class ClearMarks:
+    """Counts clears, so that work that began before a model was cleared can be told from work after it."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._all_at = 0
+        self._model_at: dict[str, int] = {}
+
+    @property
+    def now(self) -> int:
+        """A mark to be kept by whatever begins now."""
+        return self._count
+
+    def clear(self, model: ModelIdentity | None) -> None:
+        """Outdate everything (of one model) that began until now."""
+        self._count += 1
+        if model is None:
+            self._all_at = self._count
+        else:
+            self._model_at[model.fingerprint] = self._count
+
+    def is_outdated(self, began_at: int, model: ModelIdentity) -> bool:
+        """Whether ``model`` was cleared since ``began_at``, an earlier ``now``."""
+        return began_at < max(self._all_at, self._model_at.get(model.fingerprint, 0))
+
+
+@dataclass(frozen=True)
+class PendingReservation:
+    """A reservation that is neither committed nor aborted. ``began_at`` is a ``ClearMarks.now``."""
+
+    reservation: Reservation
+    extents: tuple[Extent | None, ...]
+    tenant: str
+    began_at: int
+
+
 class DramBooks:
-    """Not thread-safe: each method is called with the store's lock held, and none reads or writes a block.
+    """All bookkeeping of a ``HostStore``; no method reads or writes a block.
+
+    Not thread-safe: see ``LockedBooks``, which guards it.
 
     The life of a segment's extents (a trim frees the front of them while they are indexed)::
 
         taken -> published -> indexed --(evict)--------------------------------> free
               |                    \\-(quarantine, clear)-> pinned ? zombie -> free at the last unpin
               \\-> given back, or dropped by ``publish`` ----------------------> free
+
+    ``leases`` are by lease id, ``pending`` by reservation id, ``arriving`` by segment id.
 
     Args:
         capacity_bytes: size of the arena in bytes.
@@ -57,25 +99,28 @@ class DramBooks:
     def __init__(
         self, capacity_bytes: int, policy: EvictionPolicy, clock: Callable[[], float], tenant_quota: float
     ) -> None:
-        self.arena = DramArena(capacity_bytes)
+        self.arena = Arena(capacity_bytes)
         self.index: PageIndex[StoredSegment] = PageIndex()
         self.segments: dict[int, StoredSegment] = {}
-        self.counters = Counters()
+        self.leases: dict[int, tuple[PageRun[StoredSegment], ...]] = {}
+        self.pending: dict[int, PendingReservation] = {}
+        self.arriving: dict[int, LayerStatus] = {}
+        self.counters = DramCounters()
         self.clears = ClearMarks()
+        self.clock = clock
         self.pins = PinBook(int(self.arena.capacity_bytes * MAX_PINNED_SHARE), clock)
         self.stored_bytes = 0
         self.stored_tokens = 0
         self._policy = policy
-        self._clock = clock
         limit_bytes = int(self.arena.capacity_bytes * tenant_quota) if tenant_quota < 1 else None
         self._quotas = TenantQuotas(limit_bytes, policy)
 
     # Space
 
     def search(self, sizes: Sequence[int], tenant: str, newest_id: int) -> EvictionSearch:
-        """To find who leaves so that blocks of ``sizes`` bytes fit, into arena and quota.
+        """Begin a search for segments to evict, so that blocks of ``sizes`` bytes fit into arena and quota.
 
-        Segments with ids after ``newest_id`` do not.
+        Segments with ids after ``newest_id`` are never evicted by it.
         """
         wanted = [num_bytes for num_bytes in sizes if num_bytes]
         needed_bytes = sum(aligned_num_bytes(num_bytes) for num_bytes in wanted)
@@ -89,7 +134,7 @@ class DramBooks:
         )
 
     def evict(self, victims: Sequence[Candidate]) -> bool:
-        """Evict what a search found; False if one is not as it was then. Those before it have left."""
+        """Evict what a search found, in order; stop with False at the first one that has changed since."""
         for victim in victims:
             segment = victim.segment
             if not segment.is_indexed or not self._is_idle(segment) or segment.ranges != victim.ranges:
@@ -113,19 +158,19 @@ class DramBooks:
         return tuple(next(of_layers) if num_bytes else None for num_bytes in sizes)
 
     def give(self, extents: Iterable[Extent | None], tenant: str) -> None:
-        """Free extents that a tenant was charged for."""
+        """Free extents, and take them off the tenant's account."""
         held = [extent for extent in extents if extent is not None]
         self.arena.free_all(held)
         self._quotas.charge(tenant, -sum(extent.taken_bytes for extent in held))
 
     def move_charge(self, num_bytes: int, tenant: str, to_tenant: str) -> None:
-        """Taken bytes turn out to be another tenant's."""
+        """Charge another tenant for bytes that were taken on the account of ``tenant``."""
         if tenant != to_tenant:
             self._quotas.charge(tenant, -num_bytes)
             self._quotas.charge(to_tenant, num_bytes)
 
     def note_trim(self, segment: StoredSegment, taken_before: int, num_bytes: int) -> None:
-        """An indexed segment lost ``num_bytes`` of its blocks, and took ``taken_before`` of the arena."""
+        """Note that a trim took ``num_bytes`` off an indexed segment that took ``taken_before`` bytes."""
         self._quotas.charge(segment.manifest.tenant, segment.taken_bytes - taken_before)
         self.pins.note_size(segment)
         self.stored_bytes -= num_bytes
@@ -133,6 +178,7 @@ class DramBooks:
         self.counters.trimmed_bytes += num_bytes
 
     def _look(self, segment_id: int) -> Candidate | None:
+        """A segment as it is now; None if it may not be evicted."""
         segment = self.segments.get(segment_id)
         if segment is None or not self._is_idle(segment):
             return None
@@ -145,7 +191,7 @@ class DramBooks:
     # Segments
 
     def publish(self, segment: StoredSegment) -> bool:
-        """Index a segment; False, and nothing is done, if every page of it is indexed already."""
+        """Index a segment; False, with nothing changed, if all of its pages are indexed already."""
         if not self.index.add(segment):
             return False
         segment.is_indexed = True
@@ -159,14 +205,14 @@ class DramBooks:
         """Note a use of the segments of a conversation, from its first stored one on."""
         # A segment can leave the index while somebody uses it: the policy must not get it back.
         indexed = [segment for segment in path if segment.is_indexed]
-        now_s = self._clock()
+        now_s = self.clock()
         for segment in indexed:
             segment.last_used_s = now_s
         self._policy.touch(indexed)
         self._quotas.touch(indexed)
 
     def quarantine(self, segment: StoredSegment) -> bool:
-        """Take a damaged segment out, unless that happened before. Returns whether it was this call."""
+        """Take a damaged segment out of the index; False if it had left before."""
         if not segment.is_indexed:
             return False
         self.remove(segment)

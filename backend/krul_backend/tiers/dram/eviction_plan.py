@@ -1,4 +1,4 @@
-"""Which segments must leave for a reservation to fit."""
+"""Chooses the segments to evict for a reservation to fit."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from itertools import islice
 from typing import Protocol
 
 from krul_backend.free_extents import FreeTrial
-from krul_backend.tiers.common.arena import aligned_num_bytes
 from krul_backend.tiers.common.interface import Span
+from krul_backend.tiers.dram.arena import aligned_num_bytes
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 MAX_FREE_SHARE = 1 / 16
-"""Of the arena, what may be free after a reservation before victims are spared.
+"""If a plan would leave a larger share of the arena free, it spares some of its victims.
 
-Not less: who was spared is worth little still, and is the first that the next reservation tries again.
+The share is not smaller, because a spared segment is still among those of least worth: the next reservation
+would only find it again.
 """
 
 MAX_VISITED = 128
-"""Segments that are looked at in one hold of the store's lock."""
+"""The most segments that are looked at in one hold of the store's lock."""
 
 _MAX_SPARINGS = 8
 
 
 class Space(Protocol):
-    """Free ranges in which something can be tried: an arena's, or a copy of them."""
+    """Free ranges for trials: an arena's, or a copy of them."""
 
     @property
     def capacity_bytes(self) -> int: ...
@@ -40,7 +41,7 @@ class Space(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A segment that could be evicted, as it was when it was looked at. ``before``: the one it continues."""
+    """A segment that could be evicted, as it was when looked at; ``before`` is the segment it continues."""
 
     segment: StoredSegment
     ranges: tuple[Span, ...]
@@ -49,18 +50,17 @@ class Candidate:
 
 
 class EvictionSearch:
-    """Looks for segments whose leaving makes blocks of all ``sizes`` (bytes) fit. Not thread-safe.
+    """Looks for segments whose eviction makes blocks of all ``sizes`` (bytes) fit. Not thread-safe.
 
-    Looking at a segment needs the store's lock. Planning with those that were looked at does not, on a copy
-    of the free ranges; what is found then may not hold any more.
+    Looking at a segment needs the store's lock. Planning with segments that were looked at needs no lock when
+    it is done on a copy of the free ranges; by then the plan may not be possible any more.
 
     Args:
-        own: the segments of the tenant that asks, in the order of eviction: they leave in any case, until
-            ``excess_bytes`` of its quota are free.
-        others: all segments, in the order of eviction.
-        look: a segment as a candidate; None if it may not leave now.
-        newest_id: segments with later ids are passed over: they may lie where a copy of the free ranges has
-            nothing.
+        own: ids of the segments of the tenant that asks, in the order of eviction. They are evicted in any
+            case, until ``excess_bytes`` of its quota are free.
+        others: ids of all segments, in the order of eviction.
+        look: returns a segment as a candidate; None if it may not be evicted now.
+        newest_id: segments with later ids are skipped: a copy of the free ranges may be older than they are.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class EvictionSearch:
 
     @property
     def num_found(self) -> int:
-        """Segments that could leave."""
+        """How many segments that could be evicted were found so far."""
         return len(self._leaving) + len(self._idle)
 
     def look_on(self, num_visits: int) -> None:
@@ -96,11 +96,11 @@ class EvictionSearch:
     def plan(self, space: Space, num_visits: int = 0) -> list[Candidate] | None:
         """Choose the segments to evict, among those seen and ``num_visits`` more; None if they are too few.
 
-        The first of them that make the sizes fit are found. If more than ``MAX_FREE_SHARE`` of the space
-        would be free then, those of them are spared, what is worth most first, that nothing would be placed
-        on. A segment is not spared when the one that it continues leaves.
+        Takes the first candidates that make the sizes fit. If more than ``MAX_FREE_SHARE`` of the space would
+        be free then, it spares candidates on whose bytes no block would be placed, those of most worth first.
+        A segment is not spared when the one that it continues is evicted.
 
-        Changes nothing, so that no segment leaves for a reservation that fails anyway. What counts are
+        Evicts nothing itself, so that nothing is evicted for a reservation that fails anyway. It compares
         extents, not sums of bytes, because pinned blocks can lie between the freed ones.
         """
         if sum(self._sizes) > space.capacity_bytes:
@@ -126,7 +126,7 @@ class EvictionSearch:
             with space.trial() as trial:
                 for victim in fewer:
                     _give(victim, trial)
-                # With other free ranges another one may be the best fit, so it is tried, not concluded.
+                # With other free ranges the best fit may be another one, so the placement is tried again.
                 placed = trial.find_all(self._sizes)
             if placed is None:
                 return victims
@@ -134,9 +134,9 @@ class EvictionSearch:
         return found[0] if found is not None else None
 
     def _first_run(self, space: Space, visits: Iterator[int]) -> tuple[list[Candidate], list[int]] | None:
-        """Find the first segments whose eviction makes the sizes fit, and the places that they would leave.
+        """Find the first segments whose eviction makes the sizes fit, and where the blocks would lie.
 
-        Of a run longer than eight, up to an eighth may be more than need be.
+        Of more than eight segments, up to an eighth may be unnecessary.
         """
         victims = list(self._leaving)
         lacking_bytes = sum(self._sizes) - space.free_bytes - sum(victim.taken_bytes for victim in victims)
@@ -145,11 +145,11 @@ class EvictionSearch:
             for victim in victims:
                 _give(victim, trial)
             while True:
-                # Sums first: they are cheap, and below this many victims no layout can help.
+                # Compare sums first: that is cheap, and too few bytes cannot fit in any layout.
                 offsets = trial.find_all(self._sizes) if lacking_bytes <= 0 else None
                 if offsets is not None:
                     return victims, offsets
-                # More at a time as the run gets longer, so that trying costs no more than giving.
+                # Add more at a time as the run gets longer, so that trials cost no more than additions.
                 following = list(islice(others, 1 + len(victims) // 8))
                 if not following:
                     return None
@@ -159,7 +159,7 @@ class EvictionSearch:
                 victims += following
 
     def _candidates(self, visits: Iterator[int]) -> Iterator[Candidate]:
-        """Those that need not leave: the ones looked at before, then as many more as may be visited."""
+        """Candidates that need not be evicted: those seen before, then as many more as may be visited."""
         position = 0
         while True:
             if position < len(self._idle):
@@ -169,7 +169,7 @@ class EvictionSearch:
                 return
 
     def _look_at_next(self) -> bool:
-        """False if there is none left."""
+        """Look at one more segment; False if none is left."""
         is_own = self._excess_bytes > 0
         segment_id = next(self._own if is_own else self._others, None)
         if segment_id is None:
@@ -188,14 +188,14 @@ class EvictionSearch:
 
 
 class _Placement:
-    """Where blocks would lie: which extents they overlap."""
+    """The ranges in which blocks would lie."""
 
     def __init__(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
         self._ranges = sorted(zip(offsets, sizes, strict=True))
         self._starts = [start for start, _ in self._ranges]
 
     def covers_part_of(self, victim: Candidate) -> bool:
-        """Whether a block would lie on a byte of the segment."""
+        """Whether a block would lie on any byte of the segment."""
         return any(self._overlaps(offset, offset + num_bytes) for offset, num_bytes in victim.ranges)
 
     def _overlaps(self, start: int, end: int) -> bool:
@@ -207,9 +207,9 @@ class _Placement:
 def _without_spared(
     victims: Sequence[Candidate], num_leaving: int, excess_bytes: int, placement: _Placement
 ) -> list[Candidate]:
-    """The victims without those that may stay, in the same order."""
+    """The victims without the spared ones, in the same order. The first ``num_leaving`` are not spared."""
     gone = {victim.segment for victim in victims[:num_leaving]}
-    # Backwards: what is worth most is spared first, and a segment is settled before those that continue it.
+    # Backwards: segments of most worth are spared first, and each is decided before those that continue it.
     for victim in reversed(victims[num_leaving:]):
         if excess_bytes <= 0 or placement.covers_part_of(victim) or victim.before in gone:
             gone.add(victim.segment)
@@ -219,6 +219,6 @@ def _without_spared(
 
 
 def _give(victim: Candidate, trial: FreeTrial) -> None:
-    """Free a segment's bytes on trial."""
+    """Free a segment's ranges on trial."""
     for offset, num_bytes in victim.ranges:
         trial.give(offset, num_bytes)

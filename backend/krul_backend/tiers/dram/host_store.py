@@ -2,54 +2,46 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
-from krul_backend.errors import ManifestError
+from krul_backend.errors import ConfigError
 from krul_backend.planner.costs import TierCost
-from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, check_codec_params_num_bytes
-from krul_backend.tiers.common.arena import Extent
-from krul_backend.tiers.common.eviction import EvictionPolicy
-from krul_backend.tiers.common.hashing import checked_checksums
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.tiers.common.eviction import EvictionPolicy, make_policy
 from krul_backend.tiers.common.interface import (
     DRAM_TIER,
+    DamageReason,
+    DamageReport,
+    Lease,
+    PathSegment,
     Reservation,
     SegmentDetails,
     SegmentInfo,
-    Span,
+    SegmentSlice,
     StoreStats,
 )
+from krul_backend.tiers.dram.allocation import Allocator
+from krul_backend.tiers.dram.arrivals import Arrival, Arrivals
 from krul_backend.tiers.dram.dram_books import DramBooks
-from krul_backend.tiers.dram.host_base import Extents
-from krul_backend.tiers.dram.host_leases import HostLeases
-from krul_backend.tiers.dram.host_upkeep import HostUpkeep
-from krul_backend.tiers.dram.stored_segment import StoredSegment, block_in
+from krul_backend.tiers.dram.leases import Leases
+from krul_backend.tiers.dram.locked_books import LockedBooks
+from krul_backend.tiers.dram.reservations import Reservations
+from krul_backend.tiers.dram.stored_segment import StoredSegment
+from krul_backend.tiers.dram.trimming import trim_segment
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A reservation that is neither committed nor aborted. ``began_at`` dates it against ``clear``."""
+class HostStore:
+    """A ``KVStore`` of one arena: an extent per layer block, an index by page keys, whole segments evicted.
 
-    reservation: Reservation
-    extents: tuple[Extent | None, ...]
-    tenant: str
-    began_at: int
+    Thread-safe; ``LockedBooks`` states the rules of the lock. A pinned segment is neither evicted nor
+    trimmed, except by a trim whose own pin is the only one.
 
-
-class HostStore(HostLeases, HostUpkeep):
-    """Segments in one DRAM arena: an extent per layer block, an index by page keys, whole segments evicted.
-
-    One lock guards all bookkeeping (``DramBooks``) and is held for bookkeeping only: trims and verifications
-    read blocks outside it. A pinned segment is neither evicted nor, unless the pin is the trim's own,
-    trimmed.
-
-    It has no lower tier itself, but what a ``TieredStore`` over it needs: segments of lower tiers are let in
+    Beyond ``KVStore`` it has what a ``TieredStore`` over it needs: segments of lower tiers are let in
     (``admit``), and segments are held while they are copied to lower tiers (``hold``).
 
     Views handed out stay mapped as long as they are referenced, even after ``close``; what they show after
@@ -72,90 +64,184 @@ class HostStore(HostLeases, HostUpkeep):
         clock: Callable[[], float] = time.monotonic,
         tenant_quota: float = 1.0,
     ) -> None:
-        super().__init__(capacity_bytes, policy, clock, tenant_quota)
-        self._pending: dict[int, _Pending] = {}
+        if not 0 < tenant_quota <= 1:
+            raise ConfigError(f"tenant_quota is a share of the arena above 0, up to 1, not {tenant_quota}")
+        policy = policy if policy is not None else make_policy("value", clock)
+        self._locked = LockedBooks(DramBooks(capacity_bytes, policy, clock, tenant_quota))
+        allocator = Allocator(self._locked)
+        self._reservations = Reservations(self._locked, allocator)
+        self._leases = Leases(self._locked)
+        self._arrivals = Arrivals(self._locked, allocator)
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
         """The arena, uint8 ``[capacity_bytes]``, for registering it with CUDA. Never write through it."""
-        with self._lock:
-            return self._books.arena.buffer
+        with self._locked.open() as books:
+            return books.arena.buffer
 
     def fileno(self) -> int:
         """Descriptor of the arena's memory file; the store keeps it open until it is closed."""
-        with self._lock:
-            return self._books.arena.fileno()
+        with self._locked.open() as books:
+            return books.arena.fileno()
+
+    def next_id(self) -> int:
+        """A number that no segment, lease or reservation of this store has."""
+        return self._locked.next_id()
+
+    # Storing
 
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
-        with self._lock:
-            return self._books.index.find_missing(model, page_keys)
+        with self._locked.open() as books:
+            return books.index.find_missing(model, page_keys)
 
     def reserve(self, layer_num_bytes: Sequence[int], tenant: str = "") -> Reservation | None:
-        sizes = tuple(layer_num_bytes)
-        if not sizes or any(num_bytes < 0 for num_bytes in sizes):
-            raise ValueError(f"a reservation needs blocks, of no fewer than 0 bytes each, got {sizes}")
-
-        def use(books: DramBooks, extents: Extents) -> Reservation:
-            blocks = tuple(block_in(books.arena, extent) for extent in extents)
-            spans = (
-                Span(0 if extent is None else extent.offset, num_bytes)
-                for extent, num_bytes in zip(extents, sizes, strict=True)
-            )
-            reservation = Reservation(self.next_id(), blocks, tuple(spans))
-            pending = _Pending(reservation, extents, tenant, books.clears.now)
-            self._pending[reservation.reservation_id] = pending
-            return reservation
-
-        return self._take(sizes, tenant, use)
+        return self._reservations.reserve(layer_num_bytes, tenant)
 
     def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
-        with self._lock:
-            books = self._books
-            pending = self._settle(reservation)
-            try:
-                manifest = _checked_manifest(pending.reservation, manifest)
-                checksums = checked_checksums(checksums, len(pending.extents))
-            except BaseException:
-                books.give(pending.extents, pending.tenant)
-                raise
-            segment = StoredSegment(
-                segment_id=self.next_id(),
-                manifest=manifest,
-                extents=pending.extents,
-                blocks=pending.reservation.blocks,
-                checksums=checksums,
-                last_used_s=self._clock(),
-            )
-            books.move_charge(segment.taken_bytes, pending.tenant, manifest.tenant)
-            is_outdated = books.clears.is_outdated(pending.began_at, manifest.model)
-            if not is_outdated and books.publish(segment):
-                books.counters.committed_segments += 1
-            else:
-                books.give(segment.all_extents, manifest.tenant)
-            # A segment that was dropped was still a use of the copies that were there before.
-            books.touch(books.index.path_to(segment))
-            return segment.segment_id
+        return self._reservations.commit(reservation, manifest, checksums)
 
     def abort(self, reservation: Reservation) -> None:
-        with self._lock:
-            if self._open_books is not None:
-                pending = self._settle(reservation)
-                self._open_books.give(pending.extents, pending.tenant)
+        self._reservations.abort(reservation)
+
+    def hold(self, segment_id: int) -> StoredSegment | None:
+        """Pin an indexed segment until ``unhold``; None if it has gone."""
+        return self._locked.hold(segment_id)
+
+    def unhold(self, segment: StoredSegment) -> None:
+        """End a hold; also after ``close``."""
+        self._locked.unhold(segment)
+
+    # Reading
+
+    def lease(
+        self,
+        model: ModelIdentity,
+        page_keys: Sequence[str],
+        token_ids: TokenIds,
+        next_token: int | None = None,
+    ) -> Lease | None:
+        """As ``KVStore.lease``; the first page must be at position ``next_token``, if that is given.
+
+        A segment that is arriving is leased as one of the tier that it comes from, until all of it is there.
+        """
+        return self._leases.lease(model, page_keys, token_ids, next_token)
+
+    def lease_arrival(self, arrival: Arrival, first_page: int, end_page: int) -> Lease:
+        """A lease on pages ``[first_page, end_page)`` of a segment that is arriving, or has arrived."""
+        return self._leases.lease_arrival(arrival, first_page, end_page)
+
+    def fetch(self, lease: Lease) -> tuple[SegmentSlice, ...]:
+        """As ``KVStore.fetch``; raises TierReadError if the arrival of a leased segment has failed."""
+        return self._leases.fetch(lease)
+
+    def release(self, lease: Lease) -> None:
+        self._leases.release(lease)
+
+    def admit(
+        self,
+        manifest: SegmentManifest,
+        checksums: Sequence[int],
+        origin: str,
+        lower_load_s: float,
+        began_at: int | None = None,
+    ) -> Arrival | None:
+        """Begin the arrival of a segment of a lower tier; see ``Arrivals.admit``."""
+        return self._arrivals.admit(manifest, checksums, origin, lower_load_s, began_at)
 
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
-        """0: there is nothing below."""
+        """0: there is no tier below."""
         return 0
 
     def tier_costs(self) -> Mapping[str, TierCost]:
         return {}
 
+    # Checking and changing what is stored
+
+    def path_segments(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[PathSegment]:
+        with self._locked.open() as books:
+            segments = books.index.segments_of(model, page_keys)
+            return [PathSegment(segment.segment_id, segment.manifest.header) for segment in segments]
+
+    def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
+        return trim_segment(self._locked, segment_id, layer_first_token, layer_num_bytes)
+
+    def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
+        if reason == "undecodable":
+            manifest = self.manifest_of(segment_id)
+            if manifest is not None:
+                self.discard(manifest)
+            return manifest is not None
+        with self._locked.held(segment_id) as segment:
+            return segment is not None and segment.num_damaged() > 0 and self._quarantine(segment)
+
+    def discard(self, manifest: SegmentManifest) -> None:
+        """Take segments out of the index that hold a page of this one and are encoded like it."""
+        with self._locked.open() as books:
+            for segment in books.index.segments_of(manifest.model, manifest.page_keys):
+                if segment.manifest.shares_encoded_pages(manifest):
+                    books.remove(segment)
+
+    def verify(self) -> DamageReport:
+        with self._locked.open() as books:
+            segment_ids = list(books.segments)
+        num_blocks = num_bytes = 0
+        bad_ids: list[int] = []
+        for segment_id in segment_ids:
+            # One at a time: a held segment cannot be evicted, and a whole store takes seconds to read.
+            with self._locked.held(segment_id) as segment:
+                if segment is None or segment.status is not None:
+                    continue
+                num_blocks += len(segment.blocks)
+                num_bytes += segment.manifest.num_bytes
+                if segment.num_damaged() and self._quarantine(segment):
+                    bad_ids.append(segment_id)
+        return DamageReport(num_blocks, num_bytes, tuple(bad_ids))
+
+    def pin(self, model: ModelIdentity, page_keys: Sequence[str], ttl_s: float) -> int:
+        if not 0 < ttl_s < math.inf:
+            raise ValueError(f"a pin lasts a positive number of seconds, not {ttl_s}")
+        with self._locked.open() as books:
+            for segment in books.index.segments_of(model, page_keys):
+                if not books.pins.pin(segment, ttl_s):
+                    # Later segments are of no use without this one.
+                    break
+            return _num_pinned(books, model, page_keys)
+
+    def unpin(self, model: ModelIdentity, page_keys: Sequence[str]) -> int:
+        with self._locked.open() as books:
+            num_pages = _num_pinned(books, model, page_keys)
+            for segment in books.index.segments_of(model, page_keys):
+                books.pins.end(segment.segment_id)
+            return num_pages
+
     def flush(self, timeout_s: float) -> bool:
-        """True: memory is as durable as it gets."""
+        """True: nothing more is done to make memory durable."""
         return True
 
+    def clear_mark(self) -> int:
+        """A mark for ``admit`` and ``was_cleared``, to be taken before a lower tier is asked."""
+        with self._locked.open() as books:
+            return books.clears.now
+
+    def was_cleared(self, model: ModelIdentity, began_at: int) -> bool:
+        """Whether ``model`` was cleared since ``began_at``, a mark."""
+        with self._locked.open() as books:
+            return books.clears.is_outdated(began_at, model)
+
+    def clear(self, model: ModelIdentity | None = None) -> None:
+        with self._locked.open() as books:
+            books.clears.clear(model)
+            for segment in list(books.segments.values()):
+                if model is None or segment.manifest.model.fingerprint == model.fingerprint:
+                    books.remove(segment)
+
+    def close(self) -> None:
+        self._locked.close()
+
+    # Views
+
     def stats(self) -> StoreStats:
-        with self._lock:
-            books = self._books
+        with self._locked.open() as books:
             return StoreStats(
                 capacity_bytes=books.arena.capacity_bytes,
                 used_bytes=books.arena.used_bytes,
@@ -166,8 +252,8 @@ class HostStore(HostLeases, HostUpkeep):
                 stored_tokens=books.stored_tokens,
                 num_segments=len(books.segments),
                 num_pages=books.index.num_pages,
-                num_leases=len(self._leases),
-                num_reservations=len(self._pending),
+                num_leases=len(books.leases),
+                num_reservations=len(books.pending),
                 pinned_bytes=books.pins.pinned_bytes,
                 tier_hit_pages={DRAM_TIER: books.counters.hit_pages},
                 fetched_segments=0,
@@ -177,18 +263,17 @@ class HostStore(HostLeases, HostUpkeep):
             )
 
     def list_segments(self) -> list[SegmentInfo]:
-        with self._lock:
-            books = self._books
-            return [self._info_of(segment) for segment in books.segments.values()]
+        with self._locked.open() as books:
+            return [_info_of(books, segment) for segment in books.segments.values()]
 
     def inspect(self, segment_id: int) -> SegmentDetails | None:
-        with self._lock:
-            segment = self._books.segments.get(segment_id)
+        with self._locked.open() as books:
+            segment = books.segments.get(segment_id)
             if segment is None:
                 return None
             manifest = segment.manifest
             return SegmentDetails(
-                info=self._info_of(segment),
+                info=_info_of(books, segment),
                 page_size=manifest.model.page_size,
                 parent_key=manifest.parent_key,
                 last_page_key=manifest.page_keys[-1],
@@ -197,69 +282,34 @@ class HostStore(HostLeases, HostUpkeep):
                 checksums=segment.checksums,
             )
 
+    def manifest_of(self, segment_id: int) -> SegmentManifest | None:
+        """The manifest of an indexed segment; None if it has gone."""
+        with self._locked.open() as books:
+            segment = books.segments.get(segment_id)
+            return segment.manifest if segment is not None else None
+
     def manifests(self) -> dict[int, SegmentManifest]:
-        """Those of all indexed segments, by segment id."""
-        with self._lock:
-            return {segment_id: held.manifest for segment_id, held in self._books.segments.items()}
+        """The manifests of all indexed segments, by segment id."""
+        with self._locked.open() as books:
+            return {segment_id: held.manifest for segment_id, held in books.segments.items()}
 
-    def clear(self, model: ModelIdentity | None = None) -> None:
-        with self._lock:
-            books = self._books
-            books.clears.clear(model)
-            for segment in list(books.segments.values()):
-                if model is None or segment.manifest.model.fingerprint == model.fingerprint:
-                    books.remove(segment)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._open_books is None:
-                return
-            for segment in self._open_books.segments.values():
-                segment.is_indexed = False
-            self._fail_arrivals()
-            # Dropped, not unmapped: a copy thread may still hold views, and they keep the mapping alive.
-            self._open_books = None
-            self._pending.clear()
-            self._leases.clear()
-
-    def _info_of(self, segment: StoredSegment) -> SegmentInfo:
-        """With the lock held."""
-        manifest = segment.manifest
-        return SegmentInfo.of(
-            segment.segment_id,
-            manifest,
-            DRAM_TIER,
-            num_leases=segment.num_leases,
-            idle_s=self._clock() - segment.last_used_s,
-            pinned_s=self._books.pins.remaining_s(segment.segment_id),
-        )
-
-    def _settle(self, reservation: Reservation) -> _Pending:
-        """Take a reservation off the books; its holder loses the right to write."""
-        pending = self._pending.pop(reservation.reservation_id, None)
-        if pending is None:
-            raise KeyError(f"reservation {reservation.reservation_id} is unknown, committed or aborted")
-        for block in pending.reservation.blocks:
-            block.flags.writeable = False
-        return pending
+    def _quarantine(self, segment: StoredSegment) -> bool:
+        with self._locked.open() as books:
+            return books.quarantine(segment)
 
 
-def _checked_manifest(reservation: Reservation, manifest: SegmentManifest) -> SegmentManifest:
-    """The manifest with token ids that nobody else can change: hits are confirmed by them for long."""
-    given = tuple(manifest.layer_num_bytes)
-    reserved = tuple(block.nbytes for block in reservation.blocks)
-    if given != reserved:
-        raise ManifestError(f"the manifest's layer blocks {given} differ from the reserved {reserved}")
-    try:
-        check_codec_params_num_bytes(len(orjson.dumps(manifest.codec_params)))
-    except orjson.JSONEncodeError as error:
-        raise ManifestError(f"codec parameters that JSON has no words for: {error}") from error
-    token_ids = np.array(manifest.token_ids, dtype=np.int32)
-    token_ids.flags.writeable = False
-    return dataclasses.replace(
-        manifest,
-        page_keys=tuple(manifest.page_keys),
-        token_ids=token_ids,
-        layer_num_bytes=given,
-        layer_first_token=tuple(manifest.layer_first_token),
+def _num_pinned(books: DramBooks, model: ModelIdentity, page_keys: Sequence[str]) -> int:
+    """How many of the pages lie in pinned segments."""
+    holders = books.index.holders_of(model, page_keys)
+    return sum(books.pins.remaining_s(segment.segment_id) > 0 for segment in holders)
+
+
+def _info_of(books: DramBooks, segment: StoredSegment) -> SegmentInfo:
+    return SegmentInfo.of(
+        segment.segment_id,
+        segment.manifest,
+        DRAM_TIER,
+        num_leases=segment.num_leases,
+        idle_s=books.clock() - segment.last_used_s,
+        pinned_s=books.pins.remaining_s(segment.segment_id),
     )

@@ -1,4 +1,4 @@
-"""Conversations that were asked to stay in DRAM for a while."""
+"""Pins: conversations that stay in DRAM for a given time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _NUM_SPARE_ENDS = 64
 
 
 class PinBook:
-    """Until when which segments are kept, and how many bytes these take. Not thread-safe.
+    """Knows which segments are pinned until when, and how many bytes they take. Not thread-safe.
 
-    No thread waits for a pin to end: whoever asks drops those that have ended first.
+    No thread waits for pins to end: each method first drops those that have ended.
 
     Args:
-        limit_bytes: what all pinned segments together may take in the arena.
+        limit_bytes: how much of the arena all pinned segments together may take.
         clock: seconds, monotonic.
     """
 
@@ -26,7 +26,7 @@ class PinBook:
         self._until_s: dict[int, float] = {}
         self._num_bytes: dict[int, int] = {}
         self._pinned_bytes = 0
-        # A heap. Entries of pins that were replaced or ended early stay until they are many.
+        # A heap of (end, segment id). Entries of pins that were replaced or ended early stay for a while.
         self._ends: list[tuple[float, int]] = []
 
     @property
@@ -34,14 +34,10 @@ class PinBook:
         self._drop_ended()
         return self._pinned_bytes
 
-    def num_entries(self) -> int:
-        """Ends of pins that are remembered, those of replaced ones included."""
-        return len(self._ends)
-
     def pin(self, segment: StoredSegment, ttl_s: float) -> bool:
-        """Keep a segment for ``ttl_s`` from now, whatever was said before; False if that were too many bytes.
+        """Pin a segment for ``ttl_s`` from now, in place of any earlier pin.
 
-        A pin that it had stays in that case.
+        False if too many bytes would be pinned; an earlier pin then stays.
         """
         self._drop_ended()
         segment_id, taken_bytes = segment.segment_id, segment.taken_bytes
@@ -57,21 +53,21 @@ class PinBook:
         return True
 
     def end(self, segment_id: int) -> bool:
-        """End a segment's pin; whether it had one."""
+        """End a segment's pin; False if it had none."""
         self._drop_ended()
         has_ended = self._forget(segment_id)
         self._drop_replaced()
         return has_ended
 
     def note_size(self, segment: StoredSegment) -> None:
-        """A segment that may be pinned takes fewer bytes than before."""
+        """Update the size of a segment, pinned or not, that takes fewer bytes than before."""
         before = self._num_bytes.get(segment.segment_id)
         if before is not None:
             self._num_bytes[segment.segment_id] = segment.taken_bytes
             self._pinned_bytes += segment.taken_bytes - before
 
     def remaining_s(self, segment_id: int) -> float:
-        """For how long a segment is still kept; 0 if it is not."""
+        """Seconds until a segment's pin ends; 0 if it has none."""
         until_s = self._until_s.get(segment_id)
         return max(0.0, until_s - self._clock()) if until_s is not None else 0.0
 
@@ -83,7 +79,7 @@ class PinBook:
                 self._forget(segment_id)
 
     def _drop_replaced(self) -> None:
-        """Keep no more entries than twice the pins, and a few: a conversation may be pinned at every turn."""
+        """Rebuild the heap when most of its entries are stale: a conversation may be pinned at every turn."""
         if len(self._ends) > 2 * len(self._until_s) + _NUM_SPARE_ENDS:
             self._ends = [(until_s, segment_id) for segment_id, until_s in self._until_s.items()]
             heapq.heapify(self._ends)

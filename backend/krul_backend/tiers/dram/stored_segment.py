@@ -6,30 +6,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.common.arena import DramArena, Extent
-from krul_backend.tiers.common.arrival import LayerStatus
 from krul_backend.tiers.common.hashing import Checksums, block_checksum
 from krul_backend.tiers.common.interface import DRAM_TIER, Block, Span
+from krul_backend.tiers.common.layer_status import LayerStatus
+from krul_backend.tiers.dram.arena import Arena, Extent
 
 
 @dataclass(eq=False)
 class StoredSegment:
     """A segment's blocks, and where they lie. Its extents are freed when it is neither indexed nor pinned.
 
-    ``extents[l]`` is None where layer ``l`` has no bytes; a block is the end of its extent, after what a trim
-    could not free for alignment. ``num_pins`` counts whoever reads or writes the blocks: leases, arrivals,
-    copies to lower tiers, running verifications and trims. ``num_leases`` counts the leases among them.
-    ``last_used_s`` is on the store's clock.
+    ``extents[l]`` is None where layer ``l`` has no bytes. A block is the end of its extent: before it may lie
+    bytes that a trim could not free for alignment. ``num_pins`` counts who reads or writes the blocks:
+    leases, arrivals, copies to lower tiers, running verifications and trims; ``num_leases`` counts the leases
+    among them. ``last_used_s`` is on the store's clock.
 
-    ``checksums[l]`` (XXH3, 64 bit) is of what was written into block ``l``, which need not be there any more.
+    ``checksums[l]`` is the XXH3 (64 bit) of what was written into block ``l``; damage shows as a difference.
 
-    What says where the bytes are (``manifest``, ``extents``, ``blocks``, ``spans``, ``checksums``) is changed
-    by a trim alone: all of it at once, under the store's lock, and only while the trim's own pin is the only
-    one. So whoever pins a segment finds everything as it was until the unpin, without the lock.
+    Only a trim changes ``manifest``, ``extents``, ``blocks``, ``spans`` and ``checksums``: all at once, under
+    the store's lock, and only if no other pin is on the segment. So whoever has pinned a segment can read
+    these fields without the lock.
 
     ``status`` is set while layers arrive from ``origin``, a lower tier; its flags lie in ``flags_extent``,
-    which stays as long as the segment does. ``lower_load_s``: seconds to read the segment from the best lower
-    tier that holds it, None if none is known to.
+    which is freed with the segment. ``lower_load_s``: seconds to read the segment from the fastest lower tier
+    that is known to hold it, None if there is none.
     """
 
     segment_id: int
@@ -47,7 +47,7 @@ class StoredSegment:
     num_leases: int = 0
     spans: tuple[Span, ...] = field(init=False)
     ranges: tuple[Span, ...] = field(init=False)
-    """What it takes of the arena, alignment included: extents that touch as one range."""
+    """The bytes of the arena that it takes, alignment included; extents that touch are one range."""
     taken_bytes: int = field(init=False)
     """Bytes in the arena, alignment included."""
 
@@ -55,7 +55,7 @@ class StoredSegment:
         self.place(self.extents, self.blocks)
 
     def place(self, extents: tuple[Extent | None, ...], blocks: tuple[Block, ...]) -> None:
-        """Say where the blocks lie: at the end of their extents."""
+        """Set the blocks, and the extents at whose ends they lie."""
         self.extents, self.blocks = extents, blocks
         self.spans = tuple(
             Span(0 if extent is None else extent.offset + extent.num_bytes - block.nbytes, block.nbytes)
@@ -66,7 +66,7 @@ class StoredSegment:
 
     @property
     def all_extents(self) -> tuple[Extent, ...]:
-        """What it holds of the arena."""
+        """All extents that it holds, that of the status flags included."""
         return tuple(extent for extent in (*self.extents, self.flags_extent) if extent is not None)
 
     @property
@@ -75,17 +75,17 @@ class StoredSegment:
 
     @property
     def restore_s(self) -> float:
-        """Seconds that a restore saves by finding it in DRAM: computing it, or reading it from below.
+        """Seconds that a restore saves by finding it in DRAM; 0 if not known.
 
-        0 if neither is known.
+        Otherwise it would be computed, or read from a lower tier: the faster of the two counts.
         """
         known = [seconds for seconds in (self.manifest.recompute_s, self.lower_load_s) if seconds]
         return min(known, default=0.0)
 
     def num_damaged(self) -> int:
-        """How many blocks, of those that have landed, have other checksums than were committed.
+        """Count the landed blocks whose checksums differ from the committed ones.
 
-        Call it pinned, and outside the lock.
+        Call it with the segment pinned, and outside the lock.
         """
         status = self.status
         return sum(
@@ -96,6 +96,7 @@ class StoredSegment:
 
 
 def _joined(extents: Sequence[Extent]) -> Iterator[Span]:
+    """The ranges that extents take, those that touch joined to one."""
     start = end = 0
     for offset, num_bytes in sorted((extent.offset, extent.taken_bytes) for extent in extents):
         if offset != end:
@@ -107,6 +108,6 @@ def _joined(extents: Sequence[Extent]) -> Iterator[Span]:
         yield Span(start, end - start)
 
 
-def block_in(arena: DramArena, extent: Extent | None) -> Block:
-    """The bytes of an extent, writable; no bytes where there is none."""
+def block_in(arena: Arena, extent: Extent | None) -> Block:
+    """A writable view of an extent's bytes; of no bytes for None."""
     return arena.buffer[:0] if extent is None else arena.view(extent)

@@ -1,4 +1,4 @@
-"""What each tenant takes of the arena, and which of its segments leaves first when that is too much."""
+"""Quotas: how much of the arena each tenant takes, and which of its segments to evict beyond that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 @dataclass
 class _Tenant:
-    """``taken_bytes`` counts reservations and segments that left the index but are pinned, too."""
+    """One tenant's account. ``taken_bytes`` includes reservations, and pinned segments out of the index."""
 
     policy: EvictionPolicy
     taken_bytes: int = 0
@@ -19,14 +19,14 @@ class _Tenant:
 
 
 class TenantQuotas:
-    """One limit for every tenant. Not thread-safe. Without a limit nothing is kept.
+    """Applies one limit to every tenant. Without a limit it keeps no accounts. Not thread-safe.
 
-    Each tenant has a policy of its own beside the store's, so that its own victims are found without a look
-    at those of others.
+    Each tenant has an eviction policy of its own beside the store's, so that its victims are found without
+    looking at segments of others.
 
     Args:
-        limit_bytes: what a tenant may take of the arena, alignment included; None: all of it.
-        policy: of the kind that each tenant gets.
+        limit_bytes: how much of the arena a tenant may take, alignment included; None: all of it.
+        policy: each tenant gets a fresh policy of this one's kind.
     """
 
     def __init__(self, limit_bytes: int | None, policy: EvictionPolicy) -> None:
@@ -35,14 +35,14 @@ class TenantQuotas:
         self._tenants: dict[str, _Tenant] = {}
 
     def excess_bytes(self, tenant: str, num_bytes: int) -> int:
-        """How much a tenant would be over its quota with ``num_bytes`` more; 0 or less if it would not."""
+        """By how many bytes ``num_bytes`` more would exceed a tenant's quota; 0 or less if they would not."""
         if self._limit_bytes is None:
             return 0
         books = self._tenants.get(tenant)
         return (books.taken_bytes if books is not None else 0) + num_bytes - self._limit_bytes
 
     def charge(self, tenant: str, num_bytes: int) -> None:
-        """A tenant takes ``num_bytes`` more; fewer if negative."""
+        """Add ``num_bytes``, which may be negative, to what a tenant takes."""
         if self._limit_bytes is None:
             return
         books = self._books(tenant)
@@ -50,12 +50,12 @@ class TenantQuotas:
         self._drop_empty(tenant, books)
 
     def add(self, segment: StoredSegment) -> None:
-        """A segment entered the index. Its bytes were charged before."""
+        """Note that a segment entered the index. Its bytes were charged before."""
         if self._limit_bytes is not None:
             self._books(segment.manifest.tenant).num_segments += 1
 
     def remove(self, segment: StoredSegment) -> None:
-        """A segment left the index. Its bytes are charged as long as it takes them."""
+        """Note that a segment left the index. Its bytes stay charged until its extents are freed."""
         if self._limit_bytes is None:
             return
         tenant = segment.manifest.tenant
@@ -65,7 +65,7 @@ class TenantQuotas:
         self._drop_empty(tenant, books)
 
     def touch(self, path: Sequence[StoredSegment]) -> None:
-        """A use of indexed segments, in conversation order."""
+        """Note a use of indexed segments, in conversation order."""
         if self._limit_bytes is None:
             return
         for tenant in {segment.manifest.tenant for segment in path}:
@@ -73,7 +73,7 @@ class TenantQuotas:
             self._books(tenant).policy.touch(own)
 
     def victims(self, tenant: str) -> Iterator[int]:
-        """A tenant's segments, the first to leave first."""
+        """Ids of a tenant's segments, the first to evict first."""
         books = self._tenants.get(tenant)
         return books.policy.victims() if books is not None else iter(())
 

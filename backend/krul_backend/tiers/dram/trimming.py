@@ -1,4 +1,4 @@
-"""What a segment becomes when the first tokens of its blocks are dropped."""
+"""Trims: dropping the first tokens of a segment's blocks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from krul_backend.errors import ManifestError
 from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.common.arena import DramArena, Extent
 from krul_backend.tiers.common.hashing import Checksums, block_checksum
 from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.dram.arena import Arena, Extent
+from krul_backend.tiers.dram.locked_books import LockedBooks
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 
@@ -27,7 +28,7 @@ class Trim:
         return sum(self.drop_num_bytes)
 
     def checksums(self, segment: StoredSegment) -> Checksums | None:
-        """Those of the blocks afterwards; None if one of which a part stays is damaged.
+        """The blocks' checksums after the trim; None if a block of which a part stays is damaged.
 
         Only blocks that change are read. Call it with the segment pinned, and outside the lock.
         """
@@ -38,8 +39,8 @@ class Trim:
             checksums.append(block_checksum(block[drop:]) if drop else checksum)
         return tuple(checksums)
 
-    def apply(self, segment: StoredSegment, arena: DramArena, checksums: Checksums) -> None:
-        """Cut the segment and free what its extents do not need any more.
+    def apply(self, segment: StoredSegment, arena: Arena, checksums: Checksums) -> None:
+        """Cut the segment, and free the bytes that its blocks lost.
 
         Call it with the lock held, and with no pin on the segment but the trim's own.
         """
@@ -52,7 +53,7 @@ class Trim:
                 arena.free(extent)
                 extents.append(None)
             else:
-                # What an earlier trim could not free lies before the block.
+                # Bytes that an earlier trim could not free for alignment lie before the block.
                 unused = extent.num_bytes - block.nbytes
                 extents.append(arena.free_front(extent, unused + drop))
             blocks.append(block[drop:])
@@ -61,13 +62,42 @@ class Trim:
         segment.checksums = checksums
 
 
+def trim_segment(
+    locked: LockedBooks, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]
+) -> int:
+    """As ``KVStore.trim``: plan under the lock, take checksums outside of it, apply under it again."""
+    with locked.open() as books:
+        segment = books.segments.get(segment_id)
+        if segment is None:
+            return 0
+        trim = plan_trim(segment.manifest, layer_first_token, layer_num_bytes)
+        if trim is None or segment.num_pins or books.index.is_shared(segment):
+            return 0
+        segment.num_pins += 1
+    try:
+        # Somebody who pins the segment meanwhile is handed the old blocks: then the trim gives up.
+        checksums = trim.checksums(segment)
+        with locked.open() as books:
+            if checksums is None:
+                books.quarantine(segment)
+                return 0
+            if not segment.is_indexed or segment.num_pins > 1 or books.index.is_shared(segment):
+                return 0
+            taken_before = segment.taken_bytes
+            trim.apply(segment, books.arena, checksums)
+            books.note_trim(segment, taken_before, trim.num_bytes)
+            return trim.num_bytes
+    finally:
+        locked.unhold(segment)
+
+
 def plan_trim(
     manifest: SegmentManifest, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]
 ) -> Trim | None:
-    """The trim after which layer ``l`` holds no token before ``layer_first_token[l]``; None if none does now.
+    """Plan the trim after which layer ``l`` holds no token before ``layer_first_token[l]``.
 
-    ``layer_num_bytes[l]``: size of the block that holds exactly the tokens from there on. Both count for the
-    layers that hold more than that.
+    ``layer_num_bytes[l]``: size of the block that holds exactly the tokens from there on. Layers that start
+    there or later already stay as they are; None if all do.
 
     Raises:
         ManifestError: other numbers of layers, tokens beyond the segment, or sizes that no such blocks have.

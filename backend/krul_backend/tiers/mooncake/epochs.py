@@ -1,4 +1,4 @@
-"""How a store that cannot enumerate its objects forgets: their names carry a number that a clear replaces."""
+"""Epochs: numbers in the names of objects; a clear replaces the number, so that no old name is found."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from krul_backend.tiers.mooncake.object_store import ObjectStore
 
 ROOT = f"krul/{FORMAT_VERSION}"
 EPOCH_AGE_S = 1.0
-"""How old may be what a daemon knows of the current epoch."""
+"""For how long a daemon uses an epoch that it has read."""
 
 _EPOCH = re.compile(rb"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
 class KnownPrefix:
-    """The prefix that was current at ``read_at_s``; None: nothing was stored of the model."""
+    """The prefix that was current at ``read_at_s``; None if nothing of the model was stored."""
 
     prefix: str | None
     read_at_s: float
 
 
 class Epochs:
-    """The prefix of a model's object names: ``krul/<format>/<fingerprint>/<epoch of all><epoch of model>``.
+    """Gives the prefix of a model's objects: ``krul/<format>/<fingerprint>/<epoch of all><epoch of model>``.
 
-    An epoch is a random 64-bit number in an object that is never evicted. Random, not counted: when two
-    daemons clear at once, one number stays, and under neither has anything been stored before. If an epoch's
-    object is lost (the master started anew), there is nothing to find, and the first to store draws another
-    number, so nothing that was cleared can come back.
+    A store cannot enumerate its objects, so a clear replaces an epoch instead of removing all of them. An
+    epoch is a random 64-bit number in an object that is never evicted. It is random, not counted, so that
+    when two daemons clear at once, nothing was ever stored under either number. If an epoch's object is lost
+    (the master was restarted), nothing is found, and the next daemon that stores draws another number: what
+    was cleared stays cleared.
 
     Args:
         clock: seconds, monotonic.
@@ -46,7 +47,7 @@ class Epochs:
         self._num_clears = 0
 
     def known(self, fingerprint: str) -> KnownPrefix | None:
-        """What the prefix was at most ``EPOCH_AGE_S`` ago; None if not known. Asks nobody."""
+        """The prefix if it was read at most ``EPOCH_AGE_S`` ago, else None. Does not ask the cluster."""
         with self._lock:
             known = self._known.get(fingerprint)
             if known is None or self._pending or self._clock() - known.read_at_s >= EPOCH_AGE_S:
@@ -54,10 +55,10 @@ class Epochs:
             return known
 
     def prefix(self, store: ObjectStore, fingerprint: str, *, may_create: bool = False) -> str | None:
-        """The model's prefix, asked of the cluster if not known; None if nothing was ever stored.
+        """The model's prefix, read from the cluster if not known; None if nothing was ever stored.
 
         Raises:
-            ObjectStoreError: the cluster does not answer, or a clear could not be carried out yet.
+            ObjectStoreError: the cluster does not answer, perhaps to an earlier clear.
         """
         self.settle(store)
         known = self.known(fingerprint)
@@ -75,17 +76,17 @@ class Epochs:
         return prefix
 
     def clear(self, fingerprint: str | None) -> None:
-        """From now on no prefix of this model (None: of any) is known before ``settle`` has replaced it."""
+        """Forget all prefixes until ``settle`` has replaced this model's epoch (None: that of all models)."""
         with self._lock:
             self._pending.add(fingerprint)
             self._known.clear()
             self._num_clears += 1
 
     def settle(self, store: ObjectStore) -> None:
-        """Carry out the clears that wait. Frees the space of what was cleared as far as nobody reads it.
+        """Replace the epochs of pending clears, and remove cleared objects that nobody is reading.
 
         Raises:
-            ObjectStoreError: the cluster does not answer; they wait on.
+            ObjectStoreError: the cluster does not answer; the clears stay pending.
         """
         with self._lock:
             pending = set(self._pending)
@@ -113,7 +114,7 @@ def _read(store: ObjectStore, name: str, *, may_create: bool) -> str | None:
         store.put(name, secrets.token_hex(8).encode(), is_pinned=True)
         # Another daemon may have been first.
         number = _number(store.get(name, 16))
-        if number is None:  # Something is there, and it is no epoch.
+        if number is None:  # The object is not an epoch.
             store.replace(name, secrets.token_hex(8).encode(), is_pinned=True)
             number = _number(store.get(name, 16))
     return number

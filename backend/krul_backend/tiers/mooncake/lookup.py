@@ -1,4 +1,4 @@
-"""Asking the cluster for the segments of a prefix."""
+"""Asks the cluster for the segments of a prefix."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.mooncake.catalog import Catalog
 from krul_backend.tiers.mooncake.epochs import Epochs
+from krul_backend.tiers.mooncake.known_segments import KnownSegments
 from krul_backend.tiers.mooncake.object_store import ObjectStore
 from krul_backend.tiers.mooncake.stored_object import (
     MAX_METADATA_BYTES,
@@ -22,17 +22,17 @@ from krul_backend.tiers.mooncake.stored_object import (
 
 
 class Lookup:
-    """Fills a catalog from the cluster. Thread-safe.
+    """Finds segments in the cluster, and remembers them as known segments. Thread-safe.
 
     Args:
         clock: seconds, monotonic.
-        on_damage: called for each object that is not what its name says.
+        on_damage: called for each object whose content does not belong to its name.
     """
 
     def __init__(
-        self, catalog: Catalog, epochs: Epochs, clock: Callable[[], float], on_damage: Callable[[], None]
+        self, known: KnownSegments, epochs: Epochs, clock: Callable[[], float], on_damage: Callable[[], None]
     ) -> None:
-        self._catalog = catalog
+        self._known = known
         self._epochs = epochs
         self._clock = clock
         self._on_damage = on_damage
@@ -40,35 +40,35 @@ class Lookup:
     def known_runs(
         self, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
     ) -> tuple[tuple[PageRun[StoredObject], ...], bool]:
-        """What is known for sure of a prefix, and whether asking the cluster would tell no more."""
+        """The known, recently confirmed runs of a prefix, and whether the cluster could not tell more."""
         epoch = self._epochs.known(model.fingerprint)
         if epoch is None or epoch.prefix is None:
             return (), epoch is not None
-        match = self._catalog.match_prefix(model, page_keys, token_ids)
+        match = self._known.match_prefix(model, page_keys, token_ids)
         num_pages = 0
         for num_runs, run in enumerate(match.runs):
-            if run.segment.prefix != epoch.prefix or not self._catalog.is_confirmed(run.segment):
+            if run.segment.prefix != epoch.prefix or not self._known.is_confirmed(run.segment):
                 return match.runs[:num_runs], False
             num_pages += run.end_page - run.first_page
         is_end = num_pages == len(page_keys) or match.is_contradicted
-        return match.runs, is_end or self._catalog.is_absent(epoch.prefix, page_keys[num_pages])
+        return match.runs, is_end or self._known.is_absent(epoch.prefix, page_keys[num_pages])
 
     def ask(
         self, store: ObjectStore, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
     ) -> None:
-        """Find out what of a prefix is there; ``known_runs`` then tells.
+        """Ask the cluster for a prefix; afterwards ``known_runs`` returns what it has.
 
         Raises:
             ObjectStoreError: the cluster does not answer.
         """
-        num_clears = self._catalog.num_clears
+        num_clears = self._known.num_clears
         prefix = self._epochs.prefix(store, model.fingerprint)
-        self._catalog.forget_model(model.fingerprint, except_prefix=prefix)
+        self._known.forget_model(model.fingerprint, except_prefix=prefix)
         if prefix is None:
             return
         num_pages = -1
         while True:
-            match = self._catalog.match_prefix(model, page_keys, token_ids)
+            match = self._known.match_prefix(model, page_keys, token_ids)
             if not all(self._confirm(store, run.segment) for run in match.runs):
                 continue
             num_before, num_pages = num_pages, sum(run.end_page - run.first_page for run in match.runs)
@@ -76,18 +76,18 @@ class Lookup:
                 return
             rest = page_keys[num_pages:], token_ids[num_pages * model.page_size :]
             if num_pages <= num_before or not self._learn(store, prefix, model, *rest, num_clears):
-                self._catalog.note_absent(prefix, page_keys[num_pages])
+                self._known.note_absent(prefix, page_keys[num_pages])
                 return
 
     def find_copy(self, store: ObjectStore, prefix: str, manifest: SegmentManifest) -> bool:
-        """Whether the cluster holds all pages of a segment, in one that begins like it; then it is known."""
-        num_clears = self._catalog.num_clears
+        """Whether the cluster holds all pages of a segment in one that begins like it; remembers that one."""
+        num_clears = self._known.num_clears
         return self._learn(
             store, prefix, manifest.model, manifest.page_keys, manifest.token_ids, num_clears
         ) >= len(manifest.page_keys)
 
     def publish(self, store: ObjectStore, prefix: str, first_page_key: str, digest: str) -> bool:
-        """Make a written segment findable; False if too many others begin with this page."""
+        """Store a pointer to a written segment; False if too many others begin with this page."""
         pointer = encode_pointer(digest)
         for n in range(MAX_POINTERS):
             key = pointer_key(prefix, first_page_key, n)
@@ -102,13 +102,14 @@ class Lookup:
         return False
 
     def _confirm(self, store: ObjectStore, segment: StoredObject) -> bool:
-        if self._catalog.is_confirmed(segment):
+        """Whether a known segment is still there; forgets it if not."""
+        if self._known.is_confirmed(segment):
             return True
         now_s = self._clock()
         if store.have_all([segment.metadata_key, *segment.block_keys]):
             segment.confirmed_at_s = now_s
             return True
-        self._catalog.forget(segment)
+        self._known.forget(segment)
         return False
 
     def _learn(
@@ -120,7 +121,7 @@ class Lookup:
         token_ids: TokenIds,
         num_clears: int,
     ) -> int:
-        """Add the segment that begins with the first of ``page_keys`` and has most; how many it has."""
+        """Find the segment that holds most of ``page_keys`` from the first on; returns how many it holds."""
         best: tuple[int, str, SegmentManifest, tuple[int, ...]] | None = None
         for n in range(MAX_POINTERS):
             pointer = store.get(pointer_key(prefix, page_keys[0], n), MAX_POINTER_BYTES)
@@ -151,12 +152,12 @@ class Lookup:
         found = StoredObject(0, prefix, place, manifest, checksums, now_s)
         if not store.have_all([found.metadata_key, *found.block_keys]):
             return 0
-        self._catalog.add(prefix, place, manifest, checksums, now_s, num_clears)
+        self._known.add(prefix, place, manifest, checksums, now_s, num_clears)
         return num_pages
 
 
 def _num_leading_pages(manifest: SegmentManifest, page_keys: tuple[str, ...], token_ids: TokenIds) -> int:
-    """How many of the first pages a segment has, for the same tokens."""
+    """How many leading pages a segment holds with the same tokens."""
     page_size = manifest.model.page_size
     num_pages = 0
     for own, asked in zip(manifest.page_keys, page_keys, strict=False):

@@ -1,4 +1,4 @@
-"""The object store that Mooncake's own client reaches."""
+"""``ObjectStore`` on Mooncake's own client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from krul_backend.errors import DaemonError
-from krul_backend.tiers.mooncake.object_store import Block, ObjectStoreError, StoreFullError
+from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.mooncake.object_store import ObjectStoreError, StoreFullError
 from krul_backend.tiers.mooncake.options import MooncakeOptions
 
 # mooncake-store/include/types.h, ErrorCode.
@@ -22,17 +23,17 @@ _OBJECT_NOT_FOUND = -704
 _OBJECT_ALREADY_EXISTS = -705
 
 _PROBE_TIMEOUT_S = 0.5
-# A host that leaves takes its part of the cluster with it. Mooncake makes as many copies as it has hosts for.
+# When a host leaves, its part of the cluster is lost. With fewer hosts, Mooncake makes fewer copies.
 _NUM_PINNED_REPLICAS = 3
 
 
 def require_mooncake() -> Any:
-    """The module ``mooncake.store``.
+    """Import the module ``mooncake.store``.
 
     Raises:
         DaemonError: it is not installed, or a library that it needs is not.
     """
-    # Otherwise the client logs each call to stderr; its errors cannot be turned off.
+    # Otherwise the client logs every call to stderr. Its errors are logged in any case.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         return importlib.import_module("mooncake.store")
@@ -56,7 +57,7 @@ class MooncakeClient:
 
     def __init__(self, options: MooncakeOptions, arena: Block | None) -> None:
         module = require_mooncake()
-        # The client's own set-up tries for minutes to reach a master that is not there.
+        # The client itself would try for minutes to reach a master that is not there.
         try:
             socket.create_connection(options.master, timeout=_PROBE_TIMEOUT_S).close()
         except OSError as error:
@@ -103,7 +104,7 @@ class MooncakeClient:
         _check(num_bytes, f"size of {key}")
         if num_bytes > max_num_bytes:
             return None
-        # The client answers a lost object and an error alike with no bytes.
+        # The client returns no bytes both for a lost object and for an error.
         value: bytes = self._store.get(key)
         return value or None
 
@@ -148,7 +149,7 @@ class MooncakeClient:
 def _check(code: int, what: str) -> None:
     if code >= 0:
         return
-    # Names of pages tell nothing and are long.
+    # Keys of pages are long, and of no use in a message.
     what = re.sub(r"[0-9a-f]{16,}", "*", what)
     if code == _NO_AVAILABLE_HANDLE:
         raise StoreFullError(f"{what}: no room in the cluster's memory")

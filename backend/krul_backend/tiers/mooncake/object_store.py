@@ -1,16 +1,12 @@
-"""What the tier needs of a distributed object store."""
+"""The interface of a distributed object store, as the Mooncake tier needs it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from krul_backend.errors import KrulError
-
-Block = npt.NDArray[np.uint8]
+from krul_backend.tiers.common.interface import Block
 
 
 class ObjectStoreError(KrulError):
@@ -18,14 +14,14 @@ class ObjectStoreError(KrulError):
 
 
 class StoreFullError(ObjectStoreError):
-    """There is no room for an object now; the store itself is well."""
+    """There is no room for an object now; the store itself works."""
 
 
 class ObjectStore(Protocol):
-    """Objects of bytes by name, written whole. Thread-safe. Any object can vanish at any time (eviction).
+    """Keeps objects of bytes by name. Thread-safe. Any object can be evicted at any time.
 
-    Every method may raise ``ObjectStoreError``; what a method says about objects that are not there is no
-    error.
+    Every method may raise ``ObjectStoreError``. A missing object is not an error: each method says what it
+    then does.
     """
 
     def put(self, key: str, value: Block | bytes, *, is_pinned: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What a Mooncake tier can be told."""
+"""The options of a Mooncake tier."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from krul_backend.errors import ConfigError
 
 @dataclass(frozen=True)
 class MooncakeOptions:
-    """Where the cluster is, what this daemon gives to it, and how long it may take.
+    """Says where the cluster is, how much memory this daemon gives to it, and how long to wait for it.
 
     ``master_address`` is ``host:port`` of ``mooncake_master``; ``metadata_server`` is what Mooncake's
     transfer engine takes (``http://host:port/metadata``, ``etcd://...``, or ``P2PHANDSHAKE`` for none).
     ``local_hostname`` is how other hosts reach this one. ``segment_bytes`` of this host's memory join the
     cluster (0: use it only); ``buffer_bytes`` are for copies of what lies outside the arena.
 
-    A lookup may take ``lookup_timeout_s``, then it is a miss (its answer is remembered when it comes).
-    A segment's bytes may take ``read_timeout_s``. At most ``queue_bytes`` wait to be written.
+    A lookup that takes longer than ``lookup_timeout_s`` is a miss; a late answer is remembered for the next.
+    Reading a segment may take ``read_timeout_s``. At most ``queue_bytes`` wait to be written.
 
     Raises:
         ConfigError: a value that cannot be used.

@@ -1,4 +1,4 @@
-"""A segment in the cluster: the names of its objects, and what its metadata object says."""
+"""A segment in the cluster: the names of its objects, and the encoding of its metadata object."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from krul_backend.tiers.common.record import SegmentRecord, decode_header, encod
 MAX_METADATA_BYTES = 64 << 20
 MAX_POINTER_BYTES = 256
 MAX_POINTERS = 8
-"""Segments that may begin with the same page, such as a system prompt, and be found."""
+"""The most segments that begin with the same page, such as a system prompt, and can be found."""
 
 _MAX_BLOCK_BYTES = 1 << 40
 
 
 @dataclass(eq=False)
 class StoredObject:
-    """A segment that the cluster was known to hold. ``place`` is the common start of its objects' names.
+    """A segment that the cluster held when it was last asked, at ``confirmed_at_s`` (the tier's clock).
 
-    ``confirmed_at_s`` (the tier's clock): when the cluster last said that all of it is there.
+    ``place`` is the common start of its objects' names.
     """
 
     segment_id: int
@@ -48,7 +48,7 @@ class StoredObject:
 
 
 def pointer_key(prefix: str, first_page_key: str, n: int) -> str:
-    """Names the object that says where the ``n``-th segment is that begins with a page."""
+    """The name of the object that points to the ``n``-th segment that begins with a page."""
     return f"{prefix}/f/{first_page_key}/{n}"
 
 
@@ -68,7 +68,7 @@ def encode_object(manifest: SegmentManifest, checksums: tuple[int, ...]) -> tupl
 def decode_object(
     digest: str, metadata: bytes, model: ModelIdentity
 ) -> tuple[SegmentManifest, tuple[int, ...]] | None:
-    """What a metadata object says; None if it is damaged, of somebody else, or does not make sense."""
+    """Decode a metadata object; None if it is damaged, of another model, or has fields of wrong types."""
     if xxhash.xxh3_128_hexdigest(metadata) != digest:
         return None
     try:
@@ -85,7 +85,7 @@ def encode_pointer(digest: str) -> bytes:
 
 
 def decode_pointer(pointer: bytes) -> str | None:
-    """The digest of the segment that a pointer names; None if it is no pointer."""
+    """The digest of the segment that a pointer names; None if the bytes are not a pointer."""
     try:
         digest = orjson.loads(pointer)["segment"]
     except (ValueError, TypeError, KeyError):
@@ -95,7 +95,7 @@ def decode_pointer(pointer: bytes) -> str | None:
 
 
 def _has_right_types(manifest: SegmentManifest) -> bool:
-    """Whether what JSON gave is what a manifest has: its own checks compare numbers and counts only."""
+    """Check the types of decoded fields, which a manifest's own checks take for granted."""
     return (
         isinstance(manifest.codec, str)
         and isinstance(manifest.codec_params, dict)

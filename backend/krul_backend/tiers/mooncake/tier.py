@@ -1,4 +1,4 @@
-"""The tier of more than one machine: segments that any daemon of a Mooncake cluster stored."""
+"""The tier in a Mooncake cluster: segments that any daemon of the cluster stored."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from krul_backend.errors import TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.interface import DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import Block, LowerTier, TierRun
+from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
+from krul_backend.tiers.common.lower_tier import LockedTierCounters, LowerTier
+from krul_backend.tiers.common.measured_cost import MeasuredCost
+from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.suspension import Suspension
-from krul_backend.tiers.mooncake.catalog import Catalog
-from krul_backend.tiers.mooncake.cluster_cost import ClusterCost
-from krul_backend.tiers.mooncake.connection import Connection
-from krul_backend.tiers.mooncake.counters import Counters
+from krul_backend.tiers.mooncake.cluster_connection import UNMEASURED, ClusterConnection, seen_cost
+from krul_backend.tiers.mooncake.cluster_writer import ClusterWriter
 from krul_backend.tiers.mooncake.epochs import Epochs
+from krul_backend.tiers.mooncake.known_segments import KnownSegments
 from krul_backend.tiers.mooncake.lookup import Lookup
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, require_mooncake
 from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError
 from krul_backend.tiers.mooncake.options import MooncakeOptions
 from krul_backend.tiers.mooncake.stored_object import StoredObject
 from krul_backend.tiers.mooncake.timed_calls import TimedCalls
-from krul_backend.tiers.mooncake.writer import Writer
 
 NAME = "mooncake"
 _NUM_LOOKUP_THREADS = 2
@@ -34,10 +34,13 @@ _CLEAR_TIMEOUT_S = 5.0
 
 
 class MooncakeTier(LowerTier):
-    """See ``LowerTier``. A tier that cannot reach its cluster begins suspended, and tries again by itself.
+    """Keeps segments in a Mooncake cluster. If the cluster cannot be reached, the tier starts suspended.
+
+    A suspended tier tries again by itself.
 
     Args:
-        arena: what blocks are views of, uint8; it is registered for copies in place. None: copies.
+        arena: the memory that blocks are views of, uint8; it is registered for transfers without a copy.
+            None: blocks are copied once.
         connect: makes the client; another one than Mooncake's in tests.
         clock: seconds, monotonic.
 
@@ -60,40 +63,40 @@ class MooncakeTier(LowerTier):
             connect = MooncakeClient
         self._options = options
         self._clock = clock
-        self._counters = Counters()
-        self._cost = ClusterCost()
+        self._counters = LockedTierCounters()
+        self._cost = MeasuredCost(UNMEASURED)
         self._suspension = Suspension(NAME, clock)
-        self._connection = Connection(lambda: connect(options, arena), self._suspension, self._cost)
+        self._connection = ClusterConnection(lambda: connect(options, arena), self._suspension, self._cost)
         self._epochs = Epochs(clock)
-        self._catalog = Catalog(clock)
+        self._known = KnownSegments(clock)
         self._lookup = Lookup(
-            self._catalog, self._epochs, clock, lambda: self._counters.add(corrupted_segments=1)
+            self._known, self._epochs, clock, lambda: self._counters.add(corrupted_segments=1)
         )
         self._calls = TimedCalls("krul-mooncake-lookup", _NUM_LOOKUP_THREADS)
         try:
             self._connection.store()
         except ObjectStoreError as error:
             self._suspension.failed("cannot join the cluster", error)
-        self._writer = Writer(
+        self._writer = ClusterWriter(
             self._connection,
             self._suspension,
             self._counters,
             self._epochs,
-            self._catalog,
+            self._known,
             self._lookup,
             clock,
             options.queue_bytes,
         )
 
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
-        return self._catalog.find_missing(model, page_keys)
+        return self._known.find_missing(model, page_keys)
 
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
-    ) -> tuple[TierRun, ...]:
+    ) -> tuple[PageRun[StoredObject], ...]:
         if len(token_ids) != len(page_keys) * model.page_size:
             raise ValueError(f"{len(token_ids)} token ids for {len(page_keys)} pages of {model.page_size}")
-        # After a late answer nobody waits for the next before it has come: a scheduler asks again and again.
+        # While an answer is late no further lookup waits: a scheduler asks again and again.
         if not page_keys or self._suspension.is_active:
             return ()
         keys = tuple(page_keys)
@@ -107,21 +110,18 @@ class MooncakeTier(LowerTier):
             first = runs[0]
             if first.segment.manifest.start_token + first.first_page * model.page_size != next_token:
                 return ()
-        return tuple(
-            TierRun(
-                NAME, run.segment.manifest, run.segment.checksums, run.first_page, run.end_page, run.segment
-            )
-            for run in runs
-        )
+        return runs
 
-    def release(self, run: TierRun) -> None:
-        """Nothing to do: what is held here cannot keep the cluster from evicting."""
+    def release(self, run: PageRun[StoredObject]) -> None:
+        """Does nothing: a hold cannot keep the cluster from evicting."""
 
-    def fetch(self, run: TierRun, blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
-        segment = _place_of(run)
+    def fetch(
+        self, run: PageRun[StoredObject], blocks: Sequence[Block], landed: Callable[[int], None]
+    ) -> None:
+        segment = run.segment
         sizes = tuple(block.nbytes for block in blocks)
-        if sizes != run.manifest.layer_num_bytes:
-            raise ValueError(f"blocks of {sizes} bytes for layers of {run.manifest.layer_num_bytes}")
+        if sizes != segment.manifest.layer_num_bytes:
+            raise ValueError(f"blocks of {sizes} bytes for layers of {segment.manifest.layer_num_bytes}")
         try:
             store = self._connection.store()
             self._check_epoch(store, segment)
@@ -139,7 +139,7 @@ class MooncakeTier(LowerTier):
             self._suspension.failed("reads fail", error)
             raise TierReadError(f"the Mooncake cluster cannot be read: {error}") from error
         self._suspension.succeeded()
-        self._counters.add(read_segments=1, read_bytes=run.manifest.num_bytes)
+        self._counters.add(read_segments=1, read_bytes=segment.manifest.num_bytes)
 
     def put(
         self,
@@ -148,16 +148,16 @@ class MooncakeTier(LowerTier):
         checksums: Sequence[int],
         done: Callable[[], None],
     ) -> bool:
-        if not self._catalog.find_missing(manifest.model, manifest.page_keys):
+        if not self._known.find_missing(manifest.model, manifest.page_keys):
             done()
             return True
         return self._writer.put(manifest, tuple(blocks), tuple(checksums), done)
 
     def discard(self, manifest: SegmentManifest) -> None:
-        """As ``LowerTier.discard``: forgotten at once, and removed from the cluster behind that."""
+        """As ``LowerTier.discard``: forgotten at once, removed from the cluster in the background."""
         self._writer.drop(lambda item: item.manifest.shares_encoded_pages(manifest))
         known = self._forget_like(manifest)
-        # It may take long when the master is gone, and nobody waits for it.
+        # In the background, because it may take long when the master is gone.
         self._calls.begin(lambda: self._remove_like(manifest, known))
 
     def cost(self) -> TierCost:
@@ -168,17 +168,19 @@ class MooncakeTier(LowerTier):
         return self._writer.flush(timeout_s)
 
     def clear(self, model: ModelIdentity | None = None) -> None:
-        """See ``LowerTier``. While the cluster does not answer, only this daemon has forgotten; it tells the
-        cluster before it uses anything of the model again."""
+        """As ``LowerTier.clear``. If the cluster does not answer, only this daemon has forgotten the model.
+
+        It then repeats the clear before it uses anything of the model again.
+        """
         fingerprint = model.fingerprint if model is not None else None
         self._epochs.clear(fingerprint)
-        self._catalog.clear(fingerprint)
+        self._known.clear(fingerprint)
         self._writer.drop(lambda item: fingerprint in (None, item.manifest.model.fingerprint))
         if not self._calls.run(self._settle, _CLEAR_TIMEOUT_S):
             self._suspension.failed("slow to clear", f"more than {_CLEAR_TIMEOUT_S:g} s")
 
     def list_segments(self) -> list[SegmentInfo]:
-        """What this daemon knows of the cluster."""
+        """The segments of the cluster that this daemon knows."""
         return [
             SegmentInfo.of(
                 segment.segment_id,
@@ -186,14 +188,14 @@ class MooncakeTier(LowerTier):
                 NAME,
                 idle_s=max(0.0, self._clock() - segment.confirmed_at_s),
             )
-            for segment in self._catalog.segments()
+            for segment in self._known.segments()
         ]
 
     def verify(self) -> DamageReport:
-        """Read what this daemon knows of the cluster; stops when the cluster does not answer."""
+        """Read all segments that this daemon knows; stops when the cluster does not answer."""
         num_blocks = num_bytes = 0
         bad_segments: list[int] = []
-        for segment in self._catalog.segments():
+        for segment in self._known.segments():
             try:
                 store = self._connection.store()
                 for layer, size in enumerate(segment.manifest.layer_num_bytes):
@@ -210,10 +212,13 @@ class MooncakeTier(LowerTier):
         return DamageReport(num_blocks, num_bytes, tuple(bad_segments))
 
     def stats(self) -> TierStats:
-        """Of this daemon's part: capacity is the memory that it gave to the cluster, ``stored_bytes`` and
-        the counts are of the segments that it knows, wherever they lie; used is their sum, at most the
-        capacity (the client tells nothing of what others stored here)."""
-        segments = self._catalog.segments()
+        """As ``LowerTier.stats``, for this daemon.
+
+        The capacity is the memory that it gave to the cluster. ``stored_bytes`` and the counts are of the
+        segments that it knows, wherever they lie. ``used_bytes`` is ``stored_bytes``, at most the capacity:
+        the client does not tell what others stored in this memory.
+        """
+        segments = self._known.segments()
         stored_bytes = sum(segment.manifest.num_bytes for segment in segments)
         capacity_bytes = self._options.segment_bytes
         used_bytes = min(stored_bytes, capacity_bytes)
@@ -225,7 +230,7 @@ class MooncakeTier(LowerTier):
             free_bytes=capacity_bytes - used_bytes,
             stored_bytes=stored_bytes,
             num_segments=len(segments),
-            num_pages=self._catalog.num_pages,
+            num_pages=self._known.num_pages,
             queued_segments=queued_segments,
             queued_bytes=queued_bytes,
             is_suspended=self._suspension.is_active,
@@ -252,33 +257,34 @@ class MooncakeTier(LowerTier):
 
     def _check_epoch(self, store: ObjectStore, segment: StoredObject) -> None:
         if self._epochs.prefix(store, segment.manifest.model.fingerprint) != segment.prefix:
-            self._catalog.forget(segment)
+            self._known.forget(segment)
             raise TierReadError("the segment was cleared")
 
     def _read_block(self, store: ObjectStore, segment: StoredObject, layer: int, block: Block) -> None:
         started_s = self._clock()
         if not store.get_into(segment.block_key(layer), block):
-            if self._catalog.forget(segment):
+            if self._known.forget(segment):
                 self._counters.add(evicted_segments=1, evicted_bytes=segment.manifest.num_bytes)
             raise TierReadError(f"layer {layer} is not in the Mooncake cluster any more")
-        self._cost.learn(block.nbytes, self._clock() - started_s)
+        took_s = self._clock() - started_s
+        self._cost.correct(lambda cost: seen_cost(cost, block.nbytes, took_s))
         if block_checksum(block) != segment.checksums[layer]:
             self._counters.add(corrupted_segments=1)
-            self._catalog.forget(segment)
+            self._known.forget(segment)
             self._remove(segment)
             raise _WrongBytesError(f"layer {layer} came from the Mooncake cluster with a wrong checksum")
 
     def _forget_like(self, manifest: SegmentManifest) -> list[StoredObject]:
-        """Forget what is known to hold pages of a segment and is encoded like it."""
-        known = self._catalog.segments_of(manifest.model, manifest.page_keys)
+        """Forget known segments that hold a page of this one and are encoded like it; returns them."""
+        known = self._known.segments_of(manifest.model, manifest.page_keys)
         return [
             segment
             for segment in known
-            if segment.manifest.shares_encoded_pages(manifest) and self._catalog.forget(segment)
+            if segment.manifest.shares_encoded_pages(manifest) and self._known.forget(segment)
         ]
 
     def _remove_like(self, manifest: SegmentManifest, known: list[StoredObject]) -> None:
-        """Remove from the cluster what was known, and what only the cluster knows of these pages."""
+        """Remove the known segments from the cluster, and others of these pages that only it knows."""
         for segment in known:
             self._remove(segment)
         self._ask(manifest.model, manifest.page_keys, manifest.token_ids)
@@ -293,9 +299,4 @@ class MooncakeTier(LowerTier):
 
 
 class _WrongBytesError(TierReadError):
-    """A block whose checksum is wrong; its segment has been taken out."""
-
-
-def _place_of(run: TierRun) -> StoredObject:
-    assert isinstance(run.place, StoredObject), f"a run of tier {run.tier} given to {NAME}"
-    return run.place
+    """A block has a wrong checksum; its segment was removed."""

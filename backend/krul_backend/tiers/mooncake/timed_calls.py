@@ -1,4 +1,4 @@
-"""Calls that may take longer than their caller has time."""
+"""Calls with a time limit, after which the caller goes on without them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 class TimedCalls:
-    """Runs calls on a few threads of its own, and lets the caller go on when one is late.
+    """Runs calls on a few threads of its own; a caller waits for its call for a limited time.
 
-    A call that is late goes on; while there is one, ``is_late`` says so: who asks again would wait again.
+    A late call goes on. ``is_late`` is true while there is one: a new call would likely be late, too.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -32,7 +32,7 @@ class TimedCalls:
             return self._num_late > 0
 
     def run(self, function: Callable[[], None], timeout_s: float) -> bool:
-        """Whether the call ended in time. What it raises is logged: it should raise nothing."""
+        """Run a call; False if it did not end in time. It should raise nothing; an exception is logged."""
         call = _Call(function)
         self._calls.put(call)
         if call.ended.wait(timeout_s):
@@ -49,7 +49,7 @@ class TimedCalls:
         self._calls.put(_Call(function))
 
     def close(self) -> None:
-        """Begin nothing more. Does not wait for calls that are late."""
+        """End the threads after the calls that were begun. Does not wait for them."""
         for _ in self._threads:
             self._calls.put(None)
 

@@ -1,4 +1,4 @@
-"""The tier on a disk: an append-only log of records, with an index in memory that every start reads again.
+"""The SSD tier: append-only log files of records, and an index in memory that each start builds from them.
 
-Whole segments enter, written behind their use; blocks leave, read without the page cache. ``store`` calls it.
+Whole segments are written some time after their commit, and read past the page cache. ``store`` calls it.
 """

@@ -1,4 +1,4 @@
-"""From a record's bytes, as they come, to its blocks."""
+"""Splits a record's bytes, as they are read, into its blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BlockSink:
         at: where in the record the first piece starts, in bytes.
         block_offsets, block_sizes, checksums: of each layer's block; offsets from the record's start.
         blocks: where to copy to, writable; None to check only.
-        landed: called for each layer, in ascending order, when its block is written and right.
+        landed: called for each layer, in ascending order, when its block is written and its checksum right.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class BlockSink:
         return self._layer
 
     def take(self, piece: memoryview) -> None:
-        """The next bytes of the record. ``piece`` is not kept.
+        """Process the next bytes of the record. ``piece`` is not kept.
 
         Raises:
             RecordError: a block has a wrong checksum.
@@ -63,7 +63,7 @@ class BlockSink:
         self._at = end
 
     def _copy(self, part: memoryview, offset: int) -> None:
-        # Both release the GIL, so that other pieces are read and other fetches checked meanwhile.
+        # Hashing and copying release the GIL, so that other reads go on meanwhile.
         self._hash.update(part)
         if self._blocks is not None:
             block = self._blocks[self._layer]

@@ -1,18 +1,50 @@
-"""Which segments the SSD tier has, and in which order they leave."""
+"""The segments of the SSD tier: where they lie, how they are found, in which order they are evicted."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from krul_backend.segment import ModelIdentity, TokenIds
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.eviction import EvictionPolicy
 from krul_backend.tiers.common.page_index import PageIndex, PageRun
-from krul_backend.tiers.ssd.ssd_segment import SsdSegment
+from krul_backend.tiers.ssd.log_file import LogFile
+
+
+@dataclass(eq=False)
+class SsdSegment:
+    """A segment in a log file. It is changed under the tier's lock only.
+
+    ``file`` and ``offset`` are where its record is now. Compaction may move the record at any time; whoever
+    reads it holds the file. ``num_holds`` counts the runs that ``match`` gave out: a held segment is not
+    evicted. ``is_indexed`` becomes False by eviction, a clear or a wrong checksum, and never True again.
+    """
+
+    segment_id: int
+    manifest: SegmentManifest
+    checksums: tuple[int, ...]
+    sequence: int
+    block_offsets: tuple[int, ...]
+    taken_bytes: int
+    file: LogFile
+    offset: int
+    last_used_s: float
+    num_holds: int = 0
+    is_indexed: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.manifest.num_tokens
+
+    @property
+    def restore_s(self) -> float:
+        """Seconds to compute it. Reading is left out: per byte it costs the same for all segments here."""
+        return self.manifest.recompute_s
 
 
 class Catalog:
-    """Index, order and sums over all segments that can be found. Called under the tier's lock.
+    """Keeps index, eviction order and sums of the segments that can be found. Called under the tier's lock.
 
     Args:
         policy: order of eviction, owned by the catalog from here on.
@@ -43,7 +75,7 @@ class Catalog:
         return next(self._ids)
 
     def add(self, segment: SsdSegment) -> bool:
-        """Make a durable segment findable; False if it brings no page that is not here already."""
+        """Make a durable segment findable; False if all of its pages can be found already."""
         is_new = self._index.add(segment) > 0
         if is_new:
             segment.is_indexed = True
@@ -54,7 +86,7 @@ class Catalog:
         return is_new
 
     def remove(self, segment: SsdSegment) -> None:
-        """Take an indexed segment out; its record is dead from now on."""
+        """Take an indexed segment out; its record becomes dead space in its file."""
         self._index.remove(segment)
         self._policy.remove(segment.segment_id)
         del self._segments[segment.segment_id]
@@ -63,13 +95,13 @@ class Catalog:
         self.stored_bytes -= segment.manifest.num_bytes
 
     def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[SsdSegment]:
-        """The segments that the pages are found in, each once."""
+        """The segments that hold the pages, each once."""
         return self._index.segments_of(model, page_keys)
 
     def remove_superseded(self, newer: SsdSegment) -> None:
-        """Take out the segments all of whose pages ``newer``, which was written later, has too.
+        """Take out segments all of whose pages ``newer`` has too, which was written later.
 
-        Pages are written again only after what had them was taken out, as damaged or not decodable.
+        Pages are written again only after the segment that held them was found damaged or not decodable.
         """
         manifest = newer.manifest
         for older in self.segments_of(manifest.model, manifest.page_keys):
@@ -82,7 +114,7 @@ class Catalog:
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
     ) -> tuple[PageRun[SsdSegment], ...]:
-        """The longest prefix that is here, for these tokens; counts as a use."""
+        """The longest prefix of the pages that is stored here with these tokens; counts as a use."""
         runs = self._index.match_prefix(model, tuple(page_keys), token_ids, next_token).runs
         if runs:
             before = self._index.path_to(runs[0].segment)[:-1]
@@ -90,7 +122,7 @@ class Catalog:
         return runs
 
     def victims(self) -> Iterator[SsdSegment]:
-        """Segments that may be evicted, the first to leave first. Change nothing while iterating."""
+        """Segments that may be evicted, the first to evict first. Change nothing while iterating."""
         segments = (self._segments[segment_id] for segment_id in self._policy.victims())
         return (segment for segment in segments if segment.num_holds == 0)
 

@@ -1,4 +1,4 @@
-"""What was cleared and must never be found again, in a file of its own."""
+"""The file that says which records were cleared and must not be found again."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _COPY_NUM_BYTES = 64 << 10
 
 
 class ClearFile:
-    """``clears``: two equal copies of ``{"all": n, "models": {fingerprint: n}}``, 64 KiB each.
+    """The file ``clears``: two equal copies of ``{"all": n, "models": {fingerprint: n}}``, 64 KiB each.
 
     A copy is: magic ``KRULCLR2``, XXH3-64 of what follows, generation (u64), the JSON's size (u64), the JSON.
 
-    A record is cleared if its file's number is smaller than ``all`` or than its model's number. File names
-    stay known when a file cannot be read for a while, so what comes back later is still cleared; and nothing
-    that is damaged in a log can hide a clear. Copies are overwritten in place, one after the other: a full
-    file system takes that, and one copy is good at any moment. The newer good one counts.
+    A record is cleared if its file's number is smaller than ``all`` or than its model's number. This also
+    covers files that cannot be read when the clear is made, and damage in a log cannot hide it. The copies
+    are overwritten in place, one after the other: that works on a full file system, and one of them is good
+    at any moment. The newer good one counts.
     """
 
     def __init__(self, disk: Disk, directory: Path) -> None:
@@ -42,7 +42,7 @@ class ClearFile:
 
     @property
     def first_open_number(self) -> int:
-        """No file with a smaller number may be given records any more: they would count as cleared."""
+        """The smallest number of a file that may get new records: in earlier files they could be cleared."""
         return max(self._all, *self._models.values(), 0)
 
     def is_cleared(self, fingerprint: str, file_number: int) -> bool:
@@ -71,12 +71,12 @@ class ClearFile:
         cleared = orjson.loads(json)
         self._all, self._models = cleared["all"], cleared["models"]
         if copies[0] != copies[1]:
-            # Otherwise the next damage might leave none, or an older one.
+            # Repair the bad copy: the next damage might hit the good one.
             with contextlib.suppress(OSError):
                 self._overwrite(json)
 
     def create(self, file_number: int) -> None:
-        """Begin anew, with all files cleared that have a smaller number. Appears whole. Raises OSError."""
+        """Replace the file atomically by one that clears all files with a smaller number. Raises OSError."""
         temporary = self._path.with_suffix(".tmp")
         copy = _encode_copy(1, orjson.dumps({"all": file_number, "models": {}}))
         fd = self._disk.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -90,9 +90,9 @@ class ClearFile:
         self._all, self._models, self._generation = file_number, {}, 1
 
     def add(self, fingerprint: str | None, file_number: int, oldest_number: int) -> None:
-        """Clear all files with a smaller number, of one model or (None) of all; durable on return.
+        """Clear one model's records, or (None) all, in files with a smaller number; durable on return.
 
-        There are no files with a smaller number than ``oldest_number``: clears that end there are dropped.
+        Notes of clears up to ``oldest_number`` are dropped, as no file has a smaller number than that.
 
         Raises:
             OSError: it could not be written, or there are too many models for it.

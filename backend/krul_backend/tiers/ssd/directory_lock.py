@@ -1,4 +1,4 @@
-"""One daemon per directory."""
+"""The lock that lets only one daemon use a directory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _POLL_S = 0.1
 
 
 class DirectoryLock:
-    """An exclusive ``flock`` that ends with the process, however it ends. The file says who holds it.
+    """An exclusive ``flock`` on a file in the directory, which names the holder. It ends with the process.
 
     Args:
         directory: is created, for this user only, if it does not exist.
-        patience_s: how long to wait for another one to leave.
+        patience_s: how long to wait for another process to leave.
 
     Raises:
         DaemonError: the directory cannot be used, is a link, belongs to somebody else, or is in use.
@@ -51,7 +51,7 @@ class DirectoryLock:
         except BaseException:
             os.close(self._fd)
             raise
-        # A full disk may not take even this.
+        # On a full disk even this may fail.
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"process {os.getpid()} ({Path(sys.argv[0]).name})\n".encode(), 0)

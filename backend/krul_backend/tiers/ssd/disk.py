@@ -1,4 +1,4 @@
-"""The few system calls that the SSD tier makes, in one place, so that tests can make each of them fail."""
+"""The system calls of the SSD tier, in one class, so that tests can make each of them fail."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MAX_IOVECS = 1024
 
 
 class Disk:
-    """Files by descriptor. Every method raises ``OSError`` as the system call does."""
+    """Calls the operating system. Every method raises ``OSError`` as the system call does."""
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
-        """A link in the place of the file is refused: what it points to is not ours."""
+        """Open a file; a symbolic link is refused, because it may point to a file of somebody else."""
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
 
     def close(self, fd: int) -> None:
@@ -26,11 +26,11 @@ class Disk:
         return os.fstat(fd).st_size
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Bytes read, fewer than asked for at the end of the file or whenever the kernel likes."""
+        """Read; returns the number of bytes, which may be smaller than asked for, anywhere in the file."""
         return os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Bytes written, which may be fewer than given."""
+        """Write; returns the number of bytes, which may be smaller than given."""
         return os.pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
@@ -54,15 +54,15 @@ class Disk:
             os.close(fd)
 
     def drop_cache(self, fd: int, offset: int, num_bytes: int) -> None:
-        """Let the page cache forget clean pages of a range (``num_bytes`` 0: to the end of the file)."""
+        """Drop clean pages of a range from the page cache (``num_bytes`` 0: to the end of the file)."""
         os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def expect_random_reads(self, fd: int) -> None:
-        """Read no further ahead than asked."""
+        """Turn off the kernel's read-ahead for a file."""
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def free_bytes(self, path: Path) -> int:
-        """What the file system has left for this user."""
+        """Bytes that the file system has left for this user."""
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 
@@ -71,7 +71,7 @@ def write_all(disk: Disk, fd: int, buffers: Sequence[Buffer], offset: int) -> No
     """Write all buffers one after the other, however little each call takes.
 
     Raises:
-        OSError: the medium failed, or takes nothing any more.
+        OSError: the medium failed, or takes no more bytes.
     """
     views = [memoryview(buffer) for buffer in buffers if len(buffer)]
     first = 0
@@ -88,7 +88,7 @@ def write_all(disk: Disk, fd: int, buffers: Sequence[Buffer], offset: int) -> No
 
 
 def read_up_to(disk: Disk, fd: int, num_bytes: int, offset: int) -> bytes:
-    """``num_bytes`` from ``offset`` on, fewer only where the file ends. Raises OSError."""
+    """Read ``num_bytes`` from ``offset`` on; fewer only at the end of the file. Raises OSError."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     num_read = 0
@@ -101,7 +101,7 @@ def read_up_to(disk: Disk, fd: int, num_bytes: int, offset: int) -> bytes:
 
 
 def open_for_reading(disk: Disk, path: Path) -> int:
-    """For reading past the page cache; through it where the file system cannot do otherwise."""
+    """Open a file for reads past the page cache, or through it if the file system has only that."""
     try:
         return disk.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError as error:

@@ -29,13 +29,12 @@ _SEARCH_NUM_BYTES = 1 << 20
 
 
 class LogFile:
-    """``<number>.log``: a header of 4096 bytes, then records. Appends come from one thread at a time.
+    """The file ``<number>.log``: a header of 4096 bytes, then records. One thread at a time appends.
 
     ``file_id`` is random; with a record's offset it makes the ``place`` that its header is bound to.
-    ``num_bytes`` is the file's size, ``num_synced_bytes`` what is known to be durable of it. ``live_bytes``
-    are the records that can be found.
-    The descriptors stay open as long as somebody holds the file; a removed file takes its space until then.
-    These counts belong to the tier and are changed under its lock.
+    ``num_bytes`` is the file's size, ``num_synced_bytes`` how much of it is durable, ``live_bytes`` the size
+    of the records that can be found. The descriptors stay open while ``num_holds`` is not 0; a removed file
+    takes its space until then. These counts are changed under the tier's lock.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class LogFile:
 
     @classmethod
     def create(cls, disk: Disk, directory: Path, number: int) -> LogFile:
-        """A new, empty file that appears whole: written under another name, synced, renamed."""
+        """Make a new, empty file: it is written under another name, synced, and renamed. Raises OSError."""
         path = directory / log_name(number)
         temporary = path.with_suffix(".tmp")
         file_id = secrets.randbits(64)
@@ -76,7 +75,7 @@ class LogFile:
 
     @classmethod
     def open(cls, disk: Disk, path: Path, stamp: LogStamp) -> LogFile:
-        """A file that exists; ``stamp`` is what its header says. Raises OSError."""
+        """Open an existing file; ``stamp`` is what its header says. Raises OSError."""
         assert stamp.file_id is not None, f"{path} is not of this format"
         fd = disk.open(path, os.O_RDWR)
         try:
@@ -89,17 +88,17 @@ class LogFile:
         return cls(disk, path, stamp.number, stamp.file_id, fd, read_fd, num_bytes)
 
     def place(self, offset: int) -> int:
-        """What the header of a record at ``offset`` is bound to: that place in this file, and no other."""
+        """The number that binds the header of a record to ``offset`` in this file; see ``record.py``."""
         return (self._file_id + offset) % (1 << 64)
 
     def scan(self) -> Iterator[tuple[int, SegmentRecord]]:
-        """Offsets and headers of all records whose headers are right, from the file's start to its end.
+        """Iterate over offset and header of each record whose header is right.
 
-        After a header that is damaged the next right one is looked for, at each multiple of 4096. What
-        follows the last record is cut off when the scan ends.
+        After a damaged header the next right one is looked for, at each multiple of 4096. At the end of the
+        scan the file is truncated after the last record.
 
         Raises:
-            OSError: it cannot be read, or not be cut off.
+            OSError: the file cannot be read or truncated.
         """
         offset = end = FILE_HEADER_NUM_BYTES
         while offset < self.num_bytes:
@@ -109,7 +108,7 @@ class LogFile:
             else:
                 yield offset, record
                 offset = end = offset + record.record_num_bytes
-        # Also when nothing is torn: what was read may never have been synced by the process that wrote it.
+        # Sync even if nothing was cut off: the process that wrote the records may not have synced them.
         self._disk.truncate(self._fd, end)
         self._disk.fdatasync(self._fd)
         self._disk.drop_cache(self._fd, 0, 0)
@@ -129,7 +128,7 @@ class LogFile:
             return None
 
     def _next_magic(self, offset: int) -> int:
-        """Where, from ``offset`` on, a header may start: the file's end if nowhere."""
+        """The next offset at which a header may start; the file's end if there is none."""
         while offset < self.num_bytes:
             data = read_up_to(self._disk, self._fd, _SEARCH_NUM_BYTES, offset)
             for at in range(0, len(data), RECORD_ALIGN):
@@ -139,7 +138,7 @@ class LogFile:
         return self.num_bytes
 
     def append(self, buffers: Sequence[Buffer], num_bytes: int) -> int:
-        """Write at the end, without syncing; returns the offset. ``num_bytes`` are all of ``buffers``.
+        """Write at the end, without syncing; returns the offset. ``num_bytes`` is the size of ``buffers``.
 
         Raises:
             OSError: not everything could be written; call ``cut_back`` before anything else.
@@ -150,16 +149,16 @@ class LogFile:
         return offset
 
     def sync(self) -> None:
-        """Make durable what was appended, and let the page cache forget it."""
+        """Make durable what was appended, and drop it from the page cache. Raises OSError."""
         self._disk.fdatasync(self._fd)
         self._disk.drop_cache(self._fd, self.num_synced_bytes, self.num_bytes - self.num_synced_bytes)
         self.num_synced_bytes = self.num_bytes
 
     def cut_back(self) -> bool:
-        """Drop what was written since the last sync; False if that, too, fails.
+        """Truncate the file to what was last synced; False if that fails, too.
 
-        Then nothing more may be appended, ever: nobody knows where the file ends. ``num_bytes`` is what it
-        seems to take afterwards.
+        Then nothing may ever be appended again, because the file's end is not known. ``num_bytes`` is its
+        size as the system then tells it.
         """
         is_clean = True
         try:

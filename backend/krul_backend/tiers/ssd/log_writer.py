@@ -1,4 +1,4 @@
-"""Appending records to the newest log file, and what all log files take."""
+"""The log files of the SSD tier: appending records, removing files, and how much space they take."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ from krul_backend.tiers.ssd.own_files import FILE_HEADER_NUM_BYTES
 from krul_backend.tiers.ssd.recovery import Recovered
 
 GROUP_NUM_BYTES = 64 << 20
-"""Written with one sync: the most that waits for it, and that the page cache holds besides."""
+"""How many bytes are written per sync: the most that waits for a sync, and that the page cache holds."""
 
 
 @dataclass(frozen=True)
 class _Unsynced:
-    """A record that was written, but may still be lost. ``publish(file, offset)`` makes it findable."""
+    """A record that was written, but not synced. ``publish(file, offset)`` makes it findable."""
 
     offset: int
     publish: Callable[[LogFile, int], None]
 
 
 class LogWriter:
-    """The log files. Everything but ``release`` and the sizes is for one thread at a time.
+    """Owns the log files. One thread at a time may call it, except for ``release`` and the sizes.
 
-    Several records are appended, then made durable by one ``commit``; only then they are published.
+    Several records are appended, then made durable by one ``commit``, and published only then.
     ``used_bytes`` is raised before bytes are written and lowered after they are gone, so that the files never
-    take more than it says. A removed file that somebody still reads takes its space until the last
-    ``release``.
+    take more than that. A removed file that is still being read takes its space until the last ``release``.
 
     Args:
-        lock: the tier's; guards ``files``, ``used_bytes`` and the counts in the files. Taken here, never held
-            during a system call that may block.
-        file_bytes: a file is given a record only if it stays within this size, or has no other.
+        lock: the tier's; guards ``files``, ``used_bytes`` and the counts in the files. Taken by the methods,
+            and never held during a system call that may block.
+        file_bytes: the size of a file. Only a record that is larger itself makes a larger file.
         recovered: what was found in the directory.
     """
 
@@ -66,22 +65,22 @@ class LogWriter:
 
     @property
     def oldest_number(self) -> int:
-        """No file, nor one that a crash might bring back, has a smaller number."""
+        """No file has a smaller number, not even a removed one that a crash might bring back."""
         if self._is_removal_in_doubt:
             return 0
         return min((*self.files, *self._unread), default=self.next_number)
 
     @property
     def has_unread(self) -> bool:
-        """Whether there are files that could not be read: what is in them is not known."""
+        """Whether there are files that could not be read, whose records are not known."""
         return bool(self._unread)
 
     def num_bytes_for(self, record_num_bytes: int) -> int:
-        """What the files will grow by when such a record is appended."""
+        """How many bytes the files will grow by when a record of this size is appended."""
         return record_num_bytes + (FILE_HEADER_NUM_BYTES if self._needs_file(record_num_bytes) else 0)
 
     def is_active(self, file: LogFile) -> bool:
-        """Whether the next record may be appended to a file."""
+        """Whether the next record may go into this file."""
         return file is self._active
 
     def is_busy(self, file: LogFile) -> bool:
@@ -96,7 +95,7 @@ class LogWriter:
         sequence: int,
         publish: Callable[[LogFile, int], None],
     ) -> None:
-        """Write a record; ``commit`` calls ``publish`` with its place, under the lock, when it is durable.
+        """Write a record; ``commit`` calls ``publish(file, offset)``, under the lock, when it is durable.
 
         Raises:
             OSError: it could not be written. Everything since the last commit is lost, and never published.
@@ -118,10 +117,10 @@ class LogWriter:
         self._unsynced.append(_Unsynced(offset, publish))
 
     def commit(self) -> None:
-        """Make durable, then publish, what was appended.
+        """Make appended records durable, then publish them.
 
         Raises:
-            OSError: it may not be durable. Everything since the last commit is lost, and never published.
+            OSError: the sync failed. Everything since the last commit is lost, and never published.
         """
         file = self._active
         if file is None or not self._unsynced:
@@ -137,7 +136,7 @@ class LogWriter:
         self._unsynced.clear()
 
     def seal(self) -> None:
-        """Commit, and append nothing more to the file that is written now.
+        """Commit, and let the next record begin a new file.
 
         Raises:
             OSError: as ``commit``; the file is sealed all the same.
@@ -148,7 +147,7 @@ class LogWriter:
             self._active = None
 
     def remove(self, file: LogFile) -> None:
-        """Unlink a file, durably. What it takes is free when nobody holds it any more.
+        """Unlink a file, durably. Its space is free when nobody holds it any more.
 
         Raises:
             OSError: it could not be unlinked, or not durably.
@@ -156,7 +155,7 @@ class LogWriter:
         assert not self.is_busy(file), f"{file.path.name} has records that wait for their sync"
         if file is self._active:
             self._active = None
-        # Somebody who removed it by hand wanted the same.
+        # Somebody may have removed it by hand.
         with contextlib.suppress(FileNotFoundError):
             self._disk.unlink(file.path)
         with self._lock:
@@ -181,7 +180,7 @@ class LogWriter:
                 self.used_bytes -= file.num_bytes
 
     def close(self) -> None:
-        """Close all files that nobody reads; the others when they are released."""
+        """Close all files: those that are being read when they are released."""
         self._active = None
         for file in list(self.files.values()):
             with self._lock:
@@ -212,7 +211,7 @@ class LogWriter:
         return file
 
     def _give_up(self, file: LogFile, counted_num_bytes: int) -> None:
-        """Drop what is not synced; ``counted_num_bytes`` of the file are in ``used_bytes``."""
+        """Drop records that are not synced; ``used_bytes`` counts the file as ``counted_num_bytes``."""
         self._unsynced.clear()
         if not file.cut_back():
             self._active = None

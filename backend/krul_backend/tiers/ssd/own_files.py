@@ -1,4 +1,4 @@
-"""Tells the SSD tier's own files from others: nothing else is ever counted, written or removed."""
+"""Names and headers of the SSD tier's files. Files of others are never counted, written or removed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILE_HEADER_NUM_BYTES = 4096
 LOCK_NAME = "lock"
 CLEARS_NAME = "clears"
 CLEARS_MAGIC = b"KRULCLR"
-"""Of every format; the digit that follows is not a part of it."""
+"""The same in every format; a digit follows it."""
 
 _LOG_NAME = re.compile(r"(\d{8,18})\.log")
 _TEMPORARY_NAME = re.compile(rf"(\d{{8,18}}|{CLEARS_NAME}|probe)\.tmp")
@@ -40,20 +40,20 @@ _SECOND_COPY_AT = 2048
 
 @dataclass(frozen=True)
 class LogStamp:
-    """What the header of one of our log files says. ``file_id`` None: of another format, or damaged."""
+    """The contents of a log file's header. ``file_id`` is None for another format, or damage."""
 
     number: int
     version: int
     file_id: int | None
 
     def is_usable_as(self, path: Path) -> bool:
-        """Whether this is the header of a file of this format that has always had this name."""
+        """Whether the file is of this format, not damaged, and still has its original name."""
         is_whole = self.version == FORMAT_VERSION and self.file_id is not None
         return is_whole and path.name == log_name(self.number)
 
 
 def format_directory(directory: Path) -> Path:
-    """Where files of this format lie in the directory that was configured."""
+    """The directory for files of this format, inside the configured one."""
     return directory / f"krul-v{FORMAT_VERSION}"
 
 
@@ -62,19 +62,19 @@ def log_name(number: int) -> str:
 
 
 def log_paths(directory: Path) -> dict[Path, int]:
-    """All that has the name of a log file, whoever made it, with its number, by number. Raises OSError."""
+    """All paths with the name of a log file, whoever made them, by number, with it. Raises OSError."""
     matches = ((path, _LOG_NAME.fullmatch(path.name)) for path in directory.iterdir())
     numbers = {path: int(match[1]) for path, match in matches if match is not None}
     return dict(sorted(numbers.items(), key=lambda item: item[1]))
 
 
 def temporary_paths(directory: Path) -> list[Path]:
-    """Files of ours that a process left half written. Raises OSError."""
+    """The tier's files that a process left half written. Raises OSError."""
     return [path for path in directory.iterdir() if _TEMPORARY_NAME.fullmatch(path.name)]
 
 
 def encode_file_header(number: int, file_id: int) -> bytes:
-    """The first 4096 bytes of a log file. They say everything twice: damage to one sector costs no file."""
+    """The first 4096 bytes of a log file: two copies of the header, so that one may be damaged."""
     body = struct.pack("<QI", number, FORMAT_VERSION)
     stamp = _STAMP.pack(_MAGIC, xxhash.xxh3_64_intdigest(body), number, FORMAT_VERSION)
     stamp = stamp.ljust(_FILE_ID_AT, b"\0")
@@ -84,7 +84,7 @@ def encode_file_header(number: int, file_id: int) -> bytes:
 
 
 def read_stamp(disk: Disk, path: Path) -> LogStamp | None:
-    """What a file's header says; None if it is no log file of ours, of any format.
+    """Read a file's header; None if it is not a log file of the tier, of any format.
 
     Raises:
         OSError: it cannot be read.
@@ -102,7 +102,7 @@ def read_stamp(disk: Disk, path: Path) -> LogStamp | None:
 
 
 def own_bytes(directory: Path) -> int:
-    """What the tier's files take in ``directory``, those of older formats included, as far as can be seen."""
+    """Bytes that readable log files take in ``directory``, those of older formats included."""
     disk = Disk()
     num_bytes = 0
     for formats in _format_directories(directory):
@@ -114,10 +114,10 @@ def own_bytes(directory: Path) -> int:
 
 
 def remove_older_formats(disk: Disk, directory: Path) -> None:
-    """Remove what daemons of older formats left in ``directory``: no daemon will ever read it again.
+    """Remove the files that daemons of older formats left in ``directory``: no daemon will read them again.
 
-    A format's directory is touched only if it is a real directory of this user's, with a lock that no daemon
-    holds; in it only what carries our header. Whatever else is there stays, and the directory with it.
+    A format's directory is changed only if it is a real directory of this user, with a lock that no daemon
+    holds. Files without the tier's header stay, and then the directory stays, too.
     """
     for formats in _format_directories(directory):
         if formats == format_directory(directory):
@@ -129,7 +129,7 @@ def remove_older_formats(disk: Disk, directory: Path) -> None:
 
 
 def _format_directories(directory: Path) -> list[Path]:
-    """Real directories for files of this format and older ones; none if the directory cannot be listed."""
+    """The real directories of this format and older ones; none if ``directory`` cannot be listed."""
     try:
         matches = [(path, _DIRECTORY_NAME.fullmatch(path.name)) for path in directory.iterdir()]
     except OSError:
@@ -142,7 +142,7 @@ def _remove_format(disk: Disk, formats: Path) -> None:
     if formats.stat().st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "it belongs to another user")
     lock = formats / LOCK_NAME
-    # Without the lock it is not a directory that a daemon made.
+    # A directory without a lock file was not made by a daemon.
     lock_fd = disk.open(lock, os.O_RDWR)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from krul_backend.tiers.common.record import RECORD_ALIGN
 from krul_backend.tiers.ssd.disk import Disk
 
-# Measured best, or as good as any, for records of 32 to 64 MiB; see docs/tiers.md. A small piece is still in
-# the processor's cache when it is checked and copied, and a record's last one is done soon after it came.
+# The best values that were measured for records of 32 to 64 MiB; see docs/tiers.md. A small piece is still in
+# the processor's cache when it is checked and copied, and little work is left after the last piece was read.
 NUM_THREADS = 3
 PIECE_NUM_BYTES = 1 << 20
 _MAX_PIECES_OF_A_READ = 8
@@ -28,7 +28,7 @@ Bounce = memoryview
 
 @dataclass(eq=False)
 class _Read:
-    """One call of ``read``. ``released`` is called when it is over and none of its pieces is being read."""
+    """A call of ``read``. ``released`` is called when it is over and none of its pieces is being read."""
 
     fd: int
     released: Callable[[], None]
@@ -49,17 +49,17 @@ class _Piece:
 
 
 class PieceReader:
-    """A few threads that read pieces into buffers of their own.
+    """Reads ranges of files in pieces, with a few threads and buffers of its own. Thread-safe.
 
-    **The threads write into nothing but the reader's own buffers**; what a caller gets is copied from there
-    in the caller's thread. So a call can give up on a read that the disk does not answer: the thread that is
-    stuck in it may finish at any later time and does no harm. Its buffer and thread come back then, and only
-    then the file may be closed, which ``released`` says.
+    **The threads write only into the reader's own buffers**; the caller's thread copies from there. So a call
+    can give up on a read that the disk does not answer: the stuck thread does no harm when it ends later.
+    Only then are its buffer and itself usable again, and may the file be closed; ``released`` tells.
 
-    Only the disk is ever called slow: the time of a piece counts from when a thread begins to read it. A
-    piece that waits for a thread, or a call that waits for a buffer, waits for as long as any thread gets on.
-    One call takes at most half of the buffers, and while another one has none, no more at all; pieces are
-    read in the order in which they were asked for. So a small read beside a large one waits for few pieces.
+    A time-out means that the disk is slow: the time of a piece counts from when a thread begins to read it. A
+    piece that waits for a thread, or a call that waits for a buffer, waits as long as any thread makes
+    progress. One call takes at most half of the buffers, and no further one while another call has none;
+    pieces are read in the order in which they were asked for. So a small read waits for few pieces of a large
+    one.
 
     Args:
         disk: does the system calls.
@@ -103,7 +103,7 @@ class PieceReader:
         take: Callable[[memoryview], None],
         released: Callable[[], None],
     ) -> None:
-        """Hand bytes ``[offset, offset + num_bytes)`` to ``take``, piece by piece, in order, in this thread.
+        """Call ``take`` in this thread with bytes ``[offset, offset + num_bytes)``, piece by piece, in order.
 
         Offset and length are multiples of 4096; a piece is valid during ``take`` only. ``released`` is called
         exactly once, perhaps later and in another thread.
@@ -149,10 +149,10 @@ class PieceReader:
             thread.join(timeout=self._timeout_s)
 
     def _take_bounce(self, num_taken: int) -> Bounce | None:
-        """A buffer for a call that has ``num_taken``; waits for the first one, None if it must do without."""
+        """A buffer for a call that has ``num_taken``. Waits for a first one; None if it may have no more."""
         with self._changed:
             if num_taken:
-                # Whoever waits has no piece of its own, so that two calls cannot wait for each other.
+                # Only calls without a buffer wait for one, so two calls cannot wait for each other.
                 is_enough = num_taken >= _MAX_PIECES_OF_A_READ or self._num_without_buffer > 0
                 return None if is_enough or not self._free else self._free.pop()
             self._num_without_buffer += 1
@@ -179,7 +179,7 @@ class PieceReader:
             self._changed.wait(since_s + self._timeout_s - now_s)
 
     def _stuck_since_s(self, piece: _Piece | None, now_s: float) -> float:
-        """Since when nobody can do what a call waits for: ``now_s`` if somebody can."""
+        """Since when the disk has kept a call waiting: ``now_s`` if a thread can still make progress."""
         if piece is not None and piece in self._started_s:
             return self._started_s[piece]
         if len(self._started_s) < len(self._threads):
@@ -189,7 +189,7 @@ class PieceReader:
     def _give_up(self, read: _Read, pieces: deque[_Piece]) -> None:
         with self._changed:
             read.is_over = True
-            # Finished pieces are ours; a thread that finishes one from now on gives the buffer back itself.
+            # From now on a thread that finishes a piece of this read gives the buffer back itself.
             self._free += [piece.bounce for piece in pieces if piece.is_done]
             self._changed.notify_all()
             is_released = read.num_unfinished == 0
@@ -228,14 +228,14 @@ class PieceReader:
             if num_whole <= 0:
                 raise OSError(errno.EIO, f"the read ended {len(rest)} bytes too soon")
             num_read += num_whole
-        # Nothing to drop after a read past the cache, but not every file system can do that.
+        # For file systems that cannot read past the page cache.
         self._disk.drop_cache(piece.read.fd, piece.offset, piece.num_bytes)
 
 
 def _make_buffers(num_bytes: int) -> list[Bounce]:
-    """In one private mapping, of huge pages where there are any: a read pins each page of its buffer."""
+    """Make the buffers in one mapping, of huge pages if possible: each read pins the pages of its buffer."""
     mapping = mmap.mmap(-1, _NUM_BUFFERS * num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel without huge pages refuses; small ones do.
+    # A kernel without huge pages refuses; small pages work, too.
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = memoryview(mapping)

@@ -1,4 +1,4 @@
-"""What is left in a directory of logs when a daemon starts."""
+"""Recovery: reading the log files that are in the directory when a daemon starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FoundRecord:
-    """A record with a good header that was not cleared."""
+    """A record with a right header that was not cleared."""
 
     file: LogFile
     offset: int
@@ -34,10 +34,10 @@ class FoundRecord:
 
 @dataclass(frozen=True)
 class Recovered:
-    """``files`` by number, ``records`` by sequence.
+    """The result of ``recover``: ``files`` ordered by number, ``records`` by sequence.
 
-    ``unread``: sizes of files that could not be read, by number; what is in them is not known. No file has a
-    number of ``next_number`` or more, and no record that was found such a sequence as ``next_sequence``.
+    ``unread``: sizes, by number, of files that could not be read; their records are not known. All files have
+    numbers below ``next_number``, all records that were found have sequences below ``next_sequence``.
     """
 
     files: list[LogFile]
@@ -49,13 +49,13 @@ class Recovered:
 
 
 def recover(disk: Disk, directory: Path) -> Recovered:
-    """Read all headers, and cut off torn ends.
+    """Read the headers of all records, and cut off half-written ends of files.
 
-    A file is removed only if it carries our header and is of another format. One that cannot be read may be
-    read at the next start, and one without our header is somebody else's: both are left alone.
+    A file is removed only if it has the tier's header, and is of another format, damaged or renamed. A file
+    that cannot be read stays for the next start; a file without the header is somebody else's, and stays.
 
     Raises:
-        DaemonError: what was cleared can be neither read nor begun anew.
+        DaemonError: the directory, or the file of clears in it, cannot be read or written.
     """
     try:
         for leftover in temporary_paths(directory):

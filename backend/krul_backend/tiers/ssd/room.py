@@ -1,4 +1,4 @@
-"""Keeping the log files under their cap: remove, compact, evict."""
+"""Keeps the log files within their capacity: removes, compacts, evicts."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ import numpy as np
 from krul_backend.errors import TierReadError
 from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.common.record import encode_metadata
-from krul_backend.tiers.ssd.catalog import Catalog
+from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
 from krul_backend.tiers.ssd.own_files import FILE_HEADER_NUM_BYTES
-from krul_backend.tiers.ssd.ssd_segment import SsdSegment
 
 logger = logging.getLogger(__name__)
 
 MAX_DEAD_SHARE = 0.2
-"""So much of the space may be dead before records are copied to get it back."""
+"""The share of the space that may be dead before live records are copied to free it."""
 
 ReadBlocks = Callable[[SsdSegment, Sequence[Block]], None]
 
 
 class Room:
-    """Makes room for records. Called by whoever may append, one at a time.
+    """Makes room for new records. Called by one thread at a time, which may append to the log.
 
     Args:
-        capacity_bytes: what the files may take at any moment. One file's size of it is left to compaction,
-            which needs a place for what it keeps before it can remove what it read.
+        capacity_bytes: how much the files may take at any moment. One file's size of it is reserved for
+            compaction, which writes the records to keep before it removes the file that they were in.
         lock: the tier's; taken here, never held during a system call.
         read_blocks: reads a segment into writable blocks, or raises TierReadError.
         on_evicted: called under the lock for each segment that is evicted.
@@ -60,9 +59,9 @@ class Room:
         return self._limit_bytes - FILE_HEADER_NUM_BYTES
 
     def make(self, record_num_bytes: int) -> bool:
-        """Bring the files to where such a record can be appended.
+        """Free space until a record of this size can be appended.
 
-        False if what is held leaves no room, or if what would have to be moved cannot be read for now.
+        False if segments that are held leave no room, or records that must be moved cannot be read now.
 
         Raises:
             OSError: a file could not be written or removed.
@@ -78,7 +77,7 @@ class Room:
                 worst = max(files, key=_dead_bytes, default=None)
                 if worst is not None and not self._can_compact(worst):
                     worst = None
-                # Below this, evicting on may well empty a file: then nothing had to be copied.
+                # With less dead space, further evictions may empty a whole file, and no copy is needed.
                 num_dead_bytes = sum(map(_dead_bytes, files))
                 is_worth_it = worst is not None and num_dead_bytes >= MAX_DEAD_SHARE * self._limit_bytes
                 if not has_dead and not is_worth_it and self._evict(shortfall):
@@ -90,13 +89,13 @@ class Room:
                 if not self._compact(worst):
                     return False
             elif is_any_busy:
-                # Then it is idle, and may be the one to compact.
+                # After the commit the file is idle and may be compacted.
                 self._writer.commit()
             else:
                 return False
 
     def remove_dead(self) -> None:
-        """Remove the files of which nothing can be found any more. Raises OSError."""
+        """Remove the files without live records. Raises OSError."""
         with self._lock:
             dead = [f for f in self._writer.files.values() if self._is_idle(f) and f.live_bytes == 0]
         for file in dead:
@@ -107,12 +106,12 @@ class Room:
         return file.num_holds == 0 and not is_unused and not self._writer.is_busy(file)
 
     def _can_compact(self, file: LogFile) -> bool:
-        # What is kept may begin a file, and fill it.
+        # The records to keep may need up to two new files.
         needed = file.live_bytes + 2 * FILE_HEADER_NUM_BYTES
         return _dead_bytes(file) > 0 and self._writer.used_bytes + needed <= self._capacity_bytes
 
     def _evict(self, num_bytes: int) -> bool:
-        """Evict segments of at least ``num_bytes``, or all that may be; False if there is none."""
+        """Evict segments of ``num_bytes`` together, or all that may be evicted; False if there is none."""
         victims: list[SsdSegment] = []
         num_left = num_bytes
         for segment in self._catalog.victims():
@@ -126,12 +125,12 @@ class Room:
         return bool(victims)
 
     def _compact(self, file: LogFile) -> bool:
-        """Append a file's live records again. The file is dead afterwards, and removed next.
+        """Copy a file's live records to the end of the log. The file is dead afterwards, and removed next.
 
-        False if the tier is left alone meanwhile: what was moved stays moved, the rest is where it was. Then
-        the file must not be tried again right away, as nothing can be read from it.
+        False if the tier was suspended meanwhile: then some records were moved and others not, and there is
+        no use in trying the file again now, as it cannot be read.
         """
-        # A file is sealed before it is read: what it keeps must not be appended to itself.
+        # Seal first: if this is the file that is written now, its records would be appended to itself.
         self._writer.seal()
         with self._lock:
             segments = [segment for segment in self._catalog.segments if segment.file is file]
@@ -145,14 +144,14 @@ class Room:
             except TierReadError as error:
                 cause = error.__cause__
                 if isinstance(cause, OSError):
-                    # What cannot be read would keep its file for ever; what is only slow may be read later.
+                    # A record that cannot be read would keep its file forever; a slow one may be read later.
                     if not isinstance(cause, TimeoutError):
                         self._drop(segment)
                     raise cause from error
                 with self._lock:
                     has_left = not segment.is_indexed
                 if has_left:
-                    # It had wrong bytes, or was cleared meanwhile.
+                    # Its bytes were wrong, or it was cleared meanwhile.
                     continue
                 break
             metadata = encode_metadata(manifest, segment.checksums)
@@ -179,7 +178,7 @@ def _dead_bytes(file: LogFile) -> int:
 
 
 def _move(segment: SsdSegment, file: LogFile, offset: int) -> None:
-    """Called under the lock. A segment that left meanwhile leaves a dead copy."""
+    """Note a segment's new place; called under the lock. If it has left meanwhile, the copy is dead space."""
     if segment.is_indexed:
         segment.file.live_bytes -= segment.taken_bytes
         segment.file, segment.offset = file, offset

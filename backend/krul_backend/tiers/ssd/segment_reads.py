@@ -1,44 +1,85 @@
-"""Reading whole segments from the log files."""
+"""Reading whole segments from the log files, and what that costs."""
 
 from __future__ import annotations
 
+import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from krul_backend.errors import RecordError, TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.common.measured_cost import MeasuredCost
 from krul_backend.tiers.common.record import RECORD_ALIGN
 from krul_backend.tiers.ssd.block_sink import BlockSink
+from krul_backend.tiers.ssd.catalog import SsdSegment
+from krul_backend.tiers.ssd.disk import Disk, open_for_reading, write_all
 from krul_backend.tiers.ssd.log_writer import LogWriter
-from krul_backend.tiers.ssd.read_cost import ReadCost
-from krul_backend.tiers.ssd.reader import PieceReader
-from krul_backend.tiers.ssd.ssd_segment import SsdSegment
+from krul_backend.tiers.ssd.reader import NUM_THREADS, PieceReader
 from krul_backend.tiers.ssd.tier_state import TierState
 
+PROBE_NUM_BYTES = 32 << 20
+_NUM_LATENCY_READS = 5
+_LEAST_RATE_NUM_BYTES = 1 << 20
+"""Smaller reads say nothing of the disk's rate."""
+
+_UNMEASURED = TierCost(latency_s=1e-3, byte_s=1e-8)
+"""The cost of a slow disk."""
+
 _MAX_READS_AT_ONCE = 2
-"""Enough to keep the disk busy while one of them copies. A read's time still says what the disk can do."""
+"""Enough to keep the disk busy while one of them copies; more would only make each of them look slow."""
 
 
 class SegmentReads:
-    """Reads, checks, counts and judges.
+    """Reads whole segments, checks their bytes, and measures what that costs. Thread-safe.
+
+    A record is read as one sequential range with several pieces in flight, so a layer in it costs only its
+    share of a request's latency.
 
     Args:
         reader: reads pieces; blocks are written by the calling thread alone, so never after ``read`` ended.
     """
 
-    def __init__(self, state: TierState, writer: LogWriter, reader: PieceReader, cost: ReadCost) -> None:
+    def __init__(self, state: TierState, writer: LogWriter, reader: PieceReader) -> None:
         self._state = state
         self._writer = writer
         self._reader = reader
-        self._cost = cost
+        self._cost = MeasuredCost(_UNMEASURED)
         self._turns = threading.Semaphore(_MAX_READS_AT_ONCE)
 
     @property
     def cost(self) -> TierCost:
         return self._cost.current
+
+    def measure(self, disk: Disk, directory: Path, num_bytes: int) -> None:
+        """Write a file, read it, remove it; sets ``cost``. ``num_bytes`` is a multiple of 4096.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        path = directory / "probe.tmp"
+        fd = disk.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(disk, fd, [os.urandom(num_bytes)], 0)
+            disk.fdatasync(fd)
+            disk.drop_cache(fd, 0, 0)
+            read_fd = open_for_reading(disk, path)
+            try:
+                small_s = [
+                    self._seconds_to_read(read_fd, at * RECORD_ALIGN, RECORD_ALIGN)
+                    for at in range(min(_NUM_LATENCY_READS, num_bytes // RECORD_ALIGN))
+                ]
+                all_s = self._seconds_to_read(read_fd, 0, num_bytes)
+            finally:
+                disk.close(read_fd)
+        finally:
+            disk.close(fd)
+            disk.unlink(path)
+        self._cost.set(TierCost(statistics.median(small_s) / NUM_THREADS, all_s / num_bytes))
 
     def read(
         self, segment: SsdSegment, blocks: Sequence[Block] | None, landed: Callable[[int], None]
@@ -46,7 +87,7 @@ class SegmentReads:
         """Read a segment into ``blocks`` (None: only check it); see ``LowerTier.fetch``.
 
         Raises:
-            TierReadError: from a RecordError if the bytes are wrong, from an OSError if they cannot be had.
+            TierReadError: its cause is a RecordError if bytes are wrong, an OSError if they cannot be read.
         """
         with self._turns:
             self._read(segment, blocks, landed)
@@ -64,7 +105,7 @@ class SegmentReads:
             file.num_holds += 1
 
         def land(layer: int) -> None:
-            # A clear must stop what it overtakes: these bytes may be of weights that are gone.
+            # After a clear no further layer may be used: the model's weights may have changed.
             if not segment.is_indexed:
                 raise TierReadError("the segment left the SSD tier while it was read")
             landed(layer)
@@ -79,7 +120,7 @@ class SegmentReads:
             self._reader.read(
                 file.read_fd, offset + first, num_bytes, sink.take, partial(self._writer.release, file)
             )
-            # Of blocks without bytes there may be nothing to read.
+            # If the last blocks have no bytes, no piece was read for them.
             sink.take(memoryview(b""))
         except RecordError as error:
             state.quarantine(segment, error)
@@ -95,7 +136,14 @@ class SegmentReads:
             state.suspension.failed("failed read", error)
             raise TierReadError(f"the SSD cannot be read: {error}") from error
         state.suspension.succeeded()
-        self._cost.learn(num_bytes, time.monotonic() - started_s)
+        took_s = time.monotonic() - started_s
+        if num_bytes >= _LEAST_RATE_NUM_BYTES:
+            self._cost.correct(lambda cost: TierCost(cost.latency_s, took_s / num_bytes))
         with state.lock:
             state.counters.read_segments += 1
             state.counters.read_bytes += segment.manifest.num_bytes
+
+    def _seconds_to_read(self, fd: int, offset: int, num_bytes: int) -> float:
+        started_s = time.monotonic()
+        self._reader.read(fd, offset, num_bytes, lambda piece: None, lambda: None)
+        return time.monotonic() - started_s

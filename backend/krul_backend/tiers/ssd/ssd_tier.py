@@ -1,4 +1,4 @@
-"""Committed segments on a local SSD."""
+"""The tier on a local SSD."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.eviction import EvictionPolicy, LruPolicy
 from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import LowerTier, TierRun
+from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.record import RECORD_ALIGN, encode_metadata
 from krul_backend.tiers.common.suspension import Suspension
 from krul_backend.tiers.common.write_queue import QueuedSegment
-from krul_backend.tiers.ssd.catalog import Catalog
+from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment
 from krul_backend.tiers.ssd.directory_lock import DirectoryLock
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.log_writer import LogWriter
 from krul_backend.tiers.ssd.own_files import format_directory, remove_older_formats
-from krul_backend.tiers.ssd.read_cost import PROBE_NUM_BYTES, ReadCost
 from krul_backend.tiers.ssd.reader import PieceReader
 from krul_backend.tiers.ssd.recovery import FoundRecord, recover
 from krul_backend.tiers.ssd.room import Room
-from krul_backend.tiers.ssd.segment_reads import SegmentReads
-from krul_backend.tiers.ssd.ssd_segment import SsdSegment
+from krul_backend.tiers.ssd.segment_reads import PROBE_NUM_BYTES, SegmentReads
+from krul_backend.tiers.ssd.segment_writes import SegmentWrites
 from krul_backend.tiers.ssd.tier_state import TierState
-from krul_backend.tiers.ssd.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +40,20 @@ _LEAST_FILE_BYTES = 4 * RECORD_ALIGN
 
 
 class SsdTier(LowerTier):
-    """Append-only log files in ``<directory>/krul-v<format>/``; see docs/tiers.md for what is in them.
+    """Keeps segments in append-only log files in ``<directory>/krul-v<format>/``; see docs/tiers.md.
 
-    Only what is durable can be found. A disk that hangs holds up neither ``match`` nor ``put``: bookkeeping
-    has a lock of its own that is never held during I/O.
+    Only durable segments can be found. A disk that hangs delays neither ``match`` nor ``put``: the lock of
+    the bookkeeping is never held during I/O.
 
     Args:
-        capacity_bytes: what all files together may take, at any moment.
+        capacity_bytes: how much all files together may take, at any moment.
         read_timeout_s: a fetch fails when one piece of some MiB takes longer.
         policy: order of eviction, owned by the tier from here on; least recently used first if not given.
         disk: the system calls.
         clock: seconds, monotonic; for idle times and suspensions.
-        max_queued_bytes: blocks that may wait to be written; what comes on top is skipped.
-        file_bytes: where a log file ends; by default a 32nd of the capacity, or 64 MiB if that is more.
+        max_queued_bytes: size of the blocks that may wait to be written; further segments are skipped.
+        file_bytes: size of a log file; by default a 32nd of the capacity, or 64 MiB if that is more.
+        patience_s: how long to wait for another process to leave the directory.
 
     Raises:
         ConfigError: the capacity is too small.
@@ -97,8 +97,7 @@ class SsdTier(LowerTier):
             raise
         self._reader = PieceReader(disk, read_timeout_s)
         self._writer = LogWriter(disk, self._directory, self._state.lock, file_bytes, recovered)
-        cost = ReadCost()
-        self._reads = SegmentReads(self._state, self._writer, self._reader, cost)
+        self._reads = SegmentReads(self._state, self._writer, self._reader)
         room = Room(
             capacity_bytes,
             file_bytes,
@@ -129,47 +128,37 @@ class SsdTier(LowerTier):
                 min(PROBE_NUM_BYTES, left_bytes // 2, disk_free_bytes // 2) // RECORD_ALIGN * RECORD_ALIGN
             )
             if probe_num_bytes > 0:
-                cost.measure(disk, self._directory, self._reader, probe_num_bytes)
+                self._reads.measure(disk, self._directory, probe_num_bytes)
         except OSError as error:
             self._state.failed("failed start", error)
-        self._writes = WriteBehind(
+        self._writes = SegmentWrites(
             self._state, self._writer, room, recovered.clears, recovered.next_sequence, max_queued_bytes
         )
 
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         with self._state.lock:
             if not self._state.is_usable:
-                # What cannot be read for now is better stored again than counted on.
+                # Segments that cannot be read now should be stored again.
                 return [range(len(page_keys))] if page_keys else []
             return self._state.catalog.find_missing(model, page_keys)
 
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
-    ) -> tuple[TierRun, ...]:
+    ) -> tuple[PageRun[SsdSegment], ...]:
         with self._state.lock:
             if not self._state.is_usable:
                 return ()
             runs = self._state.catalog.match(model, page_keys, token_ids, next_token)
             for run in runs:
                 run.segment.num_holds += 1
-            return tuple(
-                TierRun(
-                    tier=self.name,
-                    manifest=run.segment.manifest,
-                    checksums=run.segment.checksums,
-                    first_page=run.first_page,
-                    end_page=run.end_page,
-                    place=run.segment,
-                )
-                for run in runs
-            )
+            return runs
 
-    def release(self, run: TierRun) -> None:
+    def release(self, run: PageRun[SsdSegment]) -> None:
         with self._state.lock:
-            run.place.num_holds -= 1
+            run.segment.num_holds -= 1
 
-    def fetch(self, run: TierRun, blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
-        self._reads.read(run.place, blocks, landed)
+    def fetch(self, run: PageRun[SsdSegment], blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
+        self._reads.read(run.segment, blocks, landed)
 
     def put(
         self,
@@ -178,7 +167,7 @@ class SsdTier(LowerTier):
         checksums: Sequence[int],
         done: Callable[[], None],
     ) -> bool:
-        # Hits are confirmed by these tokens for long: nobody else may change them.
+        # A copy that nobody else can change: later hits are confirmed by these tokens.
         token_ids = np.array(manifest.token_ids, dtype=np.int32)
         token_ids.flags.writeable = False
         manifest = dataclasses.replace(manifest, token_ids=token_ids)
@@ -186,7 +175,7 @@ class SsdTier(LowerTier):
         return self._writes.put(QueuedSegment(manifest, tuple(blocks), tuple(checksums), metadata, done))
 
     def discard(self, manifest: SegmentManifest) -> None:
-        """As ``LowerTier.discard``. What is stored of these pages later wins over it at the next start."""
+        """As ``LowerTier.discard``. At the next start, segments that were stored later replace the record."""
         self._writes.drop(lambda item: item.manifest.shares_encoded_pages(manifest))
         with self._state.lock:
             for segment in self._state.catalog.segments_of(manifest.model, manifest.page_keys):
@@ -203,8 +192,8 @@ class SsdTier(LowerTier):
         """As ``LowerTier.clear``.
 
         Raises:
-            DaemonError: the disk takes neither a note of the clear nor the removal of its files. Nothing is
-                found any more in this process, but the next one could find it.
+            DaemonError: the clear can be neither noted on disk, nor its files removed. This process finds
+                nothing any more, but the next one could.
         """
         self._writes.clear(model)
 
@@ -263,7 +252,7 @@ class SsdTier(LowerTier):
 
     def close(self) -> None:
         has_ended = self._writes.close(_CLOSE_TIMEOUT_S)
-        # From here on no read begins; those that run hold their files.
+        # No read begins after this; those that run hold their files.
         with self._state.lock:
             was_closed, self._state.is_closed = self._state.is_closed, True
         if was_closed:
@@ -273,7 +262,7 @@ class SsdTier(LowerTier):
             self._writer.close()
             self._directory_lock.release()
         else:
-            # A write that hangs may yet arrive: nobody else may have the directory before this process ends.
+            # The write may still reach the disk: the directory stays locked until this process ends.
             logger.error("the SSD tier was closed while a write to %s hangs", self._directory)
 
     def _found_segment(self, found: FoundRecord) -> SsdSegment:

@@ -1,4 +1,4 @@
-"""What reading and writing share."""
+"""The state that reads and writes of the SSD tier share."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 
 from krul_backend.tiers.common.lower_tier import TierCounters
 from krul_backend.tiers.common.suspension import Suspension
-from krul_backend.tiers.ssd.catalog import Catalog
-from krul_backend.tiers.ssd.ssd_segment import SsdSegment
+from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class TierState:
-    """``lock`` guards ``catalog``, ``counters`` and the bookkeeping of files; it is never held during I/O.
+    """The tier's lock and what it guards: ``catalog``, ``counters`` and the bookkeeping of files.
+
+    The lock is never held during I/O.
 
     While ``suspension`` is active nothing is read or written; while ``fullness`` is, nothing is written.
     """
@@ -40,14 +41,14 @@ class TierState:
         return self.is_usable and not self.fullness.is_active
 
     def failed(self, cause: str, error: OSError) -> None:
-        """Note that something other than a read failed. What a full file system holds can still be read."""
+        """Note a failure of something other than a read. A full file system only stops writing."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             self.fullness.failed("file system full", error)
         else:
             self.suspension.failed(cause, error)
 
     def quarantine(self, segment: SsdSegment, reason: object) -> None:
-        """Take out a segment with wrong bytes, unless it left before."""
+        """Take a segment with wrong bytes out of the catalog, unless it has left already."""
         with self.lock:
             if not segment.is_indexed:
                 return

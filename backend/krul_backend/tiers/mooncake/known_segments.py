@@ -1,4 +1,4 @@
-"""What a daemon knows of the cluster's segments: a bounded memory of answers."""
+"""The segments of the cluster that this daemon knows of, from what it wrote and asked."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from krul_backend.tiers.common.page_index import PageIndex, PrefixMatch
 from krul_backend.tiers.mooncake.stored_object import StoredObject
 
 KNOWN_FOR_S = 1.0
-"""How long an answer of the cluster counts: that a segment is there, or that none begins with a page."""
+"""How long an answer of the cluster is used: that a segment is there, or that none begins with a page."""
 
 _MAX_ABSENT = 65536
 
 
-class Catalog:
-    """Segments that were seen in the cluster, and pages with which none was seen to begin. Thread-safe.
+class KnownSegments:
+    """Remembers segments that were seen in the cluster, and pages with which none begins. Thread-safe.
 
-    Knowing a segment is no promise that it is still there, see ``StoredObject.confirmed_at_s``. At most
-    ``max_tokens`` tokens of segments are remembered, the least recently matched are forgotten first.
+    A known segment may have been evicted since; see ``StoredObject.confirmed_at_s``. Segments of at most
+    ``max_tokens`` tokens are remembered; the least recently matched ones are forgotten first.
 
     Args:
         clock: seconds, monotonic.
@@ -40,7 +40,7 @@ class Catalog:
 
     @property
     def num_clears(self) -> int:
-        """To be read before asking the cluster: see ``add``."""
+        """The number of clears so far, to be read before the cluster is asked; see ``add``."""
         with self._lock:
             return self._num_clears
 
@@ -58,7 +58,7 @@ class Catalog:
             return segment.segment_id in self._segments
 
     def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[StoredObject]:
-        """The known segments that the pages are found in, each once."""
+        """The known segments that hold the pages, each once."""
         with self._lock:
             return self._index.segments_of(model, page_keys)
 
@@ -102,7 +102,7 @@ class Catalog:
             return True
 
     def forget(self, segment: StoredObject) -> bool:
-        """Returns whether it was known."""
+        """Forget a segment; False if it was not known."""
         with self._lock:
             is_known = segment.segment_id in self._segments
             if is_known:
@@ -110,7 +110,7 @@ class Catalog:
             return is_known
 
     def forget_model(self, fingerprint: str | None, *, except_prefix: str | None = None) -> None:
-        """Forget a model's segments (None: all models') but those under ``except_prefix``."""
+        """Forget a model's segments (None: all models'), except those under ``except_prefix``."""
         with self._lock:
             for segment in list(self._segments.values()):
                 is_meant = fingerprint in (None, segment.manifest.model.fingerprint)
@@ -118,13 +118,13 @@ class Catalog:
                     self._remove(segment)
 
     def clear(self, fingerprint: str | None) -> None:
-        """Forget a model, and whatever an answer that is on its way would say."""
+        """Forget a model (None: all), and do not remember answers to questions that were asked before."""
         with self._lock:
             self._num_clears += 1
         self.forget_model(fingerprint)
 
     def note_absent(self, prefix: str, page_key: str) -> None:
-        """Nothing begins with this page, for a second."""
+        """Note that no segment begins with this page; it counts for a second."""
         with self._lock:
             self._absent_until_s[prefix, page_key] = self._clock() + KNOWN_FOR_S
             self._absent_until_s.move_to_end((prefix, page_key))

@@ -1,4 +1,4 @@
-"""Writing committed segments behind their commit, and clearing them."""
+"""Writing committed segments to the log files in the background, and clearing them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from krul_backend.errors import DaemonError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.record import block_offsets, segment_num_bytes
 from krul_backend.tiers.common.write_queue import QueuedSegment, WriteQueue
+from krul_backend.tiers.ssd.catalog import SsdSegment
 from krul_backend.tiers.ssd.clear_file import ClearFile
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
 from krul_backend.tiers.ssd.room import Room
-from krul_backend.tiers.ssd.ssd_segment import SsdSegment
 from krul_backend.tiers.ssd.tier_state import TierState
 
 logger = logging.getLogger(__name__)
 
 
-class WriteBehind:
-    """The writer thread. ``_log_lock`` is held by whoever changes files, also while the disk works.
+class SegmentWrites:
+    """Writes queued segments in a thread of its own. Thread-safe.
+
+    ``_log_lock`` is held by the thread that changes files, also during I/O.
 
     Args:
-        next_sequence: of the first record that will be written.
+        next_sequence: the sequence of the first record that will be written.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class WriteBehind:
         self._thread.start()
 
     def queued(self) -> tuple[int, int]:
-        """Segments and bytes that are not written yet."""
+        """Number of segments, and their bytes, that are not written yet."""
         return self._queue.sizes()
 
     def put(self, item: QueuedSegment) -> bool:
@@ -64,22 +66,22 @@ class WriteBehind:
         return self._queue.flush(timeout_s)
 
     def drop(self, is_dropped: Callable[[QueuedSegment], bool]) -> None:
-        """Give up what waits and is named by the predicate."""
+        """Give up the waiting segments for which the predicate is true."""
         dropped = self._queue.drop(is_dropped)
         self._count_skipped(len(dropped))
         self._queue.settle(dropped)
 
     def clear(self, model: ModelIdentity | None) -> None:
-        """As ``LowerTier.clear``. Raises DaemonError if the disk lets nothing be forgotten."""
+        """As ``LowerTier.clear``. Raises DaemonError if the clear cannot be made durable."""
         fingerprint = None if model is None else model.fingerprint
 
         def is_cleared(of: QueuedSegment | SsdSegment) -> bool:
             return fingerprint is None or of.manifest.model.fingerprint == fingerprint
 
-        # While this holds the log nothing is half written, and nothing can be published late.
+        # With the log locked no write is in progress, so none can be published after the clear.
         with self._log_lock:
             with contextlib.suppress(OSError):
-                # What is written from now on goes into files that the clear does not cover.
+                # Later records go into new files, which the clear does not cover.
                 self._writer.seal()
             dropped = self._queue.drop(is_cleared)
             with self._state.lock:
@@ -113,7 +115,7 @@ class WriteBehind:
             self._queue.settle(items)
 
     def _write(self, items: Sequence[QueuedSegment]) -> None:
-        """Write a group, one sync at its end. What fails is given up, and counted."""
+        """Write a group of segments with one sync. Segments that fail are given up, and counted."""
         if not self._state.is_writable:
             self._count_skipped(len(items))
             return
@@ -135,7 +137,7 @@ class WriteBehind:
                 self._writer.append(manifest, item.metadata, item.blocks, sequence, publish)
             self._writer.commit()
         except OSError as error:
-            # After a failed read or removal, what was appended before is still good.
+            # If a read or a removal failed, the records that were appended before it are still good.
             with contextlib.suppress(OSError):
                 self._writer.commit()
             with self._state.lock:
@@ -150,7 +152,7 @@ class WriteBehind:
     def _publisher(
         self, item: QueuedSegment, sequence: int, published: list[QueuedSegment]
     ) -> Callable[[LogFile, int], None]:
-        """What makes a durable record findable; called under the tier's lock."""
+        """A function that makes a durable record findable; it is called under the tier's lock."""
         state = self._state
 
         def publish(file: LogFile, offset: int) -> None:
@@ -179,9 +181,9 @@ class WriteBehind:
             self._state.counters.skipped_segments += num_segments
 
     def _forget_durably(self, fingerprint: str | None) -> None:
-        """Note a clear on disk; while that fails, remove files, the emptiest first.
+        """Write a note of a clear; while that fails, remove log files, those with least live bytes first.
 
-        On a full disk that makes room for the note, on one that takes no note nothing is left to be found.
+        On a full disk this makes room for the note; if no note can be written at all, no file is left.
 
         Raises:
             DaemonError: the note cannot be written, and a file not be removed.

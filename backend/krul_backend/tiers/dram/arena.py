@@ -1,4 +1,4 @@
-"""The DRAM tier: one mapping, cut into extents of exactly the size that a block has."""
+"""The arena: one memory mapping, cut into extents of exactly the size that a block needs."""
 
 from __future__ import annotations
 
@@ -39,17 +39,16 @@ class Extent:
         return aligned_num_bytes(self.num_bytes)
 
 
-class DramArena:
-    """Best-fit allocator over one memory file, mapped shared. Not thread-safe: its store holds the lock.
+class Arena:
+    """A best-fit allocator over one memory file, mapped shared. Not thread-safe: its store holds the lock.
 
     The operating system backs a page of the mapping with memory at the first write to it, so an empty arena
-    costs nothing; freed extents stay backed. The memory goes back when the arena, the last view and the last
-    mapping of its file in another process are gone. The file is sealed: nobody can change its size, which
-    would make every access to what is missing fatal.
+    costs nothing; freed extents stay backed. The memory is returned when the arena, the last view and the
+    last mapping of its file in another process are gone. The file is sealed: if a process could shrink it,
+    an access to the missing part would kill every process that maps it.
 
     Args:
-        capacity_bytes: size in bytes; rounded down to a multiple of ``ALIGNMENT_BYTES``, since the rest could
-            never be handed out.
+        capacity_bytes: size in bytes, rounded down to a multiple of ``ALIGNMENT_BYTES``.
 
     Raises:
         ValueError: if not even one aligned extent fits.
@@ -90,24 +89,15 @@ class DramArena:
 
     @property
     def largest_free(self) -> int:
-        """Size in bytes of the largest extent that ``allocate`` can give."""
+        """Size in bytes of the largest extent that ``allocate_all`` can give."""
         return self._free.largest
 
     @property
     def num_free_ranges(self) -> int:
         return self._free.num_ranges
 
-    def allocate(self, num_bytes: int) -> Extent | None:
-        """Take ``num_bytes``; their content is whatever was there. None when no free range holds them.
-
-        Raises:
-            ValueError: if ``num_bytes`` is not positive.
-        """
-        extents = self.allocate_all((num_bytes,))
-        return extents[0] if extents is not None else None
-
     def allocate_all(self, sizes: Sequence[int]) -> tuple[Extent, ...] | None:
-        """One extent per size in bytes, or None and nothing taken when they do not all fit.
+        """Take one extent per size in bytes, with whatever content is there; None if not all of them fit.
 
         Raises:
             ValueError: if a size is not positive.
@@ -130,7 +120,7 @@ class DramArena:
         self.free_all((extent,))
 
     def free_all(self, extents: Sequence[Extent]) -> None:
-        """Give extents back, each as ``free`` does; the neighbours among them at once.
+        """Give extents back, each as ``free`` does; extents that touch each other are given as one.
 
         Raises:
             ValueError: one was freed before, belongs to another arena, or is named twice. None is freed then.
@@ -173,11 +163,11 @@ class DramArena:
         return self._buffer[extent.offset : extent.offset + extent.num_bytes]
 
     def trial(self) -> AbstractContextManager[FreeTrial]:
-        """See ``FreeExtents.trial``: to try what would fit if more were free. Its sizes are aligned sizes."""
+        """Try what would fit if more were free; see ``FreeExtents.trial``. Its sizes are aligned sizes."""
         return self._free.trial()
 
     def copy_free(self) -> FreeExtents:
-        """The free ranges as they are now, to be tried in without the lock."""
+        """A copy of the free ranges, for trials without the lock."""
         return self._free.copy()
 
     def _check_live(self, extent: Extent) -> None:
@@ -186,7 +176,7 @@ class DramArena:
 
 
 def _create_memory_file(num_bytes: int) -> int:
-    """Descriptor of a new, nameless file in memory; it lives as long as a descriptor or a mapping does."""
+    """Descriptor of a new, nameless memory file; it lives as long as a descriptor or a mapping does."""
     descriptor = os.memfd_create("krul-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, num_bytes)

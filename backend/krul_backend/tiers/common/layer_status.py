@@ -1,4 +1,4 @@
-"""Layers that arrive from a lower tier: a byte per layer in shared memory, written by one, read by all."""
+"""Which layers of a segment have arrived from a lower tier: one byte per layer, in shared memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _POLL_S = 0.0002
 
 
 class LayerStatus:
-    """Which layers of a segment have landed in DRAM.
+    """Says which layers of a segment have landed in DRAM. One process writes the flags, all may read them.
 
-    ``flags``: uint8 ``[L]`` inside the arena, so that every process sees them. A flag changes once, from
-    ``PENDING``, after the layer's block was written; a reader that saw it too early would still find a wrong
-    checksum.
+    ``flags``: uint8 ``[L]`` inside the arena. A flag changes once, from ``PENDING``, after the layer's block
+    was written. Memory ordering is not relied on: a reader that sees a flag too early finds a wrong checksum.
     """
 
     def __init__(self, flags: npt.NDArray[np.uint8]) -> None:

@@ -1,4 +1,4 @@
-"""The thread that writes committed segments to the cluster."""
+"""Writes committed segments to the cluster."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from krul_backend.errors import ManifestError
 from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.common.lower_tier import Block
+from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.common.lower_tier import LockedTierCounters
 from krul_backend.tiers.common.suspension import Suspension
 from krul_backend.tiers.common.write_queue import QueuedSegment, WriteQueue
-from krul_backend.tiers.mooncake.catalog import Catalog
-from krul_backend.tiers.mooncake.connection import Connection
-from krul_backend.tiers.mooncake.counters import Counters
+from krul_backend.tiers.mooncake.cluster_connection import ClusterConnection
 from krul_backend.tiers.mooncake.epochs import Epochs
+from krul_backend.tiers.mooncake.known_segments import KnownSegments
 from krul_backend.tiers.mooncake.lookup import Lookup
 from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError, StoreFullError
 from krul_backend.tiers.mooncake.stored_object import StoredObject, encode_object
@@ -21,16 +21,19 @@ from krul_backend.tiers.mooncake.stored_object import StoredObject, encode_objec
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class Writer:
-    """Takes segments off a queue, one at a time; blocks first, then what describes them, then the pointer."""
+class ClusterWriter:
+    """Writes queued segments in a thread of its own. Thread-safe.
+
+    The blocks of a segment are written first, then its metadata, then the pointer by which it is found.
+    """
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ClusterConnection,
         suspension: Suspension,
-        counters: Counters,
+        counters: LockedTierCounters,
         epochs: Epochs,
-        catalog: Catalog,
+        known: KnownSegments,
         lookup: Lookup,
         clock: Callable[[], float],
         queue_bytes: int,
@@ -39,7 +42,7 @@ class Writer:
         self._suspension = suspension
         self._counters = counters
         self._epochs = epochs
-        self._catalog = catalog
+        self._known = known
         self._lookup = lookup
         self._clock = clock
         self._queue = WriteQueue(queue_bytes)
@@ -62,20 +65,20 @@ class Writer:
         return True
 
     def queued(self) -> tuple[int, int]:
-        """Segments and bytes that wait or are being written."""
+        """Number of segments, and their bytes, that wait or are being written."""
         return self._queue.sizes()
 
     def flush(self, timeout_s: float) -> bool:
         return self._queue.flush(timeout_s)
 
     def drop(self, is_dropped: Callable[[QueuedSegment], bool]) -> None:
-        """Give up what waits and is named by the predicate."""
+        """Give up the waiting segments for which the predicate is true."""
         dropped = self._queue.drop(is_dropped)
         self._counters.add(skipped_segments=len(dropped))
         self._queue.settle(dropped)
 
     def close(self) -> None:
-        """Write what waits, for some seconds at most; what is being written ends by itself."""
+        """Write waiting segments for some seconds at most, then give up the rest."""
         self._queue.close()
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._is_giving_up = True
@@ -98,7 +101,7 @@ class Writer:
             self._write(store, item)
             self._suspension.succeeded()
         except StoreFullError:
-            # Mooncake evicts by itself, behind this: the next one may find room.
+            # Mooncake evicts in the background: there may be room for the next segment.
             self._counters.add(failed_writes=1)
             return False
         except ObjectStoreError as error:
@@ -112,7 +115,7 @@ class Writer:
 
     def _write(self, store: ObjectStore, item: QueuedSegment) -> None:
         manifest = item.manifest
-        num_clears = self._catalog.num_clears
+        num_clears = self._known.num_clears
         prefix = self._epochs.prefix(store, manifest.model.fingerprint, may_create=True)
         if prefix is None:
             raise ObjectStoreError("the epoch's object cannot be kept")
@@ -131,7 +134,7 @@ class Writer:
             raise
         if self._lookup.publish(store, prefix, manifest.page_keys[0], digest):
             self._counters.add(written_segments=1, written_bytes=manifest.num_bytes)
-            self._catalog.add(prefix, place, manifest, item.checksums, self._clock(), num_clears)
+            self._known.add(prefix, place, manifest, item.checksums, self._clock(), num_clears)
         else:
             self._counters.add(failed_writes=1)
             store.remove([segment.metadata_key, *segment.block_keys])

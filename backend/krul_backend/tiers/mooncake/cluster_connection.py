@@ -1,0 +1,108 @@
+"""The Mooncake tier's connection to its cluster, and what reading over it costs."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import statistics
+import threading
+import time
+from collections.abc import Callable
+
+from krul_backend.planner.costs import TierCost
+from krul_backend.tiers.common.measured_cost import MeasuredCost
+from krul_backend.tiers.common.suspension import Suspension
+from krul_backend.tiers.mooncake.epochs import ROOT
+from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
+_PROBE_NUM_BYTES = 4 << 20
+_NUM_LATENCY_READS = 5
+_LEAST_RATE_NUM_BYTES = 1 << 18
+"""Smaller reads tell of the latency, larger ones of the rate."""
+
+UNMEASURED = TierCost(latency_s=5e-3, byte_s=1e-8)
+"""The cost of a slow network."""
+
+
+class ClusterConnection:
+    """Connects to the cluster when it is first needed, and measures its speed then. Thread-safe.
+
+    Once connected the client reconnects by itself; until then each call of ``store`` tries again.
+    """
+
+    def __init__(
+        self, connect: Callable[[], ObjectStore], suspension: Suspension, cost: MeasuredCost
+    ) -> None:
+        self._connect = connect
+        self._suspension = suspension
+        self._cost = cost
+        self._lock = threading.Lock()
+        self._store: ObjectStore | None = None
+        self._is_closed = False
+
+    def store(self) -> ObjectStore:
+        """The connected store. May take long the first time.
+
+        Raises:
+            ObjectStoreError: suspended, closed, or the cluster cannot be joined.
+        """
+        if self._suspension.is_active:
+            raise ObjectStoreError("the Mooncake tier is suspended")
+        with self._lock:
+            if self._is_closed:
+                raise ObjectStoreError("the Mooncake tier was closed")
+            if self._store is None:
+                self._store = self._connect()
+                logger.info("joined the Mooncake cluster")
+                try:
+                    self._cost.set(_measure(self._store))
+                except ObjectStoreError as error:
+                    logger.warning("the Mooncake cluster's speed could not be measured: %s", error)
+            return self._store
+
+    def close(self) -> None:
+        """Leave the cluster. Gives up after some seconds: a client whose master is gone can take long."""
+        thread = threading.Thread(target=self._leave, name="krul-mooncake-close", daemon=True)
+        thread.start()
+        thread.join(_CLOSE_TIMEOUT_S)
+        if thread.is_alive():
+            logger.warning("the Mooncake client does not end within %g s: left to itself", _CLOSE_TIMEOUT_S)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+
+def seen_cost(cost: TierCost, num_bytes: int, took_s: float) -> TierCost:
+    """The cost that the read of one block shows: a large one tells the rate, a small one the latency.
+
+    The probe of ``ClusterConnection`` may lie in this host's own part of the cluster, and then reads faster
+    than blocks on other hosts do. These reads move the cost to what is true for them.
+    """
+    if num_bytes >= _LEAST_RATE_NUM_BYTES:
+        return TierCost(cost.latency_s, max(took_s - cost.latency_s, 0.0) / num_bytes)
+    return TierCost(max(took_s - cost.byte_s * num_bytes, 0.0), cost.byte_s)
+
+
+def _measure(store: ObjectStore) -> TierCost:
+    """Put two objects, get them, remove them. Raises ``ObjectStoreError``."""
+    name = f"{ROOT}/probe/{secrets.token_hex(8)}"
+    keys = [f"{name}/small", f"{name}/large"]
+    store.put(keys[0], bytes(64))
+    store.put(keys[1], bytes(_PROBE_NUM_BYTES))
+    small_s = statistics.median(_seconds_to_get(store, keys[0]) for _ in range(_NUM_LATENCY_READS))
+    large_s = _seconds_to_get(store, keys[1])
+    store.remove(keys)
+    return TierCost(small_s, max(large_s - small_s, 0.0) / _PROBE_NUM_BYTES)
+
+
+def _seconds_to_get(store: ObjectStore, key: str) -> float:
+    started_s = time.monotonic()
+    store.get(key, _PROBE_NUM_BYTES)
+    return time.monotonic() - started_s
