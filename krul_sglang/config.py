@@ -29,7 +29,7 @@ DEFAULT_HOST_MEMORY_SHARE = 0.25
 """Part of the memory limit (cgroup, else physical) that ``host_memory = "auto"`` takes."""
 
 
-ESTIMATORS = ("sampled", "heterogeneous", "exact")
+ESTIMATORS = ("sampled", "heterogeneous")
 
 FAULTS = ("none", "load-error", "load-stall", "skip-heads")
 
@@ -306,8 +306,8 @@ class KrulConfig:
         "one of " + ", ".join(ESTIMATORS),
         'What attention statistics are computed from: "sampled" keeps a few query vectors of each turn and '
         'reduces them when it ends; "heterogeneous" reduces every prompt token in a process of its own and '
-        'every decoded token at its step, as the Krul paper does; "exact" reduces every token at once. The '
-        "last two need a server without CUDA graphs and slow every step down.",
+        "every decoded token at its step, as the Krul paper does: it needs a server without CUDA graphs "
+        "(--disable-cuda-graph) and slows every step down.",
     )
     query_rows: int = _option(
         256,

@@ -1,9 +1,10 @@
-"""Query rows, and how they become statistics."""
+"""Chooses query rows of a turn, and reduces them to statistics of its attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
@@ -19,6 +20,30 @@ DEVICE_BLOCK_BYTES = 256 << 20
 def default_block_bytes(device: torch.device) -> int:
     """Attention weights that are worth holding at a time on a device."""
     return CPU_BLOCK_BYTES if Device(device).shares_cores else DEVICE_BLOCK_BYTES
+
+
+class Phase(Enum):
+    """The part of a turn that rows come from: the engine's forward mode says which."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+def sample_positions(start: int, end: int, count: int) -> torch.Tensor:
+    """Choose ``count`` evenly spaced positions of the prompt chunk ``[start, end)``, its last one included.
+
+    Returns int64 ``[min(count, end - start)]`` on the CPU, ascending, distinct. On the bundled reference
+    model squared distances of rows vary much from one row to the next and hardly with the place in the
+    conversation, so no choice of rows beats even spacing; taking half of them from the end is clearly worse.
+
+    Raises:
+        ValueError: if the chunk is empty or ``count`` is not positive.
+    """
+    num_tokens = end - start
+    if num_tokens <= 0 or count <= 0:
+        raise ValueError(f"cannot place {count} rows in the chunk [{start}, {end})")
+    count = min(count, num_tokens)
+    return start + (torch.arange(1, count + 1) * num_tokens) // count - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,33 +85,9 @@ class QueryRows:
     def num_heads(self) -> int:
         return self.queries.shape[2]
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the query vectors, in bytes."""
-        return self.queries.nbytes
-
     def num_visible_tokens(self) -> int:
         """Tokens that at least one row sees; 0 without rows. Waits for the device if positions are on one."""
         return int(self.positions.max()) + 1 if self.num_rows else 0
-
-    def copy_every(self, first: int, step: int) -> QueryRows:
-        """A copy of rows ``first``, ``first + step``, ...: nothing of it shares memory with this object."""
-        return QueryRows(
-            self.queries[:, first::step].clone(),
-            self.positions[first::step].clone(),
-            self.kv_heads.clone(),
-            self.scaling,
-        )
-
-
-def concatenate_rows(parts: Sequence[QueryRows]) -> QueryRows:
-    """All rows of at least one part, in order. The parts have one model's layers and the same heads."""
-    return QueryRows(
-        torch.cat([part.queries for part in parts], dim=1),
-        torch.cat([part.positions for part in parts]),
-        parts[0].kv_heads,
-        parts[0].scaling,
-    )
 
 
 ReadKeys = Callable[[int], torch.Tensor]

@@ -1,4 +1,4 @@
-"""The client of the similarity worker process."""
+"""Reduces the attention of whole prompts in a process of its own, while the device decodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
+from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate
 from krul_backend.attention.shared_job import JobLayout
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.attention.worker_process import WorkerGoneError, WorkerProcess
@@ -226,3 +226,40 @@ class SimilarityWorker:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+class HeterogeneousEstimator:
+    """Computes the statistics of one turn from all its rows, as Krul's token-wise partition (section 5).
+
+    One object per turn: ``add`` as the turn runs, ``finish`` once when it ends. Rows of the prompt leave the
+    device asynchronously and are reduced by the worker process on the CPU while the device decodes. The paper
+    moves attention weights, ``[H, R, T]`` per layer; here queries and keys move, and the worker computes the
+    weights again: that grows with the tokens, not with their square. A decoded row is reduced on its device
+    at once and dropped. A prompt chunk that finds no room in the worker's queue is reduced on its device,
+    too; the worker counts it.
+
+    ``worker`` is shared with other estimators and stays the caller's.
+    """
+
+    def __init__(self, num_layers: int, num_heads: int, worker: SimilarityWorker) -> None:
+        self._total = AttentionStatistics.zero(num_layers, num_heads)
+        self._worker = worker
+        self._outstanding: list[Future[AttentionStatistics]] = []
+
+    def add(self, rows: QueryRows, phase: Phase, read_keys: ReadKeys) -> None:
+        """Take rows whose keys, up to each row's own, are already readable.
+
+        ``read_keys`` reads the sequence's keys on the device of the queries. The tensors of ``rows`` belong
+        to the caller again when this returns.
+        """
+        if rows.num_rows == 0:
+            return
+        future = self._worker.submit(rows, read_keys) if phase is Phase.PREFILL else None
+        if future is not None:
+            self._outstanding.append(future)
+        else:
+            self._total += accumulate(rows, read_keys)
+
+    def finish(self, read_keys: ReadKeys) -> AttentionStatistics:
+        """The statistics of all rows of this turn. Waits for the worker. Call once, after every ``add``."""
+        return sum((future.result() for future in self._outstanding), start=self._total)

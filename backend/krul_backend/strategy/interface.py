@@ -44,7 +44,6 @@ class Evidence:
     """What is known of one conversation when a strategy is chosen for it.
 
     ``statistics`` is None when attention was not observed, ``options`` is empty when damage was not measured.
-    ``conversation_seed`` tells conversations apart for selectors that draw lots; all ranks pass the same.
 
     Raises:
         StrategyError: statistics or options of a model of another number of layers.
@@ -53,7 +52,6 @@ class Evidence:
     num_layers: int
     statistics: AttentionStatistics | None = None
     options: Sequence[UnitOption] = ()
-    conversation_seed: int = 0
 
     def __post_init__(self) -> None:
         if self.statistics is not None and self.statistics.num_layers != self.num_layers:

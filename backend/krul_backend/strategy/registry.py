@@ -13,7 +13,6 @@ from krul_backend.strategy.krul import KrulSelector
 from krul_backend.strategy.matching import MatchingSelector
 from krul_backend.strategy.minicache import MiniCacheSelector
 from krul_backend.strategy.none import UnsharedSelector
-from krul_backend.strategy.random_pairs import RandomSelector
 from krul_backend.strategy.strategy import Precision
 
 
@@ -24,7 +23,7 @@ class SelectorOptions:
     ``gamma``: I-R threshold in [0, 1]. ``layer_ratio``: the paper's ``r_l``. ``precision``: of all layers,
     where the selector does not choose it. ``error_limit``: predicted KL in nats that ``budget`` may spend.
     ``native_token_bytes``: bytes of one token in one layer of the device pool. ``layer_range``: ``(first,
-    end)`` of ``krul-fixed``, None for the layers around the middle. ``seed``: of ``random``.
+    end)`` of ``krul-fixed``, None for the layers around the middle.
     """
 
     gamma: float
@@ -33,7 +32,6 @@ class SelectorOptions:
     error_limit: float
     native_token_bytes: float
     layer_range: tuple[int, int] | None = None
-    seed: int = 0
 
 
 _SELECTORS: Mapping[str, Callable[[SelectorOptions], StrategySelector]] = {
@@ -42,7 +40,6 @@ _SELECTORS: Mapping[str, Callable[[SelectorOptions], StrategySelector]] = {
     MatchingSelector.name: lambda o: MatchingSelector(o.gamma, o.layer_ratio, o.precision),
     MiniCacheSelector.name: lambda o: MiniCacheSelector(o.layer_ratio, o.precision),
     FixedSelector.name: lambda o: FixedSelector(o.layer_ratio, o.layer_range, o.precision),
-    RandomSelector.name: lambda o: RandomSelector(o.layer_ratio, o.seed, o.precision),
     BudgetSelector.name: lambda o: BudgetSelector(o.error_limit, o.native_token_bytes),
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.attention.interface import Phase
+from krul_backend.attention.rows import Phase
 from krul_sglang.engine.capture.turn_capture import TurnCapture
 
 

@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.attention.interface import Phase
-from krul_backend.attention.placement import sample_positions
-from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
+from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate, sample_positions
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.device import Device
 from krul_backend.errors import ConfigError
