@@ -11,7 +11,7 @@ from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.strategy.interface import Evidence, StrategySelector
-from krul_backend.strategy.layer_ratio import check_layer_ratio, num_shared_pairs
+from krul_backend.strategy.krul import check_layer_ratio, num_shared_pairs
 from krul_backend.strategy.strategy import Precision, Strategy
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from types import TracebackType
 from typing import Any, Protocol
 
 import orjson
@@ -17,7 +19,6 @@ from krul_backend.errors import KrulError
 from krul_sglang.config import KrulConfig
 from krul_sglang.demo import environment
 from krul_sglang.demo.conversations import Conversation
-from krul_sglang.demo.log_follower import LogFollower
 from krul_sglang.demo.player import Answers, Player, PlayError, TurnResult
 from krul_sglang.demo.result import (
     Row,
@@ -33,6 +34,8 @@ from krul_sglang.demo.server import ServerProcess, default_device_args
 from krul_sglang.demo.sizing import PoolSizes, needed_pool_tokens
 
 PHASES = ("reference", "baseline", "krul")
+
+_LOG_INTERVAL_S = 0.3
 
 
 class DemoError(KrulError):
@@ -143,7 +146,7 @@ def run_demo(
         reporter.phase_started(phase, server)
         with ExitStack() as stack:
             if verbose:
-                stack.enter_context(LogFollower(server, partial(reporter.log_line, phase)))
+                stack.enter_context(_LogFollower(server, partial(reporter.log_line, phase)))
             stack.enter_context(server)
             _check_pool(phase, server, pools)
             player = stack.enter_context(Player(server.url, max_tokens=config.max_tokens))
@@ -234,3 +237,35 @@ def _check_lengths(results: Iterable[TurnResult], config: DemoConfig, pools: Poo
             f"with the model's real answers the longest conversation takes {longest} tokens; "
             f"use --device-tokens {needed} or more (now {pools.device_tokens})"
         )
+
+
+class _LogFollower:
+    """Calls ``on_line`` for each line that the server prints, from a thread, until it leaves the context."""
+
+    def __init__(self, server: ServerProcess, on_line: Callable[[str], None]) -> None:
+        self._server = server
+        self._on_line = on_line
+        self._num_lines_seen = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="krul-log-follower", daemon=True)
+
+    def __enter__(self) -> _LogFollower:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._stopped.wait(_LOG_INTERVAL_S):
+            # The last piece has no newline yet: it may still grow.
+            *lines, _ = self._server.log_text().split("\n")
+            for line in lines[self._num_lines_seen :]:
+                self._on_line(line)
+            self._num_lines_seen = max(self._num_lines_seen, len(lines))

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from benchmarks.baselines import RandomSelector, SeededEvidence
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.errors import StrategyError
-from krul_backend.strategy.fixed import FixedSelector
+from krul_backend.strategy.fixed import FixedSelector, MiniCacheSelector, UnsharedSelector
 from krul_backend.strategy.interface import Evidence
 from krul_backend.strategy.krul import KrulSelector
 from krul_backend.strategy.matching import MatchingSelector
-from krul_backend.strategy.minicache import MiniCacheSelector
-from krul_backend.strategy.none import UnsharedSelector
 from krul_backend.strategy.registry import SELECTOR_NAMES, SelectorOptions, make_selector
 from krul_backend.strategy.strategy import Pair, Precision
 from tests.support.strategy_builders import attention_evidence, make_statistics

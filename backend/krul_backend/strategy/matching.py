@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import networkx
 
-from krul_backend.strategy.initial_recent import check_gamma, initial_recent_layers, pair_distances
 from krul_backend.strategy.interface import Evidence, StrategySelector
-from krul_backend.strategy.layer_ratio import check_layer_ratio, num_shared_pairs
+from krul_backend.strategy.krul import (
+    check_gamma,
+    check_layer_ratio,
+    initial_recent_layers,
+    num_shared_pairs,
+    pair_distances,
+)
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from krul_backend.errors import StrategyError
 from krul_backend.strategy.budget import BudgetSelector
-from krul_backend.strategy.fixed import FixedSelector
+from krul_backend.strategy.fixed import FixedSelector, MiniCacheSelector, UnsharedSelector
 from krul_backend.strategy.interface import StrategySelector
 from krul_backend.strategy.krul import KrulSelector
 from krul_backend.strategy.matching import MatchingSelector
-from krul_backend.strategy.minicache import MiniCacheSelector
-from krul_backend.strategy.none import UnsharedSelector
 from krul_backend.strategy.strategy import Precision
 
 

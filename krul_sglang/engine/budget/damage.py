@@ -13,8 +13,8 @@ from krul_backend.attention.rows import QueryRows, attention_rows, default_block
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import LayerKV, ReadLayer
 from krul_backend.errors import StrategyError
-from krul_backend.strategy.initial_recent import pair_distances
 from krul_backend.strategy.interface import UnitOption
+from krul_backend.strategy.krul import pair_distances
 from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
 from krul_backend.strategy.strategy import Pair, Precision
 
