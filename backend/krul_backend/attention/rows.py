@@ -12,13 +12,13 @@ from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.device import Device
 
 CPU_BLOCK_BYTES = 8 << 20
-"""Attention weights that are held at a time on a CPU: about what stays in its caches."""
+"""Bytes of attention weights that are held at a time on a CPU: about what stays in its caches."""
 DEVICE_BLOCK_BYTES = 256 << 20
-"""The same on a GPU, where few large operations are faster than many small ones."""
+"""Bytes of attention weights that are held at a time on a GPU, where few large operations are faster."""
 
 
 def default_block_bytes(device: torch.device) -> int:
-    """Attention weights that are worth holding at a time on a device."""
+    """Bytes of attention weights to hold at a time on a device."""
     return CPU_BLOCK_BYTES if Device(device).shares_cores else DEVICE_BLOCK_BYTES
 
 
@@ -48,7 +48,7 @@ def sample_positions(start: int, end: int, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class QueryRows:
-    """Query vectors of ``R`` tokens of one sequence, in all layers, as attention sees them.
+    """The query vectors of ``R`` tokens of one sequence, in all layers, as attention sees them.
 
     Args:
         queries: ``[L, R, H, D]``, after the rotary embedding and any norm of queries; any device and dtype.
@@ -116,11 +116,12 @@ def attention_rows(
 def accumulate(
     rows: QueryRows, read_keys: ReadKeys, *, block_bytes: int | None = None
 ) -> AttentionStatistics:
-    """Reduce all rows, on the device of the queries.
+    """Reduce all rows to statistics, on the device of the queries.
 
     Works through blocks of rows and heads whose weights in all layers take at most ``block_bytes`` (one row
     of one head is the least), so the memory does not grow with the number of rows; each block reads the keys
-    of every layer once. The softmax takes a few layers' share more. The default depends on the device.
+    of every layer once. The softmax needs a few layers' share of memory beside that. The default depends on
+    the device.
     """
     total = AttentionStatistics.zero(rows.num_layers, rows.num_heads)
     if rows.num_rows == 0:
@@ -137,7 +138,7 @@ def accumulate(
         weights = _weights(rows, row_block, heads, num_visible, read_keys)
         squared_distance[heads] += _squared_distances(weights)
         ir_mass += _initial_recent(weights, positions[row_block].to(device))
-        # Or two blocks are held while the next one is computed.
+        # Freed first, or two blocks are held while the next one is computed.
         del weights
     # Rounding can leave a tiny negative sum where two layers attend alike.
     return AttentionStatistics(squared_distance.clamp(min=0).cpu(), ir_mass.cpu(), rows.num_rows)

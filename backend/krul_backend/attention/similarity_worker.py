@@ -27,8 +27,11 @@ DEFAULT_CAPACITY_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """Counters since the start. ``reduced_here`` are jobs that the process could not do, done by the client's
-    thread instead; ``rejected`` found no room in the queue's memory."""
+    """Counters since the start.
+
+    ``reduced_here``: jobs that the process could not do and the client's thread did. ``rejected``: jobs that
+    found no room in the queue's memory.
+    """
 
     submitted: int = 0
     reduced_here: int = 0
@@ -38,7 +41,7 @@ class WorkerStats:
 
 @dataclass(frozen=True, eq=False)
 class _Copied:
-    """``event`` comes when the copies have ended. Until then ``sources``, which they read, are kept."""
+    """Copies under way: ``event`` passes when they have ended. Until then ``sources`` are kept."""
 
     event: Event
     sources: list[object]
@@ -71,7 +74,7 @@ class SimilarityWorker:
         self._memory_fd = os.memfd_create("krul-similarity", os.MFD_CLOEXEC)
         os.ftruncate(self._memory_fd, capacity_bytes)
         self._memory = torch.frombuffer(mmap.mmap(self._memory_fd, capacity_bytes), dtype=torch.uint8)
-        # One array for as long as its pages are locked.
+        # Kept as one array: its pages are unlocked when it is gone.
         self._pages = self._memory.numpy()
         self._device: Device | None = None
         self._stream: Any | None = None
@@ -93,7 +96,7 @@ class SimilarityWorker:
 
     @property
     def process_id(self) -> int | None:
-        """Of the running process; None before the first job and after the last death."""
+        """Id of the running process; None before the first job and after its last death."""
         return self._process.process_id if self._process is not None else None
 
     def submit(self, rows: QueryRows, read_keys: ReadKeys) -> Future[AttentionStatistics] | None:
@@ -121,7 +124,7 @@ class SimilarityWorker:
             copied = self._copy_in(layout, rows, read_keys)
         except BaseException:
             if self._device is not None:
-                # What is queued may still be written.
+                # Copies that were queued before the error may still write into the job's memory.
                 self._device.synchronize(self._stream)
             self._give_back(layout)
             raise
@@ -187,7 +190,7 @@ class SimilarityWorker:
             job.copied.sources.clear()
             return self._reduce(job.layout)
         finally:
-            # Before anybody hears of the result: the next job may need this one's room.
+            # Before the result is announced: whoever hears of it may submit a job that needs this room.
             self._give_back(job.layout)
 
     def _reduce(self, layout: JobLayout) -> AttentionStatistics:

@@ -32,7 +32,7 @@ _SMALLEST_SHARE = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class LayerMap:
-    """``target = source @ weight + bias``, all heads of keys and values together.
+    """A linear map between two layers: ``target = source @ weight + bias``, all heads of K and V together.
 
     A token's vector has ``C = num_kv_heads * (k_head_dim + v_head_dim)`` elements: the keys of all heads,
     without rotary embedding where it can be taken off, then the values. ``weight [C, C]`` and ``bias [C]``

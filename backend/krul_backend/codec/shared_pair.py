@@ -1,4 +1,4 @@
-"""A pair of layers that keeps one direction per token and head (Krul, section 6.1; MiniCache, section 4)."""
+"""Stores a pair of layers with one direction per token and head (Krul, section 6.1; MiniCache, section 4)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _SMALLEST_SINE = 1e-4
 than 1e-8 relative (at W near 0; near pi no interpolation is better than another)."""
 
 _ALWAYS = 2.0
-"""A distance above every angular distance."""
+"""Stands for the distance of tokens that are always retained; angular distances are at most 1."""
 
 
 class SharedPair(UnitCodec):
-    """Of token and head: one direction between both layers' vectors, and both norms, for keys and values.
+    """Stores, per token and head, one direction between both layers' vectors, and both norms.
 
     ::
 
@@ -70,12 +70,12 @@ class SharedPair(UnitCodec):
 
     @property
     def formats(self) -> tuple[VectorFormat, VectorFormat]:
-        """Of the directions of keys and of values."""
+        """The formats of the directions of keys and of values."""
         return self._k, self._v
 
     @property
     def retained(self) -> RetainedCounts:
-        """How many rows of each head are stored apart."""
+        """How many rows of each head are stored as they are."""
         return self._retained
 
     def sources(self, index: int) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class SharedPair(UnitCodec):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         lower = self.layouts[_LOWER].record_views(blocks[0], run)
         own = self.layouts[index].record_views(blocks[-1], run)
-        # What was rounded or coded is no unit vector any more.
+        # Rounding and codes have changed the length of the directions.
         k = unit_directions(self._k.read(lower))[0] * own["k_norm"]
         v = unit_directions(self._v.read(lower))[0] * own["v_norm"]
         return self.place.with_rotary(k, run), v.flatten(0, 1)
@@ -139,7 +139,7 @@ class SharedPair(UnitCodec):
 def layer_distances(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Angular distance of two layers' vectors ``[T, H, D]``, by token and head: fp32 ``[T, H]``.
 
-    A rotary embedding may be on or off: it turns both alike.
+    Keys may have their rotary embedding or not: it turns both layers' keys alike.
     """
     parts = [
         angular_distance(unit_directions(a.float())[0], unit_directions(b.float())[0])
@@ -153,7 +153,7 @@ def layer_distances(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 def count_retained(
     first: LayerKV, second: LayerKV, start_token: int, options: CodecOptions
 ) -> RetainedCounts:
-    """How many rows of a pair must be stored apart; a segment that starts at ``start_token``."""
+    """How many rows of a pair keep their own vectors, in a segment that starts at ``start_token``."""
     return RetainedCounts(
         retained_counts(layer_distances(first.k, second.k), start_token, options),
         retained_counts(layer_distances(first.v, second.v), start_token, options),
@@ -202,7 +202,10 @@ def slerp(first: torch.Tensor, second: torch.Tensor, t: float) -> torch.Tensor:
 def must_retain(
     num_tokens: int, start_token: int, options: CodecOptions, device: torch.device
 ) -> torch.Tensor:
-    """bool ``[T]``: the conversation's first tokens, of a segment that starts at ``start_token``."""
+    """Which tokens are retained whatever their distance, the conversation's first ones: bool ``[T]``.
+
+    The segment starts at ``start_token``.
+    """
     return start_token + torch.arange(num_tokens, device=device) < options.num_first_tokens
 
 
@@ -212,7 +215,7 @@ def retained_counts(distances: torch.Tensor, start_token: int, options: CodecOpt
     forced = must_retain(num_tokens, start_token, options, distances.device)
     if options.retention is RetentionRule.SHARE:
         num_forced = int(forced.sum())
-        # Rounded up, but not because 0.1 * 30 is a little more than 3 in binary.
+        # Rounded up; the factor undoes that 0.1 * 30 is a little more than 3 in binary.
         wanted = -int(-options.retained_amount * (num_tokens - num_forced) * (1 - 1e-12) // 1)
         return (num_forced + wanted,) * num_heads
     low, high = torch.aminmax(distances, dim=0)
@@ -224,10 +227,10 @@ def retained_counts(distances: torch.Tensor, start_token: int, options: CodecOpt
 def retained_tokens(
     distances: torch.Tensor, counts: tuple[int, ...], start_token: int, options: CodecOptions
 ) -> torch.Tensor:
-    """Tokens that are retained, int64 ``[sum(counts)]``: head after head, ascending within each.
+    """The tokens that are retained, int64 ``[sum(counts)]``: head after head, ascending within each.
 
-    ``counts[h]`` tokens of head ``h``: those that must be, then those of the largest ``distances [T, H]``;
-    of equals the earlier one.
+    Head ``h`` retains ``counts[h]`` tokens: first those that it must, then those with the largest
+    ``distances [T, H]``; of equal distances the earlier token.
     """
     forced = must_retain(distances.shape[0], start_token, options, distances.device)
     order = distances.masked_fill(forced.unsqueeze(1), _ALWAYS).argsort(dim=0, descending=True, stable=True)

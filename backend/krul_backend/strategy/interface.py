@@ -1,4 +1,4 @@
-"""The interface of strategy selectors, and what they may look at."""
+"""The interface of strategy selectors, and the evidence that they choose from."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class UnitOption:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """What is known of one conversation when a strategy is chosen for it.
+    """The measurements of one conversation from which a strategy is chosen for it.
 
     ``statistics`` is None when attention was not observed, ``options`` is empty when damage was not measured.
 
@@ -73,5 +73,5 @@ class StrategySelector(ABC):
     def select(self, evidence: Evidence) -> Strategy:
         """A strategy of ``evidence.num_layers`` layers.
 
-        Evidence that a selector needs and does not get leads to less compression, never to a guess.
+        Where evidence that it needs is missing, a selector compresses less; it does not guess.
         """

@@ -1,4 +1,4 @@
-"""The same number of pairs as the paper's selector, with the least total attention distance."""
+"""Shares as many pairs as the paper's selector, with the least total attention distance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
 
 class MatchingSelector(StrategySelector):
-    """Disjoint pairs of I-R layers with the least sum of attention distances.
+    """Chooses disjoint pairs of I-R layers with the least sum of attention distances.
 
     Which layers may be shared, and how many pairs are asked for, is as in ``KrulSelector``; only the search
     differs: Algorithm 1 takes the nearest pair first, which may leave two far layers to each other.

@@ -1,4 +1,4 @@
-"""Selectors by the names that a configuration uses."""
+"""Makes selectors by the names that a configuration uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from krul_backend.strategy.strategy import Precision
 
 @dataclass(frozen=True)
 class SelectorOptions:
-    """What selectors are made of; each takes what it needs.
+    """The options of all selectors; each takes those that it needs.
 
     ``gamma``: I-R threshold in [0, 1]. ``layer_ratio``: the paper's ``r_l``. ``precision``: of all layers,
     where the selector does not choose it. ``error_limit``: predicted KL in nats that ``budget`` may spend.
@@ -45,7 +45,11 @@ SELECTOR_NAMES = tuple(_SELECTORS)
 
 
 def make_selector(name: str, options: SelectorOptions) -> StrategySelector:
-    """Raises StrategyError for an unknown name, and for options that the selector cannot work with."""
+    """The selector called ``name``.
+
+    Raises:
+        StrategyError: an unknown name, or options that the selector cannot work with.
+    """
     if name not in _SELECTORS:
         raise StrategyError(f"strategy {name!r} is unknown (accepted: {', '.join(SELECTOR_NAMES)})")
     return _SELECTORS[name](options)

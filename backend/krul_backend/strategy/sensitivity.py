@@ -1,4 +1,4 @@
-"""What an error of the attention output costs in the end: learned from probes, per model and layer."""
+"""Learns from probes what an error of the attention output costs in nats, per model and layer."""
 
 from __future__ import annotations
 
