@@ -1,4 +1,4 @@
-"""Results on disk."""
+"""Writes JSON files."""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.
 
 
 class UsageError(KrulError):
-    """A value on the command line that cannot be used."""
+    """A value on the command line cannot be used."""
 
 
 class _OneLineErrors(TyperGroup):
-    """Every error that a user can cause becomes one line on stderr and an exit status, never a traceback."""
+    """Turns every error that a user can cause into one line on stderr and an exit status."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["standalone_mode"] = False
@@ -50,7 +50,7 @@ class _OneLineErrors(TyperGroup):
         sys.exit(status if isinstance(status, int) else 0)
 
     def invoke(self, ctx: Any) -> Any:
-        # Here, because versions of typer differ in what they make of it further out.
+        # Caught here, because versions of typer handle an interrupt differently further out.
         with _noted_interrupts() as interrupts:
             try:
                 return super().invoke(ctx)
@@ -58,14 +58,14 @@ class _OneLineErrors(TyperGroup):
                 _fail("interrupted", EXIT_INTERRUPTED)
             except Exception:
                 if interrupts:
-                    # An error of what was being done when it was interrupted, or of its clean-up.
+                    # The interrupt caused the error, in what was being done or in its clean-up.
                     _fail("interrupted", EXIT_INTERRUPTED)
                 raise
 
 
 @contextmanager
 def _noted_interrupts() -> Iterator[list[int]]:
-    """Ctrl-C as always; and whether there was one, whatever became of the exception."""
+    """Note each Ctrl-C in the yielded list, and raise KeyboardInterrupt as usual."""
     noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield noted
@@ -394,7 +394,7 @@ def _write_json(value: Any, path: Path) -> None:
 
 
 def _resolve_model(model_path: str | None) -> str:
-    """A directory with a model, or a hub name as it is (which only the hub can check)."""
+    """The path of a checkpoint directory, or a hub name unchanged (only the hub can check it)."""
     if model_path is None:
         return str(_bundled(REFERENCE_MODEL, "--model-path"))
     directory = Path(model_path).expanduser()

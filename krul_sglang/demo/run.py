@@ -1,4 +1,4 @@
-"""The demo: three servers, one after the other, the same prompts, one comparison."""
+"""Runs the demo: three servers, one after the other, get the same prompts, and are compared."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _LOG_INTERVAL_S = 0.3
 
 
 class DemoError(KrulError):
-    """The demo cannot go on: says why, and what to change."""
+    """The demo cannot go on; the message says why, and what to change."""
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What all three servers share, and how they are asked.
+    """The settings that all three servers share, and those of the requests.
 
     ``krul_options`` are further keys of ``KrulConfig`` for the krul server. ``dtype`` None: see
     ``default_dtype``.
@@ -102,7 +102,7 @@ class DemoResult:
 
 
 class Reporter(Protocol):
-    """Told about the run while it runs."""
+    """Is told about the progress of the run."""
 
     def phase_started(self, phase: str, server: ServerProcess) -> None: ...
 
@@ -206,12 +206,12 @@ def krul_values(config: DemoConfig) -> dict[str, str]:
 
 
 def default_dtype() -> str:
-    """float32 where only a CPU is at hand (bfloat16 is slower there), else what the model's config says."""
+    """float32 without a GPU (bfloat16 is slower on a CPU), else what the model's config says."""
     return "float32" if default_device_args() else "auto"
 
 
 def _quoting_the_log(server: ServerProcess, results: Iterable[TurnResult]) -> Iterator[TurnResult]:
-    """A turn without an answer is the server's failure: say what it printed, while its log exists."""
+    """Yield ``results``; if a turn gets no answer, raise an error that quotes the server's log."""
     try:
         yield from results
     except PlayError as error:
@@ -229,7 +229,10 @@ def _check_pool(phase: str, server: ServerProcess, pools: PoolSizes) -> None:
 
 
 def _check_lengths(results: Iterable[TurnResult], config: DemoConfig, pools: PoolSizes) -> None:
-    """The upper bounds hold for text that a tokenizer encodes as the model wrote it, which is not certain."""
+    """Check the pool against the real answers.
+
+    They can exceed the planned bounds: a tokenizer may encode a text in more tokens than the model wrote.
+    """
     longest = max(result.prompt_tokens for result in results) + config.max_tokens
     needed = needed_pool_tokens(longest, page_size=config.page_size)
     if needed > pools.device_tokens:
@@ -240,7 +243,7 @@ def _check_lengths(results: Iterable[TurnResult], config: DemoConfig, pools: Poo
 
 
 class _LogFollower:
-    """Calls ``on_line`` for each line that the server prints, from a thread, until it leaves the context."""
+    """Calls ``on_line`` from a thread for each line that the server prints, while the context is open."""
 
     def __init__(self, server: ServerProcess, on_line: Callable[[str], None]) -> None:
         self._server = server

@@ -98,7 +98,7 @@ class JobLayout:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> JobLayout:
-        """Raises ValueError or TypeError for anything but what ``to_json`` gives."""
+        """The layout that ``to_json`` gave. Raises ValueError or TypeError for anything else."""
         return cls(**values)
 
     def _tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

@@ -52,7 +52,7 @@ class PredictedPair(UnitCodec):
 
     @property
     def lower(self) -> SingleLayer:
-        """What decodes the lower layer, which does not need the upper one."""
+        """The codec of the lower layer, which does not need the upper one."""
         return self._lower
 
     def sources(self, index: int) -> tuple[int, ...]:

@@ -15,13 +15,13 @@ from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
 
 def check_gamma(gamma: float) -> None:
-    """Raises StrategyError unless the threshold is in [0, 1]."""
+    """Check the I-R threshold. Raises StrategyError unless it is in [0, 1]."""
     if not 0 <= gamma <= 1:
         raise StrategyError(f"the I-R threshold gamma is {gamma}: a number from 0 to 1 is needed")
 
 
 def check_layer_ratio(layer_ratio: float) -> None:
-    """Raises StrategyError unless the ratio is in [0, 1]."""
+    """Check the share of layers. Raises StrategyError unless it is in [0, 1]."""
     if not 0 <= layer_ratio <= 1:
         raise StrategyError(f"the share of layers r_l is {layer_ratio}: a number from 0 to 1 is needed")
 

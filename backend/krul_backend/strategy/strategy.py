@@ -136,7 +136,7 @@ class Strategy:
 
     @classmethod
     def from_json(cls, layers: Sequence[Mapping[str, Any]]) -> Strategy:
-        """Raises StrategyError for anything but what ``to_json`` writes."""
+        """The strategy that ``to_json`` wrote. Raises StrategyError for anything else."""
         parsed = []
         for layer in layers:
             if not isinstance(layer, Mapping) or set(layer) != {"precision", "partner"}:
@@ -149,7 +149,7 @@ class Strategy:
 
 
 def parse_precision(name: object) -> Precision:
-    """Raises StrategyError for an unknown name."""
+    """The precision called ``name``. Raises StrategyError for an unknown name."""
     try:
         return Precision(name)
     except ValueError:

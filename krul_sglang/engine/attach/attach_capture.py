@@ -1,4 +1,4 @@
-"""Builds the capture that a configuration asks for, on a model runner."""
+"""Builds the capture of query vectors that a configuration asks for, and hooks it into the model."""
 
 from __future__ import annotations
 
