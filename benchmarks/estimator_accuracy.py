@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from scipy.stats import spearmanr
 
+from benchmarks.baselines import ExactEstimator, SampledEstimator
 from benchmarks.hf_attention import CapturedAttention
-from krul_backend.attention.exact import ExactEstimator
-from krul_backend.attention.heterogeneous import HeterogeneousEstimator
-from krul_backend.attention.interface import Phase
-from krul_backend.attention.placement import sample_positions
-from krul_backend.attention.sampled import SampledEstimator
-from krul_backend.attention.similarity_worker import SimilarityWorker
+from krul_backend.attention.rows import Phase, sample_positions
+from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
 
 Pairs = frozenset[tuple[int, int]]

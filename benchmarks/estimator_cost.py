@@ -12,16 +12,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
+from benchmarks.baselines import Estimator, ExactEstimator, SampledEstimator
 from benchmarks.capture_cost import capture_ratio, capture_seconds_per_step
 from benchmarks.hf_attention import CapturedAttention, capture_attention, observed_attention
-from krul_backend.attention.exact import ExactEstimator
-from krul_backend.attention.heterogeneous import HeterogeneousEstimator
-from krul_backend.attention.interface import AttentionEstimator, Phase
-from krul_backend.attention.placement import sample_positions
-from krul_backend.attention.rows import QueryRows
-from krul_backend.attention.sampled import SampledEstimator
+from krul_backend.attention.rows import Phase, QueryRows, sample_positions
 from krul_backend.attention.shared_job import JobLayout
-from krul_backend.attention.similarity_worker import SimilarityWorker
+from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_sglang.engine.capture.attention_observer import QueryShape
 
 ESTIMATORS = ("exact", "heterogeneous", "sampled")
@@ -109,7 +105,7 @@ class CostBenchmark:
         def plain_step() -> None:
             self._model(token, past_key_values=cache)
 
-        def watched_step(estimator: AttentionEstimator) -> None:
+        def watched_step(estimator: Estimator) -> None:
             captured = CapturedAttention()
             with observed_attention(self._model, captured.take):
                 self._model(token, past_key_values=cache)
@@ -146,7 +142,7 @@ class CostBenchmark:
             scaling=head_dim**-0.5,
         )
 
-    def _make(self, name: str, captured: CapturedAttention) -> AttentionEstimator:
+    def _make(self, name: str, captured: CapturedAttention) -> Estimator:
         num_layers, num_heads = len(captured.queries), captured.queries[0].shape[1]
         if name == "exact":
             return ExactEstimator(num_layers, num_heads)
@@ -159,7 +155,7 @@ class CostBenchmark:
             return captured.rows()
         return captured.rows(sample_positions(0, captured.num_tokens, self._sampled_rows))
 
-    def _add(self, estimator: AttentionEstimator, name: str, captured: CapturedAttention) -> None:
+    def _add(self, estimator: Estimator, name: str, captured: CapturedAttention) -> None:
         estimator.add(self._rows(name, captured), Phase.PREFILL, captured.read_keys)
 
     def _whole_turn(self, name: str, captured: CapturedAttention) -> None:

@@ -1,4 +1,4 @@
-"""The configuration of krul: the only place for defaults."""
+"""The options of krul: names, defaults, accepted values and what they do. No other place has defaults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,16 @@ CONFIG_FILE_VARIABLE = "KRUL_CONFIG"
 FLAG = "--unified-cache-external-linker-config"
 
 DAEMON_MARK = "*daemon*"
-"""How the description of an option begins that is the daemon's."""
+"""Begins the description of each option that belongs to the daemon."""
 
 DEFAULT_HOST_MEMORY_SHARE = 0.25
 """Part of the memory limit (cgroup, else physical) that ``host_memory = "auto"`` takes."""
 
-
-ESTIMATORS = ("sampled", "heterogeneous", "exact")
+ESTIMATORS = ("sampled", "heterogeneous")
 
 FAULTS = ("none", "load-error", "load-stall", "skip-heads")
 
 PRECISIONS = tuple(precision.value for precision in Precision if precision is not Precision.INT0)
-
 
 ATTENTION_STRATEGIES = ("budget", "krul", "matching")
 """Strategies that are chosen from a conversation's own attention."""
@@ -49,7 +47,7 @@ def _parse_size(value: object) -> int:
     return num_bytes
 
 
-def _parse_host_memory(value: object) -> int | None:
+def _parse_size_or_auto(value: object) -> int | None:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return None
     return _parse_size(value)
@@ -89,20 +87,10 @@ def _parse_query_rows(value: object) -> int:
     return int(number)
 
 
-def _parse_capacity(value: object) -> int | None:
-    return _parse_host_memory(value)
-
-
 def _parse_optional_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("not text")
     return value.strip()
-
-
-def _parse_eviction(value: object) -> str:
-    if value not in POLICIES:
-        raise ValueError("unknown")
-    return str(value)
 
 
 def _parse_port(value: object) -> int:
@@ -128,24 +116,6 @@ def _parse_path(value: object) -> str:
     return value
 
 
-def _parse_strategy(value: object) -> str:
-    if value not in SELECTOR_NAMES:
-        raise ValueError("unknown")
-    return str(value)
-
-
-def _parse_precision(value: object) -> str:
-    if value not in PRECISIONS:
-        raise ValueError("unknown")
-    return str(value)
-
-
-def _parse_planner(value: object) -> str:
-    if value not in PLANNER_NAMES:
-        raise ValueError("unknown")
-    return str(value)
-
-
 def _parse_switch(value: object) -> bool:
     switches = {"true": True, "1": True, "false": False, "0": False}
     if isinstance(value, bool):
@@ -168,26 +138,25 @@ def _parse_max_head_tokens(value: object) -> int | None:
     return _parse_token_count(value)
 
 
-def _parse_fault(value: object) -> str:
-    if value not in FAULTS:
-        raise ValueError("unknown")
-    return str(value)
-
-
-def _parse_estimator(value: object) -> str:
-    if value not in ESTIMATORS:
-        raise ValueError("unknown")
-    return str(value)
-
-
 def _option(default: Any, parse: Callable[[object], Any], accepted: str, description: str) -> Any:
     metadata = {"parse": parse, "accepted": accepted, "description": description}
     return field(default=default, metadata=metadata)
 
 
+def _choice(default: str, names: Collection[str], description: str) -> Any:
+    """An option that takes one of ``names``."""
+
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or value not in names:
+            raise ValueError("unknown")
+        return value
+
+    return _option(default, parse, "one of " + ", ".join(names), description)
+
+
 @dataclass(frozen=True)
 class KrulConfig:
-    """What a user may set, with the defaults.
+    """The options of krul, with their defaults.
 
     Sources, later ones win: the TOML file named by ``KRUL_CONFIG``, environment variables ``KRUL_<KEY>``,
     the JSON object of SGLang's ``--unified-cache-external-linker-config``.
@@ -195,176 +164,181 @@ class KrulConfig:
 
     host_memory: int | None = _option(
         None,
-        _parse_host_memory,
+        _parse_size_or_auto,
         '"auto", or a positive size such as 8589934592, "8GiB" or "500MB"',
-        "*daemon* Host memory in bytes for stored KV, all tensor-parallel ranks of this server together. "
-        f'"auto" takes {DEFAULT_HOST_MEMORY_SHARE:.0%} of the memory limit (cgroup, else physical).',
+        "*daemon* Host memory in bytes for stored KV, shared by all tensor-parallel ranks of this server. "
+        f'"auto" takes {DEFAULT_HOST_MEMORY_SHARE:.0%} of the memory limit (cgroup, else physical). Set a '
+        "size where other programs need the memory, or where more conversations should stay.",
     )
     endpoint: str = _option(
         "",
         _parse_optional_text,
         "the runtime directory of a running krul-backend, or empty",
-        "The daemon to join; options marked *daemon* are then its own, and refused here. Empty: the server "
-        "starts one, which ends with it.",
+        "Runtime directory of a running daemon to join. Empty: the server starts a daemon of its own, which "
+        "ends with it. Set it to share stored KV between the servers of a host, or to keep it while a server "
+        "restarts. Options marked *daemon* belong to the joined daemon and are refused here.",
     )
     ssd_dir: str = _option(
         "",
         _parse_optional_text,
         "a path, or empty",
-        "*daemon* Directory on a local disk for stored KV that leaves host memory, and that is to survive "
-        "a restart. Empty: no SSD tier.",
+        "*daemon* Directory on a local disk. KV that leaves host memory is written there, and survives a "
+        "restart. Empty: no SSD tier.",
     )
     ssd_capacity: int | None = _option(
         None,
-        _parse_capacity,
+        _parse_size_or_auto,
         '"auto", or a positive size such as "200GiB"',
-        '*daemon* Most bytes that files in ssd_dir take. "auto" takes half of what is free on that disk.',
+        '*daemon* Most bytes that the files in ssd_dir take. "auto" takes half of what is free on that disk.',
     )
     ssd_timeout: float = _option(
         1.0,
         _parse_positive,
         "a positive number",
-        "*daemon* Seconds after which a read from disk is given up, and the KV recomputed.",
+        "*daemon* Seconds after which a read from disk is given up and the KV is recomputed. Raise it for a "
+        "slow or busy disk.",
     )
     mooncake: str = _option(
         "",
         _parse_mooncake,
         'settings such as "master_address=10.0.0.1:50051,local_hostname=10.0.0.2", or empty',
-        "*daemon* A Mooncake Store cluster that shares stored KV between hosts; needs "
-        "`krul-sglang[mooncake]`. Empty: none.",
+        "*daemon* Settings of a Mooncake Store cluster, through which hosts share stored KV; needs "
+        "`krul-sglang[mooncake]`. Empty: no cluster.",
     )
-    eviction: str = _option(
+    eviction: str = _choice(
         "value",
-        _parse_eviction,
-        "one of " + ", ".join(POLICIES),
-        '*daemon* What leaves a full tier first: "value" weighs the time that a segment saves by its bytes '
-        'and by how long nobody used it; "lru" looks at the last use only.',
+        POLICIES,
+        '*daemon* What leaves a full tier first. "value" weighs the time that a segment saves against its '
+        'bytes and the time since its last use; "lru" looks at the last use only.',
     )
     tenant_quota: float = _option(
         1.0,
         _parse_share,
         "a number in (0, 1]",
-        "*daemon* Largest part of host memory that one tenant (`cache_salt`, `extra_key`) may take.",
+        "*daemon* Largest share of host memory that one tenant (`cache_salt`, `extra_key`) may take. Lower "
+        "it where one tenant must not push the others out.",
     )
     metrics_port: int = _option(
         0,
         _parse_port,
         "a port number, or 0",
-        "*daemon* Local port for Prometheus metrics of the daemon; 0: none.",
+        "*daemon* Local port on which the daemon serves Prometheus metrics; 0: none.",
     )
     max_pending_share: float = _option(
         0.25,
         _parse_share,
         "a number in (0, 1]",
-        "Largest part of the device pool that turns waiting to be stored may hold; a turn that would "
-        "exceed it is not stored, and counted.",
+        "Largest share of the device pool that finished turns may hold while they wait to be stored. A turn "
+        "that would exceed it is not stored, and counted as skipped. Raise it if many turns are skipped.",
     )
 
-    strategy: str = _option(
+    strategy: str = _choice(
         "none",
-        _parse_strategy,
-        "one of " + ", ".join(SELECTOR_NAMES),
-        "How it is decided which layers share their KV, and at which precision each is stored.",
+        SELECTOR_NAMES,
+        'Which layers share their KV. "none" shares nothing, and at native precision loses nothing. '
+        '"budget" also chooses the precision of each layer, by its measured damage; the others share r_l of '
+        "the layers.",
     )
-    precision: str = _option(
+    precision: str = _choice(
         "native",
-        _parse_precision,
-        "one of " + ", ".join(PRECISIONS),
-        'Precision of stored vectors; "native" is the KV pool\'s own element type. The strategy "budget" '
-        "chooses it by itself.",
+        PRECISIONS,
+        'Precision of stored vectors; "native" is the element type of the KV pool. Lower precision takes '
+        'less memory and changes answers. The strategy "budget" ignores it and chooses by itself.',
     )
     r_l: float = _option(
         0.5,
         _parse_unit_interval,
         "a number in [0, 1]",
-        "Share of all layers that the sharing strategies put into pairs.",
+        "Share of all layers that the sharing strategies put into pairs. More saves memory and loses "
+        "accuracy.",
     )
     gamma: float = _option(
         0.6,
         _parse_unit_interval,
         "a number in [0, 1]",
-        "A layer shares only if at least so much of its attention goes to the first and last tenth of what "
-        "it sees.",
+        'For "krul" and "matching": a layer may share only if at least this share of its attention goes to '
+        "the first and the last tenth of the tokens that it sees. Lower it if too few layers are shared.",
     )
     error_budget: float = _option(
         0.01,
         _parse_positive,
         "a positive number",
-        'For the strategy "budget": the damage allowed to a conversation over all its turns, as the mean '
-        "divergence of next-token distributions in nats.",
+        'For the strategy "budget": the damage allowed to a conversation over all its turns, as the mean KL '
+        "divergence of next-token distributions in nats. More saves memory and changes answers more.",
     )
     probe_share: float = _option(
         0.05,
         _parse_unit_interval,
         "a number in [0, 1]",
-        'For the strategy "budget": share of turns after which an idle server measures what its compression '
-        "does to the model's answers.",
+        'For the strategy "budget": share of turns after which an idle server measures how much compression '
+        "changes the model's answers. Lower it to save compute once the model is known; 0 stops measuring.",
     )
-    estimator: str = _option(
+    estimator: str = _choice(
         "sampled",
-        _parse_estimator,
-        "one of " + ", ".join(ESTIMATORS),
-        'What attention statistics are computed from: "sampled" keeps a few query vectors of each turn and '
-        'reduces them when it ends; "heterogeneous" reduces every prompt token in a process of its own and '
-        'every decoded token at its step, as the Krul paper does; "exact" reduces every token at once. The '
-        "last two need a server without CUDA graphs and slow every step down.",
+        ESTIMATORS,
+        'How attention statistics are computed. "sampled" keeps a few query vectors of each turn and reduces '
+        'them when it ends. "heterogeneous" uses every token, as the Krul paper does: prompts in a process '
+        "of their own, decoded tokens at their step. It needs a server without CUDA graphs "
+        "(--disable-cuda-graph) and slows every step down.",
     )
     query_rows: int = _option(
         256,
         _parse_query_rows,
         "a whole number from 16 to 1024",
-        "Query vectors kept of each turn for attention statistics, half of them from the prompt; fewer, down "
-        "to 64, where query_memory is short.",
+        'Query vectors that "sampled" keeps of each turn, half of them of the prompt; fewer, down to 64, '
+        "where query_memory is short.",
     )
     query_memory: int = _option(
         512 << 20,
         _parse_size,
         'a positive size such as 536870912 or "512MiB"',
-        "Device memory in bytes for those query vectors, per rank; requests beyond it are not recorded.",
+        "Device memory in bytes for those query vectors, per rank. Requests for which it has no room are not "
+        "recorded: raise it where many requests run at a time.",
     )
     map_memory: int = _option(
         512 << 20,
         _parse_size,
         'a positive size such as 536870912 or "512MiB"',
-        'For the strategy "budget": bytes per rank, of host memory while it is learned how to predict layers '
-        "from their neighbours, then of device memory for what was learned; it bounds the number of pairs.",
+        'For the strategy "budget": bytes per rank for the maps that predict a layer from its neighbour, of '
+        "host memory while they are learned and of device memory afterwards. It bounds the number of pairs.",
     )
 
-    planner: str = _option(
+    planner: str = _choice(
         "optimal",
-        _parse_planner,
-        "one of " + ", ".join(PLANNER_NAMES),
+        PLANNER_NAMES,
         "How each layer of a returning prefix is split into a head that is recomputed and a tail that is "
-        'loaded: "optimal" ends first by the costs measured on this machine; "full-load" loads everything '
-        'there is and "full-recompute" nothing; "uniform" and "pyramid" are those of the Krul paper; '
-        '"random" is for tests.',
+        'loaded. "optimal" ends first by the costs measured on this machine. "full-load" loads all that is '
+        "stored: choose it where restored KV must be to the bit what was stored. "
+        '"full-recompute" loads nothing; "uniform" and "pyramid" are the plans of the Krul paper; "random" '
+        "is for tests.",
     )
     store_full_tail: bool = _option(
         False,
         _parse_switch,
         "true or false",
         "Store every token in every layer. Otherwise tokens that the planner would recompute when the "
-        "conversation returns are left out, which takes less memory.",
+        "conversation returns are left out, which takes less memory. Set it where memory is plentiful and "
+        "costs vary, or where many conversations share long prefixes.",
     )
     max_head_tokens: int | None = _option(
         None,
         _parse_max_head_tokens,
         '"auto", or a whole number that is not negative',
-        "Most tokens that are recomputed for the requests of one batch together; others of the batch wait "
-        'for them. "auto" takes as many as the server prefills at once (--chunked-prefill-size).',
+        "Most tokens that are recomputed for the requests of one batch together; other requests of the batch "
+        'wait for them. "auto" takes as many as the server prefills at once (--chunked-prefill-size). Raise '
+        "it where long conversations return and decoding may pause.",
     )
     load_timeout: float = _option(
         2.0,
         _parse_positive,
         "a positive number",
-        "Seconds, beyond those that its plan expects, after which a load of which no further layer has "
-        "landed is given up, and recomputed.",
+        "Seconds beyond the planned time for which a load may make no progress before it is given up and the "
+        "KV recomputed. Raise it where a disk or a network pauses for longer and comes back.",
     )
 
-    fault_injection: str = _option(
+    fault_injection: str = _choice(
         "none",
-        _parse_fault,
-        "one of " + ", ".join(FAULTS),
+        FAULTS,
         "For tests of a deployment, never for serving: let every second load fail, or stop, at some layer; "
         '"skip-heads" leaves heads uncomputed, which gives wrong answers.',
     )
@@ -373,18 +347,18 @@ class KrulConfig:
         "~/.cache/krul-sglang",
         _parse_path,
         "a path",
-        "Where what was learned of a model (its sensitivity to compression, and how its layers predict each "
-        "other) and what was measured on this machine are kept between runs.",
+        "Directory that keeps between runs what was learned of a model (its sensitivity to compression, the "
+        "maps between its layers) and what was measured on this machine.",
     )
 
     @property
     def is_lossless(self) -> bool:
-        """Whether restored KV is to the bit what was stored."""
+        """Whether compression loses nothing: what is stored is the KV of the pool, to the bit."""
         return self.strategy == "none" and self.precision == Precision.NATIVE.value
 
     @property
     def needs_query_rows(self) -> bool:
-        """Whether the strategy looks at query vectors themselves, beside statistics."""
+        """Whether the strategy needs query vectors beside attention statistics."""
         return self.strategy == "budget"
 
     @property
@@ -393,7 +367,7 @@ class KrulConfig:
         return self.strategy in ATTENTION_STRATEGIES
 
     def host_memory_bytes(self, *, num_ranks: int) -> int:
-        """Arena bytes of one rank when ``num_ranks`` share this host.
+        """Bytes of host memory for one rank when ``num_ranks`` share this host.
 
         Raises:
             ConfigError: if the budget is larger than the memory limit of this machine or cgroup.
@@ -422,10 +396,10 @@ class KrulConfig:
         return values
 
     def check_endpoint(self) -> None:
-        """Refuse options of a daemon when one is joined.
+        """Check that no option of a daemon is given when a running daemon is joined.
 
         Raises:
-            ConfigError: names those that differ from their defaults.
+            ConfigError: names the options that differ from their defaults.
         """
         if not self.endpoint:
             return
@@ -443,10 +417,10 @@ class KrulConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object], source: str) -> KrulConfig:
-        """Defaults overridden by ``values``.
+        """The defaults, overridden by ``values``, which come from ``source``.
 
         Raises:
-            ConfigError: names the key, what was given, what is accepted and ``source``.
+            ConfigError: names the key, what was given, what is accepted, and ``source``.
         """
         return cls(**_parse_values(values, source))
 

@@ -1,7 +1,7 @@
-"""Streams, events, copies and page-locked host memory of one device: the same calls on a GPU and on a CPU.
+"""One interface to streams, events, copies and page-locked host memory, on a GPU and on a CPU alike.
 
-Everything that a GPU does on its own clock goes through ``Device``, so that a machine without one executes
-the same lines. Nothing else asks for a kind of device.
+All asynchronous work goes through ``Device``, so that a machine without a GPU executes the same lines. No
+other module asks which kind of device it has.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import torch
 
 
 class Device:
-    """One device as its streams see it. Safe to use from several threads.
+    """The streams, events and copies of one device. Safe to use from several threads.
 
-    ``torch_device`` has an index unless it is the CPU. ``shares_cores``: its kernels run on the threads of
-    this process, so that copies and kernels compete for them, and work is done when it has been given.
+    ``torch_device`` has an index unless it is the CPU. ``shares_cores`` is true for a CPU: its kernels run on
+    the threads of this process, so copies and kernels compete for them, and every operation has ended when
+    its call returns.
 
     A tensor made while a stream is current belongs to that stream: its memory goes to later work of the same
-    stream as soon as the last reference is gone, and nobody has to wait. Whoever uses a tensor on another
-    stream keeps a reference until that stream has come by.
+    stream as soon as the last reference is gone, without a wait. Whoever uses a tensor on another stream
+    keeps a reference until that stream has done the work.
     """
 
     def __init__(self, torch_device: torch.device, module: Any | None = None) -> None:
-        """``module`` stands for ``torch.cuda`` in tests.
+        """``module`` replaces ``torch.cuda`` in tests.
 
         Raises:
-            ValueError: an accelerator without an index: each thread would mean its current one.
+            ValueError: an accelerator without an index, which would mean each thread's current one.
         """
         if torch_device.type != "cpu" and torch_device.index is None:
             raise ValueError(f"device {torch_device} needs an index, such as {torch_device.type}:0")
@@ -64,7 +65,7 @@ class Device:
 
     @property
     def runs_triton(self) -> bool:
-        """Whether our Triton kernels run on it."""
+        """Whether krul's Triton kernels run on this device."""
         return self.torch_device.type == "cuda"
 
     # ---- threads ----
@@ -72,7 +73,7 @@ class Device:
     def bind_thread(self) -> None:
         """Make this the calling thread's current device. Call it once in each thread that copies.
 
-        On a CPU, which belongs to the forward, the thread works on one core from now on.
+        On a CPU the thread uses one core from now on, to leave the others to the forward.
         """
         self._module.set_device(self.torch_device)
 
@@ -83,7 +84,7 @@ class Device:
 
     @contextmanager
     def as_bound_thread(self) -> Iterator[None]:
-        """The calling thread is inside what ``bind_thread`` would make it for good."""
+        """Do for the time of the block what ``bind_thread`` does for good."""
         num_threads = torch.get_num_threads()
         with self.as_current():
             self.bind_thread()
@@ -95,7 +96,7 @@ class Device:
     # ---- streams and events ----
 
     def new_stream(self) -> Any:
-        """A stream of this device beside the current one. A CPU's does nothing of its own."""
+        """A new stream of this device. On a CPU it has no work of its own: calls run at once."""
         return self._module.Stream(self.torch_device)
 
     def current_stream(self) -> Any:
@@ -103,13 +104,13 @@ class Device:
         return self._module.current_stream(self.torch_device)
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Work that the calling thread gives the device inside runs on ``stream``."""
+        """Inside the block, work that the calling thread queues runs on ``stream``."""
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
     @contextmanager
     def working_on(self, stream: Any, ready: Sequence[Any] = ()) -> Iterator[None]:
-        """Work inside runs on ``stream`` after the events ``ready``; it has ended when the block is left."""
+        """Run work on ``stream`` after the events ``ready``, and wait for it when the block is left."""
         for event in ready:
             self.wait_for(event, stream)
         try:
@@ -119,13 +120,13 @@ class Device:
             self.synchronize(stream)
 
     def record(self, stream: Any | None = None) -> Event:
-        """An event after the work given so far to ``stream``, the current one if None."""
+        """An event that passes after the work queued so far on ``stream`` (None: the current one)."""
         event = self._module.Event(enable_timing=True)
         event.record(self.current_stream() if stream is None else stream)
         return Event(event)
 
     def wait_for(self, event: Any, stream: Any | None = None) -> None:
-        """Work given from now on to ``stream`` (the current one if None) runs after ``event``.
+        """Let work that is queued from now on on ``stream`` (None: the current one) run after ``event``.
 
         ``event`` is one of ``record`` or of torch. The calling thread does not wait.
         """
@@ -133,23 +134,23 @@ class Device:
         waiting.wait_event(event.of_torch if isinstance(event, Event) else event)
 
     def synchronize(self, stream: Any | None = None) -> None:
-        """Wait, in the calling thread, for the work given to ``stream``; to all streams if None."""
+        """Wait, in the calling thread, for the work queued on ``stream``; on all streams if None."""
         if stream is None:
             self._module.synchronize(self.torch_device)
         else:
             stream.synchronize()
 
     def is_capturing(self) -> bool:
-        """Whether the current stream's work is being recorded into a graph instead of running."""
+        """Whether the current stream records its work into a graph instead of running it."""
         is_capturing = getattr(self._module, "is_current_stream_capturing", None)
         return is_capturing is not None and bool(is_capturing())
 
     # ---- host memory and copies ----
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialized host memory that this device copies from and to by itself.
+        """Uninitialized host memory, page-locked on a GPU so that copies run asynchronously.
 
-        May be dropped while a copy is under way: torch's caching allocator keeps it until that has ended.
+        It may be dropped while a copy is under way: torch's caching allocator keeps it until that has ended.
         """
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._pins_memory)
 
@@ -159,11 +160,11 @@ class Device:
         return self.upload(self.host_empty(tensor.shape, dtype).copy_(tensor))
 
     def upload(self, host: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy host memory to the device on the current stream: into ``target``, or a new tensor.
+        """Copy host memory to the device on the current stream, into ``target`` or a new tensor; return that.
 
-        Returns it. On a CPU without a ``target`` that is ``host`` itself. ``host`` may change when the
-        stream has come by. It should be page-locked (``host_empty``, ``lock_pages``): a copy of other memory
-        holds up the calling thread, and the stream.
+        On a CPU without a ``target`` the result is ``host`` itself. ``host`` must not change before the
+        stream has done the copy. It should be page-locked (``host_empty``, ``lock_pages``): a copy from other
+        memory blocks the calling thread, and the stream.
         """
         if target is None:
             if self.shares_cores:
@@ -174,22 +175,23 @@ class Device:
     def download(self, host: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a tensor of this device to host memory of its shape, on the current stream.
 
-        ``host`` has the bytes, and belongs to nobody else, when the stream has come by; see ``upload``.
+        ``host`` has the bytes when the stream has done the copy; nobody else may use it until then. See
+        ``upload`` about page-locked memory.
         """
         host.copy_(source, non_blocking=True)
 
     def lock_pages(self, buffer: npt.NDArray[np.uint8]) -> int:
-        """Lock memory that somebody has mapped, so that this device copies from and to it by itself.
+        """Page-lock mapped memory, so that this device copies from and to it asynchronously.
 
-        Returns the device's error code, 0 if it is locked now or there is nothing to lock. It stays locked
-        until the last array over it is gone, or ``unlock_pages``. So whoever queues a copy keeps the array
-        until the copy has ended.
+        Returns the device's error code: 0 if the memory is locked now, or on a CPU, where nothing is locked.
+        It stays locked until the last array over it is gone, or until ``unlock_pages``. So whoever queues a
+        copy keeps the array until the copy has ended.
         """
         if not hasattr(self._module, "cudart"):
             return 0
         address = buffer.ctypes.data
-        # In a thread that ends: a refusal stays the last error of its thread, and torch would raise it at the
-        # next kernel there.
+        # In a thread of its own, which ends: a refusal stays the last error of the thread that asked, and
+        # torch would raise it at that thread's next kernel.
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="krul-lock") as thread:
             error = thread.submit(self._on_runtime, "cudaHostRegister", address, buffer.nbytes, 0).result()
         if error == 0:
@@ -201,14 +203,14 @@ class Device:
         return error
 
     def unlock_pages(self, buffer: npt.NDArray[np.uint8] | None = None) -> None:
-        """Unlock ``buffer``; all that this object has locked if None. No copy of it may be under way."""
+        """Unlock ``buffer``, or all that this object has locked if None. No copy of it may be under way."""
         for locked in self._locked:
             found = locked.peek()
             if found is not None and (buffer is None or found[0] is buffer) and locked.detach() is not None:
                 self._on_runtime("cudaHostUnregister", found[2][0])
 
     def _unlock_aside(self, address: int, mapping: object) -> None:
-        """Unlock, then let ``mapping`` go. That may take seconds: not in a thread that has other work."""
+        """Unlock, then drop ``mapping``, in a thread of its own: it may take seconds."""
 
         def unlock(held: object) -> None:
             self._on_runtime("cudaHostUnregister", address)
@@ -222,44 +224,44 @@ class Device:
 
 
 class Event:
-    """A moment in the work of one stream."""
+    """A point in the work of one stream."""
 
     def __init__(self, of_torch: Any) -> None:
         self.of_torch = of_torch
 
     def has_passed(self) -> bool:
-        """Whether the stream has come by."""
+        """Whether the stream has done all work before this point."""
         return bool(self.of_torch.query())
 
     def synchronize(self) -> None:
-        """Wait, in the calling thread, until the stream has come by."""
+        """Wait, in the calling thread, until the stream has done all work before this point."""
         self.of_torch.synchronize()
 
     def seconds_until(self, later: Event) -> float:
-        """From this moment to a later one of the same device; both have passed."""
+        """Seconds from this event to a later one of the same device; both must have passed."""
         return float(self.of_torch.elapsed_time(later.of_torch)) / 1000
 
 
 Mark = Callable[[], float | None]
-"""Asked later: seconds since the clock was made; None while the device has not come by yet."""
+"""Called later, gives the seconds since the clock was made; None while the device has not got there."""
 
 
 class StreamClock:
-    """Marks of several streams on one time axis. Marking never waits for the device."""
+    """Puts marks of several streams on one time axis. Marking never waits for the device."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._start = device.record()
 
     def mark(self) -> Mark:
-        """A mark behind the work given so far to the current stream."""
+        """A mark behind the work queued so far on the current stream."""
         start, event = self._start, self._device.record()
-        # Streams come by in any order, also by the start, which was another stream's.
+        # The start was recorded on another stream, which may be later than this one.
         return lambda: start.seconds_until(event) if event.has_passed() and start.has_passed() else None
 
 
 class _CpuStream:
-    """Work is done when it has been given: nothing to wait for."""
+    """A CPU's stream: every operation has ended when its call returns, so there is nothing to wait for."""
 
     def __init__(self, device: torch.device | None = None) -> None: ...
 
@@ -269,7 +271,7 @@ class _CpuStream:
 
 
 class _CpuEvent:
-    """Has passed when it is recorded."""
+    """A CPU's event, which has passed as soon as it is recorded."""
 
     def __init__(self, enable_timing: bool = False) -> None: ...
 
@@ -289,7 +291,7 @@ class _CpuEvent:
 class _Cpu:
     """The part of ``torch.cuda`` that ``Device`` needs, for a CPU.
 
-    Not ``torch.cpu``, whose current stream is one for all threads, and whose events know no time.
+    ``torch.cpu`` does not do: its current stream is one for all threads, and its events have no time.
     """
 
     Event = _CpuEvent

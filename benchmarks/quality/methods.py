@@ -6,15 +6,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from benchmarks.baselines import RandomSelector
 from krul_backend.codec.options import Sharing
 from krul_backend.strategy.budget import BudgetSelector
-from krul_backend.strategy.fixed import FixedSelector
+from krul_backend.strategy.fixed import FixedSelector, MiniCacheSelector, UnsharedSelector
 from krul_backend.strategy.interface import Evidence, StrategySelector
 from krul_backend.strategy.krul import KrulSelector
 from krul_backend.strategy.matching import MatchingSelector
-from krul_backend.strategy.minicache import MiniCacheSelector
-from krul_backend.strategy.none import UnsharedSelector
-from krul_backend.strategy.random_pairs import RandomSelector
 from krul_backend.strategy.strategy import Precision, Strategy
 
 LAYER_RATIOS = (0.25, 0.5, 0.75)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.baselines import SeededEvidence
 from benchmarks.quality.model import HistoryModel
 from benchmarks.quality.storage import StoredHistory
-from krul_backend.attention.placement import sample_positions
-from krul_backend.attention.rows import QueryRows, accumulate
+from krul_backend.attention.rows import QueryRows, accumulate, sample_positions
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import LayerKV
 from krul_backend.strategy.interface import Evidence, UnitOption
@@ -52,7 +52,7 @@ class TurnObserver:
         self._num_tokens = len(kv[0].k)
         self._statistics += accumulate(rows, lambda layer: kv[layer].k)
         options = self._measure(rows, kv, history, self._statistics) if self._measure else ()
-        return Evidence(self._model.num_layers, self._statistics, options, self._conversation_seed)
+        return SeededEvidence(self._model.num_layers, self._statistics, options, self._conversation_seed)
 
 
 def query_rows(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.baselines import RandomSelector
+from krul_backend.strategy.fixed import MiniCacheSelector, UnsharedSelector
 from krul_backend.strategy.interface import Evidence, StrategySelector
-from krul_backend.strategy.minicache import MiniCacheSelector
-from krul_backend.strategy.none import UnsharedSelector
-from krul_backend.strategy.random_pairs import RandomSelector
 from krul_backend.strategy.strategy import Precision, Strategy
 
 LAYER_RATIO = 0.5

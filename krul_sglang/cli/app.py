@@ -333,7 +333,7 @@ def _write_json(value: Any, path: Path) -> None:
 
 
 def _resolve_model(model_path: str | None) -> str:
-    """A directory with a model, or a hub name as it is (which only the hub can check)."""
+    """The path of a checkpoint directory, or a hub name unchanged (only the hub can check it)."""
     if model_path is None:
         return str(_bundled(REFERENCE_MODEL, "--model-path"))
     directory = Path(model_path).expanduser()

@@ -1,8 +1,8 @@
-"""``krul-sglang selftest``: does a running server give back what krul took?
+"""``krul-sglang selftest``: checks that a running server restores what krul stored.
 
-A random prompt is asked (cold), pushed out of the device pool by other random prompts (noise), and asked
-again. Prompts are token ids that the server's own tokenizer made of plain words, so that no tokenizer is
-needed here and no special token is hit.
+It sends a random prompt (cold), pushes it out of the device pool with other random prompts (noise), and sends
+it again. Prompts are made of token ids that the server's own tokenizer gave for plain words, so that no
+tokenizer is needed here and no special token occurs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOISE_FACTOR = 1.25
 _MAX_NOISE_PROMPT_TOKENS = 4096
 _MIN_PROMPT_PAGES = 4
 _STORE_DELAY_S = 1.0
-# A text of which every tokenizer makes at least some dozens of different ordinary tokens.
+# Every tokenizer makes at least some dozens of different ordinary tokens of this text.
 _WORDS = (
     "The quick brown fox jumps over the lazy dog while seven bright stars shine above a quiet harbour town, "
     "and nobody knows which road leads back home: north, south, east or west? 0 1 2 3 4 5 6 7 8 9 "
@@ -35,7 +35,7 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class SelftestConfig:
-    """How to probe.
+    """The settings of the probe.
 
     ``tie_tolerance`` is in natural-logarithm units: 0.0625 is one bfloat16 step of a logit between 8 and 16,
     so two tokens closer than that may change places without anything being wrong.
@@ -51,7 +51,7 @@ class SelftestConfig:
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What the probe needs to know of the server."""
+    """The server's limits that the probe depends on."""
 
     pool_tokens: int
     max_input_tokens: int
@@ -103,9 +103,9 @@ class SelftestResult:
 
     @property
     def tie_margin(self) -> float | None:
-        """How far apart the two rival tokens are at the first difference, in the run where it is more.
+        """The distance of the rival tokens' logprobs at the first difference, the larger one of both runs.
 
-        None if there is no such position, or a rival is not even among the top tokens of both runs.
+        None if there is no such position, or if a rival is not among the top tokens of both runs.
         """
         position = self.first_difference
         if position is None or position >= min(len(self.cold.output_ids), len(self.again.output_ids)):
@@ -137,7 +137,7 @@ class SelftestResult:
 
     @property
     def verdict(self) -> str:
-        """One plain sentence."""
+        """The result as one plain sentence."""
         taken = f"{self.again.host_tokens} of {self.again.prompt_tokens} prompt tokens"
         if self.host_share < self.config.min_host_share:
             hint = (
@@ -211,7 +211,7 @@ def run_selftest(config: SelftestConfig, *, api_key: str | None = None) -> Selft
                 "(--max-noise-tokens); start a server with a smaller --max-total-tokens for this test"
             )
         vocabulary = _ordinary_token_ids(client)
-        # The operating system's entropy: a prompt that no cache can have seen.
+        # From the operating system's entropy, so that no cache can have seen the prompt.
         salt = random.SystemRandom()
         prompt = salt.choices(vocabulary, k=prompt_tokens)
         cold = _ask(client, prompt)
@@ -243,7 +243,7 @@ def _read_limits(client: httpx.Client) -> ServerLimits:
 
 
 def _ordinary_token_ids(client: httpx.Client) -> list[int]:
-    """Ids of tokens that occur in plain text: in the vocabulary for certain, and none of them special."""
+    """Ids of ordinary tokens: they occur in plain text, so they exist and none of them is special."""
     encoded = request(
         client, "POST", "/tokenize", {"model": "default", "prompt": _WORDS, "add_special_tokens": False}
     )
@@ -263,7 +263,7 @@ def _make_noise(
     limits: ServerLimits,
     deadline: float,
 ) -> None:
-    """Ask random prompts, together ``num_tokens`` long, one after the other."""
+    """Send random prompts one after the other, with ``num_tokens`` tokens together."""
     longest = min(_MAX_NOISE_PROMPT_TOKENS, limits.max_input_tokens - 2, limits.pool_tokens // 2)
     started = time.monotonic()
     sent = 0

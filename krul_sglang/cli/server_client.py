@@ -1,4 +1,4 @@
-"""Requests to a running server, and one plain sentence for each way in which they fail."""
+"""Sends requests to a running server, and explains each failure in one plain sentence."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from krul_backend.errors import KrulError
 
 
 class CannotRunError(KrulError):
-    """A command cannot be run against this server: says why, and what would help."""
+    """A command cannot be run against this server; the message says why, and what would help."""
 
 
 def open_client(url: str, *, api_key: str | None, timeout_s: float) -> httpx.Client:
     """A client whose paths are relative to ``url``; close it.
 
     Raises:
-        CannotRunError: no such address can exist.
+        CannotRunError: the address is not valid.
     """
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
@@ -30,7 +30,7 @@ def open_client(url: str, *, api_key: str | None, timeout_s: float) -> httpx.Cli
 def request(
     client: httpx.Client, method: str, path: str, payload: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The JSON object that the server answers.
+    """Send a request and return the JSON object that the server answers.
 
     Raises:
         CannotRunError: the server cannot be reached, refuses, or is not an SGLang server.
@@ -59,7 +59,7 @@ def states_with_krul(client: httpx.Client, info: Mapping[str, Any]) -> list[dict
     """The ``internal_states`` of ``/server_info``, one for each data-parallel rank.
 
     Raises:
-        CannotRunError: there are none, or the server runs without krul.
+        CannotRunError: the answer has no such states, or the server runs without krul.
     """
     states = info.get("internal_states")
     if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):

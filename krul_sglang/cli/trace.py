@@ -1,8 +1,8 @@
 """``krul-sglang trace``: the last restores of a running server, as a table and as a Chrome trace.
 
 The trace opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing: a process for each
-data-parallel rank, in it a row for each stream. Restores follow each other with a gap in between; when they
-really happened is not kept.
+data-parallel rank, in it a row for each stream. Restores follow each other with a gap in between, because the
+server does not keep when they happened.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COLUMNS = (
 
 
 def fetch_restores(url: str, *, api_key: str | None = None, timeout_s: float = 30.0) -> list[TracedRestore]:
-    """What the server at ``url`` still knows of its restores, rank by rank, the latest of a rank last.
+    """Fetch the last restores of the server at ``url``, rank by rank, the latest of a rank last.
 
     Raises:
         CannotRunError: the server cannot be reached, runs without krul or with another version of it, or has
@@ -57,7 +57,7 @@ def fetch_restores(url: str, *, api_key: str | None = None, timeout_s: float = 3
 
 
 def chrome_trace(restores: Sequence[TracedRestore]) -> dict[str, Any]:
-    """In Chrome's JSON format, times in microseconds."""
+    """The restores in Chrome's JSON trace format, times in microseconds."""
     events: list[dict[str, Any]] = []
     for rank in sorted({restore.rank for restore in restores}):
         events += _names(rank)
@@ -70,7 +70,7 @@ def chrome_trace(restores: Sequence[TracedRestore]) -> dict[str, Any]:
 
 
 def format_table(restores: Iterable[TracedRestore]) -> str:
-    """One line for each restore; what is special about one follows at its end."""
+    """A table with one line for each restore; notes follow at the end of a line."""
     rows = [_COLUMNS, *(_row(restore) for restore in restores)]
     widths = [max(map(len, column)) for column in zip(*(row[: len(_COLUMNS)] for row in rows), strict=True)]
     lines = []
@@ -101,7 +101,7 @@ def _row(restore: TracedRestore) -> tuple[str, ...]:
 
 
 def _names(rank: int) -> list[dict[str, Any]]:
-    """Metadata: what processes and rows are called, and the rows' order."""
+    """Metadata events that name the processes and rows, and order the rows."""
     events = [_metadata("process_name", rank, 0, name=f"rank {rank}")]
     for stream, name in _STREAM_NAMES.items():
         events.append(_metadata("thread_name", rank, stream, name=name))
@@ -115,7 +115,7 @@ def _metadata(kind: str, rank: int, stream: int, **args: Any) -> dict[str, Any]:
 
 def _events(restore: TracedRestore, offset_s: float) -> list[dict[str, Any]]:
     about = {"restore": restore.index, "rid": ", ".join(restore.rids)}
-    # Recomputed are the layers of one chunk after those of another.
+    # All layers of one chunk are recomputed before those of the next.
     num_chunks = Counter(part.layer for part in restore.heads)
     seen: Counter[int] = Counter()
     events = [

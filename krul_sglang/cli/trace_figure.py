@@ -1,4 +1,4 @@
-"""A restore as a picture. Only this module needs matplotlib, which is not installed with krul-sglang."""
+"""Draws a restore. Only this module needs matplotlib, which is not installed with krul-sglang."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from krul_sglang.traced_restore import Part, TracedRestore
 
 _COLORS = {"load": "tab:blue", "head": "tab:orange", "own layers": "tab:green", "wait": "lightgray"}
 _LABELLED_SHARE = 0.02
-"""A layer's number is written into bars that are at least so much of the picture's width."""
+"""A layer's number is written into bars that take at least this share of the picture's width."""
 
 
 def draw_restore(restore: TracedRestore, path: Path) -> None:

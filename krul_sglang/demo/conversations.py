@@ -1,4 +1,4 @@
-"""Conversations from ShareGPT or OpenAI style files."""
+"""Loads conversations from ShareGPT or OpenAI style files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _ROLES = "human, user, gpt, assistant or system"
 
 
 class ConversationError(KrulError):
-    """A conversation file that cannot be used: names the file, the entry and the turn."""
+    """A conversation file cannot be used; the message names the file, the entry and the turn."""
 
 
 @dataclass(frozen=True)
 class UserTurn:
-    """What the user says. ``expected``: a string that a right answer must contain, if that is known."""
+    """One message of the user. ``expected``: a string that a right answer must contain, None if unknown."""
 
     text: str
     expected: str | None = None
@@ -42,7 +42,7 @@ class Conversation:
     system: str | None = None
 
     def messages(self, turn: int, answers: Mapping[int, str]) -> list[Message]:
-        """What is sent for ``turn`` (1-based); ``answers[t]`` is the answer to each turn before it."""
+        """The messages to send for ``turn`` (1-based); ``answers[t]`` answers each turn before it."""
         messages: list[Message] = []
         if self.system is not None:
             messages.append({"role": "system", "content": self.system})

@@ -1,4 +1,4 @@
-"""Where and with what a result was measured."""
+"""Describes the machine, the versions and the revision with which a result was measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def versions(packages: Sequence[str] = ("torch", "sglang")) -> dict[str, str]:
-    """Python, krul and the packages that decide about a result."""
+    """Versions of Python, krul and the packages that influence a result."""
     found = {name: metadata.version(name) for name in packages}
     from krul_sglang import __version__
 
@@ -19,6 +19,7 @@ def versions(packages: Sequence[str] = ("torch", "sglang")) -> dict[str, str]:
 
 
 def machine() -> dict[str, str | int | None]:
+    """CPU, cores, memory in bytes, device, system and load of this machine."""
     from krul_backend.device import Device
 
     return {

@@ -19,12 +19,12 @@ _REQUEST_TIMEOUT_S = 600.0
 
 
 class PlayError(KrulError):
-    """A request that got no answer: names the conversation and the turn."""
+    """A request got no answer; the message names the conversation and the turn."""
 
 
 @dataclass(frozen=True)
 class TurnResult:
-    """One answered turn. ``ttft_s``: from before the request is sent to the first piece of text.
+    """One answered turn. ``ttft_s`` runs from before the request is sent to the first piece of text.
 
     ``device_tokens`` and ``host_tokens`` are the prompt tokens whose KV was found in the device pool and in
     host memory; the other prompt tokens were computed.
@@ -58,9 +58,10 @@ def play_order(conversations: Sequence[Conversation]) -> Iterator[tuple[Conversa
 
 
 class Player:
-    """Asks one server through its OpenAI-compatible endpoint. Use as a context manager.
+    """Asks one server through its OpenAI-compatible endpoint. Use it as a context manager.
 
-    One request at a time: timings then mean something, and no batch composition changes the numerics.
+    It sends one request at a time, so that requests do not slow each other down and batches do not change the
+    numerics.
     """
 
     def __init__(self, url: str, *, max_tokens: int) -> None:
@@ -76,9 +77,9 @@ class Player:
         self._client.close()
 
     def warm_up(self) -> None:
-        """Requests that no conversation shares a prefix with, so that the first turn pays for nothing.
+        """Send a request twice, so that the first turn does not pay for the server's first requests.
 
-        Twice the same: the second one warms the path of a cache hit.
+        No conversation shares its prefix. The second time warms the path of a cache hit.
         """
         numbers = " ".join(str(number) for number in range(40))
         for _ in range(2):
@@ -141,7 +142,7 @@ class Player:
             device_tokens=cached.get("device", 0),
             host_tokens=cached.get("host", 0),
             completion_tokens=usage.completion_tokens,
-            # A model may end at once: the end of an empty answer is the first sign of it.
+            # An answer may be empty: then its end is its first sign.
             ttft_s=(ended if first_piece_at is None else first_piece_at) - started,
             total_s=ended - started,
             answer="".join(pieces),

@@ -36,7 +36,7 @@ _LINES_AROUND_TABLE = 7
 
 
 class LiveReporter:
-    """A table that grows while the krul server plays, above a progress bar over all three phases."""
+    """Shows a table that grows while the krul server plays, above a progress bar over all three phases."""
 
     def __init__(self, console: Console, num_turns: int) -> None:
         self._console = console
@@ -89,7 +89,7 @@ class LiveReporter:
 
 
 class PlainReporter:
-    """One line per event, without control codes: for files and CI logs."""
+    """Prints one line per event, without control codes: for files and CI logs."""
 
     def __init__(self, console: Console, num_turns: int) -> None:
         self._console = console
@@ -138,7 +138,7 @@ def make_reporter(console: Console, num_turns: int) -> LiveReporter | PlainRepor
 
 
 def print_result(console: Console, result: DemoResult) -> None:
-    """The summary table and, last, one plain sentence."""
+    """Print the summary table and, last, one plain sentence."""
     if console.is_terminal:
         console.print(_summary_table(result.summary))
     else:

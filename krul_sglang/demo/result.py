@@ -14,13 +14,13 @@ from krul_sglang.json_file import quantiles
 TurnKey = tuple[str, int]
 
 MAX_DRIFT = 1.3
-"""Up to this ratio the two servers count as equally fast at the same work."""
+"""Up to this ratio of times for the same work, the two servers count as equally fast."""
 
 PROMPT_LENGTHS = (512, 1024)
 """Returning turns are grouped by prompts of up to so many tokens, and longer ones."""
 
 MAX_RECALL_LOSS = 0.02
-"""Compressed KV may cost the krul server so much recall, against the baseline, before the demo fails."""
+"""With compressed KV, the demo fails if the krul server's recall is this much below the baseline's."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """Medians are over returning turns (turn 2 and later); recall is over turns that expect something.
+    """The summary of all turns.
+
+    Medians are over returning turns (turn 2 and later); recall is over turns that expect something.
 
     ``*_restored_*`` medians are over the returning turns that took something from host memory. The
     ``*_first_*`` medians are the control: first turns are the same work on both servers, which run one after
-    the other, so a difference between them is the machine's.
+    the other, so a difference between them comes from the machine.
     """
 
     answers: int
@@ -86,7 +88,7 @@ class Summary:
 
     @property
     def passed(self) -> bool:
-        """Something was restored, and answers are the reference's (recall the baseline's, if compressed)."""
+        """Whether turns were restored and answers are the reference's (with compression: recall holds)."""
         if self.lossless or self.recall is None or self.baseline_recall is None:
             return self.restored_turns > 0 and self.answers_equal == self.answers
         return self.restored_turns > 0 and self.recall >= self.baseline_recall - MAX_RECALL_LOSS
@@ -121,7 +123,7 @@ def make_row(
 
 @dataclass(frozen=True)
 class StoredAmounts:
-    """Bytes that krul keeps, all ranks together, and the tokens they are the KV of."""
+    """The bytes that krul stores on all ranks together, and the number of tokens whose KV they are."""
 
     num_bytes: int
     num_tokens: int
@@ -228,7 +230,7 @@ def krul_states(server_info: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def stored_amounts(states: Sequence[Mapping[str, Any]]) -> StoredAmounts | None:
-    """What is stored, from ``krul_states``; None for a server without krul.
+    """The amounts that are stored, from ``krul_states``; None for a server without krul.
 
     Every other tensor-parallel rank of a replica holds as many bytes of the same tokens as its rank 0.
     """

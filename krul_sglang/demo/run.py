@@ -1,14 +1,16 @@
-"""The demo: three servers, one after the other, the same prompts, one comparison."""
+"""Runs the demo: three servers, one after the other, get the same prompts, and are compared."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from types import TracebackType
 from typing import Any, Protocol
 
 import orjson
@@ -17,7 +19,6 @@ from krul_backend.errors import KrulError
 from krul_sglang.config import KrulConfig
 from krul_sglang.demo import environment
 from krul_sglang.demo.conversations import Conversation
-from krul_sglang.demo.log_follower import LogFollower
 from krul_sglang.demo.player import Answers, Player, PlayError, TurnResult
 from krul_sglang.demo.result import (
     Row,
@@ -34,14 +35,16 @@ from krul_sglang.demo.sizing import PoolSizes, needed_pool_tokens
 
 PHASES = ("reference", "baseline", "krul")
 
+_LOG_INTERVAL_S = 0.3
+
 
 class DemoError(KrulError):
-    """The demo cannot go on: says why, and what to change."""
+    """The demo cannot go on; the message says why, and what to change."""
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What all three servers share, and how they are asked.
+    """The settings that all three servers share, and those of the requests.
 
     ``krul_options`` are further keys of ``KrulConfig`` for the krul server. ``dtype`` None: see
     ``default_dtype``.
@@ -99,7 +102,7 @@ class DemoResult:
 
 
 class Reporter(Protocol):
-    """Told about the run while it runs."""
+    """Is told about the progress of the run."""
 
     def phase_started(self, phase: str, server: ServerProcess) -> None: ...
 
@@ -143,7 +146,7 @@ def run_demo(
         reporter.phase_started(phase, server)
         with ExitStack() as stack:
             if verbose:
-                stack.enter_context(LogFollower(server, partial(reporter.log_line, phase)))
+                stack.enter_context(_LogFollower(server, partial(reporter.log_line, phase)))
             stack.enter_context(server)
             _check_pool(phase, server, pools)
             player = stack.enter_context(Player(server.url, max_tokens=config.max_tokens))
@@ -203,12 +206,12 @@ def krul_values(config: DemoConfig) -> dict[str, str]:
 
 
 def default_dtype() -> str:
-    """float32 where only a CPU is at hand (bfloat16 is slower there), else what the model's config says."""
+    """float32 without a GPU (bfloat16 is slower on a CPU), else what the model's config says."""
     return "float32" if default_device_args() else "auto"
 
 
 def _quoting_the_log(server: ServerProcess, results: Iterable[TurnResult]) -> Iterator[TurnResult]:
-    """A turn without an answer is the server's failure: say what it printed, while its log exists."""
+    """Yield ``results``; if a turn gets no answer, raise an error that quotes the server's log."""
     try:
         yield from results
     except PlayError as error:
@@ -226,7 +229,10 @@ def _check_pool(phase: str, server: ServerProcess, pools: PoolSizes) -> None:
 
 
 def _check_lengths(results: Iterable[TurnResult], config: DemoConfig, pools: PoolSizes) -> None:
-    """The upper bounds hold for text that a tokenizer encodes as the model wrote it, which is not certain."""
+    """Check the pool against the real answers.
+
+    They can exceed the planned bounds: a tokenizer may encode a text in more tokens than the model wrote.
+    """
     longest = max(result.prompt_tokens for result in results) + config.max_tokens
     needed = needed_pool_tokens(longest, page_size=config.page_size)
     if needed > pools.device_tokens:
@@ -234,3 +240,35 @@ def _check_lengths(results: Iterable[TurnResult], config: DemoConfig, pools: Poo
             f"with the model's real answers the longest conversation takes {longest} tokens; "
             f"use --device-tokens {needed} or more (now {pools.device_tokens})"
         )
+
+
+class _LogFollower:
+    """Calls ``on_line`` from a thread for each line that the server prints, while the context is open."""
+
+    def __init__(self, server: ServerProcess, on_line: Callable[[str], None]) -> None:
+        self._server = server
+        self._on_line = on_line
+        self._num_lines_seen = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="krul-log-follower", daemon=True)
+
+    def __enter__(self) -> _LogFollower:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._stopped.wait(_LOG_INTERVAL_S):
+            # The last piece has no newline yet: it may still grow.
+            *lines, _ = self._server.log_text().split("\n")
+            for line in lines[self._num_lines_seen :]:
+                self._on_line(line)
+            self._num_lines_seen = max(self._num_lines_seen, len(lines))

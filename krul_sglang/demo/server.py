@@ -1,4 +1,4 @@
-"""One real SGLang server as a child process, which cannot outlive this one."""
+"""Runs one real SGLang server as a child process, which ends when this process ends."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _PORTS = range(20_000, 32_000)
 
 
 class ServerError(KrulError):
-    """The server did not start, died, or answered with an error; carries the end of its log."""
+    """The server did not start, died, or answered with an error; the message has the end of its log."""
 
 
 class ServerProcess:
-    """``python -m sglang.launch_server`` with a log file, from start to the end of its last process.
+    """Runs ``python -m sglang.launch_server`` with a log file, until its last process has ended.
 
     ::
 
@@ -127,7 +127,7 @@ class ServerProcess:
             self._launch()
             self._wait_until_ready(started + self.ready_timeout_s)
         except BaseException:
-            # Also Ctrl-C while waiting. The log stays for the reader of the error.
+            # BaseException: also after Ctrl-C while waiting. The log stays for the reader of the error.
             self._owns_log = False
             self.stop()
             raise
@@ -270,7 +270,7 @@ def _answers_ok(client: httpx.Client, path: str, payload: Mapping[str, Any] | No
 
 
 def _kill_tree(root: subprocess.Popen[bytes]) -> None:
-    """The last resort, when the supervisor itself hangs."""
+    """Kill ``root`` and all its descendants, for when the supervisor itself hangs."""
     import psutil
 
     processes: list[psutil.Process] = []

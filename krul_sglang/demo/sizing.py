@@ -1,4 +1,4 @@
-"""How many tokens the conversations take, and which device pool makes them leave it."""
+"""Computes how large the demo's device pools must be, from the tokens of its conversations."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ CountTokens = Callable[[list[Message]], int]
 """Number of prompt tokens of a list of messages, chat template included."""
 
 POOL_SLACK = 1.25
-"""The default device pool is this much larger than the longest conversation."""
+"""The default device pool holds this many times the longest conversation."""
 
 _MARGIN_PAGES = 4
 _MIN_MARGIN_TOKENS = 64
 
 
 class SizingError(KrulError):
-    """A device pool or a context that does not fit the conversations: says what is needed."""
+    """A device pool or a context does not fit the conversations; the message says what is needed."""
 
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """Tokens that the device pools hold: ``device_tokens`` small, ``reference_tokens`` enough for everything.
+    """The tokens of the small device pool (``device_tokens``) and of the one that holds everything.
 
     ``longest_tokens`` and ``total_tokens`` are upper bounds, with every answer at its full length.
     """
@@ -46,7 +46,7 @@ def plan_pools(
     device_tokens: int | None,
     context_length: int | None,
 ) -> PoolSizes:
-    """Sizes for ``conversations`` with answers of at most ``max_tokens``.
+    """Choose the pools for ``conversations`` with answers of at most ``max_tokens``.
 
     Args:
         device_tokens: the small pool; None takes ``POOL_SLACK`` times the longest conversation.
@@ -90,7 +90,7 @@ def needed_pool_tokens(num_tokens: int, *, page_size: int) -> int:
 
 
 def conversation_tokens(conversation: Conversation, count_tokens: CountTokens, *, max_tokens: int) -> int:
-    """Upper bound of the tokens at the end of the last answer."""
+    """Upper bound of the tokens of a whole conversation, its last answer included."""
     num_turns = len(conversation.turns)
     no_answers = dict.fromkeys(range(1, num_turns), "")
     return count_tokens(conversation.messages(num_turns, no_answers)) + num_turns * max_tokens

@@ -1,4 +1,7 @@
-"""The real SGLang server on a machine with a CPU only."""
+"""Lets the real SGLang server run on a machine with a CPU only.
+
+A module of its own: SGLang imports it by name when its own platform modules are loaded, after ``activate``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
-    """Plain PyTorch operators on the CPU: no ``sgl_kernel`` build and no other package is needed.
+    """Runs SGLang with plain PyTorch operators on the CPU; needs no ``sgl_kernel`` and no other package.
 
     Meant for trying the plugin and for tests: the control flow (scheduler, radix cache, chunked prefill,
     overlap order, tensor parallelism over gloo) is the one of a GPU server; the speed is not.

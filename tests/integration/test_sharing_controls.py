@@ -15,9 +15,8 @@ from benchmarks.quality.protocol import Outcome, Protocol
 from benchmarks.quality.teacher_forced import QUESTION_KINDS, TeacherForced, dialogue
 from benchmarks.variants import make_variant
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.strategy.fixed import FixedSelector
+from krul_backend.strategy.fixed import FixedSelector, UnsharedSelector
 from krul_backend.strategy.krul import KrulSelector
-from krul_backend.strategy.none import UnsharedSelector
 from krul_backend.strategy.strategy import Pair, Precision
 from krul_sglang.cli.app import REFERENCE_MODEL
 

@@ -9,20 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.attention.exact import ExactEstimator
-from krul_backend.attention.heterogeneous import HeterogeneousEstimator
-from krul_backend.attention.interface import AttentionEstimator, Phase
-from krul_backend.attention.placement import sample_positions
-from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
-from krul_backend.attention.sampled import SampledEstimator
+from benchmarks.baselines import Estimator, ExactEstimator, SampledEstimator
+from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate, sample_positions
 from krul_backend.attention.shared_job import JobLayout
-from krul_backend.attention.similarity_worker import SimilarityWorker
+from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
 from tests.support.attention_builders import Sequence
 
 CAPACITY_BYTES = 1 << 20
 
-MakeEstimator = Callable[[int, int], AttentionEstimator]
+MakeEstimator = Callable[[int, int], Estimator]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +29,7 @@ def worker() -> Iterator[SimilarityWorker]:
 
 @pytest.fixture(params=["exact", "sampled", "heterogeneous"])
 def make_estimator(request: pytest.FixtureRequest, worker: SimilarityWorker) -> MakeEstimator:
-    def make(num_layers: int, num_heads: int) -> AttentionEstimator:
+    def make(num_layers: int, num_heads: int) -> Estimator:
         if request.param == "exact":
             return ExactEstimator(num_layers, num_heads)
         if request.param == "sampled":
@@ -44,7 +40,7 @@ def make_estimator(request: pytest.FixtureRequest, worker: SimilarityWorker) -> 
 
 
 def play_turn(
-    estimator: AttentionEstimator, sequence: Sequence, chunks: list[int], start: int = 0
+    estimator: Estimator, sequence: Sequence, chunks: list[int], start: int = 0
 ) -> AttentionStatistics:
     """A turn from token ``start`` on: the prompt in chunks, then the other tokens one by one.
 

@@ -11,18 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.attention.interface import AttentionEstimator, Phase
-from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
+from krul_backend.attention.rows import QueryRows, accumulate
 from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_sglang.engine.capture.attention_observer import QueryShape
 from krul_sglang.engine.capture.estimator_capture import EstimatorCapture
-from krul_sglang.engine.capture.estimator_source import (
-    EstimatorSource,
-    ExactSource,
-    HeterogeneousSource,
-    make_source,
-)
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import CapturedTurn, PairedCapture, TurnCapture
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError, check_estimator
@@ -40,13 +33,6 @@ CONTEXT = 64
 def worker() -> Iterator[SimilarityWorker]:
     with SimilarityWorker(1 << 20) as worker:
         yield worker
-
-
-@pytest.fixture(params=["exact", "heterogeneous"])
-def source(request: pytest.FixtureRequest, worker: SimilarityWorker) -> EstimatorSource:
-    if request.param == "exact":
-        return ExactSource(SHAPE.num_layers, SHAPE.num_query_heads)
-    return HeterogeneousSource(SHAPE.num_layers, SHAPE.num_query_heads, worker)
 
 
 class Attention(torch.nn.Module):
@@ -68,7 +54,7 @@ class Attention(torch.nn.Module):
 class Engine:
     """A KV pool with scattered slots and three layers, driven as the scheduler would."""
 
-    def __init__(self, source: EstimatorSource, *, max_requests: int = NUM_SLOTS) -> None:
+    def __init__(self, worker: SimilarityWorker, *, max_requests: int = NUM_SLOTS) -> None:
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(NUM_SLOTS * CONTEXT, generator=generator)
         self.req_to_token = order.view(NUM_SLOTS, CONTEXT).to(torch.int32)
@@ -77,14 +63,20 @@ class Engine:
         self.out_slots = torch.empty(0, dtype=torch.int64)
         self.capture = EstimatorCapture(
             SHAPE,
-            source,
-            lambda layer, slots: self.keys[layer, slots],
+            worker,
+            self.read_keys,
             self.req_to_token,
             max_requests=max_requests,
         )
+        self.unreadable_slot: torch.Tensor | None = None
         self.layers = [Attention(self, layer) for layer in range(3)]
         self.capture.install(self.layers)
         self.recorder: TurnCapture = self.capture
+
+    def read_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        if self.unreadable_slot is not None and self.unreadable_slot in slots:
+            raise RuntimeError("no more memory")
+        return self.keys[layer, slots]
 
     def sequence(self, rid: str) -> Sequence:
         if rid not in self.sequences:
@@ -147,16 +139,16 @@ def assert_same(actual: AttentionStatistics, expected: AttentionStatistics) -> N
     torch.testing.assert_close(actual.ir_mass, expected.ir_mass, rtol=1e-5, atol=1e-5)
 
 
-def test_every_row_of_a_turn_counts_once(source: EstimatorSource) -> None:
-    engine = Engine(source)
+def test_every_row_of_a_turn_counts_once(worker: SimilarityWorker) -> None:
+    engine = Engine(worker)
     engine.extend(("a", 3, 0, 20))
     for position in range(20, 33):
         engine.decode(("a", 3, position))
     assert_same(engine.statistics("a", 3), engine.expected("a", 0, 33))
 
 
-def test_a_chunked_prompt_after_a_restored_prefix(source: EstimatorSource) -> None:
-    engine = Engine(source)
+def test_a_chunked_prompt_after_a_restored_prefix(worker: SimilarityWorker) -> None:
+    engine = Engine(worker)
     engine.restore("a", 2, 16)
     for start, end in ((16, 24), (24, 25), (25, 41)):
         engine.extend(("a", 2, start, end))
@@ -166,9 +158,9 @@ def test_a_chunked_prompt_after_a_restored_prefix(source: EstimatorSource) -> No
 
 @settings(max_examples=15, deadline=None)
 @given(st.data())
-def test_requests_of_shared_batches_do_not_mix(data: st.DataObject) -> None:
+def test_requests_of_shared_batches_do_not_mix(worker: SimilarityWorker, data: st.DataObject) -> None:
     """Any prompts, cut and batched in any way, together with what decodes meanwhile."""
-    engine = Engine(ExactSource(SHAPE.num_layers, SHAPE.num_query_heads))
+    engine = Engine(worker)
     slots = {"a": 4, "b": 0, "c": 2}
     prompt = {rid: data.draw(st.integers(1, 30), label=f"prompt {rid}") for rid in slots}
     done = dict.fromkeys(slots, 0)
@@ -188,8 +180,8 @@ def test_requests_of_shared_batches_do_not_mix(data: st.DataObject) -> None:
             assert_same(engine.statistics(rid, slots[rid]), engine.expected(rid, 0, num_tokens))
 
 
-def test_decoding_beside_a_prompt_counts_once(source: EstimatorSource) -> None:
-    engine = Engine(source)
+def test_decoding_beside_a_prompt_counts_once(worker: SimilarityWorker) -> None:
+    engine = Engine(worker)
     engine.extend(("a", 3, 0, 20))
     engine.mixed(("b", 1, 0, 12), ("a", 3, 20))
     engine.mixed(("b", 1, 12, 17), ("a", 3, 21))
@@ -198,9 +190,8 @@ def test_decoding_beside_a_prompt_counts_once(source: EstimatorSource) -> None:
     assert_same(engine.statistics("b", 1), engine.expected("b", 0, 18))
 
 
-def test_prompts_of_the_heterogeneous_one_go_to_the_worker(worker: SimilarityWorker) -> None:
-    source = HeterogeneousSource(SHAPE.num_layers, SHAPE.num_query_heads, worker)
-    engine = Engine(source)
+def test_prompts_go_to_the_worker(worker: SimilarityWorker) -> None:
+    engine = Engine(worker)
     before = engine.capture.stats()
     engine.extend(("a", 1, 0, 9), ("b", 2, 0, 7))
     engine.decode(("a", 1, 9), ("b", 2, 7))
@@ -211,24 +202,24 @@ def test_prompts_of_the_heterogeneous_one_go_to_the_worker(worker: SimilarityWor
     assert (after["reduced_here"], after["rejected"], after["restarts"]) == (0, 0, 0)
 
 
-def test_an_aborted_request_leaves_nothing_to_the_next_one_in_its_slot(source: EstimatorSource) -> None:
-    engine = Engine(source, max_requests=1)
+def test_an_aborted_request_leaves_nothing_to_the_next_one_in_its_slot(worker: SimilarityWorker) -> None:
+    engine = Engine(worker, max_requests=1)
     engine.extend(("a", 3, 0, 20))
     engine.extend(("b", 3, 0, 12))
     assert engine.capture.take("a", 3) is None
     assert_same(engine.statistics("b", 3), engine.expected("b", 0, 12))
 
 
-def test_a_request_that_starts_over_forgets_what_it_had(source: EstimatorSource) -> None:
-    engine = Engine(source)
+def test_a_request_that_starts_over_forgets_what_it_had(worker: SimilarityWorker) -> None:
+    engine = Engine(worker)
     engine.extend(("a", 3, 0, 20))
     engine.decode(("a", 3, 20))
     engine.extend(("a", 3, 8, 15))
     assert_same(engine.statistics("a", 3), engine.expected("a", 8, 15))
 
 
-def test_a_slot_is_used_again_while_the_earlier_turn_is_read(source: EstimatorSource) -> None:
-    engine = Engine(source)
+def test_a_slot_is_used_again_while_the_earlier_turn_is_read(worker: SimilarityWorker) -> None:
+    engine = Engine(worker)
     engine.extend(("a", 3, 0, 20))
     first = engine.take("a", 3)
     # What an overlapped scheduler has already launched when it learns that the request has ended.
@@ -241,8 +232,8 @@ def test_a_slot_is_used_again_while_the_earlier_turn_is_read(source: EstimatorSo
     assert_same(engine.statistics("b", 3), engine.expected("b", 0, 13))
 
 
-def test_requests_at_a_time_are_bounded(source: EstimatorSource) -> None:
-    engine = Engine(source, max_requests=1)
+def test_requests_at_a_time_are_bounded(worker: SimilarityWorker) -> None:
+    engine = Engine(worker, max_requests=1)
     engine.extend(("a", 3, 0, 20), ("b", 1, 0, 5))
     engine.decode(("a", 3, 20), ("b", 1, 5))
     assert engine.capture.take("b", 1) is None
@@ -254,8 +245,8 @@ def test_requests_at_a_time_are_bounded(source: EstimatorSource) -> None:
     assert_same(engine.statistics("d", 4), engine.expected("d", 0, 5))
 
 
-def test_nothing_is_recorded_while_suspended(source: EstimatorSource) -> None:
-    engine = Engine(source)
+def test_nothing_is_recorded_while_suspended(worker: SimilarityWorker) -> None:
+    engine = Engine(worker)
     engine.extend(("a", 3, 0, 20))
     with engine.capture.recording(decode_batch(("a", 3, 20))):
         with engine.capture.suspended():
@@ -267,30 +258,13 @@ def test_nothing_is_recorded_while_suspended(source: EstimatorSource) -> None:
     assert_same(engine.statistics("a", 3), engine.expected("a", 0, 21))
 
 
-class OutOfMemory(AttentionEstimator):
-    """Fails as soon as the prompt has run."""
-
-    def add(self, rows: QueryRows, phase: Phase, read_keys: ReadKeys) -> None:
-        if phase is Phase.DECODE:
-            raise RuntimeError("no more memory")
-
-    def finish(self, read_keys: ReadKeys) -> AttentionStatistics:
-        raise AssertionError("its request was dropped")
-
-
-class FirstFails(ExactSource):
-    is_first = True
-
-    def make(self) -> AttentionEstimator:
-        if self.is_first:
-            self.is_first = False
-            return OutOfMemory()
-        return super().make()
-
-
-def test_an_estimator_that_fails_costs_its_own_request_only(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(FirstFails(SHAPE.num_layers, SHAPE.num_query_heads), max_requests=2)
+def test_an_estimator_that_fails_costs_its_own_request_only(
+    worker: SimilarityWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(worker, max_requests=2)
     engine.extend(("a", 3, 0, 20), ("b", 1, 0, 20))
+    # The decoded token of "a".
+    engine.unreadable_slot = engine.req_to_token[3, 20]
     engine.decode(("a", 3, 20), ("b", 1, 20))
     assert "attention of request a could not be reduced" in caplog.text
     assert engine.capture.take("a", 3) is None
@@ -301,9 +275,9 @@ def test_an_estimator_that_fails_costs_its_own_request_only(caplog: pytest.LogCa
     assert_same(engine.statistics("d", 1), engine.expected("d", 0, 5))
 
 
-def test_rows_beside_statistics_of_every_row(source: EstimatorSource) -> None:
+def test_rows_beside_statistics_of_every_row(worker: SimilarityWorker) -> None:
     """The error budget's needs: statistics of all rows, and some rows themselves."""
-    engine = Engine(source)
+    engine = Engine(worker)
     sampled = QueryCapture(SHAPE, CapturePlan(1, 16, 0), device=torch.device("cpu"))
     sampled.install(engine.layers)
     paired = PairedCapture(engine.capture, sampled)
@@ -336,9 +310,9 @@ def test_rows_beside_statistics_of_every_row(source: EstimatorSource) -> None:
     assert torch.equal(rows.queries, engine.sequence("c").queries[:, rows.positions])
 
 
-def test_the_source_closes_its_worker() -> None:
-    source = make_source("heterogeneous", SHAPE.num_layers, SHAPE.num_query_heads)
-    engine = Engine(source)
+def test_the_capture_closes_its_worker() -> None:
+    engine = Engine(SimilarityWorker(1 << 20))
+    assert engine.capture.stats()["name"] == "heterogeneous"
     engine.extend(("a", 3, 0, 20))
     turn = engine.take("a", 3)
     engine.capture.close()
@@ -350,13 +324,7 @@ def test_the_source_closes_its_worker() -> None:
     assert engine.capture.take("b", 3) is None
 
 
-def test_only_estimators_of_every_row_have_a_source() -> None:
-    assert make_source("exact", 2, 2).stats() == {"name": "exact"}
-    with pytest.raises(ValueError, match="sampled"):
-        make_source("sampled", 2, 2)
-
-
 def test_graphs_are_refused_with_the_flag_and_the_way_out() -> None:
-    check_estimator("exact", runs_graphs=False)
-    with pytest.raises(UnsupportedSetupError, match=r'"exact".*--disable-cuda-graph.*"sampled"'):
-        check_estimator("exact", runs_graphs=True)
+    check_estimator("heterogeneous", runs_graphs=False)
+    with pytest.raises(UnsupportedSetupError, match=r'"heterogeneous".*--disable-cuda-graph.*"sampled"'):
+        check_estimator("heterogeneous", runs_graphs=True)

@@ -7,15 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.baselines import RandomSelector, SeededEvidence
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.errors import StrategyError
-from krul_backend.strategy.fixed import FixedSelector
+from krul_backend.strategy.fixed import FixedSelector, MiniCacheSelector, UnsharedSelector
 from krul_backend.strategy.interface import Evidence
 from krul_backend.strategy.krul import KrulSelector
 from krul_backend.strategy.matching import MatchingSelector
-from krul_backend.strategy.minicache import MiniCacheSelector
-from krul_backend.strategy.none import UnsharedSelector
-from krul_backend.strategy.random_pairs import RandomSelector
 from krul_backend.strategy.registry import SELECTOR_NAMES, SelectorOptions, make_selector
 from krul_backend.strategy.strategy import Pair, Precision
 from tests.support.strategy_builders import attention_evidence, make_statistics
@@ -148,9 +146,9 @@ def test_fixed_refuses_a_range_beyond_the_model() -> None:
 
 
 def test_random_pairs_depend_on_the_conversation_and_on_nothing_else() -> None:
-    strategies = [RandomSelector(0.5).select(Evidence(16, conversation_seed=n)) for n in range(50)]
-    assert strategies[3] == RandomSelector(0.5).select(Evidence(16, conversation_seed=3))
-    assert RandomSelector(0.5, seed=1).select(Evidence(16, conversation_seed=3)) != strategies[3]
+    strategies = [RandomSelector(0.5).select(SeededEvidence(16, conversation_seed=n)) for n in range(50)]
+    assert strategies[3] == RandomSelector(0.5).select(SeededEvidence(16, conversation_seed=3))
+    assert RandomSelector(0.5, seed=1).select(SeededEvidence(16, conversation_seed=3)) != strategies[3]
     assert all(len(strategy.pairs) == 4 for strategy in strategies)
     assert len({strategy.pairs for strategy in strategies}) > 45
     shared = {layer for strategy in strategies for pair in strategy.pairs for layer in pair}
@@ -216,7 +214,7 @@ def test_an_unknown_selector_is_answered_with_the_names() -> None:
     [
         ("krul", SelectorOptions(1.5, 0.5, Precision.NATIVE, 0.01, 8), "gamma is 1.5"),
         ("matching", SelectorOptions(0.5, -0.1, Precision.NATIVE, 0.01, 8), "r_l is -0.1"),
-        ("random", SelectorOptions(0.5, float("nan"), Precision.NATIVE, 0.01, 8), "r_l is nan"),
+        ("minicache", SelectorOptions(0.5, float("nan"), Precision.NATIVE, 0.01, 8), "r_l is nan"),
         ("budget", SelectorOptions(0.5, 0.5, Precision.NATIVE, -0.01, 8), "error budget is -0.01 nats"),
         ("budget", SelectorOptions(0.5, 0.5, Precision.NATIVE, 0.01, 0), "0 bytes per token"),
     ],

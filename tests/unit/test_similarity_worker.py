@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 
 from krul_backend.attention import similarity_worker
 from krul_backend.attention import worker as worker_module
-from krul_backend.attention.heterogeneous import HeterogeneousEstimator
-from krul_backend.attention.interface import Phase
 from krul_backend.attention.messages import pack_message, read_message
-from krul_backend.attention.rows import accumulate
+from krul_backend.attention.rows import Phase, accumulate
 from krul_backend.attention.shared_job import JobLayout
-from krul_backend.attention.similarity_worker import SimilarityWorker
+from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.attention.worker_process import WorkerProcess
 from tests.support.attention_builders import Sequence

@@ -1,4 +1,4 @@
-"""Messages between the similarity worker and its client: a length, then JSON."""
+"""Packs and reads the messages between the similarity worker and its client: a length, then JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Read = Callable[[int], bytes]
 
 
 def pack_message(values: Mapping[str, Any]) -> bytes:
-    """``values`` are plain JSON values."""
+    """The bytes of one message; ``values`` are plain JSON values."""
     body = json.dumps(values, separators=(",", ":")).encode()
     return _LENGTH.pack(len(body)) + body
 
@@ -24,7 +24,7 @@ def read_message(read: Read) -> dict[str, Any] | None:
     """The next message, or None when the other side has closed its end.
 
     Raises:
-        ValueError: if what comes is no message.
+        ValueError: if the bytes are not a message.
     """
     header = _read_exactly(read, _LENGTH.size)
     if header is None:

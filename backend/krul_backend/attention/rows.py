@@ -1,9 +1,10 @@
-"""Query rows, and how they become statistics."""
+"""Chooses query rows of a turn, and reduces them to statistics of its attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
@@ -11,19 +12,43 @@ from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.device import Device
 
 CPU_BLOCK_BYTES = 8 << 20
-"""Attention weights that are held at a time on a CPU: about what stays in its caches."""
+"""Bytes of attention weights that are held at a time on a CPU: about what stays in its caches."""
 DEVICE_BLOCK_BYTES = 256 << 20
-"""The same on a GPU, where few large operations are faster than many small ones."""
+"""Bytes of attention weights that are held at a time on a GPU, where few large operations are faster."""
 
 
 def default_block_bytes(device: torch.device) -> int:
-    """Attention weights that are worth holding at a time on a device."""
+    """Bytes of attention weights to hold at a time on a device."""
     return CPU_BLOCK_BYTES if Device(device).shares_cores else DEVICE_BLOCK_BYTES
+
+
+class Phase(Enum):
+    """The part of a turn that rows come from: the engine's forward mode says which."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+def sample_positions(start: int, end: int, count: int) -> torch.Tensor:
+    """Choose ``count`` evenly spaced positions of the prompt chunk ``[start, end)``, its last one included.
+
+    Returns int64 ``[min(count, end - start)]`` on the CPU, ascending, distinct. On the bundled reference
+    model squared distances of rows vary much from one row to the next and hardly with the place in the
+    conversation, so no choice of rows beats even spacing; taking half of them from the end is clearly worse.
+
+    Raises:
+        ValueError: if the chunk is empty or ``count`` is not positive.
+    """
+    num_tokens = end - start
+    if num_tokens <= 0 or count <= 0:
+        raise ValueError(f"cannot place {count} rows in the chunk [{start}, {end})")
+    count = min(count, num_tokens)
+    return start + (torch.arange(1, count + 1) * num_tokens) // count - 1
 
 
 @dataclass(frozen=True, eq=False)
 class QueryRows:
-    """Query vectors of ``R`` tokens of one sequence, in all layers, as attention sees them.
+    """The query vectors of ``R`` tokens of one sequence, in all layers, as attention sees them.
 
     Args:
         queries: ``[L, R, H, D]``, after the rotary embedding and any norm of queries; any device and dtype.
@@ -60,33 +85,9 @@ class QueryRows:
     def num_heads(self) -> int:
         return self.queries.shape[2]
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the query vectors, in bytes."""
-        return self.queries.nbytes
-
     def num_visible_tokens(self) -> int:
         """Tokens that at least one row sees; 0 without rows. Waits for the device if positions are on one."""
         return int(self.positions.max()) + 1 if self.num_rows else 0
-
-    def copy_every(self, first: int, step: int) -> QueryRows:
-        """A copy of rows ``first``, ``first + step``, ...: nothing of it shares memory with this object."""
-        return QueryRows(
-            self.queries[:, first::step].clone(),
-            self.positions[first::step].clone(),
-            self.kv_heads.clone(),
-            self.scaling,
-        )
-
-
-def concatenate_rows(parts: Sequence[QueryRows]) -> QueryRows:
-    """All rows of at least one part, in order. The parts have one model's layers and the same heads."""
-    return QueryRows(
-        torch.cat([part.queries for part in parts], dim=1),
-        torch.cat([part.positions for part in parts]),
-        parts[0].kv_heads,
-        parts[0].scaling,
-    )
 
 
 ReadKeys = Callable[[int], torch.Tensor]
@@ -115,11 +116,12 @@ def attention_rows(
 def accumulate(
     rows: QueryRows, read_keys: ReadKeys, *, block_bytes: int | None = None
 ) -> AttentionStatistics:
-    """Reduce all rows, on the device of the queries.
+    """Reduce all rows to statistics, on the device of the queries.
 
     Works through blocks of rows and heads whose weights in all layers take at most ``block_bytes`` (one row
     of one head is the least), so the memory does not grow with the number of rows; each block reads the keys
-    of every layer once. The softmax takes a few layers' share more. The default depends on the device.
+    of every layer once. The softmax needs a few layers' share of memory beside that. The default depends on
+    the device.
     """
     total = AttentionStatistics.zero(rows.num_layers, rows.num_heads)
     if rows.num_rows == 0:
@@ -136,7 +138,7 @@ def accumulate(
         weights = _weights(rows, row_block, heads, num_visible, read_keys)
         squared_distance[heads] += _squared_distances(weights)
         ir_mass += _initial_recent(weights, positions[row_block].to(device))
-        # Or two blocks are held while the next one is computed.
+        # Freed first, or two blocks are held while the next one is computed.
         del weights
     # Rounding can leave a tiny negative sum where two layers attend alike.
     return AttentionStatistics(squared_distance.clamp(min=0).cpu(), ir_mass.cpu(), rows.num_rows)

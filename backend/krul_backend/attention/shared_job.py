@@ -1,4 +1,4 @@
-"""How one reduction lies in the memory that client and worker process share."""
+"""Lays out one reduction in the memory that the client and the worker process share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @dataclass(frozen=True)
 class JobLayout:
-    """Shapes of a job; its tensors lie one after the other from ``offset`` on, at multiples of 64 bytes.
+    """The shapes of a job's tensors, which lie one after the other from ``offset`` on, 64-byte aligned.
 
     ::
 
@@ -73,7 +73,7 @@ class JobLayout:
 
     @property
     def num_bytes(self) -> int:
-        """From ``offset`` to the end, a multiple of 64."""
+        """Bytes from ``offset`` to the end of the job, a multiple of 64."""
         return sum(_aligned_num_bytes(shape, dtype) for shape, dtype in self._tensors())
 
     def views(self, memory: torch.Tensor) -> JobViews:
@@ -98,7 +98,7 @@ class JobLayout:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> JobLayout:
-        """Raises ValueError or TypeError for anything but what ``to_json`` gives."""
+        """The layout that ``to_json`` gave. Raises ValueError or TypeError for anything else."""
         return cls(**values)
 
     def _tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
@@ -115,7 +115,7 @@ class JobLayout:
 
 @dataclass(frozen=True, eq=False)
 class JobViews:
-    """Tensors of a job; they share the memory they were made from."""
+    """The tensors of a job, as views of the shared memory."""
 
     queries: torch.Tensor
     keys: torch.Tensor

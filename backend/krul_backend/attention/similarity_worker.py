@@ -1,4 +1,4 @@
-"""The client of the similarity worker process."""
+"""Reduces the attention of whole prompts in a process of its own, while the device decodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
+from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate
 from krul_backend.attention.shared_job import JobLayout
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.attention.worker_process import WorkerGoneError, WorkerProcess
@@ -27,8 +27,11 @@ DEFAULT_CAPACITY_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """Counters since the start. ``reduced_here`` are jobs that the process could not do, done by the client's
-    thread instead; ``rejected`` found no room in the queue's memory."""
+    """Counters since the start.
+
+    ``reduced_here``: jobs that the process could not do and the client's thread did. ``rejected``: jobs that
+    found no room in the queue's memory.
+    """
 
     submitted: int = 0
     reduced_here: int = 0
@@ -38,7 +41,7 @@ class WorkerStats:
 
 @dataclass(frozen=True, eq=False)
 class _Copied:
-    """``event`` comes when the copies have ended. Until then ``sources``, which they read, are kept."""
+    """Copies under way: ``event`` passes when they have ended. Until then ``sources`` are kept."""
 
     event: Event
     sources: list[object]
@@ -71,7 +74,7 @@ class SimilarityWorker:
         self._memory_fd = os.memfd_create("krul-similarity", os.MFD_CLOEXEC)
         os.ftruncate(self._memory_fd, capacity_bytes)
         self._memory = torch.frombuffer(mmap.mmap(self._memory_fd, capacity_bytes), dtype=torch.uint8)
-        # One array for as long as its pages are locked.
+        # Kept as one array: its pages are unlocked when it is gone.
         self._pages = self._memory.numpy()
         self._device: Device | None = None
         self._stream: Any | None = None
@@ -93,7 +96,7 @@ class SimilarityWorker:
 
     @property
     def process_id(self) -> int | None:
-        """Of the running process; None before the first job and after the last death."""
+        """Id of the running process; None before the first job and after its last death."""
         return self._process.process_id if self._process is not None else None
 
     def submit(self, rows: QueryRows, read_keys: ReadKeys) -> Future[AttentionStatistics] | None:
@@ -121,7 +124,7 @@ class SimilarityWorker:
             copied = self._copy_in(layout, rows, read_keys)
         except BaseException:
             if self._device is not None:
-                # What is queued may still be written.
+                # Copies that were queued before the error may still write into the job's memory.
                 self._device.synchronize(self._stream)
             self._give_back(layout)
             raise
@@ -187,7 +190,7 @@ class SimilarityWorker:
             job.copied.sources.clear()
             return self._reduce(job.layout)
         finally:
-            # Before anybody hears of the result: the next job may need this one's room.
+            # Before the result is announced: whoever hears of it may submit a job that needs this room.
             self._give_back(job.layout)
 
     def _reduce(self, layout: JobLayout) -> AttentionStatistics:
@@ -226,3 +229,40 @@ class SimilarityWorker:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+class HeterogeneousEstimator:
+    """Computes the statistics of one turn from all its rows, as Krul's token-wise partition (section 5).
+
+    One object per turn: ``add`` as the turn runs, ``finish`` once when it ends. Rows of the prompt leave the
+    device asynchronously and are reduced by the worker process on the CPU while the device decodes. The paper
+    moves attention weights, ``[H, R, T]`` per layer; here queries and keys move, and the worker computes the
+    weights again: that grows with the tokens, not with their square. A decoded row is reduced on its device
+    at once and dropped. A prompt chunk that finds no room in the worker's queue is reduced on its device,
+    too; the worker counts it.
+
+    ``worker`` is shared with other estimators and stays the caller's.
+    """
+
+    def __init__(self, num_layers: int, num_heads: int, worker: SimilarityWorker) -> None:
+        self._total = AttentionStatistics.zero(num_layers, num_heads)
+        self._worker = worker
+        self._outstanding: list[Future[AttentionStatistics]] = []
+
+    def add(self, rows: QueryRows, phase: Phase, read_keys: ReadKeys) -> None:
+        """Take rows whose keys, up to each row's own, are already readable.
+
+        ``read_keys`` reads the sequence's keys on the device of the queries. The tensors of ``rows`` belong
+        to the caller again when this returns.
+        """
+        if rows.num_rows == 0:
+            return
+        future = self._worker.submit(rows, read_keys) if phase is Phase.PREFILL else None
+        if future is not None:
+            self._outstanding.append(future)
+        else:
+            self._total += accumulate(rows, read_keys)
+
+    def finish(self, read_keys: ReadKeys) -> AttentionStatistics:
+        """The statistics of all rows of this turn. Waits for the worker. Call once, after every ``add``."""
+        return sum((future.result() for future in self._outstanding), start=self._total)

@@ -1,4 +1,4 @@
-"""What a strategy knows of a conversation's attention: how far layers are apart, and where they look."""
+"""Statistics of a conversation's attention: how far layers are apart, and how much they look where."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class AttentionStatistics:
-    """Running sums over query rows, additive over chunks and turns. CPU, float64.
+    """Sums over query rows, which add up over chunks and turns. On the CPU, in float64.
 
     With ``a_l,h`` the attention of one query row in layer ``l`` and head ``h``, a distribution over the
     tokens that the row sees:
@@ -39,7 +39,7 @@ class AttentionStatistics:
 
     @classmethod
     def zero(cls, num_layers: int, num_heads: int) -> AttentionStatistics:
-        """Of no row at all: what sums start from."""
+        """Statistics of no row, from which sums start."""
         return cls(
             torch.zeros(num_heads, num_layers, num_layers, dtype=torch.float64),
             torch.zeros(num_layers, dtype=torch.float64),
@@ -60,7 +60,7 @@ class AttentionStatistics:
         return self.squared_distance.nbytes + self.ir_mass.nbytes
 
     def __add__(self, other: AttentionStatistics) -> AttentionStatistics:
-        """Both sets of rows together. Raises ValueError for other layers or heads."""
+        """The statistics of both sets of rows. Raises ValueError if layers or heads differ in number."""
         if self.squared_distance.shape != other.squared_distance.shape:
             raise ValueError(
                 f"statistics of {self.num_layers} layers and {self.num_heads} heads cannot be added to "
@@ -73,7 +73,7 @@ class AttentionStatistics:
         )
 
     def distances(self) -> torch.Tensor:
-        """How far two layers' attention is apart: float64 ``[L, L]``, symmetric, zero diagonal.
+        """The distance between the attention of two layers: float64 ``[L, L]``, symmetric, zero diagonal.
 
         The root of the mean squared distance of a row, then the mean over heads. Between 0 and ``sqrt(2)``.
 
@@ -88,9 +88,8 @@ class AttentionStatistics:
 
         The mean is over **all rows kept** and all heads, each row with the tenths of the tokens that it sees
         itself. Krul's Algorithm 1 (lines 4-8) sums over all positions instead, with the first and last tenth
-        of the whole sequence. The last rows of a conversation, which decide about the next answer, see the
-        same tokens by both definitions; for early rows the paper's tenths are nearly all or nothing of what
-        they see.
+        of the whole sequence. For the last rows of a conversation, which decide about the next answer, both
+        definitions mean the same tokens; an early row sees nearly only, or none of, the paper's tenths.
 
         Raises:
             ValueError: if there is no row.

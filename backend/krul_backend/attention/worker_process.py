@@ -1,4 +1,4 @@
-"""The similarity worker process, seen from its client's thread."""
+"""Starts the similarity worker process, sends it jobs and ends it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXIT_TIMEOUT_S = 5.0
 
 
 class WorkerGoneError(Exception):
-    """The process cannot be started, has ended, does not answer, or answers nonsense."""
+    """The process cannot be started, has ended, does not answer in time, or answers something unexpected."""
 
 
 class WorkerProcess:
@@ -43,14 +43,14 @@ class WorkerProcess:
         paths = [str(_IMPORT_ROOT), os.environ.get("PYTHONPATH")]
         environment = {
             **os.environ,
-            # This very package, wherever it was imported from.
+            # The process must import the same package as this one.
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-            # It must never take memory of the GPU.
+            # Without a GPU it cannot take memory of it.
             "CUDA_VISIBLE_DEVICES": "",
         }
         try:
             self._process = subprocess.Popen(
-                # -P: the working directory is no place to import from.
+                # -P: do not import from the working directory.
                 [sys.executable, "-P", "-m", "krul_backend.attention.worker", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -67,10 +67,10 @@ class WorkerProcess:
         return self._process.pid
 
     def reduce(self, layout: JobLayout, timeout_s: float) -> str | None:
-        """Have one job reduced. Returns what went wrong with it, None when its result is in the memory.
+        """Have the process reduce one job. Returns its error; None if the result is in the shared memory.
 
         Raises:
-            WorkerGoneError: see there; nothing but ``kill`` may be called afterwards.
+            WorkerGoneError: the process is gone; only ``kill`` may be called afterwards.
         """
         assert self._process.stdin is not None
         job_id = next(self._job_ids)

@@ -1,4 +1,4 @@
-"""What codecs work on."""
+"""Types that every codec takes and gives: the KV of a layer, and its shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Shape of one layer's KV on one rank.
+    """The shape of one layer's KV on one rank.
 
     ``k [T, num_kv_heads, k_head_dim]``, ``v [T, num_kv_heads, v_head_dim]``.
     """
@@ -41,4 +41,4 @@ class LayerKV:
 
 
 ReadLayer = Callable[[int], LayerKV]
-"""Reads one layer's KV of a segment; called again for the same layer, it reads again."""
+"""Reads one layer's KV of a segment. It keeps nothing: a second call for a layer reads again."""

@@ -32,7 +32,7 @@ _SMALLEST_SHARE = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class LayerMap:
-    """``target = source @ weight + bias``, all heads of keys and values together.
+    """A linear map between two layers: ``target = source @ weight + bias``, all heads of K and V together.
 
     A token's vector has ``C = num_kv_heads * (k_head_dim + v_head_dim)`` elements: the keys of all heads,
     without rotary embedding where it can be taken off, then the values. ``weight [C, C]`` and ``bias [C]``
@@ -44,12 +44,12 @@ class LayerMap:
 
     @cached_property
     def digest(self) -> str:
-        """Names these very numbers: what is encoded with them can be decoded only with them."""
+        """Identifies these numbers: what was encoded with a map can be decoded only with the same one."""
         numbers = torch.cat([self.weight.flatten(), self.bias]).cpu().numpy().astype("<f4").tobytes()
         return hashlib.sha256(numbers).hexdigest()[:32]
 
     def predict(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """From ``k [..., H, Dk]`` and ``v [..., H, Dv]`` fp32 of the source layer those of the target."""
+        """Predict the target layer's ``k [..., H, Dk]`` and ``v [..., H, Dv]`` from the source's, fp32."""
         weight, bias = self.weight.to(k.device), self.bias.to(k.device)
         source = torch.cat([k.flatten(-2), v.flatten(-2)], dim=-1)
         target = source @ weight + bias
@@ -75,7 +75,7 @@ class LayerMapFitter:
         return int(self._gram[-1, -1])
 
     def add(self, source: LayerKV, target: LayerKV, *, start_token: int) -> None:
-        """KV of both layers, tokens ``[start_token, start_token + T)`` of a conversation."""
+        """Add the KV of both layers, tokens ``[start_token, start_token + T)`` of a conversation."""
         x, y = self._vectors(source, start_token), self._vectors(target, start_token)
         x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype, device=x.device)], dim=1)
         # Products in fp32, sums in float64: T tokens at a time lose nothing that the fit could see.

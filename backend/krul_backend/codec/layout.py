@@ -1,4 +1,4 @@
-"""Where the parts of a block lie: records of one group of tokens each, then what belongs to no group."""
+"""Computes where the parts of a block lie: one record per group of tokens, then a trailer for the rest."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from krul_backend.errors import CodecError
 
 ALIGNMENT_BYTES = 16
-"""Every section starts at a multiple of it, so that a kernel can read 16 bytes at once."""
+"""Every section starts at a multiple of this, so that a kernel can read 16 bytes at once."""
 
 _MAX_RUN_TOKENS = 1024
-"""Tokens in fp32 at a time. Coding a segment takes working memory for so many, however long it is."""
+"""Tokens that are held in fp32 at a time. It bounds the working memory of coding a segment of any length."""
 
 Views = dict[str, torch.Tensor]
 """Typed views of the sections of a run of records, by name."""
@@ -33,7 +33,7 @@ class Section:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Sections one after the other for ``num_tokens`` tokens, each aligned, and the record's end too."""
+    """Places sections for ``num_tokens`` tokens one after the other; each start and the end are aligned."""
 
     sections: tuple[Section, ...]
     num_tokens: int
@@ -63,7 +63,7 @@ class RecordLayout:
         num_records = records.shape[0]
         return {
             section.name: records[:, first:end].view(section.dtype).view(num_records, *shape)
-            # Bytes that are none have strides which no other dtype can have.
+            # torch cannot view an empty slice as another dtype: its strides do not fit.
             if first < end
             else records.new_empty((num_records, *shape), dtype=section.dtype)
             for section, shape, first, end in self._places
@@ -72,7 +72,7 @@ class RecordLayout:
 
 @dataclass(frozen=True)
 class GroupRun:
-    """Neighbouring groups of equal length, few enough to be worked on at once.
+    """Neighbouring groups of equal length that are coded in one go.
 
     They cover tokens ``[first_token, end_token)`` of the segment.
     """
@@ -88,7 +88,7 @@ class GroupRun:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """One layer of one segment as bytes.
+    """Describes the bytes of one layer of one segment.
 
     ::
 
@@ -106,12 +106,12 @@ class BlockLayout:
 
     @cached_property
     def group_record(self) -> RecordLayout:
-        """A full group."""
+        """The record of a full group."""
         return RecordLayout(self.record, self.group_size)
 
     @cached_property
     def last_record(self) -> RecordLayout:
-        """The shorter last group; of no tokens and not in the block if all groups are full."""
+        """The record of the shorter last group. If all groups are full it is empty, and not stored."""
         return RecordLayout(self.record, self.num_tokens % self.group_size)
 
     @cached_property
@@ -120,7 +120,7 @@ class BlockLayout:
 
     @cached_property
     def records_num_bytes(self) -> int:
-        """Bytes of all records: where the trailer starts."""
+        """Bytes of all records. The trailer starts there."""
         return self.group_start(-(-self.num_tokens // self.group_size))
 
     @cached_property
@@ -150,11 +150,13 @@ class BlockLayout:
             yield GroupRun(num_full * self.group_size, 1, self.num_tokens % self.group_size)
 
     def new_block(self, device: torch.device) -> torch.Tensor:
-        """A block of zeros, uint8 ``[num_bytes]``: gaps between sections have one value."""
+        """A block of zeros, uint8 ``[num_bytes]``, so that the gaps between sections are zero."""
         return torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
 
     def check(self, block: torch.Tensor, first_token: int) -> torch.Tensor:
-        """A block that can be viewed: all of it, or from the start of a group not after ``first_token`` on.
+        """Return a block that can be viewed: the whole one, or its end from a group on.
+
+        That group must not start after ``first_token``. An unaligned block is copied.
 
         Raises:
             CodecError: not bytes, or of a size that no such block has.

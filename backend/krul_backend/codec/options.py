@@ -1,4 +1,4 @@
-"""What a codec can be told, and the defaults."""
+"""The options of a codec, and their defaults."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class RetentionRule(Enum):
 
 
 class Sharing(Enum):
-    """What a pair of layers has in common.
+    """How the two layers of a pair share their KV.
 
-    ``SLERP``: one direction per token and head (MiniCache). ``PREDICTED``: the lower layer, from which a map
-    of the model predicts the upper one; the rest is stored at a lower precision.
+    ``SLERP``: both keep one direction per token and head (MiniCache). ``PREDICTED``: a map of the model
+    predicts the upper layer from the lower one; the difference is stored at a lower precision.
     """
 
     SLERP = "slerp"
@@ -35,12 +35,12 @@ class Sharing(Enum):
 
 @dataclass(frozen=True)
 class CodecOptions:
-    """How blocks are encoded. All that decoding needs of it is stored with each segment.
+    """How blocks are encoded. What decoding needs of these options is stored with each segment.
 
     ``group_size``: tokens that have one scale per key channel, and the unit of partial reads.
     ``sharing``: see ``Sharing``; the options below are of ``SLERP``.
     ``slerp_t``: how far the shared direction lies from the lower layer's to the upper layer's.
-    ``retention``, ``retained_amount``: see ``RetentionRule``; an amount of 0 retains no token for its angle.
+    ``retention``, ``retained_amount``: see ``RetentionRule``; 0 retains no token for its angle.
     ``num_first_tokens``: tokens at the start of the conversation that are always retained.
 
     Raises:

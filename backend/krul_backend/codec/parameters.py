@@ -1,4 +1,4 @@
-"""What is stored beside a segment's blocks so that they can be decoded."""
+"""The parameters that are stored beside a segment's blocks so that they can be decoded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEYS = {"codec", "version", "group_size", "are_keys_unrotated", "layers", "pair
 
 @dataclass(frozen=True)
 class RetainedCounts:
-    """A pair with one direction: for each KV head how many of its tokens keep their own keys, and values."""
+    """For a pair that shares directions: how many tokens of each KV head keep their own keys, and values."""
 
     k: tuple[int, ...]
     v: tuple[int, ...]
@@ -29,7 +29,7 @@ class RetainedCounts:
 
 @dataclass(frozen=True)
 class MapDigest:
-    """A pair of which one layer is predicted: the digest of the map."""
+    """For a pair of which one layer is predicted: the digest of the map."""
 
     digest: str
 
@@ -42,15 +42,15 @@ PairParameters = RetainedCounts | MapDigest
 
 @dataclass(frozen=True)
 class SegmentParameters:
-    """Everything about a segment's blocks that is not in the model's own shape.
+    """Everything that decoding a segment's blocks takes beside the model's own shape.
 
     ``pairs`` has one entry for each pair of ``strategy.pairs``. ``are_keys_unrotated``: compressed keys
     are stored without their rotary embedding.
 
-    ``damage``: what the segment's KV is expected to cost a conversation that gets it back, in nats of the
-    next-token distributions; with what it had lost already when it was encoded. Infinite if nobody knows.
-    None, where nobody measures, is left out of the JSON, and read as 0 for a strategy without loss and as
-    infinite for any other.
+    ``damage``: the KL divergence of next-token distributions, in nats, that is expected when a conversation
+    gets this KV back. It includes what the KV had lost before it was encoded. Infinite if it is unknown. None
+    if it was not measured: then the JSON leaves it out, and parsing gives 0 for a lossless strategy and
+    infinity for any other.
     """
 
     strategy: Strategy
@@ -60,7 +60,7 @@ class SegmentParameters:
     damage: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that ``parse`` accepts."""
+        """Plain JSON values that ``parse`` accepts."""
         values = {
             "codec": CODEC_NAME,
             "version": CODEC_VERSION,
@@ -77,7 +77,7 @@ class SegmentParameters:
     def parse(
         cls, params: Mapping[str, Any], *, num_layers: int, num_kv_heads: int, num_tokens: int
     ) -> SegmentParameters:
-        """Checks ``params`` against the model and the segment's length.
+        """Parse ``params`` and check them against the model and the segment's length.
 
         Raises:
             CodecError: for anything but what ``to_json`` writes for such a segment.
@@ -149,5 +149,5 @@ def _parse_counts(counts: object, num_kv_heads: int, num_tokens: int) -> tuple[i
 
 
 def _is_count(value: object) -> bool:
-    """A whole number from 0 on; a bool is none."""
+    """Whether ``value`` is a whole number from 0 on; a bool does not count."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,4 +1,4 @@
-"""A pair of layers of which the upper one is predicted from the lower one, and only the rest is stored."""
+"""Stores a pair of layers as the lower one and the upper one's difference from its prediction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RESIDUAL_PRECISION = {
 
 
 class PredictedPair(UnitCodec):
-    """The lower layer as if it were alone; of the upper one what a ``LayerMap`` does not predict.
+    """Stores the lower layer as if it were alone, and of the upper one what a ``LayerMap`` does not predict.
 
     ::
 
@@ -52,7 +52,7 @@ class PredictedPair(UnitCodec):
 
     @property
     def lower(self) -> SingleLayer:
-        """What decodes the lower layer, which does not need the upper one."""
+        """The codec of the lower layer, which does not need the upper one."""
         return self._lower
 
     def sources(self, index: int) -> tuple[int, ...]:

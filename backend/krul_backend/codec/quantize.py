@@ -1,4 +1,4 @@
-"""Min-max codes of 8, 4 and 2 bits, packed, with scale and offset in fp16."""
+"""Quantizes numbers to packed min-max codes of 8, 4 or 2 bits, with scale and offset in fp16."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fp16_at_least(x: torch.Tensor) -> torch.Tensor:
 
 
 def scale_and_offset(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and offset, fp16, over dimension ``dim`` of ``x`` fp32 (kept, of size 1).
+    """Scale and offset, fp16, of ``x`` fp32 over dimension ``dim``, which stays with size 1.
 
     The offset is the minimum rounded down and the scale is rounded up, so that ``offset + code * scale`` with
     codes 0 to ``2^bits - 1`` still covers every element. Numbers beyond fp16 (65504) saturate.

@@ -1,4 +1,4 @@
-"""Blocks into the slots of the KV pool, by the fastest way there is on the pool's device."""
+"""Decodes blocks into the slots of the KV pool, the fastest way that the pool's device offers."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def restore_layer(
     ``blocks``: as for ``SegmentDecoder.decode``, on the pool's device. ``k_buffer [num_slots, H, Dk]`` and
     ``v_buffer [num_slots, H, Dv]`` in the pool's dtype are written at ``slots`` (int64
     ``[end_token - first_token]``, all different, on the same device), and nowhere else. On a GPU the work is
-    queued on the current stream and nothing waits for it: blocks and slots must stay as they are until then.
+    queued on the current stream and this returns at once: blocks and slots must not change until it has run.
 
-    One fused pass (``triton_restore``) where ``can_fuse`` holds; otherwise decoded rows, then copied.
+    Where ``can_fuse`` holds one fused kernel does it (``triton_restore``); otherwise rows are decoded, then
+    copied.
 
     Raises:
         CodecError: see ``SegmentDecoder.decode``; also if slots and tokens differ in number, or the buffers
@@ -58,9 +59,9 @@ def restore_layer(
 def can_fuse(found: UnitBlocks, k_buffer: torch.Tensor, v_buffer: torch.Tensor, slots: torch.Tensor) -> bool:
     """Whether the fused pass can restore this layer.
 
-    Not if a tensor is on the CPU or on another GPU; if elements of the pool are not bf16, fp16 or fp32, or
-    the channels of a vector are not neighbours in memory; for the upper layer of a predicted pair, which is
-    a matrix product; or for a unit that the kernel does not know, be it derived from one that it does.
+    It cannot if a tensor is on the CPU or on another GPU; if elements of the pool are not bf16, fp16 or fp32;
+    if the channels of a vector are not neighbours in memory; for the upper layer of a predicted pair, which
+    is a matrix product; or for any class of units that the kernel does not know, subclasses included.
     """
     tensors = (*found.blocks, k_buffer, v_buffer, slots)
     return (
@@ -74,7 +75,7 @@ def can_fuse(found: UnitBlocks, k_buffer: torch.Tensor, v_buffer: torch.Tensor, 
 
 
 def _stored_unit(found: UnitBlocks) -> UnitBlocks:
-    """The lower layer of a predicted pair is stored as if it were alone."""
+    """Replace the lower layer of a predicted pair by the single layer that it is stored as."""
     if isinstance(found.codec, PredictedPair) and found.index == 0:
         return UnitBlocks(found.codec.lower, 0, found.blocks)
     return found

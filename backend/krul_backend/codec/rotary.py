@@ -1,4 +1,4 @@
-"""The model's own rotary embedding as a table, put on keys and taken off again."""
+"""Puts the model's rotary embedding on keys and takes it off again, by a table of its angles."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
-    """Rotary position embedding of one model (Su et al., RoFormer, equation 34).
+    """The rotary position embedding of one model (Su et al., RoFormer, equation 34).
 
-    ``cos`` and ``sin`` ``[max_positions, rotary_dim / 2]`` fp32 hold one angle per position and channel pair;
-    how a model scales its angles (linear, llama3, yarn) is in the numbers, and so is yarn's attention factor.
+    ``cos`` and ``sin`` ``[max_positions, rotary_dim / 2]`` fp32 hold one angle per position and channel pair.
+    They include the model's scaling of angles (linear, llama3, yarn) and yarn's attention factor.
     ``is_neox``: channel ``c`` pairs with ``c + rotary_dim / 2``; otherwise with its neighbour, ``2c`` with
     ``2c + 1``. Channels from ``rotary_dim`` on are not touched.
 

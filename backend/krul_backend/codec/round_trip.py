@@ -1,4 +1,4 @@
-"""A unit encoded and decoded again, for those who ask what compression would do to it."""
+"""Encodes a unit and decodes it again, to measure what compression would do to it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from krul_backend.strategy.strategy import Precision, Strategy
 
 
 class UnitRoundTrip:
-    """Callable ``(unit, precision, layers) -> (layers afterwards, bytes per stored token)``, at one place.
+    """Called with ``(unit, precision, layers)``, gives ``(layers afterwards, bytes per stored token)``.
 
     ``layers`` are the KV of the unit's layers, tokens ``[start_token, start_token + T)`` of a conversation.
-    Of these the first ``num_kept`` are not stored and come back as they are; ``num_kept < T``.
+    The first ``num_kept < T`` of these are not stored, and come back unchanged.
     """
 
     def __init__(self, codec: SegmentCodec, *, start_token: int, num_kept: int = 0) -> None:
@@ -27,7 +27,7 @@ class UnitRoundTrip:
     def __call__(
         self, unit: tuple[int, ...], precision: Precision, layers: Sequence[LayerKV]
     ) -> tuple[Sequence[LayerKV], float]:
-        """New layers on the device of ``layers``; of all blocks the bytes of a token.
+        """New layers on the device of ``layers``, and the bytes of all blocks per stored token.
 
         Raises:
             CodecError: see ``SegmentCodec``.

@@ -1,4 +1,4 @@
-"""Encodes a segment layer by layer, as its strategy says, and decodes any rows of any layer."""
+"""Encodes a segment unit by unit, as its strategy says, and decodes any rows of any layer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
 @dataclass(frozen=True, eq=False)
 class SegmentEncoding:
-    """How one segment is encoded: fixed by ``SegmentCodec.prepare``, before the first block is written.
+    """How one segment will be encoded. ``SegmentCodec.prepare`` fixes it before the first block is written.
 
-    ``layer_first_token``: the token (a position in the conversation) from which each layer's block is kept,
-    ``layer_num_bytes``: its exact size from there on; see ``SegmentLayout``. ``left_out_num_bytes``: what the
-    whole blocks have beside these, without the rows that pairs would have retained of which nothing is kept.
-    ``params``: plain JSON values, all that is needed to decode beside the model's own shape.
+    ``layer_first_token``: the position in the conversation from which each layer's block is kept.
+    ``layer_num_bytes``: the exact size of each block from there on; see ``SegmentLayout``.
+    ``left_out_num_bytes``: bytes of the parts of blocks that are not kept. Retained rows of pairs of which
+    nothing is kept are not counted: nobody has found out how many there would be.
+    ``params``: plain JSON values with all that decoding needs beside the model's own shape.
     """
 
     strategy: Strategy
@@ -41,7 +42,7 @@ class SegmentEncoding:
 
     @property
     def kept_units(self) -> tuple[Unit, ...]:
-        """The units that must be encoded: those of which something is kept."""
+        """The units that must be encoded, because something of them is kept."""
         return tuple(
             unit for unit in self.strategy.units if any(self.layer_num_bytes[layer] for layer in unit)
         )
@@ -49,7 +50,7 @@ class SegmentEncoding:
 
 @dataclass(frozen=True, eq=False)
 class UnitBlocks:
-    """Where a layer is: layer ``index`` of a unit, with the unit's ``blocks`` that it needs, in order."""
+    """Layer number ``index`` of a unit, with those of the unit's ``blocks`` that it needs, in order."""
 
     codec: UnitCodec
     index: int
@@ -57,9 +58,9 @@ class UnitBlocks:
 
 
 class SegmentDecoder(SegmentLayout):
-    """Reads one segment's blocks, which were stored with ``strategy``; made by ``SegmentCodec.open``.
+    """Decodes the blocks of one segment, which was stored with ``strategy``. ``SegmentCodec.open`` makes it.
 
-    ``damage``: what they cost, in nats; see ``SegmentParameters``.
+    ``damage``: what the compression cost, in nats; see ``SegmentParameters``.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class SegmentDecoder(SegmentLayout):
     def decode(
         self, layer: int, blocks: Mapping[int, torch.Tensor], first_token: int, end_token: int
     ) -> LayerKV:
-        """Rows ``[first_token, end_token)`` of the segment, counted from its start.
+        """Decode tokens ``[first_token, end_token)`` of one layer, counted from the segment's start.
 
-        ``blocks``: uint8, of each layer in ``sources(layer)``, whole or from its ``tail_start`` of a token
-        that is not after ``first_token`` on. Returns new tensors in the pool's dtype on the blocks' device,
-        keys with their rotary embedding.
+        ``blocks``: uint8, one for each layer in ``sources(layer)``; each is whole, or begins at the
+        ``tail_start`` of a token that is not after ``first_token``. Returns new tensors in the pool's dtype
+        on the blocks' device, keys with their rotary embedding.
 
         Raises:
             CodecError: a block is missing or has a wrong size, or there are no such rows or layer.
@@ -88,7 +89,7 @@ class SegmentDecoder(SegmentLayout):
     def unit_blocks(
         self, layer: int, blocks: Mapping[int, torch.Tensor], first_token: int, end_token: int
     ) -> UnitBlocks:
-        """What ``decode`` reads, for those who decode in another way. Raises CodecError as it does."""
+        """The unit and the blocks that ``decode`` reads, for another decoder. Same errors."""
         unit, codec = self._place(layer)
         if not 0 <= first_token < end_token <= self._num_tokens:
             raise CodecError(f"rows [{first_token}, {end_token}) of a segment of {self._num_tokens} tokens")
@@ -100,11 +101,11 @@ class SegmentDecoder(SegmentLayout):
 
 
 class SegmentCodec:
-    """The codec of one model on one rank.
+    """Encodes and decodes the segments of one model on one rank.
 
-    ``rotary`` is the model's table; None if its rotation cannot be taken off (unknown or not invertible):
-    then compressed keys keep it, and the parameters say so. ``maps`` are needed for pairs that share by
-    prediction, to encode and to decode them; those that come to the mapping later are used, too.
+    ``rotary`` is the model's table. None if its rotation cannot be taken off (unknown or not invertible):
+    then compressed keys keep it, and the parameters say so. ``maps`` encode and decode pairs that share by
+    prediction; maps that are added to the mapping later are used as well.
     """
 
     def __init__(
@@ -133,9 +134,9 @@ class SegmentCodec:
     ) -> SegmentEncoding:
         """Fix how tokens ``[start_token, start_token + num_tokens)`` of a conversation are encoded.
 
-        ``head_ends``: of layer ``l``, tokens before position ``head_ends[l]`` of the conversation need not be
-        kept; None keeps everything. ``damage`` is noted in the parameters. Reads both layers of each pair
-        that shares directions, unless nothing of it is kept, for the number of tokens that are retained.
+        ``head_ends``: tokens of layer ``l`` before position ``head_ends[l]`` of the conversation need not be
+        kept; None keeps everything. ``damage`` (nats) is noted in the parameters. To count retained tokens,
+        both layers of each pair that shares directions are read, unless nothing of the pair is kept.
 
         Raises:
             CodecError: a strategy or heads for another number of layers, no tokens, positions beyond the
@@ -169,7 +170,7 @@ class SegmentCodec:
         )
 
     def layer_token_bytes(self, strategy: Strategy) -> tuple[float, ...]:
-        """Bytes of a token in each layer's block, in groups that are full.
+        """Bytes that a token takes in each layer's block, in a full group.
 
         Rows that a pair retains are not counted: how many there are depends on the KV, and differs by rank.
 
@@ -180,7 +181,7 @@ class SegmentCodec:
         return tuple(num_bytes / group_size for num_bytes in self._group_layout(strategy).layer_num_bytes)
 
     def last_use(self, strategy: Strategy) -> tuple[int, ...]:
-        """For each layer the last one that needs its block: itself, or the other one of a pair.
+        """For each layer, the last layer that needs its block: the layer itself, or its partner in a pair.
 
         Raises:
             CodecError: as ``layer_token_bytes`` does.
@@ -188,7 +189,7 @@ class SegmentCodec:
         return self._group_layout(strategy).last_use
 
     def _group_layout(self, strategy: Strategy) -> SegmentLayout:
-        """The blocks of one full group, without retained rows."""
+        """The layout of one full group, without retained rows."""
         self._check_strategy(strategy)
         pairs = tuple(
             self._share(pair, strategy.layers[pair[0]].precision, None, 0) for pair in strategy.pairs
@@ -200,10 +201,10 @@ class SegmentCodec:
     def encode_unit(
         self, encoding: SegmentEncoding, unit: Unit, layers: Sequence[LayerKV]
     ) -> tuple[torch.Tensor, ...]:
-        """Blocks of a unit of ``encoding.strategy.units``, in its order.
+        """Encode one unit of ``encoding.strategy.units``; blocks come in the order of its layers.
 
-        ``layers``: the unit's KV, all tokens of the segment; not changed. Returns of each block what is kept:
-        new uint8 tensors ``[layer_num_bytes[l]]``, contiguous, on the device of the KV.
+        ``layers``: the unit's KV, all tokens of the segment; not changed. Returns the part of each block that
+        is kept: new uint8 tensors ``[layer_num_bytes[l]]``, contiguous, on the device of the KV.
 
         Raises:
             CodecError: an unknown unit, or KV that is not of the segment's shape and dtype.
@@ -236,7 +237,7 @@ class SegmentCodec:
         return SegmentDecoder(parameters, self._units(parameters, place), place)
 
     def damage_of(self, params: Mapping[str, Any], num_tokens: int) -> float:
-        """The damage, in nats, that a segment with these parameters carries; infinite if nobody knows it.
+        """The damage in nats that a segment with these parameters carries; infinite if it is unknown.
 
         Raises:
             CodecError: anything but parameters that this codec writes for this model.
@@ -283,7 +284,7 @@ class SegmentCodec:
     def _share(
         self, pair: Pair, precision: Precision, read: ReadLayer | None, start_token: int
     ) -> PairParameters:
-        """How a pair shares; ``read`` is None for one of which nothing, and so no retained row, is stored."""
+        """How a pair shares. ``read`` is None if nothing of the pair is stored: it retains no row then."""
         if self._options.sharing is Sharing.PREDICTED:
             return MapDigest(self._map(pair, precision).digest)
         if read is None:

@@ -1,4 +1,4 @@
-"""Which bytes of a segment's blocks hold which tokens, and which layers need them."""
+"""Tells which bytes of a segment's blocks hold which tokens, and which layers need them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Unit = tuple[int, ...]
 
 
 class SegmentLayout:
-    """The blocks of one segment, whole or from a group of tokens on.
+    """Computes sizes and byte ranges of one segment's blocks, whole or kept from a group of tokens on.
 
     ::
 
@@ -20,8 +20,8 @@ class SegmentLayout:
         [kept[l], end)          in layer l's block, kept[l] at the start of a group
         kept[l] == end          layer l's block is empty
 
-    Heads and what is kept are positions in the conversation, as in a manifest; other tokens are counted from
-    the segment's start.
+    ``head_ends`` and ``kept`` are positions in the conversation, as in a manifest. All other tokens are
+    counted from the segment's start.
     """
 
     def __init__(self, units: Mapping[Unit, UnitCodec], place: SegmentPlace) -> None:
@@ -42,7 +42,7 @@ class SegmentLayout:
 
     @cached_property
     def last_use(self) -> tuple[int, ...]:
-        """For each layer the last one that needs its block: itself, or the other one of a pair."""
+        """For each layer, the last layer that needs its block: the layer itself, or its partner in a pair."""
         last = list(range(len(self._places)))
         for layer in range(len(self._places)):
             for source in self.sources(layer):
@@ -50,15 +50,15 @@ class SegmentLayout:
         return tuple(last)
 
     def tail_start(self, layer: int, first_token: int) -> int:
-        """First byte of the part of ``layer``'s whole block that tokens from ``first_token`` on need."""
+        """The byte of ``layer``'s whole block from which on it holds tokens ``first_token`` and later."""
         unit, codec = self._place(layer)
         return codec.layouts[unit.index(layer)].byte_range(first_token, self._num_tokens).start
 
     def kept_from(self, head_ends: Sequence[int]) -> tuple[int, ...]:
-        """From which token each block must be kept so that layer ``l`` has ``[head_ends[l], end)``.
+        """The first token to keep in each block so that layer ``l`` can be decoded from ``head_ends[l]`` on.
 
-        A block reaches back as far as the neediest of the layers that are decoded from it, and on to the
-        start of the group. Heads that end before or after the segment keep everything or nothing.
+        A block keeps the longest tail that any layer decoded from it needs, from the start of a group on. A
+        head that ends before the segment keeps the whole block, one that ends after it keeps nothing.
 
         Raises:
             CodecError: another number of layers.
@@ -75,7 +75,7 @@ class SegmentLayout:
         return tuple(kept)
 
     def kept_num_bytes(self, layer_first_token: Sequence[int]) -> tuple[int, ...]:
-        """Size of each layer's block from ``layer_first_token[l]`` on: always the end of the whole block.
+        """Size in bytes of each layer's block if it is kept from ``layer_first_token[l]`` to its end.
 
         Raises:
             CodecError: another number of layers, or a token at which no group starts.

@@ -1,18 +1,17 @@
-"""A pair of layers that keeps one direction per token and head (Krul, section 6.1; MiniCache, section 4)."""
+"""Stores a pair of layers with one direction per token and head (Krul, section 6.1; MiniCache, section 4)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.layout import GroupRun, Section, Views
-from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.options import CodecOptions, RetentionRule
 from krul_backend.codec.parameters import RetainedCounts
 from krul_backend.codec.quantize import FP16_MAX
-from krul_backend.codec.retention import retained_counts, retained_tokens
-from krul_backend.codec.slerp import angular_distance, slerp, unit_directions
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
 from krul_backend.codec.vector_format import VectorFormat, vector_format
 from krul_backend.device import Device
@@ -21,9 +20,19 @@ from krul_backend.strategy.strategy import Precision
 _LOWER = 0
 _DISTANCE_TOKENS = 1024
 
+_SMALLEST_NORM = 1e-30
+"""Shorter vectors have no direction."""
+
+_SMALLEST_SINE = 1e-4
+"""Below it ``sin((1 - t) W) / sin W`` is more rounding than number, and linear weights differ from it by less
+than 1e-8 relative (at W near 0; near pi no interpolation is better than another)."""
+
+_ALWAYS = 2.0
+"""Stands for the distance of tokens that are always retained; angular distances are at most 1."""
+
 
 class SharedPair(UnitCodec):
-    """Of token and head: one direction between both layers' vectors, and both norms, for keys and values.
+    """Stores, per token and head, one direction between both layers' vectors, and both norms.
 
     ::
 
@@ -61,12 +70,12 @@ class SharedPair(UnitCodec):
 
     @property
     def formats(self) -> tuple[VectorFormat, VectorFormat]:
-        """Of the directions of keys and of values."""
+        """The formats of the directions of keys and of values."""
         return self._k, self._v
 
     @property
     def retained(self) -> RetainedCounts:
-        """How many rows of each head are stored apart."""
+        """How many rows of each head are stored as they are."""
         return self._retained
 
     def sources(self, index: int) -> tuple[int, ...]:
@@ -110,7 +119,7 @@ class SharedPair(UnitCodec):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         lower = self.layouts[_LOWER].record_views(blocks[0], run)
         own = self.layouts[index].record_views(blocks[-1], run)
-        # What was rounded or coded is no unit vector any more.
+        # Rounding and codes have changed the length of the directions.
         k = unit_directions(self._k.read(lower))[0] * own["k_norm"]
         v = unit_directions(self._v.read(lower))[0] * own["v_norm"]
         return self.place.with_rotary(k, run), v.flatten(0, 1)
@@ -130,7 +139,7 @@ class SharedPair(UnitCodec):
 def layer_distances(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Angular distance of two layers' vectors ``[T, H, D]``, by token and head: fp32 ``[T, H]``.
 
-    A rotary embedding may be on or off: it turns both alike.
+    Keys may have their rotary embedding or not: it turns both layers' keys alike.
     """
     parts = [
         angular_distance(unit_directions(a.float())[0], unit_directions(b.float())[0])
@@ -144,7 +153,7 @@ def layer_distances(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 def count_retained(
     first: LayerKV, second: LayerKV, start_token: int, options: CodecOptions
 ) -> RetainedCounts:
-    """How many rows of a pair must be stored apart; a segment that starts at ``start_token``."""
+    """How many rows of a pair keep their own vectors, in a segment that starts at ``start_token``."""
     return RetainedCounts(
         retained_counts(layer_distances(first.k, second.k), start_token, options),
         retained_counts(layer_distances(first.v, second.v), start_token, options),
@@ -155,3 +164,77 @@ def _heads(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The head of each retained row, int64 ``[sum(counts)]``."""
     repeats = Device(device).from_list(counts)
     return torch.arange(len(counts), device=device).repeat_interleave(repeats, output_size=sum(counts))
+
+
+def unit_directions(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x [..., D]`` as unit vectors ``[..., D]`` and norms ``[..., 1]``; the direction of zero is zero."""
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / norms.clamp(min=_SMALLEST_NORM), norms
+
+
+def cosines(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Cosine of the angle between unit vectors ``[..., D]``: ``[..., 1]`` in [-1, 1]."""
+    return (first * second).sum(dim=-1, keepdim=True).clamp_(-1, 1)
+
+
+def angular_distance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """``arccos(cosine) / pi`` of unit vectors ``[..., D]``: ``[...]`` in [0, 1] (MiniCache, equation 5)."""
+    return torch.arccos(cosines(first, second)).squeeze(-1) / math.pi
+
+
+def slerp(first: torch.Tensor, second: torch.Tensor, t: float) -> torch.Tensor:
+    """The unit vector at ``t`` of the way along the great circle from ``first`` to ``second`` (both unit).
+
+    ``sin((1 - t) W) / sin W * first + sin(t W) / sin W * second`` with ``W = arccos(cosine)`` (MiniCache,
+    equation 3). Where the vectors are parallel or opposite, the weights are ``1 - t`` and ``t``. If one of
+    them is zero, the result is the other; if both are, zero.
+    """
+    angle = torch.arccos(cosines(first, second))
+    sine = torch.sin(angle)
+    is_flat = sine < _SMALLEST_SINE
+    safe_sine = torch.where(is_flat, 1, sine)
+    first_weight = torch.where(is_flat, 1 - t, torch.sin((1 - t) * angle) / safe_sine)
+    second_weight = torch.where(is_flat, t, torch.sin(t * angle) / safe_sine)
+    merged, _ = unit_directions(torch.addcmul(first * first_weight, second, second_weight))
+    return merged
+
+
+def must_retain(
+    num_tokens: int, start_token: int, options: CodecOptions, device: torch.device
+) -> torch.Tensor:
+    """Which tokens are retained whatever their distance, the conversation's first ones: bool ``[T]``.
+
+    The segment starts at ``start_token``.
+    """
+    return start_token + torch.arange(num_tokens, device=device) < options.num_first_tokens
+
+
+def retained_counts(distances: torch.Tensor, start_token: int, options: CodecOptions) -> tuple[int, ...]:
+    """How many tokens each head retains, by angular distances ``[T, H]``; see ``RetentionRule``."""
+    num_tokens, num_heads = distances.shape
+    forced = must_retain(num_tokens, start_token, options, distances.device)
+    if options.retention is RetentionRule.SHARE:
+        num_forced = int(forced.sum())
+        # Rounded up; the factor undoes that 0.1 * 30 is a little more than 3 in binary.
+        wanted = -int(-options.retained_amount * (num_tokens - num_forced) * (1 - 1e-12) // 1)
+        return (num_forced + wanted,) * num_heads
+    low, high = torch.aminmax(distances, dim=0)
+    is_far = distances > high - (high - low) * options.retained_amount
+    counts: list[int] = (is_far | forced.unsqueeze(1)).sum(dim=0).tolist()
+    return tuple(counts)
+
+
+def retained_tokens(
+    distances: torch.Tensor, counts: tuple[int, ...], start_token: int, options: CodecOptions
+) -> torch.Tensor:
+    """The tokens that are retained, int64 ``[sum(counts)]``: head after head, ascending within each.
+
+    Head ``h`` retains ``counts[h]`` tokens: first those that it must, then those with the largest
+    ``distances [T, H]``; of equal distances the earlier token.
+    """
+    forced = must_retain(distances.shape[0], start_token, options, distances.device)
+    order = distances.masked_fill(forced.unsqueeze(1), _ALWAYS).argsort(dim=0, descending=True, stable=True)
+    rank = torch.empty_like(order)
+    rank.scatter_(0, order, torch.arange(order.shape[0], device=order.device).unsqueeze(1).expand_as(order))
+    is_retained = rank < Device.of(rank).from_list(counts)
+    return is_retained.t().nonzero()[:, 1]

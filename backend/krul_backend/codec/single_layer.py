@@ -1,4 +1,4 @@
-"""A layer on its own: the pool's bytes, or codes."""
+"""Stores a layer on its own, as the pool's bytes or as codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from krul_backend.strategy.strategy import Precision
 
 
 class SingleLayer(UnitCodec):
-    """A unit of one layer: in each record the sections of its keys, then those of its values."""
+    """A unit of one layer. Each record has the sections of its keys, then those of its values."""
 
     def __init__(self, place: SegmentPlace, k: VectorFormat, v: VectorFormat) -> None:
         self._k, self._v = k, v
@@ -23,7 +23,7 @@ class SingleLayer(UnitCodec):
 
     @property
     def formats(self) -> tuple[VectorFormat, VectorFormat]:
-        """Of keys and of values."""
+        """The formats of keys and of values."""
         return self._k, self._v
 
     def sources(self, index: int) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ class SingleLayer(UnitCodec):
 
 
 class NativeLayer(SingleLayer):
-    """The pool's own numbers, rotary embedding on, bit-exact: in a record all keys, then all values."""
+    """Stores the pool's own numbers, bit-exact, keys with their rotary embedding."""
 
     def __init__(self, place: SegmentPlace) -> None:
         shape = place.shape
@@ -67,7 +67,7 @@ class NativeLayer(SingleLayer):
 
 
 class CodedLayer(SingleLayer):
-    """Keys without rotary embedding per channel, values per token; see ``vector_format``."""
+    """Codes keys per channel, without their rotary embedding, and values per token; see ``vector_format``."""
 
     def __init__(self, place: SegmentPlace, precision: Precision) -> None:
         shape = place.shape
@@ -105,4 +105,5 @@ class CodedLayer(SingleLayer):
 
 
 def single_layer(place: SegmentPlace, precision: Precision) -> SingleLayer:
+    """The codec of a layer alone at ``precision``."""
     return NativeLayer(place) if precision is Precision.NATIVE else CodedLayer(place, precision)

@@ -27,12 +27,12 @@ import triton
 import triton.language as tl
 
 SMALLEST_NORM = tl.constexpr(1e-30)
-"""Shorter directions are zero; the same as in ``slerp``."""
+"""Shorter directions are zero; the same as in ``shared_pair``."""
 
 
 @triton.jit
 def _code_place(channel, dim: tl.constexpr, bits: tl.constexpr):
-    """Which byte of a vector has the code of ``channel [C]``, and by how many bits it is shifted up there.
+    """The byte of a vector that holds the code of ``channel [C]``, and the bits by which it is shifted up.
 
     Byte ``w`` has the codes of channels ``w``, ``w + width``, ..., the first in its lowest bits.
     """
@@ -67,7 +67,7 @@ def _read_vectors(
     bits: tl.constexpr,
     is_per_channel: tl.constexpr,
 ):
-    """Channels ``channel [C]`` of one head of the tokens ``token [T]`` of a record: ``[T, C]``.
+    """Read channels ``channel [C]`` of one head for the tokens ``token [T]`` of a record: ``[T, C]``.
 
     ``bits`` of an element: 32 or 16 are the pool's own (returned as they are), 8, 4 and 2 codes, 0 the mean.
     ``byte``, ``shift`` ``[C]``: see ``_code_place``.
@@ -99,7 +99,7 @@ def _read_vectors(
 
 @triton.jit
 def _norm_factor(squared_norm, own_record, norm_at, token, head, is_token, num_heads: tl.constexpr):
-    """What makes vectors of ``squared_norm [T]`` as long as the layer's own norms say: ``[T, 1]``."""
+    """The factor that gives vectors of ``squared_norm [T]`` the layer's own stored norms: ``[T, 1]``."""
     norms = (own_record + norm_at).to(tl.pointer_type(tl.float16), bitcast=True)
     norm = tl.load(norms + token * num_heads + head, mask=is_token, other=0).to(tl.float32)
     return (norm / tl.maximum(tl.sqrt(squared_norm), SMALLEST_NORM))[:, None]
@@ -134,7 +134,7 @@ def _restore_vectors(
     rotary_half: tl.constexpr,
     is_neox: tl.constexpr,
 ):
-    """Keys, or values, of the tokens ``token [T]`` of a record, written to ``buffer`` at ``slot [T]``.
+    """Decode keys, or values, of the tokens ``token [T]`` of a record into ``buffer`` at ``slot [T]``.
 
     Channels at pair ``p`` of the halves::
 
@@ -271,7 +271,7 @@ def restore_groups(
     num_program_tokens: tl.constexpr,
     num_program_heads: tl.constexpr,
 ):
-    """Tokens ``[first_token, end_token)`` of a segment into ``slots [end_token - first_token]``.
+    """Decode tokens ``[first_token, end_token)`` of a segment into ``slots [end_token - first_token]``.
 
     ``block``, ``own_block``: uint8, with the vectors and with the layer's own norms; their first
     ``missing_bytes`` are not there. ``*_at``: first byte of a section in a full record, ``last_*_at`` in the
@@ -375,7 +375,9 @@ def restore_retained(
     v_padded_dim: tl.constexpr,
     num_program_rows: tl.constexpr,
 ):
-    """Rows of single heads ``k_rows [num_k_rows, k_dim]`` and ``v_rows`` over what ``restore_groups`` wrote.
+    """Write retained rows ``k_rows [num_k_rows, k_dim]`` and ``v_rows`` over what ``restore_groups`` wrote.
+
+    Each row is one head of one token.
 
     ``k_tokens [num_k_rows]``: the token of each row; ``k_head_ends [num_heads]``: where its rows end.
     """

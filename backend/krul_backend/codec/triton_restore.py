@@ -1,4 +1,4 @@
-"""One layer of a segment into the KV pool by the kernels of ``triton_kernels``.
+"""Launches the kernels of ``triton_kernels``, which decode one layer of a segment into the KV pool.
 
 Importing this module imports triton.
 """
@@ -40,19 +40,19 @@ def restore_fused(
     v_buffer: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """``restore_layer`` for what ``can_fuse`` accepts: one kernel, and for a shared pair a second, small one.
+    """Do ``restore_layer`` for what ``can_fuse`` accepts, with one kernel; a shared pair takes a second one.
 
     Raises:
         CodecError: a block that this unit cannot have written.
     """
     unit = found.codec
     blocks = unit.check(found.index, found.blocks, first_token)
-    # A thread's current GPU need not be the pool's.
+    # The thread's current GPU may be another one than the pool's.
     with Device.of(k_buffer).as_current():
         grid, arguments = group_launch(found, blocks, first_token, end_token, k_buffer, v_buffer, slots)
         restore_groups[grid](**arguments)
         if isinstance(unit, SharedPair) and sum(unit.retained.k) + sum(unit.retained.v) > 0:
-            # Over what the stream has just written.
+            # It overwrites rows that the first kernel has just written.
             grid, arguments = retained_launch(
                 unit, found.index, blocks, first_token, end_token, k_buffer, v_buffer, slots
             )
@@ -182,7 +182,7 @@ def retained_launch(
 def _section_offsets(
     prefix: str, formats: Sequence[VectorFormat], record: RecordLayout, own_record: RecordLayout
 ) -> dict[str, int]:
-    """``restore_groups``' arguments that say where sections start; 0 for what a format does not have."""
+    """The arguments of ``restore_groups`` that say where sections start; 0 for sections a format has not."""
     places, own_places = record.byte_offsets(), own_record.byte_offsets()
     offsets = {}
     for part in formats:
@@ -195,7 +195,7 @@ def _section_offsets(
 
 @dataclass(frozen=True)
 class _Elements:
-    """``section``: where the elements are. ``bits``: of one element; 0 if only means are kept."""
+    """``section`` has the elements. ``bits`` of one element; 0 if only means are stored."""
 
     section: str
     bits: int
@@ -215,9 +215,9 @@ def _elements(part: VectorFormat) -> _Elements:
 
 @lru_cache(maxsize=4)
 def _tables_on(rotary: RotaryTable, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines on ``device``, of equal strides, angles next to each other; copied there once.
+    """Cosines and sines on ``device``, with equal strides and angles next to each other; copied once.
 
-    The copy is from pageable memory and has ended when this returns: any stream may read it.
+    The copy comes from pageable memory and has ended when this returns, so any stream may read it.
     """
     cos, sin = rotary.cos, rotary.sin
     if cos.stride() != sin.stride() or cos.stride(1) != 1:

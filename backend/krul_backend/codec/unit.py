@@ -1,4 +1,4 @@
-"""What is encoded together: one layer, or a pair that shares; and what all kinds of units have in common."""
+"""The interface of a unit's codec. A unit is what is encoded together: one layer, or a pair that shares."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from krul_backend.codec.rotary import RotaryTable
 
 @dataclass(frozen=True)
 class SegmentPlace:
-    """Tokens ``[start_token, start_token + num_tokens)`` of a conversation, and how long a group of them is.
+    """Where a segment lies: tokens ``[start_token, start_token + num_tokens)`` of a conversation.
 
-    ``rotary`` takes the embedding off keys before they are compressed; None leaves it on.
+    They are coded in groups of ``group_size``. ``rotary`` takes the embedding off keys before they are
+    compressed; None leaves it on.
     """
 
     shape: LayerShape
@@ -30,7 +31,7 @@ class SegmentPlace:
         return BlockLayout(record, trailer, self.group_size, self.num_tokens)
 
     def vectors(self, kv: LayerKV, run: GroupRun) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a segment's ``kv`` the rows of ``run``, keys without rotary embedding: fp32 ``[G, n, H, D]``."""
+        """The rows of ``run`` in a segment's ``kv``, keys without rotary embedding: fp32 ``[G, n, H, D]``."""
         k, v = kv.k[run.first_token : run.end_token], kv.v[run.first_token : run.end_token]
         return self.without_rotary(k, run), in_groups(v, run).float()
 
@@ -48,7 +49,7 @@ class SegmentPlace:
     def _positions(self, run: GroupRun) -> torch.Tensor:
         assert self.rotary is not None
         first, end = self.start_token + run.first_token, self.start_token + run.end_token
-        # Made where the table lies: nothing is copied, and the thread does not wait for the stream.
+        # Made on the table's device: nothing is copied, and the thread does not wait for the stream.
         return torch.arange(first, end, device=self.rotary.cos.device)
 
 
@@ -61,23 +62,23 @@ class UnitCodec(ABC):
 
     @abstractmethod
     def encode(self, layers: Sequence[LayerKV]) -> tuple[torch.Tensor, ...]:
-        """Blocks, uint8 ``[layouts[n].num_bytes]``, on the device of the KV. All tokens of the segment."""
+        """Encode all tokens of the segment: uint8 ``[layouts[n].num_bytes]`` on the device of the KV."""
 
     @abstractmethod
     def sources(self, index: int) -> tuple[int, ...]:
-        """Which of the unit's layers have blocks that layer ``index`` of the unit needs."""
+        """The layers of the unit whose blocks are needed to decode its layer ``index``."""
 
     @abstractmethod
     def decode_run(
         self, index: int, blocks: Sequence[torch.Tensor], run: GroupRun
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[tokens of the run, H, D]`` of layer ``index`` of the unit, pool dtype or fp32.
+        """Decode the keys and values ``[tokens of the run, H, D]`` of layer ``index``, in pool dtype or fp32.
 
         ``blocks`` are checked blocks in the order of ``sources(index)``.
         """
 
     def decode(self, index: int, blocks: Sequence[torch.Tensor], first_token: int, end_token: int) -> LayerKV:
-        """Tokens ``[first_token, end_token)`` of the segment, in the pool's dtype, on the blocks' device.
+        """Decode tokens ``[first_token, end_token)`` in the pool's dtype, on the blocks' device.
 
         Raises:
             CodecError: a block that this unit cannot have written.

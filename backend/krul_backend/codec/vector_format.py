@@ -1,4 +1,4 @@
-"""How the vectors of all tokens and heads of a group are stored: one format for each precision."""
+"""Formats in which the vectors of a group are stored: one for each precision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from krul_backend.strategy.strategy import Precision
 
 _CHANNEL = 1
 _TOKEN = 3
-"""Dimensions of ``[G, n, H, D]`` over which codes have one range: the tokens of a channel, or the channels
+"""The dimension of ``[G, n, H, D]`` over which codes share a scale: all tokens of a channel, or all channels
 of a token."""
 
 
@@ -50,7 +50,7 @@ class VectorFormat(ABC):
 
 @dataclass(frozen=True)
 class FloatFormat(VectorFormat):
-    """The elements themselves, rounded to ``dtype``."""
+    """Stores the elements themselves, rounded to ``dtype``."""
 
     dtype: torch.dtype
 
@@ -66,7 +66,7 @@ class FloatFormat(VectorFormat):
 
 @dataclass(frozen=True)
 class CodeFormat(VectorFormat):
-    """Codes with scale and offset, per channel within a group or per token; see ``quantize``."""
+    """Stores codes with a scale and an offset, per channel of a group or per token; see ``quantize``."""
 
     bits: int
     per_channel: bool
@@ -93,7 +93,7 @@ class CodeFormat(VectorFormat):
 
 @dataclass(frozen=True)
 class MeanFormat(VectorFormat):
-    """Of each channel the mean over the group, in fp16: what zero bits per element leave."""
+    """Stores only the mean of each channel over the group, in fp16: zero bits per element."""
 
     def sections(self) -> tuple[Section, ...]:
         return (
@@ -110,7 +110,7 @@ class MeanFormat(VectorFormat):
 def vector_format(
     name: str, num_heads: int, head_dim: int, dtype: torch.dtype, precision: Precision, *, per_channel: bool
 ) -> VectorFormat:
-    """``dtype`` is the pool's, for native precision; ``per_channel`` says over what codes have one range."""
+    """The format for ``precision``. ``dtype`` is the pool's. ``per_channel``: one scale per channel."""
     bits = precision.bits
     if bits is None:
         return FloatFormat(name, num_heads, head_dim, dtype)

@@ -1,4 +1,4 @@
-"""The fewest bytes whose predicted damage stays under a limit."""
+"""Chooses the strategy with the fewest bytes whose predicted damage stays under a limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIME_LIMIT_S = 0.4
 
 
 class BudgetSelector(StrategySelector):
-    """Takes one of the measured options for every layer, alone or in a pair, so that bytes are fewest.
+    """Chooses one measured option for every layer, alone or in a pair, so that the bytes are fewest.
 
     The sum of the chosen options' damages is at most ``limit``, in nats of predicted KL divergence (within a
     millionth of it, the tolerance of the solver); the bytes are at most 0.2% above the fewest. A layer can
@@ -56,7 +56,7 @@ class BudgetSelector(StrategySelector):
 
 
 def worthwhile_options(options: Iterable[UnitOption], limit: float) -> list[UnitOption]:
-    """The options that an optimal choice may need: the others cost time only.
+    """Leave out options that no optimal choice needs, to save the solver time.
 
     Left out are options over the limit, those that another option of the same unit beats in bytes and in
     damage, and pairs that two options of their layers alone beat.

@@ -1,4 +1,4 @@
-"""The interface of strategy selectors, and what they may look at."""
+"""The interface of strategy selectors, and the evidence that they choose from."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ class UnitOption:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """What is known of one conversation when a strategy is chosen for it.
+    """The measurements of one conversation from which a strategy is chosen for it.
 
     ``statistics`` is None when attention was not observed, ``options`` is empty when damage was not measured.
-    ``conversation_seed`` tells conversations apart for selectors that draw lots; all ranks pass the same.
 
     Raises:
         StrategyError: statistics or options of a model of another number of layers.
@@ -53,7 +52,6 @@ class Evidence:
     num_layers: int
     statistics: AttentionStatistics | None = None
     options: Sequence[UnitOption] = ()
-    conversation_seed: int = 0
 
     def __post_init__(self) -> None:
         if self.statistics is not None and self.statistics.num_layers != self.num_layers:
@@ -75,5 +73,5 @@ class StrategySelector(ABC):
     def select(self, evidence: Evidence) -> Strategy:
         """A strategy of ``evidence.num_layers`` layers.
 
-        Evidence that a selector needs and does not get leads to less compression, never to a guess.
+        Where evidence that it needs is missing, a selector compresses less; it does not guess.
         """

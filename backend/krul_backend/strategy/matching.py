@@ -1,17 +1,22 @@
-"""The same number of pairs as the paper's selector, with the least total attention distance."""
+"""Shares as many pairs as the paper's selector, with the least total attention distance."""
 
 from __future__ import annotations
 
 import networkx
 
-from krul_backend.strategy.initial_recent import check_gamma, initial_recent_layers, pair_distances
 from krul_backend.strategy.interface import Evidence, StrategySelector
-from krul_backend.strategy.layer_ratio import check_layer_ratio, num_shared_pairs
+from krul_backend.strategy.krul import (
+    check_gamma,
+    check_layer_ratio,
+    initial_recent_layers,
+    num_shared_pairs,
+    pair_distances,
+)
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
 
 class MatchingSelector(StrategySelector):
-    """Disjoint pairs of I-R layers with the least sum of attention distances.
+    """Chooses disjoint pairs of I-R layers with the least sum of attention distances.
 
     Which layers may be shared, and how many pairs are asked for, is as in ``KrulSelector``; only the search
     differs: Algorithm 1 takes the nearest pair first, which may leave two far layers to each other.

@@ -1,4 +1,4 @@
-"""Selectors by the names that a configuration uses."""
+"""Makes selectors by the names that a configuration uses."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ from dataclasses import dataclass
 
 from krul_backend.errors import StrategyError
 from krul_backend.strategy.budget import BudgetSelector
-from krul_backend.strategy.fixed import FixedSelector
+from krul_backend.strategy.fixed import FixedSelector, MiniCacheSelector, UnsharedSelector
 from krul_backend.strategy.interface import StrategySelector
 from krul_backend.strategy.krul import KrulSelector
 from krul_backend.strategy.matching import MatchingSelector
-from krul_backend.strategy.minicache import MiniCacheSelector
-from krul_backend.strategy.none import UnsharedSelector
-from krul_backend.strategy.random_pairs import RandomSelector
 from krul_backend.strategy.strategy import Precision
 
 
 @dataclass(frozen=True)
 class SelectorOptions:
-    """What selectors are made of; each takes what it needs.
+    """The options of all selectors; each takes those that it needs.
 
     ``gamma``: I-R threshold in [0, 1]. ``layer_ratio``: the paper's ``r_l``. ``precision``: of all layers,
     where the selector does not choose it. ``error_limit``: predicted KL in nats that ``budget`` may spend.
     ``native_token_bytes``: bytes of one token in one layer of the device pool. ``layer_range``: ``(first,
-    end)`` of ``krul-fixed``, None for the layers around the middle. ``seed``: of ``random``.
+    end)`` of ``krul-fixed``, None for the layers around the middle.
     """
 
     gamma: float
@@ -33,7 +30,6 @@ class SelectorOptions:
     error_limit: float
     native_token_bytes: float
     layer_range: tuple[int, int] | None = None
-    seed: int = 0
 
 
 _SELECTORS: Mapping[str, Callable[[SelectorOptions], StrategySelector]] = {
@@ -42,7 +38,6 @@ _SELECTORS: Mapping[str, Callable[[SelectorOptions], StrategySelector]] = {
     MatchingSelector.name: lambda o: MatchingSelector(o.gamma, o.layer_ratio, o.precision),
     MiniCacheSelector.name: lambda o: MiniCacheSelector(o.layer_ratio, o.precision),
     FixedSelector.name: lambda o: FixedSelector(o.layer_ratio, o.layer_range, o.precision),
-    RandomSelector.name: lambda o: RandomSelector(o.layer_ratio, o.seed, o.precision),
     BudgetSelector.name: lambda o: BudgetSelector(o.error_limit, o.native_token_bytes),
 }
 
@@ -50,7 +45,11 @@ SELECTOR_NAMES = tuple(_SELECTORS)
 
 
 def make_selector(name: str, options: SelectorOptions) -> StrategySelector:
-    """Raises StrategyError for an unknown name, and for options that the selector cannot work with."""
+    """The selector called ``name``.
+
+    Raises:
+        StrategyError: an unknown name, or options that the selector cannot work with.
+    """
     if name not in _SELECTORS:
         raise StrategyError(f"strategy {name!r} is unknown (accepted: {', '.join(SELECTOR_NAMES)})")
     return _SELECTORS[name](options)

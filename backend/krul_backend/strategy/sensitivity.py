@@ -1,4 +1,4 @@
-"""What an error of the attention output costs in the end: learned from probes, per model and layer."""
+"""Learns from probes what an error of the attention output costs in nats, per model and layer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PROBE_TARGET_NATS = 0.01
 
 
 class DamageKind(Enum):
-    """What an error is made of.
+    """The kind of change that caused an error.
 
     ``ROUNDING`` is independent from token to token and averages out in attention's sum. ``MERGING`` (a mean
     over tokens, a direction shared with another layer) removes what tells tokens apart; the same error of
@@ -57,7 +57,7 @@ class DamageKind(Enum):
 
 @dataclass(frozen=True)
 class LayerError:
-    """``error``: relative squared error of one layer's attention output, see ``attention_output_error``."""
+    """The relative squared error of one layer's attention output; see ``attention_output_error``."""
 
     layer: int
     kind: DamageKind
@@ -77,7 +77,7 @@ class _Belief:
 
 
 class SensitivityTable:
-    """KL divergence in nats per unit of relative attention-output error, per layer and kind of damage.
+    """Holds the KL divergence in nats per unit of attention-output error, by layer and kind of damage.
 
     The expected KL of a strategy is ``sum over layers of sensitivity * error``: KL is quadratic in a small
     change of the logits, the change is linear in that of an attention output, and ``error`` is a square; in

@@ -1,4 +1,4 @@
-"""What a strategy decides: for each layer its partner or none, and its precision."""
+"""A strategy: for each layer the partner it shares with, or none, and the precision it is stored at."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from krul_backend.errors import StrategyError
 
 
 class Precision(Enum):
-    """How the elements of stored vectors are kept.
+    """How precisely the elements of stored vectors are kept.
 
     ``NATIVE`` is the pool's own element type (bf16 as a rule): nothing is lost. ``INT0`` keeps the mean of
     each channel over a group of tokens and nothing else.
@@ -35,7 +35,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class LayerStrategy:
-    """``partner`` is the layer to share directions with, None for a layer on its own."""
+    """How one layer is stored. ``partner`` is the layer that it shares with, None if it is stored alone."""
 
     precision: Precision = Precision.NATIVE
     partner: int | None = None
@@ -43,7 +43,7 @@ class LayerStrategy:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One entry per layer. Partners name each other and have one precision.
+    """How all layers are stored, one entry per layer. Partners name each other and have the same precision.
 
     Raises:
         StrategyError: no layer at all, a partner out of range, a layer paired with itself, overlapping pairs,
@@ -83,7 +83,7 @@ class Strategy:
 
     @property
     def units(self) -> tuple[tuple[int, ...], ...]:
-        """What is encoded together: ``(i, j)`` for a pair, ``(i,)`` for a layer alone; by first layer."""
+        """The groups of layers that are encoded together: ``(i, j)`` or ``(i,)``, by first layer."""
         return tuple(
             (i,) if layer.partner is None else (i, layer.partner)
             for i, layer in enumerate(self.layers)
@@ -101,7 +101,7 @@ class Strategy:
         pairs: Iterable[Pair] = (),
         precision: Precision | Sequence[Precision] = Precision.NATIVE,
     ) -> Strategy:
-        """``precision`` is one for all layers, or one per layer.
+        """A strategy with these pairs. ``precision`` is one for all layers, or one per layer.
 
         Raises:
             StrategyError: see the class; also for pairs that overlap or name a layer out of range.
@@ -136,7 +136,7 @@ class Strategy:
 
     @classmethod
     def from_json(cls, layers: Sequence[Mapping[str, Any]]) -> Strategy:
-        """Raises StrategyError for anything but what ``to_json`` writes."""
+        """The strategy that ``to_json`` wrote. Raises StrategyError for anything else."""
         parsed = []
         for layer in layers:
             if not isinstance(layer, Mapping) or set(layer) != {"precision", "partner"}:
@@ -149,7 +149,7 @@ class Strategy:
 
 
 def parse_precision(name: object) -> Precision:
-    """Raises StrategyError for an unknown name."""
+    """The precision called ``name``. Raises StrategyError for an unknown name."""
     try:
         return Precision(name)
     except ValueError:

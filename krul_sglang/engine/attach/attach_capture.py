@@ -1,4 +1,4 @@
-"""Builds the capture that a configuration asks for, on a model runner."""
+"""Builds the capture of query vectors that a configuration asks for, and hooks it into the model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_backend.device import Device
 from krul_backend.memory import format_bytes
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.capture.attention_observer import QueryShape
 from krul_sglang.engine.capture.estimator_capture import EstimatorCapture
-from krul_sglang.engine.capture.estimator_source import make_source
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import PairedCapture, TurnCapture
 from krul_sglang.engine.common.kv_pool import DevicePool
@@ -49,7 +49,7 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> TurnCapture:
         return _attach_sampled(model_runner, config, shape, modules)
     is_on_gpu = not Device.of(model_runner.req_to_token_pool.req_to_token).shares_cores
     check_estimator(config.estimator, runs_graphs=is_on_gpu and not cuda_graph_fully_disabled())
-    of_every_row = _attach_every_row(model_runner, config, shape, modules)
+    of_every_row = _attach_every_row(model_runner, shape, modules)
     if not config.needs_query_rows:
         return of_every_row
     return PairedCapture(of_every_row, _attach_sampled(model_runner, config, shape, modules))
@@ -74,17 +74,15 @@ def _attach_sampled(
     return capture
 
 
-def _attach_every_row(
-    model_runner: Any, config: KrulConfig, shape: QueryShape, modules: list[Any]
-) -> EstimatorCapture:
+def _attach_every_row(model_runner: Any, shape: QueryShape, modules: list[Any]) -> EstimatorCapture:
     req_to_token = model_runner.req_to_token_pool.req_to_token
     capture = EstimatorCapture(
         shape,
-        make_source(config.estimator, shape.num_layers, shape.num_query_heads),
+        SimilarityWorker(),
         DevicePool(model_runner.token_to_kv_pool).gather_keys,
         req_to_token,
         max_requests=req_to_token.shape[0],
     )
     capture.install(modules)
-    logger.info("krul: the estimator %r reduces every token of every request", config.estimator)
+    logger.info("krul: every token of every request is reduced to attention statistics")
     return capture

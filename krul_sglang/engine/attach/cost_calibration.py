@@ -1,4 +1,4 @@
-"""Measures, once per model and device, what computing and loading cost."""
+"""Measures once per model and device how long computing and loading take: the planner's costs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MAX_FORWARD_S = 0.5
-"""No longer prompts are measured once one has taken so long: longer ones follow from the fit."""
+"""Once a prompt takes this long, longer ones are not measured: they follow from the fit."""
 _MIN_LENGTHS = 3
-"""A fit needs as many, however slow this machine is."""
+"""Lengths that a fit needs at least, however slow the machine is."""
 _REPEATS = 3
 _DECODED_TOKENS = 256
 
@@ -39,7 +39,7 @@ CodedUnit = tuple[tuple[int, ...], Precision]
 
 
 class CostCalibration:
-    """Measures on the engine itself, before it serves: on every rank at the same point."""
+    """Measures costs on the engine itself before it serves. Every rank runs it at the same point."""
 
     def __init__(
         self,
@@ -56,11 +56,12 @@ class CostCalibration:
         self._agreement = agreement
 
     def measure(self) -> RestoreCosts:
+        """Measure the forward, heads and loads from host memory."""
         own, head = self._compute()
         return RestoreCosts(head=head, own=own, tiers={DRAM_TIER: self._tier()})
 
     def _compute(self) -> tuple[ComputeCost, ComputeCost]:
-        """Seconds per layer of the engine's own forward, and of a head's."""
+        """Seconds per layer of the engine's own forward, and of the recomputation of heads."""
         num_layers = self._pool.num_layers
         vocab_size = self._runner.model_config.vocab_size
         longest = min(self._pool.num_tokens // 2, self._runner.model_config.context_len)
@@ -70,7 +71,7 @@ class CostCalibration:
             try:
                 seconds, of_heads = self._prefill_samples(random_token_ids(vocab_size, num_tokens))
             except Exception as error:
-                # With several ranks the others are inside of the forward that this one has left.
+                # With several ranks the others would wait for ever in the forward that this one has left.
                 if not is_out_of_memory(error) or self._agreement.num_ranks > 1 or len(own) < _MIN_LENGTHS:
                     raise
                 logger.warning("krul: no memory to measure prompts of %d tokens: %s", num_tokens, error)
@@ -83,7 +84,7 @@ class CostCalibration:
         return fitted, fit_compute(head) if head else fitted
 
     def _prefill_samples(self, token_ids: Sequence[int]) -> tuple[float, list[tuple[int, int, float]]]:
-        """Seconds of the engine's own forward of a prompt, and samples of its heads."""
+        """Seconds of the engine's own forward of a prompt, and samples of recomputing its heads."""
         seconds: list[float] = []
         of_heads: list[tuple[int, int, float]] = []
         ends = (len(token_ids),) * self._pool.num_layers
@@ -106,7 +107,7 @@ class CostCalibration:
             yield part.ends[0] - part.start, part.start, seconds / self._pool.num_layers
 
     def _slowest_s(self, seconds: float) -> float:
-        """Of all ranks, so that they stop together."""
+        """The slowest rank's seconds, so that all ranks stop at the same length."""
         of_ranks = self._agreement.gather(torch.tensor([seconds], dtype=torch.float64), (1,))
         assert of_ranks is not None
         return max(float(of_rank.item()) for of_rank in of_ranks)
@@ -148,7 +149,7 @@ class CostCalibration:
         encoded = codec.encode_unit(encoding, unit, [read(layer) for layer in unit])
         on_host = {}
         for layer, block in zip(unit, encoded, strict=True):
-            # As the arena is: copies of other memory are several times slower.
+            # Page-locked, as the arena is: copies of other memory are several times slower.
             on_host[layer] = device.host_empty(block.shape, block.dtype)
             device.download(on_host[layer], block)
         device.synchronize()

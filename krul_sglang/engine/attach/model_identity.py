@@ -1,4 +1,4 @@
-"""Which model's KV this is at the start: the identity that stored KV must match to be used again."""
+"""Finds out which model is served: the identity that stored KV must match to be used again."""
 
 from __future__ import annotations
 
@@ -83,11 +83,12 @@ def identify_model(
     tp_size: int,
     ranks_per_host: int,
 ) -> ServedModel:
-    """The model whose KV this rank's pool will hold. Every rank calls it at the same point.
+    """Identify the model whose KV this rank's pool will hold. Every rank calls it at the same point.
 
     ``model_config`` is SGLang's, ``settings`` are the resolved server arguments, ``kv_format`` names the
-    pool's elements. The first rank of each host reads the weights; KV of a rank depends on the weights of
-    all. If they cannot be told from others, KV is found again neither by another server nor after a restart.
+    pool's elements. The first rank of each host reads the weights; a rank's KV depends on the weights of all
+    ranks. If the weights cannot be identified, the identity is a random one: neither another server nor this
+    one after a restart will find its KV.
     """
     mine = b""
     if tp_rank % ranks_per_host == 0:
@@ -117,11 +118,11 @@ def identify_model(
 
 
 def weights_digest(model_config: Any, settings: Mapping[str, Any], cache_dir: Path) -> str | None:
-    """What tells these weights from others; None, with a warning, if nothing does.
+    """A text that identifies these weights; None, with a warning, if they cannot be identified.
 
-    A hub name stands for the commit that the local hub cache has of it. A local folder stands for the bytes
-    of all its weights and settings, each of which is read once: a sample would miss a fix of a few rows, and
-    reading costs less than loading does. ``cache_dir`` remembers the hashes of files that did not change.
+    For a hub name it is the commit that the local hub cache has of it. For a local folder it is a hash of all
+    bytes of its weights and settings: a sample would miss a fix of a few rows, and reading costs less than
+    loading does. The hashes of files are kept in ``cache_dir``, so that unchanged files are read only once.
     """
     try:
         unknown = _why_unknown(model_config, settings)
@@ -140,7 +141,7 @@ def weights_digest(model_config: Any, settings: Mapping[str, Any], cache_dir: Pa
 
 
 class _UnknownWeightsError(Exception):
-    """The files are there, and yet may not be what was loaded."""
+    """The files may not be what was loaded, although they are there."""
 
 
 def _why_unknown(model_config: Any, settings: Mapping[str, Any]) -> str | None:
@@ -158,7 +159,7 @@ def _why_unknown(model_config: Any, settings: Mapping[str, Any]) -> str | None:
 
 
 def _hub_commit(name: str, revision: str | None, settings: Mapping[str, Any]) -> str | None:
-    """The commit of the snapshot that the engine has loaded; None if there is none in the cache."""
+    """The commit of the snapshot that the engine has loaded; None if the cache has none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -172,7 +173,7 @@ def _hub_commit(name: str, revision: str | None, settings: Mapping[str, Any]) ->
 
 
 def _digest_of_files(path: Path, hashes_path: Path) -> str:
-    """Names and contents of a checkpoint's files: of a folder, or of a single file."""
+    """A hash of the names and contents of a checkpoint's files: of a folder, or of a single file."""
     start_s = time.perf_counter()
     suffixes = _WEIGHT_SUFFIXES + _OTHER_SUFFIXES
     found = [path] if path.is_file() else sorted(path.iterdir())
@@ -199,7 +200,7 @@ def _hash_of(file: Path, known: Mapping[str, list[Any]], engine_start_s: float) 
     """``[size, mtime in ns, inode, hash]`` of a file, the hash from ``known`` if the rest is the same.
 
     Raises:
-        _UnknownWeightsError: it changed when the engine may have loaded it already.
+        _UnknownWeightsError: the file changed after the engine may have loaded it.
     """
     before = file.stat()
     stamp = [before.st_size, before.st_mtime_ns, before.st_ino]
@@ -220,7 +221,7 @@ def _hash_of(file: Path, known: Mapping[str, list[Any]], engine_start_s: float) 
 
 
 def _read_hashes(path: Path) -> dict[str, list[Any]]:
-    """What ``_write_hashes`` wrote; nothing if that cannot be used."""
+    """What ``_write_hashes`` wrote; empty if the file is missing or damaged."""
     try:
         content = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError):
@@ -231,7 +232,10 @@ def _read_hashes(path: Path) -> dict[str, list[Any]]:
 
 
 def _write_hashes(path: Path, entries: Mapping[str, list[Any]]) -> None:
-    """Files that changed a moment ago are left out: another change may leave the same time behind."""
+    """Write the hashes of files, except of those that changed a moment ago.
+
+    A second change within the clock's step would leave the same time behind.
+    """
     oldest_ns = (time.time() - _YOUNGEST_REMEMBERED_S) * 1e9
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

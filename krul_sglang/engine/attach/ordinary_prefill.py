@@ -1,4 +1,4 @@
-"""An ordinary prefill by the engine itself, outside of any request: what krul is compared with at start."""
+"""Runs an ordinary prefill of the engine outside of any request, for checks and measurements at start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from krul_backend.device import Device
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
-    """Tokens whose KV the engine just computed. ``slots``: int64 ``[num_tokens]``, on the pool's device."""
+    """Tokens whose KV the engine has just computed in ``slots``, int64 ``[num_tokens]`` on the device."""
 
     token_ids: torch.Tensor
     slots: torch.Tensor
@@ -25,9 +25,9 @@ class Prefilled:
 
 @contextmanager
 def ordinary_prefill(model_runner: Any, tree_cache: Any, token_ids: Sequence[int]) -> Iterator[Prefilled]:
-    """Run ``token_ids`` through the engine's own forward; their slots are free again when the block is left.
+    """Run ``token_ids`` through the engine's own forward; their slots are freed when the block is left.
 
-    On every rank at the same point, and while nothing else runs.
+    Every rank calls it at the same point, while nothing else runs.
     """
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -73,7 +73,7 @@ def _forward(model_runner: Any, forward_batch_class: Any, batch: Any) -> None:
 
 
 def timed(device: Device, work: Callable[[], object]) -> float:
-    """Seconds until ``work()`` has ended on the device, too."""
+    """Seconds that ``work()`` takes, until its last operation has ended on the device."""
     device.synchronize()
     start_s = time.perf_counter()
     work()

@@ -1,4 +1,4 @@
-"""The model's own rotary embedding, as a table that can be undone."""
+"""Reads the model's rotary embedding as a table, and checks that the table undoes it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _TOLERANCE = 1e-4
 
 
 def read_rotary_table(model: Any) -> RotaryTable | None:
-    """Table of cosines and sines with which ``model`` rotates its keys; None if it cannot be undone.
+    """The table of cosines and sines with which ``model`` rotates its keys; None if it cannot be undone.
 
-    A table is only believed after a trial: vectors rotated by the model's own module, in float32, must come
-    back. None also for a model without rotary embedding, with more than one table, or with positions that are
+    The table is tried first: it must turn back vectors that the model's own module has rotated in float32.
+    None also for a model without rotary embedding, with more than one table, or with positions that are
     not token indices (multimodal rotary embeddings).
     """
     from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
@@ -46,7 +46,7 @@ def read_rotary_table(model: Any) -> RotaryTable | None:
 
 
 def _undoes(table: RotaryTable, module: Any) -> bool:
-    """Whether the table takes back what the module does, to float32 rounding."""
+    """Whether the table undoes what the module does, up to float32 rounding."""
     num_positions = min(_CHECKED_POSITIONS, table.cos.shape[0])
     device = table.cos.device
     positions = torch.linspace(0, table.cos.shape[0] - 1, num_positions, device=device).long()

@@ -1,4 +1,4 @@
-"""Proof at start that a recomputed head is what an ordinary prefill computes, and nothing else is touched."""
+"""Proves at start that a recomputed head equals an ordinary prefill and changes no other KV."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from krul_sglang.engine.restore.restore import HeadProof
 
 _NUM_TOKENS = 256
 _MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""Largest relative error of a row. Kernels round differently; a wrong computation is off by one or more.
+"""Largest relative error of a row, by the type of the computation. Kernels round differently, which stays
+below these; a wrong computation is off by one or more.
 
-By the type of the computation. Where kernels round differently by a little, an element of fp8 may fall on the
-other side of a step: that adds at most the format's eps, as if every element did.
+In an fp8 pool a small difference may push an element over a step of the format. If all elements did, that
+would add the format's eps.
 """
 
 
 def random_token_ids(vocab_size: int, num_tokens: int) -> list[int]:
+    """The same random token ids on every rank and at every start."""
     rng = random.Random(0)
     return [rng.randrange(vocab_size) for _ in range(num_tokens)]
 
 
 def prove_heads(model_runner: Any, tree_cache: Any, pool: DevicePool, heads: HeadRecompute) -> HeadProof:
-    """Recompute a head, shorter from layer to layer, over an ordinary prefill: in one piece, and in two.
+    """Recompute the head of an ordinary prefill, in one piece and in two, and compare with the prefill.
 
-    The proof counts the rows of the first: a second piece attends to the first one in the pool, by another
-    kernel, and is only checked.
+    The head is shorter from layer to layer. The result counts the rows of the one piece. Of two pieces the
+    second attends to the first in the pool, by another kernel; they are checked but not counted.
 
     Raises:
         IncompatibleEngineError: KV of the head differs, or KV behind it has changed.
@@ -73,7 +75,7 @@ def _compare(
     element_type: torch.dtype,
     compute_type: torch.dtype,
 ) -> HeadProof:
-    """``before`` and ``after``: the pool's elements, fp32."""
+    """Compare all layers; ``before`` and ``after`` are the pool's elements in fp32."""
     allowed = largest_error(element_type, compute_type)
     rows = close_rows = 0
     max_error = 0.0
@@ -103,7 +105,7 @@ def _clear(pool: DevicePool, prefilled: Prefilled, ends: Sequence[int]) -> None:
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the row ``[H, D]`` that is off most, of every hundred: a rare tie of a rounding does not count."""
+    """The 99th percentile of the errors of rows ``[H, D]``: rare ties of a rounding do not count."""
     difference = (actual - expected).flatten(1).norm(dim=1)
     size = expected.flatten(1).norm(dim=1).clamp_min(1e-6)
     return float((difference / size).quantile(0.99))
@@ -114,8 +116,8 @@ def _is_within_one_ulp(
 ) -> torch.Tensor:
     """``[n, H]`` of rows ``[n, H, D]``: no element is off by more than one unit in the row's last place.
 
-    That unit is the spacing of ``element_type`` at the row's largest element: what is small beside it is a
-    difference of larger numbers, and has their rounding.
+    That unit is the spacing of ``element_type`` at the row's largest element: smaller elements are
+    differences of larger numbers, and have their rounding errors.
     """
     largest = expected.abs().amax(-1)
     unit = torch.exp2(torch.floor(torch.log2(largest.clamp_min(1e-30)))) * torch.finfo(element_type).eps

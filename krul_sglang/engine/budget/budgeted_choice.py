@@ -1,4 +1,4 @@
-"""Strategies within an error budget; on each conversation only what is about to be chosen is measured."""
+"""Chooses strategies within an error budget; on each conversation it measures only likely choices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OfferedPairs = Callable[[], Collection[tuple[Pair, Precision]]]
 
 SURVEY_TURNS = 4
 SURVEY_INTERVAL = 32
-"""All options are measured on the first turns, and then on every so-manieth."""
+"""All options are measured on the first ``SURVEY_TURNS`` turns, then on every ``SURVEY_INTERVAL``-th."""
 
 _MAX_ROUNDS = 4
 _LEARNING_RATE = 0.2
@@ -43,7 +43,7 @@ _SMALLEST_ERROR = 1e-12
 
 @dataclass(frozen=True)
 class ConversationKV:
-    """What a conversation's damage is measured on.
+    """The KV and the query rows of a conversation on which damage is measured.
 
     ``rows`` lie inside the tokens that ``read`` returns; ``round_trip`` encodes and decodes them, or those of
     them that are to be stored now: their ``share``. ``is_exact`` unless some of these came back lossy
@@ -59,7 +59,7 @@ class ConversationKV:
 
 @dataclass
 class _Typical:
-    """What earlier conversations say of an option: mean logarithm of each layer's error, bytes per token.
+    """The mean of an option over earlier conversations: logarithm of each layer's error, bytes per token.
 
     Errors are those of a whole conversation. Where a share of its tokens was stored, the error of that share
     is taken as that share of the error: rounding adds up over tokens.
@@ -73,7 +73,7 @@ class _Typical:
 
 
 class BudgetedChoice:
-    """The fewest bytes whose damage, measured on the conversation itself, stays within a limit in nats.
+    """Chooses the strategy with the fewest bytes whose measured damage stays within a limit in nats.
 
     Every layer alone is an option, and of the ``offered`` pairs the ``max_pairs`` with the most similar
     attention. Measuring every option of every turn would cost more than it is worth: only a survey turn
@@ -154,7 +154,7 @@ class BudgetedChoice:
         measured: Collection[UnitAndPrecision],
         share: float,
     ) -> list[UnitOption]:
-        """What earlier conversations say of the candidates that were not measured on this one."""
+        """Estimates from earlier conversations for the candidates that were not measured on this one."""
         guesses = []
         for unit, precision in candidates:
             typical = self._typical.get((unit, precision))
@@ -228,7 +228,7 @@ class BudgetedChoice:
 
 
 def errors_of(strategy: Strategy, errors: Mapping[int, float]) -> list[LayerError]:
-    """Measured errors of layers of a strategy, each with the kind of damage that it is."""
+    """The measured errors of a strategy's layers, each with its kind of damage."""
     return [
         LayerError(layer, DamageKind.of(unit, strategy.layers[layer].precision), errors[layer])
         for unit in strategy.units

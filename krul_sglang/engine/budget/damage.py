@@ -1,4 +1,4 @@
-"""What storing a unit at some precision does to one conversation, measured on its own KV."""
+"""Measures on a conversation's own KV what storing a unit at some precision would cost it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from krul_backend.attention.rows import QueryRows, attention_rows, default_block
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import LayerKV, ReadLayer
 from krul_backend.errors import StrategyError
-from krul_backend.strategy.initial_recent import pair_distances
 from krul_backend.strategy.interface import UnitOption
+from krul_backend.strategy.krul import pair_distances
 from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
 from krul_backend.strategy.strategy import Pair, Precision
 
@@ -32,7 +32,7 @@ Tokens that would not be stored come back as they are, and do not count among th
 
 @dataclass(frozen=True)
 class MeasuredUnit:
-    """An option of a unit, and the error of each of its layers that its damage was predicted from."""
+    """One way to store a unit, with the errors of its layers from which its damage was predicted."""
 
     option: UnitOption
     errors: tuple[LayerError, ...]
@@ -41,7 +41,7 @@ class MeasuredUnit:
 def attention_output(
     queries: Tensor, positions: Tensor, kv_heads: Tensor, scaling: float, kv: LayerKV
 ) -> Tensor:
-    """Outputs ``[R, H, Dv]`` fp32 of attention over the tokens of ``kv`` up to each row's position.
+    """The attention output ``[R, H, Dv]`` fp32 over the tokens of ``kv`` up to each row's position.
 
     ``queries [R, H, D]``, ``positions [R]`` absolute, below the number of tokens of ``kv``; ``kv_heads [H]``.
     Works through blocks of heads, so that the fp32 copies of a long history stay small.
@@ -82,14 +82,14 @@ def nearest_pairs(statistics: AttentionStatistics, max_pairs: int) -> list[Pair]
 
 
 class DamageMeter:
-    """Measures what a conversation's units would cost, alone and in pairs, at several precisions.
+    """Measures what storing layers alone or in pairs, at several precisions, would cost a conversation.
 
-    A layer's error is that of its attention output on the last ``max_rows`` query rows that were kept, with
-    the keys and values of those tokens decoded that the round trip decodes. The rows' own tokens may be among
-    them, although a later turn meets its own tokens exact: that is pessimistic. Every layer is measured on
+    A layer's error is that of its attention output on the last ``max_rows`` query rows that were kept, after
+    its keys and values went through the round trip. The rows' own tokens may be among the decoded ones,
+    although a later turn has its own tokens exact: that overestimates the error. Every layer is measured on
     its true input, so errors do not add up along the layers; the sensitivities, learned from whole forward
-    passes, account for that. All tokens take part in every softmax; the cost is bounded by the number of rows
-    and of pairs.
+    passes, account for that. All tokens take part in every softmax; the number of rows and of pairs bounds
+    the cost.
 
     ``table`` turns errors into nats, ``deviations`` standard deviations above the median conversation.
 
@@ -127,7 +127,7 @@ class DamageMeter:
     def measure(
         self, units: Sequence[UnitAndPrecision], rows: QueryRows, read: ReadLayer, round_trip: RoundTrip
     ) -> list[MeasuredUnit]:
-        """What each of ``units`` costs, in their order.
+        """Measure each of ``units``; the results have their order.
 
         ``rows`` may lie on another device than the KV; positions are below the number of tokens that
         ``read`` returns. The KV of a unit is read once for all its precisions that follow each other, and
@@ -163,14 +163,14 @@ class DamageMeter:
         ]
 
     def with_errors(self, measured: MeasuredUnit, errors: Sequence[float]) -> MeasuredUnit:
-        """The same unit with other errors of its layers: the mean over ranks, say."""
+        """The same unit with other errors of its layers, such as the mean over ranks."""
         option = measured.option
         return self._measured(option.unit, option.precision, option.num_bytes, errors)
 
     def layer_errors(
         self, unit: Unit, precision: Precision, errors: Sequence[float]
     ) -> tuple[LayerError, ...]:
-        """``errors`` of a unit's layers, with the kind of damage that they are."""
+        """The ``errors`` of a unit's layers, each with its kind of damage."""
         kind = DamageKind.of(unit, precision)
         return tuple(LayerError(layer, kind, error) for layer, error in zip(unit, errors, strict=True))
 

@@ -1,4 +1,4 @@
-"""The strategy ``budget`` in the engine: measured damage, and probes that teach what it costs."""
+"""The strategy ``budget`` in the engine: it measures damage, and probes the model to learn its cost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _PROBES_WHILE_UNKNOWN = 8
 _MAX_FIRST_PROBES = 200
-"""A layer whose damage never shows would otherwise keep the model unknown for ever."""
+"""After this many probes the model counts as known, even if the damage of some layer never showed."""
 
 _PRECISIONS = (Precision.INT8, Precision.INT4, Precision.INT2, Precision.INT0)
 PAIR_PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.INT2)
@@ -44,11 +44,11 @@ PAIR_PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.I
 
 @dataclass(frozen=True)
 class _History:
-    """A conversation when a turn of it is stored.
+    """The damage of a conversation so far, at the time when a turn of it is stored.
 
-    ``spent``: what its segments cost, in nats, infinite if that is not known. Tokens from ``first_new_token``
-    on are stored now, tokens from ``first_exact_token`` on were all computed and not decoded. ``carried``:
-    what each run of tokens that is stored now has lost already, in nats.
+    ``spent``: the damage of its segments in nats, infinite if it is not known. Tokens from
+    ``first_new_token`` on are stored now. Tokens from ``first_exact_token`` on were computed, not decoded.
+    ``carried``: the damage in nats that each run of tokens to be stored already has.
     """
 
     spent: float
@@ -60,24 +60,23 @@ class _History:
 class ErrorBudget(Decision):
     """Stores each turn in the fewest bytes whose damage, measured on that conversation, stays in the budget.
 
-    A conversation has one budget, ``limit``, however often it leaves and returns: what its segments cost is
-    noted in their parameters, and a turn starts from the sum. Only what the turn adds is measured, on the KV
-    that the pool holds. Tokens that came back lossy are no truth to learn from: neither probes nor maps see
-    them. If their segment has left the store meanwhile, they are stored again, with what they have lost
-    already noted beside what they lose now.
+    A conversation has one budget, ``limit``, however often it leaves and returns: each segment's parameters
+    have its damage, and a turn starts from the sum. Only what the turn adds is measured, on the KV in the
+    pool. Tokens that came back lossy are never learned from: neither probes nor maps see them. If their
+    segment has left the store, they are stored again, and their old damage is added to the new.
 
-    Of what is left a turn may spend the share that its tokens have in the conversation and one further turn
-    like it: half at first, ``1 / (k (k + 1))`` of the limit in the ``k``-th of equal turns. So the sum stays
-    below the limit, and no turn is left without a budget.
+    A turn may spend a share of what is left: its tokens over the tokens of the conversation and one further
+    turn like it. That is half at first, ``1 / (k (k + 1))`` of the limit in the ``k``-th of equal turns. So
+    the sum stays below the limit, and no turn is left without a budget.
 
     ``decide`` runs on the thread that stores turns. ``wants_probe`` and ``probe`` run on the scheduler's, the
-    latter only while no turn is being stored, so that the table has one owner at a time.
+    latter only while no turn is being stored, so that one thread at a time uses the table.
 
     Pairs of layers are offered as soon as ``learner``, which learns from the same turns, has maps of them;
     ``codec`` reads the same maps.
 
-    ``table_path`` is where the table of this model is kept between runs; the first rank reads and writes it.
-    None: nowhere, because no later run has this model.
+    ``table_path`` keeps the table of this model between runs; the first rank reads and writes it. None keeps
+    nothing, because no later run has this model.
     """
 
     def __init__(
@@ -128,9 +127,9 @@ class ErrorBudget(Decision):
         )
 
     def forget_model(self) -> None:
-        """Probe from the start again, and keep nothing for later runs, which have other weights.
+        """Start probing again, and keep nothing for later runs, which have other weights.
 
-        Maps between layers stay: what they predict badly is measured, turn by turn.
+        Maps between layers stay: if they predict badly now, the measurement of each turn shows it.
         """
         self._table = SensitivityTable(self._table.model, self._table.num_layers)
         self._choice = self._make_choice()
@@ -161,13 +160,13 @@ class ErrorBudget(Decision):
                 strategy, damage = self._choice.choose(statistics, kv, limit)
             self._last_strategy = strategy
             self._last_spent, self._last_damage = history.spent, damage
-        # Measured together: of several runs each is taken to cost its tokens' share.
+        # The runs were measured together: each counts with the share of its tokens.
         num_new = sum(len(run) for run in runs)
         shares = [damage * len(run) / num_new for run in runs]
         return Choice(strategy, tuple(map(operator.add, history.carried, shares)))
 
     def _history(self, turn: Turn, runs: Sequence[range]) -> _History:
-        """What this rank knows of the turn's conversation; if it cannot be found out, everything is spent."""
+        """What this rank knows of the turn's conversation; after an error the whole budget is spent."""
         num_tokens = len(turn.token_ids)
         first_new_token = runs[0].start if runs else num_tokens
         try:
@@ -181,7 +180,7 @@ class ErrorBudget(Decision):
         return _History(spent, first_new_token, first_exact_token, carried)
 
     def _stored_damage(self, turn: Turn) -> list[DamagedSpan]:
-        """The conversation's segments in DRAM, and what they cost."""
+        """The conversation's segments in DRAM, with their damage."""
         spans = []
         for segment in self._store.path_segments(self._model.identity, turn.page_keys):
             header = segment.header
@@ -190,7 +189,7 @@ class ErrorBudget(Decision):
         return spans
 
     def _agreed(self, history: _History) -> _History:
-        """The same on all ranks, which evict on their own: the worst of what they know."""
+        """The worst of what the ranks know, which differs because each evicts on its own."""
         mine = torch.tensor(
             [history.spent, -history.first_new_token, history.first_exact_token], dtype=torch.float64
         )
@@ -202,7 +201,7 @@ class ErrorBudget(Decision):
         )
 
     def _limit_of(self, history: _History, num_tokens: int) -> float:
-        """What storing the tokens from the first new one on may cost, in nats."""
+        """The damage in nats that storing the new tokens may cause."""
         num_new = num_tokens - history.first_new_token
         return max(0.0, self._limit - history.spent) * num_new / (num_tokens + num_new)
 
@@ -217,7 +216,10 @@ class ErrorBudget(Decision):
         )
 
     def wants_probe(self) -> bool:
-        """Asked once per stored turn: every turn while the model is unknown, then a share of them."""
+        """Whether to probe after this turn: always while the model is unknown, then after a share of turns.
+
+        Call it once per stored turn.
+        """
         if self._probe_share == 0:
             return False
         self._probes_due += 1.0 if self._is_model_unknown() else self._probe_share
@@ -227,9 +229,9 @@ class ErrorBudget(Decision):
         return True
 
     def probe(self, path: StoredPath) -> None:
-        """Try what teaches most on a stored conversation: a unit alone, or the last whole strategy.
+        """Try on a stored conversation what teaches most: a unit alone, or the last whole strategy.
 
-        Not on one that came back lossy: its true answers are not known any more.
+        A conversation that came back lossy is skipped: its true answers are not known.
         """
         if self._prober.is_on_any_rank(bool(self._provenance.read(path.slots))):
             return
@@ -254,7 +256,7 @@ class ErrorBudget(Decision):
             self._save_table()
 
     def stop_probes(self) -> None:
-        """What is known stays; nothing is added."""
+        """Stop probing. What was learned stays."""
         self._probe_share = 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -293,7 +295,7 @@ class ErrorBudget(Decision):
 
 
 def table_path(cache_dir: str, model: ModelIdentity) -> Path:
-    """One file for each model and element type, whatever the page size and the number of ranks."""
+    """The table's file: one per model and element type, for any page size and number of ranks."""
     return Path(cache_dir).expanduser() / "sensitivity" / f"{_table_model(model)}.json"
 
 
@@ -302,7 +304,7 @@ def _table_model(model: ModelIdentity) -> str:
 
 
 def _load_table(path: Path | None, model: ModelIdentity, agreement: RankAgreement) -> SensitivityTable:
-    """The first rank's table, on every rank; a fresh one if there is none that can be used."""
+    """Load the first rank's table on every rank; an empty one if there is none that can be used."""
     content = b""
     if model.tp_rank == 0 and path is not None:
         try:

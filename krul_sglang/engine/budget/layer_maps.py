@@ -1,4 +1,4 @@
-"""Maps between neighbouring layers, learned from the turns that are stored: one model's, on one rank."""
+"""Learns maps between neighbouring layers from the turns that are stored, for one model on one rank."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class LayerMapLearner:
             logger.exception("krul: layers will not be predicted")
 
     def _new_tokens(self, page_keys: Sequence[str], first_exact_token: int) -> range:
-        """Of the pages that no earlier turn had: the last exact tokens, as many as one turn may give."""
+        """The last exact tokens of the pages that no earlier turn had, as many as one turn may give."""
         seen = [page for page, key in enumerate(page_keys) if key in self._seen_pages]
         first_page = seen[-1] + 1 if seen else 0
         self._seen_pages.update(dict.fromkeys(page_keys[first_page:]))
@@ -177,7 +177,7 @@ class LayerMapLearner:
             self._finish()
 
     def _fit(self, pair: Pair) -> dict[tuple[Pair, Precision], LayerMap] | None:
-        """The maps of one pair, on the pool's device; None if there are none that are any good."""
+        """Fit the maps of one pair, on the pool's device; None if no fit is usable."""
         try:
             fitter = self._fitters.pop(pair)
             if fitter.num_tokens < self.num_needed_tokens / 2:
@@ -249,7 +249,7 @@ def layer_maps_path(cache_dir: str, model: ModelIdentity, rotary: RotaryTable | 
 
 
 def _disjoint_first(pairs: Sequence[Pair]) -> list[Pair]:
-    """A strategy cannot use two pairs that overlap: those that can be used together come first."""
+    """Order pairs so that those that one strategy can use together, without overlap, come first."""
     together: list[Pair] = []
     used: set[int] = set()
     for pair in pairs:
@@ -262,7 +262,7 @@ def _disjoint_first(pairs: Sequence[Pair]) -> list[Pair]:
 def _load(
     path: Path | None, neighbours: Sequence[Pair], precisions: Sequence[Precision], width: int
 ) -> LayerMaps:
-    """What an earlier run of this model wrote; nothing, with a warning, if that cannot be used."""
+    """The maps that an earlier run of this model wrote; none, with a warning, if they cannot be used."""
     if path is None:
         return {}
     try:

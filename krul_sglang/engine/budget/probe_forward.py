@@ -1,4 +1,4 @@
-"""Runs the last tokens of a conversation again on a history that somebody hands in: true, or decoded."""
+"""Runs the last tokens of a conversation again on a given history: the true one, or a decoded one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from krul_backend.codec.interface import LayerKV
 
 
 class HistoryAttention(AttentionBackend):  # type: ignore[misc]
-    """Causal attention of ``W`` consecutive tokens over a history given layer by layer, and over themselves.
+    """Computes causal attention of ``W`` consecutive tokens over a given history and themselves.
 
-    Reads no slots and writes none. ``history(layer)`` has the ``num_history`` tokens before them. Layers that
-    ``damaged`` names are computed a second time with its KV, and that result goes on; ``errors[layer]`` is
-    then ``||out - out_damaged||^2 / ||out||^2`` over tokens and heads. ``token_to_kv_pool`` is SGLang's pool,
-    which models that write KV themselves ask their backend for.
+    It neither reads nor writes slots. ``history(layer)`` has the ``num_history`` tokens before them. A layer
+    for which ``damaged`` has KV is computed a second time with it, and the second result goes on;
+    ``errors[layer]`` is then ``||out - out_damaged||^2 / ||out||^2`` over tokens and heads.
+    ``token_to_kv_pool`` is SGLang's pool, which models that write KV themselves get from their backend.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class HistoryAttention(AttentionBackend):  # type: ignore[misc]
         )
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Nothing to plan: one sequence, its mask is known."""
+        """Nothing to plan: there is one sequence, and its mask is known."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, *args: Any, **kwargs: Any
@@ -86,8 +86,8 @@ def probe_forward(
 ) -> torch.Tensor:
     """Logits ``[W, vocabulary]`` (float32) of ``token_ids`` ``[W]`` at ``first_position`` and after.
 
-    To the model it is a decode batch of ``W`` rows, so that each row gets logits; attention makes them one
-    sequence. Where a model writes KV itself, it writes to slot 0, which SGLang keeps for padding.
+    The model sees a decode batch of ``W`` rows, so that each row gets logits; attention treats the rows as
+    one sequence. If a model writes KV itself, it writes to slot 0, which SGLang keeps for padding.
     """
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context

@@ -1,4 +1,4 @@
-"""What compression does to the model's own answers: the last tokens of a turn, run on decoded history."""
+"""Measures how compression changes the model's answers, by running a turn's end on decoded history."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ PROBED_TOKENS = 64
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """``errors[layer]`` of the attention output of compressed layers; ``kl`` in nats, mean over tokens."""
+    """The result of a probe.
+
+    ``errors[layer]``: of the attention output of each compressed layer. ``kl`` in nats, mean over tokens.
+    """
 
     errors: dict[int, float]
     kl: float
@@ -32,8 +35,8 @@ class ProbeOutcome:
 class Prober:
     """Compares next-token distributions on the true history of a conversation and on a decoded one.
 
-    Short forwards on the scheduler's thread, on every rank at the same time: collectives of the model run in
-    them. ``group`` joins the ranks of the model, None for one rank.
+    It runs short forwards on the scheduler's thread, on all ranks together, because the model's collectives
+    run in them. ``group`` joins the ranks of the model, None for one rank.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Prober:
         return OpenProbe(self, read, run, reference)
 
     def is_on_any_rank(self, flag: bool) -> bool:
-        """Whether ``flag`` is set on one of the ranks; every rank asks."""
+        """Whether ``flag`` is set on any rank. Every rank calls it."""
         if self._group is None:
             return flag
         value = torch.tensor([float(flag)])
@@ -107,7 +110,7 @@ class Prober:
 
 
 class OpenProbe:
-    """One conversation, with its true distributions; strategies are tried on it."""
+    """One conversation and its true next-token distributions, on which strategies are tried."""
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class OpenProbe:
         self._reference = reference
 
     def run(self, strategy: Strategy) -> ProbeOutcome:
-        """The whole history as ``strategy`` would give it back. Every rank runs the same strategy."""
+        """Run on the history as ``strategy`` would give it back. Every rank runs the same strategy."""
         decoded = self._prober.decode(strategy, self._read)
         log_q, errors = self._run(decoded.get)
         kl = (self._reference.exp() * (self._reference - log_q)).sum(-1).mean().item()

@@ -1,4 +1,4 @@
-"""Which KV in the pool came back lossy, and what a conversation has spent of its error budget."""
+"""Tracks which KV in the pool came back lossy, and sums what a conversation has spent of its budget."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from krul_sglang.engine.restore.segment_reader import OpenSlice
 class DamagedSpan:
     """Tokens ``[start, end)`` of a conversation that came, or would come, back lossy with one segment.
 
-    ``segment_start`` is the first token of that segment, which tells segments of one conversation apart;
-    ``damage`` what the whole segment costs, in nats; infinite if nobody knows.
+    ``segment_start`` is the first token of that segment, and identifies it within the conversation.
+    ``damage`` is that of the whole segment in nats; infinite if it is unknown.
     """
 
     start: int
@@ -34,9 +34,9 @@ class DamagedSpan:
 class KvProvenance:
     """Remembers for every slot of the pool whether the KV in it was decoded from a lossy segment.
 
-    A slot and not a page: a page that left the device and was computed again is exact, and lies in a slot
-    that a forward has written. Everything is written by device operations after the forward, on its stream.
-    Nothing is written before the first lossy load.
+    It tracks slots, not pages: a page that left the device and was computed again is exact, and lies in slots
+    that a forward has written. All notes are written by device operations after the forward, on its stream.
+    None are written before the first lossy load.
 
     Args:
         num_slots: of the pool.
@@ -60,7 +60,7 @@ class KvProvenance:
             batch = self._batch_of(schedule_batch.hicache_consumer_index)
         for load in () if batch is None else batch.loads.values():
             self._mark_exact(load.slots)
-            # What was given up was recomputed instead.
+            # Loads that were given up were recomputed instead, so they are exact.
             if batch is not None and not batch.is_abandoned:
                 self._mark_loaded(load)
         if schedule_batch.out_cache_loc is not None:
@@ -95,10 +95,10 @@ class KvProvenance:
 
 
 def first_lossy_token(part: OpenSlice, head_ends: Sequence[int]) -> int:
-    """From which token on a restored slice is lossy in some layer; its end if nothing of it is.
+    """The token from which on a restored slice is lossy in some layer; its end if no layer is lossy.
 
-    Heads are recomputed, and so what the model says of the history before them. Loaded tails are exact where
-    their layer was stored natively and on its own, unless the KV that was stored there was lossy already.
+    Heads are recomputed, and so as exact as the history before them. A loaded tail is exact if its layer was
+    stored natively and on its own, unless the stored KV was lossy already.
     """
     strategy = part.decoder.strategy
     is_lossy = [
@@ -114,11 +114,11 @@ def first_lossy_token(part: OpenSlice, head_ends: Sequence[int]) -> int:
 def spent_damage(
     stored: Sequence[DamagedSpan], lossy: Sequence[DamagedSpan], missing: Sequence[range], num_tokens: int
 ) -> float:
-    """What a conversation of ``num_tokens`` tokens has spent, in nats: the sum over its segments.
+    """The damage that a conversation of ``num_tokens`` tokens has so far, in nats: the sum of its segments.
 
     ``stored`` are its segments in the store, ``lossy`` what of it came back lossy, ``missing`` the tokens
-    that the store does not hold. A lossy token whose segment left the store counts with what that one cost.
-    Infinite if there are tokens that are stored where nobody can say what they cost.
+    that the store does not hold. A lossy token whose segment left the store counts with that segment's
+    damage. Infinite if some token is stored and the damage of its segment is not known.
     """
     spent = {span.segment_start: span.damage for span in stored}
     is_known = np.zeros(num_tokens, dtype=bool)
@@ -135,7 +135,7 @@ def spent_damage(
 
 
 def carried_damage(lossy: Sequence[DamagedSpan], tokens: range) -> float:
-    """What KV of these tokens has lost already, in nats: their share of each segment that they came with."""
+    """The damage in nats that KV of these tokens already has: their share of each segment they came with."""
     num_lossy: Counter[int] = Counter()
     for span in lossy:
         num_lossy[span.segment_start] += span.end - span.start

@@ -1,4 +1,4 @@
-"""Captures that see every attention layer of every forward."""
+"""The base of captures that see every attention layer of every forward, through hooks on the modules."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 
-from krul_backend.attention.interface import Phase
+from krul_backend.attention.rows import Phase
 from krul_sglang.engine.capture.turn_capture import TurnCapture
 
 
 @dataclass(frozen=True)
 class QueryShape:
-    """Attention of one rank: ``num_query_heads`` is a multiple of ``num_kv_heads``; ``scaling`` of scores."""
+    """The shape of one rank's attention.
+
+    ``num_query_heads`` is a multiple of ``num_kv_heads``; ``scaling`` multiplies the scores.
+    """
 
     num_layers: int
     num_query_heads: int
@@ -27,7 +30,7 @@ class QueryShape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one kept row: every query head, all layers, and how far it sees."""
+        """Bytes of one kept row: all query heads in all layers, and its position."""
         return self.num_layers * self.num_query_heads * self.head_dim * self.dtype.itemsize + 8
 
     def split_heads(self, q: torch.Tensor) -> torch.Tensor:
@@ -55,9 +58,9 @@ class BatchPart:
 
 
 def parts_of(schedule_batch: Any) -> list[BatchPart]:
-    """The requests of SGLang's ``ScheduleBatch``, ready for its forward, in the order of their rows.
+    """Split SGLang's ``ScheduleBatch``, ready for its forward, into its requests, in the order of their rows.
 
-    Everything is read from the host. A batch that mixes prompt chunks with decoding requests has both kinds.
+    Only host memory is read. A batch that mixes prompt chunks with decoding requests has both phases.
     """
     batch = schedule_batch
     slots = batch.req_pool_indices_cpu.tolist()
@@ -77,7 +80,7 @@ def parts_of(schedule_batch: Any) -> list[BatchPart]:
 
 
 class AttentionObserver(TurnCapture):
-    """Hooks on the attention modules of one model runner, inside of ``recording``.
+    """Records through hooks on the attention modules of one model runner, inside of ``recording``.
 
     In each forward ``begin_forward`` comes first, on the host. Then the modules run, in Python or as a
     replayed graph: in Python ``record`` is called in layer order, and ``end_layers`` when the last layer has
@@ -118,11 +121,11 @@ class AttentionObserver(TurnCapture):
         """``q``: ``[num_tokens, num_query_heads * head_dim]``, after RoPE. It belongs to the engine."""
 
     def end_layers(self) -> None:
-        """The keys of this forward's tokens are in the pool, in all layers."""
+        """Called when the keys of this forward's tokens are in the pool, in all layers."""
 
     @abstractmethod
     def end_forward(self) -> None:
-        """The forward was given to the device, or has failed: what comes until the next is not recorded."""
+        """Called when the forward is queued on the device, or has failed. Recording pauses until the next."""
 
     def _make_hook(self, layer: int) -> Any:
         def hook(module: Any, args: tuple[Any, ...]) -> None:

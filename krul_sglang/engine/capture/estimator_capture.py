@@ -1,19 +1,19 @@
-"""Attention statistics from the queries of every token, as the Krul paper has them."""
+"""Computes attention statistics from the queries of every token, as the Krul paper does."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 
-from krul_backend.attention.interface import AttentionEstimator, Phase
-from krul_backend.attention.rows import QueryRows, ReadKeys
+from krul_backend.attention.rows import Phase, QueryRows, ReadKeys
+from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_sglang.engine.capture.attention_observer import AttentionObserver, BatchPart, QueryShape, parts_of
-from krul_sglang.engine.capture.estimator_source import EstimatorSource
 from krul_sglang.engine.capture.request_places import Recording, RequestPlaces
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 
@@ -26,16 +26,15 @@ ReadSequenceKeys = Callable[[int, torch.Tensor], torch.Tensor]
 class EstimatorCapture(AttentionObserver):
     """Hands the queries of all new tokens of a forward to their requests' estimators after its last layer.
 
-    For estimators that reduce rows while the turn runs, on the scheduler's thread; they wait for the device,
-    so this must not run inside a CUDA graph. During a forward the queries of all its tokens are held in all
-    layers.
+    The estimators reduce rows while the turn runs, on the scheduler's thread, and wait for the device: this
+    must not run inside a CUDA graph. During a forward the queries of all its tokens are held in all layers.
 
     Rows of a turn's last, incomplete page count as well, and count again when the next turn computes these
     tokens anew.
 
     Args:
         shape: of the model's attention.
-        source: makes an estimator for each request; closed with this object.
+        worker: reduces the prompts of all requests; it is this object's from now on, and closed with it.
         read_keys: reads the pool.
         req_to_token: SGLang's table, integers ``[num_slots, max_context]``: the pool slots of each request.
         max_requests: recorded at a time; those whose turn waits to be stored count as well.
@@ -44,18 +43,18 @@ class EstimatorCapture(AttentionObserver):
     def __init__(
         self,
         shape: QueryShape,
-        source: EstimatorSource,
+        worker: SimilarityWorker,
         read_keys: ReadSequenceKeys,
         req_to_token: torch.Tensor,
         *,
         max_requests: int,
     ) -> None:
         self._shape = shape
-        self._source = source
+        self._worker = worker
         self._read_keys = read_keys
         self._req_to_token = req_to_token
         self._places = RequestPlaces(max_requests)
-        self._estimators: dict[int, AttentionEstimator] = {}
+        self._estimators: dict[int, HeterogeneousEstimator] = {}
         self._parts: list[tuple[int, BatchPart]] = []
         self._queries = torch.empty(0)
 
@@ -71,10 +70,10 @@ class EstimatorCapture(AttentionObserver):
         return _EstimatedTurn(estimator, partial(self._places.release, recording.place))
 
     def stats(self) -> dict[str, Any]:
-        return self._source.stats()
+        return {"name": "heterogeneous", **asdict(self._worker.stats())}
 
     def close(self) -> None:
-        self._source.close()
+        self._worker.close()
 
     def begin_forward(self, schedule_batch: Any) -> None:
         mode = schedule_batch.forward_mode
@@ -131,13 +130,15 @@ class EstimatorCapture(AttentionObserver):
             if recording is None:
                 return None
             if is_new:
-                self._estimators[recording.place] = self._source.make()
+                self._estimators[recording.place] = HeterogeneousEstimator(
+                    self._shape.num_layers, self._shape.num_query_heads, self._worker
+                )
         recording.end = part.end
         return recording
 
 
 class _EstimatedTurn(CapturedTurn):
-    def __init__(self, estimator: AttentionEstimator, release: Callable[[], None]) -> None:
+    def __init__(self, estimator: HeterogeneousEstimator, release: Callable[[], None]) -> None:
         self._estimator = estimator
         self._release = release
 

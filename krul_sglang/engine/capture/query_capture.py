@@ -1,8 +1,8 @@
-"""Keeps a few query vectors of every running request: what attention statistics are computed from.
+"""Keeps a few query vectors of every running request; attention statistics are computed from them.
 
-Which rows are kept, and where, is decided on the host before each forward and written into buffers of fixed
-size and address. The modules only copy by what these buffers say. So a forward that is replayed as a graph
-records as an eager one does, and nothing waits for the device.
+Before each forward the host decides which rows are kept and where, and writes that into buffers of fixed
+size and address. The modules only copy as these buffers say. So a replayed graph records as an eager forward
+does, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.attention.interface import Phase
-from krul_backend.attention.placement import sample_positions
-from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
+from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate, sample_positions
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.device import Device
 from krul_backend.errors import ConfigError
@@ -25,17 +23,17 @@ from krul_sglang.engine.capture.request_places import Recording, RequestPlaces
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 
 DECODE_INTERVAL = 16
-"""Of so many consecutive decoded tokens one query is kept."""
+"""Of this many consecutive decoded tokens one query is kept."""
 
 _MIN_ROWS = 8
 _FEW_ROWS = 64
 _FEW_REQUESTS = 16
-"""Rows of a request are given up, down to so many, where fewer than so many requests would fit."""
+"""Where fewer than ``_FEW_REQUESTS`` requests fit, each gets fewer rows, down to ``_FEW_ROWS``."""
 
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """``num_requests`` requests at a time, ``num_rows`` rows each, half of them for the prompt."""
+    """What is recorded: ``num_requests`` requests at a time, ``num_rows`` rows each, half of the prompt."""
 
     num_requests: int
     num_rows: int
@@ -51,14 +49,14 @@ class CapturePlan:
 
     @property
     def num_forward_rows(self) -> int:
-        """Rows that one forward may keep: one of each decoding request, and those of a prompt."""
+        """Most rows that one forward keeps: one of each decoding request, and those of a prompt."""
         return self.num_requests + self.num_prompt_rows
 
     @classmethod
     def fit(cls, shape: QueryShape, *, max_requests: int, num_rows: int, max_bytes: int) -> CapturePlan:
-        """As many requests as ``max_bytes`` allow; fewer rows if only a few would fit, or not even one.
+        """Plan for as many requests as fit ``max_bytes``, with fewer rows each if too few would fit.
 
-        One further request's rows are taken for what is not recorded: writes need a place to go.
+        The rows of one more request are added: what is not recorded is written there, and never read.
 
         Raises:
             ConfigError: if ``max_bytes`` is too small for one request with the fewest rows.
@@ -81,10 +79,10 @@ class CapturePlan:
 
 
 class QueryCapture(AttentionObserver):
-    """A few rows of each turn, reduced when it ends: the estimator "sampled".
+    """Keeps a few rows of each turn and reduces them when it ends: the estimator "sampled".
 
     A request gets a place of ``num_rows`` rows when its prompt starts to run, if one is free; without one
-    it simply is not recorded. The place stays taken until ``release``, also after the request has ended, so
+    it is not recorded. The place stays taken until ``release``, also after the request has ended, so
     that a worker thread can read it.
 
     Of each prompt chunk rows are kept by ``sample_positions``; chunk ``c`` (from 0) takes every ``c + 1``-th
@@ -96,10 +94,10 @@ class QueryCapture(AttentionObserver):
         host, before a forward   tokens [W]   which of the forward's tokens are kept
                                  targets [W]  the row that each of them is written to
         each attention module    queries[layer][targets] = q[tokens]
-        host, after it           every target is in the place that nobody reads
+        host, after it           every target is set to the place that nobody reads
 
-    A captured graph of ``n`` tokens holds this copy of the first ``min(n, W)`` entries: a forward never keeps
-    more rows than it has tokens, and the entries that it leaves alone go to the unread place.
+    A captured graph of ``n`` tokens copies the first ``min(n, W)`` entries: a forward never keeps more rows
+    than it has tokens, and the entries that it does not use write to the unread place.
     """
 
     def __init__(self, shape: QueryShape, plan: CapturePlan, *, device: torch.device) -> None:
@@ -131,7 +129,7 @@ class QueryCapture(AttentionObserver):
         return {"name": "sampled"}
 
     def close(self) -> None:
-        """Nothing runs beside the engine."""
+        """Nothing to end: nothing runs beside the engine."""
 
     def read(self, place: int) -> QueryRows:
         """Copies of a place's rows, by position. Call it after the forwards that wrote them."""
@@ -168,8 +166,8 @@ class QueryCapture(AttentionObserver):
 
     def end_forward(self) -> None:
         if self._num_kept:
-            # A graph that is replayed without a word of what to keep must not write into somebody's place,
-            # and its tokens may be fewer.
+            # A graph that is replayed without new buffers must not write into a request's place, and may have
+            # fewer tokens.
             self._tokens.zero_()
             self._targets.fill_(self._unread_row)
             self._num_kept = 0

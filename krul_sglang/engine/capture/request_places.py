@@ -1,4 +1,4 @@
-"""Which running requests are recorded, and where: a bounded number at a time."""
+"""Hands out the places in which running requests are recorded: a bounded number at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Recording:
-    """A request that is recorded in ``place``; ``end``: the tokens of it that have run."""
+    """A request that is recorded in ``place``, of which ``end`` tokens have run."""
 
     rid: str
     place: int
@@ -40,8 +40,8 @@ class RequestPlaces:
     def enter(self, rid: str, slot: int, start: int) -> tuple[Recording | None, bool]:
         """The recording of a request whose tokens from ``start`` on run now, and whether it is a new one.
 
-        It is new when the request starts, or starts over, in ``slot``; None when no place is free. Tokens
-        that were decoded in between need not have been counted in ``end``.
+        It is new when the request starts, or starts over, in ``slot``. It is None when no place is free.
+        Tokens that were decoded since the last call need not be counted in its ``end``.
         """
         with self._lock:
             recording = self._find(rid, slot)

@@ -1,4 +1,4 @@
-"""The interface of what is recorded of running requests, and of what it gives when a turn ends."""
+"""The interface of captures, which record the attention of running requests, and of recorded turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from krul_backend.attention.statistics import AttentionStatistics
 
 
 class CapturedTurn(ABC):
-    """What was recorded of one request, until it is released. Used by one thread."""
+    """The recording of one request, until it is released. Used by one thread."""
 
     @abstractmethod
     def statistics(self, read_keys: ReadKeys, num_tokens: int) -> AttentionStatistics | None:
@@ -34,31 +34,31 @@ class CapturedTurn(ABC):
 class TurnCapture(ABC):
     """Records attention of the requests that one model runner serves.
 
-    How many at a time is bounded; a request that finds no room simply is not recorded.
+    The number of requests at a time is bounded; a request that finds no room is not recorded.
     """
 
     @property
     @abstractmethod
     def num_heads(self) -> int:
-        """Heads of the statistics: this rank's query heads."""
+        """The number of heads of the statistics: this rank's query heads."""
 
     @abstractmethod
     def recording(self, schedule_batch: Any) -> AbstractContextManager[None]:
-        """The forward of SGLang's ``ScheduleBatch`` runs inside, eagerly or as a graph, once or again.
+        """A block inside which the forward of SGLang's ``ScheduleBatch`` runs, eagerly or as a graph.
 
-        Entered for every forward, also those of which nothing is recorded.
+        It is entered for every forward, also for those of which nothing is recorded.
         """
 
     @abstractmethod
     def take(self, rid: str, slot: int) -> CapturedTurn | None:
-        """What was recorded of a request that has ended in a row of SGLang's request pool.
+        """The recording of a request that has ended in row ``slot`` of SGLang's request pool.
 
         None if it was not recorded. The caller releases it.
         """
 
     @abstractmethod
     def suspended(self) -> AbstractContextManager[None]:
-        """Forwards inside are not recorded: they compute again what was recorded before."""
+        """A block inside which forwards are not recorded, because they compute recorded tokens again."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
@@ -66,11 +66,11 @@ class TurnCapture(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End what the capture started. No forward may run afterwards."""
+        """End the threads and processes of the capture. No forward may run afterwards."""
 
 
 class PairedCapture(TurnCapture):
-    """Statistics from one capture, rows from another, for decisions that need both."""
+    """Takes statistics from one capture and rows from another, for decisions that need both."""
 
     def __init__(self, of_statistics: TurnCapture, of_rows: TurnCapture) -> None:
         self._of_statistics = of_statistics

@@ -219,7 +219,7 @@ FOREIGN_LAYERS = Refusal(
     'heads cannot be recomputed; start with planner = "full-load" to load whole prefixes',
 )
 EAGER_ESTIMATOR = Refusal(
-    'estimator = "exact" or "heterogeneous" and CUDA graphs',
+    'estimator = "heterogeneous" and CUDA graphs',
     "it reduces attention between forwards, in Python, which is the cost of the paper's way; "
     'start the server with --disable-cuda-graph, or choose estimator = "sampled"',
 )
@@ -357,6 +357,6 @@ def check_model(facts: Mapping[str, bool], name: str) -> None:
 
 
 def check_estimator(name: str, *, runs_graphs: bool) -> None:
-    """Raises UnsupportedSetupError for an estimator of every row where forwards are replayed as graphs."""
+    """Raises UnsupportedSetupError for an estimator of every token where forwards are replayed as graphs."""
     if runs_graphs:
         raise EAGER_ESTIMATOR.error(f'estimator = "{name}"')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -98,8 +97,7 @@ class SelectorDecision(Decision):
         statistics: AttentionStatistics | None,
         rows: QueryRows | None,
     ) -> Choice:
-        seed = 0 if turn is None else zlib.crc32(turn.page_keys[0].encode())
-        strategy = self._selector.select(Evidence(self._num_layers, statistics, conversation_seed=seed))
+        strategy = self._selector.select(Evidence(self._num_layers, statistics))
         return Choice(strategy, (None,) * len(missing))
 
     def forget_model(self) -> None:
