@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from krul_backend.codec.options import CodecOptions, Sharing
-from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.memory import format_bytes
 from krul_backend.segment import TokenIds
@@ -23,11 +22,7 @@ from krul_sglang.engine.budget.error_budget import PAIR_PRECISIONS, ErrorBudget,
 from krul_sglang.engine.budget.layer_maps import LayerMapLearner, layer_maps_path
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import KvProvenance
-from krul_sglang.engine.cache.store_connection import StoreConnection
-from krul_sglang.engine.capture.turn_capture import TurnCapture
-from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.kv_pool import DevicePool
-from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.fault_injection import FaultInjection
 from krul_sglang.engine.restore.loading import LayerWiseLoader
@@ -39,26 +34,6 @@ from krul_sglang.engine.save.strategy_choice import SelectorDecision, StrategyCh
 from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """What ``factory.py`` found out about this rank's engine; SGLang hands it on as ``params.krul_parts``.
-
-    ``connection`` is this rank's way to the daemon; the linker closes it. ``rotary`` is None if keys must
-    keep their rotary embedding, ``capture`` if no attention is observed. ``agreement`` joins the threads of
-    all ranks that store turns, ``restore_agreement`` their scheduler threads.
-    """
-
-    config: KrulConfig
-    model: ServedModel
-    pool: DevicePool
-    connection: StoreConnection
-    rotary: RotaryTable | None
-    capture: TurnCapture | None
-    agreement: RankAgreement
-    restore_agreement: RankAgreement
-    model_runner: Any
 
 
 class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -78,39 +53,40 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         extra_config: Any,
         forward_stream: Any = None,
     ) -> None:
-        """Called by SGLang's linker factory; ``params.krul_parts`` are ``EngineParts``."""
-        parts: EngineParts = params.krul_parts
-        self.model = parts.model
+        """Called by SGLang's linker factory; ``params`` carry the ``KrulRuntime`` of this rank."""
+        runtime = KrulRuntime.of(params)
+        runtime.linker = self
+        self.model = runtime.model
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
-        self._pool = parts.pool
-        self._connection = parts.connection
-        self._agreement = parts.restore_agreement
-        self._store = parts.connection.store
-        self._capture = parts.capture
+        self._pool = runtime.pool
+        self._connection = runtime.connection
+        self._agreement = runtime.restore_agreement
+        self._store = runtime.connection.store
+        self._capture = runtime.capture
         self._gate = TransferGate()
         self._budget = None
-        if parts.config.strategy == "budget":
-            learner = self._make_learner(parts)
+        if runtime.config.strategy == "budget":
+            learner = self._make_learner(runtime)
             codec = SegmentCodec(
                 self._pool.shape,
                 self._pool.num_layers,
-                parts.rotary,
+                runtime.rotary,
                 CodecOptions(sharing=Sharing.PREDICTED),
                 learner.maps,
             )
-            group = params.tp_cache_group if parts.model.identity.tp_size > 1 else None
+            group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
             keys, _ = self._pool.buffers(0)
             provenance = KvProvenance(len(keys), keys.device, lambda index: self.loader.batch(index))
-            parts.model_runner.krul_kv_provenance = provenance
-            self._budget = self._make_budget(parts, codec, learner, provenance, group)
+            runtime.provenance = provenance
+            self._budget = self._make_budget(runtime, codec, learner, provenance, group)
         else:
-            codec = SegmentCodec(self._pool.shape, self._pool.num_layers, parts.rotary)
+            codec = SegmentCodec(self._pool.shape, self._pool.num_layers, runtime.rotary)
         self._chooser = StrategyChooser(
-            self._make_selector_decision(parts.config) if self._budget is None else self._budget,
+            self._make_selector_decision(runtime.config) if self._budget is None else self._budget,
             self._pool,
-            parts.agreement,
-            num_heads=0 if parts.capture is None else parts.capture.num_heads,
+            runtime.agreement,
+            num_heads=0 if runtime.capture is None else runtime.capture.num_heads,
         )
         self._offloader = TurnOffloader(
             self._store,
@@ -118,17 +94,17 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._pool,
             codec,
             self._chooser,
-            max_pending_tokens=int(self._pool.num_tokens * parts.config.max_pending_share),
+            max_pending_tokens=int(self._pool.num_tokens * runtime.config.max_pending_share),
             gate=self._gate,
         )
         self.codec = codec
         identity = self.model.identity
-        faults = FaultInjection(parts.config, identity.tp_rank, identity.tp_size, self._pool.num_layers)
+        faults = FaultInjection(runtime.config, identity.tp_rank, identity.tp_size, self._pool.num_layers)
         self.loader = LayerWiseLoader(
             self._store,
             self._pool,
             self._gate,
-            timeout_s=parts.config.load_timeout,
+            timeout_s=runtime.config.load_timeout,
             before_layer=faults.before_layer,
         )
         self._restore: Restore | None = None
@@ -147,41 +123,41 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             identity.name,
         )
 
-    def _make_learner(self, parts: EngineParts) -> LayerMapLearner:
+    def _make_learner(self, runtime: KrulRuntime) -> LayerMapLearner:
         identity = self.model.identity
-        path = layer_maps_path(parts.config.cache_dir, identity, parts.rotary)
+        path = layer_maps_path(runtime.config.cache_dir, identity, runtime.rotary)
         return LayerMapLearner(
             path=path if self.model.is_lasting else None,
             model=identity,
             pool=self._pool,
-            rotary=parts.rotary,
+            rotary=runtime.rotary,
             precisions=PAIR_PRECISIONS,
-            max_bytes=parts.config.map_memory,
-            agreement=parts.agreement,
+            max_bytes=runtime.config.map_memory,
+            agreement=runtime.agreement,
         )
 
     def _make_budget(
         self,
-        parts: EngineParts,
+        runtime: KrulRuntime,
         codec: SegmentCodec,
         learner: LayerMapLearner,
         provenance: KvProvenance,
         group: Any | None,
     ) -> ErrorBudget:
         return ErrorBudget(
-            limit=parts.config.error_budget,
+            limit=runtime.config.error_budget,
             store=self._store,
             provenance=provenance,
-            probe_share=parts.config.probe_share,
-            table_path=table_path(parts.config.cache_dir, self.model.identity)
+            probe_share=runtime.config.probe_share,
+            table_path=table_path(runtime.config.cache_dir, self.model.identity)
             if self.model.is_lasting
             else None,
             model=self.model,
             pool=self._pool,
             codec=codec,
             learner=learner,
-            prober=Prober(parts.model_runner, parts.capture, self._pool, codec, group),
-            agreement=parts.agreement,
+            prober=Prober(runtime.model_runner, runtime.capture, self._pool, codec, group),
+            agreement=runtime.agreement,
         )
 
     def _make_selector_decision(self, config: KrulConfig) -> SelectorDecision:

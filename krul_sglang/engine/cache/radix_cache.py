@@ -241,15 +241,8 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         allocator = self.token_to_kv_pool_allocator
         num_pages = allocator.size // allocator.page_size
         is_pool_empty = allocator.available_size() // allocator.page_size == num_pages
-        self.krul_linker.end_weights_change(is_pool_empty=is_pool_empty)
-
-    def krul_stats(self) -> dict[str, Any]:
-        return self.krul_linker.stats()
-
-    @property
-    def krul_linker(self) -> KrulLinker:
         assert self.linker is not None
-        return self.linker.cache_linker
+        self.linker.cache_linker.end_weights_change(is_pool_empty=is_pool_empty)
 
 
 def _turn_ended_well(req: Any) -> bool:
