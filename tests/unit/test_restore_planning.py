@@ -60,7 +60,7 @@ def test_a_lease_that_there_is_no_memory_to_open_is_computed(
     def refuse(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
-    monkeypatch.setattr(restore_planning, "open_slices", refuse)
+    monkeypatch.setattr(restore_planning, "open_segments", refuse)
     lease: Any = None
     for _ in range(2):
         assert planning.open(lease, NUM_TOKENS) is None

@@ -16,7 +16,7 @@ from krul_backend.errors import KrulError
 from krul_backend.planner.interface import RestorePlan
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.restore.segment_reader import OpenSlice
+from krul_sglang.engine.restore.segment_reader import SegmentReader
 
 _AGREEMENTS = 8
 """Times that ranks agree while a load lands that all of them wait for; once, if it has landed before."""
@@ -39,11 +39,12 @@ class Load:
     """A leased prefix on its way into the pool.
 
     Tokens ``[device_tokens, device_tokens + len(slots))`` of the conversation go to ``slots`` (int64, on the
-    pool's device): in each layer those from ``plan.head_ends[layer]`` on, out of ``slices`` of the lease.
+    pool's device): in each layer those from ``plan.head_ends[layer]`` on, which ``readers`` copy, one after
+    another, out of the lease's segments.
     """
 
     lease: Lease
-    slices: Sequence[OpenSlice]
+    readers: Sequence[SegmentReader]
     slots: torch.Tensor
     device_tokens: int
     plan: RestorePlan

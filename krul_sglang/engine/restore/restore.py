@@ -15,7 +15,7 @@ from krul_sglang.engine.restore.load_batch import Load
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_planning import RestorePlanning
 from krul_sglang.engine.restore.restore_trace import TraceLog
-from krul_sglang.engine.restore.segment_reader import OpenSlice
+from krul_sglang.engine.restore.segment_reader import SegmentReader
 from krul_sglang.engine.restore.waiting_leases import HeldLease
 
 logger = logging.getLogger(__name__)
@@ -66,21 +66,21 @@ class Restore:
         """
         if held.first_key != first_key or len(slots) > held.lease.num_pages * self.page_size:
             return None
-        slices: list[OpenSlice] | None = None
+        readers: list[SegmentReader] | None = None
         try:
-            slices = self.planning.open(held.lease, len(slots))
+            readers = self.planning.open(held.lease, len(slots))
         except CodecError as error:
             logger.warning("krul: a stored prefix cannot be read and is computed: %s", error)
-        # Asked without slices, too: other ranks may have theirs, and wait for this one.
+        # Asked without readers, too: other ranks may have theirs, and wait for this one.
         planned = self.planning.plan(
-            slices, device_tokens=returning.device_tokens, new_tokens=returning.new_tokens
+            readers, device_tokens=returning.device_tokens, new_tokens=returning.new_tokens
         )
-        if slices is None:
+        if readers is None:
             for segment_id in self.planning.find_undecodable(held.lease):
                 self.report_damage(segment_id, "undecodable")
-        if planned is None or slices is None:
+        if planned is None or readers is None:
             return None
-        return Load(held.lease, slices, slots, returning.device_tokens, planned.plan, planned.forecast)
+        return Load(held.lease, readers, slots, returning.device_tokens, planned.plan, planned.forecast)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for ``/server_info``."""

@@ -23,7 +23,7 @@ from krul_backend.tiers.common.interface import DRAM_TIER, Lease
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.decode_costs import DecodeCosts
 from krul_sglang.engine.restore.load_batch import Forecast
-from krul_sglang.engine.restore.segment_reader import OpenSlice, open_slices
+from krul_sglang.engine.restore.segment_reader import SegmentReader, open_segments
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +93,9 @@ class RestorePlanning:
         self._known_tiers: frozenset[str] = frozenset({DRAM_TIER})
         self._tiers_asked_s = float("-inf")
 
-    def open(self, lease: Lease, num_tokens: int) -> list[OpenSlice] | None:
-        """See ``open_slices``; None without memory for it."""
-        return self._unless_out_of_memory(lambda: open_slices(lease, self._codec, num_tokens))
+    def open(self, lease: Lease, num_tokens: int) -> list[SegmentReader] | None:
+        """See ``open_segments``; None without memory for it."""
+        return self._unless_out_of_memory(lambda: open_segments(lease, self._codec, num_tokens))
 
     def find_undecodable(self, lease: Lease) -> list[int]:
         """Ids of the leased segments that the codec cannot open."""
@@ -112,19 +112,19 @@ class RestorePlanning:
         return found
 
     def plan(
-        self, slices: Sequence[OpenSlice] | None, *, device_tokens: int, new_tokens: int
+        self, readers: Sequence[SegmentReader] | None, *, device_tokens: int, new_tokens: int
     ) -> PlannedRestore | None:
         """A plan for the leased tokens after ``device_tokens``; None when computing them is better.
 
-        ``new_tokens`` follow the prefix in the request's own forward. ``slices`` is None on a rank that
+        ``new_tokens`` follow the prefix in the request's own forward. ``readers`` are None on a rank that
         cannot read what it leased: then no rank loads it.
         """
-        runs = None if slices is None else self._unless_out_of_memory(lambda: self._runs(slices))
+        runs = None if readers is None else self._unless_out_of_memory(lambda: self._runs(readers))
         runs = self._agreed_bounds(runs)
-        if runs is None or slices is None:
+        if runs is None or readers is None:
             self.counters.refused += 1
             return None
-        total_tokens = slices[-1].end_token
+        total_tokens = readers[-1].end_token
         problem = RestoreProblem(
             num_layers=self._codec.num_layers,
             page_size=self._page_size,
@@ -166,12 +166,12 @@ class RestorePlanning:
             logger.log(level, "krul: out of memory while planning a load; the engine computes it: %s", error)
             return None
 
-    def _runs(self, slices: Sequence[OpenSlice]) -> tuple[StoredRun, ...] | None:
+    def _runs(self, readers: Sequence[SegmentReader]) -> tuple[StoredRun, ...] | None:
         """None if something lies in a tier of which it is not known what reading costs."""
-        tiers = {part.source.tier for part in slices}
+        tiers = {reader.source.tier for reader in readers}
         if tiers != {DRAM_TIER}:
             self._ask_tiers()
-        return tuple(self._run(part) for part in slices) if tiers <= self._known_tiers else None
+        return tuple(self._run(reader) for reader in readers) if tiers <= self._known_tiers else None
 
     def _ask_tiers(self) -> None:
         now_s = time.monotonic()
@@ -182,17 +182,17 @@ class RestorePlanning:
             self.costs.set_tier(tier, cost, through=DRAM_TIER)
             self._known_tiers |= {tier}
 
-    def _run(self, part: OpenSlice) -> StoredRun:
-        header, decoder = part.source.header, part.decoder
+    def _run(self, reader: SegmentReader) -> StoredRun:
+        header, decoder = reader.source.header, reader.decoder
         return StoredRun(
-            tier=part.source.tier,
-            first_token=part.first_token,
-            end_token=part.end_token,
+            tier=reader.source.tier,
+            first_token=reader.first_token,
+            end_token=reader.end_token,
             layer_token_bytes=tuple(num_bytes / header.num_tokens for num_bytes in decoder.layer_num_bytes),
             decode_token_s=self._decode_costs.token_s(decoder.strategy),
             last_use=decoder.last_use,
             stored_from=tuple(
-                min(max(part.first_token, token), part.end_token)
+                min(max(reader.first_token, token), reader.end_token)
                 for token in decoder.decodable_from(header.layer_first_token)
             ),
         )

@@ -85,7 +85,7 @@ class RestoreTrace:
                     "device_tokens": load.device_tokens,
                     "restored_tokens": len(load.slots),
                     "head_ends": list(load.plan.head_ends),
-                    "tiers": sorted({part.source.tier for part in load.slices}),
+                    "tiers": sorted({reader.source.tier for reader in load.readers}),
                     "planned_s": load.plan.end_s,
                 }
                 for rid, load in self.batch.loads.items()
@@ -150,7 +150,7 @@ class TraceLog:
         if head_s > 0 and (heads := trace.heads()):
             self._costs.observe_head(head_s, _total_s(heads))
         load_s = sum(load.forecast.load_s for load in loads)
-        tiers = {part.source.tier for load in loads for part in load.slices} - {DRAM_TIER}
+        tiers = {reader.source.tier for load in loads for reader in load.readers} - {DRAM_TIER}
         if load_s > 0 and (parts := trace.loads()) and len(tiers) <= 1:
             self._costs.observe_tier(next(iter(tiers), DRAM_TIER), load_s, _total_s(parts))
         # Plans are made as if each request came alone.
