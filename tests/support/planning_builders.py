@@ -15,8 +15,7 @@ from krul_backend.planner.timing import RestoreTiming
 from krul_backend.strategy.strategy import Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.decode_costs import DecodeCosts
-from krul_sglang.engine.restore.restore_planning import RestorePlanning
+from krul_sglang.engine.restore.restore_planning import DecodeCosts, RestorePlanning
 from krul_sglang.engine.restore.segment_reader import SegmentReader
 from tests.support.segment_builders import (
     BOUNDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.restore.fault_injection import FaultInjection
+from krul_sglang.engine.restore.loading import FaultInjection
 
 NUM_LAYERS = 3
 

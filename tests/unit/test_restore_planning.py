@@ -14,8 +14,8 @@ from krul_backend.planner.optimal import OptimalPlanner
 from krul_backend.planner.problem import RestoreProblem
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
-from krul_sglang.engine.common.decode_costs import DecodeCosts
 from krul_sglang.engine.restore import restore_planning
+from krul_sglang.engine.restore.restore_planning import DecodeCosts
 from tests.support.planning_builders import (
     NUM_TOKENS,
     TOKEN_BYTES,

@@ -21,8 +21,8 @@ from krul_sglang.engine.attach.start_proof import prove_heads
 from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError
 from krul_sglang.engine.restore.head_recompute import HeadRecompute, unsupported_model
-from krul_sglang.engine.restore.restore import HeadProof, Restore
 from krul_sglang.engine.restore.restore_forward import RestoreForward
+from krul_sglang.engine.restore.restore_path import HeadProof, RestorePath
 from krul_sglang.engine.restore.restore_planning import RestorePlanning
 from krul_sglang.engine.restore.restore_trace import TraceLog
 from krul_sglang.engine.save.planned_allocation import PlannedAllocation
@@ -77,7 +77,7 @@ def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> No
         skip_heads=config.fault_injection == "skip-heads",
     )
     linker.attach_restore(
-        Restore(
+        RestorePath(
             proof,
             planning,
             forward,
@@ -92,7 +92,7 @@ def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> No
             PlannedAllocation(
                 planner,
                 online,
-                decode_costs,
+                decode_costs.token_s,
                 runtime.agreement,
                 page_size=runtime.model.identity.page_size,
                 max_head_tokens=max_head_tokens,

@@ -24,9 +24,8 @@ from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import KvProvenance
 from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.common.transfer_gate import TransferGate
-from krul_sglang.engine.restore.fault_injection import FaultInjection
-from krul_sglang.engine.restore.loading import LayerWiseLoader
-from krul_sglang.engine.restore.restore import Restore, Returning
+from krul_sglang.engine.restore.loading import FaultInjection, LayerWiseLoader
+from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
 from krul_sglang.engine.restore.waiting_leases import WaitingLeases
 from krul_sglang.engine.save.allocation import SpaceAllocation
 from krul_sglang.engine.save.offload import TurnOffloader
@@ -107,9 +106,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             timeout_s=runtime.config.load_timeout,
             before_layer=faults.before_layer,
         )
-        self._restore: Restore | None = None
+        self._restore_path: RestorePath | None = None
         self._waiting = WaitingLeases(self._store, self.model)
-        self._returning: dict[str, Returning] = {}
+        self._returning: dict[str, ReturningRequest] = {}
         self._expected_tokens: dict[str, Callable[[], TokenIds]] = {}
         shape = self._pool.shape
         token_bytes = (shape.k_token_bytes + shape.v_token_bytes) * self._pool.num_layers
@@ -185,21 +184,21 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._expected_tokens[rid] = token_ids
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every restorable prefix length in pages; see ``WaitingLeases.promise``."""
+        """Every restorable prefix length in pages; see ``WaitingLeases.hold``."""
         keys = transfers[0].keys
         token_ids = self._expected_tokens.pop(rid)
-        return list(range(1, self._waiting.promise(rid, keys, token_ids) + 1))
+        return list(range(1, self._waiting.hold(rid, keys, token_ids) + 1))
 
-    def attach_restore(self, restore: Restore) -> None:
+    def attach_restore(self, restore_path: RestorePath) -> None:
         """Called once, before the first request."""
-        self._restore = restore
-        self._offloader.costs = restore.planning.costs
+        self._restore_path = restore_path
+        self._offloader.costs = restore_path.planning.costs
 
     def allocate_space(self, allocation: SpaceAllocation) -> None:
         """From now on leave out of segments what ``allocation`` says. Called before the first request."""
         self._offloader.allocation = allocation
 
-    def expect_load(self, rid: str, returning: Returning) -> None:
+    def expect_load(self, rid: str, returning: ReturningRequest) -> None:
         """State where the pages of the next ``load`` of ``rid`` are in its prompt."""
         self._returning[rid] = returning
 
@@ -214,8 +213,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return False
         try:
             returning = self._returning.pop(rid)
-            assert self._restore is not None
-            load = self._restore.plan_load(held, transfer.keys[0], transfer.device_indices, returning)
+            assert self._restore_path is not None
+            load = self._restore_path.plan_load(held, transfer.keys[0], transfer.device_indices, returning)
         except BaseException:
             self._store.release(held.lease)
             raise
@@ -228,14 +227,14 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def start_layer_wise_loading(self) -> int:
         # Called before every prefill batch: events are recorded only when there is something to load.
         ready = self.record_offload_ready() if self.loader.num_queued() else ()
-        if self._restore is not None:
-            self._restore.planning.start_batch()
+        if self._restore_path is not None:
+            self._restore_path.planning.start_batch()
         return self.loader.start(ready)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         has_landed = self.loader.finish(counter_index)
-        if self._restore is not None:
-            self._restore.traces.settle()
+        if self._restore_path is not None:
+            self._restore_path.traces.settle()
         return has_landed
 
     def cancel_queued_load(self, rid: str) -> bool:
@@ -373,10 +372,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "budget": None if self._budget is None else self._budget.as_dict(),
             },
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
-            "restore": None if self._restore is None else self._restore.as_dict(),
+            "restore": None if self._restore_path is None else self._restore_path.as_dict(),
             "waiting_leases": len(self._waiting),
         }
 
     def traces(self) -> list[dict[str, Any]]:
         """The last restores of this rank, see ``RestoreTrace.as_dict``."""
-        return [] if self._restore is None else self._restore.traces.as_list()
+        return [] if self._restore_path is None else self._restore_path.traces.as_list()

@@ -16,9 +16,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from krul_sglang.engine.cache.linker import KrulLinker
-from krul_sglang.engine.cache.request_hints import owner_of
-from krul_sglang.engine.restore.restore import Returning
-from krul_sglang.engine.save.turn import StoredPath, TurnOwner
+from krul_sglang.engine.restore.restore_path import ReturningRequest
+from krul_sglang.engine.save.turn import StoredPath, TurnOwner, owner_of
 
 
 class _PendingTurn(NamedTuple):
@@ -70,7 +69,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         if hit is not None:
             prefix_len = hit.device_hit_len + len(hit.tail_hashes) * self.cache.page_size
             new_tokens = len(req.full_untruncated_fill_ids) - prefix_len
-            self.cache_linker.expect_load(req.rid, Returning(hit.device_hit_len, new_tokens))
+            self.cache_linker.expect_load(req.rid, ReturningRequest(hit.device_hit_len, new_tokens))
         try:
             return super().load_back(req)  # type: ignore[no-any-return]
         finally:

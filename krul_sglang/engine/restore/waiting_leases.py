@@ -11,9 +11,9 @@ from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common.served_model import ServedModel
 
-RENEW_S = 0.05
+RENEW_INTERVAL_S = 0.05
 """No more often is it asked whether what was fetched for a waiting request has arrived."""
-MISS_S = 1.0
+RETRY_MISS_S = 1.0
 """For so long a request of which nothing was found is not asked for again."""
 
 
@@ -61,7 +61,7 @@ class WaitingLeases:
     SGLang asks for a waiting request in every scheduling round; the store is asked in the first one. A
     request that is still there in a later round waits for its turn: then what lies below DRAM starts to come
     up, and the lease is renewed until it is all there, so that the load is planned for DRAM. If nothing was
-    found, the store is asked again after ``MISS_S``.
+    found, the store is asked again after ``RETRY_MISS_S``.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class WaitingLeases:
         """Requests of which nothing was found lately."""
         return len(self._missed)
 
-    def promise(self, rid: str, page_keys: Sequence[str], token_ids: Callable[[], TokenIds]) -> int:
+    def hold(self, rid: str, page_keys: Sequence[str], token_ids: Callable[[], TokenIds]) -> int:
         """How many of ``page_keys`` (not none) can be restored; they are held from here on.
 
         ``token_ids``: as for ``KVStore.lease``, called for only if the store is asked.
@@ -90,8 +90,8 @@ class WaitingLeases:
         run = KeyRun.of(page_keys)
         held, missed = self._held.get(rid), self._missed.get(rid)
         if held is not None and held.run == run:
-            held = self._come_nearer(held, page_keys, token_ids)
-        elif missed is not None and missed.run == run and self._clock() < missed.asked_s + MISS_S:
+            held = self._promote_to_dram(held, page_keys, token_ids)
+        elif missed is not None and missed.run == run and self._clock() < missed.asked_s + RETRY_MISS_S:
             return 0
         else:
             self.release(rid)
@@ -128,15 +128,15 @@ class WaitingLeases:
         self._missed[rid] = _Miss(run, now_s)
         # Nobody tells of a request that is computed and ends well.
         for other in [*self._missed]:
-            if now_s < self._missed[other].asked_s + MISS_S:
+            if now_s < self._missed[other].asked_s + RETRY_MISS_S:
                 break
             del self._missed[other]
 
-    def _come_nearer(
+    def _promote_to_dram(
         self, held: HeldLease, page_keys: Sequence[str], token_ids: Callable[[], TokenIds]
     ) -> HeldLease:
         now_s = self._clock()
-        if held.lease.is_in_dram or (held.is_fetching and now_s < held.asked_s + RENEW_S):
+        if held.lease.is_in_dram or (held.is_fetching and now_s < held.asked_s + RENEW_INTERVAL_S):
             return held
         tokens = token_ids()
         if not held.is_fetching:

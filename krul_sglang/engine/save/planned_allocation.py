@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import orjson
 
 from krul_backend.planner.allocation import allocate
@@ -11,7 +13,6 @@ from krul_backend.planner.problem import StoredRun
 from krul_backend.strategy.strategy import Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.decode_costs import DecodeCosts
 from krul_sglang.engine.save.allocation import SpaceAllocation
 
 EXPECTED_NEW_TOKENS = 128
@@ -29,7 +30,7 @@ class PlannedAllocation(SpaceAllocation):
         self,
         planner: RestorePlanner,
         costs: OnlineCosts,
-        decode_costs: DecodeCosts,
+        decode_token_s: Callable[[Strategy], tuple[float, ...]],
         agreement: RankAgreement,
         *,
         page_size: int,
@@ -37,7 +38,7 @@ class PlannedAllocation(SpaceAllocation):
     ) -> None:
         self._planner = planner
         self._costs = costs
-        self._decode_costs = decode_costs
+        self._decode_token_s = decode_token_s
         self._agreement = agreement
         self._page_size = page_size
         self._max_head_tokens = max_head_tokens
@@ -54,7 +55,7 @@ class PlannedAllocation(SpaceAllocation):
             first_token=0,
             end_token=num_tokens,
             layer_token_bytes=layer_token_bytes,
-            decode_token_s=self._decode_costs.token_s(strategy),
+            decode_token_s=self._decode_token_s(strategy),
             last_use=last_use,
             stored_from=(0,) * len(strategy.layers),
         )

@@ -35,7 +35,7 @@ class HeadProof:
 
 
 @dataclass(frozen=True)
-class Returning:
+class ReturningRequest:
     """A request about to load: ``device_tokens`` of its prefix are in the pool, ``new_tokens`` follow it."""
 
     device_tokens: int
@@ -43,7 +43,7 @@ class Returning:
 
 
 @dataclass(frozen=True, eq=False)
-class Restore:
+class RestorePath:
     """Made when the engine can be measured, before the first request.
 
     ``proof`` is None if heads cannot be recomputed. ``page_size`` is in tokens. ``report_damage`` is the
@@ -58,7 +58,7 @@ class Restore:
     report_damage: Callable[[int, DamageReason], object]
 
     def plan_load(
-        self, held: HeldLease, first_key: str, slots: torch.Tensor, returning: Returning
+        self, held: HeldLease, first_key: str, slots: torch.Tensor, returning: ReturningRequest
     ) -> Load | None:
         """How to fill ``slots`` (int64 ``[T]``) with the leased pages from ``first_key`` on.
 
