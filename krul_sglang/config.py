@@ -13,7 +13,7 @@ from typing import Any
 
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
-from krul_backend.planner.registry import PLANNER_NAMES
+from krul_backend.planner import registry
 from krul_backend.strategy.registry import SELECTOR_NAMES
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.policy_registry import POLICIES
@@ -31,7 +31,7 @@ DEFAULT_HOST_MEMORY_SHARE = 0.25
 
 ESTIMATORS = ("sampled", "heterogeneous", "exact")
 
-FAULTS = ("none", "load-error", "load-stall", "skip-heads")
+FAULTS = ("none", "load-error", "load-stall")
 
 PRECISIONS = tuple(precision.value for precision in Precision if precision is not Precision.INT0)
 
@@ -141,7 +141,7 @@ def _parse_precision(value: object) -> str:
 
 
 def _parse_planner(value: object) -> str:
-    if value not in PLANNER_NAMES:
+    if value not in registry.PLANNER_NAMES:
         raise ValueError("unknown")
     return str(value)
 
@@ -333,11 +333,10 @@ class KrulConfig:
     planner: str = _option(
         "optimal",
         _parse_planner,
-        "one of " + ", ".join(PLANNER_NAMES),
+        "one of " + ", ".join(registry.PLANNER_NAMES),
         "How each layer of a returning prefix is split into a head that is recomputed and a tail that is "
         'loaded: "optimal" ends first by the costs measured on this machine; "full-load" loads everything '
-        'there is and "full-recompute" nothing; "uniform" and "pyramid" are those of the Krul paper; '
-        '"random" is for tests.',
+        'there is and "full-recompute" nothing; "uniform" and "pyramid" are those of the Krul paper.',
     )
     store_full_tail: bool = _option(
         False,
@@ -365,8 +364,7 @@ class KrulConfig:
         "none",
         _parse_fault,
         "one of " + ", ".join(FAULTS),
-        "For tests of a deployment, never for serving: let every second load fail, or stop, at some layer; "
-        '"skip-heads" leaves heads uncomputed, which gives wrong answers.',
+        "For tests of a deployment, never for serving: let every second load fail, or stop, at some layer.",
     )
 
     cache_dir: str = _option(

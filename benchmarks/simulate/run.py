@@ -19,10 +19,9 @@ from krul_backend.planner.registry import PLANNER_NAMES, make_planner
 PAGE_SIZE = 16
 HISTORY_TOKENS = (1024, 2048, 4096, 8192, 32768, 131072)
 NEW_TOKENS = (128, 1024)
-PLANNERS = tuple(name for name in PLANNER_NAMES if name != "random")
 
 METHODS: Mapping[str, Sequence[str]] = {
-    "native": PLANNERS,
+    "native": PLANNER_NAMES,
     "minicache": ("full-load", "optimal"),
     "krul": ("full-load", "uniform", "pyramid", "optimal"),
     "krul-int4": ("full-load", "optimal"),
@@ -54,7 +53,7 @@ PAPER_CLAIMS = {
 
 def run() -> dict[str, Any]:
     """The result, without what describes the run itself."""
-    planners = {name: make_planner(name) for name in PLANNERS}
+    planners = {name: make_planner(name) for name in PLANNER_NAMES}
     rows = list(_rows(planners))
     return {
         "configuration": {
@@ -221,7 +220,7 @@ def _planners(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """How much later than the optimal plan the others end, on the same native KV, over all platforms."""
     optimal = {_place(row): row["end_s"] for row in rows if row["method"] == "optimal"}
     result = {}
-    for name in PLANNERS:
+    for name in PLANNER_NAMES:
         ratios = [
             row["end_s"] / optimal[_place(row)]
             for row in rows

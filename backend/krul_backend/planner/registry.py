@@ -10,7 +10,6 @@ from krul_backend.planner.full_recompute import FullRecomputePlanner
 from krul_backend.planner.interface import RestorePlanner
 from krul_backend.planner.optimal import OptimalPlanner
 from krul_backend.planner.pyramid import PyramidPlanner
-from krul_backend.planner.random_heads import RandomPlanner
 from krul_backend.planner.uniform import UniformPlanner
 
 _PLANNERS: Mapping[str, Callable[[], RestorePlanner]] = {
@@ -19,7 +18,6 @@ _PLANNERS: Mapping[str, Callable[[], RestorePlanner]] = {
     FullRecomputePlanner.name: FullRecomputePlanner,
     UniformPlanner.name: UniformPlanner,
     PyramidPlanner.name: PyramidPlanner,
-    RandomPlanner.name: RandomPlanner,
 }
 
 PLANNER_NAMES = tuple(_PLANNERS)

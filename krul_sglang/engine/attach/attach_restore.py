@@ -74,7 +74,6 @@ def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> No
         traces,
         req_to_token=runner.req_to_token_pool.req_to_token,
         chunk_tokens=chunk_tokens,
-        skip_heads=config.fault_injection == "skip-heads",
     )
     linker.attach_restore(
         RestorePath(

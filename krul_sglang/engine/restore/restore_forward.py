@@ -53,8 +53,7 @@ class RestoreForward:
     """Runs forwards of batches that have loads under way. On the scheduler's thread, on every rank alike.
 
     ``heads`` is None if this model's heads cannot be recomputed: then a failed load is the engine's to deal
-    with (it aborts the request). ``chunk_tokens`` are recomputed in one forward at most. ``skip_heads`` does
-    not recompute them, so that a test can show that it would notice.
+    with (it aborts the request). ``chunk_tokens`` are recomputed in one forward at most.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class RestoreForward:
         *,
         req_to_token: torch.Tensor,
         chunk_tokens: int,
-        skip_heads: bool = False,
     ) -> None:
         self.counters = ForwardCounters()
         self._loader = loader
@@ -75,7 +73,6 @@ class RestoreForward:
         self._traces = traces
         self._req_to_token = req_to_token
         self._chunk_tokens = chunk_tokens
-        self._skip_heads = skip_heads
         self._warned: set[str] = set()
 
     def run(self, schedule_batch: Any, forward: Callable[[], Any]) -> Any:
@@ -94,8 +91,7 @@ class RestoreForward:
         self._loader.counter.set_consumer(_NO_CONSUMER)
         has_failed = False
         try:
-            if not self._skip_heads:
-                self._recompute(prefixes, _Prefix.head_ends, trace)
+            self._recompute(prefixes, _Prefix.head_ends, trace)
             result = forward()
         except LoadFailedError as error:
             has_failed = True
