@@ -1,4 +1,4 @@
-"""Makes a cache restore: proves that heads can be recomputed, measures this machine, chooses the planner."""
+"""Sets up restores: proves that heads can be recomputed, measures this machine, makes the planner."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 COSTS_FILE = "restore-costs.json"
 _DEFAULT_CHUNK_TOKENS = 8192
 WHOLE_LOADS = "full-load"
-"""The planner that needs no heads, unless a load fails."""
+"""The planner that recomputes nothing, unless a load fails."""
 
 
 def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> None:
-    """Called by every rank at the same point of its start, when nothing runs yet.
+    """Give the linker all it needs to restore. Called by every rank at the same point of its start.
 
     Raises:
         UnsupportedSetupError: the planner needs heads, and this model's cannot be recomputed.
@@ -112,7 +112,7 @@ def _proven_heads(runtime: KrulRuntime) -> tuple[HeadRecompute, HeadProof] | tup
 
 
 def _prove(runtime: KrulRuntime) -> tuple[HeadRecompute, HeadProof]:
-    """Raises UnsupportedSetupError whatever a model does that krul does not know."""
+    """Raises UnsupportedSetupError for whatever error a model of an unknown kind leads to."""
     runner = runtime.model_runner
     try:
         heads = HeadRecompute(runner, runtime.pool, runtime.capture)
@@ -127,9 +127,9 @@ def _prove(runtime: KrulRuntime) -> tuple[HeadRecompute, HeadProof]:
 
 
 def _costs(calibration: CostCalibration, runtime: KrulRuntime) -> RestoreCosts:
-    """Measured at the first start with a model on a device, read from a file at later ones.
+    """Costs that were measured at the first start with a model on a device, and read from a file later.
 
-    All ranks measure, or none: measuring runs the model.
+    Either all ranks measure or none: measuring runs the model.
     """
     device_name = runtime.pool.streams.name
     fingerprint = runtime.model.identity.fingerprint
@@ -152,7 +152,7 @@ def _costs(calibration: CostCalibration, runtime: KrulRuntime) -> RestoreCosts:
 
 
 def _chunk_tokens(chunked_prefill_size: int | None) -> int:
-    """As many tokens as a forward of this engine may have."""
+    """Most tokens that one forward of this engine computes."""
     if chunked_prefill_size is None or chunked_prefill_size <= 0:
         return _DEFAULT_CHUNK_TOKENS
     return chunked_prefill_size

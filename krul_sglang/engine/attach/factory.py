@@ -169,7 +169,7 @@ def build_cache(ctx: Any) -> Any:
 
 
 def warn_of_small_pages(page_size: int, tp_rank: int) -> None:
-    """Once for a server: by the first rank."""
+    """Warn of ``--page-size 1``, on the first rank only."""
     if page_size == 1 and tp_rank == 0:
         logger.warning(SMALL_PAGES)
 
@@ -177,8 +177,8 @@ def warn_of_small_pages(page_size: int, tp_rank: int) -> None:
 def forward_with_restore(original: Any, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
     """AROUND hook of ``TpModelWorker.forward_batch_generation``: prefixes that are restored come first.
 
-    It runs on the host at every forward, also one that is replayed as a graph: so what is recorded of a
-    forward is set up here, too.
+    It runs on the host at every forward, also one that is replayed as a graph. So recording of attention is
+    set up here, too.
     """
     runtime = KrulRuntime.find(worker.model_runner)
     if runtime is None or batch is None:
@@ -194,9 +194,9 @@ def forward_with_restore(original: Any, worker: Any, batch: Any = None, *args: A
 
 
 def change_weights(original: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook of what writes weights: KV of the old ones is never taken for KV of the new ones.
+    """AROUND hook of the methods that write weights: gives the model a new identity before they run.
 
-    An update that fails counts as a change: nobody knows how far it got.
+    An update that fails counts as a change: it may have written some weights.
     """
     runtime = KrulRuntime.find(updater.scheduler)
     is_change = getattr(request, "action", _RESET_WEIGHTS) == _RESET_WEIGHTS
@@ -212,7 +212,7 @@ def change_weights(original: Any, updater: Any, request: Any, *args: Any, **kwar
 
 
 def probe_when_idle(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook of ``Scheduler.on_idle``: time that no request needs."""
+    """BEFORE hook of ``Scheduler.on_idle``: probes a stored path while no request runs or waits."""
     runtime = KrulRuntime.find(scheduler)
     if runtime is not None and scheduler.is_fully_idle():
         runtime.cache.probe_when_idle()

@@ -1,4 +1,4 @@
-"""SGLang's cache linker interface on top of a krul store."""
+"""Implements SGLang's cache linker on top of a krul store: lookups, loads, and turns to be stored."""
 
 from __future__ import annotations
 
@@ -179,18 +179,18 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def expect_tokens(self, rid: str, token_ids: Callable[[], TokenIds]) -> None:
         """State the tokens that the keys of the next ``lookup`` of ``rid`` stand for.
 
-        Called for only when the lookup really asks the store, which is not in every scheduling round.
+        ``token_ids`` is called only if that lookup asks the store, which not every one does.
         """
         self._expected_tokens[rid] = token_ids
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every restorable prefix length in pages; see ``WaitingLeases.hold``."""
+        """Every prefix length, in pages, that can be restored; see ``WaitingLeases.hold``."""
         keys = transfers[0].keys
         token_ids = self._expected_tokens.pop(rid)
         return list(range(1, self._waiting.hold(rid, keys, token_ids) + 1))
 
     def attach_restore(self, restore_path: RestorePath) -> None:
-        """Called once, before the first request."""
+        """Set what plans and runs restores. Called once, before the first request."""
         self._restore_path = restore_path
         self._offloader.costs = restore_path.planning.costs
 
@@ -199,13 +199,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._offloader.allocation = allocation
 
     def expect_load(self, rid: str, returning: ReturningRequest) -> None:
-        """State where the pages of the next ``load`` of ``rid`` are in its prompt."""
+        """State where in the prompt of ``rid`` the pages of its next ``load`` lie."""
         self._returning[rid] = returning
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Plan and queue the leased pages for ``transfers[0].device_indices``; False: SGLang computes them.
+        """Queue a load of the leased pages to ``transfers[0].device_indices``; False if SGLang computes them.
 
-        They are computed if that is sooner, if what is stored cannot be read, or nothing is leased.
+        SGLang computes them if that is faster, if what is stored cannot be read, or if nothing is leased.
         """
         transfer = transfers[0]
         held = self._waiting.take(rid)
@@ -241,12 +241,12 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return self.loader.cancel(rid)
 
     def give_back(self, rid: str) -> None:
-        """Unpin what a lookup found for ``rid``, which still waits: not every rank has it."""
+        """End the lease of ``rid``, which goes on waiting: not every rank found its prefix."""
         self._expected_tokens.pop(rid, None)
         self._waiting.give_back(rid)
 
     def release(self, rid: str) -> None:
-        """Forget ``rid``, and unpin what a lookup found for it."""
+        """Forget ``rid``, and end its lease if it has one."""
         self._expected_tokens.pop(rid, None)
         self._returning.pop(rid, None)
         self._waiting.release(rid)
@@ -270,7 +270,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Not how krul is fed: nodes know neither positions nor token ids. See ``offload_turn``."""
+        """Refuses: nodes know neither positions nor token ids. See ``offload_turn``."""
         raise RuntimeError(
             "KrulLinker stores whole turns; it needs KrulRadixCache (--radix-cache-backend krul)"
         )
@@ -304,22 +304,22 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # ---- lifecycle ----
 
     def reset(self) -> None:
-        """Forget everything of this model: after a flush old KV must not come back."""
+        """Drop all stored KV of this model: after a flush it must not come back."""
         self._offloader.discard_all()
         self.loader.discard_all()
         self._waiting.release_all()
         self._expected_tokens.clear()
         self._returning.clear()
-        # Under the identity of weights that have just changed nothing was stored yet.
+        # If the weights have just changed, nothing was stored under their identity yet.
         if self.model.is_settled:
             self._store.clear(self.model.identity)
         self.model.empty_pool()
 
     def begin_weights_change(self) -> None:
-        """Weights will be written: from here on nothing is stored, nor found, under the identity of before.
+        """Weights will be written: from here on nothing is stored or found under the old identity.
 
-        On every rank at the same point, when no turn waits to be stored. What was stored stays for servers
-        that still have the old weights; only if there can be none, it is dropped.
+        Called on every rank at the same point, when no turn waits to be stored. Stored KV of the old weights
+        stays for other servers that have them; it is dropped only if there can be no such server.
         """
         assert not self._offloader.num_pending()
         was_settled = self.model.is_settled
@@ -334,7 +334,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._store.clear(before)
 
     def end_weights_change(self, *, is_pool_empty: bool) -> None:
-        """The weights are complete. ``is_pool_empty``: no KV of before is on the device."""
+        """The weights are complete. ``is_pool_empty``: no KV of the old weights is on the device."""
         self.model.end_change(is_pool_empty=is_pool_empty)
         fingerprint = self.model.identity.fingerprint
         if self.model.is_settled:

@@ -1,4 +1,4 @@
-"""Restoring the tails of leased prefixes into device slots, layer by layer, off the scheduler thread."""
+"""Copies the tails of leased prefixes into device slots, layer by layer, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from krul_sglang.engine.restore.segment_reader import KeptRoom
 logger = logging.getLogger(__name__)
 
 _CHECKED_AHEAD = 8
-"""Layers that are announced for checking by the time that the first of them is copied: enough to keep the
+"""Layers that are announced for checking before the first of them is copied: enough to keep the checking
 threads busy, and few enough that the first copy does not wait while thousands of blocks are announced."""
 
 
@@ -37,7 +37,7 @@ class LoadCounters:
 
 
 class LoadCounter:
-    """What SGLang's pool calls before it hands out the KV of a layer: ``wait_until``.
+    """Makes forwards wait for loads: SGLang's pool calls ``wait_until`` before it hands out a layer's KV.
 
     On a GPU the current stream waits, on a CPU the thread.
     """
@@ -86,8 +86,8 @@ class FaultInjection:
 class LayerWiseLoader:
     """Fills the slots of queued loads; the forward waits for each layer through ``counter``.
 
-    A load owns its lease: it is released when the load has ended, well or not, or is cancelled. What of it
-    lies in a lower tier is fetched while its first layers are copied.
+    A load owns its lease, which is released when the load has ended, failed or been cancelled. Segments in a
+    lower tier are fetched while the first layers are copied.
     ``before_layer(index, layer)`` is called in the loading thread before a layer of a batch is read; what it
     raises fails the batch.
     """
@@ -152,7 +152,7 @@ class LayerWiseLoader:
         running = self._running.pop(index)
         if batch.is_abandoned:
             if not running.done():
-                # Its thread may be stuck for long; later loads must not wait behind it.
+                # Its thread may stay stuck for long; later loads must not wait for it.
                 self._worker.shutdown(wait=False)
                 self._worker = self._new_worker()
             return batch.is_refilled
@@ -193,7 +193,7 @@ class LayerWiseLoader:
                         reader.end()
         except Exception as error:
             self.counters.failed_batches += 1
-            # Damage and slow tiers are expected to happen: where they were noticed in the code says nothing.
+            # Damage and slow tiers are expected to happen: a traceback would say nothing more.
             is_expected = isinstance(error, KrulError)
             logger.log(
                 logging.WARNING if is_expected else logging.ERROR,

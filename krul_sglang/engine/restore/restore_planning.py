@@ -1,4 +1,4 @@
-"""From a lease to a plan: what of it is loaded, what is recomputed, or that the engine computes it all."""
+"""Plans a restore: which part of a lease is loaded, which is recomputed, or that the engine computes all."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ T = TypeVar("T")
 _TIER_COSTS_AGE_S = 5.0
 
 PAIR_FACTOR = 2.0
-"""Guess for the layers of a pair where none was measured: two blocks are read for one layer."""
+"""Assumed cost of a layer in a pair where none was measured: two blocks are read for it."""
 
 
 class DecodeCosts:
-    """Seconds per token and layer, beyond what copying the bytes costs.
+    """Tells what decoding costs: seconds per token and layer, beyond what copying the bytes costs.
 
-    ``single_s``: of layers on their own, by precision; ``pair_s``: of layers in a pair. What was not measured
-    is taken from what was.
+    ``single_s``: of layers on their own, by precision; ``pair_s``: of layers in a pair. A precision that was
+    not measured takes the cost of one that was.
     """
 
     def __init__(self, single_s: Mapping[Precision, float], pair_s: Mapping[Precision, float]) -> None:
@@ -63,7 +63,7 @@ class DecodeCosts:
 
 @dataclass(frozen=True)
 class PlannedRestore:
-    """A plan that loads, and how long its parts should take."""
+    """A plan that loads something, and how long its parts should take."""
 
     plan: RestorePlan
     forecast: Forecast
@@ -91,8 +91,8 @@ class RestorePlanning:
 
     ``agreement`` joins the scheduler threads of the ranks: each of them plans the same loads in the same
     order. ``max_head_tokens`` bounds the heads of one batch together. A forward computes ``max_new_tokens``
-    at most: of a longer prompt only the first chunk waits for the restore. ``tier_costs`` are those of the
-    tiers below DRAM, by name, asked for when something lies there.
+    at most: of a longer prompt only the first chunk waits for the restore. ``tier_costs()`` returns those of
+    the tiers below DRAM, by name; called when something lies there.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class RestorePlanning:
         return PlannedRestore(plan, Forecast(pipeline.compute_s - own_s, pipeline.load_s))
 
     def start_batch(self) -> None:
-        """What was planned so far runs now; what comes next is another batch."""
+        """Begin another batch: what was planned so far runs now."""
         self._batch_head_tokens = 0
 
     def _unless_out_of_memory(self, compute: Callable[[], T]) -> T | None:
@@ -196,7 +196,7 @@ class RestorePlanning:
             return None
 
     def _runs(self, readers: Sequence[SegmentReader]) -> tuple[StoredRun, ...] | None:
-        """None if something lies in a tier of which it is not known what reading costs."""
+        """The segments as the planner sees them; None if the cost of reading one's tier is not known."""
         tiers = {reader.source.tier for reader in readers}
         if tiers != {DRAM_TIER}:
             self._ask_tiers()
@@ -227,11 +227,10 @@ class RestorePlanning:
         )
 
     def _agreed_bounds(self, runs: tuple[StoredRun, ...] | None) -> tuple[StoredRun, ...] | None:
-        """Runs of which no layer can be loaded from before where every rank can load it.
+        """Move the starts of each layer up to where every rank can load it; None if a rank has no runs.
 
         One rank may have trimmed what another holds. Tokens are compared, not runs: ranks evict, and store
-        again, on their own, so that the segments of one conversation need not begin at the same tokens. None
-        if a rank has no runs.
+        again, on their own, so that the segments of one conversation need not begin at the same tokens.
         """
         if self._agreement.num_ranks == 1:
             return runs

@@ -15,17 +15,17 @@ from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.block_checks import BlockChecks
 
 MAX_KEPT_BYTES = 128 << 20
-"""Of the device's memory, for blocks that wait there for the other layer of their pair."""
+"""Most device memory for blocks that stay there until the other layer of their pair comes."""
 
 
 class KeptRoom:
-    """Device memory in which the readers of one batch keep blocks from one layer to a later one."""
+    """Counts the device memory in which readers of one batch keep blocks from one layer to a later one."""
 
     def __init__(self, num_bytes: int = MAX_KEPT_BYTES) -> None:
         self._free_bytes = num_bytes
 
     def take(self, num_bytes: int) -> bool:
-        """Whether there is room for a block, which it has then."""
+        """Reserve room for a block; False if there is none."""
         if num_bytes > self._free_bytes:
             return False
         self._free_bytes -= num_bytes
@@ -111,12 +111,12 @@ class SegmentReader:
         self._on_device.clear()
 
     def announce(self, layer: int) -> None:
-        """Let the blocks that ``fetch`` of this layer will copy be checked. Layers are announced in order."""
+        """Start to check the blocks that ``fetch`` of this layer will copy. Layers are announced in order."""
         for source in self._needed(layer):
             self._checks.announce(self._fetched, source)
 
     def fetch(self, layer: int, device: Device) -> None:
-        """Copy to the device what ``restore`` of this layer needs and is not there yet. May take its time.
+        """Copy to the device what ``restore`` of this layer needs and is not there yet. May block.
 
         Raises:
             DamagedBlockError, TierReadError: see ``BlockChecks.wait``.
@@ -154,7 +154,7 @@ class SegmentReader:
         return min(self._heads[layer], self._end_row)
 
     def _copy_tail(self, source: int, layer: int, device: Device) -> torch.Tensor:
-        """Copy what the last layer that needs the block reads; if that cannot stay, what ``layer`` reads."""
+        """Copy what the last layer that needs the block reads; without room for it, what ``layer`` reads."""
         last_use = self.decoder.last_use[source]
         tail = self._tail(source, last_use)
         if last_use > layer:

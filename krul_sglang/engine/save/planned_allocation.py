@@ -1,4 +1,4 @@
-"""What is left out when a turn is stored: the heads that its return would recompute."""
+"""Leaves out of stored turns the heads that a restore of the conversation would recompute."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ EXPECTED_NEW_TOKENS = 128
 class PlannedAllocation(SpaceAllocation):
     """Plans the return of the whole conversation, as if nothing of it were on the device.
 
-    A plan that would load nothing at all leaves out nothing: then what is slow today (a busy device, say)
-    would decide that the conversation can never be loaded.
+    If the plan would load nothing at all, everything is stored: otherwise a device that is busy today would
+    decide that the conversation can never be loaded.
+
+    ``decode_token_s(strategy)`` are the seconds per token that decoding costs in each layer, ``[L]``.
     """
 
     def __init__(
@@ -70,6 +72,6 @@ class PlannedAllocation(SpaceAllocation):
         return self._agreed(None if heads[-1] == num_tokens else heads)
 
     def _agreed(self, heads: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The first rank's, on every rank."""
+        """The first rank's ``heads``, on every rank."""
         decided = orjson.loads(self._agreement.broadcast(orjson.dumps(heads)))
         return None if decided is None else tuple(decided)

@@ -1,4 +1,4 @@
-"""A finished turn: what is stored, and what its compression is chosen from."""
+"""Describes a finished turn: its pages and slots, whose it is, and how long it is to be kept."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Turn:
 
 
 def owner_of(req: Any) -> TurnOwner:
-    """``req`` is SGLang's request, whose turn has ended."""
+    """Read the owner of a turn from SGLang's request ``req``, whose turn has ended."""
     return TurnOwner(
         rid=req.rid,
         request_slot=req.kv.req_pool_idx,
@@ -79,7 +79,7 @@ def owner_of(req: Any) -> TurnOwner:
 
 
 def tenant_of(extra_key: str | None, cache_salt: str | None) -> str:
-    """A short name for the namespace of a request; empty for requests without one. Salts are secrets."""
+    """A short name for the namespace of a request; empty without one. Hashed, because salts are secrets."""
     if not extra_key and not cache_salt:
         return ""
     parts = ((extra_key or "").encode(), (cache_salt or "").encode())
