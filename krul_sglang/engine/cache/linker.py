@@ -11,25 +11,20 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from krul_backend.codec.options import CodecOptions, Sharing
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.memory import format_bytes
 from krul_backend.segment import TokenIds
-from krul_backend.strategy.registry import SelectorOptions, make_selector
-from krul_backend.strategy.strategy import Precision
-from krul_sglang.config import KrulConfig
-from krul_sglang.engine.budget.error_budget import PAIR_PRECISIONS, ErrorBudget, table_path
-from krul_sglang.engine.budget.layer_maps import LayerMapLearner, layer_maps_path
-from krul_sglang.engine.budget.probing import Prober
+from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.provenance import KvProvenance
 from krul_sglang.engine.cache.runtime import KrulRuntime
+from krul_sglang.engine.cache.strategy_setup import make_budget, make_selector_decision
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.loading import FaultInjection, LayerWiseLoader
 from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
 from krul_sglang.engine.restore.waiting_leases import WaitingLeases
 from krul_sglang.engine.save.allocation import SpaceAllocation
 from krul_sglang.engine.save.offload import TurnOffloader
-from krul_sglang.engine.save.strategy_choice import SelectorDecision, StrategyChooser
+from krul_sglang.engine.save.strategy_choice import StrategyChooser
 from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
 
 logger = logging.getLogger(__name__)
@@ -64,25 +59,16 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._store = runtime.connection.store
         self._capture = runtime.capture
         self._gate = TransferGate()
-        self._budget = None
+        self._budget: ErrorBudget | None = None
         if runtime.config.strategy == "budget":
-            learner = self._make_learner(runtime)
-            codec = SegmentCodec(
-                self._pool.shape,
-                self._pool.num_layers,
-                runtime.rotary,
-                CodecOptions(sharing=Sharing.PREDICTED),
-                learner.maps,
-            )
-            group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
             keys, _ = self._pool.buffers(0)
-            provenance = KvProvenance(len(keys), keys.device, lambda index: self.loader.batch(index))
-            runtime.provenance = provenance
-            self._budget = self._make_budget(runtime, codec, learner, provenance, group)
+            runtime.provenance = KvProvenance(len(keys), keys.device, lambda index: self.loader.batch(index))
+            group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
+            codec, self._budget = make_budget(runtime, runtime.provenance, group)
         else:
             codec = SegmentCodec(self._pool.shape, self._pool.num_layers, runtime.rotary)
         self._chooser = StrategyChooser(
-            self._make_selector_decision(runtime.config) if self._budget is None else self._budget,
+            make_selector_decision(runtime) if self._budget is None else self._budget,
             self._pool,
             runtime.agreement,
             num_heads=0 if runtime.capture is None else runtime.capture.num_heads,
@@ -121,54 +107,6 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             capacity_bytes // token_bytes,
             identity.name,
         )
-
-    def _make_learner(self, runtime: KrulRuntime) -> LayerMapLearner:
-        identity = self.model.identity
-        path = layer_maps_path(runtime.config.cache_dir, identity, runtime.rotary)
-        return LayerMapLearner(
-            path=path if self.model.is_lasting else None,
-            model=identity,
-            pool=self._pool,
-            rotary=runtime.rotary,
-            precisions=PAIR_PRECISIONS,
-            max_bytes=runtime.config.map_memory,
-            agreement=runtime.agreement,
-        )
-
-    def _make_budget(
-        self,
-        runtime: KrulRuntime,
-        codec: SegmentCodec,
-        learner: LayerMapLearner,
-        provenance: KvProvenance,
-        group: Any | None,
-    ) -> ErrorBudget:
-        return ErrorBudget(
-            limit=runtime.config.error_budget,
-            store=self._store,
-            provenance=provenance,
-            probe_share=runtime.config.probe_share,
-            table_path=table_path(runtime.config.cache_dir, self.model.identity)
-            if self.model.is_lasting
-            else None,
-            model=self.model,
-            pool=self._pool,
-            codec=codec,
-            learner=learner,
-            prober=Prober(runtime.model_runner, runtime.capture, self._pool, codec, group),
-            agreement=runtime.agreement,
-        )
-
-    def _make_selector_decision(self, config: KrulConfig) -> SelectorDecision:
-        shape = self._pool.shape
-        options = SelectorOptions(
-            gamma=config.gamma,
-            layer_ratio=config.r_l,
-            precision=Precision(config.precision),
-            error_limit=config.error_budget,
-            native_token_bytes=shape.k_token_bytes + shape.v_token_bytes,
-        )
-        return SelectorDecision(make_selector(config.strategy, options), self._pool.num_layers)
 
     @property
     def layer_done_counter(self) -> Any:
