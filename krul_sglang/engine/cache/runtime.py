@@ -1,4 +1,4 @@
-"""The one object that krul attaches to SGLang's objects: everything that it keeps of one rank's server."""
+"""Holds all that krul keeps of one rank's server, in the one object it attaches to SGLang's objects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ATTRIBUTE = "krul"
 
 @dataclass(eq=False)
 class KrulRuntime:
-    """What krul knows of the server it runs in. Hooks find it at the SGLang object that they are given.
+    """Holds what krul knows of its server. Hooks find it at the SGLang object that they are given.
 
     The scheduler, its model runner and the parameters of its cache carry the same object. The start fills
     the fields in this order; a field that is read before it is set raises AttributeError.

@@ -14,7 +14,7 @@ from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.restore.load_batch import LoadBatch
 
 MAX_TRACES = 16
-"""Restores that are kept for ``krul-sglang trace``."""
+"""How many restores are kept for ``krul-sglang trace``."""
 
 
 @dataclass(frozen=True)
