@@ -13,7 +13,7 @@ from typing import Any
 
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
-from krul_backend.planner.registry import PLANNER_NAMES
+from krul_backend.planner.registry import PLANNERS
 from krul_backend.strategy.registry import SELECTOR_NAMES
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.eviction import POLICIES
@@ -30,7 +30,7 @@ DEFAULT_HOST_MEMORY_SHARE = 0.25
 
 ESTIMATORS = ("sampled", "heterogeneous")
 
-FAULTS = ("none", "load-error", "load-stall", "skip-heads")
+FAULTS = ("none", "load-error", "load-stall")
 
 PRECISIONS = tuple(precision.value for precision in Precision if precision is not Precision.INT0)
 
@@ -305,12 +305,11 @@ class KrulConfig:
 
     planner: str = _choice(
         "optimal",
-        PLANNER_NAMES,
+        PLANNERS,
         "How each layer of a returning prefix is split into a head that is recomputed and a tail that is "
         'loaded. "optimal" ends first by the costs measured on this machine. "full-load" loads all that is '
         "stored: choose it where restored KV must be to the bit what was stored. "
-        '"full-recompute" loads nothing; "uniform" and "pyramid" are the plans of the Krul paper; "random" '
-        "is for tests.",
+        '"full-recompute" loads nothing; "uniform" and "pyramid" are the plans of the Krul paper.',
     )
     store_full_tail: bool = _option(
         False,
@@ -339,8 +338,7 @@ class KrulConfig:
     fault_injection: str = _choice(
         "none",
         FAULTS,
-        "For tests of a deployment, never for serving: let every second load fail, or stop, at some layer; "
-        '"skip-heads" leaves heads uncomputed, which gives wrong answers.',
+        "For tests of a deployment, never for serving: let every second load fail, or stop, at some layer.",
     )
 
     cache_dir: str = _option(

@@ -1,5 +1,8 @@
-"""Entry point of group ``sglang.srt.plugins``: runs in every SGLang process, and changes nothing unless
-the server was started with ``--radix-cache-backend krul``."""
+"""Registers krul with SGLang: the entry point of group ``sglang.srt.plugins``.
+
+SGLang calls it in each of its processes. Nothing changes unless the server was started with
+``--radix-cache-backend krul``.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ def register() -> None:
 
 
 def check_launch(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook of ``prepare_server_args``: stop a wrong launch with one line, before anything starts.
+    """AFTER hook of ``prepare_server_args``: end a wrong launch with one line, before any process starts.
 
-    The same checks run again in the scheduler, on resolved values, for servers started through Python.
+    The scheduler checks again, on resolved values, also for servers that are started through Python.
     """
     from krul_sglang.engine.attach.factory import BACKEND_NAME
 
@@ -50,7 +53,10 @@ def check_launch(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _check_model(server_args: Any) -> None:
-    """Refuse kinds of models by their configuration, before weights are read."""
+    """Refuse models of kinds that krul cannot serve, by their configuration, before weights are read.
+
+    Raises UnsupportedSetupError.
+    """
     from sglang.srt.configs.model_config import ModelConfig
 
     from krul_sglang.engine.common.unsupported import check_model, model_facts
@@ -58,13 +64,14 @@ def _check_model(server_args: Any) -> None:
     try:
         facts = model_facts(ModelConfig.from_server_args(server_args))
     except Exception as error:
-        # SGLang reads it again, and says better what is wrong with it.
+        # SGLang reads it again, and reports the error better.
         logger.debug("krul: the model's configuration cannot be read: %s", error)
         return
     check_model(facts, str(server_args.model_path))
 
 
 def _check(server_args: Any) -> None:
+    """Raises KrulError, whose text is the line to show, if krul cannot serve with these arguments."""
     from krul_backend.errors import ConfigError
     from krul_sglang.config import FLAG, KrulConfig
     from krul_sglang.engine.common.hook_targets import check_version

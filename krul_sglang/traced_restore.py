@@ -1,4 +1,4 @@
-"""One restore as ``/server_info`` tells it: what was planned, and when each stream worked on which layer."""
+"""Parses the restores that ``/server_info`` shows: plans, and when each stream worked on which layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RESTORES = "krul_restores"
 
 @dataclass(frozen=True)
 class Part:
-    """Layer ``layer`` in ``[begin_s, end_s)``, seconds from the start of the restore."""
+    """A stream worked on ``layer`` in ``[begin_s, end_s)``, seconds from the start of the restore."""
 
     layer: int
     begin_s: float
@@ -44,7 +44,7 @@ class TracedRequest:
 class TracedRestore:
     """The requests of one batch whose prefixes were restored together.
 
-    ``index`` counts the restores that a server told of, ``rank`` is the data-parallel rank. ``is_mixed``:
+    ``index`` counts the restores in one answer of a server, ``rank`` is the data-parallel rank. ``is_mixed``:
     other requests, with nothing to restore, shared the forward. ``was_rescued``: the load failed or stopped,
     and everything was recomputed. The compute stream has ``heads``, then ``waits`` and ``own`` layers of the
     request's own forward by turns; ``own`` is empty after a rescue.
@@ -101,7 +101,7 @@ class TracedRestore:
 
     @property
     def planned_s(self) -> float:
-        """The plans' ends, one after the other: each was made as if its request came alone."""
+        """Sum of the planned times: each plan was made as if its request came alone."""
         return sum(request.planned_s for request in self.requests)
 
     def head_tokens(self, layer: int) -> int:

@@ -14,15 +14,14 @@ from benchmarks.simulate.hardware import Gpu, Link, Model, restore_costs
 from krul_backend.planner.interface import RestorePlan, RestorePlanner
 from krul_backend.planner.pipeline import simulate
 from krul_backend.planner.problem import RestoreProblem, StoredRun
-from krul_backend.planner.registry import PLANNER_NAMES, make_planner
+from krul_backend.planner.registry import PLANNERS, make_planner
 
 PAGE_SIZE = 16
 HISTORY_TOKENS = (1024, 2048, 4096, 8192, 32768, 131072)
 NEW_TOKENS = (128, 1024)
-PLANNERS = tuple(name for name in PLANNER_NAMES if name != "random")
 
 METHODS: Mapping[str, Sequence[str]] = {
-    "native": PLANNERS,
+    "native": tuple(PLANNERS),
     "minicache": ("full-load", "optimal"),
     "krul": ("full-load", "uniform", "pyramid", "optimal"),
     "krul-int4": ("full-load", "optimal"),

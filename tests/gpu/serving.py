@@ -17,6 +17,7 @@ from krul_sglang.demo.player import Player
 from krul_sglang.demo.server import ServerProcess
 from tests.gpu.stage import LeftOut, Setting, Stage
 from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, settled_stats
+from tests.support.server_plugin import WITH_PLUGIN
 
 _SHOWN_FLAGS = (
     "attention_backend",
@@ -112,7 +113,7 @@ def _server(setting: Setting, options: dict[str, Any], args: Sequence[str] = ())
             *(() if setting.is_dry else ("--attention-backend", "flashinfer")),
             *args,
         ),
-        env=STRICT,
+        env={**STRICT, **WITH_PLUGIN},
         # FlashInfer compiles its kernels at the first start.
         ready_timeout_s=900.0,
     )

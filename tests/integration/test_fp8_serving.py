@@ -18,6 +18,7 @@ from tests.support.scenario import (
     settled_stats,
     small_krul_server_args,
 )
+from tests.support.server_plugin import WITH_PLUGIN
 
 MODES = {
     "e4m3-heads": ("fp8_e4m3", "random", ("--radix-eviction-policy", "lfu")),
@@ -54,7 +55,7 @@ def fp8(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Fp8Rest
     dtype, planner, more_args = MODES[request.param]
     model = tiny_models["float32"]
     args = (*small_krul_server_args(POOL_TOKENS, {"planner": planner}), "--kv-cache-dtype", dtype, *more_args)
-    with ServerProcess(model, args=args, env=STRICT) as server:
+    with ServerProcess(model, args=args, env={**STRICT, **WITH_PLUGIN}) as server:
         restored = [*play(server, "fp8", evict=True), partial_hit(server, evict=True)]
         assert_nothing_left_behind(server)
         stats = settled_stats(server)

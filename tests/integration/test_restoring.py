@@ -25,6 +25,7 @@ from tests.support.scenario import (
     settled_stats,
     small_krul_server_args,
 )
+from tests.support.server_plugin import SKIPPED_HEADS, WITH_PLUGIN
 from tests.support.tiny_model import build_tiny_model
 
 NUM_TURNS = 5
@@ -146,7 +147,9 @@ def restored(
 ) -> Restored:
     mode = MODES[request.param]
     args = (*small_krul_server_args(POOL_TOKENS, mode.options), *mode.args)
-    with ServerProcess(tiny_models["float32"], args=args, env={**STRICT, **dict(mode.env)}) as server:
+    with ServerProcess(
+        tiny_models["float32"], args=args, env={**STRICT, **WITH_PLUGIN, **dict(mode.env)}
+    ) as server:
         played = play_all(server, evict=True)
         stats = settled_stats(server)
         if not mode.fails:
@@ -223,7 +226,7 @@ def test_heads_of_a_model_with_experts_are_recomputed(tmp_path: Path) -> None:
     budget = {"strategy": "budget", "error_budget": 1e-9, "probe_share": 1}
     args = small_krul_server_args(POOL_TOKENS, {**RANDOM, **budget, "cache_dir": str(tmp_path / "cache")})
     prompt = random_prompt("experts", 611)
-    with ServerProcess(model, args=args, env=STRICT) as server:
+    with ServerProcess(model, args=args, env={**STRICT, **WITH_PLUGIN}) as server:
         first = ask(server, prompt, max_new_tokens=12)
         push_out(server, num_tokens=POOL_TOKENS, seed="experts")
         again = ask(server, prompt, max_new_tokens=12)
@@ -244,8 +247,8 @@ def test_answers_differ_from_each_other(kept: Played) -> None:
 def test_control_heads_that_are_not_recomputed_are_noticed(
     kept: Played, tiny_models: dict[str, Path]
 ) -> None:
-    args = small_krul_server_args(POOL_TOKENS, {**RANDOM, "fault_injection": "skip-heads"})
-    with ServerProcess(tiny_models["float32"], args=args, env=STRICT) as server:
+    args = small_krul_server_args(POOL_TOKENS, RANDOM)
+    with ServerProcess(tiny_models["float32"], args=args, env={**STRICT, **SKIPPED_HEADS}) as server:
         turns = play(server, "conversation", evict=True)
     assert turns[0].output_ids == kept.turns[0].output_ids
     assert turns[1].output_ids != kept.turns[1].output_ids

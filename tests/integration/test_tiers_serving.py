@@ -29,6 +29,7 @@ from tests.support.scenario import (
     settled_stats,
     small_krul_server_args,
 )
+from tests.support.server_plugin import WITH_PLUGIN
 
 POOL_TOKENS = 2048
 TOKEN_BYTES = 4096  # 4 layers x 2 KV heads x 64 channels x (K, V) x 4 bytes
@@ -193,7 +194,7 @@ def test_replicas_of_a_server_find_each_others_conversations(
         options = {"endpoint": str(runtime_dir), "host_memory": "auto", "planner": "random"}
         args = (*small_krul_server_args(POOL_TOKENS, options), "--dp-size", "2")
         args = (*args, "--load-balance-method", "round_robin")
-        env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+        env = {**STRICT, **WITH_PLUGIN, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
         log_path = tmp_path / "replicas.log"
         with ServerProcess(tiny_models["float32"], args=args, env=env, log_path=log_path) as server:
             for _ in range(NUM_TURNS):

@@ -20,7 +20,7 @@ from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore.load_batch import Forecast, LayerTimes, Load
-from krul_sglang.engine.restore.segment_reader import open_slices
+from krul_sglang.engine.restore.segment_reader import open_segments
 
 T = TypeVar("T")
 
@@ -85,10 +85,10 @@ def make_load(
     lease: Lease, codec: SegmentCodec, slots: torch.Tensor, head_ends: Sequence[int] | None = None
 ) -> Load:
     """The first ``len(slots)`` tokens of a lease; everything is loaded unless ``head_ends`` say otherwise."""
-    slices = open_slices(lease, codec, len(slots))
-    first = slices[0].first_token
+    readers = open_segments(lease, codec, len(slots))
+    first = readers[0].first_token
     ends = (first,) * codec.num_layers if head_ends is None else tuple(head_ends)
-    return Load(lease, slices, slots, first, RestorePlan(ends, 1.0), NO_FORECAST)
+    return Load(lease, readers, slots, first, RestorePlan(ends, 1.0), NO_FORECAST)
 
 
 def bare_load(

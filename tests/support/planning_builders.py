@@ -15,9 +15,8 @@ from krul_backend.planner.timing import RestoreTiming
 from krul_backend.strategy.strategy import Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.decode_costs import DecodeCosts
-from krul_sglang.engine.restore.restore_planning import RestorePlanning
-from krul_sglang.engine.restore.segment_reader import OpenSlice
+from krul_sglang.engine.restore.restore_planning import DecodeCosts, RestorePlanning
+from krul_sglang.engine.restore.segment_reader import SegmentReader
 from tests.support.segment_builders import (
     BOUNDS,
     DEVICE_TOKENS,
@@ -97,7 +96,7 @@ def leased(
     kept_heads: Heads | None = None,
     bounds: Sequence[int] = BOUNDS,
     num_tokens: int = NUM_TOKENS,
-) -> list[OpenSlice]:
+) -> list[SegmentReader]:
     segments = tuple(stored(kind, start, end, kept_heads) for start, end in pairwise(bounds))
     slices = planning.open(lease_of(segments, DEVICE_TOKENS), num_tokens)
     assert slices is not None

@@ -21,7 +21,7 @@ from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError
 from krul_sglang.engine.restore.head_attention import GatheredAttention, HeadAttention, HeadSpan
 from krul_sglang.engine.restore.head_recompute import Head
-from krul_sglang.engine.restore.restore import HeadProof
+from krul_sglang.engine.restore.restore_path import HeadProof
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, NUM_SLOTS = 2, 2, 16, 64
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -147,14 +147,14 @@ def test_damage_of_one_load_spares_the_next_batch(rig: Rig) -> None:
 
 def test_what_lies_in_a_lower_tier_is_fetched_and_loaded(sunk: SunkRig) -> None:
     load = sunk.load(SLOTS)
-    assert [part.source.tier for part in load.slices] == ["ssd"]
+    assert [part.source.tier for part in load.readers] == ["ssd"]
     assert not load.lease.is_in_dram
     assert sunk.loader.finish(start(sunk, load))
     assert all(sunk.holds(layer, SLOTS) for layer in range(NUM_LAYERS))
     assert (sunk.num_leases(), sunk.loader.counters.tokens) == (0, NUM_TOKENS)
     # From now on it is in DRAM, too.
     again = sunk.load(SLOTS + 30)
-    assert [part.source.tier for part in again.slices] == [DRAM_TIER]
+    assert [part.source.tier for part in again.readers] == [DRAM_TIER]
     assert sunk.loader.finish(start(sunk, again))
     assert sunk.store.stats().fetched_segments == 1
 

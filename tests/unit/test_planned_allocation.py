@@ -14,7 +14,7 @@ from krul_backend.planner.interface import RestorePlanner
 from krul_backend.planner.optimal import OptimalPlanner
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.decode_costs import PAIR_FACTOR, DecodeCosts
+from krul_sglang.engine.restore.restore_planning import PAIR_FACTOR, DecodeCosts
 from krul_sglang.engine.save.planned_allocation import EXPECTED_NEW_TOKENS, PlannedAllocation
 from tests.support.planning_builders import (
     ALONE,
@@ -39,7 +39,7 @@ def allocation_of(
     return PlannedAllocation(
         planner,
         OnlineCosts(costs_of() if costs is None else costs),
-        decode_costs,
+        decode_costs.token_s,
         agreement,
         page_size=PAGE_SIZE,
         max_head_tokens=24,

@@ -11,7 +11,7 @@ from krul_backend.planner.costs import ComputeCost, TierCost
 from krul_backend.planner.optimal import OptimalPlanner
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.restore import restore_planning
-from krul_sglang.engine.restore.segment_reader import OpenSlice
+from krul_sglang.engine.restore.segment_reader import SegmentReader
 from tests.support.planning_builders import (
     TOKEN_BYTES,
     HeadsPlanner,
@@ -24,10 +24,14 @@ from tests.support.planning_builders import (
 from tests.support.segment_builders import DEVICE_TOKENS, NUM_LAYERS
 
 
-def sunk(slices: Sequence[OpenSlice], tier: str = "ssd", first: int = 1) -> list[OpenSlice]:
+def sunk(slices: Sequence[SegmentReader], tier: str = "ssd", first: int = 1) -> list[SegmentReader]:
     """From slice ``first`` on they lie in a lower tier: no blocks yet."""
     return [
-        part if number < first else replace(part, source=replace(part.source, tier=tier, blocks=(), spans=()))
+        part
+        if number < first
+        else SegmentReader(
+            replace(part.source, tier=tier, blocks=(), spans=()), part.decoder, part.num_tokens
+        )
         for number, part in enumerate(slices)
     ]
 
@@ -109,7 +113,7 @@ def test_costs_of_tiers_are_asked_when_needed_and_seldom(clock: Clock) -> None:
     planning = planning_of(planner, tier_costs=tiers)
     slices = leased(planning)
 
-    def plan(parts: list[OpenSlice]) -> float | None:
+    def plan(parts: list[SegmentReader]) -> float | None:
         planning.plan(parts, device_tokens=DEVICE_TOKENS, new_tokens=1)
         cost = planner.problems[-1].costs.tiers.get("ssd")
         return None if cost is None else cost.byte_s

@@ -12,7 +12,9 @@ import torch
 
 from krul_backend.device import Device
 from krul_backend.errors import ConfigError
+from krul_sglang.config import KrulConfig
 from krul_sglang.engine.attach.factory import forward_with_restore
+from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.capture.attention_observer import QueryShape
 from krul_sglang.engine.capture.query_capture import DECODE_INTERVAL, CapturedRows, CapturePlan, QueryCapture
 from tests.support.forward_builders import GraphRunner, decode_batch, extend_batch, mixed_batch
@@ -315,7 +317,8 @@ def test_rows_are_given_up_before_requests_are_few(room: int, expected: tuple[in
 def test_the_forward_hook_announces_every_forward(make_engine: MakeEngine) -> None:
     """Prompts and decode steps, of which Python sees nothing more when they are replayed."""
     engine = make_engine()
-    worker = SimpleNamespace(model_runner=SimpleNamespace(krul_turn_capture=engine.capture))
+    worker = SimpleNamespace(model_runner=SimpleNamespace())
+    KrulRuntime(KrulConfig(), engine.capture).attach_to(worker.model_runner)
 
     def forward(batch: Any, tokens: Sequence[int]) -> None:
         queries = [[query("a", layer, p) for p in tokens] for layer in range(SHAPE.num_layers)]

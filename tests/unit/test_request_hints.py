@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from krul_sglang.engine.cache.request_hints import KEEP_PARAMETER, owner_of, tenant_of
-from krul_sglang.engine.save.turn import TurnOwner
+from krul_sglang.engine.save.turn import KEEP_PARAMETER, TurnOwner, owner_of, tenant_of
 
 
 def request(custom_params: Any = None, extra_key: str | None = None, cache_salt: str | None = None) -> Any:

@@ -112,7 +112,6 @@ class Rig:
         has_heads: bool = True,
         chunk_tokens: int = MAX_TOKENS,
         agreement: RankAgreement | None = None,
-        skip_heads: bool = False,
     ) -> None:
         self.log: list[str] = []
         self.batch = LoadBatch(loads, NUM_LAYERS, Device(torch.device("cpu")), PATIENCE_S)
@@ -129,7 +128,6 @@ class Rig:
             self.traces,
             req_to_token=REQ_TO_TOKEN,
             chunk_tokens=chunk_tokens,
-            skip_heads=skip_heads,
         )
 
     def land(self, num_layers: int = NUM_LAYERS) -> None:
@@ -219,13 +217,6 @@ def test_a_load_without_heads_is_only_waited_for() -> None:
     assert rig.log == ["forward", "done"]
     assert list(rig.batch.wait_times) == list(range(NUM_LAYERS))
     assert rig.restore.counters.head_tokens == 0
-
-
-def test_heads_that_are_skipped_on_purpose_are_not_recomputed() -> None:
-    rig = Rig({"r1": load_of(1, 0, 24, (8,) * NUM_LAYERS)}, skip_heads=True)
-    rig.land()
-    assert rig.run([1]) == "result"
-    assert rig.log == ["forward", "done"]
 
 
 @settings(max_examples=80, deadline=None)

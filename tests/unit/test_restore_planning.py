@@ -14,8 +14,8 @@ from krul_backend.planner.optimal import OptimalPlanner
 from krul_backend.planner.problem import RestoreProblem
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
-from krul_sglang.engine.common.decode_costs import DecodeCosts
 from krul_sglang.engine.restore import restore_planning
+from krul_sglang.engine.restore.restore_planning import DecodeCosts
 from tests.support.planning_builders import (
     NUM_TOKENS,
     TOKEN_BYTES,
@@ -60,7 +60,7 @@ def test_a_lease_that_there_is_no_memory_to_open_is_computed(
     def refuse(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
-    monkeypatch.setattr(restore_planning, "open_slices", refuse)
+    monkeypatch.setattr(restore_planning, "open_segments", refuse)
     lease: Any = None
     for _ in range(2):
         assert planning.open(lease, NUM_TOKENS) is None

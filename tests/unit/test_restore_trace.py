@@ -36,7 +36,7 @@ class Clock:
 def make_batch(clock: Clock) -> LoadBatch:
     load = Load(
         lease=SimpleNamespace(),  # type: ignore[arg-type]
-        slices=(),
+        readers=(),
         slots=torch.arange(64),
         device_tokens=16,
         plan=RestorePlan((48, 32, 16), end_s=0.5),

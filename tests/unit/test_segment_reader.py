@@ -20,9 +20,8 @@ from krul_sglang.engine.restore.block_checks import BlockChecks
 from krul_sglang.engine.restore.segment_reader import (
     MAX_KEPT_BYTES,
     KeptRoom,
-    OpenSlice,
     SegmentReader,
-    open_slices,
+    open_segments,
 )
 from tests.support.engine_builders import PATIENCE_S, TensorPool, make_store
 from tests.support.segment_builders import (
@@ -71,16 +70,17 @@ heads_strategy = st.lists(
 
 
 def read_all(
-    opened: list[OpenSlice],
+    readers: list[SegmentReader],
     head_ends: Heads,
     slots: torch.Tensor,
     pool: TensorPool,
     kept_bytes: int = MAX_KEPT_BYTES,
-) -> list[SegmentReader]:
+) -> None:
     """As the loader reads: each layer of every segment, then the next layer."""
     with closing(BlockChecks(pool.streams, PATIENCE_S, no_damage)) as checks:
         room = KeptRoom(kept_bytes)
-        readers = [SegmentReader(part, head_ends, checks, room) for part in opened]
+        for reader in readers:
+            reader.begin(head_ends, checks, room)
         for layer in range(NUM_LAYERS):
             for reader in readers:
                 reader.announce(layer)
@@ -93,22 +93,21 @@ def read_all(
             assert first == len(slots)
             kept = [block.nbytes for reader in readers for block in reader._on_device.values()]
             assert sum(kept) <= kept_bytes
-    return readers
 
 
 def no_damage(segment_id: int) -> None:
     raise AssertionError(f"segment {segment_id} is not damaged")
 
 
-def tail_num_bytes(part: OpenSlice, head_ends: Heads) -> int:
-    """Bytes of a slice's blocks from the group on that the neediest layer needs, by the codec's layout."""
-    header, decoder = part.source.header, part.decoder
+def tail_num_bytes(reader: SegmentReader, head_ends: Heads) -> int:
+    """Bytes of a reader's blocks from the group on that the neediest layer needs, by the codec's layout."""
+    header, decoder = reader.source.header, reader.decoder
     num_bytes = 0
     for source in range(NUM_LAYERS):
         firsts = [
-            max(head_ends[layer], part.first_token)
+            max(head_ends[layer], reader.first_token)
             for layer in range(NUM_LAYERS)
-            if source in decoder.sources(layer) and head_ends[layer] < part.end_token
+            if source in decoder.sources(layer) and head_ends[layer] < reader.end_token
         ]
         if firsts:
             head_len = min(firsts) - header.start_token
@@ -154,11 +153,11 @@ def test_tails_of_any_heads_are_read_exactly(
     before = pool.copy()
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(seed))[:num_tokens]
     codec = codec_of(kind)
-    opened = open_slices(lease_of(whole_segments(kind), DEVICE_TOKENS), codec, num_tokens)
-    readers = read_all(opened, head_ends, slots, pool, kept_bytes)
+    readers = open_segments(lease_of(whole_segments(kind), DEVICE_TOKENS), codec, num_tokens)
+    read_all(readers, head_ends, slots, pool, kept_bytes)
     check_restored(kind, before, pool, slots, head_ends)
-    for part, reader in zip(opened, readers, strict=True):
-        once_bytes = tail_num_bytes(part, head_ends)
+    for reader in readers:
+        once_bytes = tail_num_bytes(reader, head_ends)
         assert once_bytes <= reader.num_bytes <= 2 * once_bytes
         assert kept_bytes < MAX_KEPT_BYTES or reader.num_bytes == once_bytes
 
@@ -174,12 +173,12 @@ def test_tails_are_read_from_segments_that_lack_their_first_tokens(
     before = pool.copy()
     slots = torch.arange(20, 20 + END - DEVICE_TOKENS)
     codec = codec_of(kind)
-    opened = open_slices(lease_of(segments, DEVICE_TOKENS), codec, len(slots))
-    readers = read_all(opened, head_ends, slots, pool)
+    readers = open_segments(lease_of(segments, DEVICE_TOKENS), codec, len(slots))
+    read_all(readers, head_ends, slots, pool)
     check_restored(kind, before, pool, slots, head_ends)
-    for part, reader in zip(opened, readers, strict=True):
-        assert reader.num_bytes == tail_num_bytes(part, head_ends)
-        assert reader.num_bytes <= part.source.header.num_bytes
+    for reader in readers:
+        assert reader.num_bytes == tail_num_bytes(reader, head_ends)
+        assert reader.num_bytes <= reader.source.header.num_bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,7 +207,8 @@ def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str) -> None
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     before = pool.copy()
     slots = torch.arange(END - DEVICE_TOKENS)
-    readers = read_all(open_slices(lease, codec, len(slots)), kept_heads, slots, pool)
+    readers = open_segments(lease, codec, len(slots))
+    read_all(readers, kept_heads, slots, pool)
     check_restored(kind, before, pool, slots, kept_heads)
     # Nothing more than what the trim kept is there, and all of it is needed.
     assert sum(reader.num_bytes for reader in readers) == store.stats().stored_bytes
@@ -223,9 +223,9 @@ def test_heads_before_what_is_stored_are_an_error_and_never_wrong_kv(kind: str) 
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     before = pool.copy()
     slots = torch.arange(END - DEVICE_TOKENS)
-    opened = open_slices(lease_of(segments, DEVICE_TOKENS), codec, len(slots))
+    readers = open_segments(lease_of(segments, DEVICE_TOKENS), codec, len(slots))
     with pytest.raises(CodecError):
-        read_all(opened, (12,) * NUM_LAYERS, slots, pool)
+        read_all(readers, (12,) * NUM_LAYERS, slots, pool)
     for old, new in zip(before, pool.copy(), strict=True):
         assert torch.equal(old.k, new.k)
         assert torch.equal(old.v, new.v)
@@ -245,14 +245,14 @@ def test_each_block_is_copied_once_and_dropped_after_its_last_use(
     monkeypatch.setattr(SegmentReader, "_copy_tail", counted)
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     codec = codec_of(kind)
-    (opened,) = open_slices(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), codec, 16)
+    (reader,) = open_segments(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), codec, 16)
     with closing(BlockChecks(pool.streams, PATIENCE_S, no_damage)) as checks:
-        reader = SegmentReader(opened, (16, 12, 8, 8), checks, KeptRoom())
+        reader.begin((16, 12, 8, 8), checks, KeptRoom())
         for layer in range(NUM_LAYERS):
             reader.announce(layer)
             reader.fetch(layer, pool.streams)
             reader.fetch(layer, pool.streams)
-            needed_later = {source for source in copied if opened.decoder.last_use[source] >= layer}
+            needed_later = {source for source in copied if reader.decoder.last_use[source] >= layer}
             assert set(reader._on_device) == needed_later
             reader.restore(layer, pool, torch.arange(16))  # type: ignore[arg-type]
     assert sorted(copied) == list(range(NUM_LAYERS))
@@ -262,8 +262,8 @@ def test_each_block_is_copied_once_and_dropped_after_its_last_use(
 def test_nothing_is_read_of_heads_that_cover_the_slice() -> None:
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     before = pool.copy()
-    opened = open_slices(lease_of(whole_segments("slerp"), DEVICE_TOKENS), codec_of("native"), 48)
-    readers = read_all(opened, (44, 44, 24, 24), torch.arange(48), pool)
+    readers = open_segments(lease_of(whole_segments("slerp"), DEVICE_TOKENS), codec_of("native"), 48)
+    read_all(readers, (44, 44, 24, 24), torch.arange(48), pool)
     assert [reader.num_bytes == 0 for reader in readers] == [True, False, False]
     check_restored("slerp", before, pool, torch.arange(48), (44, 44, 24, 24))
 
@@ -277,5 +277,5 @@ def test_slices_end_where_the_wanted_tokens_end() -> None:
         (36, [(8, 24), (24, 44)]),
         (4, [(8, 12)]),
     ):
-        opened = open_slices(lease, codec, num_tokens)
-        assert [(part.first_token, part.end_token) for part in opened] == expected
+        readers = open_segments(lease, codec, num_tokens)
+        assert [(part.first_token, part.end_token) for part in readers] == expected

@@ -19,7 +19,8 @@ from krul_backend.strategy.sensitivity import DamageKind, LayerError, Sensitivit
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.attach.factory import change_weights
 from krul_sglang.engine.budget.error_budget import table_path
-from krul_sglang.engine.cache.linker import EngineParts, KrulLinker
+from krul_sglang.engine.cache.linker import KrulLinker
+from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.common import hook_targets
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
@@ -81,18 +82,12 @@ class Rank:
         alone = RankAgreement(None, 1)
         connection: Any = SimpleNamespace(store=self.store, close=self.store.close, as_dict=dict)
         allocator = SimpleNamespace(get_kvcache=lambda: pool)
-        parts = EngineParts(
-            config=KrulConfig(strategy=strategy, cache_dir=str(cache_dir)),
-            model=self.model,
-            pool=DevicePool(pool),
-            connection=connection,
-            rotary=None,
-            capture=None,
-            agreement=alone,
-            restore_agreement=alone,
-            model_runner=SimpleNamespace(),
-        )
-        params = SimpleNamespace(token_to_kv_pool_allocator=allocator, krul_parts=parts, tp_cache_group=None)
+        runtime = KrulRuntime(KrulConfig(strategy=strategy, cache_dir=str(cache_dir)))
+        runtime.model_runner = SimpleNamespace()
+        runtime.model, runtime.pool, runtime.connection = self.model, DevicePool(pool), connection
+        runtime.agreement = runtime.restore_agreement = alone
+        params = SimpleNamespace(token_to_kv_pool_allocator=allocator, tp_cache_group=None)
+        runtime.attach_to(params)
         self.linker = KrulLinker(None, params, components=(), extra_config=None)
 
     def store_turn(self, name: str) -> None:
@@ -250,7 +245,11 @@ class Cache:
 
 class Updater:
     def __init__(self, cache: Any) -> None:
-        self.scheduler = SimpleNamespace(tree_cache=cache)
+        self.scheduler = SimpleNamespace()
+        if cache is not None:
+            runtime = KrulRuntime(KrulConfig())
+            runtime.cache = cache
+            runtime.attach_to(self.scheduler)
         self._session: object | None = None
 
     def write(self, session: object | None, cache: Cache) -> str:
@@ -286,7 +285,7 @@ def test_checks_of_weights_change_them_only_when_they_reset_them(action: str) ->
 
 
 def test_without_krul_the_hook_does_nothing() -> None:
-    assert change_weights(lambda u, r: r, Updater(object()), "request") == "request"
+    assert change_weights(lambda u, r: r, Updater(None), "request") == "request"
 
 
 def test_every_way_to_write_weights_is_hooked() -> None:

@@ -77,9 +77,9 @@ def make_trace(*forecasts: Forecast, has_heads: bool = True, end_s: float | None
 
 
 def lie_in(trace: RestoreTrace, *tiers: str) -> None:
-    """Let the first load have slices in these tiers."""
-    slices: Any = tuple(SimpleNamespace(source=SimpleNamespace(tier=tier)) for tier in tiers)
-    trace.batch.loads = {**trace.batch.loads, "r0": replace(trace.batch.loads["r0"], slices=slices)}
+    """Let the first load have segments in these tiers."""
+    readers: Any = tuple(SimpleNamespace(source=SimpleNamespace(tier=tier)) for tier in tiers)
+    trace.batch.loads = {**trace.batch.loads, "r0": replace(trace.batch.loads["r0"], readers=readers)}
 
 
 def test_costs_learn_the_work_of_each_stream_without_its_waits() -> None:

@@ -17,7 +17,7 @@ from krul_backend.tiers.common.hashing import block_checksums
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore.load_batch import Load
-from krul_sglang.engine.restore.restore import Restore, Returning
+from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
 from krul_sglang.engine.restore.waiting_leases import HeldLease, KeyRun
 from tests.support.daemon_builders import serving
 from tests.support.engine_builders import PATIENCE_S
@@ -54,16 +54,16 @@ class Rig:
             self.engine.commit(reservation, manifest, block_checksums(reservation.blocks))
         assert self.tiered.flush(PATIENCE_S)
 
-    def plan_load(self, agreement: RankAgreement = ALONE) -> tuple[Load | None, Restore]:
+    def plan_load(self, agreement: RankAgreement = ALONE) -> tuple[Load | None, RestorePath]:
         """As an engine without maps: what a request of the whole conversation would load."""
         planning = planning_of(HeadsPlanner(no_heads), agreement=agreement, tier_costs=self.engine.tier_costs)
         unused = cast(Any, None)
-        restore = Restore(None, planning, unused, unused, PAGE_SIZE, self.engine.report_damage)
+        restore = RestorePath(None, planning, unused, unused, PAGE_SIZE, self.engine.report_damage)
         lease = self.engine.lease(MODEL, KEYS, TOKENS)
         assert lease is not None
         assert lease.num_pages == len(KEYS)
         held = HeldLease(KeyRun.of(KEYS), lease, 0.0)
-        load = restore.plan_load(held, KEYS[0], torch.arange(END), Returning(0, 1))
+        load = restore.plan_load(held, KEYS[0], torch.arange(END), ReturningRequest(0, 1))
         self.engine.release(lease)
         return load, restore
 

@@ -8,7 +8,7 @@ import pytest
 
 from krul_backend.segment import TokenIds
 from krul_sglang.engine.common.served_model import ServedModel
-from krul_sglang.engine.restore.waiting_leases import MISS_S, RENEW_S, WaitingLeases
+from krul_sglang.engine.restore.waiting_leases import RENEW_INTERVAL_S, RETRY_MISS_S, WaitingLeases
 from tests.support.store_builders import Clock, page_keys, tokens_of
 from tests.support.tiered_builders import MODEL, Rig, put_below, put_in_dram, tiers_of
 
@@ -43,13 +43,13 @@ def wait_until_read(rig: Rig) -> None:
 
 
 def promise(waiting: WaitingLeases, rid: str = "r", keys: tuple[str, ...] = KEYS) -> int:
-    return waiting.promise(rid, keys, lambda: tokens_of(keys))
+    return waiting.hold(rid, keys, lambda: tokens_of(keys))
 
 
 def test_the_store_is_asked_once_for_what_is_in_dram(rig: Rig, waiting: WaitingLeases, clock: Clock) -> None:
     put_in_dram(rig, "c", 0, 3)
     for _ in range(5):
-        clock.now_s += 10 * RENEW_S
+        clock.now_s += 10 * RENEW_INTERVAL_S
         assert promise(waiting) == 3
     assert lookups(rig) == 1
     assert len(waiting) == 1
@@ -67,14 +67,14 @@ def test_a_miss_holds_nothing_and_is_asked_again_a_second_later(
         return tokens_of(KEYS)
 
     for _ in range(100):
-        assert waiting.promise("r", KEYS, tokens) == 0
+        assert waiting.hold("r", KEYS, tokens) == 0
         # As the radix cache does in each round that finds nothing.
         waiting.give_back("r")
-        clock.now_s += MISS_S / 200
+        clock.now_s += RETRY_MISS_S / 200
     assert (lookups(rig), len(asked), len(waiting)) == (1, 1, 0)
     put_in_dram(rig, "c", 0, 2)
     assert promise(waiting) == 0
-    clock.now_s += MISS_S / 2
+    clock.now_s += RETRY_MISS_S / 2
     assert promise(waiting) == 2
     waiting.release_all()
     rig.assert_nothing_is_held()
@@ -103,7 +103,7 @@ def test_misses_are_forgotten_with_their_requests(rig: Rig, waiting: WaitingLeas
     # Those of requests that are never released, too.
     for i in range(100):
         assert promise(waiting, f"r{i}", keys=page_keys("d", 0, 4)) == 0
-        clock.now_s += MISS_S / 10
+        clock.now_s += RETRY_MISS_S / 10
         assert waiting.num_misses <= 11
 
 
@@ -127,7 +127,7 @@ def test_what_lies_below_comes_up_while_a_request_waits(
     assert rig.ssd.num_reads == 0
     assert promise(waiting) == 4
     wait_until_read(rig)
-    clock.now_s += RENEW_S
+    clock.now_s += RENEW_INTERVAL_S
     assert promise(waiting) == 4
     held = waiting.take("r")
     assert held is not None
@@ -144,7 +144,7 @@ def test_between_two_renewals_the_store_is_left_alone(rig: Rig, waiting: Waiting
     before = lookups(rig)
     assert promise(waiting) == promise(waiting) == 4
     assert lookups(rig) == before
-    clock.now_s += RENEW_S
+    clock.now_s += RENEW_INTERVAL_S
     assert promise(waiting) == 4
     assert lookups(rig) == before + 1
     rig.ssd.reads_go_on.set()

@@ -1,10 +1,9 @@
-"""Makes a cache restore: proves that heads can be recomputed, measures this machine, chooses the planner."""
+"""Sets up restores: proves that heads can be recomputed, measures this machine, makes the planner."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,13 +18,11 @@ from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.attach.cost_calibration import CostCalibration, units_in_use
 from krul_sglang.engine.attach.start_proof import prove_heads
-from krul_sglang.engine.cache.linker import EngineParts
-from krul_sglang.engine.cache.radix_cache import KrulRadixCache
-from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError
 from krul_sglang.engine.restore.head_recompute import HeadRecompute, unsupported_model
-from krul_sglang.engine.restore.restore import HeadProof, Restore
 from krul_sglang.engine.restore.restore_forward import RestoreForward
+from krul_sglang.engine.restore.restore_path import HeadProof, RestorePath
 from krul_sglang.engine.restore.restore_planning import RestorePlanning
 from krul_sglang.engine.restore.restore_trace import TraceLog
 from krul_sglang.engine.save.planned_allocation import PlannedAllocation
@@ -35,28 +32,27 @@ logger = logging.getLogger(__name__)
 COSTS_FILE = "restore-costs.json"
 _DEFAULT_CHUNK_TOKENS = 8192
 WHOLE_LOADS = "full-load"
-"""The planner that needs no heads, unless a load fails."""
+"""The planner that recomputes nothing, unless a load fails."""
 
 
-def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_size: int | None) -> None:
-    """Called by every rank at the same point of its start, when nothing runs yet.
+def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> None:
+    """Give the linker all it needs to restore. Called by every rank at the same point of its start.
 
     Raises:
         UnsupportedSetupError: the planner needs heads, and this model's cannot be recomputed.
         IncompatibleEngineError: they can be, but not to what a prefill computes.
     """
-    runner, config = parts.model_runner, parts.config
-    pool = parts.pool
-    heads, proof = _proven_heads(runner, cache, pool, parts)
-    calibration = CostCalibration(runner, cache, pool, heads, parts.restore_agreement)
-    costs = _costs(calibration, parts)
+    runner, config, pool = runtime.model_runner, runtime.config, runtime.pool
+    heads, proof = _proven_heads(runtime)
+    calibration = CostCalibration(runner, runtime.cache, pool, heads, runtime.restore_agreement)
+    costs = _costs(calibration, runtime)
     # Pairs are measured as pairs with shared directions; those that are predicted need maps of the model.
-    codec = SegmentCodec(pool.shape, pool.num_layers, parts.rotary)
+    codec = SegmentCodec(pool.shape, pool.num_layers, runtime.rotary)
     units = units_in_use(config.strategy, Precision(config.precision), pool.num_layers)
     decode_costs = calibration.decode_costs(codec, units, costs.tiers[DRAM_TIER])
     online = OnlineCosts(costs)
     planner = make_planner(config.planner)
-    linker = cache.krul_linker
+    linker = runtime.linker
     chunk_tokens = _chunk_tokens(chunked_prefill_size)
     max_head_tokens = config.head_token_limit(chunk_tokens)
     planning = RestorePlanning(
@@ -64,67 +60,63 @@ def attach_restore(cache: KrulRadixCache, parts: EngineParts, chunked_prefill_si
         online,
         decode_costs,
         linker.codec,
-        parts.restore_agreement,
-        page_size=parts.model.identity.page_size,
+        runtime.restore_agreement,
+        page_size=runtime.model.identity.page_size,
         max_head_tokens=max_head_tokens,
         max_new_tokens=chunk_tokens,
-        tier_costs=parts.connection.store.tier_costs,
+        tier_costs=runtime.connection.store.tier_costs,
     )
     traces = TraceLog(online, pool.num_layers)
     forward = RestoreForward(
         linker.loader,
         heads,
-        parts.restore_agreement,
+        runtime.restore_agreement,
         traces,
         req_to_token=runner.req_to_token_pool.req_to_token,
         chunk_tokens=chunk_tokens,
-        skip_heads=config.fault_injection == "skip-heads",
     )
     linker.attach_restore(
-        Restore(
+        RestorePath(
             proof,
             planning,
             forward,
             traces,
-            parts.model.identity.page_size,
-            parts.connection.store.report_damage,
+            runtime.model.identity.page_size,
+            runtime.connection.store.report_damage,
         )
     )
-    runner.krul_restore_forward = forward
+    runtime.restore_forward = forward
     if not config.store_full_tail and heads is not None:
         linker.allocate_space(
             PlannedAllocation(
                 planner,
                 online,
-                decode_costs,
-                parts.agreement,
-                page_size=parts.model.identity.page_size,
+                decode_costs.token_s,
+                runtime.agreement,
+                page_size=runtime.model.identity.page_size,
                 max_head_tokens=max_head_tokens,
             )
         )
-    if parts.model.identity.tp_rank == 0:
+    if runtime.model.identity.tp_rank == 0:
         _log(config, costs)
 
 
-def _proven_heads(
-    runner: Any, cache: KrulRadixCache, pool: DevicePool, parts: EngineParts
-) -> tuple[HeadRecompute, HeadProof] | tuple[None, None]:
+def _proven_heads(runtime: KrulRuntime) -> tuple[HeadRecompute, HeadProof] | tuple[None, None]:
     try:
-        return _prove(runner, cache, pool, parts)
+        return _prove(runtime)
     except UnsupportedSetupError as error:
-        if parts.config.planner != WHOLE_LOADS:
+        if runtime.config.planner != WHOLE_LOADS:
             raise
         logger.warning("%s. A load that fails ends in an error of its request", error)
         return None, None
 
 
-def _prove(
-    runner: Any, cache: KrulRadixCache, pool: DevicePool, parts: EngineParts
-) -> tuple[HeadRecompute, HeadProof]:
-    """Raises UnsupportedSetupError whatever a model does that krul does not know."""
+def _prove(runtime: KrulRuntime) -> tuple[HeadRecompute, HeadProof]:
+    """Raises UnsupportedSetupError for whatever error a model of an unknown kind leads to."""
+    runner = runtime.model_runner
     try:
-        heads = HeadRecompute(runner, pool, parts.capture)
-        return heads, prove_heads(runner, cache, pool, heads)
+        heads = HeadRecompute(runner, runtime.pool, runtime.capture)
+        return heads, prove_heads(runner, runtime.cache, runtime.pool, heads)
     except KrulError:
         raise
     except Exception as error:
@@ -134,22 +126,22 @@ def _prove(
         ) from error
 
 
-def _costs(calibration: CostCalibration, parts: EngineParts) -> RestoreCosts:
-    """Measured at the first start with a model on a device, read from a file at later ones.
+def _costs(calibration: CostCalibration, runtime: KrulRuntime) -> RestoreCosts:
+    """Costs that were measured at the first start with a model on a device, and read from a file later.
 
-    All ranks measure, or none: measuring runs the model.
+    Either all ranks measure or none: measuring runs the model.
     """
-    device_name = parts.pool.streams.name
-    fingerprint = parts.model.identity.fingerprint
-    path = Path(parts.config.cache_dir).expanduser() / COSTS_FILE
+    device_name = runtime.pool.streams.name
+    fingerprint = runtime.model.identity.fingerprint
+    path = Path(runtime.config.cache_dir).expanduser() / COSTS_FILE
     known = load_costs(path, fingerprint, device_name)
     is_known = torch.tensor([known is not None], dtype=torch.float64)
-    of_ranks = parts.restore_agreement.gather(is_known, (1,))
+    of_ranks = runtime.restore_agreement.gather(is_known, (1,))
     assert of_ranks is not None
     if known is not None and all(of_rank.item() for of_rank in of_ranks):
         return known
     measured = calibration.measure()
-    if not parts.model.is_lasting:
+    if not runtime.model.is_lasting:
         return measured
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +152,7 @@ def _costs(calibration: CostCalibration, parts: EngineParts) -> RestoreCosts:
 
 
 def _chunk_tokens(chunked_prefill_size: int | None) -> int:
-    """As many tokens as a forward of this engine may have."""
+    """Most tokens that one forward of this engine computes."""
     if chunked_prefill_size is None or chunked_prefill_size <= 0:
         return _DEFAULT_CHUNK_TOKENS
     return chunked_prefill_size

@@ -19,9 +19,9 @@ from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.attach.ordinary_prefill import ordinary_prefill, timed
 from krul_sglang.engine.attach.start_proof import random_token_ids
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.decode_costs import DecodeCosts
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
+from krul_sglang.engine.restore.restore_planning import DecodeCosts
 
 logger = logging.getLogger(__name__)
 

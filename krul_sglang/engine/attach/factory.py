@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from krul_sglang.config import KrulConfig
+from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.common.hook_targets import (
-    INIT_ATTENTION,
     SCHEDULER_INIT,
     IncompatibleEngineError,
     verify_engine,
@@ -42,7 +42,8 @@ def select_linker(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     memory = get_memory()
     if memory.radix_cache_backend != BACKEND_NAME:
         return
-    scheduler.krul_config = KrulConfig.load(memory.unified_cache_external_linker_config)
+    runtime = KrulRuntime(KrulConfig.load(memory.unified_cache_external_linker_config))
+    runtime.attach_to(scheduler)
     get_context().override(
         BACKEND_NAME,
         enable_unified_cache_external_linker=True,
@@ -50,7 +51,7 @@ def select_linker(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         unified_cache_external_linker_config={
             "linker": "KrulLinker",
             "linker_module_path": "krul_sglang.engine.cache.linker",
-            "linker_extra_config": {"options": scheduler.krul_config.as_dict()},
+            "linker_extra_config": {"options": runtime.config.as_dict()},
         },
     )
 
@@ -58,21 +59,19 @@ def select_linker(scheduler: Any, *args: Any, **kwargs: Any) -> None:
 def attach_capture(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """AFTER hook of ``Scheduler.init_all_attention_backends``: record queries for attention statistics.
 
-    It must come before CUDA graphs are captured, which the cache's factory does not; the factory finds
-    configuration and capture at the model runner.
+    It must come before CUDA graphs are captured, which the cache's factory does not.
 
     Raises:
         ConfigError, UnsupportedSetupError: see ``attach_turn_capture``.
     """
-    config: KrulConfig | None = getattr(scheduler, "krul_config", None)
-    if config is not None:
-        runner = scheduler.tp_worker.model_runner
-        runner.krul_config = config
-        runner.krul_turn_capture = None
-        if config.needs_attention:
+    runtime = KrulRuntime.find(scheduler)
+    if runtime is not None:
+        runtime.model_runner = scheduler.tp_worker.model_runner
+        runtime.attach_to(runtime.model_runner)
+        if runtime.config.needs_attention:
             from krul_sglang.engine.attach.attach_capture import attach_turn_capture
 
-            runner.krul_turn_capture = attach_turn_capture(runner, config)
+            runtime.capture = attach_turn_capture(runtime.model_runner, runtime.config)
     return result
 
 
@@ -96,17 +95,17 @@ def build_cache(ctx: Any) -> Any:
     from krul_sglang.engine.attach.attach_restore import attach_restore
     from krul_sglang.engine.attach.model_identity import identify_model
     from krul_sglang.engine.attach.rotary import read_rotary_table
-    from krul_sglang.engine.cache.linker import EngineParts
     from krul_sglang.engine.cache.radix_cache import KrulRadixCache
     from krul_sglang.engine.cache.store_connection import connect_store
     from krul_sglang.engine.common.agreement import RankAgreement
     from krul_sglang.engine.common.kv_pool import DevicePool
 
     runner = ctx.tp_worker.model_runner
-    config: KrulConfig | None = getattr(runner, "krul_config", None)
-    if config is None or not get_memory().enable_unified_cache_external_linker:
+    runtime = KrulRuntime.of(runner)
+    config = runtime.config
+    if not get_memory().enable_unified_cache_external_linker:
         raise IncompatibleEngineError(
-            f"the hooks on {SCHEDULER_INIT} and {INIT_ATTENTION} did not run; "
+            f"SGLang's external linker is off, although the hook on {SCHEDULER_INIT} switched it on; "
             "krul would never load or store anything"
         )
     resolved = get_context().resolved_server_args_dict()
@@ -135,7 +134,7 @@ def build_cache(ctx: Any) -> Any:
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     agreement = RankAgreement.create(ctx.tp_size)
     ranks_per_host = max(1, ctx.tp_size // num_hosts)
-    model = identify_model(
+    runtime.model = identify_model(
         ctx.model_config,
         resolved,
         pool.shape,
@@ -150,32 +149,27 @@ def build_cache(ctx: Any) -> Any:
     )
     if ctx.tp_rank == 0:
         logger.info("krul: configuration %s", config.as_dict())
-    # The linker is made by SGLang, which hands on nothing of ours but these parameters.
-    ctx.params.krul_parts = EngineParts(
-        config=config,
-        model=model,
-        pool=pool,
-        connection=connect_store(
-            config,
-            model.identity,
-            pool.streams,
-            agreement,
-            rank_bytes=int(capacity.item()),
-            ranks_per_host=ranks_per_host,
-        ),
-        rotary=read_rotary_table(runner.model),
-        capture=runner.krul_turn_capture,
-        agreement=agreement,
-        restore_agreement=RankAgreement.create(ctx.tp_size),
-        model_runner=runner,
+    runtime.connection = connect_store(
+        config,
+        runtime.model.identity,
+        pool.streams,
+        agreement,
+        rank_bytes=int(capacity.item()),
+        ranks_per_host=ranks_per_host,
     )
-    cache = create_unified_radix_cache(ctx, cache_class=KrulRadixCache)
-    attach_restore(cache, ctx.params.krul_parts, resolved["chunked_prefill_size"])
-    return cache
+    runtime.pool = pool
+    runtime.rotary = read_rotary_table(runner.model)
+    runtime.agreement = agreement
+    runtime.restore_agreement = RankAgreement.create(ctx.tp_size)
+    # The linker is made by SGLang, which hands on nothing of ours but these parameters.
+    runtime.attach_to(ctx.params)
+    runtime.cache = create_unified_radix_cache(ctx, cache_class=KrulRadixCache)
+    attach_restore(runtime, resolved["chunked_prefill_size"])
+    return runtime.cache
 
 
 def warn_of_small_pages(page_size: int, tp_rank: int) -> None:
-    """Once for a server: by the first rank."""
+    """Warn of ``--page-size 1``, on the first rank only."""
     if page_size == 1 and tp_rank == 0:
         logger.warning(SMALL_PAGES)
 
@@ -183,48 +177,45 @@ def warn_of_small_pages(page_size: int, tp_rank: int) -> None:
 def forward_with_restore(original: Any, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
     """AROUND hook of ``TpModelWorker.forward_batch_generation``: prefixes that are restored come first.
 
-    It runs on the host at every forward, also one that is replayed as a graph: so what is recorded of a
-    forward is set up here, too.
+    It runs on the host at every forward, also one that is replayed as a graph. So recording of attention is
+    set up here, too.
     """
-    if batch is None:
+    runtime = KrulRuntime.find(worker.model_runner)
+    if runtime is None or batch is None:
         return original(worker, batch, *args, **kwargs)
-    runner = worker.model_runner
-    capture = getattr(runner, "krul_turn_capture", None)
-    restore = getattr(runner, "krul_restore_forward", None)
-    provenance = getattr(runner, "krul_kv_provenance", None)
-    with nullcontext() if capture is None else capture.recording(batch):
-        if restore is None or not batch.forward_mode.is_extend():
+    with nullcontext() if runtime.capture is None else runtime.capture.recording(batch):
+        if runtime.restore_forward is None or not batch.forward_mode.is_extend():
             result = original(worker, batch, *args, **kwargs)
         else:
-            result = restore.run(batch, lambda: original(worker, batch, *args, **kwargs))
-    if provenance is not None:
-        provenance.after_forward(batch)
+            result = runtime.restore_forward.run(batch, lambda: original(worker, batch, *args, **kwargs))
+    if runtime.provenance is not None:
+        runtime.provenance.after_forward(batch)
     return result
 
 
 def change_weights(original: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook of what writes weights: KV of the old ones is never taken for KV of the new ones.
+    """AROUND hook of the methods that write weights: gives the model a new identity before they run.
 
-    An update that fails counts as a change: nobody knows how far it got.
+    An update that fails counts as a change: it may have written some weights.
     """
-    cache = updater.scheduler.tree_cache
+    runtime = KrulRuntime.find(updater.scheduler)
     is_change = getattr(request, "action", _RESET_WEIGHTS) == _RESET_WEIGHTS
-    if not is_change or not hasattr(cache, "begin_weights_change"):
+    if runtime is None or not is_change:
         return original(updater, request, *args, **kwargs)
-    cache.begin_weights_change()
+    runtime.cache.begin_weights_change()
     try:
         return original(updater, request, *args, **kwargs)
     finally:
         # Of a session of several updates the last one completes the weights.
         if updater._session is None:
-            cache.end_weights_change()
+            runtime.cache.end_weights_change()
 
 
 def probe_when_idle(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook of ``Scheduler.on_idle``: time that no request needs."""
-    probe = getattr(scheduler.tree_cache, "probe_when_idle", None)
-    if probe is not None and scheduler.is_fully_idle():
-        probe()
+    """BEFORE hook of ``Scheduler.on_idle``: probes a stored path while no request runs or waits."""
+    runtime = KrulRuntime.find(scheduler)
+    if runtime is not None and scheduler.is_fully_idle():
+        runtime.cache.probe_when_idle()
 
 
 def add_stats(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
@@ -232,8 +223,8 @@ def add_stats(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
 
     The last restores are under ``"krul_restores"``.
     """
-    stats = getattr(controller.scheduler.tree_cache, "krul_stats", None)
-    if stats is not None:
-        result.internal_state[BACKEND_NAME] = stats()
-        result.internal_state[RESTORES] = controller.scheduler.tree_cache.krul_linker.traces()
+    runtime = KrulRuntime.find(controller.scheduler)
+    if runtime is not None:
+        result.internal_state[BACKEND_NAME] = runtime.linker.stats()
+        result.internal_state[RESTORES] = runtime.linker.traces()
     return result

@@ -14,7 +14,7 @@ from krul_sglang.engine.attach.ordinary_prefill import Prefilled, ordinary_prefi
 from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
-from krul_sglang.engine.restore.restore import HeadProof
+from krul_sglang.engine.restore.restore_path import HeadProof
 
 _NUM_TOKENS = 256
 _MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}

@@ -14,7 +14,7 @@ import torch
 
 from krul_backend.strategy.strategy import LayerStrategy
 from krul_sglang.engine.restore.load_batch import Load, LoadBatch
-from krul_sglang.engine.restore.segment_reader import OpenSlice
+from krul_sglang.engine.restore.segment_reader import SegmentReader
 
 
 @dataclass(frozen=True)
@@ -85,30 +85,32 @@ class KvProvenance:
             self._segments.index_fill_(0, slots.long(), 0)
 
     def _mark_loaded(self, load: Load) -> None:
-        for part in load.slices:
-            first = first_lossy_token(part, load.plan.head_ends)
-            if first < part.end_token:
-                slots = load.slots[first - load.device_tokens : part.end_token - load.device_tokens]
-                self._segments.index_fill_(0, slots, part.source.header.start_token + 1)
-                self._damages.index_fill_(0, slots, part.decoder.damage)
+        for reader in load.readers:
+            first = first_lossy_token(reader, load.plan.head_ends)
+            if first < reader.end_token:
+                slots = load.slots[first - load.device_tokens : reader.end_token - load.device_tokens]
+                self._segments.index_fill_(0, slots, reader.source.header.start_token + 1)
+                self._damages.index_fill_(0, slots, reader.decoder.damage)
                 self._is_all_exact = False
 
 
-def first_lossy_token(part: OpenSlice, head_ends: Sequence[int]) -> int:
-    """The token from which on a restored slice is lossy in some layer; its end if no layer is lossy.
+def first_lossy_token(reader: SegmentReader, head_ends: Sequence[int]) -> int:
+    """The token from which on a restored segment is lossy in some layer; its end if no layer is lossy.
 
     Heads are recomputed, and so as exact as the history before them. A loaded tail is exact if its layer was
     stored natively and on its own, unless the stored KV was lossy already.
     """
-    strategy = part.decoder.strategy
+    strategy = reader.decoder.strategy
     is_lossy = [
-        layer != LayerStrategy() or (strategy.is_lossless and part.decoder.damage > 0)
+        layer != LayerStrategy() or (strategy.is_lossless and reader.decoder.damage > 0)
         for layer in strategy.layers
     ]
     firsts = [
-        max(head_end, part.first_token) for head_end, lossy in zip(head_ends, is_lossy, strict=True) if lossy
+        max(head_end, reader.first_token)
+        for head_end, lossy in zip(head_ends, is_lossy, strict=True)
+        if lossy
     ]
-    return min([*firsts, part.end_token])
+    return min([*firsts, reader.end_token])
 
 
 def spent_damage(

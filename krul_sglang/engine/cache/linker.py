@@ -1,64 +1,33 @@
-"""SGLang's cache linker interface on top of a krul store."""
+"""Implements SGLang's cache linker on top of a krul store: lookups, loads, and turns to be stored."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from krul_backend.codec.options import CodecOptions, Sharing
-from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.memory import format_bytes
 from krul_backend.segment import TokenIds
-from krul_backend.strategy.registry import SelectorOptions, make_selector
-from krul_backend.strategy.strategy import Precision
-from krul_sglang.config import KrulConfig
-from krul_sglang.engine.budget.error_budget import PAIR_PRECISIONS, ErrorBudget, table_path
-from krul_sglang.engine.budget.layer_maps import LayerMapLearner, layer_maps_path
-from krul_sglang.engine.budget.probing import Prober
+from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.provenance import KvProvenance
-from krul_sglang.engine.cache.store_connection import StoreConnection
-from krul_sglang.engine.capture.turn_capture import TurnCapture
-from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.kv_pool import DevicePool
-from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.cache.runtime import KrulRuntime
+from krul_sglang.engine.cache.strategy_setup import make_budget, make_selector_decision
 from krul_sglang.engine.common.transfer_gate import TransferGate
-from krul_sglang.engine.restore.fault_injection import FaultInjection
-from krul_sglang.engine.restore.loading import LayerWiseLoader
-from krul_sglang.engine.restore.restore import Restore, Returning
+from krul_sglang.engine.restore.loading import FaultInjection, LayerWiseLoader
+from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
 from krul_sglang.engine.restore.waiting_leases import WaitingLeases
 from krul_sglang.engine.save.allocation import SpaceAllocation
 from krul_sglang.engine.save.offload import TurnOffloader
-from krul_sglang.engine.save.strategy_choice import SelectorDecision, StrategyChooser
+from krul_sglang.engine.save.strategy_choice import StrategyChooser
 from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """What ``factory.py`` found out about this rank's engine; SGLang hands it on as ``params.krul_parts``.
-
-    ``connection`` is this rank's way to the daemon; the linker closes it. ``rotary`` is None if keys must
-    keep their rotary embedding, ``capture`` if no attention is observed. ``agreement`` joins the threads of
-    all ranks that store turns, ``restore_agreement`` their scheduler threads.
-    """
-
-    config: KrulConfig
-    model: ServedModel
-    pool: DevicePool
-    connection: StoreConnection
-    rotary: RotaryTable | None
-    capture: TurnCapture | None
-    agreement: RankAgreement
-    restore_agreement: RankAgreement
-    model_runner: Any
 
 
 class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -78,39 +47,31 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         extra_config: Any,
         forward_stream: Any = None,
     ) -> None:
-        """Called by SGLang's linker factory; ``params.krul_parts`` are ``EngineParts``."""
-        parts: EngineParts = params.krul_parts
-        self.model = parts.model
+        """Called by SGLang's linker factory; ``params`` carry the ``KrulRuntime`` of this rank."""
+        runtime = KrulRuntime.of(params)
+        runtime.linker = self
+        self.model = runtime.model
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
-        self._pool = parts.pool
-        self._connection = parts.connection
-        self._agreement = parts.restore_agreement
-        self._store = parts.connection.store
-        self._capture = parts.capture
+        self._pool = runtime.pool
+        self._connection = runtime.connection
+        self._agreement = runtime.restore_agreement
+        self._store = runtime.connection.store
+        self._capture = runtime.capture
         self._gate = TransferGate()
-        self._budget = None
-        if parts.config.strategy == "budget":
-            learner = self._make_learner(parts)
-            codec = SegmentCodec(
-                self._pool.shape,
-                self._pool.num_layers,
-                parts.rotary,
-                CodecOptions(sharing=Sharing.PREDICTED),
-                learner.maps,
-            )
-            group = params.tp_cache_group if parts.model.identity.tp_size > 1 else None
+        self._budget: ErrorBudget | None = None
+        if runtime.config.strategy == "budget":
             keys, _ = self._pool.buffers(0)
-            provenance = KvProvenance(len(keys), keys.device, lambda index: self.loader.batch(index))
-            parts.model_runner.krul_kv_provenance = provenance
-            self._budget = self._make_budget(parts, codec, learner, provenance, group)
+            runtime.provenance = KvProvenance(len(keys), keys.device, lambda index: self.loader.batch(index))
+            group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
+            codec, self._budget = make_budget(runtime, runtime.provenance, group)
         else:
-            codec = SegmentCodec(self._pool.shape, self._pool.num_layers, parts.rotary)
+            codec = SegmentCodec(self._pool.shape, self._pool.num_layers, runtime.rotary)
         self._chooser = StrategyChooser(
-            self._make_selector_decision(parts.config) if self._budget is None else self._budget,
+            make_selector_decision(runtime) if self._budget is None else self._budget,
             self._pool,
-            parts.agreement,
-            num_heads=0 if parts.capture is None else parts.capture.num_heads,
+            runtime.agreement,
+            num_heads=0 if runtime.capture is None else runtime.capture.num_heads,
         )
         self._offloader = TurnOffloader(
             self._store,
@@ -118,22 +79,22 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._pool,
             codec,
             self._chooser,
-            max_pending_tokens=int(self._pool.num_tokens * parts.config.max_pending_share),
+            max_pending_tokens=int(self._pool.num_tokens * runtime.config.max_pending_share),
             gate=self._gate,
         )
         self.codec = codec
         identity = self.model.identity
-        faults = FaultInjection(parts.config, identity.tp_rank, identity.tp_size, self._pool.num_layers)
+        faults = FaultInjection(runtime.config, identity.tp_rank, identity.tp_size, self._pool.num_layers)
         self.loader = LayerWiseLoader(
             self._store,
             self._pool,
             self._gate,
-            timeout_s=parts.config.load_timeout,
+            timeout_s=runtime.config.load_timeout,
             before_layer=faults.before_layer,
         )
-        self._restore: Restore | None = None
+        self._restore_path: RestorePath | None = None
         self._waiting = WaitingLeases(self._store, self.model)
-        self._returning: dict[str, Returning] = {}
+        self._returning: dict[str, ReturningRequest] = {}
         self._expected_tokens: dict[str, Callable[[], TokenIds]] = {}
         shape = self._pool.shape
         token_bytes = (shape.k_token_bytes + shape.v_token_bytes) * self._pool.num_layers
@@ -147,54 +108,6 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             identity.name,
         )
 
-    def _make_learner(self, parts: EngineParts) -> LayerMapLearner:
-        identity = self.model.identity
-        path = layer_maps_path(parts.config.cache_dir, identity, parts.rotary)
-        return LayerMapLearner(
-            path=path if self.model.is_lasting else None,
-            model=identity,
-            pool=self._pool,
-            rotary=parts.rotary,
-            precisions=PAIR_PRECISIONS,
-            max_bytes=parts.config.map_memory,
-            agreement=parts.agreement,
-        )
-
-    def _make_budget(
-        self,
-        parts: EngineParts,
-        codec: SegmentCodec,
-        learner: LayerMapLearner,
-        provenance: KvProvenance,
-        group: Any | None,
-    ) -> ErrorBudget:
-        return ErrorBudget(
-            limit=parts.config.error_budget,
-            store=self._store,
-            provenance=provenance,
-            probe_share=parts.config.probe_share,
-            table_path=table_path(parts.config.cache_dir, self.model.identity)
-            if self.model.is_lasting
-            else None,
-            model=self.model,
-            pool=self._pool,
-            codec=codec,
-            learner=learner,
-            prober=Prober(parts.model_runner, parts.capture, self._pool, codec, group),
-            agreement=parts.agreement,
-        )
-
-    def _make_selector_decision(self, config: KrulConfig) -> SelectorDecision:
-        shape = self._pool.shape
-        options = SelectorOptions(
-            gamma=config.gamma,
-            layer_ratio=config.r_l,
-            precision=Precision(config.precision),
-            error_limit=config.error_budget,
-            native_token_bytes=shape.k_token_bytes + shape.v_token_bytes,
-        )
-        return SelectorDecision(make_selector(config.strategy, options), self._pool.num_layers)
-
     @property
     def layer_done_counter(self) -> Any:
         return self.loader.counter
@@ -204,33 +117,33 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def expect_tokens(self, rid: str, token_ids: Callable[[], TokenIds]) -> None:
         """State the tokens that the keys of the next ``lookup`` of ``rid`` stand for.
 
-        Called for only when the lookup really asks the store, which is not in every scheduling round.
+        ``token_ids`` is called only if that lookup asks the store, which not every one does.
         """
         self._expected_tokens[rid] = token_ids
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every restorable prefix length in pages; see ``WaitingLeases.promise``."""
+        """Every prefix length, in pages, that can be restored; see ``WaitingLeases.hold``."""
         keys = transfers[0].keys
         token_ids = self._expected_tokens.pop(rid)
-        return list(range(1, self._waiting.promise(rid, keys, token_ids) + 1))
+        return list(range(1, self._waiting.hold(rid, keys, token_ids) + 1))
 
-    def attach_restore(self, restore: Restore) -> None:
-        """Called once, before the first request."""
-        self._restore = restore
-        self._offloader.costs = restore.planning.costs
+    def attach_restore(self, restore_path: RestorePath) -> None:
+        """Set what plans and runs restores. Called once, before the first request."""
+        self._restore_path = restore_path
+        self._offloader.costs = restore_path.planning.costs
 
     def allocate_space(self, allocation: SpaceAllocation) -> None:
         """From now on leave out of segments what ``allocation`` says. Called before the first request."""
         self._offloader.allocation = allocation
 
-    def expect_load(self, rid: str, returning: Returning) -> None:
-        """State where the pages of the next ``load`` of ``rid`` are in its prompt."""
+    def expect_load(self, rid: str, returning: ReturningRequest) -> None:
+        """State where in the prompt of ``rid`` the pages of its next ``load`` lie."""
         self._returning[rid] = returning
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Plan and queue the leased pages for ``transfers[0].device_indices``; False: SGLang computes them.
+        """Queue a load of the leased pages to ``transfers[0].device_indices``; False if SGLang computes them.
 
-        They are computed if that is sooner, if what is stored cannot be read, or nothing is leased.
+        SGLang computes them if that is faster, if what is stored cannot be read, or if nothing is leased.
         """
         transfer = transfers[0]
         held = self._waiting.take(rid)
@@ -238,8 +151,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return False
         try:
             returning = self._returning.pop(rid)
-            assert self._restore is not None
-            load = self._restore.plan_load(held, transfer.keys[0], transfer.device_indices, returning)
+            assert self._restore_path is not None
+            load = self._restore_path.plan_load(held, transfer.keys[0], transfer.device_indices, returning)
         except BaseException:
             self._store.release(held.lease)
             raise
@@ -252,26 +165,26 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def start_layer_wise_loading(self) -> int:
         # Called before every prefill batch: events are recorded only when there is something to load.
         ready = self.record_offload_ready() if self.loader.num_queued() else ()
-        if self._restore is not None:
-            self._restore.planning.start_batch()
+        if self._restore_path is not None:
+            self._restore_path.planning.start_batch()
         return self.loader.start(ready)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         has_landed = self.loader.finish(counter_index)
-        if self._restore is not None:
-            self._restore.traces.settle()
+        if self._restore_path is not None:
+            self._restore_path.traces.settle()
         return has_landed
 
     def cancel_queued_load(self, rid: str) -> bool:
         return self.loader.cancel(rid)
 
     def give_back(self, rid: str) -> None:
-        """Unpin what a lookup found for ``rid``, which still waits: not every rank has it."""
+        """End the lease of ``rid``, which goes on waiting: not every rank found its prefix."""
         self._expected_tokens.pop(rid, None)
         self._waiting.give_back(rid)
 
     def release(self, rid: str) -> None:
-        """Forget ``rid``, and unpin what a lookup found for it."""
+        """Forget ``rid``, and end its lease if it has one."""
         self._expected_tokens.pop(rid, None)
         self._returning.pop(rid, None)
         self._waiting.release(rid)
@@ -295,7 +208,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Not how krul is fed: nodes know neither positions nor token ids. See ``offload_turn``."""
+        """Refuses: nodes know neither positions nor token ids. See ``offload_turn``."""
         raise RuntimeError(
             "KrulLinker stores whole turns; it needs KrulRadixCache (--radix-cache-backend krul)"
         )
@@ -329,22 +242,22 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # ---- lifecycle ----
 
     def reset(self) -> None:
-        """Forget everything of this model: after a flush old KV must not come back."""
+        """Drop all stored KV of this model: after a flush it must not come back."""
         self._offloader.discard_all()
         self.loader.discard_all()
         self._waiting.release_all()
         self._expected_tokens.clear()
         self._returning.clear()
-        # Under the identity of weights that have just changed nothing was stored yet.
+        # If the weights have just changed, nothing was stored under their identity yet.
         if self.model.is_settled:
             self._store.clear(self.model.identity)
         self.model.empty_pool()
 
     def begin_weights_change(self) -> None:
-        """Weights will be written: from here on nothing is stored, nor found, under the identity of before.
+        """Weights will be written: from here on nothing is stored or found under the old identity.
 
-        On every rank at the same point, when no turn waits to be stored. What was stored stays for servers
-        that still have the old weights; only if there can be none, it is dropped.
+        Called on every rank at the same point, when no turn waits to be stored. Stored KV of the old weights
+        stays for other servers that have them; it is dropped only if there can be no such server.
         """
         assert not self._offloader.num_pending()
         was_settled = self.model.is_settled
@@ -359,7 +272,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._store.clear(before)
 
     def end_weights_change(self, *, is_pool_empty: bool) -> None:
-        """The weights are complete. ``is_pool_empty``: no KV of before is on the device."""
+        """The weights are complete. ``is_pool_empty``: no KV of the old weights is on the device."""
         self.model.end_change(is_pool_empty=is_pool_empty)
         fingerprint = self.model.identity.fingerprint
         if self.model.is_settled:
@@ -397,10 +310,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "budget": None if self._budget is None else self._budget.as_dict(),
             },
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
-            "restore": None if self._restore is None else self._restore.as_dict(),
+            "restore": None if self._restore_path is None else self._restore_path.as_dict(),
             "waiting_leases": len(self._waiting),
         }
 
     def traces(self) -> list[dict[str, Any]]:
         """The last restores of this rank, see ``RestoreTrace.as_dict``."""
-        return [] if self._restore is None else self._restore.traces.as_list()
+        return [] if self._restore_path is None else self._restore_path.traces.as_list()

@@ -1,4 +1,4 @@
-"""SGLang's unified radix cache, with turns instead of inserts as the unit of storing."""
+"""Extends SGLang's unified radix cache: it stores whole turns when they end, instead of every insert."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from krul_sglang.engine.cache.linker import KrulLinker
-from krul_sglang.engine.cache.request_hints import owner_of
-from krul_sglang.engine.restore.restore import Returning
-from krul_sglang.engine.save.turn import StoredPath, TurnOwner
+from krul_sglang.engine.restore.restore_path import ReturningRequest
+from krul_sglang.engine.save.turn import StoredPath, TurnOwner, owner_of
 
 
 class _PendingTurn(NamedTuple):
     """A turn that is being stored; its first fields are those of SGLang's own pending offloads.
 
-    The path to ``lock_node_id`` is locked. Of a session's turn more is read than the tree owns: the first
-    ``num_tokens`` of the session's record ``kv``.
+    The path to ``lock_node_id`` is locked. The turn of a session also reads KV that the tree does not
+    own: the first ``num_tokens`` of the session's record ``kv``.
     """
 
     lock_node_id: Any
@@ -45,13 +44,13 @@ class _ProbeCandidate:
 
 
 class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
-    """Drives a ``KrulLinker`` for one radix cache."""
+    """Calls a ``KrulLinker`` where SGLang matches, loads and stores prefixes of one radix cache."""
 
     cache_linker: KrulLinker
     _probe_candidate: _ProbeCandidate | None = None
 
     def match(self, key: Any, req: Any, result: Any) -> Any:
-        # What an earlier round promised may not hold any more (the device prefix moved).
+        # The hit of an earlier round is out of date if the prefix on the device has changed.
         self.hit_markers.pop(req.rid, None)
         page_size = self.cache.page_size
         start = result.device_prefix_len
@@ -70,7 +69,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         if hit is not None:
             prefix_len = hit.device_hit_len + len(hit.tail_hashes) * self.cache.page_size
             new_tokens = len(req.full_untruncated_fill_ids) - prefix_len
-            self.cache_linker.expect_load(req.rid, Returning(hit.device_hit_len, new_tokens))
+            self.cache_linker.expect_load(req.rid, ReturningRequest(hit.device_hit_len, new_tokens))
         try:
             return super().load_back(req)  # type: ignore[no-any-return]
         finally:
@@ -78,7 +77,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             self.cache_linker.release(req.rid)
 
     def offload_nodes(self, node_ids: Sequence[Any]) -> None:
-        """Inserts (prompt chunks, split prefixes) are not stored: the turn is, when it ends."""
+        """Does nothing: prompt chunks and split prefixes are not stored; the whole turn is, when it ends."""
 
     def offload_turn(self, req: Any) -> None:
         """Store the path that ``req``'s last insert ended on, and keep it locked until that is done."""
@@ -99,7 +98,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
     def offload_session_turn(self, req: Any, slot: Any, owner: TurnOwner) -> None:
         """Store a turn that ended in a streaming session, whose KV SGLang keeps out of the tree.
 
-        ``slot`` is the session's. Its record owns what the tree does not, and may give it back at any time:
+        ``slot`` is the session's. Its record owns the KV that the tree does not, and may free it at any time:
         see ``is_reading``.
         """
         cache = self.cache
@@ -128,14 +127,14 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         self.pending_offloads.append(_PendingTurn(node, lock_params, (), kv, num_tokens))
 
     def is_reading(self, kv: Any, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Whether a turn that is being stored needs tokens of these ranges of a session's record."""
+        """Whether a turn that is being stored still reads these ranges of a session's record ``kv``."""
         return any(
             pending.kv is kv and any(start < min(end, pending.num_tokens) for start, end in ranges)
             for pending in self.pending_offloads
         )
 
     def probe_when_idle(self) -> None:
-        """Called when no request runs or waits: let the linker probe a stored path, if one is kept for it."""
+        """Let the linker probe the path that is kept for it, if any. Called when no request runs or waits."""
         candidate = self._probe_candidate
         if candidate is not None and not self.pending_offloads:
             try:
@@ -149,7 +148,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             self.cache.dec_lock_ref(candidate.node, candidate.lock_params)
 
     def begin_weights_change(self) -> None:
-        """Let what was computed so far be stored as what it is; from then on the model is another."""
+        """Finish storing KV of the old weights, then give the model a new identity."""
         self.drop_probe_candidate()
         self.settle_offloads()
         self.cache_linker.begin_weights_change()
@@ -160,7 +159,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
 
     @property
     def holds_memory(self) -> bool:
-        """Whether paths are locked that nothing but krul needs."""
+        """Whether krul keeps paths locked that no request needs."""
         return bool(self.pending_offloads) or self._probe_candidate is not None
 
     def settle_offloads(self) -> None:
@@ -191,7 +190,7 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.linker.offload_turn(req)
 
     def claim_kv_row(self, req: Any) -> bool:
-        """As SGLang does: a turn of a streaming session leaves its KV to the session. It is stored, too."""
+        """Leave the KV of a streaming session's turn to the session, as SGLang does, and store the turn."""
         is_turn = self.linker is not None and not self.disable and _turn_ended_well(req)
         slot = self.session.borrowed_slot(req) if is_turn else None
         owner = owner_of(req) if slot is not None else None
@@ -201,7 +200,7 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return is_claimed
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
-        """Give back slots that no tree node owns: of a session, not before its turns have been stored."""
+        """Free slots that no tree node owns; a session's slots only after its turns have been stored."""
         if self.linker is not None and self.linker.is_reading(kv, ranges):
             self.linker.settle_offloads()
         super().free_kv_row(kv, ranges)
@@ -216,7 +215,7 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def _evict_despite_offloads(self, params: Any, evict: Callable[[Any], Any]) -> Any:
         """Evict; if turns that wait to be stored hold the memory that is needed, wait for them once.
 
-        The alternative would be worse than a short wait: SGLang would retract or abort running requests.
+        Without that memory SGLang would retract or abort running requests, which is worse than a short wait.
         """
         result = evict(params)
         missing = params.num_tokens - result.num_tokens_evicted
@@ -227,12 +226,12 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return result
 
     def probe_when_idle(self) -> None:
-        """Called when no request runs or waits."""
+        """Probe a stored path, if one is kept for it. Called when no request runs or waits."""
         if self.linker is not None:
             self.linker.probe_when_idle()
 
     def begin_weights_change(self) -> None:
-        """Called on every rank before the engine writes weights, or takes their memory or the pool's away."""
+        """Called on every rank before the engine writes weights, or releases their memory or the pool's."""
         assert self.linker is not None
         self.linker.begin_weights_change()
 
@@ -241,21 +240,14 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         allocator = self.token_to_kv_pool_allocator
         num_pages = allocator.size // allocator.page_size
         is_pool_empty = allocator.available_size() // allocator.page_size == num_pages
-        self.krul_linker.end_weights_change(is_pool_empty=is_pool_empty)
-
-    def krul_stats(self) -> dict[str, Any]:
-        return self.krul_linker.stats()
-
-    @property
-    def krul_linker(self) -> KrulLinker:
         assert self.linker is not None
-        return self.linker.cache_linker
+        self.linker.cache_linker.end_weights_change(is_pool_empty=is_pool_empty)
 
 
 def _turn_ended_well(req: Any) -> bool:
     """Whether this insert is the last one of a turn that the next turn can build on.
 
-    Aborted requests are left alone: what made them abort may have touched their KV.
+    The turns of aborted requests are not stored: what made them abort may have spoiled their KV.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 

@@ -1,4 +1,4 @@
-"""How a rank comes to its store: the daemon that the first rank of a host starts, or one that is running."""
+"""Connects a rank to its store: a daemon that the first rank of the host starts, or one that runs already."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def connect_store(
 
 
 def lock_arena(device: Device, arena: npt.NDArray[np.uint8]) -> None:
-    """Have the device copy from and to a mapping of a daemon's arena by itself.
+    """Lock a mapping of the daemon's arena in memory, so that the device can copy from and to it directly.
 
-    All of it is backed with memory from then on, and cannot be swapped. Where that is refused (a limit on
-    locked memory, say), copies work as before, only slower. A mapping that another one replaces, because its
-    daemon is gone, stays locked until the last load or turn that uses it has ended.
+    The whole arena takes memory from then on, and cannot be swapped. Where locking is refused (a limit on
+    locked memory, say), copies still work, only slower. When the daemon is gone and another mapping replaces
+    this one, it stays locked until the last load or turn that uses it has ended.
     """
     start_s = time.perf_counter()
     error = device.lock_pages(arena)
@@ -118,7 +118,7 @@ def lock_arena(device: Device, arena: npt.NDArray[np.uint8]) -> None:
 
 
 def _gathered(agreement: RankAgreement, found: dict[str, str]) -> list[dict[str, str]]:
-    """What every rank found, by rank.
+    """Exchange what every rank found; returned by rank.
 
     Raises:
         DaemonError: on every rank, if one of them found an error.

@@ -1,4 +1,4 @@
-"""How tensor-parallel ranks come to one result from what each of them measured on its own heads."""
+"""Lets tensor-parallel ranks combine what each of them measured on its own heads into one result."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 
 class RankAgreement:
-    """Collectives of one kind of thread: those that store turns, or those that restore.
+    """Exchanges values between the same threads of all ranks: those that store turns, or those that restore.
 
-    On a group of its own, because other threads use theirs at the same time. Every rank has the same work in
-    the same order and makes the same calls for each piece. ``group`` is None for a single rank.
+    Each kind of thread has a process group of its own, because they exchange at the same time. All ranks must
+    make the same calls in the same order. ``group`` is None for a single rank.
     """
 
     def __init__(self, group: Any | None, num_ranks: int) -> None:
@@ -22,11 +22,11 @@ class RankAgreement:
 
     @classmethod
     def create(cls, num_ranks: int) -> RankAgreement:
-        """Called by all ranks at the same point of their start."""
+        """Make the process group. All ranks call it at the same point of their start."""
         return cls(dist.new_group(backend="gloo") if num_ranks > 1 else None, num_ranks)
 
     def gather(self, values: torch.Tensor | None, shape: Sequence[int]) -> list[torch.Tensor] | None:
-        """Every rank's ``values`` (float64 of ``shape``, on the CPU) by rank; None if one has nothing."""
+        """Every rank's ``values`` (float64 of ``shape``, on the CPU) by rank; None if one passed None."""
         if self._group is None:
             return None if values is None else [values]
         # One tensor: a flag that there are values, then the values.

@@ -1,4 +1,4 @@
-"""What of SGLang's internals krul hooks or relies on, in one table, and the check that it is still there.
+"""Lists what of SGLang krul hooks or relies on, and checks at start that it is still there.
 
 SGLang logs and swallows errors of plugin load and of hook application, so a renamed target would run the
 server without krul. ``verify_engine`` is therefore called where an exception does stop the server: in the
@@ -40,7 +40,7 @@ WEIGHT_WRITERS = tuple(
         "resume_memory_occupation",
     )
 )
-"""Everything that may leave a running server with other weights, or with a pool of other contents.
+"""Methods after which a running server may have other weights, or a pool with other contents.
 
 Between ``begin_weight_update`` and ``end_weight_update`` a trainer may write into the weights by itself;
 ``check_weights`` overwrites them when it is told to reset.

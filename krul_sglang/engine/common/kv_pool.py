@@ -1,4 +1,4 @@
-"""The device pool that krul reads from and writes to."""
+"""Reads and writes SGLang's KV pool on the device."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class DevicePool:
 
     ``k_buffer[l]`` is ``[num_slots, num_kv_heads, k_head_dim]`` and ``v_buffer[l]`` accordingly, both on the
     pool's device. The buffers are used directly: SGLang's own getters wait for loads in flight. ``streams``
-    is the device as those see it who copy from and to the pool.
+    makes streams and events of that device.
 
-    What is stored and loaded are the buffers' bytes: of an fp8 pool ``shape.dtype`` is uint8, while
-    ``element_type`` says what the bytes mean.
+    The buffers' bytes are stored and loaded: for an fp8 pool ``shape.dtype`` is uint8, and ``element_type``
+    says what the bytes mean.
 
     Args:
         pool: SGLang's.
@@ -102,7 +102,7 @@ class DevicePool:
         return self._k_buffer[layer], self._v_buffer[layer]
 
     def typed_buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``buffers`` in the pool's element type, which those of an fp8 pool have only by name."""
+        """``buffers`` viewed in the pool's element type: SGLang keeps fp8 as uint8."""
         k_buffer, v_buffer = self.buffers(layer)
         return k_buffer.view(self.element_type), v_buffer.view(self.element_type)
 

@@ -1,4 +1,4 @@
-"""Whose KV this rank computes now: the model's identity, and how it changes when its weights do."""
+"""Keeps the identity of the model whose KV this rank computes, and changes it when the weights change."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from krul_backend.segment import ModelIdentity
 
 
 class ServedModel:
-    """The one owner of the identity under which a rank stores KV and looks it up.
+    """Owns the identity under which a rank stores KV and looks it up.
 
-    Weights that a running server is given have an identity that no other server and no later start has: the
-    one before, and 16 random bytes. An update from disk gets one as well, because nothing in the engine says
-    that exactly one known checkpoint was loaded.
+    After an update of the weights the identity is a new one, made of the old one and 16 random bytes: no
+    other server and no later start has it. So it is after an update from disk, because nothing in the engine
+    says that exactly one known checkpoint was loaded.
 
     From the beginning of a change until the device pool was empty once, KV of several weights may lie there
-    side by side, and one path may have grown under two of them. Such KV has no identity: while
-    ``is_settled`` is False nothing is stored.
+    side by side, and one path may hold KV of two. Nothing is stored then: ``is_settled`` is False.
 
     Changed on the scheduler's thread, while no turn waits to be stored; so the thread that stores turns
     reads one identity per turn.
@@ -44,7 +43,7 @@ class ServedModel:
         self._is_mixed = True
 
     def rename(self, epoch: bytes) -> None:
-        """Take an identity that never was before. Every rank names the same 16 random bytes."""
+        """Take a new identity. Every rank passes the same 16 random bytes."""
         digest = hashlib.sha256(self.identity.config_digest.encode() + epoch).hexdigest()
         self.identity = replace(self.identity, config_digest=digest)
         self.is_lasting = False

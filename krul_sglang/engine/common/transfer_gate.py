@@ -1,4 +1,4 @@
-"""Restoring goes before saving: a request waits for the one, nobody for the other."""
+"""Lets restores go before saves: a request waits for a restore, nobody waits for a save."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass
 class Patience:
-    """How many seconds a saver will still wait for restores, in all."""
+    """Seconds that a saver will still wait for restores, over all of its copies."""
 
     left_s: float
 
 
 class TransferGate:
-    """Copies in both directions at once slow each other; savers let restores pass, between two copies."""
+    """Makes savers wait between two copies while a restore runs, since copies both ways slow each other."""
 
     def __init__(self, max_wait_s: float = 1.0) -> None:
         self._max_wait_s = max_wait_s
@@ -26,7 +26,7 @@ class TransferGate:
 
     @contextmanager
     def restoring(self, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Savers wait meanwhile, but not for a restore that ``is_wanted`` no more: it may be stuck."""
+        """Savers wait while this is held, unless ``is_wanted()`` is False: the restore may be stuck then."""
         with self._changed:
             self._restores.append(is_wanted)
         try:
@@ -37,11 +37,11 @@ class TransferGate:
                 self._changed.notify_all()
 
     def patience(self) -> Patience:
-        """For saving one turn: its path is locked on the device meanwhile, so it must get on, too."""
+        """What one turn may wait. It is bounded, because the turn's path stays locked on the device."""
         return Patience(self._max_wait_s)
 
     def let_restores_pass(self, patience: Patience) -> None:
-        """Wait until nothing is being restored, or the patience is at its end."""
+        """Wait until nothing is being restored or ``patience`` is used up; takes the time off it."""
         begin_s = time.monotonic()
         with self._changed:
             self._changed.wait_for(

@@ -1,8 +1,8 @@
 """The table of server settings: what krul refuses at start, what it was seen to serve, what nobody has tried.
 
 Refusals, their tests and ``docs/support.md`` are all made from the rows below. A setting is refused if krul
-would store or restore wrong KV with it, answer otherwise than the engine alone, or hang. That it was never
-tried is no reason.
+would store or restore wrong KV with it, answer otherwise than the engine alone, or hang. A setting that was
+never tried is not refused for that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class UnsupportedSetupError(KrulError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """krul does not run with ``setting``: a flag, or something that flags lead to."""
+    """Says that krul does not run with ``setting``: a flag, or something that follows from flags."""
 
     setting: str
     reason: str
@@ -38,7 +38,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Rule(Refusal):
-    """A refusal that follows from values: when ``applies(*values of fields)``. ``example``: such values."""
+    """Refuses a setting when ``applies`` is true of the values of ``fields``. ``example``: such values."""
 
     fields: tuple[str, ...]
     applies: Callable[..., bool]
@@ -47,7 +47,7 @@ class Rule(Refusal):
 
 @dataclass(frozen=True)
 class Served:
-    """With ``setting`` the answers were those of a server that never evicts, in ``seen_on``."""
+    """Says that ``setting`` was tested: answers were those of a server that never evicts, in ``seen_on``."""
 
     setting: str
     seen_on: str
@@ -55,7 +55,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Untested:
-    """Nothing is known against ``setting``, but nobody has seen it work. ``note``: where to look first."""
+    """Says that nobody has tried ``setting``; nothing speaks against it. ``note``: where to look first."""
 
     setting: str
     note: str = ""
@@ -232,7 +232,7 @@ FOUND_LATER = (
     FOREIGN_LAYERS,
     EAGER_ESTIMATOR,
 )
-"""Found when what they are about is built, in the scheduler."""
+"""Refusals that are known only in the scheduler, when the pool, the layers or the estimator are built."""
 
 SERVED = (
     Served(

@@ -1,4 +1,4 @@
-"""Every block is compared with its checksum before its first byte is used, ahead of the copies."""
+"""Compares every block with its checksum before its first byte is used, ahead of the copies."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class DamagedBlockError(KrulError):
 
 
 def num_check_threads(device: Device) -> int:
-    """On a CPU the forward owns the cores."""
+    """One on a CPU, where the forward needs the cores."""
     return 1 if device.shares_cores else 4
 
 
 class BlockChecks:
-    """The blocks of one batch of loads, checked on threads of their own in the order of their announcement.
+    """Checks the blocks of one batch of loads on threads of its own, in the order they are announced.
 
-    Hashing releases the interpreter and is faster than most buses, so that copies seldom wait for it. What
-    does not lie in DRAM yet is waited for, at most ``timeout_s`` per block. A wrong block is reported with
+    Hashing releases the GIL and is faster than most buses, so that copies seldom wait for it. A block that is
+    still on its way to DRAM is waited for, at most ``timeout_s``. A wrong block is reported with
     ``report_damage(segment_id)``.
     """
 
@@ -36,13 +36,13 @@ class BlockChecks:
         self._workers = ThreadPoolExecutor(num_check_threads(device), thread_name_prefix="krul-check")
 
     def announce(self, source: SegmentSlice, layer: int) -> None:
-        """Begin to check a layer's block, unless that has begun."""
+        """Start to check a layer's block, unless that has been started before."""
         key = (source.segment_id, layer)
         if key not in self._checks:
             self._checks[key] = self._workers.submit(self._check, source, layer)
 
     def wait(self, source: SegmentSlice, layer: int) -> None:
-        """Block until an announced block is there and right.
+        """Block until an announced block is in DRAM and its checksum is right.
 
         Raises:
             DamagedBlockError: it is not what was committed.
@@ -51,8 +51,11 @@ class BlockChecks:
         self._checks[source.segment_id, layer].result()
 
     def close(self) -> None:
-        """Begin no more checks, and report nothing: one that runs may still read, but what was leased may be
-        somebody else's bytes by then."""
+        """Start no more checks, and report no damage.
+
+        A check that runs may go on reading, but after the lease ends the store may have given the bytes to
+        another segment.
+        """
         self._is_closed = True
         self._workers.shutdown(wait=False, cancel_futures=True)
 

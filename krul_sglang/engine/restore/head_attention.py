@@ -1,4 +1,4 @@
-"""Attention of recomputed tokens over what is in the pool before them and over themselves."""
+"""Computes attention of recomputed tokens over themselves and the KV before them in the pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_SCORES = 1 << 25
 """Most scores, over all query heads, that one call of a kernel which keeps them all may have in memory."""
 
 _MIN_QUERIES = 16
-"""Queries of one call, however long the prefix is."""
+"""Fewest queries of one call, however long the prefix is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class HeadSpan:
 
 
 class SpanAttention(Protocol):
-    """A way to compute causal attention of spans whose own KV is in the pool already."""
+    """Computes causal attention of spans whose own KV is in the pool already."""
 
     def plan(self, spans: Sequence[HeadSpan]) -> None:
         """Say what the next calls of ``attend`` are for, until the next ``plan``."""

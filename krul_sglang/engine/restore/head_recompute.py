@@ -1,4 +1,4 @@
-"""Recomputing the heads of layers: a forward of its own, shorter from layer to layer."""
+"""Recomputes heads in a forward of its own, over fewer tokens from layer to layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from krul_sglang.engine.restore.paged_attention import span_attention
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """What is recomputed of one request.
+    """The tokens of one request that are recomputed.
 
     ::
 
@@ -129,7 +129,7 @@ class HeadRecompute:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
     ) -> Any:
-        """What layers want to know of a forward of one cut, whose spans attention uses from here on."""
+        """Make SGLang's batch for one cut, and plan attention over the cut's spans."""
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
         spans = []

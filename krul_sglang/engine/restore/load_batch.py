@@ -1,4 +1,4 @@
-"""Loads of one forward, under way: which layers have landed, and how a forward waits for them."""
+"""Tracks the loads of one forward: which layers have landed, and how the forward waits for them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from krul_backend.errors import KrulError
 from krul_backend.planner.interface import RestorePlan
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.restore.segment_reader import OpenSlice
+from krul_sglang.engine.restore.segment_reader import SegmentReader
 
 _AGREEMENTS = 8
-"""Times that ranks agree while a load lands that all of them wait for; once, if it has landed before."""
+"""How often ranks exchange, during one load, which layers have landed everywhere; once if all have."""
 
 
 class LoadFailedError(KrulError):
@@ -36,14 +36,15 @@ class Forecast:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """A leased prefix on its way into the pool.
+    """A leased prefix that is being copied into the pool.
 
     Tokens ``[device_tokens, device_tokens + len(slots))`` of the conversation go to ``slots`` (int64, on the
-    pool's device): in each layer those from ``plan.head_ends[layer]`` on, out of ``slices`` of the lease.
+    pool's device): in each layer those from ``plan.head_ends[layer]`` on, which ``readers`` copy, one after
+    another, out of the lease's segments.
     """
 
     lease: Lease
-    slices: Sequence[OpenSlice]
+    readers: Sequence[SegmentReader]
     slots: torch.Tensor
     device_tokens: int
     plan: RestorePlan
@@ -59,15 +60,15 @@ class LayerTimes:
 
 
 class LoadBatch:
-    """What the loader and the forward share about one batch of loads. Thread-safe.
+    """Shares the progress of one batch of loads between the loader and the forward. Thread-safe.
 
     The loader writes each layer, and reports it with ``landed``, inside ``writing``; the forward calls
-    ``wait_layer``. What comes after ``abandon``, on a GPU in the stream that called it, is not overwritten by
-    this batch any more.
+    ``wait_layer``. After ``abandon`` the batch no longer writes to the pool: on a GPU, not after that
+    point of the stream which called it.
 
-    ``timeout_s`` may pass without a further layer beyond what the loads should take: a prefix of many
-    segments on a slow disk brings its first layer when most of it has been read. ``agreement`` joins the
-    threads of the ranks whose forwards wait.
+    The batch fails when no further layer lands for ``timeout_s`` and the time that the loads should take
+    together: a prefix of many segments on a slow disk brings its first layer when most of it has been read.
+    ``agreement`` joins the threads of the ranks whose forwards wait.
     """
 
     def __init__(self, loads: Mapping[str, Load], num_layers: int, device: Device, timeout_s: float) -> None:
@@ -113,7 +114,7 @@ class LoadBatch:
 
     def fail(self, error: BaseException) -> None:
         with self._changed:
-            # Its frames hold what was fetched, which is memory that recomputing may need.
+            # Frames of the traceback hold what was fetched: memory that recomputing may need.
             self._error = error.with_traceback(None)
             self._changed.notify_all()
 
@@ -174,7 +175,7 @@ class LoadBatch:
         return int(min(of_rank.item() for of_rank in of_ranks))
 
     def abandon(self, *, is_refilled: bool) -> None:
-        """Give the batch up. Waits for a write that is under way, not for one that is stuck before it.
+        """Give the batch up. Waits for a write that is under way, not for a read that is stuck before it.
 
         On a GPU the current stream waits for the writes that are queued.
         ``is_refilled``: whether the slots get their KV in another way.

@@ -1,27 +1,28 @@
-"""Restoring the tails of leased prefixes into device slots, layer by layer, off the scheduler thread."""
+"""Copies the tails of leased prefixes into device slots, layer by layer, on a thread of its own."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from krul_backend.errors import KrulError, TierReadError
+from krul_backend.errors import KrulError
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import SegmentSlice
+from krul_sglang.config import KrulConfig
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.block_checks import BlockChecks
 from krul_sglang.engine.restore.load_batch import LayerTimes, Load, LoadBatch
-from krul_sglang.engine.restore.segment_reader import KeptRoom, OpenSlice, SegmentReader
+from krul_sglang.engine.restore.segment_reader import KeptRoom
 
 logger = logging.getLogger(__name__)
 
 _CHECKED_AHEAD = 8
-"""Layers that are announced for checking by the time that the first of them is copied: enough to keep the
+"""Layers that are announced for checking before the first of them is copied: enough to keep the checking
 threads busy, and few enough that the first copy does not wait while thousands of blocks are announced."""
 
 
@@ -36,7 +37,7 @@ class LoadCounters:
 
 
 class LoadCounter:
-    """What SGLang's pool calls before it hands out the KV of a layer: ``wait_until``.
+    """Makes forwards wait for loads: SGLang's pool calls ``wait_until`` before it hands out a layer's KV.
 
     On a GPU the current stream waits, on a CPU the thread.
     """
@@ -56,11 +57,37 @@ class LoadCounter:
             batch.wait_layer(layer)
 
 
+class FaultInjection:
+    """Lets every second load fail, or stop for longer than its deadline, at changing layers.
+
+    Ranks take turns: what fails on one of them works on the others.
+    """
+
+    def __init__(self, config: KrulConfig, rank: int, num_ranks: int, num_layers: int) -> None:
+        self._fault = config.fault_injection
+        self._stall_s = 3 * config.load_timeout
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._num_layers = num_layers
+        if self._fault != "none":
+            logger.warning("krul: faults are injected on purpose (fault_injection = %r)", self._fault)
+
+    def before_layer(self, index: int, layer: int) -> None:
+        """Raises or waits at one layer of batch ``index``; see the class."""
+        number, is_spared = divmod(index, 2)
+        if is_spared or number % self._num_ranks != self._rank or layer != number % self._num_layers:
+            return
+        if self._fault == "load-error":
+            raise OSError(f"injected at layer {layer} of load {index}")
+        if self._fault == "load-stall":
+            time.sleep(self._stall_s)
+
+
 class LayerWiseLoader:
     """Fills the slots of queued loads; the forward waits for each layer through ``counter``.
 
-    A load owns its lease: it is released when the load has ended, well or not, or is cancelled. What of it
-    lies in a lower tier is fetched while its first layers are copied.
+    A load owns its lease, which is released when the load has ended, failed or been cancelled. Segments in a
+    lower tier are fetched while the first layers are copied.
     ``before_layer(index, layer)`` is called in the loading thread before a layer of a batch is read; what it
     raises fails the batch.
     """
@@ -125,7 +152,7 @@ class LayerWiseLoader:
         running = self._running.pop(index)
         if batch.is_abandoned:
             if not running.done():
-                # Its thread may be stuck for long; later loads must not wait behind it.
+                # Its thread may stay stuck for long; later loads must not wait for it.
                 self._worker.shutdown(wait=False)
                 self._worker = self._new_worker()
             return batch.is_refilled
@@ -157,37 +184,16 @@ class LayerWiseLoader:
     def _run(self, index: int, batch: LoadBatch, ready: Sequence[Any]) -> None:
         loads = tuple(batch.loads.values())
         try:
-            checks = BlockChecks(self._device, batch.timeout_s, self._store.report_damage)
-            room = KeptRoom()
-            with (
-                closing(checks),
-                self._gate.restoring(lambda: not batch.is_abandoned),
-                self._device.working_on(self._stream, ready),
-            ):
-                readers = [
-                    [SegmentReader(part, load.plan.head_ends, checks, room) for part in self._fetched(load)]
-                    for load in loads
-                ]
-                num_announced = 0
-                for layer in range(self._pool.num_layers):
-                    while num_announced < min(layer + _CHECKED_AHEAD, self._pool.num_layers):
-                        for of_load in readers:
-                            for reader in of_load:
-                                reader.announce(num_announced)
-                        num_announced += 1
-                    self._before_layer(index, layer)
-                    begin = batch.clock.mark()
-                    for load, of_load in zip(loads, readers, strict=True):
-                        if not self._load_layer(layer, batch, load, of_load):
-                            return
-                    with batch.writing() as is_wanted:
-                        if not is_wanted:
-                            return
-                        batch.landed(LayerTimes(begin, batch.clock.mark()))
-            self._count(loads, readers)
+            try:
+                self._load(index, batch, ready)
+            finally:
+                for load in loads:
+                    for reader in load.readers:
+                        # Before a failure is reported: recomputing may need the memory.
+                        reader.end()
         except Exception as error:
             self.counters.failed_batches += 1
-            # Damage and slow tiers are expected to happen: where they were noticed in the code says nothing.
+            # Damage and slow tiers are expected to happen: a traceback would say nothing more.
             is_expected = isinstance(error, KrulError)
             logger.log(
                 logging.WARNING if is_expected else logging.ERROR,
@@ -202,18 +208,50 @@ class LayerWiseLoader:
             for load in loads:
                 self._store.release(load.lease)
 
-    def _fetched(self, load: Load) -> Sequence[OpenSlice]:
-        """The load's slices with blocks: what is in a lower tier is on its way from here on."""
-        if load.lease.is_in_dram:
-            return load.slices
-        # Fewer may be loaded than were leased: ranks agree on the shortest prefix.
-        fetched = self._store.fetch(load.lease)[: len(load.slices)]
-        return [_arriving(part, source) for part, source in zip(load.slices, fetched, strict=True)]
+    def _load(self, index: int, batch: LoadBatch, ready: Sequence[Any]) -> None:
+        """Copy all layers of a batch, until it is abandoned."""
+        loads = tuple(batch.loads.values())
+        checks = BlockChecks(self._device, batch.timeout_s, self._store.report_damage)
+        room = KeptRoom()
+        with (
+            closing(checks),
+            self._gate.restoring(lambda: not batch.is_abandoned),
+            self._device.working_on(self._stream, ready),
+        ):
+            for load in loads:
+                self._begin(load, checks, room)
+            num_announced = 0
+            for layer in range(self._pool.num_layers):
+                while num_announced < min(layer + _CHECKED_AHEAD, self._pool.num_layers):
+                    for load in loads:
+                        for reader in load.readers:
+                            reader.announce(num_announced)
+                    num_announced += 1
+                self._before_layer(index, layer)
+                begin = batch.clock.mark()
+                for load in loads:
+                    if not self._load_layer(layer, batch, load):
+                        return
+                with batch.writing() as is_wanted:
+                    if not is_wanted:
+                        return
+                    batch.landed(LayerTimes(begin, batch.clock.mark()))
+        self._count(loads)
 
-    def _load_layer(self, layer: int, batch: LoadBatch, load: Load, readers: Sequence[SegmentReader]) -> bool:
+    def _begin(self, load: Load, checks: BlockChecks, room: KeptRoom) -> None:
+        """Make a load's readers ready; what is in a lower tier is on its way from here on."""
+        if not load.lease.is_in_dram:
+            # Fewer may be loaded than were leased: ranks agree on the shortest prefix.
+            fetched = self._store.fetch(load.lease)[: len(load.readers)]
+            for reader, source in zip(load.readers, fetched, strict=True):
+                reader.take_blocks_of(source)
+        for reader in load.readers:
+            reader.begin(load.plan.head_ends, checks, room)
+
+    def _load_layer(self, layer: int, batch: LoadBatch, load: Load) -> bool:
         """Segment after segment, so that the device never holds the blocks of several; False if given up."""
         first = 0
-        for reader in readers:
+        for reader in load.readers:
             reader.fetch(layer, self._device)
             with batch.writing() as is_wanted:
                 if not is_wanted:
@@ -222,24 +260,7 @@ class LayerWiseLoader:
             first += reader.num_tokens
         return True
 
-    def _count(self, loads: Sequence[Load], readers: Sequence[Sequence[SegmentReader]]) -> None:
+    def _count(self, loads: Sequence[Load]) -> None:
         self.counters.requests += len(loads)
         self.counters.tokens += sum(len(load.slots) for load in loads)
-        self.counters.num_bytes += sum(reader.num_bytes for of_load in readers for reader in of_load)
-
-
-def _arriving(part: OpenSlice, source: SegmentSlice) -> OpenSlice:
-    """``part`` with the blocks that came, or come, for it.
-
-    Raises:
-        TierReadError: they are encoded in another way than what was leased, and than the decoder and the plan
-            are for: somebody stored these tokens again meanwhile.
-    """
-    leased, came = part.source.header, source.header
-    if (
-        (came.start_token, came.num_tokens) != (leased.start_token, leased.num_tokens)
-        or came.codec != leased.codec
-        or came.codec_params != leased.codec_params
-    ):
-        raise TierReadError(f"tokens from {leased.start_token} on were stored again since they were leased")
-    return replace(part, source=source)
+        self.counters.num_bytes += sum(reader.num_bytes for load in loads for reader in load.readers)

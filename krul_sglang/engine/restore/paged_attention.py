@@ -1,4 +1,4 @@
-"""Attention of recomputed tokens by FlashInfer: straight over the pool, all requests in one kernel."""
+"""Computes attention of recomputed tokens with FlashInfer: on the pool itself, all requests in one kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORKSPACE_BYTES = 1 << 20
 """FlashInfer keeps partial results there, of which there are none where keys are not split over blocks."""
 
 _INDEX_PADDING = 256
-"""Slots that kernels may read ahead of the last one, and ignore. SGLang pads its own by as many."""
+"""Slots by which indices are padded: kernels may read so many beyond the last. SGLang pads as many."""
 
 _MAX_TRIAL_ERROR = 0.05
 
@@ -30,11 +30,10 @@ _MAX_TRIAL_ERROR = 0.05
 def span_attention(
     buffers: tuple[torch.Tensor, torch.Tensor], layer: Any, dtype: torch.dtype
 ) -> SpanAttention:
-    """The best way to attend to a pool: FlashInfer where it is installed and proves itself, else torch.
+    """Choose how to attend to a pool: FlashInfer where it is installed and agrees with torch, else torch.
 
     ``buffers`` are one layer's of the pool, ``layer`` is an attention module of the model, ``dtype`` that of
-    its queries. FlashInfer compiles kernels for the device, so whether it works is not known before it has
-    been tried.
+    its queries. FlashInfer compiles kernels for the device, so it is tried first.
     """
     plain = GatheredAttention()
     device = Device.of(buffers[0])
@@ -61,7 +60,7 @@ def trial_error(
     layer: Any,
     dtype: torch.dtype,
 ) -> float:
-    """How far two ways are apart, relative, on random numbers in the shapes of a model's layer."""
+    """Relative difference of two ways, on random numbers in the shapes of a model's layer."""
     (k_buffer, v_buffer), num_slots = buffers, 64
     device = k_buffer.device
     generator = torch.Generator(device).manual_seed(0)
@@ -83,7 +82,7 @@ def trial_error(
 
 
 class PagedAttention:
-    """FlashInfer's prefill for pages of one slot. It copies no KV and keeps no scores.
+    """Attends with FlashInfer's prefill for pages of one slot, which copies no KV and keeps no scores.
 
     ``wrapper_class`` is ``BatchPrefillWithPagedKVCacheWrapper``. Its causal mask ends at the last token of
     both queries and keys, as a span does.

@@ -1,4 +1,4 @@
-"""A forward whose prefixes are being restored: heads first, then the engine's own forward, whatever fails."""
+"""Runs a forward with restored prefixes: heads, then the engine's forward; all again if a load fails."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from krul_sglang.engine.restore.restore_trace import RestoreTrace, TraceLog
 logger = logging.getLogger(__name__)
 
 _MIN_TIMED_TOKENS = 32
-"""Shorter prompts say more about what surrounds a forward than about its layers."""
+"""Shorter prompts are not timed: overhead outweighs the time of their layers."""
 
 
 _MIN_CHUNK_TOKENS = 64
-"""Where there is no memory to recompute so few tokens at a time, there is none."""
+"""Steps are not made smaller than this when memory runs out."""
 
 _NO_CONSUMER = -1
 
@@ -53,8 +53,7 @@ class RestoreForward:
     """Runs forwards of batches that have loads under way. On the scheduler's thread, on every rank alike.
 
     ``heads`` is None if this model's heads cannot be recomputed: then a failed load is the engine's to deal
-    with (it aborts the request). ``chunk_tokens`` are recomputed in one forward at most. ``skip_heads`` does
-    not recompute them, so that a test can show that it would notice.
+    with: it aborts the request. ``chunk_tokens`` are recomputed in one forward at most.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class RestoreForward:
         *,
         req_to_token: torch.Tensor,
         chunk_tokens: int,
-        skip_heads: bool = False,
     ) -> None:
         self.counters = ForwardCounters()
         self._loader = loader
@@ -75,7 +73,6 @@ class RestoreForward:
         self._traces = traces
         self._req_to_token = req_to_token
         self._chunk_tokens = chunk_tokens
-        self._skip_heads = skip_heads
         self._warned: set[str] = set()
 
     def run(self, schedule_batch: Any, forward: Callable[[], Any]) -> Any:
@@ -94,8 +91,7 @@ class RestoreForward:
         self._loader.counter.set_consumer(_NO_CONSUMER)
         has_failed = False
         try:
-            if not self._skip_heads:
-                self._recompute(prefixes, _Prefix.head_ends, trace)
+            self._recompute(prefixes, _Prefix.head_ends, trace)
             result = forward()
         except LoadFailedError as error:
             has_failed = True
@@ -113,7 +109,7 @@ class RestoreForward:
         return result
 
     def _prefill(self, schedule_batch: Any, forward: Callable[[], Any]) -> Any:
-        """A forward that restores nothing; of one request it tells how long the engine's layers take."""
+        """Run a forward that restores nothing; with a single request, time it for the engine's own cost."""
         self._traces.settle()
         lengths = schedule_batch.extend_lens
         if len(lengths) != 1 or lengths[0] < _MIN_TIMED_TOKENS:
@@ -135,9 +131,9 @@ class RestoreForward:
     def _recompute(
         self, prefixes: Sequence[_Prefix], ends_of: Callable[[_Prefix], tuple[int, ...]], trace: RestoreTrace
     ) -> None:
-        """Recompute a head of each prefix, so many tokens of each at a time that a forward stays small.
+        """Recompute a head of each prefix, in steps of at most ``chunk_tokens`` tokens for all together.
 
-        Where memory runs out the rest goes on in smaller steps.
+        When memory runs out, the rest goes on in smaller steps.
 
         Raises:
             NoMemoryError: there is not enough for the smallest step, or for the heads' indices. On every rank
@@ -182,10 +178,10 @@ class RestoreForward:
         return heads
 
     def _run_heads(self, recompute: HeadRecompute, parts: Sequence[Head], trace: RestoreTrace) -> bool:
-        """Whether there was memory for it; what was written without is written again.
+        """Recompute these parts; False if memory ran out: then the caller writes the same slots again.
 
         With several ranks the error is raised: the others are inside of the same layer's collectives, and
-        nothing that this rank could do instead would meet them there. SGLang then ends the server, as when
+        would wait there for this rank for ever. SGLang then ends the server, as when
         its own forward runs out of memory.
         """
         try:
@@ -202,13 +198,13 @@ class RestoreForward:
         self._warn_once("krul: out of memory while recomputing heads; smaller steps follow: %s", error)
 
     def _warn_once(self, text: str, *values: object) -> None:
-        """Later warnings with this text are for debugging only: counters tell how many there were."""
+        """Log a warning once; later ones with the same text go to DEBUG, since counters count them."""
         level = logging.DEBUG if text in self._warned else logging.WARNING
         self._warned.add(text)
         logger.log(level, text, *map(str, values))
 
     def _rescue(self, batch: LoadBatch, prefixes: Sequence[_Prefix], trace: RestoreTrace) -> None:
-        """Recompute what the batch was to bring; if that cannot be done, SGLang ends its requests."""
+        """Recompute all that a failed batch should have loaded; if that fails, SGLang ends its requests."""
         batch.abandon(is_refilled=False)
         if self._heads is None:
             return
@@ -232,11 +228,11 @@ class _Prefix:
     row: torch.Tensor
 
     def head_ends(self) -> tuple[int, ...]:
-        """Those of the plan."""
+        """Where the plan's heads end, by layer."""
         return self.load.plan.head_ends
 
     def whole_ends(self) -> tuple[int, ...]:
-        """Everything that the load was to bring, in every layer."""
+        """The end of the whole prefix, in every layer."""
         end = self.load.device_tokens + len(self.load.slots)
         return (end,) * len(self.load.plan.head_ends)
 

@@ -1,4 +1,4 @@
-"""From a lease to a plan: what of it is loaded, what is recomputed, or that the engine computes it all."""
+"""Plans a restore: which part of a lease is loaded, which is recomputed, or that the engine computes all."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.planner.interface import RestorePlan, RestorePlanner
 from krul_backend.planner.pipeline import simulate
 from krul_backend.planner.problem import RestoreProblem, StoredRun
+from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER, Lease
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.decode_costs import DecodeCosts
 from krul_sglang.engine.restore.load_batch import Forecast
-from krul_sglang.engine.restore.segment_reader import OpenSlice, open_slices
+from krul_sglang.engine.restore.segment_reader import SegmentReader, open_segments
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +31,39 @@ T = TypeVar("T")
 
 _TIER_COSTS_AGE_S = 5.0
 
+PAIR_FACTOR = 2.0
+"""Assumed cost of a layer in a pair where none was measured: two blocks are read for it."""
+
+
+class DecodeCosts:
+    """Tells what decoding costs: seconds per token and layer, beyond what copying the bytes costs.
+
+    ``single_s``: of layers on their own, by precision; ``pair_s``: of layers in a pair. A precision that was
+    not measured takes the cost of one that was.
+    """
+
+    def __init__(self, single_s: Mapping[Precision, float], pair_s: Mapping[Precision, float]) -> None:
+        self.single_s = dict(single_s)
+        self.pair_s = dict(pair_s)
+
+    def token_s(self, strategy: Strategy) -> tuple[float, ...]:
+        """``[L]``, for every layer of a segment that was stored with ``strategy``."""
+        return tuple(
+            self._single_s(layer.precision) if layer.partner is None else self._pair_s(layer.precision)
+            for layer in strategy.layers
+        )
+
+    def _single_s(self, precision: Precision) -> float:
+        return self.single_s.get(precision, max(self.single_s.values(), default=0.0))
+
+    def _pair_s(self, precision: Precision) -> float:
+        measured = self.pair_s.get(precision)
+        return PAIR_FACTOR * self._single_s(precision) if measured is None else measured
+
 
 @dataclass(frozen=True)
 class PlannedRestore:
-    """A plan that loads, and how long its parts should take."""
+    """A plan that loads something, and how long its parts should take."""
 
     plan: RestorePlan
     forecast: Forecast
@@ -62,8 +91,8 @@ class RestorePlanning:
 
     ``agreement`` joins the scheduler threads of the ranks: each of them plans the same loads in the same
     order. ``max_head_tokens`` bounds the heads of one batch together. A forward computes ``max_new_tokens``
-    at most: of a longer prompt only the first chunk waits for the restore. ``tier_costs`` are those of the
-    tiers below DRAM, by name, asked for when something lies there.
+    at most: of a longer prompt only the first chunk waits for the restore. ``tier_costs()`` returns those of
+    the tiers below DRAM, by name; called when something lies there.
     """
 
     def __init__(
@@ -93,9 +122,9 @@ class RestorePlanning:
         self._known_tiers: frozenset[str] = frozenset({DRAM_TIER})
         self._tiers_asked_s = float("-inf")
 
-    def open(self, lease: Lease, num_tokens: int) -> list[OpenSlice] | None:
-        """See ``open_slices``; None without memory for it."""
-        return self._unless_out_of_memory(lambda: open_slices(lease, self._codec, num_tokens))
+    def open(self, lease: Lease, num_tokens: int) -> list[SegmentReader] | None:
+        """See ``open_segments``; None without memory for it."""
+        return self._unless_out_of_memory(lambda: open_segments(lease, self._codec, num_tokens))
 
     def find_undecodable(self, lease: Lease) -> list[int]:
         """Ids of the leased segments that the codec cannot open."""
@@ -112,19 +141,19 @@ class RestorePlanning:
         return found
 
     def plan(
-        self, slices: Sequence[OpenSlice] | None, *, device_tokens: int, new_tokens: int
+        self, readers: Sequence[SegmentReader] | None, *, device_tokens: int, new_tokens: int
     ) -> PlannedRestore | None:
         """A plan for the leased tokens after ``device_tokens``; None when computing them is better.
 
-        ``new_tokens`` follow the prefix in the request's own forward. ``slices`` is None on a rank that
+        ``new_tokens`` follow the prefix in the request's own forward. ``readers`` are None on a rank that
         cannot read what it leased: then no rank loads it.
         """
-        runs = None if slices is None else self._unless_out_of_memory(lambda: self._runs(slices))
+        runs = None if readers is None else self._unless_out_of_memory(lambda: self._runs(readers))
         runs = self._agreed_bounds(runs)
-        if runs is None or slices is None:
+        if runs is None or readers is None:
             self.counters.refused += 1
             return None
-        total_tokens = slices[-1].end_token
+        total_tokens = readers[-1].end_token
         problem = RestoreProblem(
             num_layers=self._codec.num_layers,
             page_size=self._page_size,
@@ -151,7 +180,7 @@ class RestorePlanning:
         return PlannedRestore(plan, Forecast(pipeline.compute_s - own_s, pipeline.load_s))
 
     def start_batch(self) -> None:
-        """What was planned so far runs now; what comes next is another batch."""
+        """Begin another batch: what was planned so far runs now."""
         self._batch_head_tokens = 0
 
     def _unless_out_of_memory(self, compute: Callable[[], T]) -> T | None:
@@ -166,12 +195,12 @@ class RestorePlanning:
             logger.log(level, "krul: out of memory while planning a load; the engine computes it: %s", error)
             return None
 
-    def _runs(self, slices: Sequence[OpenSlice]) -> tuple[StoredRun, ...] | None:
-        """None if something lies in a tier of which it is not known what reading costs."""
-        tiers = {part.source.tier for part in slices}
+    def _runs(self, readers: Sequence[SegmentReader]) -> tuple[StoredRun, ...] | None:
+        """The segments as the planner sees them; None if the cost of reading one's tier is not known."""
+        tiers = {reader.source.tier for reader in readers}
         if tiers != {DRAM_TIER}:
             self._ask_tiers()
-        return tuple(self._run(part) for part in slices) if tiers <= self._known_tiers else None
+        return tuple(self._run(reader) for reader in readers) if tiers <= self._known_tiers else None
 
     def _ask_tiers(self) -> None:
         now_s = time.monotonic()
@@ -182,27 +211,26 @@ class RestorePlanning:
             self.costs.set_tier(tier, cost, through=DRAM_TIER)
             self._known_tiers |= {tier}
 
-    def _run(self, part: OpenSlice) -> StoredRun:
-        header, decoder = part.source.header, part.decoder
+    def _run(self, reader: SegmentReader) -> StoredRun:
+        header, decoder = reader.source.header, reader.decoder
         return StoredRun(
-            tier=part.source.tier,
-            first_token=part.first_token,
-            end_token=part.end_token,
+            tier=reader.source.tier,
+            first_token=reader.first_token,
+            end_token=reader.end_token,
             layer_token_bytes=tuple(num_bytes / header.num_tokens for num_bytes in decoder.layer_num_bytes),
             decode_token_s=self._decode_costs.token_s(decoder.strategy),
             last_use=decoder.last_use,
             stored_from=tuple(
-                min(max(part.first_token, token), part.end_token)
+                min(max(reader.first_token, token), reader.end_token)
                 for token in decoder.decodable_from(header.layer_first_token)
             ),
         )
 
     def _agreed_bounds(self, runs: tuple[StoredRun, ...] | None) -> tuple[StoredRun, ...] | None:
-        """Runs of which no layer can be loaded from before where every rank can load it.
+        """Move the starts of each layer up to where every rank can load it; None if a rank has no runs.
 
         One rank may have trimmed what another holds. Tokens are compared, not runs: ranks evict, and store
-        again, on their own, so that the segments of one conversation need not begin at the same tokens. None
-        if a rank has no runs.
+        again, on their own, so that the segments of one conversation need not begin at the same tokens.
         """
         if self._agreement.num_ranks == 1:
             return runs

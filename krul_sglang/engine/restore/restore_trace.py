@@ -1,4 +1,4 @@
-"""What the streams of a restore did when: for the trace, and for costs that follow what really happens."""
+"""Records when each stream of a restore worked on which layer, for the trace and for the cost estimates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.restore.load_batch import LoadBatch
 
 MAX_TRACES = 16
-"""Restores that are kept for ``krul-sglang trace``."""
+"""How many restores are kept for ``krul-sglang trace``."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Interval:
 
 
 class RestoreTrace:
-    """One batch of restores, while it runs: marks on both streams.
+    """Collects marks on both streams while one batch of restores runs.
 
     ``is_mixed``: requests that restore nothing share the forward, so its time says nothing about these.
     """
@@ -43,7 +43,7 @@ class RestoreTrace:
         self._head_marks.append((layer, self.batch.clock.mark()))
 
     def heads(self) -> list[Interval]:
-        """In the order of time: the layers of one chunk of the heads, then those of the next."""
+        """When each layer of the heads was recomputed, one chunk of tokens after another."""
         return [
             Interval(layer, *_seconds(begin, end))
             for (layer, begin), (_, end) in pairwise(self._head_marks)
@@ -66,7 +66,7 @@ class RestoreTrace:
     def own(self) -> list[Interval]:
         """The engine's own forward, from the moment that it had a layer's KV to the next layer's wait.
 
-        Nothing of a forward that ran twice, because a load was given up: the second one waits for nothing.
+        Empty if a load was given up and the forward ran twice: the second one waits for nothing.
         """
         assert self.end is not None
         waits = self.waits()
@@ -85,7 +85,7 @@ class RestoreTrace:
                     "device_tokens": load.device_tokens,
                     "restored_tokens": len(load.slots),
                     "head_ends": list(load.plan.head_ends),
-                    "tiers": sorted({part.source.tier for part in load.slices}),
+                    "tiers": sorted({reader.source.tier for reader in load.readers}),
                     "planned_s": load.plan.end_s,
                 }
                 for rid, load in self.batch.loads.items()
@@ -106,10 +106,10 @@ class RestoreTrace:
 
 
 class TraceLog:
-    """The last restores of one rank; costs learn from each as soon as the device has come by its marks.
+    """Keeps the last restores of one rank, and corrects the costs by each when its times are known.
 
-    The own forward is learned from prefills that restore nothing: that is what a restore competes with. A
-    load that has a part in a lower tier teaches about that tier alone.
+    The cost of the engine's own forward is taken from prefills that restore nothing: that is what a restore
+    competes with. A load with a part in a lower tier corrects the cost of that tier alone.
     """
 
     def __init__(self, costs: OnlineCosts, num_layers: int) -> None:
@@ -150,7 +150,7 @@ class TraceLog:
         if head_s > 0 and (heads := trace.heads()):
             self._costs.observe_head(head_s, _total_s(heads))
         load_s = sum(load.forecast.load_s for load in loads)
-        tiers = {part.source.tier for load in loads for part in load.slices} - {DRAM_TIER}
+        tiers = {reader.source.tier for load in loads for reader in load.readers} - {DRAM_TIER}
         if load_s > 0 and (parts := trace.loads()) and len(tiers) <= 1:
             self._costs.observe_tier(next(iter(tiers), DRAM_TIER), load_s, _total_s(parts))
         # Plans are made as if each request came alone.
@@ -172,7 +172,7 @@ def _total_s(intervals: Sequence[Interval]) -> float:
 
 
 def _seconds(*marks: Mark) -> tuple[float, ...]:
-    """Of marks that the device has come by."""
+    """The times of marks that the device has passed."""
     seconds = [mark() for mark in marks]
-    assert all(second is not None for second in seconds), "the device has not come by a mark"
+    assert all(second is not None for second in seconds), "the device has not passed a mark"
     return tuple(second for second in seconds if second is not None)

@@ -1,31 +1,31 @@
-"""Reads the tails of a leased prefix, layer by layer, whatever each segment was encoded with."""
+"""Copies the tails of a leased prefix into the pool, segment by segment and layer by layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.device import Device
+from krul_backend.errors import TierReadError
 from krul_backend.tiers.common.interface import Block, Lease, SegmentSlice
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.block_checks import BlockChecks
 
 MAX_KEPT_BYTES = 128 << 20
-"""Of the device's memory, for blocks that wait there for the other layer of their pair."""
+"""Most device memory for blocks that stay there until the other layer of their pair comes."""
 
 
 class KeptRoom:
-    """Device memory in which the readers of one batch keep blocks from one layer to a later one."""
+    """Counts the device memory in which readers of one batch keep blocks from one layer to a later one."""
 
     def __init__(self, num_bytes: int = MAX_KEPT_BYTES) -> None:
         self._free_bytes = num_bytes
 
     def take(self, num_bytes: int) -> bool:
-        """Whether there is room for a block, which it has then."""
+        """Reserve room for a block; False if there is none."""
         if num_bytes > self._free_bytes:
             return False
         self._free_bytes -= num_bytes
@@ -35,106 +35,127 @@ class KeptRoom:
         self._free_bytes += num_bytes
 
 
-@dataclass(frozen=True, eq=False)
-class OpenSlice:
-    """Tokens ``[first_token, first_token + num_tokens)`` of a conversation in one leased segment."""
+class SegmentReader:
+    """Copies tokens ``[first_token, end_token)`` of a conversation from one leased segment into the pool.
 
-    source: SegmentSlice
-    decoder: SegmentDecoder
-    num_tokens: int
+    A plan is made from what it says of the segment. If the plan loads, ``begin`` follows, and then
+    ``announce``, ``fetch`` and ``restore`` of each layer in ascending order. Positions are absolute::
+
+        [first_token, head_ends[l])   not read in layer l
+        [head_ends[l], end_token)     read, decoded and written to their slots
+
+    Each block is copied in one piece when its layer comes: from the group on in which the tail of the layer
+    that needs it last begins (the other one of a pair, or itself), since heads never grow. It stays on the
+    device until then, if there is room; otherwise the part that the other layer needs is copied again when
+    that comes.
+
+    ``source`` is what was leased, ``num_tokens`` how many of its tokens are wanted, from the first one on.
+    ``num_bytes`` were read so far.
+    """
+
+    _checks: BlockChecks
+    _room: KeptRoom
+
+    def __init__(self, source: SegmentSlice, decoder: SegmentDecoder, num_tokens: int) -> None:
+        header = source.header
+        self.source = source
+        self.decoder = decoder
+        self.num_tokens = num_tokens
+        self.num_bytes = 0
+        # Rows are tokens of the segment, counted from its first one.
+        self._row = source.first_page * header.page_size
+        self._end_row = self._row + num_tokens
+        self._heads: list[int] = []
+        self._fetched = source
+        self._on_device: dict[int, torch.Tensor] = {}
+        self._kept: set[int] = set()
 
     @property
     def first_token(self) -> int:
-        header = self.source.header
-        return header.start_token + self.source.first_page * header.page_size
+        return self.source.header.start_token + self._row
 
     @property
     def end_token(self) -> int:
         return self.first_token + self.num_tokens
 
+    def begin(self, head_ends: Sequence[int], checks: BlockChecks, room: KeptRoom) -> None:
+        """Say from where on each layer is read. ``checks`` and ``room`` are those of the batch of loads.
 
-class SegmentReader:
-    """Reads one slice into the pool. Layers are read in ascending order.
-
-    Positions are absolute. In layer ``l``, of the slice's tokens ``[first_token, end_token)``::
-
-        [first_token, head_ends[l])   not read
-        [head_ends[l], end_token)     read, decoded and written to their slots
-
-    Each block is copied in one piece when its layer comes: from the group on in which the tail of the layer
-    that needs it last begins (the other one of a pair, or itself), since heads never grow. It stays on the
-    device until then, if there is ``room``; otherwise the part that the other layer needs is copied again
-    when that comes. ``checks`` say when a block is there and right; nothing is copied before.
-    """
-
-    def __init__(
-        self, opened: OpenSlice, head_ends: Sequence[int], checks: BlockChecks, room: KeptRoom
-    ) -> None:
-        header = opened.source.header
-        self.num_tokens = opened.num_tokens
-        self.num_bytes = 0
-        self._header = header
-        self._decoder = opened.decoder
-        # Rows of the segment from here on.
-        self._first_token = opened.first_token - header.start_token
-        self._source = opened.source
+        ``checks`` tell when a block is there and right; nothing is copied before.
+        """
+        start_token = self.source.header.start_token
+        self._heads = [max(end - start_token, self._row) for end in head_ends]
         self._checks = checks
-        self._heads = [max(end - header.start_token, self._first_token) for end in head_ends]
-        self._last_use = opened.decoder.last_use
         self._room = room
-        self._on_device: dict[int, torch.Tensor] = {}
-        self._kept: set[int] = set()
+
+    def take_blocks_of(self, fetched: SegmentSlice) -> None:
+        """Read the blocks that the store fetches for ``source`` from a lower tier.
+
+        Raises:
+            TierReadError: they are encoded in another way than what was leased, and than the decoder and the
+                plan are for: somebody stored these tokens again meanwhile.
+        """
+        leased, came = self.source.header, fetched.header
+        if (
+            (came.start_token, came.num_tokens) != (leased.start_token, leased.num_tokens)
+            or came.codec != leased.codec
+            or came.codec_params != leased.codec_params
+        ):
+            raise TierReadError(
+                f"tokens from {leased.start_token} on were stored again since they were leased"
+            )
+        self._fetched = fetched
+
+    def end(self) -> None:
+        """Free the device memory of blocks that are still kept there. Nothing is read afterwards."""
+        self._on_device.clear()
 
     def announce(self, layer: int) -> None:
-        """Let the blocks that ``fetch`` of this layer will copy be checked. Layers are announced in order."""
+        """Start to check the blocks that ``fetch`` of this layer will copy. Layers are announced in order."""
         for source in self._needed(layer):
-            self._checks.announce(self._source, source)
+            self._checks.announce(self._fetched, source)
 
     def fetch(self, layer: int, device: Device) -> None:
-        """Copy to the device what ``restore`` of this layer needs and is not there yet. May take its time.
+        """Copy to the device what ``restore`` of this layer needs and is not there yet. May block.
 
         Raises:
             DamagedBlockError, TierReadError: see ``BlockChecks.wait``.
         """
         for source in self._needed(layer):
             if source not in self._on_device:
-                self._checks.wait(self._source, source)
+                self._checks.wait(self._fetched, source)
                 self._on_device[source] = self._copy_tail(source, layer, device)
 
     def _needed(self, layer: int) -> Sequence[int]:
         """Layers whose blocks this layer's tail is made of."""
-        return () if self._first_row(layer) == self._end_row else self._decoder.sources(layer)
+        return () if self._first_row(layer) == self._end_row else self.decoder.sources(layer)
 
     def restore(self, layer: int, pool: DevicePool, slots: torch.Tensor) -> None:
-        """Write the layer's tail to its slots. ``slots``: int64 ``[num_tokens]``, of the whole slice."""
+        """Write the layer's tail to its slots. ``slots``: int64 ``[num_tokens]``, of all its tokens."""
         first = self._first_row(layer)
         if first < self._end_row:
             restore_layer(
-                self._decoder,
+                self.decoder,
                 layer,
-                {source: self._on_device[source] for source in self._decoder.sources(layer)},
+                {source: self._on_device[source] for source in self.decoder.sources(layer)},
                 first,
                 self._end_row,
                 *pool.buffers(layer),
-                slots[first - self._first_token :],
+                slots[first - self._row :],
             )
-        for source in self._decoder.sources(layer):
-            if self._last_use[source] <= layer or source not in self._kept:
+        for source in self.decoder.sources(layer):
+            if self.decoder.last_use[source] <= layer or source not in self._kept:
                 block = self._on_device.pop(source, None)
                 if block is not None and source in self._kept:
                     self._room.give_back(block.nbytes)
-
-    @property
-    def _end_row(self) -> int:
-        return self._first_token + self.num_tokens
 
     def _first_row(self, layer: int) -> int:
         """First row of the segment that this layer's tail has; the end if it has none."""
         return min(self._heads[layer], self._end_row)
 
     def _copy_tail(self, source: int, layer: int, device: Device) -> torch.Tensor:
-        """Copy what the last layer that needs the block reads; if that cannot stay, what ``layer`` reads."""
-        last_use = self._last_use[source]
+        """Copy what the last layer that needs the block reads; without room for it, what ``layer`` reads."""
+        last_use = self.decoder.last_use[source]
         tail = self._tail(source, last_use)
         if last_use > layer:
             if self._room.take(tail.nbytes):
@@ -146,24 +167,24 @@ class SegmentReader:
 
     def _tail(self, source: int, layer: int) -> Block:
         """The part of a block from the group on in which the tail of ``layer`` begins."""
-        header = self._header
+        header = self._fetched.header
         stored_from = header.layer_first_token[source] - header.start_token
         # The block as it was encoded, in bytes:
         # [0, stored)    left out when it was stored
         # [stored, first)  stored, not needed now
         # [first, ...)   the tail
-        stored = self._decoder.tail_start(source, stored_from)
-        first = self._decoder.tail_start(source, self._first_row(layer))
-        return self._source.blocks[source][first - stored :]
+        stored = self.decoder.tail_start(source, stored_from)
+        first = self.decoder.tail_start(source, self._first_row(layer))
+        return self._fetched.blocks[source][first - stored :]
 
 
-def open_slices(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[OpenSlice]:
-    """The first ``num_tokens`` tokens of a lease, in token order.
+def open_segments(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[SegmentReader]:
+    """Readers of the first ``num_tokens`` tokens of a lease, in token order.
 
     Raises:
         CodecError: a segment's parameters are none that ``codec`` can decode.
     """
-    opened: list[OpenSlice] = []
+    opened: list[SegmentReader] = []
     for source in lease.slices:
         header = source.header
         num_leased = (source.end_page - source.first_page) * header.page_size
@@ -173,5 +194,5 @@ def open_slices(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[Open
         decoder = codec.open(
             header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
         )
-        opened.append(OpenSlice(source, decoder, of_slice))
+        opened.append(SegmentReader(source, decoder, of_slice))
     return opened

@@ -1,4 +1,4 @@
-"""What waiting requests were promised, and how it comes nearer while they wait."""
+"""Holds the leases of waiting requests, and promotes what they lease to DRAM while they wait."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common.served_model import ServedModel
 
-RENEW_S = 0.05
-"""No more often is it asked whether what was fetched for a waiting request has arrived."""
-MISS_S = 1.0
-"""For so long a request of which nothing was found is not asked for again."""
+RENEW_INTERVAL_S = 0.05
+"""Seconds between two questions whether what was fetched for a waiting request has arrived."""
+RETRY_MISS_S = 1.0
+"""Seconds before the store is asked again for a request of which it had nothing."""
 
 
 @dataclass(frozen=True)
 class KeyRun:
-    """Names a run of page keys: each is a hash over all pages before it, so the last one covers them all."""
+    """Names a run of page keys. A key is a hash over all pages up to its own: the last one covers all."""
 
     first_key: str
     last_key: str
@@ -32,9 +32,9 @@ class KeyRun:
 
 @dataclass(frozen=True)
 class HeldLease:
-    """What a waiting request was promised: the lease, and the page keys it was given for.
+    """The lease of a waiting request, and the page keys it was given for.
 
-    ``asked_s``: when the store was asked last. ``is_fetching``: what lies in lower tiers is on its way.
+    ``asked_s``: when the store was asked last. ``is_fetching``: a prefetch from lower tiers was started.
     """
 
     run: KeyRun
@@ -49,19 +49,19 @@ class HeldLease:
 
 @dataclass(frozen=True)
 class _Miss:
-    """Nothing of a run was found at ``asked_s``."""
+    """Says that the store had nothing of a run at ``asked_s``."""
 
     run: KeyRun
     asked_s: float
 
 
 class WaitingLeases:
-    """Leases by request id, each held until it is taken for a load or released. For the scheduler's thread.
+    """Holds leases by request id, until they are taken for a load or released. For the scheduler's thread.
 
-    SGLang asks for a waiting request in every scheduling round; the store is asked in the first one. A
-    request that is still there in a later round waits for its turn: then what lies below DRAM starts to come
-    up, and the lease is renewed until it is all there, so that the load is planned for DRAM. If nothing was
-    found, the store is asked again after ``MISS_S``.
+    SGLang looks a waiting request up in every scheduling round; the store is asked in the first one. If the
+    request still waits in a later round, what lies below DRAM is prefetched, and the lease is renewed until
+    all of it is in DRAM, so that the load is planned for DRAM. If the store had nothing, it is asked again
+    after ``RETRY_MISS_S``.
     """
 
     def __init__(
@@ -79,19 +79,19 @@ class WaitingLeases:
 
     @property
     def num_misses(self) -> int:
-        """Requests of which nothing was found lately."""
+        """Requests of which the store had nothing lately."""
         return len(self._missed)
 
-    def promise(self, rid: str, page_keys: Sequence[str], token_ids: Callable[[], TokenIds]) -> int:
-        """How many of ``page_keys`` (not none) can be restored; they are held from here on.
+    def hold(self, rid: str, page_keys: Sequence[str], token_ids: Callable[[], TokenIds]) -> int:
+        """Hold a lease of the first of ``page_keys`` (at least one); returns how many can be restored.
 
-        ``token_ids``: as for ``KVStore.lease``, called for only if the store is asked.
+        ``token_ids``: as for ``KVStore.lease``; called only if the store is asked.
         """
         run = KeyRun.of(page_keys)
         held, missed = self._held.get(rid), self._missed.get(rid)
         if held is not None and held.run == run:
-            held = self._come_nearer(held, page_keys, token_ids)
-        elif missed is not None and missed.run == run and self._clock() < missed.asked_s + MISS_S:
+            held = self._promote_to_dram(held, page_keys, token_ids)
+        elif missed is not None and missed.run == run and self._clock() < missed.asked_s + RETRY_MISS_S:
             return 0
         else:
             self.release(rid)
@@ -104,7 +104,7 @@ class WaitingLeases:
         return held.lease.num_pages
 
     def take(self, rid: str) -> HeldLease | None:
-        """The caller holds the lease from here on."""
+        """Hand the lease over to the caller, who releases it; None if there is none."""
         self._missed.pop(rid, None)
         return self._held.pop(rid, None)
 
@@ -115,7 +115,7 @@ class WaitingLeases:
             self._store.release(held.lease)
 
     def release(self, rid: str) -> None:
-        """Forget a request: what it was promised, and that nothing was found of it."""
+        """Forget a request: end its lease, and ask the store again if it comes back."""
         self._missed.pop(rid, None)
         self.give_back(rid)
 
@@ -126,24 +126,24 @@ class WaitingLeases:
     def _note_miss(self, rid: str, run: KeyRun) -> None:
         now_s = self._clock()
         self._missed[rid] = _Miss(run, now_s)
-        # Nobody tells of a request that is computed and ends well.
+        # Nothing is reported of requests that were computed and ended: drop misses by their age.
         for other in [*self._missed]:
-            if now_s < self._missed[other].asked_s + MISS_S:
+            if now_s < self._missed[other].asked_s + RETRY_MISS_S:
                 break
             del self._missed[other]
 
-    def _come_nearer(
+    def _promote_to_dram(
         self, held: HeldLease, page_keys: Sequence[str], token_ids: Callable[[], TokenIds]
     ) -> HeldLease:
         now_s = self._clock()
-        if held.lease.is_in_dram or (held.is_fetching and now_s < held.asked_s + RENEW_S):
+        if held.lease.is_in_dram or (held.is_fetching and now_s < held.asked_s + RENEW_INTERVAL_S):
             return held
         tokens = token_ids()
         if not held.is_fetching:
             self._store.prefetch(self._model.identity, page_keys, tokens)
         lease = self._store.lease(self._model.identity, page_keys, tokens)
         if lease is None:
-            # What was promised is still held.
+            # The earlier lease is still valid.
             lease = held.lease
         else:
             self._store.release(held.lease)

@@ -1,4 +1,4 @@
-"""Space allocation (Krul, section 6.1): what a restore would recompute anyway is not kept."""
+"""Decides which tokens are not stored because a restore would recompute them (Krul, section 6.1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from krul_backend.strategy.strategy import Strategy
 
 
 class SpaceAllocation(ABC):
-    """Decides which tokens of a conversation are not worth their space. Asked on the offload thread."""
+    """Decides which tokens of a conversation are not worth their space. Called on the offload thread."""
 
     @abstractmethod
     def head_ends(

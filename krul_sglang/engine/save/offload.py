@@ -1,4 +1,4 @@
-"""Storing a finished turn, off the scheduler thread: device slots, codec, reserved blocks, commit."""
+"""Stores finished turns on a thread of its own: reads device slots, encodes, copies to the store, commits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ loading hold a layer of a segment, or both of a pair, on the device at a time, b
 
 
 class Outcome(Enum):
-    """How a turn ended: every page of it is stored; there was no room; something went wrong."""
+    """What became of a turn: every page of it is stored; there was no room; something went wrong."""
 
     STORED = auto()
     SKIPPED = auto()
@@ -44,7 +44,7 @@ class Outcome(Enum):
 
 @dataclass
 class OffloadCounters:
-    """``num_bytes`` were stored, ``left_out_bytes`` were not, because a restore would recompute them."""
+    """Counts turns. ``num_bytes`` were stored; ``left_out_bytes`` were not: a restore recomputes them."""
 
     turns: int = 0
     segments: int = 0
@@ -59,9 +59,9 @@ class OffloadCounters:
 class TurnOffloader:
     """Stores what the store does not hold yet of each submitted turn, in order, on one worker thread.
 
-    With an ``allocation``, what a restore would recompute is not stored, and dropped from earlier turns. It
-    may be set later than the offloader is made, before the first turn; so may ``costs``, by which the store
-    learns what computing a segment would take.
+    With an ``allocation``, tokens that a restore would recompute are not stored, and dropped from earlier
+    turns. It may be set after the offloader is made, before the first turn; so may ``costs``, from which the
+    store is told how long computing a segment takes.
 
     Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
     ranks pair their completions by order.
@@ -188,7 +188,7 @@ class TurnOffloader:
         )
 
     def _trim(self, turn: Turn, head_ends: tuple[int, ...]) -> None:
-        """The turn is stored, whatever comes of this: what is not dropped only takes space."""
+        """Drop heads from earlier turns. An error does not fail the turn: the heads only take space."""
         try:
             trim_path(self._store, self._model.identity, self._codec, turn.page_keys, head_ends)
         except Exception:
@@ -196,7 +196,7 @@ class TurnOffloader:
             logger.exception("krul: a conversation of %d tokens could not be trimmed", len(turn.token_ids))
 
     def _keep(self, turn: Turn, keep_s: float) -> None:
-        """The turn is stored, whatever comes of this: it may only leave earlier than was asked for."""
+        """Keep the turn in DRAM. An error does not fail the turn: it may only leave DRAM earlier."""
         try:
             self._store.pin(self._model.identity, turn.page_keys, keep_s)
         except Exception:
@@ -264,7 +264,7 @@ class TurnOffloader:
         return True
 
     def _give_back(self, reservation: Reservation) -> None:
-        """Abort when no copy into the bytes is under way: they may be somebody else's at once."""
+        """Abort a reservation once no copy writes to it: the store may hand out its bytes again at once."""
         try:
             self._device.synchronize(self._stream)
         except Exception:
@@ -273,7 +273,7 @@ class TurnOffloader:
         self._store.abort(reservation)
 
     def _recompute_s(self, start: int, end: int) -> float:
-        """What a segment saves whoever needs it, if nothing is restored of it."""
+        """Seconds that computing tokens ``[start, end)`` takes: what a restore of them saves."""
         if self.costs is None:
             return 0.0
         return self._pool.num_layers * self.costs.current().own.layer_s(end - start, start)

@@ -1,6 +1,8 @@
-"""What is left out when a turn is stored: the heads that its return would recompute."""
+"""Leaves out of stored turns the heads that a restore of the conversation would recompute."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import orjson
 
@@ -11,7 +13,6 @@ from krul_backend.planner.problem import StoredRun
 from krul_backend.strategy.strategy import Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.decode_costs import DecodeCosts
 from krul_sglang.engine.save.allocation import SpaceAllocation
 
 EXPECTED_NEW_TOKENS = 128
@@ -21,15 +22,17 @@ EXPECTED_NEW_TOKENS = 128
 class PlannedAllocation(SpaceAllocation):
     """Plans the return of the whole conversation, as if nothing of it were on the device.
 
-    A plan that would load nothing at all leaves out nothing: then what is slow today (a busy device, say)
-    would decide that the conversation can never be loaded.
+    If the plan would load nothing at all, everything is stored: otherwise a device that is busy today would
+    decide that the conversation can never be loaded.
+
+    ``decode_token_s(strategy)`` are the seconds per token that decoding costs in each layer, ``[L]``.
     """
 
     def __init__(
         self,
         planner: RestorePlanner,
         costs: OnlineCosts,
-        decode_costs: DecodeCosts,
+        decode_token_s: Callable[[Strategy], tuple[float, ...]],
         agreement: RankAgreement,
         *,
         page_size: int,
@@ -37,7 +40,7 @@ class PlannedAllocation(SpaceAllocation):
     ) -> None:
         self._planner = planner
         self._costs = costs
-        self._decode_costs = decode_costs
+        self._decode_token_s = decode_token_s
         self._agreement = agreement
         self._page_size = page_size
         self._max_head_tokens = max_head_tokens
@@ -54,7 +57,7 @@ class PlannedAllocation(SpaceAllocation):
             first_token=0,
             end_token=num_tokens,
             layer_token_bytes=layer_token_bytes,
-            decode_token_s=self._decode_costs.token_s(strategy),
+            decode_token_s=self._decode_token_s(strategy),
             last_use=last_use,
             stored_from=(0,) * len(strategy.layers),
         )
@@ -69,6 +72,6 @@ class PlannedAllocation(SpaceAllocation):
         return self._agreed(None if heads[-1] == num_tokens else heads)
 
     def _agreed(self, heads: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The first rank's, on every rank."""
+        """The first rank's ``heads``, on every rank."""
         decided = orjson.loads(self._agreement.broadcast(orjson.dumps(heads)))
         return None if decided is None else tuple(decided)

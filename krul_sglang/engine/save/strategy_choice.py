@@ -1,4 +1,4 @@
-"""Which strategy a finished turn is stored with: its conversation's attention, and what is made of it."""
+"""Chooses the strategy that a finished turn is stored with, from the attention of its conversation."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _MAX_STATISTICS_BYTES = 256 << 20
 
 
 class ConversationStatistics:
-    """Attention statistics of conversations by the key of the last page that they cover.
+    """Keeps attention statistics of conversations by the key of the last page that they cover.
 
-    The least recently grown conversations are forgotten first, where all together take more than
-    ``max_bytes``; theirs start again from nothing.
+    Over ``max_bytes``, the conversations that were extended longest ago are forgotten first; their statistics
+    start again from nothing.
     """
 
     def __init__(self, max_bytes: int = _MAX_STATISTICS_BYTES) -> None:
@@ -62,7 +62,7 @@ class Choice:
 
 
 class Decision(ABC):
-    """Makes a strategy of a turn's evidence; on every rank the same, if the statistics are."""
+    """Chooses a strategy from the evidence about a turn: on every rank the same, since the statistics are."""
 
     @abstractmethod
     def decide(
@@ -80,11 +80,11 @@ class Decision(ABC):
 
     @abstractmethod
     def forget_model(self) -> None:
-        """The model has other weights: what was learned of it no longer holds. No turn is being stored."""
+        """Drop what was learned of the model: its weights have changed. No turn is being stored."""
 
 
 class SelectorDecision(Decision):
-    """Leaves it to a selector, which looks at statistics alone."""
+    """Lets a selector choose, which looks at statistics alone."""
 
     def __init__(self, selector: StrategySelector, num_layers: int) -> None:
         self._selector = selector
@@ -101,7 +101,7 @@ class SelectorDecision(Decision):
         return Choice(strategy, (None,) * len(missing))
 
     def forget_model(self) -> None:
-        """Nothing is learned of a model."""
+        """Does nothing: selectors learn nothing of a model."""
 
 
 class StrategyChooser:
@@ -122,12 +122,12 @@ class StrategyChooser:
         self._conversations = ConversationStatistics()
 
     def forget_model(self) -> None:
-        """The model has other weights. No turn is being stored."""
+        """Drop all statistics: the model's weights have changed. No turn is being stored."""
         self._conversations = ConversationStatistics()
         self._decision.forget_model()
 
     def choose(self, turn: Turn | None, missing: Sequence[range]) -> Choice:
-        """How the ``missing`` runs of a turn's pages are stored.
+        """Choose how the ``missing`` runs of a turn's pages are stored.
 
         Called on every rank, with None where the turn is not stored.
         """
@@ -181,7 +181,7 @@ class StrategyChooser:
 
 
 class ChoiceCounters:
-    """How often what was chosen."""
+    """Counts the strategies, pairs and precisions that were chosen."""
 
     def __init__(self) -> None:
         self.turns = 0

@@ -1,4 +1,4 @@
-"""What restores on one rank: from the lease that a request was promised to a load, and what came of it."""
+"""Turns the lease of a returning request into a load, or refuses it, and counts both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from krul_sglang.engine.restore.load_batch import Load
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_planning import RestorePlanning
 from krul_sglang.engine.restore.restore_trace import TraceLog
-from krul_sglang.engine.restore.segment_reader import OpenSlice
+from krul_sglang.engine.restore.segment_reader import SegmentReader
 from krul_sglang.engine.restore.waiting_leases import HeldLease
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HeadProof:
-    """``rows`` (one token's key or value of one head and layer) were recomputed.
+    """The result of the proof at start: ``rows`` (one token's key or value of one head and layer) recomputed.
 
     ``rows_within_one_ulp`` of them differ from the prefill's by at most one unit in the last place, see
     ``start_proof.py``; ``max_relative_error`` is that of the row that is off most, of every hundred.
@@ -35,7 +35,7 @@ class HeadProof:
 
 
 @dataclass(frozen=True)
-class Returning:
+class ReturningRequest:
     """A request about to load: ``device_tokens`` of its prefix are in the pool, ``new_tokens`` follow it."""
 
     device_tokens: int
@@ -43,11 +43,11 @@ class Returning:
 
 
 @dataclass(frozen=True, eq=False)
-class Restore:
-    """Made when the engine can be measured, before the first request.
+class RestorePath:
+    """Holds what one rank restores with. Made before the first request, once the engine was measured.
 
     ``proof`` is None if heads cannot be recomputed. ``page_size`` is in tokens. ``report_damage`` is the
-    store's: it is told of segments that cannot be decoded here, so that they are stored again.
+    store's: called for segments that cannot be decoded here, so that they are stored again.
     """
 
     proof: HeadProof | None
@@ -58,29 +58,29 @@ class Restore:
     report_damage: Callable[[int, DamageReason], object]
 
     def plan_load(
-        self, held: HeldLease, first_key: str, slots: torch.Tensor, returning: Returning
+        self, held: HeldLease, first_key: str, slots: torch.Tensor, returning: ReturningRequest
     ) -> Load | None:
-        """How to fill ``slots`` (int64 ``[T]``) with the leased pages from ``first_key`` on.
+        """Plan how to fill ``slots`` (int64 ``[T]``) with the leased pages from ``first_key`` on.
 
-        None if that is better computed, or cannot be read. The lease stays the caller's then.
+        Returns None if computing them is faster, or if they cannot be read: then the caller keeps the lease.
         """
         if held.first_key != first_key or len(slots) > held.lease.num_pages * self.page_size:
             return None
-        slices: list[OpenSlice] | None = None
+        readers: list[SegmentReader] | None = None
         try:
-            slices = self.planning.open(held.lease, len(slots))
+            readers = self.planning.open(held.lease, len(slots))
         except CodecError as error:
             logger.warning("krul: a stored prefix cannot be read and is computed: %s", error)
-        # Asked without slices, too: other ranks may have theirs, and wait for this one.
+        # Called without readers, too: other ranks may have theirs, and wait for this one.
         planned = self.planning.plan(
-            slices, device_tokens=returning.device_tokens, new_tokens=returning.new_tokens
+            readers, device_tokens=returning.device_tokens, new_tokens=returning.new_tokens
         )
-        if slices is None:
+        if readers is None:
             for segment_id in self.planning.find_undecodable(held.lease):
                 self.report_damage(segment_id, "undecodable")
-        if planned is None or slices is None:
+        if planned is None or readers is None:
             return None
-        return Load(held.lease, slices, slots, returning.device_tokens, planned.plan, planned.forecast)
+        return Load(held.lease, readers, slots, returning.device_tokens, planned.plan, planned.forecast)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for ``/server_info``."""

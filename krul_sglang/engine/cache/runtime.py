@@ -1,0 +1,82 @@
+"""Holds all that krul keeps of one rank's server, in the one object it attaches to SGLang's objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
+
+if TYPE_CHECKING:
+    # Hooks are registered in every process of SGLang, where these modules need not be imported.
+    from krul_backend.codec.rotary import RotaryTable
+    from krul_sglang.config import KrulConfig
+    from krul_sglang.engine.budget.provenance import KvProvenance
+    from krul_sglang.engine.cache.linker import KrulLinker
+    from krul_sglang.engine.cache.radix_cache import KrulRadixCache
+    from krul_sglang.engine.cache.store_connection import StoreConnection
+    from krul_sglang.engine.capture.turn_capture import TurnCapture
+    from krul_sglang.engine.common.agreement import RankAgreement
+    from krul_sglang.engine.common.kv_pool import DevicePool
+    from krul_sglang.engine.common.served_model import ServedModel
+    from krul_sglang.engine.restore.restore_forward import RestoreForward
+
+_ATTRIBUTE = "krul"
+
+
+@dataclass(eq=False)
+class KrulRuntime:
+    """Holds what krul knows of its server. Hooks find it at the SGLang object that they are given.
+
+    The scheduler, its model runner and the parameters of its cache carry the same object. The start fills
+    the fields in this order; a field that is read before it is set raises AttributeError.
+
+    ``connection`` is this rank's way to the daemon; the linker closes it. ``capture`` is None if no attention
+    is recorded, ``rotary`` if keys are stored with their rotary embedding, ``provenance`` if no error budget
+    is kept. ``agreement`` joins the threads of all ranks that store turns, ``restore_agreement`` their
+    scheduler threads. ``restore_forward`` is None until forwards may restore.
+    """
+
+    # Before the scheduler is made.
+    config: KrulConfig
+    # When the model is loaded, before CUDA graphs are captured.
+    model_runner: Any = field(init=False)
+    capture: TurnCapture | None = None
+    # By the factory of the cache.
+    model: ServedModel = field(init=False)
+    pool: DevicePool = field(init=False)
+    connection: StoreConnection = field(init=False)
+    rotary: RotaryTable | None = None
+    agreement: RankAgreement = field(init=False)
+    restore_agreement: RankAgreement = field(init=False)
+    # By the linker, which SGLang makes together with the cache.
+    linker: KrulLinker = field(init=False)
+    provenance: KvProvenance | None = None
+    # When the cache is there.
+    cache: KrulRadixCache = field(init=False)
+    restore_forward: RestoreForward | None = None
+
+    def attach_to(self, sglang_object: Any) -> None:
+        """Let hooks that are given this object find the runtime there."""
+        setattr(sglang_object, _ATTRIBUTE, self)
+
+    @staticmethod
+    def find(sglang_object: Any) -> KrulRuntime | None:
+        """The runtime at an object of SGLang's; None on a server that runs without krul."""
+        runtime: KrulRuntime | None = getattr(sglang_object, _ATTRIBUTE, None)
+        return runtime
+
+    @staticmethod
+    def of(sglang_object: Any) -> KrulRuntime:
+        """As ``find``, where krul must be there.
+
+        Raises:
+            IncompatibleEngineError: nothing is attached, because a hook of the start did not run.
+        """
+        runtime = KrulRuntime.find(sglang_object)
+        if runtime is None:
+            raise IncompatibleEngineError(
+                f"{type(sglang_object).__name__} has no KrulRuntime: a hook of krul's start did not run, "
+                "and krul would never load or store anything"
+            )
+        return runtime
