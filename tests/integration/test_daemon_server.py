@@ -24,13 +24,11 @@ from krul_backend.daemon.protocol.messages import decode_reply, encode
 from krul_backend.daemon.protocol.replies import (
     AbortReply,
     ClearReply,
-    CommitReply,
     ErrorReply,
     FetchReply,
     FindMissingReply,
     FlushReply,
     InspectReply,
-    LeaseReply,
     ListReply,
     PathSegmentsReply,
     PingReply,
@@ -74,13 +72,10 @@ from krul_backend.daemon.protocol.requests import (
 from krul_backend.daemon.protocol.wire import manifest_to_wire, model_to_wire
 from krul_backend.daemon.server.server import NEVER_USED_S, UNUSED_S
 from krul_backend.segment import FORMAT_VERSION
-from krul_backend.tiers.common.hashing import block_checksum, block_checksums
+from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.interface import StoreStats
-from tests.support.daemon_client import TIMEOUT_S, DaemonProcess, RawClient
-from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
-
-MODEL = make_model()
-SIZES = (100, 60)
+from tests.support.daemon_client import MODEL, SIZES, TIMEOUT_S, DaemonProcess, RawClient, lease, store
+from tests.support.store_builders import make_manifest, page_keys, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -95,40 +90,6 @@ def client(daemon: DaemonProcess) -> Iterator[RawClient]:
         yield client
         client.say_hello(MODEL)
         client.ask(ClearRequest, ClearReply, fingerprint=None)
-
-
-def store(client: RawClient, conversation: str, first: int, end: int, number: int = 1, seed: int = 0) -> int:
-    """Reserve, write through the mapping, commit; returns the segment's id."""
-    fingerprint = client.say_hello(MODEL)
-    reserved = client.ask(
-        ReserveRequest, ReserveReply, reservation_id=number, layer_num_bytes=SIZES, tenant=""
-    )
-    assert reserved.spans is not None
-    rng = np.random.default_rng(seed)
-    for block in client.blocks(reserved.spans):
-        block[:] = rng.integers(0, 256, block.nbytes, dtype=np.uint8)
-    manifest = make_manifest(conversation, first, end, SIZES, MODEL)
-    return client.ask(
-        CommitRequest,
-        CommitReply,
-        manifest.token_ids,
-        reservation_id=number,
-        fingerprint=fingerprint,
-        manifest=manifest_to_wire(manifest),
-        checksums=block_checksums(client.blocks(reserved.spans)),
-    ).segment_id
-
-
-def lease(client: RawClient, conversation: str, end: int, number: int = 1) -> LeaseReply:
-    keys = page_keys(conversation, 0, end)
-    return client.ask(
-        LeaseRequest,
-        LeaseReply,
-        tokens_of(keys),
-        lease_id=number,
-        fingerprint=MODEL.fingerprint,
-        page_keys=keys,
-    )
 
 
 def stats(client: RawClient) -> StoreStats:
@@ -274,8 +235,7 @@ import sys, time
 from pathlib import Path
 from krul_backend.daemon.protocol.replies import LeaseReply, ReserveReply
 from krul_backend.daemon.protocol.requests import LeaseRequest, ReserveRequest
-from tests.support.daemon_client import RawClient
-from tests.integration.test_daemon_server import MODEL, lease
+from tests.support.daemon_client import MODEL, RawClient, lease
 client = RawClient(Path(sys.argv[1]))
 client.say_hello(MODEL)
 assert lease(client, "mortal", 2).num_pages == 2

@@ -28,8 +28,7 @@ from krul_backend.daemon.protocol.wire import model_to_wire
 from krul_backend.segment import FORMAT_VERSION
 from krul_backend.tiers.common.arrival import LayerStatus
 from krul_backend.tiers.common.hashing import block_checksum
-from tests.integration.test_daemon_server import MODEL, SIZES, lease, store
-from tests.support.daemon_client import TIMEOUT_S, DaemonProcess, RawClient
+from tests.support.daemon_client import MODEL, SIZES, TIMEOUT_S, DaemonProcess, RawClient, lease, store
 from tests.support.store_builders import page_keys, tokens_of
 
 DISK = ("--ssd-capacity", "256MiB")

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from krul_sglang.demo.server import ServerProcess
-from tests.integration.test_restoring import NUM_TURNS, POOL_TOKENS, partial_hit, play
 from tests.support.scenario import (
+    NUM_TURNS,
+    POOL_TOKENS,
     STRICT,
     Answer,
     assert_nothing_left_behind,
+    partial_hit,
+    play,
     settled_stats,
     small_krul_server_args,
 )

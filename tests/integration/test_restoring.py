@@ -16,10 +16,13 @@ import pytest
 
 from krul_sglang.demo.server import ServerProcess
 from tests.support.scenario import (
+    POOL_TOKENS,
     STRICT,
     Answer,
     ask,
     assert_nothing_left_behind,
+    partial_hit,
+    play,
     push_out,
     random_prompt,
     settled_stats,
@@ -27,9 +30,6 @@ from tests.support.scenario import (
 )
 from tests.support.tiny_model import build_tiny_model
 
-NUM_TURNS = 5
-POOL_TOKENS = 2560
-QUESTION_TOKENS = 37
 MAX_LOGPROB_ERROR = 2e-4
 """fp32: recomputed KV is rounded differently, by about 1e-6 of its size."""
 TOGETHER = tuple(f"together {i}" for i in range(3))
@@ -68,28 +68,6 @@ MODES = {
         (("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),),
     ),
 }
-
-
-def play(server: ServerProcess, name: str, *, evict: bool) -> list[Answer]:
-    """One conversation of ``NUM_TURNS`` turns; between them everything leaves the pool, or nothing."""
-    answers: list[Answer] = []
-    history = random_prompt(name, 611)
-    for turn in range(NUM_TURNS):
-        answers.append(ask(server, history, max_new_tokens=12))
-        history = [*history, *answers[-1].output_ids, *random_prompt((name, turn), QUESTION_TOKENS)]
-        if evict:
-            push_out(server, num_tokens=POOL_TOKENS, seed=(name, turn))
-    return answers
-
-
-def partial_hit(server: ServerProcess, *, evict: bool) -> Answer:
-    """The first third of a conversation is in the pool, the rest is not."""
-    prompt = random_prompt("partial", 900)
-    ask(server, prompt, max_new_tokens=1)
-    if evict:
-        push_out(server, num_tokens=POOL_TOKENS, seed="partial")
-        ask(server, prompt[:300], max_new_tokens=1)
-    return ask(server, [*prompt, *random_prompt("more", 20)], max_new_tokens=12)
 
 
 def return_together(server: ServerProcess, *, evict: bool) -> list[Answer]:
