@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from krul_sglang.demo.server import ServerProcess
+from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     POOL_TOKENS,
     STRICT,
@@ -104,7 +105,7 @@ def play_all(server: ServerProcess, *, evict: bool) -> Played:
 def kept(tiny_models: dict[str, Path]) -> Played:
     """On a server that never evicts anything."""
     args = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "16384", "--enable-cache-report")
-    with ServerProcess(tiny_models["float32"], args=args) as server:
+    with ForkedServer(tiny_models["float32"], args=args) as server:
         return play_all(server, evict=False)
 
 
@@ -124,7 +125,7 @@ def restored(
 ) -> Restored:
     mode = MODES[request.param]
     args = (*small_krul_server_args(POOL_TOKENS, mode.options), *mode.args)
-    with ServerProcess(tiny_models["float32"], args=args, env={**STRICT, **dict(mode.env)}) as server:
+    with ForkedServer(tiny_models["float32"], args=args, env={**STRICT, **dict(mode.env)}) as server:
         played = play_all(server, evict=True)
         stats = settled_stats(server)
         if not mode.fails:
@@ -201,7 +202,7 @@ def test_heads_of_a_model_with_experts_are_recomputed(tmp_path: Path) -> None:
     budget = {"strategy": "budget", "error_budget": 1e-9, "probe_share": 1}
     args = small_krul_server_args(POOL_TOKENS, {**RANDOM, **budget, "cache_dir": str(tmp_path / "cache")})
     prompt = random_prompt("experts", 611)
-    with ServerProcess(model, args=args, env=STRICT) as server:
+    with ForkedServer(model, args=args, env=STRICT) as server:
         first = ask(server, prompt, max_new_tokens=12)
         push_out(server, num_tokens=POOL_TOKENS, seed="experts")
         again = ask(server, prompt, max_new_tokens=12)
@@ -223,7 +224,7 @@ def test_control_heads_that_are_not_recomputed_are_noticed(
     kept: Played, tiny_models: dict[str, Path]
 ) -> None:
     args = small_krul_server_args(POOL_TOKENS, {**RANDOM, "fault_injection": "skip-heads"})
-    with ServerProcess(tiny_models["float32"], args=args, env=STRICT) as server:
+    with ForkedServer(tiny_models["float32"], args=args, env=STRICT) as server:
         turns = play(server, "conversation", evict=True)
     assert turns[0].output_ids == kept.turns[0].output_ids
     assert turns[1].output_ids != kept.turns[1].output_ids
