@@ -4,15 +4,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.krul-installed
 ARGS ?=
+# Test files run side by side on two cores, those that start servers first: a starting server uses one core.
+TEST_PROCESSES ?= 2
+IN_PARALLEL := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test gpu-check lint format clean
+.PHONY: demo test test-long gpu-check mooncake lint format clean
 
 demo: $(STAMP)
 	$(BIN)/krul-sglang demo $(ARGS)
 
+# Everything that guards a promise. One test alone is faster without workers: .venv/bin/python -m pytest FILE::TEST
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
+
+# The same promises with more rounds, cases and settings: about half an hour.
+test-long: $(STAMP)
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m long $(ARGS)
 
 # On a machine with an NVIDIA GPU: docs/gpu.md. ARGS="--long" takes hours, ARGS="--stages a" needs no SGLang.
 gpu-check: $(STAMP)
@@ -26,6 +34,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# System packages of the Mooncake tier, the only thing here that needs root; without them its tests are skipped.
+mooncake: $(STAMP)
+	VENV="$(VENV)" scripts/install_mooncake_libraries.sh
 
 # An existing environment is kept; it is brought up to date when the project's requirements change.
 $(STAMP): pyproject.toml

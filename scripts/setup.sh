@@ -24,25 +24,3 @@ else
   uv=("$venv/bin/python" -m uv)
 fi
 "${uv[@]}" pip install --quiet --compile-bytecode --python "$venv/bin/python" --editable '.[dev,mooncake]'
-
-# What the Mooncake client's shared objects are linked against; without them its tests are skipped.
-libraries=(libibverbs1 librdmacm1 libnuma1 ibverbs-providers)
-missing=()
-if command -v dpkg-query >/dev/null; then
-  for library in "${libraries[@]}"; do
-    dpkg-query -W -f '${Status}' "$library" 2>/dev/null | grep -q 'install ok installed' || missing+=("$library")
-  done
-elif ! "$venv/bin/python" -c 'import mooncake.store' 2>/dev/null; then
-  missing=("${libraries[@]}")
-fi
-if [ "${#missing[@]}" -gt 0 ]; then
-  as_root=()
-  [ "$(id -u)" -eq 0 ] || as_root=(sudo -n)
-  if ! command -v apt-get >/dev/null ||
-    ! { "${as_root[@]}" apt-get update -qq &&
-      "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"; } \
-      >/dev/null; then
-    echo "The Mooncake tier needs system packages that could not be installed: ${missing[*]}" >&2
-    echo "Install them by hand (their names are Debian's); everything else works without." >&2
-  fi
-fi

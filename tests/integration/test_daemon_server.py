@@ -40,7 +40,6 @@ from krul_backend.daemon.protocol.messages import (
     PROTOCOL_VERSION,
     AbortRequest,
     ClearRequest,
-    CommitReply,
     CommitRequest,
     Done,
     ErrorReply,
@@ -49,7 +48,6 @@ from krul_backend.daemon.protocol.messages import (
     FindMissingReply,
     FindMissingRequest,
     HelloRequest,
-    LeaseReply,
     LeaseRequest,
     ManifestFields,
     PathSegmentsReply,
@@ -72,13 +70,10 @@ from krul_backend.daemon.protocol.messages import (
 )
 from krul_backend.daemon.server.server import NEVER_USED_S, UNUSED_S
 from krul_backend.segment import FORMAT_VERSION
-from krul_backend.tiers.common.hashing import block_checksum, block_checksums
+from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.interface import StoreStats
-from tests.support.daemon_client import TIMEOUT_S, DaemonProcess, RawClient
-from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
-
-MODEL = make_model()
-SIZES = (100, 60)
+from tests.support.daemon_client import MODEL, SIZES, TIMEOUT_S, DaemonProcess, RawClient, lease, store
+from tests.support.store_builders import make_manifest, page_keys, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -93,40 +88,6 @@ def client(daemon: DaemonProcess) -> Iterator[RawClient]:
         yield client
         client.say_hello(MODEL)
         client.ask(ClearRequest, Done, fingerprint=None)
-
-
-def store(client: RawClient, conversation: str, first: int, end: int, number: int = 1, seed: int = 0) -> int:
-    """Reserve, write through the mapping, commit; returns the segment's id."""
-    fingerprint = client.say_hello(MODEL)
-    reserved = client.ask(
-        ReserveRequest, ReserveReply, reservation_id=number, layer_num_bytes=SIZES, tenant=""
-    )
-    assert reserved.spans is not None
-    rng = np.random.default_rng(seed)
-    for block in client.blocks(reserved.spans):
-        block[:] = rng.integers(0, 256, block.nbytes, dtype=np.uint8)
-    manifest = make_manifest(conversation, first, end, SIZES, MODEL)
-    return client.ask(
-        CommitRequest,
-        CommitReply,
-        manifest.token_ids,
-        reservation_id=number,
-        fingerprint=fingerprint,
-        manifest=ManifestFields.of(manifest),
-        checksums=block_checksums(client.blocks(reserved.spans)),
-    ).segment_id
-
-
-def lease(client: RawClient, conversation: str, end: int, number: int = 1) -> LeaseReply:
-    keys = page_keys(conversation, 0, end)
-    return client.ask(
-        LeaseRequest,
-        LeaseReply,
-        tokens_of(keys),
-        lease_id=number,
-        fingerprint=MODEL.fingerprint,
-        page_keys=keys,
-    )
 
 
 def stats(client: RawClient) -> StoreStats:
@@ -271,8 +232,7 @@ CLIENT_THAT_DIES = """
 import sys, time
 from pathlib import Path
 from krul_backend.daemon.protocol.messages import ReserveReply, ReserveRequest
-from tests.support.daemon_client import RawClient
-from tests.integration.test_daemon_server import MODEL, lease
+from tests.support.daemon_client import MODEL, RawClient, lease
 client = RawClient(Path(sys.argv[1]))
 client.say_hello(MODEL)
 assert lease(client, "mortal", 2).num_pages == 2

@@ -21,8 +21,7 @@ from krul_backend.daemon.protocol.messages import (
 )
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.layer_status import LayerStatus
-from tests.integration.test_daemon_server import MODEL, SIZES, lease, store
-from tests.support.daemon_client import TIMEOUT_S, DaemonProcess, RawClient
+from tests.support.daemon_client import MODEL, SIZES, TIMEOUT_S, DaemonProcess, RawClient, lease, store
 from tests.support.store_builders import page_keys, tokens_of
 
 DISK = ("--ssd-capacity", "256MiB")

@@ -13,6 +13,7 @@ from krul_sglang.cli.app import BUNDLED_CONVERSATIONS, REFERENCE_MODEL
 from krul_sglang.demo.conversations import load_conversations
 from krul_sglang.demo.player import Player
 from krul_sglang.demo.server import ServerProcess
+from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     STRICT,
     ask,
@@ -43,7 +44,7 @@ def server(cache_dir: Path) -> Iterator[ServerProcess]:
         "cache_dir": str(cache_dir),
         "planner": "full-load",
     }
-    with ServerProcess(
+    with ForkedServer(
         REFERENCE_MODEL, args=small_krul_server_args(POOL_TOKENS, options), env=STRICT
     ) as running:
         yield running
@@ -112,7 +113,7 @@ def test_two_ranks_choose_probe_and_restore_together(tiny_models: dict[str, Path
     }
     args = (*small_krul_server_args(2048, options), "--tp", "2")
     env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with ServerProcess(tiny_models["float32"], args=args, env=env) as server:
+    with ForkedServer(tiny_models["float32"], args=args, env=env) as server:
         history = random_prompt("two ranks", 500)
         num_probes = 0
         for turn in range(3):

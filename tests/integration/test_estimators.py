@@ -9,7 +9,7 @@ import pytest
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS, REFERENCE_MODEL
 from krul_sglang.demo.conversations import load_conversations
 from krul_sglang.demo.player import Player
-from krul_sglang.demo.server import ServerProcess
+from tests.support.forked_server import ForkedServer
 from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, settled_stats
 
 
@@ -33,7 +33,7 @@ def test_the_heterogeneous_estimator_serves_conversations() -> None:
         *KRUL,
     )
     conversations = load_conversations(BUNDLED_CONVERSATIONS).select(num_conversations=4, turns=3)
-    with ServerProcess(REFERENCE_MODEL, args=args, env=STRICT) as server:
+    with ForkedServer(REFERENCE_MODEL, args=args, env=STRICT) as server:
         with Player(server.url, max_tokens=32) as player:
             played = list(player.play(conversations, None))
         stats = settled_stats(server)

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
-from krul_sglang.demo.server import ServerProcess
-from tests.integration.test_restoring import NUM_TURNS, POOL_TOKENS, partial_hit, play
+from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
+    NUM_TURNS,
+    POOL_TOKENS,
     STRICT,
     Answer,
     assert_nothing_left_behind,
+    partial_hit,
+    play,
     settled_stats,
     small_krul_server_args,
 )
@@ -46,7 +49,7 @@ class Fp8Restored:
 @cache
 def kept_answers(model: Path, dtype: str) -> list[Answer]:
     args = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "16384", "--enable-cache-report")
-    with ServerProcess(model, args=(*args, "--kv-cache-dtype", dtype)) as server:
+    with ForkedServer(model, args=(*args, "--kv-cache-dtype", dtype)) as server:
         return [*play(server, "fp8", evict=False), partial_hit(server, evict=False)]
 
 
@@ -55,7 +58,7 @@ def fp8(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Fp8Rest
     dtype, planner, more_args = MODES[request.param]
     model = tiny_models["float32"]
     args = (*small_krul_server_args(POOL_TOKENS, {"planner": planner}), "--kv-cache-dtype", dtype, *more_args)
-    with ServerProcess(model, args=args, env={**STRICT, **WITH_PLUGIN}) as server:
+    with ForkedServer(model, args=args, env={**STRICT, **WITH_PLUGIN}) as server:
         restored = [*play(server, "fp8", evict=True), partial_hit(server, evict=True)]
         assert_nothing_left_behind(server)
         stats = settled_stats(server)

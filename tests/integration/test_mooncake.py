@@ -22,6 +22,7 @@ from krul_backend.tiers.mooncake.epochs import EPOCH_AGE_S
 from krul_backend.tiers.mooncake.epochs import ROOT as EPOCH_ROOT
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, require_mooncake
 from krul_backend.tiers.mooncake.options import MooncakeOptions
+from krul_sglang.demo.server import find_free_port
 from tests.crash.conversations import model_of
 from tests.crash.conversing import check, converse
 from tests.support.daemon_process import running_daemon
@@ -34,18 +35,10 @@ def find_master() -> str:
     try:
         require_mooncake()
     except DaemonError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"`make mooncake` installs what is missing: {error}")
     master = shutil.which("mooncake_master", path=str(Path(sys.executable).parent))
     assert master is not None, "mooncake.store is installed, but not mooncake_master"
     return master
-
-
-def free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
 
 
 class Master:
@@ -54,7 +47,7 @@ class Master:
     def __init__(self, log: Path) -> None:
         self._program = find_master()
         self._log = log
-        self.rpc_port, self.metadata_port, self._metrics_port = free_ports(3)
+        self.rpc_port, self.metadata_port, self._metrics_port = (find_free_port() for _ in range(3))
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

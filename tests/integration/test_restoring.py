@@ -15,11 +15,15 @@ from typing import Any
 import pytest
 
 from krul_sglang.demo.server import ServerProcess
+from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
+    POOL_TOKENS,
     STRICT,
     Answer,
     ask,
     assert_nothing_left_behind,
+    partial_hit,
+    play,
     push_out,
     random_prompt,
     settled_stats,
@@ -28,9 +32,6 @@ from tests.support.scenario import (
 from tests.support.server_plugin import SKIPPED_HEADS, WITH_PLUGIN
 from tests.support.tiny_model import build_tiny_model
 
-NUM_TURNS = 5
-POOL_TOKENS = 2560
-QUESTION_TOKENS = 37
 MAX_LOGPROB_ERROR = 2e-4
 """fp32: recomputed KV is rounded differently, by about 1e-6 of its size."""
 TOGETHER = tuple(f"together {i}" for i in range(3))
@@ -71,28 +72,6 @@ MODES = {
 }
 
 
-def play(server: ServerProcess, name: str, *, evict: bool) -> list[Answer]:
-    """One conversation of ``NUM_TURNS`` turns; between them everything leaves the pool, or nothing."""
-    answers: list[Answer] = []
-    history = random_prompt(name, 611)
-    for turn in range(NUM_TURNS):
-        answers.append(ask(server, history, max_new_tokens=12))
-        history = [*history, *answers[-1].output_ids, *random_prompt((name, turn), QUESTION_TOKENS)]
-        if evict:
-            push_out(server, num_tokens=POOL_TOKENS, seed=(name, turn))
-    return answers
-
-
-def partial_hit(server: ServerProcess, *, evict: bool) -> Answer:
-    """The first third of a conversation is in the pool, the rest is not."""
-    prompt = random_prompt("partial", 900)
-    ask(server, prompt, max_new_tokens=1)
-    if evict:
-        push_out(server, num_tokens=POOL_TOKENS, seed="partial")
-        ask(server, prompt[:300], max_new_tokens=1)
-    return ask(server, [*prompt, *random_prompt("more", 20)], max_new_tokens=12)
-
-
 def return_together(server: ServerProcess, *, evict: bool) -> list[Answer]:
     """Conversations that come back at the same time, so that one batch restores several."""
     prompts = [random_prompt(name, 400 + 130 * i) for i, name in enumerate(TOGETHER)]
@@ -127,7 +106,7 @@ def play_all(server: ServerProcess, *, evict: bool) -> Played:
 def kept(tiny_models: dict[str, Path]) -> Played:
     """On a server that never evicts anything."""
     args = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "16384", "--enable-cache-report")
-    with ServerProcess(tiny_models["float32"], args=args) as server:
+    with ForkedServer(tiny_models["float32"], args=args) as server:
         return play_all(server, evict=False)
 
 
@@ -147,7 +126,7 @@ def restored(
 ) -> Restored:
     mode = MODES[request.param]
     args = (*small_krul_server_args(POOL_TOKENS, mode.options), *mode.args)
-    with ServerProcess(
+    with ForkedServer(
         tiny_models["float32"], args=args, env={**STRICT, **WITH_PLUGIN, **dict(mode.env)}
     ) as server:
         played = play_all(server, evict=True)
@@ -226,7 +205,7 @@ def test_heads_of_a_model_with_experts_are_recomputed(tmp_path: Path) -> None:
     budget = {"strategy": "budget", "error_budget": 1e-9, "probe_share": 1}
     args = small_krul_server_args(POOL_TOKENS, {**RANDOM, **budget, "cache_dir": str(tmp_path / "cache")})
     prompt = random_prompt("experts", 611)
-    with ServerProcess(model, args=args, env={**STRICT, **WITH_PLUGIN}) as server:
+    with ForkedServer(model, args=args, env={**STRICT, **WITH_PLUGIN}) as server:
         first = ask(server, prompt, max_new_tokens=12)
         push_out(server, num_tokens=POOL_TOKENS, seed="experts")
         again = ask(server, prompt, max_new_tokens=12)
@@ -248,7 +227,7 @@ def test_control_heads_that_are_not_recomputed_are_noticed(
     kept: Played, tiny_models: dict[str, Path]
 ) -> None:
     args = small_krul_server_args(POOL_TOKENS, RANDOM)
-    with ServerProcess(tiny_models["float32"], args=args, env={**STRICT, **SKIPPED_HEADS}) as server:
+    with ForkedServer(tiny_models["float32"], args=args, env={**STRICT, **SKIPPED_HEADS}) as server:
         turns = play(server, "conversation", evict=True)
     assert turns[0].output_ids == kept.turns[0].output_ids
     assert turns[1].output_ids != kept.turns[1].output_ids

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from krul_sglang.demo.server import ServerProcess
+from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     KRUL,
     STRICT,
@@ -48,7 +49,7 @@ def server(tiny_models: dict[str, Path]) -> Iterator[ServerProcess]:
         "--enable-cache-report",
         *KRUL,
     )
-    with ServerProcess(tiny_models["float32"], args=args, env=STRICT) as running:
+    with ForkedServer(tiny_models["float32"], args=args, env=STRICT) as running:
         yield running
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from krul_sglang.demo.server import ServerProcess
+from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     PAGE_SIZE,
     STRICT,
@@ -29,7 +30,7 @@ def server(tiny_models: dict[str, Path]) -> Iterator[ServerProcess]:
     # Loaded whole, whatever that costs here: this is about what is stored.
     options = {"strategy": "krul", "gamma": 0, "r_l": 0.5, "precision": "int4", "planner": "full-load"}
     args = small_krul_server_args(POOL_TOKENS, options)
-    with ServerProcess(tiny_models["float32"], args=args, env=STRICT) as running:
+    with ForkedServer(tiny_models["float32"], args=args, env=STRICT) as running:
         yield running
 
 

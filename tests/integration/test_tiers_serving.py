@@ -18,6 +18,7 @@ import pytest
 
 from krul_sglang.demo.server import ServerError, ServerProcess
 from tests.support.daemon_process import running_daemon
+from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     STRICT,
     Answer,
@@ -60,7 +61,7 @@ def kept(tiny_models: dict[str, Path]) -> dict[str, list[Answer]]:
     """Every conversation on a server that never evicts anything."""
     args = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "16384", "--enable-cache-report")
     answers: dict[str, list[Answer]] = {name: [] for name in NAMES}
-    with ServerProcess(tiny_models["float32"], args=args) as server:
+    with ForkedServer(tiny_models["float32"], args=args) as server:
         for name in NAMES:
             converse(server, name, answers[name], NUM_TURNS, evict=False)
     return answers
@@ -69,7 +70,7 @@ def kept(tiny_models: dict[str, Path]) -> dict[str, list[Answer]]:
 @contextmanager
 def krul_server(model: Path, options: dict[str, Any], log_path: Path) -> Iterator[ServerProcess]:
     args = small_krul_server_args(POOL_TOKENS, {"planner": "full-load", **options})
-    with ServerProcess(model, args=args, env=STRICT, log_path=log_path) as server:
+    with ForkedServer(model, args=args, env=STRICT, log_path=log_path) as server:
         yield server
 
 

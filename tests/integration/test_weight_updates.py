@@ -14,6 +14,7 @@ import pytest
 
 from krul_sglang.demo.server import ServerError, ServerProcess
 from tests.support.daemon_process import running_daemon, start_daemon
+from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     STRICT,
     Answer,
@@ -36,7 +37,7 @@ STORED_TOKENS = 592
 def krul_server(model: Path, runtime_dir: Path, log_path: Path) -> Iterator[ServerProcess]:
     options = {"planner": "full-load", "endpoint": str(runtime_dir), "host_memory": "auto"}
     args = (*small_krul_server_args(POOL_TOKENS, options), "--enable-streaming-session")
-    with ServerProcess(model, args=args, env=STRICT, log_path=log_path) as server:
+    with ForkedServer(model, args=args, env=STRICT, log_path=log_path) as server:
         yield server
 
 

@@ -19,11 +19,29 @@ import numpy.typing as npt
 import zmq
 
 from krul_backend.daemon.protocol.frames import decode_greeting, decode_reply, encode, encode_token_ids
-from krul_backend.daemon.protocol.messages import Done, ErrorReply, HelloRequest, Reply, Request
+from krul_backend.daemon.protocol.messages import (
+    CommitReply,
+    CommitRequest,
+    Done,
+    ErrorReply,
+    HelloRequest,
+    LeaseReply,
+    LeaseRequest,
+    ManifestFields,
+    Reply,
+    Request,
+    ReserveReply,
+    ReserveRequest,
+)
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
+from krul_backend.tiers.common.hashing import block_checksums
 from krul_backend.tiers.common.interface import Span
+from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
 
 TIMEOUT_S = 20.0
+MODEL = make_model()
+SIZES = (100, 60)
+"""Bytes of the two layers of the segments that ``store`` stores."""
 
 R = TypeVar("R", bound=Reply)
 
@@ -137,3 +155,37 @@ class RawClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def store(client: RawClient, conversation: str, first: int, end: int, number: int = 1, seed: int = 0) -> int:
+    """Reserve, write through the mapping, commit; returns the segment's id."""
+    fingerprint = client.say_hello(MODEL)
+    reserved = client.ask(
+        ReserveRequest, ReserveReply, reservation_id=number, layer_num_bytes=SIZES, tenant=""
+    )
+    assert reserved.spans is not None
+    rng = np.random.default_rng(seed)
+    for block in client.blocks(reserved.spans):
+        block[:] = rng.integers(0, 256, block.nbytes, dtype=np.uint8)
+    manifest = make_manifest(conversation, first, end, SIZES, MODEL)
+    return client.ask(
+        CommitRequest,
+        CommitReply,
+        manifest.token_ids,
+        reservation_id=number,
+        fingerprint=fingerprint,
+        manifest=ManifestFields.of(manifest),
+        checksums=block_checksums(client.blocks(reserved.spans)),
+    ).segment_id
+
+
+def lease(client: RawClient, conversation: str, end: int, number: int = 1) -> LeaseReply:
+    keys = page_keys(conversation, 0, end)
+    return client.ask(
+        LeaseRequest,
+        LeaseReply,
+        tokens_of(keys),
+        lease_id=number,
+        fingerprint=MODEL.fingerprint,
+        page_keys=keys,
+    )

@@ -150,3 +150,20 @@ class ThreadAgreement(RankAgreement):
         first = self._meeting.exchange(self._rank, content)[0]
         assert isinstance(first, bytes)
         return first
+
+
+class Meeting(RankAgreement):
+    """Ranks in threads of one process. A rank that does not come breaks the barrier for all."""
+
+    def __init__(self, rank: int, contents: dict[int, bytes], barrier: threading.Barrier) -> None:
+        super().__init__(None, barrier.parties)
+        self._rank = rank
+        self._contents = contents
+        self._barrier = barrier
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        self._contents[self._rank] = content
+        self._barrier.wait()
+        gathered = [self._contents[rank] for rank in range(self.num_ranks)]
+        self._barrier.wait()
+        return gathered

@@ -12,6 +12,10 @@ from krul_sglang.demo.server import ServerProcess
 
 KRUL = ("--radix-cache-backend", "krul")
 PAGE_SIZE = 16
+POOL_TOKENS = 2560
+"""Of a device pool that holds one conversation of ``play``, but no second one."""
+NUM_TURNS = 5
+"""Of a conversation of ``play``."""
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 """Makes SGLang's own idle check end the server when a slot or a lock leaks."""
 
@@ -64,6 +68,28 @@ def push_out(server: ServerProcess, *, num_tokens: int, seed: object) -> None:
     length = 600
     for i in range(num_tokens // length + 1):
         ask(server, random_prompt(("noise", seed, i), length), max_new_tokens=2)
+
+
+def play(server: ServerProcess, name: str, *, evict: bool) -> list[Answer]:
+    """One conversation of ``NUM_TURNS`` turns; between them everything leaves the pool, or nothing."""
+    answers: list[Answer] = []
+    history = random_prompt(name, 611)
+    for turn in range(NUM_TURNS):
+        answers.append(ask(server, history, max_new_tokens=12))
+        history = [*history, *answers[-1].output_ids, *random_prompt((name, turn), 37)]
+        if evict:
+            push_out(server, num_tokens=POOL_TOKENS, seed=(name, turn))
+    return answers
+
+
+def partial_hit(server: ServerProcess, *, evict: bool) -> Answer:
+    """The first third of a conversation is in the pool, the rest is not."""
+    prompt = random_prompt("partial", 900)
+    ask(server, prompt, max_new_tokens=1)
+    if evict:
+        push_out(server, num_tokens=POOL_TOKENS, seed="partial")
+        ask(server, prompt[:300], max_new_tokens=1)
+    return ask(server, [*prompt, *random_prompt("more", 20)], max_new_tokens=12)
 
 
 def krul_stats(server: ServerProcess) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from krul_backend.device import Device, StreamClock
 from krul_sglang.engine.cache.store_connection import lock_arena
 from krul_sglang.engine.common.kv_pool import DevicePool
 from tests.support.engine_builders import PATIENCE_S, in_threads
+from tests.support.sglang_pool import make_pool
 from tests.support.strict_device import DEVICES, INDEX, StrictDevice, StrictError, check_device, make_device
-from tests.unit.test_engine_copies import make_pool
 
 CPU = torch.device("cpu")
 

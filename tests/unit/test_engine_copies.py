@@ -29,31 +29,10 @@ from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, TurnOffloader
 from krul_sglang.engine.save.strategy_choice import Choice
 from krul_sglang.engine.save.turn import Turn
 from tests.support.engine_builders import PATIENCE_S, make_load, make_store
+from tests.support.sglang_pool import NUM_LAYERS, NUM_SLOTS, PAGE_SIZE, make_pool
 from tests.support.strict_device import DEVICES, StrictDevice, check_device, make_device
 
-PAGE_SIZE = 4
-NUM_LAYERS = 3
-NUM_SLOTS = 64
 TOKEN_BYTES = NUM_LAYERS * 2 * 2 * 16 * 4  # layers x (K, V) x heads x channels x float32
-
-
-def make_pool() -> Any:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    pool = MHATokenToKVPool(
-        size=NUM_SLOTS,
-        page_size=PAGE_SIZE,
-        dtype=torch.float32,
-        head_num=2,
-        head_dim=16,
-        layer_num=NUM_LAYERS,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    generator = torch.Generator().manual_seed(0)
-    for buffer in (*pool.k_buffer, *pool.v_buffer):
-        buffer.copy_(torch.randn(buffer.shape, generator=generator))
-    return pool
 
 
 class FixedChooser:

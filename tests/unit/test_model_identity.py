@@ -16,7 +16,7 @@ from krul_backend.codec.interface import LayerShape
 from krul_sglang.engine.attach.model_identity import HASHES_FILE, identify_model, weights_digest
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.served_model import ServedModel
-from tests.unit.test_store_connection import Meeting
+from tests.support.engine_builders import Meeting
 
 LONG_AGO_S = 1_000_000_000
 SHARD_BYTES = 9 << 20

@@ -15,7 +15,7 @@ from krul_backend.device import Device
 from krul_sglang.engine.restore import paged_attention
 from krul_sglang.engine.restore.head_attention import GatheredAttention, HeadSpan
 from krul_sglang.engine.restore.paged_attention import PagedAttention, span_attention, trial_error
-from tests.unit.test_head_attention import HEAD_DIM, NUM_SLOTS, SCALING, Case, reference
+from tests.support.head_attention_case import HEAD_DIM, NUM_SLOTS, SCALING, Case, reference
 
 CPU = Device(torch.device("cpu"))
 

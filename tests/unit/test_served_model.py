@@ -28,7 +28,7 @@ from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.save.turn import StoredPath, TurnOwner
 from tests.support.engine_builders import make_store
 from tests.support.segment_builders import MODEL
-from tests.unit.test_engine_copies import NUM_LAYERS, PAGE_SIZE, make_pool
+from tests.support.sglang_pool import NUM_LAYERS, PAGE_SIZE, make_pool
 
 EPOCH, OTHER_EPOCH = b"\1" * 16, b"\2" * 16
 NUM_PAGES = 3

@@ -22,7 +22,7 @@ from krul_sglang.config import KrulConfig
 from krul_sglang.engine.cache import store_connection
 from krul_sglang.engine.cache.store_connection import StoreConnection, connect_store, daemon_arguments
 from krul_sglang.engine.common.agreement import RankAgreement
-from tests.support.engine_builders import PATIENCE_S, in_threads
+from tests.support.engine_builders import PATIENCE_S, Meeting, in_threads
 from tests.support.segment_builders import MODEL
 
 GIB = 1 << 30
@@ -184,23 +184,6 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return Host(monkeypatch)
-
-
-class Meeting(RankAgreement):
-    """Ranks in threads of one process. A rank that does not come breaks the barrier for all."""
-
-    def __init__(self, rank: int, contents: dict[int, bytes], barrier: Barrier) -> None:
-        super().__init__(None, barrier.parties)
-        self._rank = rank
-        self._contents = contents
-        self._barrier = barrier
-
-    def gather_bytes(self, content: bytes) -> list[bytes]:
-        self._contents[self._rank] = content
-        self._barrier.wait()
-        gathered = [self._contents[rank] for rank in range(self.num_ranks)]
-        self._barrier.wait()
-        return gathered
 
 
 def connect(config: KrulConfig, rank: int, num_ranks: int, agreement: RankAgreement, per_host: int) -> Any:
