@@ -13,7 +13,7 @@ from typing import Any
 
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
-from krul_backend.planner.registry import PLANNER_NAMES
+from krul_backend.planner.planners import PLANNER_NAMES
 from krul_backend.strategy.registry import SELECTOR_NAMES
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.policy_registry import POLICIES
@@ -331,12 +331,13 @@ class KrulConfig:
     )
 
     planner: str = _option(
-        "optimal",
+        "local-search",
         _parse_planner,
         "one of " + ", ".join(PLANNER_NAMES),
         "How each layer of a returning prefix is split into a head that is recomputed and a tail that is "
-        'loaded: "optimal" ends first by the costs measured on this machine; "full-load" loads everything '
-        'there is and "full-recompute" nothing; "uniform" and "pyramid" are those of the Krul paper; '
+        'loaded: "local-search" looks for the split that ends first by the costs measured on this machine; '
+        '"full-load" loads everything there is and "full-recompute" nothing; "uniform" and "pyramid" are '
+        "those of the Krul paper; "
         '"random" is for tests.',
     )
     store_full_tail: bool = _option(

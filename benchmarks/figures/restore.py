@@ -90,7 +90,7 @@ def against_history(result: dict[str, Any], path: Path) -> None:
 
 
 def _is_planned(row: Row) -> bool:
-    return bool(row["planner"] == "optimal")
+    return bool("planned" in row["method"])
 
 
 def timelines(result: dict[str, Any], path: Path) -> None:
