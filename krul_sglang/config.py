@@ -13,7 +13,7 @@ from typing import Any
 
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
-from krul_backend.planner.registry import PLANNERS
+from krul_backend.planner.planners import PLANNERS
 from krul_backend.strategy.registry import SELECTOR_NAMES
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.eviction import POLICIES
@@ -304,12 +304,12 @@ class KrulConfig:
     )
 
     planner: str = _choice(
-        "optimal",
+        "local-search",
         PLANNERS,
         "How each layer of a returning prefix is split into a head that is recomputed and a tail that is "
-        'loaded. "optimal" ends first by the costs measured on this machine. "full-load" loads all that is '
-        "stored: choose it where restored KV must be to the bit what was stored. "
-        '"full-recompute" loads nothing; "uniform" and "pyramid" are the plans of the Krul paper.',
+        'loaded. "local-search" looks for the split that ends first by the costs measured on this machine. '
+        '"full-load" loads all that is stored: choose it where restored KV must be to the bit what was '
+        'stored. "full-recompute" loads nothing; "uniform" and "pyramid" are the plans of the Krul paper.',
     )
     store_full_tail: bool = _option(
         False,

@@ -23,38 +23,33 @@ _LABELS = {"recompute": "recompute alone", "both": "both together", "load": "loa
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Who wins by rate of the link and length of the history: a panel per model and codec."""
-    cells = result["map"]
-    models = list(dict.fromkeys(cell["model"] for cell in cells))
-    codecs = list(dict.fromkeys(cell["codec"] for cell in cells))
+    panels = result["map"]
+    models = list(dict.fromkeys(panel["model"] for panel in panels))
+    codecs = list(dict.fromkeys(panel["codec"] for panel in panels))
     figure, axes = plt.subplots(
         len(models), len(codecs), figsize=(13, 4 * len(models)), layout="constrained", squeeze=False
     )
-    for line, model in zip(axes, models, strict=True):
-        for axis, codec in zip(line, codecs, strict=True):
-            chosen = [cell for cell in cells if (cell["model"], cell["codec"]) == (model, codec)]
-            _draw_panel(axis, chosen)
-            axis.set_title(f"{model}, {codec}, {chosen[0]['hardware']}")
+    for panel in panels:
+        axis = axes[models.index(panel["model"]), codecs.index(panel["codec"])]
+        _draw_panel(axis, panel)
+        axis.set_title(f"{panel['model']}, {panel['codec']}, {panel['hardware']}")
     handles = [Patch(color=color, label=_LABELS[name]) for name, color in _COLORS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     figure.suptitle(
         "Restoring a history before 128 new tokens (computed): what ends first, and how many times\n"
-        "sooner the optimal plan ends than the better of recompute alone and load alone"
+        "sooner the planned restore ends than the better of recompute alone and load alone"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def _draw_panel(axis: Axes, cells: list[dict[str, Any]]) -> None:
-    rates = sorted({cell["rate_gb_s"] for cell in cells})
-    lengths = sorted({cell["history_tokens"] for cell in cells})
+def _draw_panel(axis: Axes, panel: dict[str, Any]) -> None:
+    rates, lengths = panel["rates_gb_s"], panel["history_tokens"]
     ways = list(_COLORS)
-    image = np.zeros((len(lengths), len(rates)))
-    for cell in cells:
-        x, y = rates.index(cell["rate_gb_s"]), lengths.index(cell["history_tokens"])
-        image[y, x] = ways.index(cell["winner"])
-        if cell["winner"] == "both":
-            axis.text(x, y, f"{cell['gain']:.2f}", ha="center", va="center", fontsize=7)
+    image = np.array([[ways.index(won) for won in line] for line in panel["winner"]])
+    for y, x in np.argwhere(image == ways.index("both")):
+        axis.text(x, y, f"{panel['gain'][y][x]:.2f}", ha="center", va="center", fontsize=7)
     colors = ListedColormap(list(_COLORS.values()))
     axis.imshow(image, cmap=colors, vmin=-0.5, vmax=len(ways) - 0.5, origin="lower", aspect="auto")
     axis.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])

@@ -24,7 +24,7 @@ SELECTORS: dict[str, StrategySelector] = {
 
 @dataclass(frozen=True)
 class Method:
-    """A row: ``strategy`` of ``SELECTORS``, ``planner`` of ``krul_backend.planner.registry``."""
+    """A row: ``strategy`` of ``SELECTORS``, ``planner`` of ``krul_backend.planner.planners``."""
 
     name: str
     strategy: str
@@ -36,10 +36,10 @@ METHODS = (
     Method("full-load", "native", "full-load"),
     Method("minicache-full-load", "minicache", "full-load"),
     Method("partial-recompute", "native", "uniform"),
-    Method("native-planned", "native", "optimal"),
+    Method("native-planned", "native", "local-search"),
     Method("krul-pyramid", "krul", "pyramid"),
-    Method("krul-planned", "krul", "optimal"),
-    Method("krul-planned-int4", "krul-int4", "optimal"),
+    Method("krul-planned", "krul", "local-search"),
+    Method("krul-planned-int4", "krul-int4", "local-search"),
 )
 
 

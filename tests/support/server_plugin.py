@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from krul_backend.planner.registry import PLANNERS
+from krul_backend.planner.planners import PLANNERS
 from tests.support.random_heads import RandomPlanner
 
 _SKIP_HEADS = "TESTS_SKIP_HEADS"

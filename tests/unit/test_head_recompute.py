@@ -237,7 +237,7 @@ def proof_that(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iter
     runner: Any = SimpleNamespace(
         model=rig.model, token_to_kv_pool=rig.engine_pool, dtype=torch.float32, device="cpu"
     )
-    parts: Any = SimpleNamespace(capture=None, config=SimpleNamespace(planner="optimal"))
+    parts: Any = SimpleNamespace(capture=None, config=SimpleNamespace(planner="local-search"))
     cache: Any = None
     yield lambda: attach_restore._proven_heads(runner, cache, rig.pool, parts)
 

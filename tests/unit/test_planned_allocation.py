@@ -9,9 +9,8 @@ import pytest
 
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.costs import RestoreCosts
-from krul_backend.planner.full_recompute import FullRecomputePlanner
 from krul_backend.planner.interface import RestorePlanner
-from krul_backend.planner.optimal import OptimalPlanner
+from krul_backend.planner.planners import FullRecomputePlanner, LocalSearchPlanner
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore.restore_planning import PAIR_FACTOR, DecodeCosts
@@ -83,12 +82,12 @@ def test_the_first_ranks_allocation_is_everyones(decided: list[int] | None, expe
 def test_what_an_allocation_leaves_out_can_be_restored_within_the_limit() -> None:
     """By the same planner at the same costs: what it would recompute then is all that is missing."""
     costs = costs_of(token_s=TOKEN_BYTES * 0.5, byte_s=1.0)
-    heads = allocation_of(OptimalPlanner(), costs=costs).head_ends(
+    heads = allocation_of(LocalSearchPlanner(), costs=costs).head_ends(
         END, (float(TOKEN_BYTES),) * NUM_LAYERS, EACH_ALONE, NATIVE
     )
     assert heads is not None
     assert 0 < heads[0] <= 24
-    planning = planning_of(OptimalPlanner(), costs=costs, max_head_tokens=24)
+    planning = planning_of(LocalSearchPlanner(), costs=costs, max_head_tokens=24)
     segments = tuple(stored("native", start, end, heads) for start, end in pairwise(BOUNDS))
     slices = planning.open(lease_of(segments, 0), END)
     planned = planning.plan(slices, device_tokens=0, new_tokens=EXPECTED_NEW_TOKENS)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from krul_backend.planner.costs import ComputeCost, TierCost
-from krul_backend.planner.optimal import OptimalPlanner
+from krul_backend.planner.planners import LocalSearchPlanner
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.restore import restore_planning
 from krul_sglang.engine.restore.segment_reader import SegmentReader
@@ -86,11 +86,11 @@ def test_what_lies_in_a_lower_tier_is_planned_by_its_costs() -> None:
 
 
 @pytest.mark.parametrize(("byte_s", "is_loaded"), [(1e-6, True), (1.0, False)])
-def test_the_optimum_decides_by_the_costs_of_the_lower_tier(byte_s: float, is_loaded: bool) -> None:
+def test_the_plan_follows_the_costs_of_the_lower_tier(byte_s: float, is_loaded: bool) -> None:
     tiers = AskedTiers({"ssd": TierCost(0.0, byte_s)})
     # Heads are a little slower than the engine's own forward, as they are.
     costs = replace(costs_of(1.0, 1e-6), head=ComputeCost(0.0, 1.1, 0.0))
-    planning = planning_of(OptimalPlanner(), costs=costs, tier_costs=tiers)
+    planning = planning_of(LocalSearchPlanner(), costs=costs, tier_costs=tiers)
     slices = sunk(leased(planning), first=0)
     planned = planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=4)
     assert (planned is not None) == is_loaded

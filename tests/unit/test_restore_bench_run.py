@@ -29,7 +29,7 @@ from benchmarks.restore.setting import restore_problem
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.planner.interface import RestorePlan
 from krul_backend.planner.pipeline import simulate
-from krul_backend.planner.registry import make_planner
+from krul_backend.planner.planners import make_planner
 from krul_sglang.json_file import write_summary
 from tests.support.restore_bench_builders import SHAPE, Bench, bench
 
@@ -189,7 +189,7 @@ def test_the_problem_that_is_planned_is_that_of_the_stored_bytes(
     compute = ComputeCost(launch_s=1e-4, token_s=1e-5, context_s=0.0)
     costs = RestoreCosts(compute, compute, {"dram": TierCost(latency_s=0.0, byte_s=byte_s)})
     problem = restore_problem(stored, built.turn, "dram", costs, (0.0,) * SHAPE.num_layers, page_size=64)
-    planned = make_planner("optimal").plan(problem)
+    planned = make_planner("local-search").plan(problem)
     assert planned.is_recompute == (chosen == "recompute")
     assert (sum(planned.head_ends) == 0) == (chosen == "load")
     if chosen == "load":

@@ -16,7 +16,7 @@ from krul_backend.planner.calibration import (
     fit_tier,
 )
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.planner.optimal import OptimalPlanner
+from krul_backend.planner.planners import LocalSearchPlanner
 from tests.support.restore_builders import make_problem, stored_run
 
 COST = ComputeCost(launch_s=4e-5, token_s=2.5e-6, context_s=1.2e-10)
@@ -233,9 +233,9 @@ def test_an_overhead_that_nobody_measures_fades() -> None:
 
 def test_a_restore_must_win_by_its_overhead() -> None:
     problem = make_problem(stored_run(0, 64, [1.0, 1.0]), page_size=4, new_tokens=2)
-    plan = OptimalPlanner().plan(problem)
+    plan = LocalSearchPlanner().plan(problem)
     gain_s = problem.recompute_s - plan.end_s
     assert gain_s > 0
     for overhead_s, is_recompute in ((0.99 * gain_s, False), (1.01 * gain_s, True)):
         slower = replace(problem, costs=replace(problem.costs, overhead_s=overhead_s))
-        assert OptimalPlanner().plan(slower).is_recompute == is_recompute
+        assert LocalSearchPlanner().plan(slower).is_recompute == is_recompute

@@ -2,27 +2,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulate import hardware
+from benchmarks.simulate.codecs import make_codecs
+from benchmarks.simulate.oracle.dual import DualTables, make_levels
+from benchmarks.simulate.oracle.layer_counts import best_layer_counts
+from benchmarks.simulate.oracle.optimal import OptimalPlanner
+from benchmarks.simulate.run import HISTORY_TOKENS, NEW_TOKENS
+from benchmarks.simulate.run import make_problem as simulated_problem
 from krul_backend.errors import RestoreError
-from krul_backend.planner.allocation import allocate
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.planner.dual import DualTables, make_levels
-from krul_backend.planner.full_load import FullLoadPlanner
 from krul_backend.planner.head_shapes import limit_lengths
-from krul_backend.planner.layer_counts import best_layer_counts
-from krul_backend.planner.optimal import OptimalPlanner
+from krul_backend.planner.interface import RestorePlanner
 from krul_backend.planner.pipeline import check, is_allowed, simulate
+from krul_backend.planner.planners import (
+    PLANNERS,
+    FullLoadPlanner,
+    LocalSearchPlanner,
+    PyramidPlanner,
+    UniformPlanner,
+    allocate,
+    make_planner,
+)
 from krul_backend.planner.problem import RestoreProblem, StoredRun
-from krul_backend.planner.pyramid import PyramidPlanner
-from krul_backend.planner.registry import PLANNERS, make_planner
 from krul_backend.planner.timing import RestoreTiming
-from krul_backend.planner.uniform import UniformPlanner
 from tests.support.random_heads import RandomPlanner
 from tests.support.restore_builders import HOST, make_problem, problems, stored_run
 
@@ -42,7 +51,7 @@ def best_end_s(problem: RestoreProblem) -> float:
 
 @settings(max_examples=300, deadline=None)
 @given(problems())
-def test_the_optimal_plan_is_the_best_of_all(problem: RestoreProblem) -> None:
+def test_the_plan_of_the_oracle_is_the_best_of_all(problem: RestoreProblem) -> None:
     solution = OptimalPlanner(tolerance=0, max_nodes=4096).solve(problem)
     assert solution.plan.end_s == pytest.approx(best_end_s(problem), rel=1e-9, abs=1e-9)
     assert solution.gap <= 1e-9
@@ -50,21 +59,58 @@ def test_the_optimal_plan_is_the_best_of_all(problem: RestoreProblem) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(problems())
-def test_the_default_is_within_its_tolerance_and_its_bound_holds(problem: RestoreProblem) -> None:
+def test_the_oracle_is_within_its_tolerance_and_its_bound_holds(problem: RestoreProblem) -> None:
     solution = OptimalPlanner().solve(problem)
     best_s = best_end_s(problem)
     assert solution.plan.end_s <= best_s * (1 + 1e-3) + 1e-9
     assert solution.bound_s <= best_s * (1 + 1e-9) + 1e-9
 
 
+def test_the_local_search_usually_finds_the_best_plan_of_small_problems() -> None:
+    """Measured: the best of all in 99% of them, and 20% behind it in the worst one."""
+    behind = []
+
+    @settings(max_examples=200, deadline=None, derandomize=True, phases=[Phase.generate])
+    @given(problems())
+    def search(problem: RestoreProblem) -> None:
+        best_s, end_s = best_end_s(problem), LocalSearchPlanner().plan(problem).end_s
+        behind.append(end_s / best_s - 1 if best_s > 0 else end_s)
+
+    search()
+    assert min(behind) >= -1e-9
+    assert np.quantile(behind, 0.95) <= 1e-9
+    assert max(behind) <= 0.25
+
+
+SIMULATED = list(product(hardware.PLATFORMS, hardware.MODELS, HISTORY_TOKENS, NEW_TOKENS, range(4)))[::13]
+"""Every 13th setting of the simulator: all platforms, models, lengths and codecs are among them."""
+
+
+def test_the_local_search_ends_at_most_one_percent_behind_the_oracle() -> None:
+    """Measured over all settings: 0.67% at the 99th percentile, 1.8% at most."""
+    behind = []
+    for (gpu, link), model, history_tokens, new_tokens, codec in SIMULATED:
+        stored_as = make_codecs(model.num_layers)[codec]
+        problem = simulated_problem(gpu, link, model, stored_as, history_tokens, new_tokens)
+        end_s = LocalSearchPlanner().plan(problem).end_s
+        solution = OptimalPlanner().solve(problem)
+        assert end_s >= solution.bound_s * (1 - 1e-12)
+        behind.append(end_s / solution.plan.end_s - 1)
+    assert np.quantile(behind, 0.99) <= 0.01
+    assert max(behind) <= 0.02
+
+
 @settings(max_examples=150, deadline=None)
 @given(problems(max_layers=12, max_pages=30))
-def test_plans_are_allowed_and_never_beat_the_optimal_one(problem: RestoreProblem) -> None:
-    optimal = OptimalPlanner().plan(problem)
+def test_plans_are_allowed_and_never_beat_the_oracle(problem: RestoreProblem) -> None:
+    solution, searched = OptimalPlanner().solve(problem), LocalSearchPlanner().plan(problem)
     for planner in (*map(make_planner, PLANNERS), RandomPlanner()):
         plan = planner.plan(problem)
         # Sums of many plans at once and of one may differ in the last bit.
-        assert optimal.end_s <= plan.end_s * (1 + 1e-12)
+        assert solution.bound_s <= plan.end_s * (1 + 1e-12)
+        if planner.name != "local-search":
+            assert solution.plan.end_s <= plan.end_s * (1 + 1e-12)
+            assert planner.name == "random" or searched.end_s <= plan.end_s * (1 + 1e-12)
         assert plan == planner.plan(problem)
         if plan.is_recompute:
             assert plan.end_s == problem.recompute_s
@@ -145,29 +191,36 @@ def test_layer_counts_are_the_cheapest(cells: list[list[int]], max_lengths: int 
     assert costs[list(counts), columns].sum() == min(costs[list(each), columns].sum() for each in falls)
 
 
-def test_equal_layers_are_split_where_computing_and_loading_meet() -> None:
+BEST = [LocalSearchPlanner(), OptimalPlanner(tolerance=0)]
+
+
+@pytest.mark.parametrize("planner", BEST, ids=lambda planner: planner.name)
+def test_equal_layers_are_split_where_computing_and_loading_meet(planner: RestorePlanner) -> None:
     """8 tokens in 2 layers at 1 s to compute and 3 s to load: 12 of 16 are computed, 4 loaded."""
     problem = make_problem(stored_run(0, 8, [3.0, 3.0]))
-    plan = OptimalPlanner(tolerance=0).plan(problem)
+    plan = planner.plan(problem)
     assert (plan.end_s, sum(plan.head_ends)) == (12, 12)
 
 
-def test_a_layer_of_many_bytes_is_recomputed_together_with_those_before_it() -> None:
+@pytest.mark.parametrize("planner", BEST, ids=lambda planner: planner.name)
+def test_a_layer_of_many_bytes_is_recomputed_together_with_those_before_it(planner: RestorePlanner) -> None:
     problem = make_problem(stored_run(0, 4, [0.5, 100.0, 0.5]))
-    assert OptimalPlanner(tolerance=0).plan(problem).head_ends == (4, 4, 0)
+    assert planner.plan(problem).head_ends == (4, 4, 0)
 
 
-def test_own_layers_hide_loads_of_later_layers() -> None:
+@pytest.mark.parametrize("planner", BEST, ids=lambda planner: planner.name)
+def test_own_layers_hide_loads_of_later_layers(planner: RestorePlanner) -> None:
     """An own layer takes as long as a load: only the first load is not hidden, and half of it is computed."""
     problem = make_problem(stored_run(0, 4, [1.0] * 4), new_tokens=4)
-    plan = OptimalPlanner(tolerance=0).plan(problem)
+    plan = planner.plan(problem)
     assert plan.head_ends == (2, 0, 0, 0)
     assert plan.end_s == 2 + 4 * 4
 
 
-def test_recomputation_wins_where_loading_is_slow() -> None:
+@pytest.mark.parametrize("planner", BEST, ids=lambda planner: planner.name)
+def test_recomputation_wins_where_loading_is_slow(planner: RestorePlanner) -> None:
     slow = make_problem(stored_run(0, 4, [9.0, 9.0]), head=ComputeCost(1.0, 1.0, 0.0), new_tokens=1)
-    plan = OptimalPlanner().plan(slow)
+    plan = planner.plan(slow)
     assert plan.is_recompute
     assert plan.end_s == 2 * (1 + 5)
 
@@ -215,7 +268,7 @@ def test_lengths_are_merged_where_it_adds_the_fewest_tokens() -> None:
 
 
 def test_planners_have_names() -> None:
-    assert tuple(PLANNERS) == ("optimal", "full-load", "full-recompute", "uniform", "pyramid")
+    assert tuple(PLANNERS) == ("local-search", "full-load", "full-recompute", "uniform", "pyramid")
     assert [make_planner(name).name for name in PLANNERS] == list(PLANNERS)
     with pytest.raises(RestoreError, match="'best' is unknown"):
         make_planner("best")
@@ -225,17 +278,18 @@ def whole_conversation(token_bytes: float) -> StoredRun:
     return stored_run(0, 64, [token_bytes, 0.0, token_bytes], last_use=[1, 1, 2])
 
 
-def test_what_is_left_out_when_storing_is_what_a_full_restore_recomputes() -> None:
+@pytest.mark.parametrize("planner", BEST, ids=lambda planner: planner.name)
+def test_what_is_left_out_when_storing_is_what_a_full_restore_recomputes(planner: RestorePlanner) -> None:
     costs = RestoreCosts(ComputeCost(0, 1, 0), ComputeCost(0, 1, 0), {HOST: TierCost(0, 1)})
     run = whole_conversation(3.0)
-    head_ends = allocate(OptimalPlanner(), run, costs, page_size=4, new_tokens=2)
-    in_full = OptimalPlanner().plan(make_problem(run, page_size=4, new_tokens=2))
+    head_ends = allocate(planner, run, costs, page_size=4, new_tokens=2)
+    in_full = planner.plan(make_problem(run, page_size=4, new_tokens=2))
     assert head_ends == in_full.head_ends
     # The first two layers are a pair, whose blocks both reach back to the shorter head.
     first = (head_ends[1], head_ends[1], head_ends[2])
     trimmed = make_problem(replace(run, stored_from=first), page_size=4, new_tokens=2)
     assert is_allowed(trimmed, head_ends)
-    assert OptimalPlanner().plan(trimmed).end_s == in_full.end_s
+    assert planner.plan(trimmed).end_s == in_full.end_s
 
 
 def test_fewer_bytes_per_token_leave_out_fewer_tokens() -> None:
@@ -248,7 +302,8 @@ def test_fewer_bytes_per_token_leave_out_fewer_tokens() -> None:
     assert sums[0] > sums[-1] == 0
 
 
-def test_nothing_is_stored_that_is_recomputed_sooner() -> None:
+@pytest.mark.parametrize("planner", BEST, ids=lambda planner: planner.name)
+def test_nothing_is_stored_that_is_recomputed_sooner(planner: RestorePlanner) -> None:
     own = ComputeCost(0, 0.01, 0)
     costs = RestoreCosts(ComputeCost(0, 1, 0), own, {HOST: TierCost(0, 1)})
-    assert allocate(OptimalPlanner(), whole_conversation(3.0), costs, 4, new_tokens=0) == (64, 64, 64)
+    assert allocate(planner, whole_conversation(3.0), costs, 4, new_tokens=0) == (64, 64, 64)

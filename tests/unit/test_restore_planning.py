@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from krul_backend.planner.full_load import FullLoadPlanner
-from krul_backend.planner.full_recompute import FullRecomputePlanner
 from krul_backend.planner.interface import RestorePlan
-from krul_backend.planner.optimal import OptimalPlanner
+from krul_backend.planner.planners import FullLoadPlanner, FullRecomputePlanner, LocalSearchPlanner
 from krul_backend.planner.problem import RestoreProblem
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
@@ -101,8 +99,8 @@ def test_a_plan_that_loses_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("token_s", "byte_s", "is_loaded"), [(1.0, 1e-6, True), (1e-6, 1.0, False)])
-def test_the_optimum_decides_by_the_costs(token_s: float, byte_s: float, is_loaded: bool) -> None:
-    planning = planning_of(OptimalPlanner(), costs=costs_of(token_s, byte_s))
+def test_the_plan_follows_the_costs(token_s: float, byte_s: float, is_loaded: bool) -> None:
+    planning = planning_of(LocalSearchPlanner(), costs=costs_of(token_s, byte_s))
     planned = planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=4)
     assert (planned is not None) == is_loaded
     assert (planning.counters.loads, planning.counters.refused) == (is_loaded, not is_loaded)
@@ -111,7 +109,7 @@ def test_the_optimum_decides_by_the_costs(token_s: float, byte_s: float, is_load
 
 
 def test_costs_that_were_learned_change_the_next_plan() -> None:
-    planning = planning_of(OptimalPlanner(), costs=costs_of(1.0, 0.9 / TOKEN_BYTES))
+    planning = planning_of(LocalSearchPlanner(), costs=costs_of(1.0, 0.9 / TOKEN_BYTES))
     first = planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=4)
     for _ in range(50):
         planning.costs.observe_tier(DRAM_TIER, 1.0, 4.0)

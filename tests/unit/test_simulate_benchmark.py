@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.figures import simulate as figure
+from benchmarks.simulate import summary
 from benchmarks.simulate.codecs import decode_token_s, last_use, layer_token_bytes, make_codecs
 from benchmarks.simulate.hardware import (
     A100,
@@ -18,7 +19,7 @@ from benchmarks.simulate.hardware import (
 )
 from benchmarks.simulate.run import make_problem, winner
 from krul_backend.planner.pipeline import simulate
-from krul_backend.planner.registry import make_planner
+from krul_backend.planner.planners import make_planner
 
 CODECS = {codec.name: codec for codec in make_codecs(32)}
 
@@ -76,7 +77,7 @@ def test_a_full_load_takes_what_its_bytes_take() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recompute_s", "load_s", "optimal_s", "expected"),
+    ("recompute_s", "load_s", "planned_s", "expected"),
     [
         (5.0, 2.0, 1.0, "both"),
         (5.0, 2.0, 1.99, "load"),
@@ -84,23 +85,43 @@ def test_a_full_load_takes_what_its_bytes_take() -> None:
         (2.0, 5.0, 1.9, "both"),
     ],
 )
-def test_the_winner_is_clear(recompute_s: float, load_s: float, optimal_s: float, expected: str) -> None:
-    assert winner({"full-recompute": recompute_s, "full-load": load_s, "optimal": optimal_s}) == expected
+def test_the_winner_is_clear(recompute_s: float, load_s: float, planned_s: float, expected: str) -> None:
+    assert winner({"full-recompute": recompute_s, "full-load": load_s, "local-search": planned_s}) == expected
 
 
 def test_the_figure_has_a_panel_per_model_and_codec(tmp_path: Path) -> None:
-    cells = [
+    panels = [
         {
             "hardware": "A100",
             "model": model,
             "codec": "native",
-            "rate_gb_s": rate,
-            "history_tokens": 1024,
-            "winner": won,
-            "gain": 1.5,
+            "rates_gb_s": [1, 2],
+            "history_tokens": [1024],
+            "winner": [["both", "load"]],
+            "gain": [[1.5, 1.0]],
         }
         for model in ("one", "two")
-        for rate, won in ((1, "both"), (2, "load"))
     ]
-    figure.draw({"map": cells}, tmp_path / "figures" / "map.png")
+    figure.draw({"map": panels}, tmp_path / "figures" / "map.png")
     assert (tmp_path / "figures" / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_summary_says_how_far_plans_are_behind_the_oracle() -> None:
+    row = {
+        "hardware": A100.name,
+        "codec": "krul",
+        "model": LLAMA_7B.name,
+        "method": "planned",
+        "winner": "both",
+        "ideal_s": 1.0,
+        "oracle_bound_s": 1.0,
+        "plan_s": 0.002,
+        "oracle_plan_s": 0.001,
+    }
+    oracle = summary.against_oracle(
+        [{**row, "end_s": end_s, "oracle_end_s": 1.0, "history_tokens": 1} for end_s in (1.0, 1.0, 1.5)]
+    )
+    assert oracle["settings"] == 3
+    assert oracle["end_over_oracle_end"] == {"median": 1.0, "p90": 1.4, "p99": 1.49, "max": 1.5}
+    assert oracle["planning"]["plan_ms"]["median"] == 2.0
+    assert oracle["planning"]["plan_over_oracle_plan"]["max"] == 2.0

@@ -1,6 +1,6 @@
 """Decides, layer by layer, which part of a prefix is recomputed and which is loaded.
 
-Measured costs and the sizes of a prefix enter; the token up to which each layer recomputes comes out.
-Numbers only: no torch, no engine. The engine calls it for each returning prefix, and to leave out of a
-segment what no plan loads.
+It takes measured costs and the sizes of a prefix, and returns for each layer the token up to which the layer
+recomputes. It uses numbers only, no torch and no engine. The engine asks it for each returning prefix, and
+when it stores a turn, so that nothing is stored that no return would load.
 """

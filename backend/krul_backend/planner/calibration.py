@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from krul_backend.errors import RestoreError
-from krul_backend.planner.arrays import Floats
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.timing import Floats
 
 MAX_OBSERVED_RATIO = 4.0
 """A measurement counts as at most so many times its prediction, or at least one over this."""

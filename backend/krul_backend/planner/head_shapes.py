@@ -6,10 +6,59 @@ from collections.abc import Callable
 
 import numpy as np
 
-from krul_backend.planner.arrays import Floats, Tokens
-from krul_backend.planner.timing import PlanTimes, RestoreTiming
+from krul_backend.planner.timing import Floats, PlanTimes, RestoreTiming, Tokens
 
 _FAN_OUT = 16
+
+
+def full_load_heads(timing: RestoreTiming) -> Tokens:
+    """[L]: the head ends of ``FullLoadPlanner``, if any are possible."""
+    problem = timing.problem
+    return limit_lengths(timing.lowest, problem.device_tokens, problem.max_lengths)
+
+
+def uniform_heads(timing: RestoreTiming, ratio: float | None = None) -> Tokens:
+    """[L]: the head ends of ``UniformPlanner``, if any are possible."""
+    problem = timing.problem
+    if problem.max_lengths == 0:
+        return timing.lowest
+    num_tokens = problem.total_tokens - problem.device_tokens
+
+    def heads_of(ratios: Floats) -> Tokens:
+        ends = problem.device_tokens + np.rint(ratios * num_tokens).astype(np.int64)
+        return allowed_heads(timing, np.repeat(ends[:, None], problem.num_layers, axis=1))
+
+    if ratio is None:
+        heads = balanced_heads(timing, heads_of, num_tokens // problem.page_size)
+    else:
+        heads = heads_of(np.array([ratio]))[0]
+    return limit_lengths(heads, problem.device_tokens, problem.max_lengths)
+
+
+def pyramid_heads(timing: RestoreTiming) -> Tokens:
+    """[L]: the head ends of ``PyramidPlanner``, if any are possible."""
+    problem = timing.problem
+    num_layers, max_lengths = problem.num_layers, problem.max_lengths
+    if max_lengths == 0:
+        return timing.lowest
+    num_tokens = problem.total_tokens - problem.device_tokens
+    num_steps = min(max_lengths, num_layers)
+    step = np.arange(num_layers) * num_steps // num_layers  # [L]: the step that a layer belongs to
+    layers = (np.arange(num_layers) + 0.5) / num_layers
+    middle = (np.bincount(step, layers) / np.bincount(step))[step]  # [L] in (0, 1)
+
+    def heads_of(means: Floats) -> Tokens:
+        ratios = _line(means[:, None], middle)  # [C, L]
+        return allowed_heads(timing, problem.device_tokens + np.rint(ratios * num_tokens).astype(np.int64))
+
+    heads = balanced_heads(timing, heads_of, num_tokens // problem.page_size)
+    return limit_lengths(heads, problem.device_tokens, max_lengths)
+
+
+def _line(mean: Floats, layer: Floats) -> Floats:
+    """Ratio at ``layer`` in [0, 1] of the line with this mean that is as steep as [0, 1] allows."""
+    slope = 2 * np.minimum(mean, 1 - mean)
+    return mean + slope * (0.5 - layer)
 
 
 def balanced_heads(timing: RestoreTiming, heads_of: Callable[[Floats], Tokens], steps: int) -> Tokens:

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from krul_backend.errors import RestoreError
-from krul_backend.planner.arrays import Floats, Tokens
 from krul_backend.planner.problem import RestoreProblem
-from krul_backend.planner.timing import RestoreTiming
+from krul_backend.planner.timing import Floats, RestoreTiming, Tokens
 
 
 @dataclass(frozen=True, eq=False)

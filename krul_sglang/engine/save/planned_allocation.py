@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import orjson
 
-from krul_backend.planner.allocation import allocate
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.interface import RestorePlanner
+from krul_backend.planner.planners import allocate
 from krul_backend.planner.problem import StoredRun
 from krul_backend.strategy.strategy import Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER

@@ -6,9 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from krul_backend.planner.arrays import Floats, Tokens
 from krul_backend.planner.head_shapes import crossing, limit_lengths
-from krul_backend.planner.timing import PlanTimes, RestoreTiming
+from krul_backend.planner.timing import Floats, PlanTimes, RestoreTiming, Tokens
 
 
 class BestHeads:

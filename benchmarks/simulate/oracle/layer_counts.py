@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from krul_backend.planner.arrays import Floats, Tokens
+from krul_backend.planner.timing import Floats, Tokens
 
 
 def best_layer_counts(costs: Floats, max_lengths: int | None = None) -> Tokens:

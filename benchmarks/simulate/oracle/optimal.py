@@ -7,15 +7,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from krul_backend.planner.branch_and_bound import LayerSearch, search_weights
-from krul_backend.planner.dual import DualTables, make_levels
-from krul_backend.planner.full_load import full_load_heads
+from benchmarks.simulate.oracle.branch_and_bound import LayerSearch, search_weights
+from benchmarks.simulate.oracle.dual import DualTables, make_levels
+from benchmarks.simulate.oracle.staircase import BestHeads, move_steps, offer_between
+from krul_backend.planner.head_shapes import full_load_heads, pyramid_heads, uniform_heads
 from krul_backend.planner.interface import RestorePlan, RestorePlanner
 from krul_backend.planner.problem import RestoreProblem
-from krul_backend.planner.pyramid import pyramid_heads
-from krul_backend.planner.staircase import BestHeads, move_steps, offer_between
 from krul_backend.planner.timing import RestoreTiming
-from krul_backend.planner.uniform import uniform_heads
 
 _MAX_PAGES = 96
 """Up to so many pages every page may end a head, beyond that the ends of about ``_MAX_CELLS`` cells."""

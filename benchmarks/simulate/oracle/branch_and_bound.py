@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from krul_backend.planner.arrays import Floats, Tokens
-from krul_backend.planner.dual import DualTables, Weights
-from krul_backend.planner.staircase import BestHeads
+from benchmarks.simulate.oracle.dual import DualTables, Weights
+from benchmarks.simulate.oracle.staircase import BestHeads
+from krul_backend.planner.timing import Floats, Tokens
 
 
 class LayerSearch:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from krul_backend.planner.arrays import Floats, Tokens
-from krul_backend.planner.layer_counts import best_layer_counts
-from krul_backend.planner.timing import RestoreTiming
+from benchmarks.simulate.oracle.layer_counts import best_layer_counts
+from krul_backend.planner.timing import Floats, RestoreTiming, Tokens
 
 _MAX_CUTS = 24
 _MAX_PREFIX_STEPS = 6

@@ -1,0 +1,133 @@
+"""The planners, by the names that a configuration uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import ClassVar
+
+from krul_backend.errors import RestoreError
+from krul_backend.planner.costs import RestoreCosts
+from krul_backend.planner.head_shapes import full_load_heads, pyramid_heads, uniform_heads
+from krul_backend.planner.interface import RestorePlan, RestorePlanner
+from krul_backend.planner.local_search import search_heads
+from krul_backend.planner.problem import RestoreProblem, StoredRun
+from krul_backend.planner.timing import RestoreTiming
+
+
+class LocalSearchPlanner(RestorePlanner):
+    """The earliest end that a local search finds, over head ends and recomputation.
+
+    A restore must end earlier than recomputation by its overhead (``RestoreCosts.overhead_s``), too. The plan
+    never ends later than those of full load, uniform and pyramid.
+    """
+
+    name: ClassVar[str] = "local-search"
+
+    def plan(self, problem: RestoreProblem) -> RestorePlan:
+        timing, recompute = RestoreTiming(problem), RestorePlan.recompute(problem)
+        if not timing.is_possible:
+            return recompute
+        plan = timing.plan(search_heads(timing))
+        return recompute if recompute.end_s < plan.end_s + problem.costs.overhead_s else plan
+
+
+class FullLoadPlanner(RestorePlanner):
+    """The smallest heads that are allowed: none where everything is stored (the paper's "full KV load")."""
+
+    name: ClassVar[str] = "full-load"
+
+    def plan(self, problem: RestoreProblem) -> RestorePlan:
+        timing = RestoreTiming(problem)
+        return timing.plan(full_load_heads(timing)) if timing.is_possible else RestorePlan.recompute(problem)
+
+
+class FullRecomputePlanner(RestorePlanner):
+    """The engine computes the whole prefix itself (the paper's "full KV recompute")."""
+
+    name: ClassVar[str] = "full-recompute"
+
+    def plan(self, problem: RestoreProblem) -> RestorePlan:
+        return RestorePlan.recompute(problem)
+
+
+class UniformPlanner(RestorePlanner):
+    """Equal heads in all layers (the paper's "partial KV recompute"), larger only where less is stored.
+
+    ``ratio``: share of the prefix that is recomputed, in [0, 1]; None for the one that balances computing
+    and loading.
+    """
+
+    name: ClassVar[str] = "uniform"
+
+    def __init__(self, ratio: float | None = None) -> None:
+        self.ratio = ratio
+
+    def plan(self, problem: RestoreProblem) -> RestorePlan:
+        timing = RestoreTiming(problem)
+        if not timing.is_possible:
+            return RestorePlan.recompute(problem)
+        return timing.plan(uniform_heads(timing, self.ratio))
+
+
+class PyramidPlanner(RestorePlanner):
+    """Recomputation falls and loading grows linearly with the layer (the paper, 6.2, eq. 2 to 5).
+
+    The mean ratio over layers is the one that balances computing and loading (eq. 1). Up to a mean of a half
+    the line ends at 0 after the last layer; beyond, it starts at 1. It is rounded to ``max_lengths`` steps
+    of equally many layers.
+    """
+
+    name: ClassVar[str] = "pyramid"
+
+    def plan(self, problem: RestoreProblem) -> RestorePlan:
+        timing = RestoreTiming(problem)
+        return timing.plan(pyramid_heads(timing)) if timing.is_possible else RestorePlan.recompute(problem)
+
+
+PLANNERS: dict[str, Callable[[], RestorePlanner]] = {
+    LocalSearchPlanner.name: LocalSearchPlanner,
+    FullLoadPlanner.name: FullLoadPlanner,
+    FullRecomputePlanner.name: FullRecomputePlanner,
+    UniformPlanner.name: UniformPlanner,
+    PyramidPlanner.name: PyramidPlanner,
+}
+
+
+def make_planner(name: str) -> RestorePlanner:
+    """The planner of this name. Raises RestoreError for an unknown one."""
+    if name not in PLANNERS:
+        raise RestoreError(f"planner {name!r} is unknown (accepted: {', '.join(PLANNERS)})")
+    return PLANNERS[name]()
+
+
+def allocate(
+    planner: RestorePlanner,
+    conversation: StoredRun,
+    costs: RestoreCosts,
+    page_size: int,
+    new_tokens: int,
+    max_head_tokens: int | None = None,
+    max_lengths: int = 8,
+) -> tuple[int, ...]:
+    """Head ends that ``planner`` would recompute if the whole conversation came back from its tier.
+
+    Tokens before them need not be stored (the paper's space allocation ``C = {c (1 - r_c)} x N``, 6.1, but
+    layer by layer). ``conversation``: tokens ``[0, end_token)`` as they would be stored in full, in the tier
+    that they would come back from. ``new_tokens``: expected with the next turn. If recomputing everything is
+    faster than any restore, all head ends are ``end_token``.
+    """
+    num_layers = len(conversation.layer_token_bytes)
+    stored = replace(conversation, stored_from=(conversation.first_token,) * num_layers)
+    problem = RestoreProblem(
+        num_layers=num_layers,
+        page_size=page_size,
+        device_tokens=conversation.first_token,
+        total_tokens=conversation.end_token,
+        new_tokens=new_tokens,
+        runs=(stored,),
+        costs=costs,
+        max_head_tokens=max_head_tokens,
+        max_lengths=max_lengths,
+    )
+    return planner.plan(problem).head_ends
