@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tests.support.scenario import (
     random_prompt,
     settled_stats,
     small_krul_server_args,
+    wait_for_probes,
 )
 
 POOL_TOKENS = 4096
@@ -125,14 +125,3 @@ def test_two_ranks_choose_probe_and_restore_together(tiny_models: dict[str, Path
         stats = settled_stats(server)
         assert stats["stored_bytes"] < stats["stored_tokens"] * 2048  # of one rank: half of the heads
         assert_nothing_left_behind(server)
-
-
-def wait_for_probes(server: ServerProcess, num_probes: int, timeout_s: float = 60.0) -> int:
-    """Wait until an idle server has run more probes than ``num_probes``; returns how many."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        probes: int = krul_stats(server)["compression"]["budget"]["probes"]
-        if probes > num_probes:
-            return probes
-        assert time.monotonic() < deadline, f"no probe after {num_probes}"
-        time.sleep(0.1)

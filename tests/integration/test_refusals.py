@@ -62,14 +62,7 @@ WRONG_LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "named",
-    [
-        "--kv-cache-dtype fp8_*",
-        pytest.param("--enable-hierarchical-cache", marks=pytest.mark.long),
-        pytest.param("--lora-paths", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("named", WRONG_LAUNCHES)
 def test_a_wrong_launch_stops_with_one_line(named: str, tiny_models: dict[str, Path]) -> None:
     """A few real launches; all cases run on the same check in ``tests/unit/test_unsupported.py``."""
     result = launch(tiny_models["float32"], *WRONG_LAUNCHES[named])

@@ -127,3 +127,14 @@ def assert_nothing_left_behind(server: ServerProcess, failed_batches: int = 0) -
     log = server.log_text()
     for sign in ("memory leak", "use-after-free", "double free", "Traceback"):
         assert sign not in log, sign
+
+
+def wait_for_probes(server: ServerProcess, num_probes: int, timeout_s: float = 60.0) -> int:
+    """Wait until an idle server has run more probes than ``num_probes``; returns how many."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        probes: int = krul_stats(server)["compression"]["budget"]["probes"]
+        if probes > num_probes:
+            return probes
+        assert time.monotonic() < deadline, f"no probe after {num_probes}"
+        time.sleep(0.1)

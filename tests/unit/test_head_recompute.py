@@ -237,9 +237,14 @@ def proof_that(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iter
     runner: Any = SimpleNamespace(
         model=rig.model, token_to_kv_pool=rig.engine_pool, dtype=torch.float32, device="cpu"
     )
-    parts: Any = SimpleNamespace(capture=None, config=SimpleNamespace(planner="local-search"))
-    cache: Any = None
-    yield lambda: attach_restore._proven_heads(runner, cache, rig.pool, parts)
+    runtime: Any = SimpleNamespace(
+        model_runner=runner,
+        pool=rig.pool,
+        cache=None,
+        capture=None,
+        config=SimpleNamespace(planner="local-search"),
+    )
+    yield lambda: attach_restore._proven_heads(runtime)
 
 
 def test_whatever_an_unknown_model_does_in_the_proof_is_told_with_its_name(

@@ -70,11 +70,8 @@ SLOW_TIMEOUT_S = 10.0
 VERIFY_TIMEOUT_S = 3600.0
 _LONGEST_PIN_S = 1e9
 
-_NO_STATS = StoreStats(
-    tier_hit_pages={},
-    tiers=(),
-    **{field.name: 0 for field in dataclasses.fields(StoreStats) if field.type == "int"},
-)
+_COUNTS: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StoreStats)}
+_NO_STATS = StoreStats(**{**_COUNTS, "tier_hit_pages": {}, "tiers": ()})
 _NO_DAMAGE = DamageReport(num_blocks=0, num_bytes=0, bad_segments=())
 
 
