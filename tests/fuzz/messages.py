@@ -74,7 +74,7 @@ def right_fields(op: str) -> dict[str, Any]:
         "flush": {"timeout_s": 0.01},
         "list": {"offset": 0, "limit": 5},
     }
-    return fields.get(op, about_pages if op in ("find_missing", "path_segments", "prefetch", "unpin") else {})
+    return fields.get(op, about_pages if op in ("find_missing", "path_segments", "prefetch") else {})
 
 
 @st.composite

@@ -65,8 +65,6 @@ from krul_backend.daemon.protocol.messages import (
     TierCostsRequest,
     TrimReply,
     TrimRequest,
-    UnpinReply,
-    UnpinRequest,
 )
 from krul_backend.daemon.server.server import NEVER_USED_S, UNUSED_S
 from krul_backend.segment import FORMAT_VERSION
@@ -153,7 +151,6 @@ def test_every_other_operation_reaches_the_store(client: RawClient) -> None:
     assert 0 < listed.pinned_s <= 60
     assert client.ask(InspectRequest, InspectReply, segment_id=segment_id).segment is not None
     assert client.ask(InspectRequest, InspectReply, segment_id=1 << 40).segment is None
-    assert client.ask(UnpinRequest, UnpinReply, **model).num_pages == 2
     assert client.ask(TierCostsRequest, TierCostsReply).tier_costs == {}
     assert client.ask(FlushRequest, FlushReply, timeout_s=5.0).is_durable
     assert client.ask(VerifyRequest, VerifyReply).report.bad_segments == ()

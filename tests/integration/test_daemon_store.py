@@ -280,8 +280,6 @@ def test_pins_costs_prefetch_and_flush(store: DaemonStore) -> None:
     keys = page_keys("c", 0, 2)
     assert store.pin(MODEL, keys, 60.0) == 2
     assert store.stats().pinned_bytes > 0
-    assert store.unpin(MODEL, keys) == 2
-    assert store.stats().pinned_bytes == 0
     assert store.prefetch(MODEL, keys, tokens_of(keys)) == 0, "it is in DRAM already"
     assert store.tier_costs() == {}, "there is no tier below"
     assert store.flush(5.0) is True

@@ -79,7 +79,7 @@ def assert_engine_does_without(store: DaemonStore) -> None:
     assert store.path_segments(MODEL, KEYS) == []
     assert store.trim(1, (0, 0), (10, 10)) == 0
     assert store.prefetch(MODEL, KEYS, TOKENS) == 0
-    assert (store.pin(MODEL, KEYS, 1.0), store.unpin(MODEL, KEYS)) == (0, 0)
+    assert store.pin(MODEL, KEYS, 1.0) == 0
     assert store.tier_costs() == {}
     assert store.list_segments() == []
     assert store.report_damage(1) is False

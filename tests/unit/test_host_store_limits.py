@@ -81,15 +81,6 @@ def test_a_later_pin_replaces_an_earlier_one(store: HostStore, clock: Clock) -> 
     assert store.reserve((4096,)) is None
 
 
-def test_unpin_makes_a_segment_ordinary(store: HostStore) -> None:
-    put(store, "c", 0, 2)
-    assert store.unpin(MODEL, page_keys("c", 0, 2)) == 0
-    store.pin(MODEL, page_keys("c", 0, 2), 10.0)
-    assert store.unpin(MODEL, page_keys("c", 0, 4)) == 2
-    assert store.stats().pinned_bytes == 0
-    assert store.reserve((4096,)) is not None
-
-
 def test_pinning_again_and_again_leaves_few_entries_behind(store: HostStore, clock: Clock) -> None:
     put(store, "c", 0, 2)
     put(store, "d", 0, 2)
@@ -102,13 +93,6 @@ def test_pinning_again_and_again_leaves_few_entries_behind(store: HostStore, clo
     assert store.stats().pinned_bytes == 2 * 192
     clock.now_s += 86_399.0
     assert store.stats().pinned_bytes == 192
-    # Those that are ended early leave no more behind.
-    for _ in range(2_000):
-        assert store.pin(MODEL, page_keys("c", 0, 2), 60.0) == 2
-        assert store.unpin(MODEL, page_keys("c", 0, 2)) == 2
-        assert len(pins._ends) <= 100
-    clock.now_s += 1.0
-    assert store.stats().pinned_bytes == 0
 
 
 def test_pins_take_half_of_the_arena_at_most(store: HostStore) -> None:

@@ -152,10 +152,6 @@ class KVStore(Protocol):
         """
 
     @abstractmethod
-    def unpin(self, model: ModelIdentity, page_keys: Sequence[str]) -> int:
-        """End a pin at once; returns the pages whose segments were pinned."""
-
-    @abstractmethod
     def tier_costs(self) -> Mapping[str, TierCost]:
         """The measured cost of reading from each lower tier into DRAM, by the tier's name."""
 

@@ -221,9 +221,6 @@ class TieredStore(KVStore):
     def pin(self, model: ModelIdentity, page_keys: Sequence[str], ttl_s: float) -> int:
         return self._host.pin(model, page_keys, ttl_s)
 
-    def unpin(self, model: ModelIdentity, page_keys: Sequence[str]) -> int:
-        return self._host.unpin(model, page_keys)
-
     def tier_costs(self) -> Mapping[str, TierCost]:
         return {tier.name: tier.cost() for tier in self._tiers}
 

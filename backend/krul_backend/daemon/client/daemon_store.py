@@ -45,7 +45,6 @@ from krul_backend.daemon.protocol.messages import (
     ReserveRequest,
     TierCostsRequest,
     TrimRequest,
-    UnpinRequest,
 )
 from krul_backend.errors import ManifestError, ProtocolError, StoreClosedError, TierReadError
 from krul_backend.planner.costs import TierCost
@@ -312,14 +311,6 @@ class DaemonStore(KVStore):
             lambda head: PinRequest(
                 **head, fingerprint=model.fingerprint, page_keys=keys, ttl_s=min(ttl_s, _LONGEST_PIN_S)
             ),
-            model,
-        )
-        return reply.num_pages if reply is not None else 0
-
-    def unpin(self, model: ModelIdentity, page_keys: Sequence[str]) -> int:
-        keys = tuple(page_keys)
-        reply = self._try(
-            lambda head: UnpinRequest(**head, fingerprint=model.fingerprint, page_keys=keys),
             model,
         )
         return reply.num_pages if reply is not None else 0

@@ -340,14 +340,6 @@ class PinRequest(_PagesRequest[PinReply], frozen=True, kw_only=True, tag="pin"):
     ttl_s: Seconds
 
 
-class UnpinReply(Reply, frozen=True, kw_only=True, tag="unpin"):
-    num_pages: int
-
-
-class UnpinRequest(_PagesRequest[UnpinReply], frozen=True, kw_only=True, tag="unpin"):
-    pass
-
-
 class ReportDamageReply(Reply, frozen=True, kw_only=True, tag="report_damage"):
     is_damaged: bool
 
@@ -384,7 +376,6 @@ OPERATIONS: dict[type[Request[Any]], type[Reply]] = {
     TrimRequest: TrimReply,
     PrefetchRequest: PrefetchReply,
     PinRequest: PinReply,
-    UnpinRequest: UnpinReply,
     ReportDamageRequest: ReportDamageReply,
     TierCostsRequest: TierCostsReply,
     ClearRequest: Done,

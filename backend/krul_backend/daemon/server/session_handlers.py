@@ -41,8 +41,6 @@ from krul_backend.daemon.protocol.messages import (
     TierCostsRequest,
     TrimReply,
     TrimRequest,
-    UnpinReply,
-    UnpinRequest,
 )
 from krul_backend.daemon.server.lanes import Answer, Deferred, Lane
 from krul_backend.daemon.server.sessions import Session
@@ -89,7 +87,6 @@ class SessionHandlers:
             TrimRequest: self._trim,
             PrefetchRequest: self._prefetch,
             PinRequest: self._pin,
-            UnpinRequest: self._unpin,
             ReportDamageRequest: self._report_damage,
             TierCostsRequest: self._tier_costs,
             ClearRequest: self._clear,
@@ -258,10 +255,6 @@ class SessionHandlers:
     def _pin(self, session: Session, request: PinRequest) -> Answer:
         model = _model_of(session, request.fingerprint)
         return PinReply(id=request.id, num_pages=self._store.pin(model, request.page_keys, request.ttl_s))
-
-    def _unpin(self, session: Session, request: UnpinRequest) -> Answer:
-        model = _model_of(session, request.fingerprint)
-        return UnpinReply(id=request.id, num_pages=self._store.unpin(model, request.page_keys))
 
     def _tier_costs(self, session: Session, request: TierCostsRequest) -> Answer:
         return TierCostsReply(id=request.id, tier_costs=dict(self._store.tier_costs()))

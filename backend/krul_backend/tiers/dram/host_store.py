@@ -207,13 +207,6 @@ class HostStore:
                     break
             return _num_pinned(books, model, page_keys)
 
-    def unpin(self, model: ModelIdentity, page_keys: Sequence[str]) -> int:
-        with self._locked.open() as books:
-            num_pages = _num_pinned(books, model, page_keys)
-            for segment in books.index.segments_of(model, page_keys):
-                books.pins.end(segment.segment_id)
-            return num_pages
-
     def flush(self, timeout_s: float) -> bool:
         """True: nothing more is done to make memory durable."""
         return True
