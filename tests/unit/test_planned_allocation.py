@@ -14,7 +14,7 @@ from krul_backend.planner.planners import FullRecomputePlanner, LocalSearchPlann
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore.restore_planning import PAIR_FACTOR, DecodeCosts
-from krul_sglang.engine.save.planned_allocation import EXPECTED_NEW_TOKENS, PlannedAllocation
+from krul_sglang.engine.save.allocation import EXPECTED_NEW_TOKENS, SpaceAllocation
 from tests.support.planning_builders import (
     ALONE,
     EACH_ALONE,
@@ -34,8 +34,8 @@ def allocation_of(
     agreement: RankAgreement = ALONE,
     decode_costs: DecodeCosts = NO_DECODING,
     costs: RestoreCosts | None = None,
-) -> PlannedAllocation:
-    return PlannedAllocation(
+) -> SpaceAllocation:
+    return SpaceAllocation(
         planner,
         OnlineCosts(costs_of() if costs is None else costs),
         decode_costs.token_s,

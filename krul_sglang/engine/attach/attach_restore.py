@@ -25,7 +25,7 @@ from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_path import HeadProof, RestorePath
 from krul_sglang.engine.restore.restore_planning import RestorePlanning
 from krul_sglang.engine.restore.restore_trace import TraceLog
-from krul_sglang.engine.save.planned_allocation import PlannedAllocation
+from krul_sglang.engine.save.allocation import SpaceAllocation
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> No
     runtime.restore_forward = forward
     if not config.store_full_tail and heads is not None:
         linker.allocate_space(
-            PlannedAllocation(
+            SpaceAllocation(
                 planner,
                 online,
                 decode_costs.token_s,

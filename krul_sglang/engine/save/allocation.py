@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import orjson
 
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.planner.interface import RestorePlanner
+from krul_backend.planner.planners import allocate
+from krul_backend.planner.problem import StoredRun
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import Strategy
+from krul_backend.tiers.common.interface import DRAM_TIER
+from krul_sglang.engine.common.agreement import RankAgreement
+
+EXPECTED_NEW_TOKENS = 128
+"""Length of the turn that is expected to follow."""
 
 
-class SpaceAllocation(ABC):
-    """Decides which tokens of a conversation are not worth their space. Called on the offload thread."""
+class SpaceAllocation:
+    """Plans the return of a whole conversation: what would be recomputed then is not worth its space now.
 
-    @abstractmethod
+    It plans as if nothing of it were on the device. Called on the offload thread.
+
+    If the plan would load nothing at all, everything is stored: otherwise a device that is busy today would
+    decide that the conversation can never be loaded.
+
+    ``decode_token_s(strategy)`` are the seconds per token that decoding costs in each layer, ``[L]``.
+    """
+
+    def __init__(
+        self,
+        planner: RestorePlanner,
+        costs: OnlineCosts,
+        decode_token_s: Callable[[Strategy], tuple[float, ...]],
+        agreement: RankAgreement,
+        *,
+        page_size: int,
+        max_head_tokens: int,
+    ) -> None:
+        self._planner = planner
+        self._costs = costs
+        self._decode_token_s = decode_token_s
+        self._agreement = agreement
+        self._page_size = page_size
+        self._max_head_tokens = max_head_tokens
+
     def head_ends(
         self,
         num_tokens: int,
@@ -27,10 +61,34 @@ class SpaceAllocation(ABC):
         ``num_tokens``: of the whole conversation. ``strategy`` is what its last turn is stored with;
         ``layer_token_bytes[l]`` are the bytes that a token takes in layer ``l``'s block then, and
         ``last_use[l]`` the last layer that needs that block. Heads never grow from layer to layer: a token's
-        hidden state in a layer needs the layer before it. Tensor-parallel ranks ask with equal arguments and
-        must get equal answers, or what they can restore differs. Each of them asks once for every turn, also
-        one that has no room for it, so that they may decide together.
+        hidden state in a layer needs the layer before it.
+
+        With several ranks each asks once for every turn, also one that has no room for it, with equal
+        arguments, and gets the first rank's answer.
         """
+        run = StoredRun(
+            tier=DRAM_TIER,
+            first_token=0,
+            end_token=num_tokens,
+            layer_token_bytes=layer_token_bytes,
+            decode_token_s=self._decode_token_s(strategy),
+            last_use=last_use,
+            stored_from=(0,) * len(strategy.layers),
+        )
+        heads = allocate(
+            self._planner,
+            run,
+            self._costs.current(),
+            self._page_size,
+            EXPECTED_NEW_TOKENS,
+            self._max_head_tokens,
+        )
+        return self._agreed(None if heads[-1] == num_tokens else heads)
+
+    def _agreed(self, heads: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """The first rank's ``heads``, on every rank."""
+        decided = orjson.loads(self._agreement.broadcast(orjson.dumps(heads)))
+        return None if decided is None else tuple(decided)
 
 
 def trim_path(
