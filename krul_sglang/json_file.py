@@ -9,6 +9,8 @@ from typing import Any
 
 import orjson
 
+from krul_backend.atomic_file import replacing
+
 SIGNIFICANT_DIGITS = 5
 """Of floats below 1 in a summary; larger ones, such as ratios near 1, have one more."""
 
@@ -99,6 +101,5 @@ def _line(value: Any) -> str:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    with replacing(path) as file:
+        file.write(content)

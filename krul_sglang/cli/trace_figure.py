@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from krul_backend.atomic_file import replacing
 from krul_sglang.cli.server_client import CannotRunError
 from krul_sglang.traced_restore import Part, TracedRestore
 
@@ -62,9 +63,8 @@ def draw_restore(restore: TracedRestore, path: Path) -> None:
         f"restore {restore.index}: {restore.prefix_tokens} tokens in {1e3 * restore.end_s:.1f} ms"
         + (", load failed" if restore.was_rescued else "")
     )
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    temporary.replace(path)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=120)
 
 
 def _middle_ms(part: Part) -> float:

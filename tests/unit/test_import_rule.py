@@ -15,7 +15,7 @@ BACKEND = ROOT / "backend" / "krul_backend"
 ENGINE = ROOT / "krul_sglang" / "engine"
 
 BACKEND_FLOORS = (
-    ("errors", "one_line_errors", "memory", "device", "segment", "free_extents"),
+    ("errors", "one_line_errors", "memory", "device", "segment", "free_extents", "atomic_file"),
     ("planner", "attention"),
     ("strategy",),
     ("codec",),

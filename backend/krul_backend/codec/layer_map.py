@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from krul_backend.atomic_file import replacing
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.errors import CodecError
@@ -127,10 +128,8 @@ def save_layer_maps(path: Path, maps: LayerMaps) -> None:
     for ((i, j), precision), layer_map in maps.items():
         arrays[f"weight_{i}_{j}_{precision.value}"] = layer_map.weight.cpu().half().numpy()
         arrays[f"bias_{i}_{j}_{precision.value}"] = layer_map.bias.cpu().numpy()
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
+    with replacing(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
-    temporary.replace(path)
 
 
 def load_layer_maps(path: Path) -> dict[tuple[Pair, Precision], LayerMap]:

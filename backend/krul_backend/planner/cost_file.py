@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from krul_backend.atomic_file import replacing
 from krul_backend.errors import RestoreError
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 
@@ -53,9 +53,8 @@ def save_costs(path: Path, fingerprint: str, device: str, costs: RestoreCosts) -
         "tiers": {name: asdict(cost) for name, cost in costs.tiers.items()},
     }
     content = {"format": FORMAT, "costs": {**entries, _key(fingerprint, device): entry}}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-    temporary.replace(path)
+    with replacing(path) as file:
+        file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
 def _key(fingerprint: str, device: str) -> str:

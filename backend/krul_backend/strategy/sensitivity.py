@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from krul_backend.atomic_file import replacing
 from krul_backend.errors import SensitivityError, StrategyError
 from krul_backend.strategy.strategy import Precision
 
@@ -203,9 +204,8 @@ class SensitivityTable:
                 for kind in DamageKind
             },
         }
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2))
-        temporary.replace(path)
+        with replacing(path) as file:
+            file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2))
 
     @classmethod
     def parse(cls, text: bytes, model: str, num_layers: int) -> SensitivityTable:
