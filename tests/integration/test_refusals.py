@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,12 @@ def launch(model: Path, *args: str, python_path: Path | None = None) -> subproce
         env=env,
         start_new_session=True,
     ) as process:
-        stdout, stderr = process.communicate(timeout=300)
+        try:
+            stdout, stderr = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            # It serves: nothing of it may outlive the test.
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     assert processes_of_session(process.pid) == []
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
@@ -91,7 +97,7 @@ def test_a_server_whose_hooks_are_missing_does_not_serve(
 ) -> None:
     """As after an engine upgrade that renamed a hook's target: SGLang itself would only log it and go on."""
     (tmp_path / "sitecustomize.py").write_text(
-        "from krul_sglang.engine import hook_targets\n"
+        "from krul_sglang.engine.common import hook_targets\n"
         "hook_targets.SCHEDULER_INIT = 'sglang.srt.managers.scheduler.Scheduler.renamed_init'\n"
     )
     result = launch(tiny_models["float32"], "--max-total-tokens", "1024", python_path=tmp_path)
