@@ -72,7 +72,7 @@ class Host:
             return str(error)
         same = (
             np.array_equal(block, value)
-            for block, value in zip(blocks, random_bytes(runs[0].manifest, seed), strict=True)
+            for block, value in zip(blocks, random_bytes(runs[0].segment.manifest, seed), strict=True)
         )
         return "right" if all(same) and landed == [0, 1] else "wrong"
 
