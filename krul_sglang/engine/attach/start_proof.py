@@ -18,8 +18,8 @@ from krul_sglang.engine.restore.restore_path import HeadProof
 
 _NUM_TOKENS = 256
 _MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""Largest relative error of a row, by the type of the computation. Kernels round differently, which stays
-below these; a wrong computation is off by one or more.
+"""Largest relative error that 99 of 100 rows may have, by the type of the computation. Kernels round
+differently, which stays below these; a wrong computation is off by one or more.
 
 In an fp8 pool a small difference may push an element over a step of the format. If all elements did, that
 would add the format's eps.

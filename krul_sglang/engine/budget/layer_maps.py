@@ -53,9 +53,8 @@ class LayerMapLearner:
     called on all of them for the same turns, how far learning is depends on the turns' page keys alone, and
     a pair that cannot be fitted on one rank is left out on all. ``maps`` may be read on any thread.
 
-    Segments are kept in this process's memory, like the maps that they name. A tier that outlives the process
-    must keep the maps as long as the segments, or try ``SegmentCodec.open`` before it promises a segment and
-    take ``CodecError`` as a miss: it is too late for that when the load has begun.
+    The maps are kept in this process's memory and in ``path``, the segments that name them in the daemon. An
+    engine that leases a segment without having its maps reports it as undecodable, and computes it.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class SsdTier(LowerTier):
         disk: the system calls.
         clock: seconds, monotonic; for idle times and suspensions.
         max_queued_bytes: size of the blocks that may wait to be written; further segments are skipped.
-        file_bytes: size of a log file; by default a 32nd of the capacity, or 64 MiB if that is more.
+        file_bytes: size of a log file; by default a 32nd of the capacity, at least 64 MiB or an eighth of it.
         patience_s: how long to wait for another process to leave the directory.
 
     Raises:
