@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from krul_sglang.demo import server
 from tests.support.tiny_model import build_tiny_model
+
+_PORTS_OF_WORKERS = {"gw0": range(20_000, 22_000), "gw1": range(30_000, 32_000)}
+"""A server binds its port ten seconds after it was chosen. SGLang chooses its own ports between these."""
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +29,12 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KRUL_CACHE_DIR", str(path))
         yield path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ports_of_this_worker() -> Iterator[None]:
+    """Test processes that run side by side do not choose each other's ports."""
+    with pytest.MonkeyPatch.context() as patch:
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+        patch.setattr(server, "_PORTS", _PORTS_OF_WORKERS.get(worker, server._PORTS))
+        yield

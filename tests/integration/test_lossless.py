@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from krul_sglang.demo.server import ServerProcess
+from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     KRUL,
     STRICT,
@@ -73,7 +74,8 @@ def played(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Play
     args = (*mode.args, "--dtype", mode.dtype, "--page-size", str(PAGE_SIZE), "--enable-cache-report")
     env = dict(mode.env)
     model = tiny_models[mode.dtype]
-    with ServerProcess(model, args=(*args, "--max-total-tokens", "16384"), env=env) as server:
+    # It only tells what is right; the server under test starts as users start it.
+    with ForkedServer(model, args=(*args, "--max-total-tokens", "16384"), env=env) as server:
         prompts, kept = play(server, evict=False)
     options = json.dumps({"planner": "full-load"})
     small = (*args, "--max-total-tokens", "2048", *KRUL, "--unified-cache-external-linker-config", options)
