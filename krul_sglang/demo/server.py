@@ -22,7 +22,6 @@ from krul_backend.errors import KrulError
 
 CPU_ARGS = (
     *("--device", "cpu"),
-    *("--attention-backend", "torch_native"),
     *("--sampling-backend", "pytorch"),
     *("--mem-fraction-static", "0.2"),
     # An idle scheduler would otherwise keep one of few cores busy with polling.

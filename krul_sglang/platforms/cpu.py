@@ -15,12 +15,20 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     Meant for trying the plugin and for tests: the control flow (scheduler, radix cache, chunked prefill,
     overlap order, tensor parallelism over gloo) is the one of a GPU server; the speed is not.
+
+    The attention backend is krul's own unless ``--attention-backend`` names another: see ``cpu_attention``.
     """
 
     _enum = PlatformEnum.OOT
 
     def get_default_attention_backend(self) -> str:
-        return "torch_native"
+        return "krul_cpu"
+
+    def init_backend(self) -> None:
+        """Register the default attention backend: SGLang calls this in each worker, before it makes one."""
+        from krul_sglang.platforms import cpu_attention
+
+        cpu_attention.register()
 
     def get_dispatch_key_name(self) -> str:
         return "native"

@@ -8,12 +8,8 @@ from typing import Any
 import torch
 
 from krul_backend.codec.interface import LayerShape
-from krul_sglang.engine.restore.head_attention import (
-    GatheredAttention,
-    HeadAttention,
-    HeadSpan,
-    SpanAttention,
-)
+from krul_sglang.engine.common.span_attention import GatheredAttention, Span, SpanAttention
+from krul_sglang.engine.restore.head_attention import HeadAttention
 from tests.support.engine_builders import TensorPool
 
 NUM_LAYERS = 2
@@ -62,11 +58,11 @@ class Case:
             )
         )
         slots = torch.randperm(num_slots, generator=generator)
-        self.spans: list[HeadSpan] = []
+        self.spans: list[Span] = []
         first_row = first_slot = 0
         for num_past, num_tokens in spans:
             of_span = slots[first_slot : first_slot + num_past + num_tokens]
-            self.spans.append(HeadSpan(first_row, num_tokens, of_span))
+            self.spans.append(Span(first_row, num_tokens, of_span))
             first_row, first_slot = first_row + num_tokens, first_slot + num_past + num_tokens
         self.layer = SimpleNamespace(
             layer_id=1,
@@ -99,9 +95,9 @@ class Case:
         return torch.cat(outputs)
 
 
-def own_slots(span: HeadSpan) -> torch.Tensor:
+def own_slots(span: Span) -> torch.Tensor:
     return span.slots[-span.num_tokens :]
 
 
-def past_slots(span: HeadSpan) -> torch.Tensor:
+def past_slots(span: Span) -> torch.Tensor:
     return span.slots[: -span.num_tokens]

@@ -18,8 +18,9 @@ from krul_sglang.engine.attach.ordinary_prefill import Prefilled
 from krul_sglang.engine.attach.start_proof import prove_heads
 from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
 from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.span_attention import GatheredAttention, Span
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError
-from krul_sglang.engine.restore.head_attention import GatheredAttention, HeadAttention, HeadSpan
+from krul_sglang.engine.restore.head_attention import HeadAttention
 from krul_sglang.engine.restore.head_recompute import Head
 from krul_sglang.engine.restore.restore_path import HeadProof
 
@@ -123,7 +124,7 @@ def attend(
     attention = HeadAttention(pool, GatheredAttention(), None)
     num_tokens = len(k)
     slots = torch.arange(num_past + num_tokens)
-    attention.use([HeadSpan(0, num_tokens, slots)], slots[num_past:])
+    attention.use([Span(0, num_tokens, slots)], slots[num_past:])
     layer = SimpleNamespace(
         layer_id=1,
         tp_q_head_num=NUM_HEADS,

@@ -13,13 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from krul_sglang.engine.common import span_attention
+from krul_sglang.engine.common.span_attention import GatheredAttention, Span
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError
-from krul_sglang.engine.restore import head_attention
-from krul_sglang.engine.restore.head_attention import (
-    GatheredAttention,
-    HeadAttention,
-    HeadSpan,
-)
+from krul_sglang.engine.restore.head_attention import HeadAttention
 from krul_sglang.engine.restore.head_recompute import Head
 from tests.support.head_attention_case import (
     HEAD_DIM,
@@ -51,8 +48,8 @@ def test_attention_is_causal_over_past_and_own_tokens(
 
 @pytest.mark.parametrize("step", [1, 2, 3, 8, 9, 100])
 def test_queries_of_several_calls(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_attention, "_MIN_QUERIES", step)
-    monkeypatch.setattr(head_attention, "_MAX_SCORES", 0)
+    monkeypatch.setattr(span_attention, "_MIN_QUERIES", step)
+    monkeypatch.setattr(span_attention, "_MAX_SCORES", 0)
     case = Case([(5, 9), (3, 8), (0, 9)])
     expected = case.expected()
     torch.testing.assert_close(case.run().double(), expected, rtol=1e-5, atol=1e-5)
@@ -81,8 +78,8 @@ def test_any_spans_attend_as_a_plain_softmax(
     case = Case(spans, num_kv_heads * group, num_kv_heads, dtype, 300, value_dim)
     expected = case.expected()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_attention, "_MIN_QUERIES", 4)
-        patch.setattr(head_attention, "_MAX_SCORES", max_scores)
+        patch.setattr(span_attention, "_MIN_QUERIES", 4)
+        patch.setattr(span_attention, "_MAX_SCORES", max_scores)
         output = case.run()
     assert output.dtype is dtype
     torch.testing.assert_close(output.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -113,7 +110,7 @@ def unseen_bias(monkeypatch: pytest.MonkeyPatch) -> None:
         with _disable_current_modes():
             return causal_lower_right(num_queries, num_tokens)
 
-    monkeypatch.setattr(head_attention, "causal_lower_right", make)
+    monkeypatch.setattr(span_attention, "causal_lower_right", make)
 
 
 def largest_tensor(num_past: int, num_tokens: int, backend: SDPBackend) -> int:
@@ -129,7 +126,7 @@ def largest_tensor(num_past: int, num_tokens: int, backend: SDPBackend) -> int:
 @pytest.mark.usefixtures("unseen_bias")
 @pytest.mark.parametrize("num_past", [0, 2000])
 def test_memory_is_linear_in_tokens(num_past: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_attention, "_MAX_SCORES", 1 << 16)
+    monkeypatch.setattr(span_attention, "_MAX_SCORES", 1 << 16)
     small = largest_tensor(num_past, 1000, SDPBackend.FLASH_ATTENTION)
     large = largest_tensor(4 * num_past, 4000, SDPBackend.FLASH_ATTENTION)
     assert large <= 4 * small
@@ -139,7 +136,7 @@ def test_memory_is_linear_in_tokens(num_past: int, monkeypatch: pytest.MonkeyPat
 def test_a_kernel_that_keeps_all_scores_takes_bounded_memory() -> None:
     """As torch's own does for grouped queries under a mask; a GPU without FlashInfer may get it."""
     largest = largest_tensor(15_000, 1000, SDPBackend.MATH)
-    assert largest <= 4 * head_attention._MAX_SCORES
+    assert largest <= 4 * span_attention._MAX_SCORES
     # All at once they would be more.
     assert 3 * largest < 4 * 8 * 1000 * 16_000
 
@@ -218,7 +215,7 @@ def test_a_head_in_parts_attends_as_the_head_at_once() -> None:
         part = head.part(first, end)
         assert part is not None
         own = part.slots[part.start :]
-        attention.use([HeadSpan(0, len(own), part.slots)], own)
+        attention.use([Span(0, len(own), part.slots)], own)
         rows = slice(first, end)
         outputs.append(
             attention.forward(

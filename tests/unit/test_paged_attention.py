@@ -12,8 +12,8 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
 from krul_backend.device import Device
+from krul_sglang.engine.common.span_attention import GatheredAttention, Span
 from krul_sglang.engine.restore import paged_attention
-from krul_sglang.engine.restore.head_attention import GatheredAttention, HeadSpan
 from krul_sglang.engine.restore.paged_attention import PagedAttention, span_attention, trial_error
 from tests.support.head_attention_case import HEAD_DIM, NUM_SLOTS, SCALING, Case, reference
 
@@ -247,7 +247,7 @@ def test_the_trial_leaves_no_plan_behind(wrapper_class: type[FakeWrapper]) -> No
     error = trial_error(paged, plain, case.pool.buffers(1), case.layer, torch.float16)
     assert 0 <= error < 0.01
     # The next spans are planned for, though the kinds are those of the trial.
-    spans = (HeadSpan(0, 2, torch.arange(NUM_SLOTS)),)
+    spans = (Span(0, 2, torch.arange(NUM_SLOTS)),)
     for attention in (paged, plain):
         attention.plan(spans)
     outputs = [x.attend(case.q[:2], *case.pool.buffers(1), case.layer).float() for x in (paged, plain)]

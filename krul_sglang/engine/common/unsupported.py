@@ -235,9 +235,7 @@ FOUND_LATER = (
 """Refusals that are known only in the scheduler, when the pool, the layers or the estimator are built."""
 
 SERVED = (
-    Served(
-        "--device cpu (krul's CPU platform), --attention-backend torch_native", "all of tests/integration"
-    ),
+    Served("--device cpu (krul's CPU platform and its attention backend)", "all of tests/integration"),
     Served("Llama (random weights, and the bundled model)", "tests/integration/test_bundled_model.py"),
     Served("Qwen3-MoE (random weights)", "tests/integration/test_restoring.py"),
     Served("--page-size 1, 16, 64", "tests/integration/test_restoring.py"),
@@ -258,7 +256,7 @@ SERVED = (
 )
 
 UNTESTED = (
-    Untested("any GPU; every attention backend but torch_native"),
+    Untested("any GPU; every attention backend but krul's own, torch_native"),
     Untested("CUDA graphs, of decoding and of prefill", "a prefill graph waits for all layers of a load"),
     Untested("models other than Llama and Qwen3-MoE", "the proof of recomputed heads at every start"),
     Untested(

@@ -14,8 +14,9 @@ import torch
 from krul_backend.device import Device
 from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.span_attention import Span
 from krul_sglang.engine.common.unsupported import FOREIGN_LAYERS, UnsupportedSetupError
-from krul_sglang.engine.restore.head_attention import HeadAttention, HeadSpan
+from krul_sglang.engine.restore.head_attention import HeadAttention
 from krul_sglang.engine.restore.paged_attention import span_attention
 
 
@@ -136,7 +137,7 @@ class HeadRecompute:
         first_row = 0
         for head, length in zip(heads, cut.lengths, strict=True):
             if length:
-                spans.append(HeadSpan(first_row, length, head.slots[: head.start + length]))
+                spans.append(Span(first_row, length, head.slots[: head.start + length]))
                 first_row += length
         own_slots = torch.cat([span.slots[-span.num_tokens :] for span in spans])
         self._attention.use(spans, own_slots)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from krul_backend.device import Device, Event
-from krul_sglang.engine.restore.head_attention import GatheredAttention, HeadSpan, SpanAttention
+from krul_sglang.engine.common.span_attention import GatheredAttention, Span, SpanAttention
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def trial_error(
     q = random(20, layer.tp_q_head_num, layer.qk_head_dim).to(dtype)
     k, v = (random(num_slots, *of_pool.shape[1:]).to(of_pool.dtype) for of_pool in (k_buffer, v_buffer))
     slots = torch.randperm(num_slots, generator=generator, device=device)
-    spans = (HeadSpan(0, 13, slots[:37]), HeadSpan(13, 7, slots[37:44]))
+    spans = (Span(0, 13, slots[:37]), Span(13, 7, slots[37:44]))
     unscaled = SimpleNamespace(scaling=layer.scaling, k_scale_float=None, v_scale_float=None)
     outputs = []
     for way in (tried, plain):
@@ -95,10 +95,10 @@ class PagedAttention:
         self._wrappers = [wrapper_class(workspace, "NHD", backend="fa2") for _ in range(_NUM_PLANS)]
         self._copied: list[Event | None] = [None] * _NUM_PLANS
         self._turn = 0
-        self._spans: Sequence[HeadSpan] = ()
+        self._spans: Sequence[Span] = ()
         self._planned_for: tuple[Any, ...] | None = None
 
-    def plan(self, spans: Sequence[HeadSpan]) -> None:
+    def plan(self, spans: Sequence[Span]) -> None:
         self._spans = spans
         self._planned_for = None
 

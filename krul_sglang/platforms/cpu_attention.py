@@ -1,0 +1,157 @@
+"""An attention backend for servers without an accelerator, which computes nothing that is cached.
+
+SGLang's own backend for CPUs, ``torch_native``, computes attention of a whole sequence to extend it by a few
+tokens. This one computes the new rows only, and decodes all requests of a batch together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from krul_sglang.engine.common.span_attention import GatheredAttention, Span, read_rows
+
+NAME = "krul_cpu"
+"""As SGLang's ``--attention-backend`` names it; the default on krul's CPU platform."""
+
+_MAX_PADDING = 2
+"""Requests that are decoded in one group are at most this many times as long as the shortest of them."""
+
+
+def register() -> None:
+    """Add the backend to SGLang's registry. Safe to call again."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    register_attention_backend(NAME)(CpuAttention)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeGroup:
+    """Requests of similar length, whose next token is computed together.
+
+    ``rows`` (int64 ``[n]``) are theirs in the batch. ``slots`` (int64 ``[n, longest]``) hold their tokens;
+    behind the end of a shorter request its last slot is repeated. ``bias`` (``[n, 1, 1, longest]``, in the
+    type of the queries) is minus infinity there and 0 elsewhere; None if all are equally long.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def decode_groups(
+    req_to_token: torch.Tensor, seq_lens: list[int], dtype: torch.dtype
+) -> Iterator[DecodeGroup]:
+    """Split a batch into groups. ``req_to_token`` (``[batch, longest or more]``): its slots by position."""
+    by_length = sorted(range(len(seq_lens)), key=seq_lens.__getitem__)
+    while by_length:
+        most = _MAX_PADDING * seq_lens[by_length[0]]
+        of_group = [row for row in by_length if seq_lens[row] <= most]
+        by_length = by_length[len(of_group) :]
+        rows = torch.tensor(of_group)
+        lengths = torch.tensor([seq_lens[row] for row in of_group])[:, None]
+        positions = torch.arange(int(lengths[-1]))
+        slots = req_to_token[rows].gather(1, positions.minimum(lengths - 1)).long()
+        beyond = (positions >= lengths)[:, None, None]
+        bias = torch.zeros(beyond.shape, dtype=dtype).masked_fill(beyond, -torch.inf)
+        yield DecodeGroup(rows, slots, bias if beyond.any() else None)
+
+
+class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
+    """Attends to paged KV on a CPU, with results that equal those of ``torch_native`` within rounding.
+
+    Layers that are not causal over a request's own tokens (encoders, cross attention), and those with a
+    window, are left to SGLang's backend.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self._dtype = model_runner.dtype
+        self._extend = GatheredAttention()
+        self._decode: tuple[DecodeGroup, ...] = ()
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Look up the slots of all tokens that the batch's requests have, once for all layers."""
+        super().init_forward_metadata(forward_batch)
+        self._extend.plan(())
+        self._decode = ()
+        if forward_batch.forward_mode.is_idle():
+            return
+        rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
+        seq_lens = forward_batch.seq_lens.tolist()
+        if forward_batch.forward_mode.is_decode():
+            self._decode = tuple(decode_groups(rows, seq_lens, self._dtype))
+            return
+        num_new = forward_batch.extend_seq_lens.tolist()
+        self._extend.plan(
+            [
+                Span(end - num_tokens, num_tokens, row[:seq_len].long())
+                for row, seq_len, num_tokens, end in zip(
+                    rows, seq_lens, num_new, accumulate(num_new), strict=True
+                )
+            ]
+        )
+
+    def forward_extend(
+        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> torch.Tensor:
+        """Attention of new tokens: ``q [rows, Hq * D]`` to ``[rows, Hq * Dv]``."""
+        if _is_foreign(layer, forward_batch):
+            foreign: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+            return foreign
+        self._save(k, v, layer, forward_batch, save_kv_cache)
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        return self._extend.attend(queries, *self._buffers(layer), layer).flatten(1)
+
+    def forward_decode(
+        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> torch.Tensor:
+        """Attention of each request's newest token: ``q [batch, Hq * D]`` to ``[batch, Hq * Dv]``."""
+        if _is_foreign(layer, forward_batch):
+            foreign: torch.Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+            return foreign
+        self._save(k, v, layer, forward_batch, save_kv_cache)
+        k_buffer, v_buffer = self._buffers(layer)
+        num_kv_heads = layer.tp_k_head_num
+        # [B, Hq * D] -> [B, Hkv, G, D]: the query heads of one KV head are rows of one product
+        queries = q.reshape(len(q), num_kv_heads, -1, layer.qk_head_dim)
+        output = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim)
+        for group in self._decode:
+            size, slots = group.slots.shape, group.slots.flatten()
+            keys = read_rows(k_buffer, slots, q.dtype, layer.k_scale_float)
+            values = read_rows(v_buffer, slots, q.dtype, layer.v_scale_float)
+            # [n * T, Hkv, D] -> [n, Hkv, T, D]
+            keys, values = (x.view(*size, *x.shape[1:]).transpose(1, 2) for x in (keys, values))
+            attended = F.scaled_dot_product_attention(
+                queries[group.rows], keys, values, attn_mask=group.bias, scale=layer.scaling
+            )
+            output[group.rows] = attended.flatten(1, 2)
+        return output.flatten(1)
+
+    def _save(self, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool) -> None:
+        if save_kv_cache and k is not None and v is not None:
+            loc = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
+
+    def _buffers(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pool's keys and values of a layer; waits until they are loaded."""
+        pool = self.token_to_kv_pool
+        return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+
+
+def _is_foreign(layer: Any, forward_batch: Any) -> bool:
+    """Whether SGLang's own backend computes this layer: it is not plain causal attention."""
+    return bool(
+        layer.is_cross_attention
+        or layer.attn_type == AttentionType.ENCODER_ONLY
+        or layer.sliding_window_size > 0
+        or forward_batch.encoder_lens is not None
+    )
