@@ -5,6 +5,8 @@ A module of its own: SGLang imports it by name when its own platform modules are
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
@@ -20,6 +22,11 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     """
 
     _enum = PlatformEnum.OOT
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Take krul's attention backend where SGLang would take ``intel_amx``, which needs ``sgl_kernel``."""
+        if server_args.attention_backend in (None, "intel_amx"):
+            server_args.attention_backend = self.get_default_attention_backend()
 
     def get_default_attention_backend(self) -> str:
         return "krul_cpu"
