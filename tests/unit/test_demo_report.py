@@ -312,11 +312,16 @@ def test_a_long_question_keeps_its_beginning_and_its_last_sentence(text: str, sh
     assert shortened(text, 25) == shown
 
 
-def test_paths_below_the_working_directory_are_written_relative_to_it(
+def test_paths_are_relative_to_the_working_directory_or_to_the_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = DemoConfig(model_path=str(tmp_path / "model"), conversations_path="/elsewhere/file.json")
-    result = replace(demo_result([row(host=160)]), config=config)
-    written = result.to_json()["configuration"]
-    assert (written["model_path"], written["conversations_path"]) == ("model", "/elsewhere/file.json")
+    monkeypatch.setenv("HOME", "/home/ada")
+    for path, written in (
+        (str(tmp_path / "model"), "model"),
+        ("/home/ada/cache/model", "~/cache/model"),
+        ("/elsewhere/model", "/elsewhere/model"),
+    ):
+        config = DemoConfig(model_path=path, conversations_path="file.json")
+        result = replace(demo_result([row(host=160)]), config=config)
+        assert result.to_json()["configuration"]["model_path"] == written
