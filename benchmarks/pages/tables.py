@@ -28,7 +28,7 @@ def demo_table(result: dict[str, Any]) -> str:
     lines = [
         f"![Time to first token by turn: recomputed, with krul, and never evicted]({DEMO_FIGURE})",
         "",
-        "| turn | prompt | from krul | recompute | krul | device hit | recompute / krul |",
+        "| turn | prompt | from krul | recompute | krul | device hit | times sooner with krul |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     lines += [_demo_line(each) for each in result["rounds"]]
@@ -51,7 +51,7 @@ def _demo_notes(result: dict[str, Any]) -> str:
     return " ".join(
         (
             f"Median time to the first token over {result['rounds'][0]['num_turns']} conversations, asked",
-            "in turn; prompt: mean; in brackets the quartiles of the ratio.",
+            "in turn; prompt: mean; times sooner: recompute / krul, with quartiles.",
             f"Answers equal to those of a server that never evicts: {same['krul']} of {summary['answers']}.",
             f"Each further token: {_ms(tpot_s['krul']['median'])} with krul,",
             f"{_ms(tpot_s['recompute']['median'])} without.",

@@ -9,9 +9,9 @@ from typing import Any
 from krul_backend.atomic_file import replacing
 
 _BARS = (
-    ("recompute", "recompute: evicted, computed again", "tab:orange"),
-    ("krul", "krul: evicted, restored from host memory", "tab:green"),
-    ("device", "device hit: never evicted", "tab:blue"),
+    ("recompute", "recompute (evicted)", "tab:orange"),
+    ("krul", "krul (evicted, restored from host memory)", "tab:green"),
+    ("device", "device hit (never evicted)", "tab:blue"),
 )
 _BAR_WIDTH = 0.27
 
@@ -61,4 +61,4 @@ def draw_demo(result: Mapping[str, Any], path: Path) -> None:
 def _name(each: Mapping[str, Any]) -> str:
     tokens = round(each["prompt_tokens"] / each["num_turns"])
     share = each["restored_tokens"] / each["prompt_tokens"]
-    return f"turn {each['turn']}\n{tokens} tokens, {share:.0%} from krul"
+    return f"turn {each['turn']}\n{tokens} tokens,\n{share:.0%} from krul"

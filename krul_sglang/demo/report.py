@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from rich.bar import Bar
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -26,26 +26,24 @@ from krul_sglang.demo.server import ServerProcess
 
 _SHOWN: tuple[ServerName, ...] = ("recompute", "krul", "device")
 _COLOURS: dict[ServerName, str] = {"recompute": "yellow", "krul": "green", "device": "blue"}
-_BAR_WIDTH = 32
+_BAR_WIDTH = 30
 _COLUMNS = (
     "turn",
-    "conversations",
     "prompt tokens",
     "from krul",
     "recompute",
     "krul",
     "device hit",
-    "recompute / krul",
+    "times sooner",
     "held by krul",
 )
 
 
 class LiveReporter:
-    """Prints each turn as three bars above a progress line."""
+    """Prints each turn as three bars, the longest over the whole width, above a progress line."""
 
     def __init__(self, console: Console, num_turns: int) -> None:
         self._console = console
-        self._longest_ttft_s = 0.0
         self._num_ready = 0
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -78,24 +76,24 @@ class LiveReporter:
         self._describe("turns" if is_last else f"starting: {self._num_ready} of {len(SERVERS)} are ready")
 
     def turn_finished(self, row: Row, question: str) -> None:
-        self._longest_ttft_s = max(self._longest_ttft_s, *(row.of(server).ttft_s for server in SERVERS))
-        width = self._console.width
-        asked = shortened(question, width - len(row.conversation) - 14)
-        self._console.print(Text(f"{row.conversation}, turn {row.turn}: {asked}", style="bold"))
-        bars = Table.grid(padding=(0, 1), expand=False)
-        bars.add_column(width=10)
-        bars.add_column(width=_BAR_WIDTH)
-        bars.add_column(justify="right", width=7)
-        bars.add_column(no_wrap=True, overflow="ellipsis")
+        longest_s = max(row.of(server).ttft_s for server in SERVERS)
+        head = f"{row.conversation}, turn {row.turn}: "
+        asked = shortened(question, self._console.width - len(head))
+        self._print(Text(head + asked, style="bold"))
         for server, said in _said(row).items():
             ttft_s = row.of(server).ttft_s
-            bar = Bar(self._longest_ttft_s, 0, ttft_s, width=_BAR_WIDTH, color=_COLOURS[server])
-            bars.add_row(f" {server}", bar, format_seconds(ttft_s), Text(said))
-        self._console.print(bars)
+            bar = "█" * max(1, round(_BAR_WIDTH * ttft_s / longest_s))
+            line = Text(f"  {server:<10}")
+            line.append(f"{bar:<{_BAR_WIDTH}}", style=_COLOURS[server])
+            line.append(f"{format_seconds(ttft_s):>8}  {said}")
+            self._print(line)
         self._progress.advance(self._task)
 
     def log_line(self, name: ServerName, line: str) -> None:
         self._console.print(Text(f"{name} | {line}", style="dim"), soft_wrap=True)
+
+    def _print(self, line: Text) -> None:
+        self._console.print(line, no_wrap=True, overflow="ellipsis")
 
     def _describe(self, text: str) -> None:
         self._progress.update(self._task, description=text)
@@ -175,16 +173,17 @@ def _said(row: Row) -> dict[ServerName, str]:
     said: dict[ServerName, str] = {}
     for server in _SHOWN:
         is_same = server != "device" and row.is_same(server)
-        said[server] = "same answer" if is_same else shortened(row.of(server).answer, 100)
+        said[server] = "same answer" if is_same else " ".join(row.of(server).answer.split())
     if krul.host_tokens:
         said["krul"] = f"{krul.host_tokens} of {krul.prompt_tokens} tokens from krul, {said['krul']}"
     return said
 
 
 def _table(rounds: Sequence[Round]) -> Table:
-    table = Table(title="time to first token: median (and quartiles of the ratio)")
+    title = f"time to first token: medians of {rounds[0].num_turns} conversations, with krul and without"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
     for column in _COLUMNS:
-        table.add_column(column, justify="right")
+        table.add_column(column.replace(" ", "\n", 1), justify="right")
     for each in rounds:
         table.add_row(*_cells(each), style="bold" if each.turn is None else None)
     return table
@@ -192,8 +191,7 @@ def _table(rounds: Sequence[Round]) -> Table:
 
 def _cells(each: Round) -> tuple[str, ...]:
     return (
-        "2 and later" if each.turn is None else str(each.turn),
-        str(each.num_turns),
+        "2+" if each.turn is None else str(each.turn),
         str(round(each.prompt_tokens / each.num_turns)),
         f"{each.restored_tokens / each.prompt_tokens:.0%}",
         *(format_seconds(each.ttft_s[server]["median"]) for server in _SHOWN),
@@ -203,8 +201,8 @@ def _cells(each: Round) -> tuple[str, ...]:
 
 
 def ratio_text(ratio: Quantiles) -> str:
-    """The median and the quartiles, such as ``3.10x (2.85 to 3.30)``."""
-    return f"{ratio['median']:.2f}x ({ratio['q25']:.2f} to {ratio['q75']:.2f})"
+    """The median and the quartiles, such as ``3.10 (2.85 to 3.30)``."""
+    return f"{ratio['median']:.2f} ({ratio['q25']:.2f} to {ratio['q75']:.2f})"
 
 
 def _answer_lines(summary: Summary) -> list[str]:
