@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from krul_sglang.demo import run
+from krul_sglang.demo import krul_state, run
 from krul_sglang.demo.conversations import Conversation, UserTurn
 from krul_sglang.demo.player import PlayError, TurnResult
 from krul_sglang.demo.run import DemoConfig, DemoError, DemoResult, run_demo
@@ -36,6 +36,23 @@ class FakeServer:
 
     def error(self, problem: str) -> ServerError:
         return ServerError(f"{problem}; the log of {self.name}")
+
+
+class SavingServer:
+    """Has krul, and these numbers of turns that are not saved yet, one after the other; then the last one."""
+
+    def __init__(self, *pending: int) -> None:
+        self._pending = list(pending)
+        self.num_asked = 0
+
+    def server_info(self) -> dict[str, Any]:
+        pending = self._pending[min(self.num_asked, len(self._pending) - 1)]
+        self.num_asked += 1
+        state = {"offload": {"pending": pending}, "load": {"pending": 0}, "asked": self.num_asked}
+        return {"internal_states": [{"krul": state}]}
+
+    def error(self, problem: str) -> ServerError:
+        return ServerError(problem)
 
 
 class Run:
@@ -97,6 +114,18 @@ class Run:
 
         reporter: Any = SimpleNamespace(servers_starting=note, server_ready=ready, turn_finished=note)
         return run_demo(CONFIG, POOLS, CHATS, reporter)
+
+
+def test_counters_are_read_again_when_nothing_is_pending_any_more() -> None:
+    server: Any = SavingServer(2, 1, 0)
+    (state,) = krul_state.wait_for_saves(server)
+    assert state["asked"] == server.num_asked == 4
+
+
+def test_a_server_that_never_ends_saving_is_an_error() -> None:
+    server: Any = SavingServer(1)
+    with pytest.raises(ServerError, match="still saving or loading after 0 s"):
+        krul_state.wait_for_saves(server, timeout_s=0.05)
 
 
 def test_every_server_is_asked_each_turn_in_rotating_order_and_after_krul_has_saved(
