@@ -148,10 +148,10 @@ def run_demo(
                 stack.enter_context(_LogFollower(server, partial(reporter.log_line, name)))
         reporter.servers_starting(servers)
         stack.callback(stop_servers, list(servers.values()))
-        names = {server.port: name for name, server in servers.items()}
+        names = {server: name for name, server in servers.items()}
         start_servers(
             list(servers.values()),
-            lambda server: reporter.server_ready(names[server.port], server.ready_after_s or 0.0),
+            lambda server: reporter.server_ready(names[server], server.ready_after_s or 0.0),
         )
         players = {}
         for name, server in servers.items():

@@ -27,7 +27,6 @@ class FakeServer:
         is_large = args[args.index("--max-total-tokens") + 1] == str(POOLS.reference_tokens)
         self.name = "krul" if "krul" in args else "device" if is_large else "recompute"
         self.url = self.command_line = self.name
-        self.port = {"device": 1, "recompute": 2, "krul": 3}[self.name]
         self.pool_tokens = POOLS.reference_tokens if is_large else POOLS.device_tokens
         self.ready_after_s = 1.0
 
