@@ -6,9 +6,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import orjson
+
 from benchmarks import support
 from benchmarks.pages import configuration
-from benchmarks.pages.tables import ROOT, tables
+from benchmarks.pages.tables import DEMO_FIGURE, DEMO_RESULT, ROOT, tables
+from krul_sglang.demo.figure import draw_demo
 
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
@@ -34,6 +37,7 @@ def pages() -> dict[Path, str]:
     made = tables()
     of_readme = {name: made[name] for name in TABLES_OF_README}
     of_measured = {name: table.replace("](benchmarks/", "](../benchmarks/") for name, table in made.items()}
+    of_measured["demo"] = of_measured["demo"].replace("](docs/", "](")
     return {
         README: render(README.read_text(encoding="utf-8"), of_readme),
         MEASURED: render(MEASURED.read_text(encoding="utf-8"), of_measured),
@@ -45,6 +49,7 @@ def pages() -> dict[Path, str]:
 def main() -> None:
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
+    draw_demo(orjson.loads(DEMO_RESULT.read_bytes()), ROOT / DEMO_FIGURE)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ from typing import Any
 import orjson
 
 from benchmarks.restore.rows import Row, longest, settings
+from krul_sglang.demo.report import ratio_text
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DEMO_RESULT = RESULTS / "demo-cpu.json"
+DEMO_FIGURE = "docs/figures/demo.png"
 QUALITY_RESULT = RESULTS / "quality-cpu.json"
 BUDGET_RESULT = RESULTS / "quality-budget-cpu.json"
 TEXT_RESULT = RESULTS / "quality-text-cpu.json"
@@ -22,50 +24,43 @@ TIERS_RESULT = RESULTS / "tiers-cpu.json"
 
 
 def demo_table(result: dict[str, Any]) -> str:
-    """The demo's comparison: what returning turns cost with and without krul, by prompt length."""
+    """The demo's figure and its comparison: what a turn costs with krul, without it, and as a device hit."""
     lines = [
-        "| prompt of a returning turn | turns | from krul | TTFT without krul | TTFT with krul | ratio |",
-        "|---|---:|---:|---:|---:|---:|",
+        f"![Time to first token by turn: recomputed, with krul, and never evicted]({DEMO_FIGURE})",
+        "",
+        "| turn | prompt | from krul | recompute | krul | device hit | times sooner with krul |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    lines += [_demo_line(group) for group in result["returning_turns"]]
+    lines += [_demo_line(each) for each in result["rounds"]]
     return "\n".join([*lines, "", _demo_notes(result)])
 
 
-def _demo_notes(result: dict[str, Any]) -> str:
-    summary, machine = result["summary"], result["machine"]
-    cpu, cores, sglang = machine["cpu"], machine["cores"], result["versions"]["sglang"]
-    first, baseline_first = summary["median_first_ttft_s"], summary["baseline_median_first_ttft_s"]
-    source = DEMO_RESULT.relative_to(ROOT)
-    return " ".join(
-        (
-            f"Medians over {summary['returning_turns']} returning turns of {result['conversations']} "
-            "conversations.",
-            "Answers equal to those of a server that never evicted:",
-            f"{summary['answers_equal']} of {summary['answers']}.",
-            f"Recall of facts from earlier turns: {summary['recall']:.0%} with krul,",
-            f"{summary['baseline_recall']:.0%} without.",
-            f"Kept on the host: {summary['bytes_stored'] / 2**20:.0f} MiB",
-            f"for {summary['tokens_stored']} tokens (nothing compressed).",
-            f"First turns, which krul cannot help, took {_ms(first)} with it and {_ms(baseline_first)}",
-            "without: set the ratios against that.",
-            f"Machine: {cpu}, {cores} cores, no GPU;",
-            f"the bundled model in {result['configuration']['dtype']}; SGLang {sglang}.",
-            f"Source: [`{source}`]({source}).",
-        )
+def _demo_line(each: dict[str, Any]) -> str:
+    turn = "2 and later" if each["turn"] is None else each["turn"]
+    times = " | ".join(_ms(each["ttft_s"][server]["median"]) for server in ("recompute", "krul", "device"))
+    return (
+        f"| {turn} | {each['prompt_tokens'] / each['num_turns']:.0f} tokens | "
+        f"{each['restored_tokens'] / each['prompt_tokens']:.0%} | {times} | {ratio_text(each['speedup'])} |"
     )
 
 
-def _demo_line(group: dict[str, Any]) -> str:
-    low, high = group["min_prompt_tokens"], group["max_prompt_tokens"]
-    if high is None:
-        text = "any length" if low == 1 else f"more than {low - 1} tokens"
-    else:
-        text = f"up to {high} tokens"
-    without, with_krul = group["baseline_ttft_s"]["median"], group["ttft_s"]["median"]
-    from_krul = group["host_tokens"] / group["prompt_tokens"]
-    return (
-        f"| {text} | {group['turns']} | {from_krul:.0%} of tokens | {_ms(without)} | {_ms(with_krul)} | "
-        f"{without / with_krul:.2f}x |"
+def _demo_notes(result: dict[str, Any]) -> str:
+    summary, machine, last = result["summary"], result["machine"], result["rounds"][-1]
+    configuration, tpot_s, same = result["configuration"], summary["tpot_s"], summary["same_answers"]
+    source = DEMO_RESULT.relative_to(ROOT)
+    return " ".join(
+        (
+            f"Median time to the first token over {result['rounds'][0]['num_turns']} conversations, asked",
+            "in turn; prompt: mean; times sooner: recompute / krul, with quartiles.",
+            f"Answers equal to those of a server that never evicts: {same['krul']} of {summary['answers']}.",
+            f"Each further token: {_ms(tpot_s['krul']['median'])} with krul,",
+            f"{_ms(tpot_s['recompute']['median'])} without.",
+            f"Kept on the host: {last['stored']['num_bytes'] / 2**20:.0f} MiB for",
+            f"{last['stored']['num_tokens']} tokens (nothing compressed).",
+            f"Machine: {machine['cpu']}, {machine['cores']} cores, no GPU;",
+            f"{Path(configuration['model_path']).name} in {configuration['dtype']};",
+            f"SGLang {result['versions']['sglang']}. Source: [`{source}`]({source}).",
+        )
     )
 
 

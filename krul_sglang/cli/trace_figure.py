@@ -1,11 +1,10 @@
-"""Draws a restore. Only this module needs matplotlib, which is not installed with krul-sglang."""
+"""Draws a restore. Needs matplotlib, which is not installed with krul-sglang."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from krul_backend.atomic_file import replacing
-from krul_sglang.cli.server_client import CannotRunError
 from krul_sglang.traced_restore import Part, TracedRestore
 
 _COLORS = {"load": "tab:blue", "head": "tab:orange", "own layers": "tab:green", "wait": "lightgray"}
@@ -17,16 +16,11 @@ def draw_restore(restore: TracedRestore, path: Path) -> None:
     """Write a PNG: both streams over time, and below what each layer recomputes and loads.
 
     Raises:
-        CannotRunError: matplotlib is not installed.
+        ImportError: matplotlib is not installed.
         OSError: ``path`` cannot be written.
     """
-    try:
-        # Without pyplot no display and no global state is needed.
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CannotRunError(
-            "--gantt needs matplotlib, which is not installed: pip install matplotlib"
-        ) from None
+    # Without pyplot no display and no global state is needed.
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), layout="constrained")
     streams, layers = figure.subplots(2, 1, height_ratios=(1, 1.2))

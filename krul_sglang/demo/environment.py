@@ -33,8 +33,11 @@ def machine() -> dict[str, str | int | None]:
 
 
 def without_cwd(text: str) -> str:
-    """``text`` with paths below the working directory made relative to it, so that results can be shared."""
-    return text.replace(f"{Path.cwd()}{os.sep}", "")
+    """``text`` with shorter paths, so that results can be shared.
+
+    Those below the working directory become relative to it, others below the home directory begin with ``~``.
+    """
+    return text.replace(f"{Path.cwd()}{os.sep}", "").replace(f"{Path.home()}{os.sep}", f"~{os.sep}")
 
 
 def git_revision() -> str | None:

@@ -44,6 +44,12 @@ class TurnResult:
     def computed_tokens(self) -> int:
         return self.prompt_tokens - self.device_tokens - self.host_tokens
 
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token after the first one; None for an answer of one token."""
+        num_more = self.completion_tokens - 1
+        return (self.total_s - self.ttft_s) / num_more if num_more > 0 else None
+
 
 def play_order(conversations: Sequence[Conversation]) -> Iterator[tuple[Conversation, int]]:
     """Turn 1 of every conversation, then turn 2 of every conversation that has one, and so on.
@@ -83,7 +89,7 @@ class Player:
         """
         numbers = " ".join(str(number) for number in range(40))
         for _ in range(2):
-            self._ask("warm-up", 1, [{"role": "user", "content": numbers}])
+            self._send("warm-up", 1, [{"role": "user", "content": numbers}])
 
     def play(
         self, conversations: Sequence[Conversation], reference_answers: Mapping[tuple[str, int], str] | None
@@ -97,12 +103,23 @@ class Player:
         history = own_answers if reference_answers is None else reference_answers
         for conversation, turn in play_order(conversations):
             name = conversation.conversation_id
-            answers = {number: history[name, number] for number in range(1, turn)}
-            result = self._ask(name, turn, conversation.messages(turn, answers))
+            result = self.ask(conversation, turn, history)
             own_answers[name, turn] = result.answer
             yield result
 
-    def _ask(self, conversation: str, turn: int, messages: list[Message]) -> TurnResult:
+    def ask(
+        self, conversation: Conversation, turn: int, answers: Mapping[tuple[str, int], str]
+    ) -> TurnResult:
+        """Ask one turn (1-based); ``answers`` has those to the turns of this conversation before it.
+
+        Raises:
+            PlayError: there was no answer.
+        """
+        name = conversation.conversation_id
+        history = {number: answers[name, number] for number in range(1, turn)}
+        return self._send(name, turn, conversation.messages(turn, history))
+
+    def _send(self, conversation: str, turn: int, messages: list[Message]) -> TurnResult:
         pieces: list[str] = []
         first_piece_at: float | None = None
         usage: Any = None

@@ -1,54 +1,62 @@
-"""What the demo shows: a live table on a terminal, plain lines anywhere else."""
+"""What the demo shows: bars and a progress line on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.markup import escape
+from rich import box
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-from krul_sglang.demo.player import TurnResult
-from krul_sglang.demo.result import Row, Summary, format_seconds
-from krul_sglang.demo.run import PHASES, DemoResult
+from krul_sglang.demo.result import (
+    SERVERS,
+    Quantiles,
+    Round,
+    Row,
+    ServerName,
+    Summary,
+    format_seconds,
+    make_rounds,
+)
+from krul_sglang.demo.run import DemoResult
 from krul_sglang.demo.server import ServerProcess
 
-_PHASE_TEXT = {
-    "reference": "reference: a pool that holds everything",
-    "baseline": "baseline: a small pool, without krul",
-    "krul": "krul: the same small pool, with krul",
-}
+_SHOWN: tuple[ServerName, ...] = ("recompute", "krul", "device")
+_COLOURS: dict[ServerName, str] = {"recompute": "yellow", "krul": "green", "device": "blue"}
+_BAR_WIDTH = 30
 _COLUMNS = (
-    "conversation",
     "turn",
-    "prompt",
-    "on device",
+    "prompt tokens",
     "from krul",
-    "recomputed",
-    "TTFT",
-    "baseline",
-    "answer equal",
+    "recompute",
+    "krul",
+    "device hit",
+    "times sooner",
+    "held by krul",
 )
-_LINES_AROUND_TABLE = 7
 
 
 class LiveReporter:
-    """Shows a table that grows while the krul server plays, above a progress bar over all three phases."""
+    """Prints each turn as three bars, the longest over the whole width, above a progress line."""
 
     def __init__(self, console: Console, num_turns: int) -> None:
         self._console = console
-        self._rows: list[Row] = []
+        self._num_ready = 0
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
         )
-        self._task = self._progress.add_task("starting", total=num_turns * len(PHASES))
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
+        self._task = self._progress.add_task("", total=num_turns)
 
     def __enter__(self) -> LiveReporter:
-        self._live.start()
+        self._progress.start()
         return self
 
     def __exit__(
@@ -57,35 +65,38 @@ class LiveReporter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # The whole table, which the screen may have been too small for, is printed at the end.
-        self._live.transient = True
-        self._live.stop()
-        if self._rows:
-            self._console.print(row_table(self._rows))
+        self._progress.stop()
 
-    def phase_started(self, phase: str, server: ServerProcess) -> None:
-        self._describe(f"{_PHASE_TEXT[phase]} (server is starting)")
+    def servers_starting(self, servers: Mapping[ServerName, ServerProcess]) -> None:
+        self._describe(f"starting {len(servers)} servers")
 
-    def phase_ready(self, phase: str, ready_after_s: float) -> None:
-        self._describe(_PHASE_TEXT[phase])
+    def server_ready(self, name: ServerName, ready_after_s: float) -> None:
+        self._num_ready += 1
+        is_last = self._num_ready == len(SERVERS)
+        self._describe("turns" if is_last else f"starting: {self._num_ready} of {len(SERVERS)} are ready")
 
-    def turn_answered(self, phase: str, result: TurnResult) -> None:
+    def turn_finished(self, row: Row, question: str) -> None:
+        longest_s = max(row.of(server).ttft_s for server in SERVERS)
+        head = f"{row.conversation}, turn {row.turn}: "
+        asked = shortened(question, self._console.width - len(head))
+        self._print(Text(head + asked, style="bold"))
+        for server, said in _said(row).items():
+            ttft_s = row.of(server).ttft_s
+            bar = "█" * max(1, round(_BAR_WIDTH * ttft_s / longest_s))
+            line = Text(f"  {server:<10}")
+            line.append(f"{bar:<{_BAR_WIDTH}}", style=_COLOURS[server])
+            line.append(f"{format_seconds(ttft_s):>8}  {said}")
+            self._print(line)
         self._progress.advance(self._task)
 
-    def row_finished(self, row: Row) -> None:
-        self._rows.append(row)
+    def log_line(self, name: ServerName, line: str) -> None:
+        self._console.print(Text(f"{name} | {line}", style="dim"), soft_wrap=True)
 
-    def log_line(self, phase: str, line: str) -> None:
-        self._console.print(f"[dim]{phase} | {escape(line)}[/dim]", highlight=False)
+    def _print(self, line: Text) -> None:
+        self._console.print(line, no_wrap=True, overflow="ellipsis")
 
     def _describe(self, text: str) -> None:
         self._progress.update(self._task, description=text)
-
-    def _render(self) -> Group:
-        if not self._rows:
-            return Group(self._progress)
-        visible = max(1, self._console.height - _LINES_AROUND_TABLE)
-        return Group(row_table(self._rows[-visible:]), self._progress)
 
 
 class PlainReporter:
@@ -93,8 +104,8 @@ class PlainReporter:
 
     def __init__(self, console: Console, num_turns: int) -> None:
         self._console = console
-        self._num_requests = num_turns * len(PHASES)
-        self._num_answered = 0
+        self._num_turns = num_turns
+        self._num_finished = 0
 
     def __enter__(self) -> PlainReporter:
         return self
@@ -102,32 +113,26 @@ class PlainReporter:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def phase_started(self, phase: str, server: ServerProcess) -> None:
-        self._print(f"{_PHASE_TEXT[phase]}: starting {server.command_line}")
+    def servers_starting(self, servers: Mapping[ServerName, ServerProcess]) -> None:
+        for name, server in servers.items():
+            self._print(f"{name}: starting {server.command_line}")
 
-    def phase_ready(self, phase: str, ready_after_s: float) -> None:
-        self._print(f"{phase}: ready after {ready_after_s:.0f} s")
+    def server_ready(self, name: ServerName, ready_after_s: float) -> None:
+        self._print(f"{name}: ready after {ready_after_s:.0f} s")
 
-    def turn_answered(self, phase: str, result: TurnResult) -> None:
-        self._num_answered += 1
-        if phase != "krul":
-            self._print(
-                f"[{self._num_answered}/{self._num_requests}] {phase}: {result.conversation} "
-                f"turn {result.turn}: prompt {result.prompt_tokens} = device {result.device_tokens} + "
-                f"recomputed {result.computed_tokens}, TTFT {format_seconds(result.ttft_s)}"
-            )
-
-    def row_finished(self, row: Row) -> None:
+    def turn_finished(self, row: Row, question: str) -> None:
+        self._num_finished += 1
+        times = ", ".join(f"{server} {format_seconds(row.of(server).ttft_s)}" for server in _SHOWN)
+        krul = row.krul
         self._print(
-            f"[{self._num_answered}/{self._num_requests}] krul: {row.conversation} turn {row.turn}: "
-            f"prompt {row.prompt_tokens} = device {row.device_tokens} + krul {row.host_tokens} + "
-            f"recomputed {row.computed_tokens}, TTFT {format_seconds(row.ttft_s)} "
-            f"(baseline {format_seconds(row.baseline_ttft_s)}), "
-            f"answer {'equal' if row.answer_equal else 'DIFFERENT'}"
+            f"[{self._num_finished}/{self._num_turns}] {row.conversation} turn {row.turn}: TTFT {times}; "
+            f"prompt {krul.prompt_tokens} = device {krul.device_tokens} + krul {krul.host_tokens} + "
+            f"computed {krul.computed_tokens}; saved in {format_seconds(row.save_s)}; "
+            + ("same answer" if row.is_same("krul") else "DIFFERENT answer")
         )
 
-    def log_line(self, phase: str, line: str) -> None:
-        self._print(f"{phase} | {line}")
+    def log_line(self, name: ServerName, line: str) -> None:
+        self._print(f"{name} | {line}")
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -138,71 +143,79 @@ def make_reporter(console: Console, num_turns: int) -> LiveReporter | PlainRepor
 
 
 def print_result(console: Console, result: DemoResult) -> None:
-    """Print the summary table and, last, one plain sentence."""
+    """Print a line for each round, what there is to say about all answers, and, last, the verdict."""
+    rounds = make_rounds(result.rows)
     if console.is_terminal:
-        console.print(_summary_table(result.summary))
+        console.print(_table(rounds))
     else:
-        for name, value in summary_lines(result.summary):
-            console.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
-    console.print(result.verdict, markup=False, highlight=False, soft_wrap=True)
+        for each in rounds:
+            cells = zip(_COLUMNS, _cells(each), strict=True)
+            _print_line(console, "; ".join(f"{name} {cell}" for name, cell in cells))
+    for line in [*_answer_lines(result.summary), *result.verdict]:
+        _print_line(console, line)
 
 
-def row_table(rows: Sequence[Row]) -> Table:
-    table = Table(title="the krul server, turn by turn (prompt tokens by where their KV came from)")
-    for index, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="left" if index == 0 else "right")
-    for row in rows:
-        table.add_row(
-            escape(row.conversation),
-            str(row.turn),
-            str(row.prompt_tokens),
-            str(row.device_tokens),
-            f"[bold green]{row.host_tokens}[/bold green]" if row.host_tokens else "0",
-            str(row.computed_tokens),
-            format_seconds(row.ttft_s),
-            format_seconds(row.baseline_ttft_s),
-            "yes" if row.answer_equal else "[bold red]NO[/bold red]",
-        )
+def shortened(text: str, width: int) -> str:
+    """``text`` on one line of at most ``width``; of a long one its beginning and its last sentence."""
+    line = " ".join(text.split())
+    if len(line) <= width:
+        return line
+    question = line[max(line.rfind(mark, 0, -1) for mark in ".?!:") + 1 :].strip()
+    room = width - len(question) - len(" ... ")
+    if room < width // 3:
+        return f"{line[: max(0, width - 3)]}..."
+    return f"{line[:room]} ... {question}"
+
+
+def _said(row: Row) -> dict[ServerName, str]:
+    """Beside each server's bar: its answer, or that it is the same, and what krul did."""
+    krul = row.krul
+    said: dict[ServerName, str] = {}
+    for server in _SHOWN:
+        is_same = server != "device" and row.is_same(server)
+        said[server] = "same answer" if is_same else " ".join(row.of(server).answer.split())
+    if krul.host_tokens:
+        said["krul"] = f"{krul.host_tokens} of {krul.prompt_tokens} tokens from krul, {said['krul']}"
+    return said
+
+
+def _table(rounds: Sequence[Round]) -> Table:
+    title = f"time to first token: medians of {rounds[0].num_turns} conversations, with krul and without"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for column in _COLUMNS:
+        table.add_column(column.replace(" ", "\n", 1), justify="right")
+    for each in rounds:
+        table.add_row(*_cells(each), style="bold" if each.turn is None else None)
     return table
 
 
-def summary_lines(summary: Summary) -> list[tuple[str, str]]:
-    """Names and values of the summary, ready to print; values that do not exist are "-"."""
-    return [
-        ("returning turns restored", f"{summary.restored_turns} of {summary.returning_turns}"),
-        ("tokens restored", str(summary.host_hit_tokens)),
-        ("answers equal to the reference", f"{summary.answers_equal} of {summary.answers}"),
-        ("  the same for the baseline", f"{summary.baseline_answers_equal} of {summary.answers}"),
-        ("recall of stated facts", _percent(summary.recall)),
-        ("  the same for the baseline", _percent(summary.baseline_recall)),
-        ("median TTFT of returning turns", _seconds(summary.median_ttft_s)),
-        ("  the same for the baseline", _seconds(summary.baseline_median_ttft_s)),
-        ("median TTFT of restored turns", _seconds(summary.median_restored_ttft_s)),
-        ("  the same for the baseline", _seconds(summary.baseline_median_restored_ttft_s)),
-        ("median TTFT of first turns (control)", _seconds(summary.median_first_ttft_s)),
-        ("  the same for the baseline", _seconds(summary.baseline_median_first_ttft_s)),
-        ("stored in host memory", _stored(summary)),
+def _cells(each: Round) -> tuple[str, ...]:
+    return (
+        "2+" if each.turn is None else str(each.turn),
+        str(round(each.prompt_tokens / each.num_turns)),
+        f"{each.restored_tokens / each.prompt_tokens:.0%}",
+        *(format_seconds(each.ttft_s[server]["median"]) for server in _SHOWN),
+        ratio_text(each.speedup),
+        f"{each.stored.num_bytes / 2**20:.0f} MiB",
+    )
+
+
+def ratio_text(ratio: Quantiles) -> str:
+    """The median and the quartiles, such as ``3.10 (2.85 to 3.30)``."""
+    return f"{ratio['median']:.2f} ({ratio['q25']:.2f} to {ratio['q75']:.2f})"
+
+
+def _answer_lines(summary: Summary) -> list[str]:
+    lines = [
+        f"tokens restored: {summary.restored_tokens}",
+        f"answers of recompute that are those of device: {summary.same_answers['recompute']} of "
+        f"{summary.answers}",
     ]
+    if summary.recall is not None:
+        recall = ", ".join(f"{server} {summary.recall[server]:.0%}" for server in _SHOWN)
+        lines.append(f"recall of stated facts: {recall}")
+    return lines
 
 
-def _summary_table(summary: Summary) -> Table:
-    table = Table(title="summary", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, value in summary_lines(summary):
-        table.add_row(name, value)
-    return table
-
-
-def _stored(summary: Summary) -> str:
-    if summary.bytes_stored is None or summary.tokens_stored is None:
-        return "-"
-    return f"{summary.bytes_stored / 2**20:.1f} MiB for {summary.tokens_stored} tokens"
-
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else format_seconds(seconds)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.0f}%"
+def _print_line(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

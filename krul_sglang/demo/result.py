@@ -1,271 +1,241 @@
-"""What the demo measured: one row per turn, the summary of all rows, and what is kept of a result."""
+"""What the demo measured: one row per turn, rounds of turns, and the summary with its verdict."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 from krul_sglang.demo.conversations import Conversation
+from krul_sglang.demo.krul_state import StoredAmounts
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.json_file import quantiles
 
-TurnKey = tuple[str, int]
-
-MAX_DRIFT = 1.3
-"""Up to this ratio of times for the same work, the two servers count as equally fast."""
-
-PROMPT_LENGTHS = (512, 1024)
-"""Returning turns are grouped by prompts of up to so many tokens, and longer ones."""
+ServerName = Literal["device", "recompute", "krul"]
+SERVERS: tuple[ServerName, ...] = ("device", "recompute", "krul")
+"""SGLang with a device pool that holds everything; SGLang with a small pool; the same small pool and krul."""
 
 MAX_RECALL_LOSS = 0.02
-"""With compressed KV, the demo fails if the krul server's recall is this much below the baseline's."""
+"""Where answers may differ, the demo fails if krul's recall is this much below that of ``recompute``."""
+
+Quantiles = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One turn on the krul server, beside the same prompt on the two servers without krul.
+    """One turn, which all three servers were asked with the same prompt.
 
-    ``device_tokens + host_tokens + computed_tokens == prompt_tokens``. ``correct`` and ``baseline_correct``
-    say whether the answer contains ``expected``, and are None where nothing is expected.
+    ``save_s``: from the krul server's answer until it had saved the turn; ``stored`` is what it holds then.
+    ``expected``: a string that a right answer contains, None if unknown.
     """
 
     conversation: str
     turn: int
-    prompt_tokens: int
-    device_tokens: int
-    host_tokens: int
-    computed_tokens: int
-    ttft_s: float
-    baseline_ttft_s: float
-    reference_ttft_s: float
-    answer: str
-    answer_equal: bool
-    baseline_answer_equal: bool
+    device: TurnResult
+    recompute: TurnResult
+    krul: TurnResult
+    save_s: float
+    stored: StoredAmounts
     kind: str | None
     expected: str | None
-    correct: bool | None
-    baseline_correct: bool | None
+
+    def of(self, server: ServerName) -> TurnResult:
+        results = {"device": self.device, "recompute": self.recompute, "krul": self.krul}
+        return results[server]
+
+    def is_same(self, server: ServerName) -> bool:
+        """Whether the answer is that of the server that never evicts."""
+        return self.of(server).answer == self.device.answer
+
+    def is_correct(self, server: ServerName) -> bool | None:
+        """Whether the answer contains what is expected; None where nothing is."""
+        return None if self.expected is None else self.expected in self.of(server).answer
+
+    @property
+    def speedup(self) -> float:
+        """How many times sooner the first token came with krul than without."""
+        return self.recompute.ttft_s / self.krul.ttft_s
+
+
+@dataclass(frozen=True)
+class Round:
+    """The same turn of all conversations, or all returning turns together (``turn`` None).
+
+    Token counts are sums over the turns; ``speedup`` compares TTFT turn by turn. ``stored`` is what krul
+    held at the end of the round.
+    """
+
+    turn: int | None
+    num_turns: int
+    prompt_tokens: int
+    restored_tokens: int
+    ttft_s: dict[ServerName, Quantiles]
+    speedup: Quantiles
+    save_s: Quantiles
+    stored: StoredAmounts
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of all turns.
+    """Counts over all turns. ``recall`` is over turns that expect something, None if there are none.
 
-    Medians are over returning turns (turn 2 and later); recall is over turns that expect something.
-
-    ``*_restored_*`` medians are over the returning turns that took something from host memory. The
-    ``*_first_*`` medians are the control: first turns are the same work on both servers, which run one after
-    the other, so a difference between them comes from the machine.
+    ``answers_must_be_same``: nothing is compressed and numbers are float32, so that answers of krul must be
+    those of ``device``. Where they need not be, recall has to hold.
     """
 
     answers: int
-    answers_equal: int
-    baseline_answers_equal: int
+    same_answers: dict[ServerName, int]
     returning_turns: int
     restored_turns: int
-    host_hit_tokens: int
-    recall: float | None
-    baseline_recall: float | None
-    median_ttft_s: float | None
-    baseline_median_ttft_s: float | None
-    median_restored_ttft_s: float | None
-    baseline_median_restored_ttft_s: float | None
-    median_first_ttft_s: float | None
-    baseline_median_first_ttft_s: float | None
-    bytes_stored: int | None
-    tokens_stored: int | None
-    lossless: bool
-
-    @property
-    def drift(self) -> float | None:
-        """How many times slower (>= 1) one server was than the other at the same work, the first turns."""
-        if self.median_first_ttft_s is None or self.baseline_median_first_ttft_s is None:
-            return None
-        ratio = self.median_first_ttft_s / self.baseline_median_first_ttft_s
-        return max(ratio, 1 / ratio)
+    restored_tokens: int
+    recall: dict[ServerName, float] | None
+    tpot_s: dict[ServerName, Quantiles]
+    answers_must_be_same: bool
 
     @property
     def passed(self) -> bool:
-        """Whether turns were restored and answers are the reference's (with compression: recall holds)."""
-        if self.lossless or self.recall is None or self.baseline_recall is None:
-            return self.restored_turns > 0 and self.answers_equal == self.answers
-        return self.restored_turns > 0 and self.recall >= self.baseline_recall - MAX_RECALL_LOSS
+        """Whether krul restored something, and its answers are as they have to be."""
+        if self.restored_turns == 0:
+            return False
+        if self.answers_must_be_same:
+            return self.same_answers["krul"] == self.answers
+        return self.recall is None or self.recall["krul"] >= self.recall["recompute"] - MAX_RECALL_LOSS
 
 
 def make_row(
-    conversation: Conversation, krul: TurnResult, *, baseline: TurnResult, reference: TurnResult
+    conversation: Conversation,
+    *,
+    device: TurnResult,
+    recompute: TurnResult,
+    krul: TurnResult,
+    save_s: float,
+    stored: StoredAmounts,
 ) -> Row:
     """Join the three results of one turn; all three must be of the same conversation and turn."""
-    keys = {(result.conversation, result.turn) for result in (krul, baseline, reference)}
+    keys = {(result.conversation, result.turn) for result in (device, recompute, krul)}
     assert keys == {(conversation.conversation_id, krul.turn)}, keys
     asked = conversation.turns[krul.turn - 1]
     return Row(
         conversation=krul.conversation,
         turn=krul.turn,
-        prompt_tokens=krul.prompt_tokens,
-        device_tokens=krul.device_tokens,
-        host_tokens=krul.host_tokens,
-        computed_tokens=krul.computed_tokens,
-        ttft_s=krul.ttft_s,
-        baseline_ttft_s=baseline.ttft_s,
-        reference_ttft_s=reference.ttft_s,
-        answer=krul.answer,
-        answer_equal=krul.answer == reference.answer,
-        baseline_answer_equal=baseline.answer == reference.answer,
+        device=device,
+        recompute=recompute,
+        krul=krul,
+        save_s=save_s,
+        stored=stored,
         kind=asked.kind,
         expected=asked.expected,
-        correct=None if asked.expected is None else asked.expected in krul.answer,
-        baseline_correct=None if asked.expected is None else asked.expected in baseline.answer,
     )
 
 
-@dataclass(frozen=True)
-class StoredAmounts:
-    """The bytes that krul stores on all ranks together, and the number of tokens whose KV they are."""
+def make_rounds(rows: Sequence[Row]) -> list[Round]:
+    """A round for each turn number, then one of all returning turns, if there are more than one kind."""
+    turns = sorted({row.turn for row in rows})
+    rounds = [_make_round(turn, [row for row in rows if row.turn == turn]) for turn in turns]
+    returning = [row for row in rows if row.turn > 1]
+    return [*rounds, _make_round(None, returning)] if returning else rounds
 
-    num_bytes: int
-    num_tokens: int
+
+def _make_round(turn: int | None, rows: Sequence[Row]) -> Round:
+    return Round(
+        turn=turn,
+        num_turns=len(rows),
+        prompt_tokens=sum(row.krul.prompt_tokens for row in rows),
+        restored_tokens=sum(row.krul.host_tokens for row in rows),
+        ttft_s={server: quantiles([row.of(server).ttft_s for row in rows]) for server in SERVERS},
+        speedup=quantiles([row.speedup for row in rows]),
+        save_s=quantiles([row.save_s for row in rows]),
+        stored=rows[-1].stored,
+    )
 
 
-def summarize(rows: Sequence[Row], *, stored: StoredAmounts | None, lossless: bool) -> Summary:
-    returning = [row for row in rows if row.turn >= 2]
-    restored = [row for row in rows if row.host_tokens > 0]
-    first = [row for row in rows if row.turn == 1]
+def summarize(rows: Sequence[Row], *, answers_must_be_same: bool) -> Summary:
     asked = [row for row in rows if row.expected is not None]
+    tpot_s = {
+        server: [seconds for row in rows if (seconds := row.of(server).tpot_s) is not None]
+        for server in SERVERS
+    }
     return Summary(
         answers=len(rows),
-        answers_equal=sum(row.answer_equal for row in rows),
-        baseline_answers_equal=sum(row.baseline_answer_equal for row in rows),
-        returning_turns=len(returning),
-        restored_turns=len(restored),
-        host_hit_tokens=sum(row.host_tokens for row in rows),
-        recall=_share([bool(row.correct) for row in asked]),
-        baseline_recall=_share([bool(row.baseline_correct) for row in asked]),
-        median_ttft_s=_median([row.ttft_s for row in returning]),
-        baseline_median_ttft_s=_median([row.baseline_ttft_s for row in returning]),
-        median_restored_ttft_s=_median([row.ttft_s for row in restored]),
-        baseline_median_restored_ttft_s=_median([row.baseline_ttft_s for row in restored]),
-        median_first_ttft_s=_median([row.ttft_s for row in first]),
-        baseline_median_first_ttft_s=_median([row.baseline_ttft_s for row in first]),
-        bytes_stored=None if stored is None else stored.num_bytes,
-        tokens_stored=None if stored is None else stored.num_tokens,
-        lossless=lossless,
+        same_answers={server: sum(row.is_same(server) for row in rows) for server in SERVERS},
+        returning_turns=sum(row.turn > 1 for row in rows),
+        restored_turns=sum(row.krul.host_tokens > 0 for row in rows),
+        restored_tokens=sum(row.krul.host_tokens for row in rows),
+        recall={server: sum(bool(row.is_correct(server)) for row in asked) / len(asked) for server in SERVERS}
+        if asked
+        else None,
+        tpot_s={server: quantiles(samples) for server, samples in tpot_s.items() if samples},
+        answers_must_be_same=answers_must_be_same,
     )
 
 
-def without_turns(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of ``DemoResult.to_json()``: returning turns by length of the prompt instead of each turn.
-
-    Times become quantiles; ``max_prompt_tokens`` is None for the longest prompts and for all together.
-    """
-    returning = [row for row in result["rows"] if row["turn"] > 1]
-    groups = []
-    for low, high in zip((0, *PROMPT_LENGTHS), (*PROMPT_LENGTHS, None), strict=True):
-        of_length = [
-            row
-            for row in returning
-            if low < row["prompt_tokens"] and (high is None or row["prompt_tokens"] <= high)
-        ]
-        if of_length:
-            groups.append({"min_prompt_tokens": low + 1, "max_prompt_tokens": high, **_turns(of_length)})
-    if returning:
-        groups.append({"min_prompt_tokens": 1, "max_prompt_tokens": None, **_turns(returning)})
-    return {
-        **{name: value for name, value in result.items() if name not in ("rows", "samples")},
-        "conversations": len({row["conversation"] for row in returning}),
-        "returning_turns": groups,
-    }
+def verdict(summary: Summary, rows: Sequence[Row]) -> list[str]:
+    """Plain sentences: whether the demo passed, or why not, and what the times are."""
+    rounds = make_rounds(rows)
+    lines = [_failure(summary, rows) or _answers(summary)]
+    returning = next((each for each in rounds if each.turn is None), None)
+    if returning is not None:
+        lines.append(
+            f"Returning turns: first token after {_median(returning.ttft_s['krul'])} with krul, "
+            f"{_median(returning.ttft_s['recompute'])} recomputed, {_median(returning.ttft_s['device'])} "
+            f"where nothing was evicted. {_compare(returning.speedup)}."
+        )
+    if rounds[0].turn == 1:
+        lines.append(f"First turns, which krul cannot help: {_with_and_without(rounds[0].ttft_s)}.")
+    if set(summary.tpot_s) == set(SERVERS):
+        lines.append(f"Each further token: {_with_and_without(summary.tpot_s)}.")
+    return lines
 
 
-def _turns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    times = ("ttft_s", "baseline_ttft_s", "reference_ttft_s")
-    return {
-        "turns": len(rows),
-        "prompt_tokens": sum(row["prompt_tokens"] for row in rows),
-        "host_tokens": sum(row["host_tokens"] for row in rows),
-        **{name: quantiles([row[name] for row in rows]) for name in times},
-    }
-
-
-def verdict(summary: Summary, rows: Sequence[Row]) -> str:
-    """One plain sentence: what was measured, or why the demo failed."""
+def _failure(summary: Summary, rows: Sequence[Row]) -> str | None:
     if summary.restored_turns == 0:
         return (
             f"FAILED: not one of the {summary.returning_turns} returning turns took anything from krul; "
             "either nothing had left the device pool, or the krul server stored nothing (see its log)."
         )
-    if not summary.passed and not summary.lossless:
-        assert summary.recall is not None
-        assert summary.baseline_recall is not None
-        return (
-            f"FAILED: compression costs too much: recall is {summary.recall:.0%} with krul and "
-            f"{summary.baseline_recall:.0%} without."
-        )
-    if not summary.passed:
-        first = next(row for row in rows if not row.answer_equal)
-        return (
-            f"FAILED: {summary.answers - summary.answers_equal} of {summary.answers} answers differ from the "
-            f"server that never evicts (first: conversation {first.conversation}, turn {first.turn})."
-        )
-    assert summary.median_ttft_s is not None
-    assert summary.baseline_median_ttft_s is not None
-    if summary.answers_equal == summary.answers:
-        answers = f"All {summary.answers} answers are equal"
-    else:
-        answers = f"{summary.answers_equal} of {summary.answers} answers are equal"
-    return (
-        f"{answers}; {summary.restored_turns} of {summary.returning_turns} "
-        f"returning turns were restored, and the median first token of a returning turn came after "
-        f"{format_seconds(summary.median_ttft_s)} with krul and "
-        f"{format_seconds(summary.baseline_median_ttft_s)} without: "
-        f"{_compare(summary.median_ttft_s, summary.baseline_median_ttft_s)}{_warn_of_drift(summary)}."
-    )
-
-
-def krul_states(server_info: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """krul's counters in SGLang's ``/server_info``: one entry per data-parallel replica, its rank 0."""
-    return [state["krul"] for state in server_info["internal_states"] if "krul" in state]
-
-
-def stored_amounts(states: Sequence[Mapping[str, Any]]) -> StoredAmounts | None:
-    """The amounts that are stored, from ``krul_states``; None for a server without krul.
-
-    Every other tensor-parallel rank of a replica holds as many bytes of the same tokens as its rank 0.
-    """
-    if not states:
+    if summary.passed:
         return None
-    return StoredAmounts(
-        num_bytes=sum(state["stored_bytes"] * state["tp_size"] for state in states),
-        num_tokens=sum(state["stored_tokens"] for state in states),
+    if summary.answers_must_be_same:
+        first = next(row for row in rows if not row.is_same("krul"))
+        return (
+            f"FAILED: {summary.answers - summary.same_answers['krul']} of {summary.answers} answers differ "
+            "from the server that never evicts (first: conversation "
+            f"{first.conversation}, turn {first.turn})."
+        )
+    assert summary.recall is not None
+    return (
+        f"FAILED: recall is {summary.recall['krul']:.0%} with krul and {summary.recall['recompute']:.0%} "
+        "without."
     )
+
+
+def _answers(summary: Summary) -> str:
+    num_same = summary.same_answers["krul"]
+    same = f"All {summary.answers}" if num_same == summary.answers else f"{num_same} of {summary.answers}"
+    return (
+        f"{same} answers are those of the server that never evicts; {summary.restored_turns} of "
+        f"{summary.returning_turns} returning turns were restored."
+    )
+
+
+def _compare(speedup: Quantiles) -> str:
+    low, middle, high = speedup["q25"], speedup["median"], speedup["q75"]
+    if low > 1.0:
+        found = f"krul is {middle:.2f} times sooner"
+    elif high < 1.0:
+        return f"krul is {1 / middle:.2f} times SLOWER (half of the turns: {1 / high:.2f} to {1 / low:.2f})"
+    else:
+        found = f"No clear difference: {middle:.2f} times sooner"
+    return f"{found} (half of the turns: {low:.2f} to {high:.2f})"
+
+
+def _with_and_without(seconds: dict[ServerName, Quantiles]) -> str:
+    return f"{_median(seconds['krul'])} with krul, {_median(seconds['recompute'])} without"
+
+
+def _median(seconds: Quantiles) -> str:
+    return format_seconds(seconds["median"])
 
 
 def format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1.0 else f"{1000 * seconds:.0f} ms"
-
-
-def _compare(with_krul_s: float, without_s: float) -> str:
-    if with_krul_s < without_s:
-        return f"{without_s / with_krul_s:.2f} times sooner with krul"
-    if with_krul_s > without_s:
-        return f"krul is {with_krul_s / without_s:.2f} times SLOWER here"
-    return "no difference"
-
-
-def _warn_of_drift(summary: Summary) -> str:
-    if summary.drift is None or summary.drift <= MAX_DRIFT:
-        return ""
-    return (
-        f" (but first turns, the same work on both servers, differ by a factor of {summary.drift:.2f}: this "
-        "machine is too busy for its times to mean much)"
-    )
-
-
-def _share(flags: Sequence[bool]) -> float | None:
-    return sum(flags) / len(flags) if flags else None
-
-
-def _median(samples: Sequence[float]) -> float | None:
-    return statistics.median(samples) if samples else None

@@ -1,11 +1,12 @@
-"""Runs the demo: three servers, one after the other, get the same prompts, and are compared."""
+"""Runs the demo: three servers, side by side, get the same prompts in turn, and are compared."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -19,23 +20,24 @@ from krul_backend.errors import KrulError
 from krul_sglang.config import KrulConfig
 from krul_sglang.demo import environment
 from krul_sglang.demo.conversations import Conversation
-from krul_sglang.demo.player import Answers, Player, PlayError, TurnResult
+from krul_sglang.demo.krul_state import KrulState, stored_amounts, wait_for_saves
+from krul_sglang.demo.player import Answers, Player, PlayError, TurnResult, play_order
 from krul_sglang.demo.result import (
+    SERVERS,
     Row,
+    ServerName,
     Summary,
-    TurnKey,
-    krul_states,
+    make_rounds,
     make_row,
-    stored_amounts,
     summarize,
     verdict,
 )
-from krul_sglang.demo.server import ServerProcess, default_device_args
+from krul_sglang.demo.server import ServerProcess, default_device_args, start_servers, stop_servers
 from krul_sglang.demo.sizing import PoolSizes, needed_pool_tokens
 
-PHASES = ("reference", "baseline", "krul")
-
 _LOG_INTERVAL_S = 0.3
+_MEMORY_SHARE = ("--mem-fraction-static", "0.7")
+"""On a CPU. A server measures its share while the others load their weights; the pool has its own limit."""
 
 
 class DemoError(KrulError):
@@ -52,7 +54,7 @@ class DemoConfig:
 
     model_path: str
     conversations_path: str
-    max_tokens: int = 48
+    max_tokens: int = 24
     page_size: int = 16
     host_memory: str = "512MiB"
     krul_options: dict[str, str] = field(default_factory=dict)
@@ -63,33 +65,30 @@ class DemoConfig:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything that one run measured."""
+    """Everything that one run measured. ``krul_states`` are krul's counters at its end."""
 
     rows: tuple[Row, ...]
     summary: Summary
-    samples: dict[str, list[TurnResult]]
     server_commands: dict[str, str]
-    krul_states: list[dict[str, Any]]
+    krul_states: list[KrulState]
     config: DemoConfig
     pools: PoolSizes
     timestamp: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> list[str]:
         return verdict(self.summary, self.rows)
 
     def to_json(self) -> dict[str, Any]:
+        """What is kept of a run: the summary and the rounds, without each turn."""
         config = {
             name: environment.without_cwd(value) if isinstance(value, str) else value
             for name, value in {**asdict(self.config), **asdict(self.pools)}.items()
         }
-        commands = {
-            phase: environment.without_cwd(command) for phase, command in self.server_commands.items()
-        }
+        commands = {name: environment.without_cwd(command) for name, command in self.server_commands.items()}
         return {
-            "rows": [asdict(row) for row in self.rows],
             "summary": {**asdict(self.summary), "passed": self.summary.passed, "verdict": self.verdict},
-            "samples": {phase: [asdict(turn) for turn in turns] for phase, turns in self.samples.items()},
+            "rounds": [asdict(each) for each in make_rounds(self.rows)],
             "configuration": config,
             "command": environment.without_cwd(shlex.join(sys.argv)),
             "server_commands": commands,
@@ -100,19 +99,20 @@ class DemoResult:
             "timestamp": self.timestamp,
         }
 
+    def turns_to_json(self) -> list[dict[str, Any]]:
+        return [asdict(row) for row in self.rows]
+
 
 class Reporter(Protocol):
     """Is told about the progress of the run."""
 
-    def phase_started(self, phase: str, server: ServerProcess) -> None: ...
+    def servers_starting(self, servers: Mapping[ServerName, ServerProcess]) -> None: ...
 
-    def phase_ready(self, phase: str, ready_after_s: float) -> None: ...
+    def server_ready(self, name: ServerName, ready_after_s: float) -> None: ...
 
-    def turn_answered(self, phase: str, result: TurnResult) -> None: ...
+    def turn_finished(self, row: Row, question: str) -> None: ...
 
-    def row_finished(self, row: Row) -> None: ...
-
-    def log_line(self, phase: str, line: str) -> None: ...
+    def log_line(self, name: ServerName, line: str) -> None: ...
 
 
 def run_demo(
@@ -123,78 +123,91 @@ def run_demo(
     *,
     verbose: bool = False,
 ) -> DemoResult:
-    """Play ``conversations`` against the three servers.
+    """Start the three servers side by side, and ask all of them each turn before the next turn comes.
+
+    The order of the servers rotates from turn to turn. The history of a prompt holds the answers of
+    ``device``. Nobody is asked while the krul server is still saving the turn before.
 
     Raises:
-        ServerError: a server did not start, or did not answer.
+        ServerError: a server did not start, or did not answer. All three are ended then.
         DemoError: a pool has another size than asked for, or a conversation grew beyond the small pool.
     """
-    by_name = {conversation.conversation_id: conversation for conversation in conversations}
-    results: dict[str, dict[TurnKey, TurnResult]] = {}
-    answers: Answers | None = None
-    rows: list[Row] = []
-    commands: dict[str, str] = {}
-    states: list[dict[str, Any]] = []
-    for phase in PHASES:
-        server = ServerProcess(
+    servers = {
+        name: ServerProcess(
             config.model_path,
-            args=server_args(phase, config, pools),
+            args=server_args(name, config, pools),
             ready_timeout_s=config.ready_timeout_s,
         )
-        commands[phase] = server.command_line
-        results[phase] = {}
-        reporter.phase_started(phase, server)
-        with ExitStack() as stack:
-            if verbose:
-                stack.enter_context(_LogFollower(server, partial(reporter.log_line, phase)))
-            stack.enter_context(server)
-            _check_pool(phase, server, pools)
-            player = stack.enter_context(Player(server.url, max_tokens=config.max_tokens))
-            player.warm_up()
-            reporter.phase_ready(phase, server.ready_after_s or 0.0)
-            for result in _quoting_the_log(server, player.play(conversations, answers)):
-                key = (result.conversation, result.turn)
-                results[phase][key] = result
-                reporter.turn_answered(phase, result)
-                if phase == "krul":
-                    row = make_row(
-                        by_name[result.conversation],
-                        result,
-                        baseline=results["baseline"][key],
-                        reference=results["reference"][key],
-                    )
-                    rows.append(row)
-                    reporter.row_finished(row)
-            if phase == "krul":
-                states = krul_states(server.server_info())
-        if phase == "reference":
-            answers = {key: result.answer for key, result in results[phase].items()}
-            _check_lengths(results[phase].values(), config, pools)
+        for name in SERVERS
+    }
+    rows: list[Row] = []
+    answers: Answers = {}
+    with ExitStack() as stack:
+        if verbose:
+            for name, server in servers.items():
+                stack.enter_context(_LogFollower(server, partial(reporter.log_line, name)))
+        reporter.servers_starting(servers)
+        stack.callback(stop_servers, list(servers.values()))
+        names = {server: name for name, server in servers.items()}
+        start_servers(
+            list(servers.values()),
+            lambda server: reporter.server_ready(names[server], server.ready_after_s or 0.0),
+        )
+        players = {}
+        for name, server in servers.items():
+            _check_pool(name, server, pools)
+            players[name] = stack.enter_context(Player(server.url, max_tokens=config.max_tokens))
+            players[name].warm_up()
+        states = wait_for_saves(servers["krul"])
+        for number, (conversation, turn) in enumerate(play_order(conversations)):
+            results: dict[ServerName, TurnResult] = {}
+            save_s = 0.0
+            for name in _rotated(SERVERS, number):
+                try:
+                    results[name] = players[name].ask(conversation, turn, answers)
+                except PlayError as error:
+                    raise servers[name].error(f"the server {name!r} gave {error}") from error
+                _check_length(results[name], config, pools)
+                if name == "krul":
+                    answered_at = time.perf_counter()
+                    states = wait_for_saves(servers["krul"])
+                    save_s = time.perf_counter() - answered_at
+            row = make_row(conversation, **results, save_s=save_s, stored=stored_amounts(states))
+            answers[row.conversation, turn] = row.device.answer
+            rows.append(row)
+            reporter.turn_finished(row, conversation.turns[turn - 1].text)
     return DemoResult(
         rows=tuple(rows),
-        summary=summarize(
-            rows,
-            stored=stored_amounts(states),
-            lossless=KrulConfig.from_mapping(krul_values(config), "the demo's options").is_lossless,
-        ),
+        summary=summarize(rows, answers_must_be_same=_answers_must_be_same(config)),
         krul_states=states,
-        samples={phase: list(turns.values()) for phase, turns in results.items()},
-        server_commands=commands,
+        server_commands={name: server.command_line for name, server in servers.items()},
         config=config,
         pools=pools,
     )
 
 
-def server_args(phase: str, config: DemoConfig, pools: PoolSizes) -> list[str]:
+def _rotated(names: tuple[ServerName, ...], number: int) -> tuple[ServerName, ...]:
+    start = number % len(names)
+    return names[start:] + names[:start]
+
+
+def _answers_must_be_same(config: DemoConfig) -> bool:
+    """In 16 bits, two right ways to compute a token can differ."""
+    krul_config = KrulConfig.from_mapping(krul_values(config), "the demo's options")
+    return krul_config.is_lossless and _dtype(config) == "float32"
+
+
+def server_args(name: ServerName, config: DemoConfig, pools: PoolSizes) -> list[str]:
     """The flags of one server; the three differ in the pool size and in krul only."""
-    num_tokens = pools.reference_tokens if phase == "reference" else pools.device_tokens
+    num_tokens = pools.reference_tokens if name == "device" else pools.device_tokens
     args = [
         *("--page-size", str(config.page_size)),
-        *("--dtype", default_dtype() if config.dtype is None else config.dtype),
+        *("--dtype", _dtype(config)),
+        *(_MEMORY_SHARE if default_device_args() else ()),
         *config.server_args,
         *("--max-total-tokens", str(num_tokens)),
     ]
-    if phase == "krul":
+    if name == "krul":
         krul_config = orjson.dumps(krul_values(config)).decode()
         args += ["--radix-cache-backend", "krul", "--unified-cache-external-linker-config", krul_config]
     return args
@@ -210,34 +223,31 @@ def default_dtype() -> str:
     return "float32" if default_device_args() else "auto"
 
 
-def _quoting_the_log(server: ServerProcess, results: Iterable[TurnResult]) -> Iterator[TurnResult]:
-    """Yield ``results``; if a turn gets no answer, raise an error that quotes the server's log."""
-    try:
-        yield from results
-    except PlayError as error:
-        raise server.error(str(error)) from error
+def _dtype(config: DemoConfig) -> str:
+    return default_dtype() if config.dtype is None else config.dtype
 
 
-def _check_pool(phase: str, server: ServerProcess, pools: PoolSizes) -> None:
-    asked = pools.reference_tokens if phase == "reference" else pools.device_tokens
+def _check_pool(name: ServerName, server: ServerProcess, pools: PoolSizes) -> None:
+    asked = pools.reference_tokens if name == "device" else pools.device_tokens
     got = server.server_info().get("max_total_num_tokens")
     if got is None or got < asked:
         raise DemoError(
-            f"the {phase} server has a device pool of {got} tokens where {asked} are needed; "
-            "use fewer conversations or give it more memory (--server-arg --mem-fraction-static=...)"
+            f"the server {name!r} has a device pool of {got} tokens where {asked} are needed; use fewer "
+            "conversations, or give each server another share of the memory that the three have together: "
+            "--server-arg=--mem-fraction-static=..."
         )
 
 
-def _check_lengths(results: Iterable[TurnResult], config: DemoConfig, pools: PoolSizes) -> None:
+def _check_length(result: TurnResult, config: DemoConfig, pools: PoolSizes) -> None:
     """Check the pool against the real answers.
 
     They can exceed the planned bounds: a tokenizer may encode a text in more tokens than the model wrote.
     """
-    longest = max(result.prompt_tokens for result in results) + config.max_tokens
-    needed = needed_pool_tokens(longest, page_size=config.page_size)
+    num_tokens = result.prompt_tokens + config.max_tokens
+    needed = needed_pool_tokens(num_tokens, page_size=config.page_size)
     if needed > pools.device_tokens:
         raise DemoError(
-            f"with the model's real answers the longest conversation takes {longest} tokens; "
+            f"with the model's real answers conversation {result.conversation!r} takes {num_tokens} tokens; "
             f"use --device-tokens {needed} or more (now {pools.device_tokens})"
         )
 

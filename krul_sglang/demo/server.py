@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,6 +31,7 @@ CPU_ARGS = (
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _STOP_TIMEOUT_S = 30.0
+_POLL_INTERVAL_S = 0.25
 _PORTS = range(20_000, 32_000)
 
 
@@ -80,6 +81,7 @@ class ServerProcess:
         ]
         self.ready_timeout_s = ready_timeout_s
         self.ready_after_s: float | None = None
+        self._launched_at = 0.0
         self._env = {**os.environ, **_offline_env(model_path), **(env or {})}
         self._owns_log = log_path is None
         self._log_path = log_path
@@ -119,33 +121,11 @@ class ServerProcess:
         Raises:
             ServerError: it ended, or was not ready within ``ready_timeout_s``. Nothing of it is left then.
         """
-        if self._supervisor is not None:
-            raise ServerError("this server was started before; make a new ServerProcess")
-        started = time.monotonic()
-        try:
-            self._launch()
-            self._wait_until_ready(started + self.ready_timeout_s)
-        except BaseException:
-            # BaseException: also after Ctrl-C while waiting. The log stays for the reader of the error.
-            self._owns_log = False
-            self.stop()
-            raise
-        self.ready_after_s = time.monotonic() - started
+        start_servers([self])
 
     def stop(self) -> None:
         """End the server and every process it started; returns when they are gone. May be called twice."""
-        if self._supervisor is None:
-            return
-        if self._supervisor.stdin is not None:
-            # The end of the lifeline: the supervisor does the rest.
-            with contextlib.suppress(BrokenPipeError):
-                self._supervisor.stdin.close()
-        try:
-            self._supervisor.wait(timeout=_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            _kill_tree(self._supervisor)
-        if self._owns_log and self._log_path is not None:
-            self._log_path.unlink(missing_ok=True)
+        stop_servers([self])
 
     def get_json(self, path: str, *, timeout_s: float = 60.0) -> Any:
         """GET ``path`` and parse the answer. Raises ServerError for any answer but 200."""
@@ -188,6 +168,7 @@ class ServerProcess:
             descriptor, name = tempfile.mkstemp(prefix="krul-sglang-server-", suffix=".log")
             os.close(descriptor)
             self._log_path = Path(name)
+        self._launched_at = time.monotonic()
         with self._log_path.open("ab") as log:
             self._supervisor = subprocess.Popen(
                 [sys.executable, "-P", str(_SUPERVISOR), *self.command],
@@ -198,22 +179,38 @@ class ServerProcess:
                 start_new_session=True,
             )
 
-    def _wait_until_ready(self, deadline: float) -> None:
-        with httpx.Client(base_url=self.url, timeout=30.0, trust_env=False) as client:
-            while not _answers_ok(client, "/health_generate"):
-                self._check_alive(deadline)
-                time.sleep(0.25)
-            # SGLang's own warm-up can be switched off: the caller's first request must not pay for it.
-            while not _answers_ok(client, "/generate", _WARM_UP_REQUEST):
-                self._check_alive(deadline)
-                time.sleep(0.25)
-
-    def _check_alive(self, deadline: float) -> None:
+    def _becomes_ready(self) -> bool:
+        """Whether a real request is answered now. Raises ServerError if it ended, or if it takes too long."""
         status = self._require_started().poll()
         if status is not None:
             raise self.error(f"the SGLang server ended with status {status} before it was ready")
-        if time.monotonic() > deadline:
+        seconds = time.monotonic() - self._launched_at
+        if seconds > self.ready_timeout_s:
             raise self.error(f"the SGLang server was not ready after {self.ready_timeout_s:.0f} s")
+        with httpx.Client(base_url=self.url, timeout=30.0, trust_env=False) as client:
+            # SGLang's own warm-up can be switched off: the caller's first request must not pay for it.
+            is_ready = _answers_ok(client, "/health_generate") and _answers_ok(
+                client, "/generate", _WARM_UP_REQUEST
+            )
+        if is_ready:
+            self.ready_after_s = time.monotonic() - self._launched_at
+        return is_ready
+
+    def _let_go(self) -> None:
+        """Close the lifeline: the supervisor does the rest."""
+        if self._supervisor is not None and self._supervisor.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._supervisor.stdin.close()
+
+    def _wait_until_gone(self) -> None:
+        if self._supervisor is None:
+            return
+        try:
+            self._supervisor.wait(timeout=_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            _kill_tree(self._supervisor)
+        if self._owns_log and self._log_path is not None:
+            self._log_path.unlink(missing_ok=True)
 
     def _request(self, method: str, path: str, payload: Mapping[str, Any] | None, timeout_s: float) -> Any:
         try:
@@ -230,6 +227,41 @@ class ServerProcess:
         if self._supervisor is None:
             raise ServerError("the server was not started")
         return self._supervisor
+
+
+def start_servers(
+    servers: Sequence[ServerProcess], on_ready: Callable[[ServerProcess], None] = lambda server: None
+) -> None:
+    """Start servers side by side; returns when each of them has answered a real request.
+
+    Raises:
+        ServerError: one of them ended, or was not ready in time. Nothing of any of them is left then.
+    """
+    if any(server._supervisor is not None for server in servers):
+        raise ServerError("this server was started before; make a new ServerProcess")
+    try:
+        for server in servers:
+            server._launch()
+        waiting = list(servers)
+        while waiting:
+            time.sleep(_POLL_INTERVAL_S)
+            for server in [server for server in waiting if server._becomes_ready()]:
+                waiting.remove(server)
+                on_ready(server)
+    except BaseException:
+        # BaseException: also after Ctrl-C while waiting. The logs stay for the reader of the error.
+        for server in servers:
+            server._owns_log = False
+        stop_servers(servers)
+        raise
+
+
+def stop_servers(servers: Sequence[ServerProcess]) -> None:
+    """End servers side by side, with all that they started; those that were not started are left alone."""
+    for server in servers:
+        server._let_go()
+    for server in servers:
+        server._wait_until_gone()
 
 
 _WARM_UP_REQUEST = {"input_ids": [1] * 8, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}

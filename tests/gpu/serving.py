@@ -75,9 +75,8 @@ def queries_are_recorded_inside_graphs(setting: Setting) -> dict[str, Any]:
 def demo(setting: Setting) -> dict[str, Any]:
     """``krul-sglang demo``: the same prompts to three servers; its verdict decides."""
     path = setting.folder / "demo.json"
-    command = [sys.executable, "-m", "krul_sglang.cli", "demo", "--json", str(path)]
-    if setting.model is not None:
-        command += ["--model-path", setting.model]
+    model = "bundled" if setting.model is None else setting.model
+    command = [sys.executable, "-m", "krul_sglang.cli", "demo", "--json", str(path), "--model-path", model]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, (finished.stdout + finished.stderr)[-4000:]
     summary: dict[str, Any] = json.loads(path.read_text())["summary"]

@@ -1,80 +1,74 @@
-"""``krul-sglang demo`` from end to end: three real servers, the bundled model and conversations."""
+"""``krul-sglang demo`` from end to end: three real servers, the bundled model and its conversations."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROW_FIELDS = {
-    "conversation",
-    "turn",
-    "prompt_tokens",
-    "device_tokens",
-    "host_tokens",
-    "computed_tokens",
-    "ttft_s",
-    "baseline_ttft_s",
-    "answer_equal",
-}
-SUMMARY_FIELDS = {
-    "restored_turns",
-    "host_hit_tokens",
-    "answers_equal",
-    "recall",
-    "baseline_recall",
-    "median_ttft_s",
-    "baseline_median_ttft_s",
-    "bytes_stored",
-    "tokens_stored",
-}
+CONVERSATIONS = 3
+TURNS = 2
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    path = tmp_path_factory.mktemp("demo") / "out.json"
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def demo(folder: Path) -> subprocess.CompletedProcess[str]:
+    """One run, with all files that it can write."""
     command = [
-        *(sys.executable, "-m", "krul_sglang.cli", "demo"),
-        *("--num-conversations", "4"),
-        *("--turns", "3"),
-        *("--raw", str(path)),
+        *(sys.executable, "-m", "krul_sglang.cli", "demo", "--model-path", "bundled"),
+        *("--num-conversations", str(CONVERSATIONS), "--turns", str(TURNS)),
+        *("--json", str(folder / "kept.json"), "--raw", str(folder / "raw.json")),
+        *("--figure", str(folder / "demo.png")),
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    assert path.exists(), result.stdout + result.stderr
-    return result, json.loads(path.read_text())
+    return subprocess.run(command, capture_output=True, text=True, timeout=1200)
 
 
-def test_it_passes_and_says_so(demo: tuple[subprocess.CompletedProcess[str], dict[str, Any]]) -> None:
-    result, measured = demo
-    assert result.returncode == 0, result.stdout
-    assert result.stdout.strip().splitlines()[-1] == measured["summary"]["verdict"]
+@pytest.fixture(scope="module")
+def measured(folder: Path, demo: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    path = folder / "raw.json"
+    assert path.exists(), demo.stdout + demo.stderr
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
 
 
-def test_every_answer_is_equal_and_returning_turns_were_restored(
-    demo: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
+def test_it_passes_and_says_so(demo: subprocess.CompletedProcess[str], measured: dict[str, Any]) -> None:
+    verdict = measured["summary"]["verdict"]
+    assert demo.returncode == 0, demo.stdout
+    assert demo.stdout.strip().splitlines()[-len(verdict) :] == verdict
+    assert verdict[0].startswith(f"All {CONVERSATIONS * TURNS} answers are those of the server")
+
+
+def test_every_answer_is_the_same_and_returning_turns_were_restored(measured: dict[str, Any]) -> None:
+    turns, summary = measured["turns"], measured["summary"]
+    assert [turn["turn"] for turn in turns] == [1] * CONVERSATIONS + [2] * CONVERSATIONS
+    for turn in turns:
+        assert turn["krul"]["answer"] == turn["device"]["answer"] != ""
+        assert turn["krul"]["prompt_tokens"] == turn["device"]["prompt_tokens"]
+    restored = [turn["krul"]["host_tokens"] for turn in turns if turn["krul"]["host_tokens"] > 0]
+    assert (summary["restored_turns"], summary["restored_tokens"]) == (len(restored), sum(restored))
+    assert len(restored) == CONVERSATIONS
+    assert turns[-1]["stored"]["num_bytes"] > turns[0]["stored"]["num_bytes"] > 0
+
+
+def test_what_krul_restored_was_computed_without_it_and_on_the_device_in_a_pool_for_all(
+    measured: dict[str, Any],
 ) -> None:
-    _, measured = demo
-    rows, summary = measured["rows"], measured["summary"]
-    assert len(rows) == 12
-    assert all(set(row) >= ROW_FIELDS for row in rows)
-    assert set(summary) >= SUMMARY_FIELDS
-    assert all(row["answer_equal"] for row in rows)
-    for row in rows:
-        assert row["prompt_tokens"] == row["device_tokens"] + row["host_tokens"] + row["computed_tokens"]
-    assert summary["restored_turns"] == sum(row["host_tokens"] > 0 for row in rows) > 0
-    assert summary["host_hit_tokens"] == sum(row["host_tokens"] for row in rows)
-    assert summary["bytes_stored"] > summary["tokens_stored"] > 0
+    for turn in measured["turns"][CONVERSATIONS:]:
+        krul, recompute, device = turn["krul"], turn["recompute"], turn["device"]
+        assert recompute["host_tokens"] == device["host_tokens"] == 0
+        assert recompute["device_tokens"] < krul["host_tokens"] <= device["device_tokens"]
 
 
-def test_the_baseline_had_to_compute_what_krul_restored(
-    demo: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
-) -> None:
-    _, measured = demo
-    baseline = {(turn["conversation"], turn["turn"]): turn for turn in measured["samples"]["baseline"]}
-    restored = [row for row in measured["rows"] if row["host_tokens"] > 0]
-    for row in restored:
-        assert baseline[row["conversation"], row["turn"]]["host_tokens"] == 0
-        assert baseline[row["conversation"], row["turn"]]["device_tokens"] < row["host_tokens"]
+def test_what_is_kept_has_the_rounds_and_the_figure_is_drawn(folder: Path, measured: dict[str, Any]) -> None:
+    kept = json.loads((folder / "kept.json").read_text())
+    assert [each["turn"] for each in kept["rounds"]] == [1, 2, None]
+    assert "turns" not in kept
+    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")

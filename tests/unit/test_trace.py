@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import threading
 from collections.abc import Iterator
@@ -294,14 +293,7 @@ def test_a_picture(server: FakeServer, tmp_path: Path, index: int | None) -> Non
 def test_without_matplotlib_it_is_said(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import_module = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return import_module(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setattr("krul_sglang.cli.app.find_spec", lambda name: None)
     result = run("--url", server.url, "--gantt", tmp_path / "restore.png")
     assert result.exit_code == 2
     assert "pip install matplotlib" in result.stderr
