@@ -282,9 +282,7 @@ def trace(
         if output is not None:
             _write_json(tracing.chrome_trace(restores), output)
         if gantt is not None:
-            from krul_sglang.cli.trace_figure import draw_restore
-
-            draw_restore(restores[-1 if index is None else index], gantt)
+            tracing.draw_restore(restores[-1 if index is None else index], gantt)
     except CannotRunError as error:
         raise UsageError(str(error)) from error
 

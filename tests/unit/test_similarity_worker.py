@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from krul_backend.attention import similarity_worker
 from krul_backend.attention import worker as worker_module
-from krul_backend.attention.messages import pack_message, read_message
 from krul_backend.attention.rows import Phase, accumulate
-from krul_backend.attention.shared_job import JobLayout
+from krul_backend.attention.shared_job import JobLayout, pack_message, read_message
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.attention.worker_process import WorkerProcess

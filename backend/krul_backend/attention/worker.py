@@ -15,9 +15,8 @@ from functools import partial
 
 import torch
 
-from krul_backend.attention.messages import pack_message, read_message
 from krul_backend.attention.rows import accumulate
-from krul_backend.attention.shared_job import JobLayout
+from krul_backend.attention.shared_job import JobLayout, pack_message, read_message
 
 
 def serve(memory: torch.Tensor, requests: int, replies: int) -> None:

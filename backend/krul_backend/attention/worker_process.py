@@ -11,8 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from krul_backend.attention.messages import pack_message, read_message
-from krul_backend.attention.shared_job import JobLayout
+from krul_backend.attention.shared_job import JobLayout, pack_message, read_message
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import zmq
 
-from krul_backend.daemon.client.client_session import ClientSession
-from krul_backend.daemon.client.daemon_connection import DaemonConnection
+from krul_backend.daemon.client.client_session import ClientSession, DaemonConnection
 from krul_backend.daemon.client.request_channel import RequestTimeoutError
 from krul_backend.daemon.client.views import ArenaBytes
 from krul_backend.daemon.protocol.admin_messages import PingRequest
@@ -294,8 +293,7 @@ class DaemonLink:
 
     def _ping(self, connection: DaemonConnection) -> None:
         """Raises as ``RequestChannels.ask``."""
-        ping = PingRequest(**connection.head())
-        connection.ask(ping, self._request_timeout_s)
+        connection.ask(PingRequest(), self._request_timeout_s)
 
     def _lose(self, state: _State) -> None:
         """Leave ``CONNECTED`` for ``state``. Called with the lock held."""
@@ -312,8 +310,7 @@ class DaemonLink:
             model = same[0].model
             if model is not None:
                 connection.say_hello(model, self._request_timeout_s)
-            request = ClearRequest(**connection.head(), fingerprint=fingerprint)
-            connection.ask(request, CLEAR_TIMEOUT_S)
+            connection.ask(ClearRequest(fingerprint=fingerprint), CLEAR_TIMEOUT_S)
             with self._changed:
                 # A clear that came in meanwhile stays: it is meant for segments stored meanwhile, too.
                 self._pending_clears = [clear for clear in self._pending_clears if clear not in same]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 
-from krul_backend.daemon.client.daemon_connection import DaemonConnection
+from krul_backend.daemon.client.client_session import DaemonConnection
 from krul_backend.daemon.client.daemon_link import DaemonLink
-from krul_backend.daemon.client.request_channel import RequestHead, RequestTimeoutError, SessionEndedError
+from krul_backend.daemon.client.request_channel import RequestTimeoutError, SessionEndedError
 from krul_backend.daemon.protocol.admin_messages import PingRequest
 from krul_backend.daemon.protocol.messages import R, Request, op_of
 from krul_backend.errors import DaemonError, StoreClosedError
@@ -36,7 +35,7 @@ class Requester:
 
     def attempt(
         self,
-        make: Callable[[RequestHead], Request[R]],
+        request: Request[R],
         model: ModelIdentity | None = None,
         *,
         timeout_s: float | None = None,
@@ -53,10 +52,9 @@ class Requester:
         connection = self._link.current()
         if connection is None:
             return None
-        request = make(connection.head())
         try:
             if timeout_s is not None and timeout_s > self._timeout_s:
-                self.ask(connection, PingRequest(**connection.head()))
+                self.ask(connection, PingRequest())
             return self.ask(connection, request, model, timeout_s=timeout_s, token_ids=token_ids)
         except UNANSWERED as error:
             self.note(connection, op_of(request), error)

@@ -12,12 +12,11 @@ from krul_backend.errors import DaemonError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.record import block_offsets, segment_num_bytes
 from krul_backend.tiers.common.write_queue import QueuedSegment, WriteQueue
-from krul_backend.tiers.ssd.catalog import SsdSegment
+from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
 from krul_backend.tiers.ssd.clear_file import ClearFile
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
 from krul_backend.tiers.ssd.room import Room
-from krul_backend.tiers.ssd.tier_state import TierState
 
 logger = logging.getLogger(__name__)
 
