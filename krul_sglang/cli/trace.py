@@ -123,7 +123,7 @@ def _metadata(kind: str, rank: int, stream: int, **args: Any) -> dict[str, Any]:
 def _events(restore: TracedRestore, offset_s: float) -> list[dict[str, Any]]:
     about = {"restore": restore.index, "rid": ", ".join(restore.rids)}
     # All layers of one chunk are recomputed before those of the next.
-    num_chunks = Counter(part.layer for part in restore.heads)
+    num_chunks = Counter(part.layer for part in restore.streams.head)
     seen: Counter[int] = Counter()
     events = [
         {
@@ -159,9 +159,9 @@ def _events(restore: TracedRestore, offset_s: float) -> list[dict[str, Any]]:
             }
         )
 
-    for part in restore.loads:
+    for part in restore.streams.load:
         add(_LOAD_STREAM, f"load {part.layer}", part, tokens_loaded=restore.tail_tokens(part.layer))
-    for part in restore.heads:
+    for part in restore.streams.head:
         seen[part.layer] += 1
         add(
             _COMPUTE_STREAM,
@@ -170,15 +170,15 @@ def _events(restore: TracedRestore, offset_s: float) -> list[dict[str, Any]]:
             tokens_recomputed=restore.recomputed_tokens(part.layer),
             chunk=f"{seen[part.layer]} of {num_chunks[part.layer]}",
         )
-    for part in restore.waits:
+    for part in restore.streams.wait:
         add(_COMPUTE_STREAM, "wait", part)
-    for part in restore.own:
+    for part in restore.streams.own:
         add(_COMPUTE_STREAM, f"own {part.layer}", part)
     return events
 
 
 def _last_s(restore: TracedRestore) -> float:
-    parts = (*restore.loads, *restore.heads, *restore.waits, *restore.own)
+    parts = (*restore.streams.load, *restore.streams.head, *restore.streams.wait, *restore.streams.own)
     return max(restore.end_s, *(part.end_s for part in parts)) if parts else restore.end_s
 
 
@@ -204,10 +204,10 @@ def draw_restore(restore: TracedRestore, path: Path) -> None:
     figure = Figure(figsize=(11, 5), layout="constrained")
     streams, layers = figure.subplots(2, 1, height_ratios=(1, 1.2))
     bars = (
-        (1, "load", restore.loads),
-        (0, "head", restore.heads),
-        (0, "own layers", restore.own),
-        (0, "wait", restore.waits),
+        (1, "load", restore.streams.load),
+        (0, "head", restore.streams.head),
+        (0, "own layers", restore.streams.own),
+        (0, "wait", restore.streams.wait),
     )
     for row, name, parts in bars:
         spans = [(1e3 * part.begin_s, 1e3 * part.seconds) for part in parts]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-import orjson
+import msgspec
+from msgspec import Meta, Raw, Struct
 
 from krul_backend.atomic_file import replacing
 from krul_backend.errors import RestoreError
@@ -19,6 +18,23 @@ FORMAT = "krul restore costs 1"
 
 _logger = logging.getLogger(__name__)
 
+_Numbers = dict[str, Annotated[float, Meta(ge=0)]]
+
+
+class _Entry(Struct):
+    """The costs of one model on one device; each set of numbers by the names of its dataclass."""
+
+    head: _Numbers
+    own: _Numbers
+    tiers: dict[str, _Numbers]
+
+
+class _File(Struct):
+    """Entries by fingerprint and device. Those of others are kept as they are."""
+
+    costs: dict[str, Raw]
+    format: Literal["krul restore costs 1"] = "krul restore costs 1"
+
 
 def load_costs(path: Path, fingerprint: str, device: str) -> RestoreCosts | None:
     """What was saved for this model and device; None if nothing was.
@@ -26,10 +42,14 @@ def load_costs(path: Path, fingerprint: str, device: str) -> RestoreCosts | None
     A file that is damaged or not one of these counts as empty, with one warning.
     """
     try:
-        entry = _read(path).get(_key(fingerprint, device))
-        return None if entry is None else _parse(entry)
-    except RestoreError as error:
-        _logger.warning("costs are measured again: %s", error)
+        raw = _read(path).get(_key(fingerprint, device), Raw(b"null"))
+        entry = msgspec.json.decode(raw, type=_Entry | None)
+        if entry is None:
+            return None
+        tiers = {name: TierCost(**cost) for name, cost in entry.tiers.items()}
+        return RestoreCosts(ComputeCost(**entry.head), ComputeCost(**entry.own), tiers)
+    except (RestoreError, TypeError, ValueError) as error:
+        _logger.warning("costs are measured again, those in %s cannot be used: %s", path, error)
         return None
 
 
@@ -47,52 +67,22 @@ def save_costs(path: Path, fingerprint: str, device: str, costs: RestoreCosts) -
     except RestoreError as error:
         _logger.warning("measured costs are not saved: %s", error)
         return
-    entry = {
-        "head": asdict(costs.head),
-        "own": asdict(costs.own),
-        "tiers": {name: asdict(cost) for name, cost in costs.tiers.items()},
-    }
-    content = {"format": FORMAT, "costs": {**entries, _key(fingerprint, device): entry}}
+    tiers = {name: asdict(cost) for name, cost in costs.tiers.items()}
+    entry = msgspec.json.encode(_Entry(asdict(costs.head), asdict(costs.own), tiers))
+    content = msgspec.json.encode(_File({**entries, _key(fingerprint, device): Raw(entry)}))
     with replacing(path) as file:
-        file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        file.write(msgspec.json.format(content, indent=2) + b"\n")
 
 
 def _key(fingerprint: str, device: str) -> str:
     return f"{fingerprint} {device}"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Raw]:
     """All entries of the file; none if there is no file. Raises RestoreError for a file of another kind."""
     try:
-        text = path.read_bytes()
+        return msgspec.json.decode(path.read_bytes(), type=_File).costs
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        raise RestoreError(f"{path} cannot be read: {error}") from None
-    try:
-        content = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise RestoreError(f"{path} is not JSON ({error}): remove it to start anew") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise RestoreError(f"{path} is not a file of format {FORMAT!r}: remove it, or name another")
-    entries = content.get("costs")
-    if not isinstance(entries, dict):
-        raise RestoreError(f"{path} is damaged (no costs): remove it to start anew")
-    return entries
-
-
-def _parse(entry: Any) -> RestoreCosts:
-    try:
-        tiers = {name: TierCost(**_numbers(cost)) for name, cost in entry["tiers"].items()}
-        return RestoreCosts(
-            ComputeCost(**_numbers(entry["head"])), ComputeCost(**_numbers(entry["own"])), tiers
-        )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RestoreError(f"saved costs are damaged ({error!r})") from None
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ValueError(f"{name} is {value!r}, a number of at least 0 is needed")
-    return {name: float(value) for name, value in values.items()}
+    except (OSError, ValueError) as error:
+        raise RestoreError(f"{path} is not a file of format {FORMAT!r} ({error}): remove it") from None

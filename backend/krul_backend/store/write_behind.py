@@ -31,13 +31,15 @@ class WriteBehind:
 
     def submit(self, segment_id: int, tiers: Sequence[LowerTier]) -> None:
         """Queue a segment in ``tiers``, unless it has left DRAM. Does not wait for the writes."""
+        # All held before the first put: a tier that is done at once must not let the segment go.
+        held = [(tier, self._host.hold(segment_id)) for tier in tiers]
         with self._queueing:
-            for tier in tiers:
-                segment = self._host.hold(segment_id)
+            for tier, segment in held:
                 if segment is not None:
                     hold = _Hold(self._host, segment)
-                    written = partial(self._written, segment, tier)
-                    if not self._put_to(tier, segment, partial(hold.end, written)):
+                    if not self._put_to(
+                        tier, segment, partial(hold.end, partial(self._written, segment, tier))
+                    ):
                         hold.end()
 
     def settle(self) -> None:

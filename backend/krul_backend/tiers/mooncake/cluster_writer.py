@@ -122,7 +122,7 @@ class ClusterWriter:
             return
         digest, metadata = encode_object(manifest, item.checksums)
         place = f"{prefix}/s/{digest}"
-        segment = StoredObject(0, prefix, place, manifest, item.checksums, 0.0)
+        segment = StoredObject(prefix, place, manifest, item.checksums, confirmed_at_s=0.0)
         try:
             for layer, block in enumerate(item.blocks):
                 if block.nbytes:
@@ -133,7 +133,8 @@ class ClusterWriter:
             raise
         if self._lookup.publish(store, prefix, manifest.page_keys[0], digest):
             self._counters.add(written_segments=1, written_bytes=manifest.num_bytes)
-            self._known.add(prefix, place, manifest, item.checksums, self._clock(), num_clears)
+            segment.confirmed_at_s = self._clock()
+            self._known.add(segment, num_clears)
         else:
             self._counters.add(failed_writes=1)
             store.remove([segment.metadata_key, *segment.block_keys])

@@ -65,10 +65,6 @@ class BlockSink:
         self._layer = 0
         self._hash = xxhash.xxh3_64()
 
-    @property
-    def num_landed(self) -> int:
-        return self._layer
-
     def take(self, piece: memoryview) -> None:
         """Process the next bytes of the record. ``piece`` is not kept.
 
