@@ -1,10 +1,8 @@
-"""What a client and the worker process exchange: messages, and jobs in the memory that they share."""
+"""Lays out one reduction in the memory that the client and the worker process share."""
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -15,13 +13,6 @@ from krul_backend.attention.statistics import AttentionStatistics
 
 _ALIGNMENT_BYTES = 64
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-_LENGTH = struct.Struct("<I")
-
-_MAX_MESSAGE_BYTES = 64 << 10
-
-Read = Callable[[int], bytes]
-"""Reads at most that many bytes, at least one; ``b""`` when the other side is gone."""
 
 
 @dataclass(frozen=True)
@@ -152,40 +143,3 @@ class JobViews:
 def _aligned_num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def pack_message(values: Mapping[str, Any]) -> bytes:
-    """The bytes of one message; ``values`` are plain JSON values."""
-    body = json.dumps(values, separators=(",", ":")).encode()
-    return _LENGTH.pack(len(body)) + body
-
-
-def read_message(read: Read) -> dict[str, Any] | None:
-    """The next message, or None when the other side has closed its end.
-
-    Raises:
-        ValueError: if the bytes are not a message.
-    """
-    header = _read_exactly(read, _LENGTH.size)
-    if header is None:
-        return None
-    (num_bytes,) = _LENGTH.unpack(header)
-    if num_bytes > _MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {num_bytes} bytes; at most {_MAX_MESSAGE_BYTES} are accepted")
-    body = _read_exactly(read, num_bytes)
-    if body is None:
-        return None
-    values = json.loads(body)
-    if not isinstance(values, dict):
-        raise ValueError(f"a message is an object, got {values!r}")
-    return values
-
-
-def _read_exactly(read: Read, num_bytes: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < num_bytes:
-        part = read(num_bytes - len(parts))
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)

@@ -37,9 +37,8 @@ class WriteBehind:
             for tier, segment in held:
                 if segment is not None:
                     hold = _Hold(self._host, segment)
-                    if not self._put_to(
-                        tier, segment, partial(hold.end, partial(self._written, segment, tier))
-                    ):
+                    done = partial(hold.end, partial(self._written, segment, tier))
+                    if not self._put_to(tier, segment, done):
                         hold.end()
 
     def settle(self) -> None:

@@ -46,7 +46,7 @@ class Allocator:
         for _ in range(_MAX_SEARCHES):
             with self._locked.open() as books:
                 search = books.search(sizes, tenant, self._locked.next_id())
-                victims = search.plan(books.arena, MAX_VISITED)
+                victims = search.plan(books.arena.space, MAX_VISITED)
                 if victims is not None:
                     is_evicted = books.evict(victims)
                     assert is_evicted, f"one of {len(victims)} idle segments was not idle"
@@ -55,7 +55,7 @@ class Allocator:
                     return use(books, extents)
                 if search.is_exhausted:
                     break
-                space = books.arena.copy_free()
+                space = books.arena.space.copy()
             victims = self._search_on(search, space)
             if victims is None:
                 with self._locked.open() as books:
