@@ -13,8 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +42,7 @@ from tests.support.store_builders import (
     put,
     stored_ids,
     tokens_of,
+    wait_until,
 )
 from tests.support.strict_device import StrictDevice
 
@@ -79,13 +79,6 @@ def own_daemon() -> Iterator[EmbeddedDaemon]:
     daemon = EmbeddedDaemon(ARGUMENTS)
     yield daemon
     daemon.close()
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline_s, "it did not become so"
-        time.sleep(0.01)
 
 
 def num_held(store: WatchedStore) -> tuple[int, int]:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,7 +24,14 @@ from krul_backend.errors import (
 from krul_backend.segment import SegmentHeader
 from krul_backend.tiers.common.interface import Lease, SegmentInfo, SegmentSlice, Span
 from tests.support.fake_daemon import CAPACITY_BYTES, NO_REPLY, FakeDaemon
-from tests.support.store_builders import commit_to, make_manifest, make_model, page_keys, tokens_of
+from tests.support.store_builders import (
+    commit_to,
+    make_manifest,
+    make_model,
+    page_keys,
+    tokens_of,
+    wait_until,
+)
 
 MODEL = make_model()
 KEYS = page_keys("c", 0, 3)
@@ -78,13 +84,6 @@ def make_store(runtime_dir: Path) -> Iterator[Make]:
     yield make
     for store in stores:
         store.close()
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline_s, "it did not become so"
-        time.sleep(0.01)
 
 
 def assert_engine_does_without(store: DaemonStore) -> None:

@@ -54,12 +54,11 @@ class PinBook:
         self._drop_replaced()
         return True
 
-    def end(self, segment_id: int) -> bool:
-        """End a segment's pin; False if it had none."""
+    def end(self, segment_id: int) -> None:
+        """End a segment's pin, if it has one."""
         self._drop_ended()
-        has_ended = self._forget(segment_id)
+        self._forget(segment_id)
         self._drop_replaced()
-        return has_ended
 
     def note_size(self, segment: StoredSegment) -> None:
         """Update the size of a segment, pinned or not, that takes fewer bytes than before."""
@@ -86,11 +85,9 @@ class PinBook:
             self._ends = [(until_s, segment_id) for segment_id, until_s in self._until_s.items()]
             heapq.heapify(self._ends)
 
-    def _forget(self, segment_id: int) -> bool:
-        if self._until_s.pop(segment_id, None) is None:
-            return False
-        self._pinned_bytes -= self._num_bytes.pop(segment_id)
-        return True
+    def _forget(self, segment_id: int) -> None:
+        if self._until_s.pop(segment_id, None) is not None:
+            self._pinned_bytes -= self._num_bytes.pop(segment_id)
 
 
 @dataclass
