@@ -7,9 +7,10 @@ import math
 import os
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -35,18 +36,12 @@ UNUSED_S = 2.0
 NEVER_USED_S = 60.0
 """An unused daemon ends so long after its last session, or after its start if there was no session."""
 
+Observer = Callable[[str, float, bool], None]
+"""Called for every answered request, in the server's thread: its operation, the seconds from its receipt to
+its reply, and whether the reply was no error. It must return at once and never raise."""
+
 _MAX_WAIT_S = 1.0
 _MAX_BATCH = 64
-
-
-class Observer(Protocol):
-    """A function that is called for every answered request, in the server's thread.
-
-    ``op`` is its operation, ``seconds`` the time from its receipt to its reply, ``ok`` whether the reply was
-    no error. It must return at once and never raise.
-    """
-
-    def __call__(self, op: str, seconds: float, ok: bool) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from krul_backend.planner.costs import TierCost
@@ -17,48 +16,35 @@ from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.page_index import PageRun
 
-_LEARNING_RATE = 0.2
-
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 
-LONGEST_PAUSE_S = 600.0
+_LEARNING_RATE = 0.2
+
+_COUNTED = (
+    *("written_segments", "written_bytes", "skipped_segments", "read_segments", "read_bytes"),
+    *("evicted_segments", "evicted_bytes", "corrupted_segments"),
+    *("failed_reads", "slow_reads", "failed_writes"),
+)
 
 
-@dataclass
 class TierCounters:
-    """Counts events since a tier was opened, under the names of ``TierStats``. Not thread-safe."""
-
-    written_segments: int = 0
-    written_bytes: int = 0
-    skipped_segments: int = 0
-    read_segments: int = 0
-    read_bytes: int = 0
-    evicted_segments: int = 0
-    evicted_bytes: int = 0
-    corrupted_segments: int = 0
-    failed_reads: int = 0
-    slow_reads: int = 0
-    failed_writes: int = 0
-
-
-class LockedTierCounters:
-    """``TierCounters`` behind a lock of their own. Thread-safe."""
+    """Counts events since a tier was opened, under the names of ``TierStats``. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = TierCounters()
+        self._counts = dict.fromkeys(_COUNTED, 0)
 
     def add(self, **amounts: int) -> None:
-        """``add(failed_reads=1)``; a name that is no counter is an AttributeError."""
+        """``add(failed_reads=1)``; a name that is no counter is a KeyError."""
         with self._lock:
             for name, amount in amounts.items():
-                setattr(self._counts, name, getattr(self._counts, name) + amount)
+                self._counts[name] += amount
 
     def snapshot(self) -> dict[str, int]:
         with self._lock:
-            return dict(vars(self._counts))
+            return self._counts.copy()
 
 
 class LowerTier(ABC):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from krul_backend.errors import ManifestError
 from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.interface import Block
-from krul_backend.tiers.common.lower_tier import LockedTierCounters, Suspension
+from krul_backend.tiers.common.lower_tier import Suspension, TierCounters
 from krul_backend.tiers.common.write_queue import QueuedSegment, WriteQueue
 from krul_backend.tiers.mooncake.cluster_connection import ClusterConnection
 from krul_backend.tiers.mooncake.epochs import Epochs
@@ -30,7 +30,7 @@ class ClusterWriter:
         self,
         connection: ClusterConnection,
         suspension: Suspension,
-        counters: LockedTierCounters,
+        counters: TierCounters,
         epochs: Epochs,
         known: KnownSegments,
         lookup: Lookup,

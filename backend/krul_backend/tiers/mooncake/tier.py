@@ -13,7 +13,7 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import LockedTierCounters, LowerTier, MeasuredCost, Suspension
+from krul_backend.tiers.common.lower_tier import LowerTier, MeasuredCost, Suspension, TierCounters
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.mooncake.cluster_connection import (
     UNMEASURED,
@@ -65,7 +65,7 @@ class MooncakeTier(LowerTier):
             connect = MooncakeClient
         self._options = options
         self._clock = clock
-        self._counters = LockedTierCounters()
+        self._counters = TierCounters()
         self._cost = MeasuredCost(UNMEASURED)
         self._suspension = Suspension(NAME, clock)
         self._connection = ClusterConnection(lambda: connect(options, arena), self._suspension, self._cost)

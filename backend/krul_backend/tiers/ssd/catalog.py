@@ -142,7 +142,7 @@ class Catalog:
 
 @dataclass(eq=False)
 class TierState:
-    """The tier's lock and what it guards: ``catalog``, ``counters`` and the bookkeeping of files.
+    """The tier's lock and what it guards: ``catalog`` and the bookkeeping of files; and its counters.
 
     The lock is never held during I/O.
 
@@ -178,5 +178,5 @@ class TierState:
             if not segment.is_indexed:
                 return
             self.catalog.remove(segment)
-            self.counters.corrupted_segments += 1
+            self.counters.add(corrupted_segments=1)
         logger.error("segment %d on the SSD is damaged and was taken out: %s", segment.segment_id, reason)

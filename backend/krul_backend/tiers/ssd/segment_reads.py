@@ -192,22 +192,18 @@ class SegmentReads:
             state.quarantine(segment, error)
             raise TierReadError(f"wrong bytes on the SSD: {error}") from error
         except TimeoutError as error:
-            with state.lock:
-                state.counters.slow_reads += 1
+            state.counters.add(slow_reads=1)
             state.suspension.failed("slow read", error)
             raise TierReadError(f"the SSD is too slow: {error}") from error
         except OSError as error:
-            with state.lock:
-                state.counters.failed_reads += 1
+            state.counters.add(failed_reads=1)
             state.suspension.failed("failed read", error)
             raise TierReadError(f"the SSD cannot be read: {error}") from error
         state.suspension.succeeded()
         took_s = time.monotonic() - started_s
         if num_bytes >= _LEAST_RATE_NUM_BYTES:
             self._cost.correct(lambda cost: TierCost(cost.latency_s, took_s / num_bytes))
-        with state.lock:
-            state.counters.read_segments += 1
-            state.counters.read_bytes += segment.manifest.num_bytes
+        state.counters.add(read_segments=1, read_bytes=segment.manifest.num_bytes)
 
     def _seconds_to_read(self, fd: int, offset: int, num_bytes: int) -> float:
         started_s = time.monotonic()

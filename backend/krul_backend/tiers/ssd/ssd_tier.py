@@ -244,7 +244,7 @@ class SsdTier(LowerTier):
                 queued_segments=queued_segments,
                 queued_bytes=queued_bytes,
                 is_suspended=self._state.suspension.is_active,
-                **vars(self._state.counters),
+                **self._state.counters.snapshot(),
             )
 
     def close(self) -> None:
@@ -279,5 +279,4 @@ class SsdTier(LowerTier):
         self._reads.read(segment, blocks, lambda layer: None)
 
     def _count_eviction(self, segment: SsdSegment) -> None:
-        self._state.counters.evicted_segments += 1
-        self._state.counters.evicted_bytes += segment.manifest.num_bytes
+        self._state.counters.add(evicted_segments=1, evicted_bytes=segment.manifest.num_bytes)
