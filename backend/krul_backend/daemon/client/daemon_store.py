@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from krul_backend.daemon.client.client_session import DaemonConnection
-from krul_backend.daemon.client.daemon_link import DaemonLink, LinkCounters
+from krul_backend.daemon.client.daemon_link import UNANSWERED, DaemonLink, LinkCounters
 from krul_backend.daemon.client.endpoints import runtime_dir_of
 from krul_backend.daemon.client.request_channel import SessionEndedError
-from krul_backend.daemon.client.requester import UNANSWERED, Requester
 from krul_backend.daemon.client.views import view_in, with_views
-from krul_backend.daemon.protocol.admin_messages import StatsRequest
+from krul_backend.daemon.protocol.admin_messages import PingRequest, StatsRequest
 from krul_backend.daemon.protocol.messages import (
     AbortRequest,
     CommitRequest,
@@ -38,6 +36,7 @@ from krul_backend.daemon.protocol.messages import (
     ReserveRequest,
     TierCostsRequest,
     TrimRequest,
+    op_of,
 )
 from krul_backend.errors import ManifestError, ProtocolError, StoreClosedError, TierReadError
 from krul_backend.planner.costs import TierCost
@@ -52,8 +51,6 @@ from krul_backend.tiers.common.interface import (
     SegmentSlice,
     StoreStats,
 )
-
-logger = logging.getLogger(__name__)
 
 SLOW_TIMEOUT_S = 10.0
 """Of operations that read blocks or wait for a network; no scheduler waits for them."""
@@ -110,7 +107,6 @@ class DaemonStore(KVStore):
             on_arena=on_arena,
             restart=restart,
         )
-        self._requests = Requester(self._link, request_timeout_s)
 
     @property
     def is_connected(self) -> bool:
@@ -136,14 +132,14 @@ class DaemonStore(KVStore):
         reservation_id = next(self._ids)
         try:
             request = ReserveRequest(reservation_id=reservation_id, layer_num_bytes=sizes, tenant=tenant)
-            spans = self._requests.ask(connection, request)
+            spans = self._ask(connection, request)
             if spans is None:
                 return None
             if tuple(span.num_bytes for span in spans) != sizes:
                 raise ProtocolError(f"asked for blocks of {sizes} bytes, got {spans}")
             blocks = tuple(view_in(connection.arena, span) for span in spans)
         except UNANSWERED as error:
-            self._requests.note(connection, "reserve", error)
+            self._link.note(connection, "reserve", error)
             self._post_abort(connection, reservation_id)
             return None
         with self._lock:
@@ -164,7 +160,7 @@ class DaemonStore(KVStore):
                 manifest=ManifestFields.of(manifest),
                 checksums=checked_checksums(checksums, len(reservation.blocks)),
             )
-            return self._requests.ask(
+            return self._ask(
                 connection,
                 request,
                 manifest.model,
@@ -172,7 +168,7 @@ class DaemonStore(KVStore):
                 token_ids=manifest.token_ids,
             )
         except UNANSWERED as error:
-            self._requests.note(connection, "commit", error)
+            self._link.note(connection, "commit", error)
             self._post_abort(connection, reservation_id)
             raise StoreClosedError(f"the segment was not stored: {error}") from error
         except ManifestError:
@@ -195,7 +191,7 @@ class DaemonStore(KVStore):
         lease_id = next(self._ids)
         try:
             request = LeaseRequest(fingerprint=model.fingerprint, page_keys=keys, lease_id=lease_id)
-            leased = self._requests.ask(connection, request, model, token_ids=token_ids)
+            leased = self._ask(connection, request, model, token_ids=token_ids)
             if not leased:
                 return None
             slices = with_views(leased, connection.arena)
@@ -206,7 +202,7 @@ class DaemonStore(KVStore):
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon was lost while it answered")
         except UNANSWERED as error:
-            self._requests.note(connection, "lease", error)
+            self._link.note(connection, "lease", error)
             self._post_release(connection, lease_id)
             return None
         with self._lock:
@@ -223,13 +219,13 @@ class DaemonStore(KVStore):
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon that gave the lease is gone, or does not answer")
             request = FetchRequest(lease_id=lease.lease_id)
-            fetched = self._requests.ask(connection, request, timeout_s=SLOW_TIMEOUT_S)
+            fetched = self._ask(connection, request, timeout_s=SLOW_TIMEOUT_S)
             slices = with_views(fetched, connection.arena)
             if any(len(part.blocks) != len(part.checksums) for part in slices):
                 raise ProtocolError("a fetched lease has segments without blocks")
             return slices
         except UNANSWERED as error:
-            self._requests.note(connection, "fetch", error)
+            self._link.note(connection, "fetch", error)
             raise TierReadError(f"nothing was fetched: {error}") from error
 
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
@@ -305,8 +301,43 @@ class DaemonStore(KVStore):
         timeout_s: float | None = None,
         token_ids: TokenIds | None = None,
     ) -> R | None:
+        """Ask for something that is not held afterwards (no lease, no reservation). None: there is no answer.
+
+        A request that may take longer than usual is sent after a ping was answered, so that a daemon that
+        hangs is noticed within the usual time.
+
+        Raises:
+            ManifestError, KeyError, ValueError, TierReadError: the answer is this error.
+        """
         self._check_open()
-        return self._requests.attempt(request, model, timeout_s=timeout_s, token_ids=token_ids)
+        connection = self._link.current()
+        if connection is None:
+            return None
+        try:
+            if timeout_s is not None and timeout_s > self._timeout_s:
+                self._ask(connection, PingRequest())
+            return self._ask(connection, request, model, timeout_s=timeout_s, token_ids=token_ids)
+        except UNANSWERED as error:
+            self._link.note(connection, op_of(request), error)
+            return None
+
+    def _ask(
+        self,
+        connection: DaemonConnection,
+        request: Request[R],
+        model: ModelIdentity | None = None,
+        *,
+        timeout_s: float | None = None,
+        token_ids: TokenIds | None = None,
+    ) -> R:
+        """Send a request and wait for its result; ``model``, which it names, is introduced first if need be.
+
+        Raises as ``RequestChannels.ask``; the caller tells the link of what is ``UNANSWERED``.
+        """
+        self._link.count_request()
+        if model is not None:
+            connection.say_hello(model, self._timeout_s)
+        return connection.ask(request, timeout_s if timeout_s is not None else self._timeout_s, token_ids)
 
     def _settle(self, reservation: Reservation) -> DaemonConnection | None:
         """Forget a reservation, make its blocks read-only; its connection, or None after ``close``."""
