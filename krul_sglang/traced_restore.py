@@ -40,22 +40,13 @@ class TracedRequest(Struct, frozen=True):
         return self.restored_tokens - self.head_tokens(layer)
 
 
-class Streams(Struct, frozen=True):
-    """Of the load stream ``load``. Of the compute stream ``head``, then ``wait`` and ``own`` layers of the
-    request's own forward by turns; ``own`` is empty after a rescue."""
-
-    load: tuple[Part, ...]
-    head: tuple[Part, ...]
-    wait: tuple[Part, ...]
-    own: tuple[Part, ...]
-
-
 class TracedRestore(Struct, frozen=True):
     """The requests of one batch whose prefixes were restored together.
 
     ``index`` counts the restores in one answer of a server, ``rank`` is the data-parallel rank. ``is_mixed``:
     other requests, with nothing to restore, shared the forward. ``was_rescued``: the load failed or stopped,
-    and everything was recomputed.
+    and everything was recomputed. The compute stream has ``heads``, then ``waits`` and ``own`` layers of the
+    request's own forward by turns; ``own`` is empty after a rescue.
     """
 
     index: int
@@ -64,16 +55,22 @@ class TracedRestore(Struct, frozen=True):
     is_mixed: bool
     was_rescued: bool
     end_s: float
-    streams: Streams
+    loads: tuple[Part, ...]
+    heads: tuple[Part, ...]
+    waits: tuple[Part, ...]
+    own: tuple[Part, ...]
 
     @classmethod
     def parse(cls, value: Mapping[str, Any], *, index: int, rank: int) -> TracedRestore:
         """From ``RestoreTrace.as_dict``.
 
         Raises:
-            TypeError, ValueError: another version of krul wrote it.
+            KeyError, TypeError, ValueError: another version of krul wrote it.
         """
-        restore = msgspec.convert({**value, "index": index, "rank": rank}, cls)
+        streams = value["streams"]
+        named = {"loads": "load", "heads": "head", "waits": "wait", "own": "own"}
+        parts = {name: streams[stream] for name, stream in named.items()}
+        restore = msgspec.convert({**value, **parts, "index": index, "rank": rank}, cls)
         num_layers = {len(request.head_ends) for request in restore.requests}
         if len(num_layers) != 1 or 0 in num_layers:
             raise ValueError(f"requests with {sorted(num_layers)} layers")
@@ -112,12 +109,12 @@ class TracedRestore(Struct, frozen=True):
     @property
     def load_busy(self) -> float:
         """Share of the time in which the load stream worked."""
-        return self._share(*self.streams.load)
+        return self._share(*self.loads)
 
     @property
     def compute_busy(self) -> float:
         """Share of the time in which the compute stream worked, as far as it is known after a rescue."""
-        return self._share(*self.streams.head, *self.streams.own)
+        return self._share(*self.heads, *self.own)
 
     def _share(self, *parts: Part) -> float:
         return sum(part.seconds for part in parts) / self.end_s if self.end_s > 0 else 0.0

@@ -17,6 +17,10 @@ BUNDLED_CONVERSATIONS = _ASSETS / "conversations.json"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
+class UsageError(ConfigError):
+    """A value on the command line that cannot be used."""
+
+
 app = typer.Typer(
     name="krul-sglang",
     cls=OneLineErrors,
@@ -140,7 +144,7 @@ def demo(
             context_length=context_length,
         )
     except (ConversationError, SizingError) as error:
-        raise ConfigError(str(error)) from error
+        raise UsageError(str(error)) from error
 
     from rich.console import Console
 
@@ -209,7 +213,7 @@ def selftest(
     _check_positive("--max-noise-tokens", max_noise_tokens)
     _check_positive("--timeout", timeout_s)
     if not 0.0 < min_host_share <= 1.0:
-        raise ConfigError(f"--min-host-share {min_host_share} is out of range; expected a number in (0, 1]")
+        raise UsageError(f"--min-host-share {min_host_share} is out of range; expected a number in (0, 1]")
     _check_url(url)
     _check_writable("--json", json_file)
 
@@ -226,7 +230,7 @@ def selftest(
     try:
         result = probe.run_selftest(config, api_key=api_key)
     except CannotRunError as error:
-        raise ConfigError(str(error)) from error
+        raise UsageError(str(error)) from error
     typer.echo(result.verdict)
     if json_file is not None:
         _write_json(result.to_json(), json_file)
@@ -265,7 +269,7 @@ def trace(
     _check_writable("--output", output)
     _check_writable("--gantt", gantt)
     if index is not None and gantt is None:
-        raise ConfigError("--index chooses the restore to draw: give --gantt FILE.png, too")
+        raise UsageError("--index chooses the restore to draw: give --gantt FILE.png, too")
 
     from krul_sglang.cli import trace as tracing
     from krul_sglang.cli.server_client import CannotRunError
@@ -274,13 +278,15 @@ def trace(
         restores = tracing.fetch_restores(url.rstrip("/"), api_key=api_key, timeout_s=timeout_s)
         typer.echo(tracing.format_table(restores))
         if index is not None and not 0 <= index < len(restores):
-            raise ConfigError(f"--index {index}: there are restores 0 to {len(restores) - 1}")
+            raise UsageError(f"--index {index}: there are restores 0 to {len(restores) - 1}")
         if output is not None:
             _write_json(tracing.chrome_trace(restores), output)
         if gantt is not None:
-            tracing.draw_restore(restores[-1 if index is None else index], gantt)
+            from krul_sglang.cli.trace_figure import draw_restore
+
+            draw_restore(restores[-1 if index is None else index], gantt)
     except CannotRunError as error:
-        raise ConfigError(str(error)) from error
+        raise UsageError(str(error)) from error
 
 
 @app.command()
@@ -293,7 +299,7 @@ def model(
     checked each time: --model-path "$(krul-sglang model smollm2)".
     """
     if name != "smollm2":
-        raise ConfigError(f"there is no model {name!r}: only smollm2")
+        raise UsageError(f"there is no model {name!r}: only smollm2")
 
     from krul_sglang.config import KrulConfig
     from krul_sglang.models.smollm2 import make_smollm2
@@ -302,41 +308,44 @@ def model(
     try:
         folder = make_smollm2(cache_dir, lambda line: typer.echo(line, err=True))
     except OSError as error:
-        raise ConfigError(f"cache directory {cache_dir}: {error}") from error
+        raise UsageError(f"cache directory {cache_dir}: {error}") from error
     typer.echo(folder)
 
 
 def _check_positive(option: str, value: float | None) -> None:
     if value is not None and not value > 0:
-        raise ConfigError(f"{option} {value} is not possible; expected a number greater than 0")
+        raise UsageError(f"{option} {value} is not possible; expected a number greater than 0")
 
 
 def _parse_options(options: list[str]) -> dict[str, str]:
     pairs = [option.partition("=") for option in options]
     for name, equals, _ in pairs:
         if not name or not equals:
-            raise ConfigError(f"--option {name!r}: give KEY=VALUE")
+            raise UsageError(f"--option {name!r}: give KEY=VALUE")
     return {name: value for name, _, value in pairs}
 
 
 def _check_krul_values(values: dict[str, str], source: str) -> None:
     from krul_sglang.config import KrulConfig
 
-    KrulConfig.from_mapping(values, source)
+    try:
+        KrulConfig.from_mapping(values, source)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
 
 
 def _check_url(url: str) -> None:
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {url!r} is not an address; expected something like http://127.0.0.1:30000")
+        raise UsageError(f"--url {url!r} is not an address; expected something like http://127.0.0.1:30000")
 
 
 def _check_writable(option: str, path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise ConfigError(f"{option} {path} is a directory; expected a file name")
+        raise UsageError(f"{option} {path} is a directory; expected a file name")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option} {path}: the directory {path.absolute().parent} does not exist")
+        raise UsageError(f"{option} {path}: the directory {path.absolute().parent} does not exist")
 
 
 def _write_json(value: Any, path: Path) -> None:
@@ -353,16 +362,16 @@ def _resolve_model(model_path: str | None) -> str:
     directory = Path(model_path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            raise ConfigError(
+            raise UsageError(
                 f"--model-path {model_path} has no config.json: it is not a checkpoint directory"
             )
         return str(directory)
     if directory.exists() or _HUB_NAME.fullmatch(model_path) is None:
-        raise ConfigError(f"--model-path {model_path} is not a directory (and cannot be a hub name)")
+        raise UsageError(f"--model-path {model_path} is not a directory (and cannot be a hub name)")
     return model_path
 
 
 def _bundled(path: Path, option: str) -> Path:
     if not path.exists():
-        raise ConfigError(f"this installation comes without {path.name}; give {option}")
+        raise UsageError(f"this installation comes without {path.name}; give {option}")
     return path

@@ -1,4 +1,4 @@
-"""``krul-sglang trace``: the last restores of a running server, as a table, a Chrome trace and a picture.
+"""``krul-sglang trace``: the last restores of a running server, as a table and as a Chrome trace.
 
 The trace opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing: a process for each
 data-parallel rank, in it a row for each stream. Restores follow each other with a gap in between, because the
@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-from krul_backend.atomic_file import replacing
 from krul_sglang.cli.server_client import CannotRunError, open_client, request, states_with_krul
 from krul_sglang.traced_restore import RESTORES, Part, TracedRestore
 
@@ -29,11 +27,6 @@ _COLUMNS = (
     "load busy",
     "compute busy",
 )
-
-_COLORS = {"load": "tab:blue", "head": "tab:orange", "own layers": "tab:green", "wait": "lightgray"}
-
-_LABELLED_SHARE = 0.02
-"""A layer's number is written into bars that take at least this share of the picture's width."""
 
 
 def fetch_restores(url: str, *, api_key: str | None = None, timeout_s: float = 30.0) -> list[TracedRestore]:
@@ -123,7 +116,7 @@ def _metadata(kind: str, rank: int, stream: int, **args: Any) -> dict[str, Any]:
 def _events(restore: TracedRestore, offset_s: float) -> list[dict[str, Any]]:
     about = {"restore": restore.index, "rid": ", ".join(restore.rids)}
     # All layers of one chunk are recomputed before those of the next.
-    num_chunks = Counter(part.layer for part in restore.streams.head)
+    num_chunks = Counter(part.layer for part in restore.heads)
     seen: Counter[int] = Counter()
     events = [
         {
@@ -159,9 +152,9 @@ def _events(restore: TracedRestore, offset_s: float) -> list[dict[str, Any]]:
             }
         )
 
-    for part in restore.streams.load:
+    for part in restore.loads:
         add(_LOAD_STREAM, f"load {part.layer}", part, tokens_loaded=restore.tail_tokens(part.layer))
-    for part in restore.streams.head:
+    for part in restore.heads:
         seen[part.layer] += 1
         add(
             _COMPUTE_STREAM,
@@ -170,75 +163,17 @@ def _events(restore: TracedRestore, offset_s: float) -> list[dict[str, Any]]:
             tokens_recomputed=restore.recomputed_tokens(part.layer),
             chunk=f"{seen[part.layer]} of {num_chunks[part.layer]}",
         )
-    for part in restore.streams.wait:
+    for part in restore.waits:
         add(_COMPUTE_STREAM, "wait", part)
-    for part in restore.streams.own:
+    for part in restore.own:
         add(_COMPUTE_STREAM, f"own {part.layer}", part)
     return events
 
 
 def _last_s(restore: TracedRestore) -> float:
-    parts = (*restore.streams.load, *restore.streams.head, *restore.streams.wait, *restore.streams.own)
+    parts = (*restore.loads, *restore.heads, *restore.waits, *restore.own)
     return max(restore.end_s, *(part.end_s for part in parts)) if parts else restore.end_s
 
 
 def _microseconds(seconds: float) -> float:
     return round(1e6 * seconds, 3)
-
-
-def draw_restore(restore: TracedRestore, path: Path) -> None:
-    """Write a PNG: both streams over time, and below what each layer recomputes and loads.
-
-    Raises:
-        CannotRunError: matplotlib is not installed.
-        OSError: ``path`` cannot be written.
-    """
-    try:
-        # Without pyplot no display and no global state is needed.
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CannotRunError(
-            "--gantt needs matplotlib, which is not installed: pip install matplotlib"
-        ) from None
-
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    streams, layers = figure.subplots(2, 1, height_ratios=(1, 1.2))
-    bars = (
-        (1, "load", restore.streams.load),
-        (0, "head", restore.streams.head),
-        (0, "own layers", restore.streams.own),
-        (0, "wait", restore.streams.wait),
-    )
-    for row, name, parts in bars:
-        spans = [(1e3 * part.begin_s, 1e3 * part.seconds) for part in parts]
-        streams.broken_barh(
-            spans, (row - 0.4, 0.8), color=_COLORS[name], edgecolor="white", linewidth=0.5, label=name
-        )
-        for part in parts if name != "wait" else ():
-            if part.seconds >= _LABELLED_SHARE * restore.end_s:
-                streams.text(_middle_ms(part), row, str(part.layer), ha="center", va="center", fontsize=7)
-    if restore.planned_s > 0:
-        streams.axvline(1e3 * restore.planned_s, color="black", linestyle=":", label="planned end")
-    streams.set_yticks([0, 1], ["compute stream", "load stream"])
-    streams.set_xlim(left=0)
-    streams.set_xlabel("ms")
-    streams.legend(fontsize=8, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-
-    numbers = range(restore.num_layers)
-    recomputed = [restore.head_tokens(layer) for layer in numbers]
-    loaded = [restore.tail_tokens(layer) for layer in numbers]
-    layers.bar(numbers, recomputed, color=_COLORS["head"], label="recomputed")
-    layers.bar(numbers, loaded, bottom=recomputed, color=_COLORS["load"], label="loaded")
-    layers.set_xlabel("layer (numbers in the bars above)")
-    layers.set_ylabel("tokens, as planned")
-    layers.legend(fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0))
-    figure.suptitle(
-        f"restore {restore.index}: {restore.prefix_tokens} tokens in {1e3 * restore.end_s:.1f} ms"
-        + (", load failed" if restore.was_rescued else "")
-    )
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=120)
-
-
-def _middle_ms(part: Part) -> float:
-    return 1e3 * (part.begin_s + part.end_s) / 2
