@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -109,7 +110,9 @@ class FakeDaemon:
             elif ready:
                 session, _ = self._listener.accept()
                 greeting = SessionGreeting(self._protocol, FORMAT_VERSION, "token", CAPACITY_BYTES)
-                socket.send_fds(session, [encode(greeting) + b"\n"], [self._memory])
+                # A client that waited too long has gone.
+                with contextlib.suppress(BrokenPipeError):
+                    socket.send_fds(session, [encode(greeting) + b"\n"], [self._memory])
                 self._sessions.append(session)
 
 
