@@ -47,73 +47,67 @@ def _parse_size(value: object) -> int:
     return num_bytes
 
 
-def _parse_size_or_auto(value: object) -> int | None:
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return None
-    return _parse_size(value)
+def _auto_or(parse: Callable[[object], Any]) -> Callable[[object], Any]:
+    """Parses ``"auto"`` as None, and everything else by ``parse``."""
+
+    def parse_or_auto(value: object) -> Any:
+        is_auto = isinstance(value, str) and value.strip().lower() == "auto"
+        return None if is_auto else parse(value)
+
+    return parse_or_auto
 
 
-def _parse_number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError("not a number")
-    return float(value)
+def _number(low: float, high: float, *, is_above: bool = False) -> Callable[[object], float]:
+    """Parses a finite number in ``[low, high]``, or with ``is_above`` in ``(low, high]``."""
+
+    def parse(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ValueError("not a number")
+        number = float(value)
+        if not low <= number <= high or math.isinf(number) or (is_above and number == low):
+            raise ValueError("out of range")
+        return number
+
+    return parse
 
 
-def _parse_share(value: object) -> float:
-    share = _parse_number(value)
-    if not 0.0 < share <= 1.0:
-        raise ValueError("out of range")
-    return share
+def _whole_number(low: int, high: float = math.inf) -> Callable[[object], int]:
+    """Parses a whole number in ``[low, high]``."""
+
+    def parse(value: object) -> int:
+        number = _number(low, high)(value)
+        if not number.is_integer():
+            raise ValueError("not a whole number")
+        return int(number)
+
+    return parse
 
 
-def _parse_unit_interval(value: object) -> float:
-    number = _parse_number(value)
-    if not 0.0 <= number <= 1.0:
-        raise ValueError("out of range")
-    return number
+_SHARE = _number(0.0, 1.0, is_above=True)
+_UNIT_INTERVAL = _number(0.0, 1.0)
+_POSITIVE = _number(0.0, math.inf, is_above=True)
 
 
-def _parse_positive(value: object) -> float:
-    number = _parse_number(value)
-    if not 0.0 < number < math.inf:
-        raise ValueError("out of range")
-    return number
-
-
-def _parse_query_rows(value: object) -> int:
-    number = _parse_number(value)
-    if not number.is_integer() or not 16 <= number <= 1024:
-        raise ValueError("out of range")
-    return int(number)
-
-
-def _parse_optional_text(value: object) -> str:
+def _parse_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("not text")
     return value.strip()
 
 
-def _parse_port(value: object) -> int:
-    port = _parse_token_count(value)
-    if port > 65535:
-        raise ValueError("out of range")
-    return port
+def _parse_path(value: object) -> str:
+    if not _parse_text(value):
+        raise ValueError("not a path")
+    return str(value)
 
 
 def _parse_mooncake(value: object) -> str:
     """``"key=value,key=value"``, also given as an object; kept as text, which every source can carry."""
     if isinstance(value, Mapping):
         value = ",".join(f"{key}={value[key]}" for key in value)
-    text = _parse_optional_text(value)
+    text = _parse_text(value)
     if text and any("=" not in part for part in text.split(",")):
         raise ValueError("not a list of settings")
     return text
-
-
-def _parse_path(value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("not a path")
-    return value
 
 
 def _parse_switch(value: object) -> bool:
@@ -123,19 +117,6 @@ def _parse_switch(value: object) -> bool:
     if not isinstance(value, str) or value.strip().lower() not in switches:
         raise ValueError("not a switch")
     return switches[value.strip().lower()]
-
-
-def _parse_token_count(value: object) -> int:
-    number = _parse_number(value)
-    if not number.is_integer() or number < 0:
-        raise ValueError("out of range")
-    return int(number)
-
-
-def _parse_max_head_tokens(value: object) -> int | None:
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return None
-    return _parse_token_count(value)
 
 
 def _option(default: Any, parse: Callable[[object], Any], accepted: str, description: str) -> Any:
@@ -164,7 +145,7 @@ class KrulConfig:
 
     host_memory: int | None = _option(
         None,
-        _parse_size_or_auto,
+        _auto_or(_parse_size),
         '"auto", or a positive size such as 8589934592, "8GiB" or "500MB"',
         "*daemon* Host memory in bytes for stored KV, shared by all tensor-parallel ranks of this server. "
         f'"auto" takes {DEFAULT_HOST_MEMORY_SHARE:.0%} of the memory limit (cgroup, else physical). Set a '
@@ -172,7 +153,7 @@ class KrulConfig:
     )
     endpoint: str = _option(
         "",
-        _parse_optional_text,
+        _parse_text,
         "the runtime directory of a running krul-backend, or empty",
         "Runtime directory of a running daemon to join. Empty: the server starts a daemon of its own, which "
         "ends with it. Set it to share stored KV between the servers of a host, or to keep it while a server "
@@ -180,20 +161,20 @@ class KrulConfig:
     )
     ssd_dir: str = _option(
         "",
-        _parse_optional_text,
+        _parse_text,
         "a path, or empty",
         "*daemon* Directory on a local disk. KV that leaves host memory is written there, and survives a "
         "restart. Empty: no SSD tier.",
     )
     ssd_capacity: int | None = _option(
         None,
-        _parse_size_or_auto,
+        _auto_or(_parse_size),
         '"auto", or a positive size such as "200GiB"',
         '*daemon* Most bytes that the files in ssd_dir take. "auto" takes half of what is free on that disk.',
     )
     ssd_timeout: float = _option(
         1.0,
-        _parse_positive,
+        _POSITIVE,
         "a positive number",
         "*daemon* Seconds after which a read from disk is given up and the KV is recomputed. Raise it for a "
         "slow or busy disk.",
@@ -213,20 +194,20 @@ class KrulConfig:
     )
     tenant_quota: float = _option(
         1.0,
-        _parse_share,
+        _SHARE,
         "a number in (0, 1]",
         "*daemon* Largest share of host memory that one tenant (`cache_salt`, `extra_key`) may take. Lower "
         "it where one tenant must not push the others out.",
     )
     metrics_port: int = _option(
         0,
-        _parse_port,
+        _whole_number(0, 65535),
         "a port number, or 0",
         "*daemon* Local port on which the daemon serves Prometheus metrics; 0: none.",
     )
     max_pending_share: float = _option(
         0.25,
-        _parse_share,
+        _SHARE,
         "a number in (0, 1]",
         "Largest share of the device pool that finished turns may hold while they wait to be stored. A turn "
         "that would exceed it is not stored, and counted as skipped. Raise it if many turns are skipped.",
@@ -247,28 +228,28 @@ class KrulConfig:
     )
     r_l: float = _option(
         0.5,
-        _parse_unit_interval,
+        _UNIT_INTERVAL,
         "a number in [0, 1]",
         "Share of all layers that the sharing strategies put into pairs. More saves memory and loses "
         "accuracy.",
     )
     gamma: float = _option(
         0.6,
-        _parse_unit_interval,
+        _UNIT_INTERVAL,
         "a number in [0, 1]",
         'For "krul" and "matching": a layer may share only if at least this share of its attention goes to '
         "the first and the last tenth of the tokens that it sees. Lower it if too few layers are shared.",
     )
     error_budget: float = _option(
         0.01,
-        _parse_positive,
+        _POSITIVE,
         "a positive number",
         'For the strategy "budget": the damage allowed to a conversation over all its turns, as the mean KL '
         "divergence of next-token distributions in nats. More saves memory and changes answers more.",
     )
     probe_share: float = _option(
         0.05,
-        _parse_unit_interval,
+        _UNIT_INTERVAL,
         "a number in [0, 1]",
         'For the strategy "budget": share of turns after which an idle server measures how much compression '
         "changes the model's answers. Lower it to save compute once the model is known; 0 stops measuring.",
@@ -283,7 +264,7 @@ class KrulConfig:
     )
     query_rows: int = _option(
         256,
-        _parse_query_rows,
+        _whole_number(16, 1024),
         "a whole number from 16 to 1024",
         'Query vectors that "sampled" keeps of each turn, half of them of the prompt; fewer, down to 64, '
         "where query_memory is short.",
@@ -321,7 +302,7 @@ class KrulConfig:
     )
     max_head_tokens: int | None = _option(
         None,
-        _parse_max_head_tokens,
+        _auto_or(_whole_number(0)),
         '"auto", or a whole number that is not negative',
         "Most tokens that are recomputed for the requests of one batch together; other requests of the batch "
         'wait for them. "auto" takes as many as the server prefills at once (--chunked-prefill-size). Raise '
@@ -329,7 +310,7 @@ class KrulConfig:
     )
     load_timeout: float = _option(
         2.0,
-        _parse_positive,
+        _POSITIVE,
         "a positive number",
         "Seconds beyond the planned time for which a load may make no progress before it is given up and the "
         "KV recomputed. Raise it where a disk or a network pauses for longer and comes back.",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 RESTORES = "krul_restores"
 """Where ``/server_info`` has the last restores, in each of ``internal_states``."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(Struct, frozen=True, array_like=True):
     """A stream worked on ``layer`` in ``[begin_s, end_s)``, seconds from the start of the restore."""
 
     layer: int
@@ -23,8 +24,7 @@ class Part:
         return self.end_s - self.begin_s
 
 
-@dataclass(frozen=True)
-class TracedRequest:
+class TracedRequest(Struct, frozen=True):
     """One request of a restore; ``head_ends`` are positions in its prompt, see ``RestorePlan``."""
 
     rid: str
@@ -40,8 +40,7 @@ class TracedRequest:
         return self.restored_tokens - self.head_tokens(layer)
 
 
-@dataclass(frozen=True)
-class TracedRestore:
+class TracedRestore(Struct, frozen=True):
     """The requests of one batch whose prefixes were restored together.
 
     ``index`` counts the restores in one answer of a server, ``rank`` is the data-parallel rank. ``is_mixed``:
@@ -69,18 +68,9 @@ class TracedRestore:
             KeyError, TypeError, ValueError: another version of krul wrote it.
         """
         streams = value["streams"]
-        restore = cls(
-            index=index,
-            rank=rank,
-            requests=tuple(_request(request) for request in value["requests"]),
-            is_mixed=bool(value["is_mixed"]),
-            was_rescued=bool(value["was_rescued"]),
-            end_s=float(value["end_s"]),
-            loads=_parts(streams["load"]),
-            heads=_parts(streams["head"]),
-            waits=_parts(streams["wait"]),
-            own=_parts(streams["own"]),
-        )
+        named = {"loads": "load", "heads": "head", "waits": "wait", "own": "own"}
+        parts = {name: streams[stream] for name, stream in named.items()}
+        restore = msgspec.convert({**value, **parts, "index": index, "rank": rank}, cls)
         num_layers = {len(request.head_ends) for request in restore.requests}
         if len(num_layers) != 1 or 0 in num_layers:
             raise ValueError(f"requests with {sorted(num_layers)} layers")
@@ -128,17 +118,3 @@ class TracedRestore:
 
     def _share(self, *parts: Part) -> float:
         return sum(part.seconds for part in parts) / self.end_s if self.end_s > 0 else 0.0
-
-
-def _request(value: Mapping[str, Any]) -> TracedRequest:
-    return TracedRequest(
-        rid=str(value["rid"]),
-        device_tokens=int(value["device_tokens"]),
-        restored_tokens=int(value["restored_tokens"]),
-        head_ends=tuple(int(end) for end in value["head_ends"]),
-        planned_s=float(value["planned_s"]),
-    )
-
-
-def _parts(rows: list[list[Any]]) -> tuple[Part, ...]:
-    return tuple(Part(int(layer), float(begin_s), float(end_s)) for layer, begin_s, end_s in rows)

@@ -71,7 +71,7 @@ def index_rows(configuration: Configuration) -> list[dict[str, Any]]:
 
 
 def _store_turns(
-    store: KVStore, model: ModelIdentity, conversation: int, num_turns: int, turn_pages: int
+    store: KVStore | HostStore, model: ModelIdentity, conversation: int, num_turns: int, turn_pages: int
 ) -> None:
     sizes = (_BLOCK_BYTES,) * model.num_layers
     for turn in range(num_turns):
@@ -84,7 +84,7 @@ def _store_turns(
 
 
 def _lookups(
-    store: KVStore, model: ModelIdentity, conversations: list[int], num_pages: int, repeats: int
+    store: KVStore | HostStore, model: ModelIdentity, conversations: list[int], num_pages: int, repeats: int
 ) -> list[float]:
     tokens = token_ids(0, num_pages)
     seconds = []

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
-from krul_backend.errors import KrulError
+from krul_backend.errors import DaemonError, KrulError
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hashing import block_checksum, block_checksums
@@ -57,8 +58,9 @@ def check_lease(store: KVStore, lease: Lease) -> list[Turn]:
 class Engine:
     """Appends turns to a few conversations, and restores them, in random order."""
 
-    def __init__(self, store: DaemonStore, model: ModelIdentity, journal: Journal, seed: int) -> None:
-        self._store = store
+    def __init__(self, runtime_dir: Path, model: ModelIdentity, journal: Journal, seed: int) -> None:
+        self._runtime_dir = runtime_dir
+        self._store = DaemonStore(runtime_dir, model=model)
         self._model = model
         self._journal = journal
         self._rng = random.Random(seed)
@@ -114,7 +116,12 @@ class Engine:
 
     def _flush(self) -> None:
         connection = self._connection()
-        if self._store.flush(_PATIENCE_S) and self._is_still(connection):
+        try:
+            with AdminClient(self._runtime_dir) as admin:
+                is_durable = admin.flush(_PATIENCE_S)
+        except DaemonError:
+            return
+        if is_durable and self._is_still(connection):
             self._journal.write("flushed", connection=connection)
 
     def _clear(self) -> None:
@@ -148,7 +155,7 @@ class Engine:
 def main() -> None:
     runtime_dir, journal = Path(sys.argv[1]), Path(sys.argv[2])
     model, seed = model_of(int(sys.argv[3])), int(sys.argv[4])
-    engine = Engine(DaemonStore(runtime_dir, model=model), model, Journal(journal), seed)
+    engine = Engine(runtime_dir, model, Journal(journal), seed)
     print("ready", flush=True)
     while True:
         engine.step()

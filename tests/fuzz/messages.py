@@ -8,7 +8,7 @@ import msgspec
 import orjson
 from hypothesis import strategies as st
 
-from krul_backend.daemon.protocol.frames import REPLY_TYPES
+from krul_backend.daemon.protocol.frames import REQUESTS
 from krul_backend.daemon.protocol.messages import PROTOCOL_VERSION, op_of
 from tests.crash.conversations import PAGE_SIZE, Turn, model_of
 
@@ -16,7 +16,7 @@ Frames = list[bytes]
 
 MODEL = model_of(0)
 _TURN = Turn("fuzz", 0, 2)
-_OPS = tuple(op for op in (op_of(request) for request in REPLY_TYPES) if op != "shutdown")
+_OPS = tuple(op for op in (op_of(request) for request in REQUESTS) if op != "shutdown")
 
 _odd_values = st.recursive(
     st.one_of(

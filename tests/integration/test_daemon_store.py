@@ -13,8 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -29,9 +28,10 @@ from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.daemon.client.endpoints import CurveKeys
 from krul_backend.daemon.client.launcher import MAX_RESTARTS, EmbeddedDaemon
-from krul_backend.errors import ConfigError, DaemonError, DaemonUnreachableError, ManifestError, TierReadError
+from krul_backend.errors import DaemonError, DaemonUnreachableError, ManifestError, TierReadError
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_sglang.engine.cache.store_connection import lock_arena
+from tests.support.daemon_builders import WatchedStore
 from tests.support.store_builders import (
     commit_to,
     fill,
@@ -42,6 +42,7 @@ from tests.support.store_builders import (
     put,
     stored_ids,
     tokens_of,
+    wait_until,
 )
 from tests.support.strict_device import StrictDevice
 
@@ -62,8 +63,8 @@ def shared_daemon() -> Iterator[EmbeddedDaemon]:
 
 
 @pytest.fixture
-def store(shared_daemon: EmbeddedDaemon) -> Iterator[DaemonStore]:
-    store = DaemonStore(shared_daemon.runtime_dir, model=MODEL)
+def store(shared_daemon: EmbeddedDaemon) -> Iterator[WatchedStore]:
+    store = WatchedStore(shared_daemon.runtime_dir, model=MODEL)
     store.clear()
     yield store
     stats = store.stats()
@@ -80,14 +81,7 @@ def own_daemon() -> Iterator[EmbeddedDaemon]:
     daemon.close()
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline_s, "it did not become so"
-        time.sleep(0.01)
-
-
-def num_held(store: DaemonStore) -> tuple[int, int]:
+def num_held(store: WatchedStore) -> tuple[int, int]:
     stats = store.stats()
     return stats.num_leases, stats.num_reservations
 
@@ -116,7 +110,7 @@ sys.stdin.readline()
     return client
 
 
-def test_what_was_written_comes_back(store: DaemonStore) -> None:
+def test_what_was_written_comes_back(store: WatchedStore) -> None:
     segment_id, written = put(store, "c", 0, 3)
     lease = lease_pages(store, "c", 0, 3)
     assert lease is not None
@@ -136,7 +130,7 @@ def test_what_was_written_comes_back(store: DaemonStore) -> None:
         store.fetch(lease)
 
 
-def test_nobody_sees_a_segment_before_its_commit(store: DaemonStore) -> None:
+def test_nobody_sees_a_segment_before_its_commit(store: WatchedStore) -> None:
     reservation = store.reserve((100, 60), tenant="t")
     assert reservation is not None
     assert [span.num_bytes for span in reservation.spans] == [100, 60]
@@ -151,7 +145,7 @@ def test_nobody_sees_a_segment_before_its_commit(store: DaemonStore) -> None:
             settle(reservation)
 
 
-def test_an_aborted_reservation_gives_its_space_back(store: DaemonStore) -> None:
+def test_an_aborted_reservation_gives_its_space_back(store: WatchedStore) -> None:
     reservation = store.reserve((1000, 0))
     assert reservation is not None
     assert [block.nbytes for block in reservation.blocks] == [1000, 0]
@@ -161,7 +155,7 @@ def test_an_aborted_reservation_gives_its_space_back(store: DaemonStore) -> None
     assert store.stats().used_bytes == 0
 
 
-def test_other_sizes_than_reserved_are_refused_and_freed(store: DaemonStore) -> None:
+def test_other_sizes_than_reserved_are_refused_and_freed(store: WatchedStore) -> None:
     reservation = store.reserve((100, 60))
     assert reservation is not None
     with pytest.raises(ManifestError):
@@ -169,7 +163,7 @@ def test_other_sizes_than_reserved_are_refused_and_freed(store: DaemonStore) -> 
     assert num_held(store) == (0, 0)
 
 
-def test_what_does_not_fit_is_none(store: DaemonStore) -> None:
+def test_what_does_not_fit_is_none(store: WatchedStore) -> None:
     assert store.reserve((CAPACITY_BYTES + 1,)) is None
     assert store.is_connected
     first = store.reserve((CAPACITY_BYTES,))
@@ -178,7 +172,7 @@ def test_what_does_not_fit_is_none(store: DaemonStore) -> None:
     store.abort(first)
 
 
-def test_a_lease_crosses_segments_and_ends_at_the_first_gap(store: DaemonStore) -> None:
+def test_a_lease_crosses_segments_and_ends_at_the_first_gap(store: WatchedStore) -> None:
     ids = [put(store, "c", first, end, seed=first)[0] for first, end in ((0, 2), (2, 5), (6, 8))]
     lease = lease_pages(store, "c", 1, 8)
     assert lease is not None
@@ -187,7 +181,7 @@ def test_a_lease_crosses_segments_and_ends_at_the_first_gap(store: DaemonStore) 
     store.release(lease)
 
 
-def test_a_wrong_token_ends_the_prefix_before_its_page(store: DaemonStore) -> None:
+def test_a_wrong_token_ends_the_prefix_before_its_page(store: WatchedStore) -> None:
     put(store, "c", 0, 4)
     keys = page_keys("c", 0, 4)
     tokens = tokens_of(keys)
@@ -199,7 +193,7 @@ def test_a_wrong_token_ends_the_prefix_before_its_page(store: DaemonStore) -> No
     assert store.stats().token_mismatches >= 1
 
 
-def test_models_never_meet(store: DaemonStore) -> None:
+def test_models_never_meet(store: WatchedStore) -> None:
     other = make_model("other")
     put(store, "c", 0, 2)
     put(store, "c", 0, 3, model=other)
@@ -213,7 +207,7 @@ def test_models_never_meet(store: DaemonStore) -> None:
     assert store.find_missing(MODEL, page_keys("c", 0, 2)) == []
 
 
-def test_codec_parameters_and_partial_blocks_come_back(store: DaemonStore) -> None:
+def test_codec_parameters_and_partial_blocks_come_back(store: WatchedStore) -> None:
     params = {"pairs": [[0, 1]], "t": 0.6, "name": "krül"}
     reservation = store.reserve((100, 0))
     assert reservation is not None
@@ -237,7 +231,7 @@ def test_codec_parameters_and_partial_blocks_come_back(store: DaemonStore) -> No
     assert (info.segment_id, info.tenant, info.codec_params) == (segment_id, "t", params)
 
 
-def test_trimming_drops_the_front(store: DaemonStore) -> None:
+def test_trimming_drops_the_front(store: WatchedStore) -> None:
     segment_id, written = put(store, "c", 0, 3, sizes=(1000, 600))
     (path,) = store.path_segments(MODEL, page_keys("c", 0, 3))
     assert (path.segment_id, path.header.layer_first_token) == (segment_id, (0, 0))
@@ -253,7 +247,7 @@ def test_trimming_drops_the_front(store: DaemonStore) -> None:
 
 
 def test_damage_is_found_by_who_reads_and_by_verify(
-    store: DaemonStore, shared_daemon: EmbeddedDaemon
+    store: WatchedStore, shared_daemon: EmbeddedDaemon
 ) -> None:
     bad, _ = put(store, "bad", 0, 2)
     good, _ = put(store, "good", 0, 2)
@@ -270,22 +264,22 @@ def test_damage_is_found_by_who_reads_and_by_verify(
     assert store.report_damage(good) is False
     assert store.report_damage(bad) is True
     assert sorted(stored_ids(store)) == [good, worse]
-    report = store.verify()
+    report = store.admin.verify()
     assert (report.bad_segments, report.num_blocks) == ((worse,), 4)
     assert stored_ids(store) == [good]
 
 
-def test_pins_costs_prefetch_and_flush(store: DaemonStore) -> None:
+def test_pins_costs_prefetch_and_flush(store: WatchedStore) -> None:
     put(store, "c", 0, 2)
     keys = page_keys("c", 0, 2)
     assert store.pin(MODEL, keys, 60.0) == 2
     assert store.stats().pinned_bytes > 0
     assert store.prefetch(MODEL, keys, tokens_of(keys)) == 0, "it is in DRAM already"
     assert store.tier_costs() == {}, "there is no tier below"
-    assert store.flush(5.0) is True
+    assert store.admin.flush(5.0) is True
 
 
-def test_clear_drops_what_was_reserved_before_it(store: DaemonStore) -> None:
+def test_clear_drops_what_was_reserved_before_it(store: WatchedStore) -> None:
     put(store, "c", 0, 2)
     lease = lease_pages(store, "c", 0, 2)
     reservation = store.reserve((100, 60))
@@ -301,7 +295,7 @@ def test_clear_drops_what_was_reserved_before_it(store: DaemonStore) -> None:
 
 
 def test_many_threads_and_another_process_see_the_same_bytes(
-    store: DaemonStore, shared_daemon: EmbeddedDaemon
+    store: WatchedStore, shared_daemon: EmbeddedDaemon
 ) -> None:
     errors: list[BaseException] = []
 
@@ -334,7 +328,7 @@ def test_many_threads_and_another_process_see_the_same_bytes(
 
 
 def test_a_client_that_is_killed_loses_its_leases_and_reservations(
-    store: DaemonStore, shared_daemon: EmbeddedDaemon
+    store: WatchedStore, shared_daemon: EmbeddedDaemon
 ) -> None:
     put(store, "c", 0, 2)
     body = 'r = store.reserve((1000, 1000)); r.blocks[0][:500] = 1; lease = lease_pages(store, "c", 0, 2)'
@@ -445,7 +439,7 @@ def test_clear_while_the_daemon_hangs_is_done_before_the_next_lease(own_daemon: 
     store.close()
 
 
-def test_the_command_lines_client(store: DaemonStore, shared_daemon: EmbeddedDaemon) -> None:
+def test_the_command_lines_client(store: WatchedStore, shared_daemon: EmbeddedDaemon) -> None:
     segment_id, _ = put(store, "c", 0, 2)
     with AdminClient(shared_daemon.runtime_dir) as admin:
         admin.ping()
@@ -481,17 +475,22 @@ def test_admin_over_tcp_needs_keys_that_the_daemon_knows(tmp_path: Path) -> None
         endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     daemon = EmbeddedDaemon((*ARGUMENTS, "--admin-endpoint", endpoint, "--curve-dir", str(tmp_path)))
     try:
-        keys = CurveKeys.read(Path(client_secret), Path(server_key))
+        server_public, _ = zmq.auth.load_certificate(server_key)
+
+        def keys_of(path: str) -> CurveKeys:
+            public, secret = zmq.auth.load_certificate(path)
+            assert secret is not None
+            return CurveKeys(public, secret, server_public)
+
+        keys = keys_of(client_secret)
         with AdminClient(endpoint, curve=keys) as admin:
             assert admin.stats()[1].pid == daemon.pid
-        strange = CurveKeys.read(Path(stranger_secret), Path(server_key))
+        strange = keys_of(stranger_secret)
         with (
             AdminClient(endpoint, curve=strange, timeout_s=0.5) as admin,
             pytest.raises(DaemonUnreachableError),
         ):
             admin.ping()
-        with pytest.raises(ConfigError, match="no secret key"):
-            CurveKeys.read(Path(server_key), Path(server_key))
     finally:
         daemon.close()
 

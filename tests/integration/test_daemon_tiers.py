@@ -7,21 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from krul_backend.daemon.protocol.admin_messages import FlushReply, FlushRequest, StatsReply, StatsRequest
+from krul_backend.daemon.protocol.admin_messages import FlushRequest, StatsRequest
 from krul_backend.daemon.protocol.messages import (
-    Done,
-    ErrorReply,
-    FetchReply,
     FetchRequest,
-    PrefetchReply,
     PrefetchRequest,
     ReleaseRequest,
-    TierCostsReply,
     TierCostsRequest,
 )
 from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.layer_status import LayerStatus
-from tests.support.daemon_client import MODEL, SIZES, TIMEOUT_S, DaemonProcess, RawClient, lease, store
+from krul_backend.tiers.common.interface import LayerStatus
+from tests.support.daemon_client import (
+    MODEL,
+    SIZES,
+    TIMEOUT_S,
+    DaemonProcess,
+    RawClient,
+    lease,
+    num_pages,
+    store,
+)
 from tests.support.store_builders import page_keys, tokens_of
 
 DISK = ("--ssd-capacity", "256MiB")
@@ -37,7 +41,7 @@ def stored(tmp_path: Path) -> Path:
     with with_disk(tmp_path, "first") as daemon, RawClient(daemon.runtime_dir) as client:
         store(client, "disk", 0, 2, number=1, seed=1)
         store(client, "disk", 2, 3, number=2, seed=2)
-        assert client.ask(FlushRequest, FlushReply, timeout_s=TIMEOUT_S).is_durable
+        assert client.ask(FlushRequest, timeout_s=TIMEOUT_S)
         daemon.process.kill()
         daemon.end()
     return tmp_path
@@ -46,12 +50,12 @@ def stored(tmp_path: Path) -> Path:
 def test_what_was_flushed_is_restored_by_the_next_daemon(stored: Path) -> None:
     with with_disk(stored, "second") as daemon, RawClient(daemon.runtime_dir) as client:
         client.say_hello(MODEL)
-        assert client.ask(TierCostsRequest, TierCostsReply).tier_costs["ssd"].byte_s > 0
+        assert client.ask(TierCostsRequest)["ssd"].byte_s > 0
         granted = lease(client, "disk", 3)
-        assert granted.num_pages == 3
-        assert [(part.tier, part.spans) for part in granted.slices] == [("ssd", ())] * 2
-        fetched = client.ask(FetchRequest, FetchReply, lease_id=1)
-        for part in fetched.slices:
+        assert num_pages(granted) == 3
+        assert [(part.tier, part.spans) for part in granted] == [("ssd", ())] * 2
+        fetched = client.ask(FetchRequest, lease_id=1)
+        for part in fetched:
             # None: all layers had landed before the answer was written.
             status = LayerStatus(client.blocks([part.status_span])[0]) if part.status_span else None
             for layer, block in enumerate(client.blocks(part.spans)):
@@ -59,10 +63,10 @@ def test_what_was_flushed_is_restored_by_the_next_daemon(stored: Path) -> None:
                     status.wait(layer, TIMEOUT_S)
                 assert block.nbytes == SIZES[layer]
                 assert block_checksum(block) == part.checksums[layer]
-        client.ask(ReleaseRequest, Done, lease_id=1)
+        client.ask(ReleaseRequest, lease_id=1)
         again = lease(client, "disk", 3, number=2)
-        assert {part.tier for part in again.slices} == {"dram"}
-        counted = client.ask(StatsRequest, StatsReply).store
+        assert {part.tier for part in again} == {"dram"}
+        counted = client.ask(StatsRequest)[0]
         assert dict(counted.tier_hit_pages) == {"dram": 3, "ssd": 3}
         assert counted.tiers[0].num_segments == 2
 
@@ -71,8 +75,8 @@ def test_a_fetch_of_nobodys_lease_is_an_error(stored: Path) -> None:
     with with_disk(stored, "second") as daemon, RawClient(daemon.runtime_dir) as client:
         client.say_hello(MODEL)
         lease(client, "disk", 3)
-        client.ask(ReleaseRequest, Done, lease_id=1)
-        refused = client.ask(FetchRequest, ErrorReply, lease_id=1)
+        client.ask(ReleaseRequest, lease_id=1)
+        refused = client.refusal(FetchRequest, lease_id=1)
         assert (refused.code, refused.message) == ("key", "lease 1 is unknown or was released")
 
 
@@ -81,12 +85,12 @@ def test_a_prefetch_brings_segments_without_a_lease(stored: Path) -> None:
         client.say_hello(MODEL)
         keys = page_keys("disk", 0, 3)
         prefetch = {"fingerprint": MODEL.fingerprint, "page_keys": keys}
-        assert client.ask(PrefetchRequest, PrefetchReply, tokens_of(keys), **prefetch).num_pages == 3
+        assert client.ask(PrefetchRequest, tokens_of(keys), **prefetch) == 3
         deadline_s = time.monotonic() + TIMEOUT_S
-        while client.ask(StatsRequest, StatsReply).store.fetched_segments < 2:
+        while client.ask(StatsRequest)[0].fetched_segments < 2:
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
-        assert {part.tier for part in lease(client, "disk", 3).slices} == {"dram"}
+        assert {part.tier for part in lease(client, "disk", 3)} == {"dram"}
 
 
 def test_an_end_by_a_signal_flushes(tmp_path: Path) -> None:
@@ -96,7 +100,7 @@ def test_an_end_by_a_signal_flushes(tmp_path: Path) -> None:
         assert daemon.end()[0] == 0
     with with_disk(tmp_path, "second") as daemon, RawClient(daemon.runtime_dir) as client:
         client.say_hello(MODEL)
-        assert lease(client, "disk", 2).num_pages == 2
+        assert num_pages(lease(client, "disk", 2)) == 2
 
 
 def test_two_daemons_never_share_a_disk(stored: Path) -> None:

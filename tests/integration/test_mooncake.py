@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import DaemonError
 from krul_backend.tiers.mooncake.epochs import EPOCH_AGE_S
@@ -259,7 +260,8 @@ def test_two_daemons_share_conversations(master: Master) -> None:
     ):
         store = DaemonStore(here, model=model, request_timeout_s=20.0)
         turns = converse(store, model, "shared", num_turns=5)
-        assert store.flush(60.0)
+        with AdminClient(here) as admin:
+            assert admin.flush(60.0)
         store.close()
         store = DaemonStore(there, model=model, request_timeout_s=20.0)
         check(store, model, turns)

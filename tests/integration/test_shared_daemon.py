@@ -9,6 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from tests.crash.conversations import model_of
 from tests.support.daemon_process import running_daemon
@@ -43,7 +44,8 @@ def test_nothing_is_lost_and_everything_adds_up(arena: str, num_at_once: int, tm
         num_turns = run_engines(runtime_dir, num_at_once)
         assert num_turns == NUM_ENGINES * NUM_CONVERSATIONS * NUM_TURNS
         store = DaemonStore(runtime_dir, model=model_of(0), request_timeout_s=10.0)
-        assert store.flush(30.0)
+        with AdminClient(runtime_dir) as admin:
+            assert admin.flush(30.0)
         stats = store.stats()
         store.close()
     (disk,) = stats.tiers

@@ -12,38 +12,34 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import zmq
 
+from krul_backend.daemon.protocol.admin_messages import PingRequest
 from krul_backend.daemon.protocol.frames import decode_greeting, decode_reply, encode, encode_token_ids
 from krul_backend.daemon.protocol.messages import (
-    CommitReply,
     CommitRequest,
-    Done,
     ErrorReply,
     HelloRequest,
-    LeaseReply,
     LeaseRequest,
     ManifestFields,
+    R,
     Reply,
     Request,
-    ReserveReply,
     ReserveRequest,
 )
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
 from krul_backend.tiers.common.hashing import block_checksums
-from krul_backend.tiers.common.interface import Span
+from krul_backend.tiers.common.interface import SegmentSlice, Span
 from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
 
 TIMEOUT_S = 20.0
 MODEL = make_model()
 SIZES = (100, 60)
 """Bytes of the two layers of the segments that ``store`` stores."""
-
-R = TypeVar("R", bound=Reply)
 
 
 class DaemonProcess:
@@ -107,34 +103,48 @@ class RawClient:
         self.dealer.setsockopt(zmq.RCVTIMEO, int(1000 * TIMEOUT_S))
         self.dealer.connect(f"ipc://{runtime_dir / 'control.sock'}")
         self._ids = itertools.count(1)
+        self._sent: dict[int, Request] = {}
 
     def send(self, kind: type[Request], token_ids: TokenIds | None = None, **fields: Any) -> int:
         """Send one request; returns its number."""
         request = kind(**{"token": self.greeting.token, "id": next(self._ids), **fields})
+        self._sent[request.id] = request
         frames = [encode(request)] + ([encode_token_ids(token_ids)] if token_ids is not None else [])
         self.dealer.send_multipart(frames)
         return request.id
 
-    def receive(self) -> Reply:
-        return decode_reply(self.dealer.recv())
+    def receive(self) -> Reply | ErrorReply:
+        """The next reply; to a frame that was no request of this client it can only be an error."""
+        frame = self.dealer.recv()
+        number = json.loads(frame)["id"]
+        reply = decode_reply(frame, self._sent.get(number, PingRequest(id=number)))
+        assert reply is not None
+        return reply
 
-    def ask(self, kind: type[Request], reply: type[R], token_ids: TokenIds | None = None, **fields: Any) -> R:
-        """One round trip; the answer must be of this type."""
+    def ask(self, kind: type[Request[R]], token_ids: TokenIds | None = None, **fields: Any) -> R:
+        """One round trip; returns the result."""
         request_id = self.send(kind, token_ids, **fields)
         answer = self.receive()
-        assert isinstance(answer, reply), answer
+        assert isinstance(answer, Reply), answer
+        assert answer.id == request_id
+        return answer.result
+
+    def refusal(self, kind: type[Request], token_ids: TokenIds | None = None, **fields: Any) -> ErrorReply:
+        """One round trip whose answer must be an error."""
+        request_id = self.send(kind, token_ids, **fields)
+        answer = self.receive()
+        assert isinstance(answer, ErrorReply), answer
         assert answer.id == request_id
         return answer
 
     def ask_wrongly(self, kind: type[Request], token_ids: TokenIds | None = None, **fields: Any) -> str:
         """One round trip whose answer must be an error: its code."""
-        return self.ask(kind, ErrorReply, token_ids, **fields).code
+        return self.refusal(kind, token_ids, **fields).code
 
     def say_hello(self, model: ModelIdentity) -> str:
         """Name a model; returns its fingerprint."""
         self.ask(
             HelloRequest,
-            Done,
             format=FORMAT_VERSION,
             model=model,
             fingerprint=model.fingerprint,
@@ -160,32 +170,33 @@ class RawClient:
 def store(client: RawClient, conversation: str, first: int, end: int, number: int = 1, seed: int = 0) -> int:
     """Reserve, write through the mapping, commit; returns the segment's id."""
     fingerprint = client.say_hello(MODEL)
-    reserved = client.ask(
-        ReserveRequest, ReserveReply, reservation_id=number, layer_num_bytes=SIZES, tenant=""
-    )
-    assert reserved.spans is not None
+    spans = client.ask(ReserveRequest, reservation_id=number, layer_num_bytes=SIZES, tenant="")
+    assert spans is not None
     rng = np.random.default_rng(seed)
-    for block in client.blocks(reserved.spans):
+    for block in client.blocks(spans):
         block[:] = rng.integers(0, 256, block.nbytes, dtype=np.uint8)
     manifest = make_manifest(conversation, first, end, SIZES, MODEL)
     return client.ask(
         CommitRequest,
-        CommitReply,
         manifest.token_ids,
         reservation_id=number,
         fingerprint=fingerprint,
         manifest=ManifestFields.of(manifest),
-        checksums=block_checksums(client.blocks(reserved.spans)),
-    ).segment_id
+        checksums=block_checksums(client.blocks(spans)),
+    )
 
 
-def lease(client: RawClient, conversation: str, end: int, number: int = 1) -> LeaseReply:
+def lease(client: RawClient, conversation: str, end: int, number: int = 1) -> tuple[SegmentSlice, ...]:
     keys = page_keys(conversation, 0, end)
     return client.ask(
         LeaseRequest,
-        LeaseReply,
         tokens_of(keys),
         lease_id=number,
         fingerprint=MODEL.fingerprint,
         page_keys=keys,
     )
+
+
+def num_pages(slices: Sequence[SegmentSlice]) -> int:
+    """How many pages a lease of these slices has."""
+    return sum(part.end_page - part.first_page for part in slices)

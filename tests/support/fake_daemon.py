@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -17,16 +18,13 @@ from krul_backend.daemon.protocol.messages import (
     PROTOCOL_VERSION,
     AbortRequest,
     ClearRequest,
-    Done,
-    FindMissingReply,
+    ErrorReply,
     FindMissingRequest,
     HelloRequest,
-    LeaseReply,
     LeaseRequest,
     ReleaseRequest,
     Reply,
     Request,
-    ReserveReply,
     ReserveRequest,
     SessionGreeting,
     op_of,
@@ -36,14 +34,16 @@ from krul_backend.segment import FORMAT_VERSION
 from krul_backend.tiers.common.interface import Span
 
 CAPACITY_BYTES = 4096
-Answer = Callable[[Request], Reply | None]
+Answer = Callable[[Request], object]
+
+NO_REPLY = object()
 
 
 class FakeDaemon:
     """Serves ``runtime_dir`` until ``stop``.
 
-    ``answers`` replaces the reply to an operation; None: no reply. ``requests`` are all that came, in order.
-    While ``is_hung`` is set, requests wait.
+    ``answers`` replaces the result of an operation; it may also be ``NO_REPLY`` or an ``ErrorReply``.
+    ``requests`` are all that came, in order. While ``is_hung`` is set, requests wait.
     """
 
     def __init__(self, runtime_dir: Path, *, protocol: int = PROTOCOL_VERSION) -> None:
@@ -102,28 +102,31 @@ class FakeDaemon:
                 identity, *frames = self._router.recv_multipart()
                 request = decode_request(frames[0])
                 self.requests.append(request)
-                reply = self.answers.get(op_of(request), _usual_answer)(request)
-                if reply is not None:
+                result = self.answers.get(op_of(request), _usual_result)(request)
+                if result is not NO_REPLY:
+                    is_error = isinstance(result, ErrorReply)
+                    reply = result if is_error else Reply(id=request.id, result=result)
                     self._router.send_multipart([identity, encode(reply)])
             elif ready:
                 session, _ = self._listener.accept()
                 greeting = SessionGreeting(self._protocol, FORMAT_VERSION, "token", CAPACITY_BYTES)
-                socket.send_fds(session, [encode(greeting) + b"\n"], [self._memory])
+                # A client that waited too long has gone.
+                with contextlib.suppress(BrokenPipeError):
+                    socket.send_fds(session, [encode(greeting) + b"\n"], [self._memory])
                 self._sessions.append(session)
 
 
-def _usual_answer(request: Request) -> Reply | None:
+def _usual_result(request: Request) -> object:
     """Everything is missing, nothing is leased; reservations are the arena's first bytes."""
-    number = request.id
     match request:
         case HelloRequest() | PingRequest() | ReleaseRequest() | AbortRequest() | ClearRequest():
-            return Done(id=number)
+            return None
         case FindMissingRequest():
-            return FindMissingReply(id=number, missing=((0, len(request.page_keys)),))
+            return ((0, len(request.page_keys)),)
         case LeaseRequest():
-            return LeaseReply(id=number, num_pages=0, slices=())
+            return ()
         case ReserveRequest():
             offsets = [sum(request.layer_num_bytes[:i]) for i in range(len(request.layer_num_bytes))]
             spans = zip(offsets, request.layer_num_bytes, strict=True)
-            return ReserveReply(id=number, spans=tuple(Span(*span) for span in spans))
+            return tuple(Span(*span) for span in spans)
     raise AssertionError(f"no test asks a fake daemon for {request}")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 from hypothesis import strategies as st
 
+from krul_backend.errors import RestoreError
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.planner.problem import RestoreProblem, StoredRun
+from krul_backend.planner.timing import RestoreTiming
 
 HOST = "host"
 DISK = "disk"
@@ -108,3 +112,32 @@ def problems(draw: st.DrawFn, max_layers: int = 4, max_pages: int = 5) -> Restor
 
 def _per_layer(num_layers: int, values: list[float]) -> st.SearchStrategy[list[float]]:
     return st.lists(st.sampled_from(values), min_size=num_layers, max_size=num_layers)
+
+
+def is_allowed(problem: RestoreProblem, head_ends: Sequence[int]) -> bool:
+    """Whether a plan may have these head ends, one per layer: all that ``check`` asks for."""
+    return len(head_ends) == problem.num_layers and bool(
+        RestoreTiming(problem).allowed(np.array([head_ends], np.int64))[0]
+    )
+
+
+def check(problem: RestoreProblem, head_ends: Sequence[int]) -> None:
+    """Raises RestoreError that says which rule ``head_ends`` break, if they do."""
+    ends, timing = np.array(head_ends, np.int64), RestoreTiming(problem)
+    page, device, total = problem.page_size, problem.device_tokens, problem.total_tokens
+    if (ends[1:] > ends[:-1]).any():
+        raise RestoreError(f"heads grow from layer to layer: {list(head_ends)}")
+    if (ends % page != 0).any():
+        raise RestoreError(f"heads end inside a page of {page} tokens: {list(head_ends)}")
+    if ends[0] > total or ends[-1] < device:
+        raise RestoreError(f"heads end outside [{device}, {total}]: {list(head_ends)}")
+    if ends[0] > timing.highest:
+        raise RestoreError(f"a head ends at {ends[0]}, the limit of head tokens allows {timing.highest}")
+    if (ends < timing.lowest).any():
+        layer = int((ends < timing.lowest).argmax())
+        raise RestoreError(
+            f"the head of layer {layer} ends at {ends[layer]}, stored is what follows {timing.lowest[layer]}"
+        )
+    lengths = int(timing.num_lengths(ends[None])[0])
+    if lengths > problem.max_lengths:
+        raise RestoreError(f"{lengths} different lengths of heads, {problem.max_lengths} are allowed")

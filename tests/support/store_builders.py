@@ -131,7 +131,7 @@ def flip_byte(store: HostStore, offset: int) -> None:
     store.buffer[offset] ^= 0x10
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait for another thread to bring something about."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -21,7 +21,7 @@ def allocate(arena: Arena, num_bytes: int) -> Extent | None:
 def test_a_fresh_arena_is_one_free_extent() -> None:
     arena = Arena(10 * ALIGNMENT_BYTES + 7)
     assert arena.capacity_bytes == 10 * ALIGNMENT_BYTES
-    assert (arena.free_bytes, arena.used_bytes, arena.largest_free) == (640, 0, 640)
+    assert (arena.free_bytes, arena.used_bytes, arena.space.largest) == (640, 0, 640)
     assert arena.buffer.nbytes == 640
     assert arena.buffer.ctypes.data % ALIGNMENT_BYTES == 0
 
@@ -46,7 +46,7 @@ def test_best_fit_leaves_the_large_range_whole() -> None:
     best = allocate(arena, 100)
     assert best is not None
     assert best.offset == 0
-    assert arena.largest_free == 192
+    assert arena.space.largest == 192
 
 
 def test_what_does_not_fit_is_none_and_takes_nothing() -> None:
@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_none_and_takes_nothing() -> None:
     assert arena.allocate_all((128, 128)) is None
     assert arena.free_bytes == 192
     assert allocate(arena, 192) is not None
-    assert arena.largest_free == 0
+    assert arena.space.largest == 0
 
 
 def test_all_or_nothing_places_the_largest_first() -> None:
@@ -115,12 +115,12 @@ def test_the_front_of_an_extent_goes_back_in_aligned_steps() -> None:
         assert (left.num_bytes, left.offset) == (num_left, offset)
         assert arena.used_bytes == 256 + left.taken_bytes
         assert arena.view(left).tolist() == list(range(250 - num_left, 250))
-    assert arena.largest_free == 192
+    assert arena.space.largest == 192
     with pytest.raises(ValueError, match="not held"):
         arena.free(extent)
     arena.free(left)
     arena.free(behind)
-    assert (arena.num_free_ranges, arena.largest_free) == (1, 512)
+    assert (arena.space.num_ranges, arena.space.largest) == (1, 512)
 
 
 @pytest.mark.parametrize("num_bytes", [-1, 100, 164])
@@ -159,7 +159,7 @@ def test_any_history_keeps_the_extents_apart_and_the_totals_right(
             assert (arena.view(extent) == value).all()  # type: ignore[arg-type]
             arena.free(extent)  # type: ignore[arg-type]
         else:
-            largest = arena.largest_free
+            largest = arena.space.largest
             extent = allocate(arena, num_bytes)
             assert (extent is None) == (aligned_num_bytes(num_bytes) > largest)
             if extent is not None:
@@ -173,8 +173,8 @@ def test_any_history_keeps_the_extents_apart_and_the_totals_right(
     for extent, value in held.values():
         assert (arena.view(extent) == value).all()  # type: ignore[arg-type]
         arena.free(extent)  # type: ignore[arg-type]
-    assert arena.num_free_ranges == 1
-    assert arena.largest_free == arena.free_bytes == arena.capacity_bytes
+    assert arena.space.num_ranges == 1
+    assert arena.space.largest == arena.free_bytes == arena.capacity_bytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -245,7 +245,7 @@ def test_freeing_many_extents_frees_all_or_none() -> None:
             arena.free_all(wrong)
         assert arena.used_bytes == 128
     arena.free_all((extents[2], extents[0]))
-    assert (arena.used_bytes, arena.num_free_ranges) == (0, 1)
+    assert (arena.used_bytes, arena.space.num_ranges) == (0, 1)
 
 
 def test_the_descriptor_maps_the_same_bytes_and_cannot_change_their_number() -> None:

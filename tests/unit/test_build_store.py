@@ -71,13 +71,12 @@ def test_what_others_have_on_the_disk_is_not_counted_as_free(
 
 
 def test_memory_alone_is_a_store_of_one_tier(tmp_path: Path) -> None:
-    built = build_store(DaemonConfig(arena_bytes=1 << 20, runtime_dir=tmp_path, tenant_quota=0.5))
-    assert built.arena.buffer.nbytes == 1 << 20
-    assert not built.may_lookup_wait
-    assert built.store.tier_costs() == {}
-    assert built.store.find_missing(make_model(), page_keys("c", 0, 2)) == [range(2)]
-    assert built.store.reserve((600_000,), "one tenant") is None
-    built.store.close()
+    store = build_store(DaemonConfig(arena_bytes=1 << 20, runtime_dir=tmp_path, tenant_quota=0.5))
+    assert store.host.buffer.nbytes == 1 << 20
+    assert store.tier_costs() == {}
+    assert store.find_missing(make_model(), page_keys("c", 0, 2)) == [range(2)]
+    assert store.reserve((600_000,), "one tenant") is None
+    store.close()
 
 
 def test_memory_that_cannot_be_had_is_a_configuration_error(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from krul_backend.daemon.protocol.admin_messages import PingRequest
 from krul_backend.daemon.protocol.frames import (
-    REPLY_TYPES,
+    REQUESTS,
     decode_envelope,
     decode_greeting,
     decode_reply,
@@ -28,20 +29,19 @@ from krul_backend.daemon.protocol.messages import (
     ErrorReply,
     FetchRequest,
     HelloRequest,
-    LeaseReply,
     LeaseRequest,
     ManifestFields,
-    PathSegmentsReply,
+    PathSegmentsRequest,
     PinRequest,
     Reply,
     Request,
     ReserveRequest,
-    SliceSpans,
     op_of,
+    result_type,
 )
 from krul_backend.errors import ManifestError, ProtocolError
 from krul_backend.segment import MAX_CODEC_PARAMS_BYTES, ModelIdentity, SegmentManifest
-from krul_backend.tiers.common.interface import PathSegment, SegmentSlice, Span
+from krul_backend.tiers.common.interface import LayerStatus, PathSegment, SegmentSlice, Span
 
 MODEL = ModelIdentity("tiny", "00ff", "bfloat16", 2, 2, 8, 8, 4, 0, 1)
 MANIFEST = SegmentManifest(
@@ -77,7 +77,7 @@ def decodes_or_refuses(frame: bytes) -> Request | None:
         request = decode_request(frame)
     except ProtocolError:
         return None
-    assert type(request) in REPLY_TYPES
+    assert type(request) in REQUESTS
     return request
 
 
@@ -89,11 +89,11 @@ def changed_model(**fields: Any) -> bytes:
     return changed(HELLO, model={**json.loads(encode(HELLO))["model"], **fields})
 
 
-def test_every_operation_has_a_request_and_a_reply() -> None:
-    ops = [op_of(request) for request in REPLY_TYPES]
+def test_every_operation_has_one_request_whose_result_has_a_type() -> None:
+    ops = [op_of(request) for request in REQUESTS]
     assert len(set(ops)) == len(ops)
-    for request, reply in REPLY_TYPES.items():
-        assert op_of(reply) in (op_of(request), "done")
+    for request in REQUESTS:
+        msgspec.json.Decoder(result_type(request))
 
 
 @pytest.mark.parametrize("request_", EXAMPLES, ids=op_of)
@@ -155,9 +155,10 @@ def test_what_is_out_of_bounds_is_refused(frame: bytes) -> None:
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(frame: bytes) -> None:
     assert decodes_or_refuses(frame) is None
-    for decode in (decode_reply, decode_greeting):
-        with pytest.raises(ProtocolError):
-            decode(frame)
+    with pytest.raises(ProtocolError):
+        decode_reply(frame, LEASE)
+    with pytest.raises(ProtocolError):
+        decode_greeting(frame)
 
 
 @settings(max_examples=400)
@@ -194,34 +195,45 @@ def test_a_field_of_another_kind_is_taken_or_refused(
 
 
 def test_replies_come_back_as_they_were() -> None:
-    status = Span(4096, 2)
     part = SegmentSlice(
         segment_id=3,
         header=MANIFEST.header,
         tier="ssd",
-        blocks=(),
+        blocks=(np.zeros(100, np.uint8), np.zeros(0, np.uint8)),
         spans=(Span(0, 100), Span(0, 0)),
         checksums=((1 << 64) - 1, 0),
         first_page=0,
         end_page=2,
+        status=LayerStatus(np.zeros(2, np.uint8)),
+        status_span=Span(4096, 2),
     )
-    replies: tuple[Reply, ...] = (
-        LeaseReply(id=1, num_pages=2, slices=(SliceSpans.of(part, status), SliceSpans.of(part, None))),
-        ErrorReply(id=2, code="tier-read", message="gone"),
-    )
-    for reply in replies:
-        decoded = decode_reply(encode(reply))
-        assert type(decoded) is type(reply)
-        assert encode(decoded) == encode(reply)
+    reply = Reply(id=LEASE.id, result=(part.without_views(),))
+    decoded = decode_reply(encode(reply), LEASE)
+    assert isinstance(decoded, Reply)
+    (found,) = decoded.result
+    assert (found.spans, found.status_span, found.checksums) == (part.spans, part.status_span, part.checksums)
+    assert (found.status, len(found.blocks)) == (None, 0)
+    assert vars(found.header) == vars(part.header)
+    refused = ErrorReply(id=LEASE.id, code="tier-read", message="gone")
+    assert decode_reply(encode(refused), LEASE) == refused
+
+
+def test_a_reply_to_another_request_is_told_apart() -> None:
+    late = encode(Reply(id=LEASE.id - 1, result=7))
+    assert decode_reply(late, LEASE) is None
+    assert decode_reply(encode(Reply(id=LEASE.id - 1, result=())), LEASE) is None
+    with pytest.raises(ProtocolError):
+        decode_reply(encode(Reply(id=LEASE.id, result=7)), LEASE)
 
 
 def test_models_headers_and_manifests_come_back_as_they_were() -> None:
     hello = decode_request(encode(HELLO))
     assert isinstance(hello, HelloRequest)
     assert (hello.model, hello.model.fingerprint) == (MODEL, MODEL.fingerprint)
-    found = decode_reply(encode(PathSegmentsReply(id=1, segments=(PathSegment(7, MANIFEST.header),))))
-    assert isinstance(found, PathSegmentsReply)
-    assert vars(found.segments[0].header) == vars(MANIFEST.header)
+    asked = PathSegmentsRequest(id=1, fingerprint="f", page_keys=())
+    found = decode_reply(encode(Reply(id=1, result=(PathSegment(7, MANIFEST.header),))), asked)
+    assert isinstance(found, Reply)
+    assert vars(found.result[0].header) == vars(MANIFEST.header)
     sent = decode_request(encode(COMMIT))
     assert isinstance(sent, CommitRequest)
     token_ids = decode_token_ids(encode_token_ids(MANIFEST.token_ids))

@@ -43,19 +43,18 @@ from test_host_store import (  # noqa: F401
     test_what_was_written_comes_back,
 )
 
-from krul_backend.daemon.client.daemon_store import DaemonStore
+from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.eviction import LruPolicy
 from krul_backend.tiers.dram.host_store import HostStore
-from tests.support.daemon_builders import serving
+from tests.support.daemon_builders import WatchedStore, serving
 from tests.support.store_builders import make_model
 
 
 @pytest.fixture
-def store() -> Iterator[DaemonStore]:
+def store() -> Iterator[WatchedStore]:
     """A daemon of the size that the tests count on, and a client of it."""
-    host_store = HostStore(4096, LruPolicy())
-    with serving(host_store, host_store) as runtime_dir:
-        store = DaemonStore(runtime_dir, model=make_model(), request_timeout_s=10.0)
+    with serving(TieredStore(HostStore(4096, LruPolicy()))) as runtime_dir:
+        store = WatchedStore(runtime_dir, model=make_model(), request_timeout_s=10.0)
         yield store
         store.close()
     assert (store.counters.timeouts, store.counters.failures, store.counters.lost) == (0, 0, 0)

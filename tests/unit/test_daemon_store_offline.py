@@ -3,36 +3,57 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from krul_backend.daemon.client.daemon_connection import DaemonConnection
+from krul_backend.daemon.client.admin import AdminClient
+from krul_backend.daemon.client.client_session import DaemonConnection
 from krul_backend.daemon.client.daemon_store import DaemonStore
-from krul_backend.daemon.protocol.admin_messages import ListReply, ListRequest
-from krul_backend.daemon.protocol.messages import (
-    ErrorReply,
-    FindMissingReply,
-    LeaseReply,
-    Request,
-    ReserveReply,
-    SliceSpans,
+from krul_backend.daemon.protocol.admin_messages import ListRequest
+from krul_backend.daemon.protocol.messages import ErrorReply, Request
+from krul_backend.errors import (
+    DaemonError,
+    DaemonUnreachableError,
+    ProtocolError,
+    StoreClosedError,
+    TierReadError,
 )
-from krul_backend.errors import DaemonError, ProtocolError, StoreClosedError, TierReadError
 from krul_backend.segment import SegmentHeader
-from krul_backend.tiers.common.interface import Lease, SegmentInfo, Span
-from tests.support.fake_daemon import CAPACITY_BYTES, FakeDaemon
-from tests.support.store_builders import commit_to, make_manifest, make_model, page_keys, tokens_of
+from krul_backend.tiers.common.interface import Lease, SegmentInfo, SegmentSlice, Span
+from tests.support.fake_daemon import CAPACITY_BYTES, NO_REPLY, FakeDaemon
+from tests.support.store_builders import (
+    commit_to,
+    make_manifest,
+    make_model,
+    page_keys,
+    tokens_of,
+    wait_until,
+)
 
 MODEL = make_model()
 KEYS = page_keys("c", 0, 3)
 TOKENS = tokens_of(KEYS)
 HEADER = SegmentHeader(4, 0, 12, "raw", {}, (100, 60), (0, 0))
-SLICE = SliceSpans(7, HEADER, "dram", (Span(0, 100), Span(128, 60)), (1, 2), 0, 3, None)
+SPANS = (Span(0, 100), Span(128, 60))
 TIMEOUT_S = 0.3
+
+
+def slice_of(
+    tier: str,
+    spans: tuple[Span, ...],
+    *,
+    checksums: tuple[int, ...] = (1, 2),
+    end_page: int = 3,
+    status_span: Span | None = None,
+) -> SegmentSlice:
+    """A slice as a daemon sends it."""
+    return SegmentSlice(7, HEADER, tier, (), spans, checksums, 0, end_page, status_span=status_span)
+
+
+SLICE = slice_of("dram", SPANS)
 
 Make = Callable[..., DaemonStore]
 
@@ -65,13 +86,6 @@ def make_store(runtime_dir: Path) -> Iterator[Make]:
         store.close()
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline_s, "it did not become so"
-        time.sleep(0.01)
-
-
 def assert_engine_does_without(store: DaemonStore) -> None:
     assert store.lease(MODEL, KEYS, TOKENS) is None
     assert store.reserve((100, 60)) is None
@@ -81,10 +95,7 @@ def assert_engine_does_without(store: DaemonStore) -> None:
     assert store.prefetch(MODEL, KEYS, TOKENS) == 0
     assert store.pin(MODEL, KEYS, 1.0) == 0
     assert store.tier_costs() == {}
-    assert store.list_segments() == []
     assert store.report_damage(1) is False
-    assert store.flush(60.0) is False
-    assert store.verify().num_blocks == 0
     assert store.stats().capacity_bytes == 0
 
 
@@ -158,7 +169,7 @@ def test_only_the_first_call_waits_for_a_daemon_that_hangs(daemon: FakeDaemon, m
     daemon.is_hung.clear()
     wait_until(lambda: store.is_connected)
     # The reply to the first call comes late, and must not be taken for the second call's.
-    daemon.answers["find_missing"] = lambda request: FindMissingReply(id=request.id, missing=((1, 2),))
+    daemon.answers["find_missing"] = lambda request: ((1, 2),)
     assert store.find_missing(MODEL, KEYS) == [range(1, 2)]
     assert store.counters.reconnects == 1
 
@@ -166,11 +177,7 @@ def test_only_the_first_call_waits_for_a_daemon_that_hangs(daemon: FakeDaemon, m
 @pytest.mark.parametrize(
     ("op", "call"),
     [
-        ("verify", lambda store: store.verify()),
-        ("flush", lambda store: store.flush(30.0)),
         ("trim", lambda store: store.trim(1, (0, 0), (1, 1))),
-        ("list", lambda store: store.list_segments()),
-        ("inspect", lambda store: store.inspect(1)),
         ("report_damage", lambda store: store.report_damage(1)),
         ("clear", lambda store: store.clear()),
     ],
@@ -194,7 +201,7 @@ def test_what_is_granted_too_late_is_given_back(daemon: FakeDaemon, make_store: 
     assert store.reserve((10,)) is None
     daemon.is_hung.clear()
     wait_until(lambda: store.is_connected)
-    daemon.answers["lease"] = lambda request: None
+    daemon.answers["lease"] = lambda request: NO_REPLY
     assert store.lease(MODEL, KEYS, TOKENS) is None
     wait_until(lambda: "release" in daemon.ops())
     ops = [op for op in daemon.ops() if op not in ("hello", "ping")]
@@ -205,7 +212,7 @@ def test_what_is_granted_too_late_is_given_back(daemon: FakeDaemon, make_store: 
 
 
 def test_a_lease_is_released_even_while_the_daemon_hangs(daemon: FakeDaemon, make_store: Make) -> None:
-    daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=(SLICE,))
+    daemon.answers["lease"] = lambda request: (SLICE,)
     store = make_store()
     lease = store.lease(MODEL, KEYS, TOKENS)
     assert lease is not None
@@ -220,8 +227,8 @@ def test_a_lease_is_released_even_while_the_daemon_hangs(daemon: FakeDaemon, mak
 
 def test_leased_blocks_are_read_only_views(daemon: FakeDaemon, make_store: Make) -> None:
     daemon.arena[128:131] = b"abc"
-    fetched = SliceSpans(7, HEADER, "ssd", SLICE.spans, (1, 2), 0, 3, Span(256, 2))
-    daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=(fetched,))
+    fetched = slice_of("ssd", SPANS, status_span=Span(256, 2))
+    daemon.answers["lease"] = lambda request: (fetched,)
     lease = make_store().lease(MODEL, KEYS, TOKENS)
     assert lease is not None
     (part,) = lease.slices
@@ -242,20 +249,19 @@ def test_leased_blocks_are_read_only_views(daemon: FakeDaemon, make_store: Make)
 @pytest.mark.parametrize(
     "slices",
     [
-        (SliceSpans(7, HEADER, "dram", (Span(0, 100), Span(CAPACITY_BYTES - 59, 60)), (1, 2), 0, 3, None),),
-        (SliceSpans(7, HEADER, "dram", (Span(-1, 100), Span(128, 60)), (1, 2), 0, 3, None),),
-        (SliceSpans(7, HEADER, "dram", (Span(0, 100), Span(128, 61)), (1, 2), 0, 3, None),),
-        (SliceSpans(7, HEADER, "dram", (), (1, 2), 0, 3, None),),
-        (SliceSpans(7, HEADER, "dram", SLICE.spans, (1,), 0, 3, None),),
-        (SliceSpans(7, HEADER, "dram", SLICE.spans, (1, 2), 0, 2, None),),
-        (SliceSpans(7, HEADER, "ssd", SLICE.spans, (1, 2), 0, 3, Span(0, 1)),),
-        (),
+        (slice_of("dram", (Span(0, 100), Span(CAPACITY_BYTES - 59, 60))),),
+        (slice_of("dram", (Span(-1, 100), Span(128, 60))),),
+        (slice_of("dram", (Span(0, 100), Span(128, 61))),),
+        (slice_of("dram", ()),),
+        (slice_of("dram", SPANS, checksums=(1,)),),
+        (slice_of("dram", SPANS, end_page=4),),
+        (slice_of("ssd", SPANS, status_span=Span(0, 1)),),
     ],
 )
 def test_a_lease_that_makes_no_sense_is_a_miss(
-    daemon: FakeDaemon, make_store: Make, slices: tuple[SliceSpans, ...]
+    daemon: FakeDaemon, make_store: Make, slices: tuple[SegmentSlice, ...]
 ) -> None:
-    daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=slices)
+    daemon.answers["lease"] = lambda request: slices
     store = make_store()
     assert store.lease(MODEL, KEYS, TOKENS) is None
     assert store.counters.failures == 1
@@ -263,7 +269,7 @@ def test_a_lease_that_makes_no_sense_is_a_miss(
 
 
 def test_a_reservation_of_other_sizes_is_none(daemon: FakeDaemon, make_store: Make) -> None:
-    daemon.answers["reserve"] = lambda request: ReserveReply(id=request.id, spans=(Span(0, 9),))
+    daemon.answers["reserve"] = lambda request: (Span(0, 9),)
     store = make_store()
     assert store.reserve((10,)) is None
     wait_until(lambda: daemon.ops()[-1] == "abort")
@@ -289,17 +295,35 @@ def test_threads_that_end_leave_no_descriptors(daemon: FakeDaemon, make_store: M
     wait_until(lambda: num_descriptors() <= before + 3)
 
 
-def test_long_lists_come_in_parts(daemon: FakeDaemon, make_store: Make) -> None:
+def test_long_lists_come_in_parts(daemon: FakeDaemon, runtime_dir: Path) -> None:
     infos = [SegmentInfo(i, "m", "f", "", 0, 4, 10, "raw", {}, ("dram",), 0, 0.0, 0.0) for i in range(5)]
 
-    def two_of_five(request: Request) -> ListReply:
+    def two_of_five(request: Request) -> object:
         assert isinstance(request, ListRequest)
-        part = infos[request.offset : request.offset + 2]
-        return ListReply(id=request.id, segments=tuple(part), num_segments=5)
+        return infos[request.offset : request.offset + 2], 5
 
     daemon.answers["list"] = two_of_five
-    assert make_store().list_segments() == infos
+    with AdminClient(runtime_dir) as client:
+        assert client.list_segments() == infos
     assert daemon.ops().count("list") == 3
+
+
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("verify", lambda client: client.verify()),
+        ("flush", lambda client: client.flush(30.0)),
+    ],
+)
+def test_what_takes_minutes_is_not_asked_of_a_daemon_that_hangs(
+    daemon: FakeDaemon, runtime_dir: Path, op: str, call: Callable[[AdminClient], object]
+) -> None:
+    daemon.is_hung.set()
+    with AdminClient(runtime_dir, timeout_s=TIMEOUT_S) as client, pytest.raises(DaemonUnreachableError):
+        call(client)
+    daemon.is_hung.clear()
+    wait_until(lambda: "ping" in daemon.ops())
+    assert op not in daemon.ops()
 
 
 @pytest.mark.parametrize(
@@ -422,8 +446,8 @@ def test_a_daemon_that_dies_again_at_once_is_started_again(
     store = make_store(restart=restart)
     daemon.stop()
     try:
-        wait_until(lambda: store.is_connected)
-        assert len(others) == 2
+        # Not at once: that the first one is gone must have been noticed before.
+        wait_until(lambda: len(others) == 2 and store.is_connected)
     finally:
         for other in others:
             if other is not None:
@@ -451,7 +475,7 @@ class GatedLock:
 def test_a_call_that_meets_the_close_fails_as_after_it(
     daemon: FakeDaemon, make_store: Make, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=(SLICE,))
+    daemon.answers["lease"] = lambda request: (SLICE,)
     store = make_store()
     lease, reservation = store.lease(MODEL, KEYS, TOKENS), store.reserve((10, 10))
     assert lease is not None
@@ -489,7 +513,7 @@ def test_what_is_given_back_while_the_session_closes_goes_unsaid(
     daemon: FakeDaemon, make_store: Make, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """The thread has its connection already when the store and its sockets close."""
-    daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=(SLICE,))
+    daemon.answers["lease"] = lambda request: (SLICE,)
     store = make_store()
     lease, reservation = store.lease(MODEL, KEYS, TOKENS), store.reserve((10, 10))
     assert lease is not None
@@ -521,7 +545,7 @@ def test_what_is_given_back_while_the_session_closes_goes_unsaid(
 
 
 def test_after_close_only_release_and_abort_are_silent(daemon: FakeDaemon, make_store: Make) -> None:
-    daemon.answers["lease"] = lambda request: LeaseReply(id=request.id, num_pages=3, slices=(SLICE,))
+    daemon.answers["lease"] = lambda request: (SLICE,)
     store = make_store()
     lease, reservation = store.lease(MODEL, KEYS, TOKENS), store.reserve((10, 10))
     assert lease is not None

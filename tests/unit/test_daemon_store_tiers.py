@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import TierReadError
 from krul_backend.planner.costs import TierCost
-from tests.support.daemon_builders import serving
+from tests.support.daemon_builders import WatchedStore, serving
 from tests.support.store_builders import lease_pages, page_keys, put, tokens_of, wait_until
 from tests.support.tiered_builders import MODEL, SIZES, Rig, put_below, put_in_dram, tiers_of, wait_for
 
@@ -24,15 +23,15 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.fixture
-def store(rig: Rig) -> Iterator[DaemonStore]:
-    with serving(rig.store, rig.host) as runtime_dir:
-        store = DaemonStore(runtime_dir, model=MODEL, request_timeout_s=10.0)
+def store(rig: Rig) -> Iterator[WatchedStore]:
+    with serving(rig.store) as runtime_dir:
+        store = WatchedStore(runtime_dir, model=MODEL, request_timeout_s=10.0)
         yield store
         store.close()
     assert (store.counters.timeouts, store.counters.failures, store.counters.lost) == (0, 0, 0)
 
 
-def test_layers_are_seen_when_they_land(rig: Rig, store: DaemonStore) -> None:
+def test_layers_are_seen_when_they_land(rig: Rig, store: WatchedStore) -> None:
     _, first = put_in_dram(rig, "c", 0, 2)
     _, second = put_below(rig.ssd, "c", 2, 5)
     rig.ssd.num_free_layers = 1
@@ -61,7 +60,7 @@ def test_layers_are_seen_when_they_land(rig: Rig, store: DaemonStore) -> None:
     store.release(again)
 
 
-def test_a_read_that_fails_is_told_through_shared_memory(rig: Rig, store: DaemonStore) -> None:
+def test_a_read_that_fails_is_told_through_shared_memory(rig: Rig, store: WatchedStore) -> None:
     put_below(rig.ssd, "c", 0, 3)
     rig.ssd.fail_after = 1
     rig.ssd.reads_go_on.clear()
@@ -75,7 +74,7 @@ def test_a_read_that_fails_is_told_through_shared_memory(rig: Rig, store: Daemon
     store.release(lease)
 
 
-def test_prefetched_pages_are_in_dram_by_the_time_of_the_lease(rig: Rig, store: DaemonStore) -> None:
+def test_prefetched_pages_are_in_dram_by_the_time_of_the_lease(rig: Rig, store: WatchedStore) -> None:
     _, content = put_below(rig.mooncake, "c", 0, 3)
     keys = page_keys("c", 0, 3)
     assert store.prefetch(MODEL, keys, tokens_of(keys)) == 3
@@ -86,17 +85,17 @@ def test_prefetched_pages_are_in_dram_by_the_time_of_the_lease(rig: Rig, store: 
     store.release(lease)
 
 
-def test_tiers_costs_and_their_statistics(rig: Rig, store: DaemonStore) -> None:
+def test_tiers_costs_and_their_statistics(rig: Rig, store: WatchedStore) -> None:
     assert store.tier_costs() == {"ssd": TierCost(0.0, 1e-9), "mooncake": TierCost(0.0, 1e-9)}
     put(store, "c", 0, 2, SIZES)
-    assert store.flush(20.0) is True
+    assert store.admin.flush(20.0) is True
     stats = store.stats()
     assert [(tier.name, tier.num_segments) for tier in stats.tiers] == [("ssd", 1), ("mooncake", 1)]
     (info,) = store.list_segments()
     assert info.tiers == ("dram", "ssd", "mooncake")
 
 
-def test_a_clear_reaches_every_tier(rig: Rig, store: DaemonStore) -> None:
+def test_a_clear_reaches_every_tier(rig: Rig, store: WatchedStore) -> None:
     put_in_dram(rig, "c", 0, 2)
     put_below(rig.ssd, "c", 2, 5)
     store.clear(MODEL)

@@ -764,7 +764,7 @@ def test_an_interrupted_verification_leaves_no_pin(store: HostStore, monkeypatch
 def test_threads_that_do_everything_at_once_never_see_wrong_bytes(
     monkeypatch: pytest.MonkeyPatch, max_visited: int
 ) -> None:
-    monkeypatch.setattr("krul_backend.tiers.dram.allocation.MAX_VISITED", max_visited)
+    monkeypatch.setattr("krul_backend.tiers.dram.reservations.MAX_VISITED", max_visited)
     store = HostStore(48 * 1024, LruPolicy())
     stop_at = time.monotonic() + 1.5
     failures: list[str] = []

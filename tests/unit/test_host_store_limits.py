@@ -453,7 +453,7 @@ def test_a_search_in_steps_evicts_what_one_in_one_step_does(
 ) -> None:
     at_once = num_evicted_for_one(policy, seed)
     assert 10 < at_once <= MAX_VISITED, "one hold of the lock is enough"
-    monkeypatch.setattr("krul_backend.tiers.dram.allocation.MAX_VISITED", 2)
+    monkeypatch.setattr("krul_backend.tiers.dram.reservations.MAX_VISITED", 2)
     # A run of victims may be an eighth longer than need be, depending on where the steps end.
     assert at_once * 8 // 9 <= num_evicted_for_one(policy, seed) <= at_once * 9 // 8
 
@@ -464,8 +464,8 @@ class Breaths:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
         self.num = 0
         self._act = act
-        monkeypatch.setattr("krul_backend.tiers.dram.allocation.MAX_VISITED", 2)
-        monkeypatch.setattr("krul_backend.tiers.dram.allocation.time.sleep", self._breathe)
+        monkeypatch.setattr("krul_backend.tiers.dram.reservations.MAX_VISITED", 2)
+        monkeypatch.setattr("krul_backend.tiers.dram.reservations.time.sleep", self._breathe)
 
     def _breathe(self, seconds: float) -> None:
         self.num += 1

@@ -24,7 +24,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 def in_new_threads(num_threads: int, channels: RequestChannels) -> None:
     """Each of them posts a release, and ends before the next one begins."""
     for lease_id in range(num_threads):
-        request = ReleaseRequest(**channels.head(), lease_id=lease_id)
+        request = ReleaseRequest(lease_id=lease_id)
         thread = threading.Thread(target=channels.post, args=(request,))
         thread.start()
         thread.join()

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from krul_backend.errors import RestoreError
 from krul_backend.planner.costs import ComputeCost, TierCost
-from krul_backend.planner.pipeline import check, is_allowed, simulate
+from krul_backend.planner.pipeline import simulate
 from krul_backend.planner.problem import RestoreProblem
-from tests.support.restore_builders import DISK, make_problem, problems, stored_run
+from tests.support.restore_builders import DISK, check, is_allowed, make_problem, problems, stored_run
 
 
 def naive_load_s(problem: RestoreProblem, head_ends: list[int], layer: int) -> float:

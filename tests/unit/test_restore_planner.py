@@ -20,7 +20,7 @@ from krul_backend.errors import RestoreError
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.planner.head_shapes import limit_lengths
 from krul_backend.planner.interface import RestorePlanner
-from krul_backend.planner.pipeline import check, is_allowed, simulate
+from krul_backend.planner.pipeline import simulate
 from krul_backend.planner.planners import (
     PLANNERS,
     FullLoadPlanner,
@@ -33,7 +33,7 @@ from krul_backend.planner.planners import (
 from krul_backend.planner.problem import RestoreProblem, StoredRun
 from krul_backend.planner.timing import RestoreTiming
 from tests.support.random_heads import RandomPlanner
-from tests.support.restore_builders import HOST, make_problem, problems, stored_run
+from tests.support.restore_builders import HOST, check, is_allowed, make_problem, problems, stored_run
 
 
 def allowed_head_ends(problem: RestoreProblem) -> Iterator[tuple[int, ...]]:
@@ -230,13 +230,6 @@ def test_full_load_recomputes_only_what_is_not_stored() -> None:
     assert FullLoadPlanner().plan(make_problem(run)).head_ends == (4, 2, 0)
     assert FullLoadPlanner().plan(make_problem(run, max_lengths=1)).head_ends == (4, 4, 0)
     assert FullLoadPlanner().plan(make_problem(stored_run(2, 8, [1.0]))).head_ends == (2,)
-
-
-def test_a_uniform_ratio_is_that_of_all_layers() -> None:
-    problem = make_problem(stored_run(4, 44, [1.0] * 3), page_size=4)
-    assert UniformPlanner(ratio=0.5).plan(problem).head_ends == (24, 24, 24)
-    assert UniformPlanner(ratio=0.0).plan(problem).head_ends == (4, 4, 4)
-    assert UniformPlanner(ratio=1.0).plan(problem).head_ends == (44, 44, 44)
 
 
 def test_the_uniform_ratio_balances_computing_and_loading() -> None:

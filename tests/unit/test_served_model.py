@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from krul_backend.daemon.client.daemon_connection import DaemonConnection
+from krul_backend.daemon.client.client_session import DaemonConnection
 from krul_backend.daemon.protocol.messages import MAX_MODELS
 from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable

@@ -13,14 +13,10 @@ import pytest
 from krul_backend.daemon.protocol.messages import (
     MAX_MODELS,
     AbortRequest,
-    FetchReply,
     FetchRequest,
     HelloRequest,
-    LeaseReply,
     LeaseRequest,
     ReleaseRequest,
-    Reply,
-    ReserveReply,
     ReserveRequest,
 )
 from krul_backend.daemon.server.lanes import Deferred
@@ -28,7 +24,10 @@ from krul_backend.daemon.server.session_handlers import SessionHandlers
 from krul_backend.daemon.server.sessions import Session
 from krul_backend.errors import ProtocolError, TierReadError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
+from krul_backend.store.tiered_store import TieredStore
+from krul_backend.tiers.common.interface import SegmentSlice
 from krul_backend.tiers.dram.host_store import HostStore
+from tests.support.daemon_client import num_pages
 from tests.support.store_builders import make_model, page_keys, put, tokens_of
 
 MODEL = make_model()
@@ -38,8 +37,8 @@ RELEASE = ReleaseRequest(token="t", id=2, lease_id=5)
 
 
 @pytest.fixture
-def store() -> Iterator[HostStore]:
-    store = HostStore(1 << 20)
+def store() -> Iterator[TieredStore]:
+    store = TieredStore(HostStore(1 << 20))
     put(store, "c", 0, 2)
     yield store
     store.close()
@@ -60,38 +59,37 @@ def defer(handlers: SessionHandlers, session: Session) -> Deferred[Any]:
     return answer
 
 
-def finish(deferred: Deferred[Any], future: Future[Any] | None = None) -> LeaseReply:
+def finish(deferred: Deferred[Any], future: Future[Any] | None = None) -> list[SegmentSlice]:
     if future is None:
         future = Future()
         future.set_result(deferred.work())
-    reply = deferred.finish(future)
-    assert isinstance(reply, LeaseReply)
-    return reply
+    slices: list[SegmentSlice] = deferred.finish(future)
+    return slices
 
 
 def test_a_lookup_that_may_ask_a_network_is_left_to_another_thread(
-    store: HostStore, session: Session
+    store: TieredStore, session: Session
 ) -> None:
-    handlers = SessionHandlers(store, store.buffer, may_lookup_wait=True)
+    handlers = SessionHandlers(store, may_lookup_wait=True)
     deferred = defer(handlers, session)
     assert store.stats().lookups == 0
-    assert finish(deferred).num_pages == 2
-    assert list(session.leases) == [5]
-    assert isinstance(handlers.handle(session, RELEASE, None), Reply)
+    assert num_pages(finish(deferred)) == 2
+    assert list(session.leases.granted) == [5]
+    assert handlers.handle(session, RELEASE, None) is None
     assert store.stats().num_leases == 0
 
 
-def test_a_lookup_of_local_tiers_is_answered_at_once(store: HostStore, session: Session) -> None:
-    reply = SessionHandlers(store, store.buffer, False).handle(session, LEASE, tokens_of(KEYS))
-    assert isinstance(reply, LeaseReply)
+def test_a_lookup_of_local_tiers_is_answered_at_once(store: TieredStore, session: Session) -> None:
+    (part,) = SessionHandlers(store, False).handle(session, LEASE, tokens_of(KEYS))
+    assert (part.blocks, len(part.spans)) == ((), 2), "blocks lie in the arena, and do not travel"
     assert store.stats().num_leases == 1
 
 
 @pytest.mark.parametrize("when", ["before the lookup", "after the lookup"])
 def test_a_lease_released_before_it_was_granted_is_not_kept(
-    store: HostStore, session: Session, when: str
+    store: TieredStore, session: Session, when: str
 ) -> None:
-    handlers = SessionHandlers(store, store.buffer, may_lookup_wait=True)
+    handlers = SessionHandlers(store, may_lookup_wait=True)
     deferred = defer(handlers, session)
     future: Future[Any] = Future()
     if when == "after the lookup":
@@ -99,35 +97,35 @@ def test_a_lease_released_before_it_was_granted_is_not_kept(
     handlers.handle(session, RELEASE, None)
     if when == "before the lookup":
         future.set_result(deferred.work())
-    assert finish(deferred, future).num_pages == 0
-    assert (session.leases, store.stats().num_leases) == ({}, 0)
+    assert finish(deferred, future) == []
+    assert (session.leases.granted, store.stats().num_leases) == ({}, 0)
 
 
-def test_a_lease_granted_to_a_session_that_ended_is_not_kept(store: HostStore, session: Session) -> None:
-    handlers = SessionHandlers(store, store.buffer, may_lookup_wait=True)
+def test_a_lease_granted_to_a_session_that_ended_is_not_kept(store: TieredStore, session: Session) -> None:
+    handlers = SessionHandlers(store, may_lookup_wait=True)
     deferred = defer(handlers, session)
     handlers.end_session(session)
-    assert finish(deferred).num_pages == 0
-    assert (session.leases, store.stats().num_leases) == ({}, 0)
+    assert finish(deferred) == []
+    assert (session.leases.granted, store.stats().num_leases) == ({}, 0)
 
 
-def test_a_lookup_that_failed_leaves_nothing_behind(store: HostStore, session: Session) -> None:
-    handlers = SessionHandlers(store, store.buffer, may_lookup_wait=True)
+def test_a_lookup_that_failed_leaves_nothing_behind(store: TieredStore, session: Session) -> None:
+    handlers = SessionHandlers(store, may_lookup_wait=True)
     deferred = defer(handlers, session)
     failed: Future[Any] = Future()
     failed.set_exception(TierReadError("gone"))
     with pytest.raises(TierReadError, match="gone"):
         deferred.finish(failed)
-    assert finish(defer(handlers, session)).num_pages == 2, "the number is free again"
+    assert num_pages(finish(defer(handlers, session))) == 2, "the number is free again"
 
 
-def test_one_number_cannot_be_asked_for_twice_at_a_time(store: HostStore, session: Session) -> None:
-    handlers = SessionHandlers(store, store.buffer, may_lookup_wait=True)
+def test_one_number_cannot_be_asked_for_twice_at_a_time(store: TieredStore, session: Session) -> None:
+    handlers = SessionHandlers(store, may_lookup_wait=True)
     deferred = defer(handlers, session)
-    with pytest.raises(ValueError, match="lease 5 was taken before"):
+    with pytest.raises(ValueError, match="lease 5 was asked for before"):
         handlers.handle(session, LEASE, tokens_of(KEYS))
-    assert finish(deferred).num_pages == 2
-    with pytest.raises(ValueError, match="lease 5 was taken before"):
+    assert num_pages(finish(deferred)) == 2
+    with pytest.raises(ValueError, match="lease 5 was asked for before"):
         handlers.handle(session, LEASE, tokens_of(KEYS))
 
 
@@ -147,38 +145,36 @@ def done(deferred: Deferred[Any]) -> Future[Any]:
     return future
 
 
-def test_space_is_looked_for_in_another_thread(store: HostStore, session: Session) -> None:
-    handlers = SessionHandlers(store, store.buffer, may_lookup_wait=False)
+def test_space_is_looked_for_in_another_thread(store: TieredStore, session: Session) -> None:
+    handlers = SessionHandlers(store, may_lookup_wait=False)
     deferred = reserve(handlers, session)
     assert store.stats().num_reservations == 0
-    with pytest.raises(ValueError, match="reservation 7 was made before"):
+    with pytest.raises(ValueError, match="reservation 7 was asked for before"):
         reserve(handlers, session)
-    reply = deferred.finish(done(deferred))
-    assert isinstance(reply, ReserveReply)
-    assert reply.spans is not None
-    assert list(session.reservations) == [7]
+    assert [span.num_bytes for span in deferred.finish(done(deferred))] == [100, 60]
+    assert list(session.reservations.granted) == [7]
 
 
 @pytest.mark.parametrize("ends", ["abort", "session"])
 def test_a_reservation_given_back_before_it_was_made_is_not_kept(
-    store: HostStore, session: Session, ends: str
+    store: TieredStore, session: Session, ends: str
 ) -> None:
-    handlers = SessionHandlers(store, store.buffer, may_lookup_wait=False)
+    handlers = SessionHandlers(store, may_lookup_wait=False)
     deferred = reserve(handlers, session)
     future = done(deferred)
     if ends == "abort":
         handlers.handle(session, AbortRequest(token="t", id=4, reservation_id=7), None)
     else:
         handlers.end_session(session)
-    assert deferred.finish(future) == ReserveReply(id=3, spans=None)
-    assert (session.reservations, store.stats().num_reservations) == ({}, 0)
+    assert deferred.finish(future) is None
+    assert (session.reservations.granted, store.stats().num_reservations) == ({}, 0)
 
 
 @pytest.mark.parametrize("ends", ["release", "session", None])
 def test_a_lease_released_while_it_is_fetched_ends_after_that(
-    store: HostStore, session: Session, ends: str | None
+    store: TieredStore, session: Session, ends: str | None
 ) -> None:
-    handlers = SessionHandlers(store, store.buffer, may_lookup_wait=False)
+    handlers = SessionHandlers(store, may_lookup_wait=False)
     handlers.handle(session, LEASE, tokens_of(KEYS))
     fetch = FetchRequest(token="t", id=3, lease_id=5)
     deferred = handlers.handle(session, fetch, None)
@@ -192,16 +188,16 @@ def test_a_lease_released_while_it_is_fetched_ends_after_that(
     assert store.stats().num_leases == 1, "the other thread has it"
     future = done(deferred)
     if ends is None:
-        assert isinstance(deferred.finish(future), FetchReply)
+        assert num_pages(deferred.finish(future)) == 2
         handlers.handle(session, RELEASE, None)
     else:
         with pytest.raises(KeyError, match="lease 5 was released"):
             deferred.finish(future)
-    assert (session.leases, session.fetching, store.stats().num_leases) == ({}, set(), 0)
+    assert (session.leases.granted, session.fetching, store.stats().num_leases) == ({}, set(), 0)
 
 
-def test_a_session_knows_the_models_that_said_hello_last(store: HostStore, session: Session) -> None:
-    handlers = SessionHandlers(store, store.buffer, False)
+def test_a_session_knows_the_models_that_said_hello_last(store: TieredStore, session: Session) -> None:
+    handlers = SessionHandlers(store, False)
 
     def say_hello(model: ModelIdentity) -> None:
         fingerprint = model.fingerprint
@@ -214,9 +210,7 @@ def test_a_session_knows_the_models_that_said_hello_last(store: HostStore, sessi
     say_hello(MODEL)
     say_hello(others[-1])
     assert list(session.models.values()) == [*others[1:-1], MODEL, others[-1]]
-    reply = handlers.handle(session, LEASE, tokens_of(KEYS))
-    assert isinstance(reply, LeaseReply)
-    assert reply.num_pages == 2
+    assert num_pages(handlers.handle(session, LEASE, tokens_of(KEYS))) == 2
     forgotten = msgspec.structs.replace(LEASE, fingerprint=others[0].fingerprint, lease_id=6)
     with pytest.raises(ProtocolError, match="say hello first"):
         handlers.handle(session, forgotten, tokens_of(KEYS))

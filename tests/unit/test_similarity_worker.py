@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import os
-import random
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import orjson
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.attention import similarity_worker
-from krul_backend.attention import worker as worker_module
-from krul_backend.attention.messages import pack_message, read_message
 from krul_backend.attention.rows import Phase, accumulate
 from krul_backend.attention.shared_job import JobLayout
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.attention.worker_process import WorkerProcess
+from krul_backend.attention.worker_process import WorkerGoneError, WorkerProcess, serve
 from tests.support.attention_builders import Sequence
 from tests.support.strict_device import StrictDevice
 
@@ -191,40 +192,16 @@ def is_running(process_id: int) -> bool:
     return state != "Z"
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    values=st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=4),
-    seed=st.integers(0, 2**31),
-)
-def test_messages_survive_any_division_of_the_stream(values: dict[str, object], seed: int) -> None:
-    rng = random.Random(seed)
-    stream = bytearray(pack_message(values) + pack_message({"last": True}))
-
-    def read(num_bytes: int) -> bytes:
-        part = bytes(stream[: rng.randint(1, num_bytes)])
-        del stream[: len(part)]
-        return part
-
-    assert read_message(read) == values
-    assert read_message(read) == {"last": True}
-    assert read_message(read) is None
-
-
 @settings(max_examples=50, deadline=None)
 @given(content=st.binary(max_size=40))
-def test_random_bytes_are_a_message_or_refused(content: bytes) -> None:
-    stream = bytearray(content)
-
-    def read(num_bytes: int) -> bytes:
-        part = bytes(stream[:num_bytes])
-        del stream[: len(part)]
-        return part
-
-    try:
-        message = read_message(read)
-    except ValueError:
-        return
-    assert message is None or isinstance(message, dict)
+def test_a_process_that_answers_nonsense_counts_as_gone(content: bytes) -> None:
+    process = WorkerProcess.__new__(WorkerProcess)
+    process._pipe, theirs = multiprocessing.Pipe()
+    process._job_ids = itertools.count()
+    theirs.send_bytes(content)
+    layout = JobLayout.of(SEQUENCE.rows(), SEQUENCE.keys[0], SEQUENCE.num_tokens)
+    with theirs, process._pipe, pytest.raises(WorkerGoneError):
+        process.reduce(layout, timeout_s=10.0)
 
 
 def test_serving_answers_every_job_and_ends_with_its_input() -> None:
@@ -239,18 +216,16 @@ def test_serving_answers_every_job_and_ends_with_its_input() -> None:
     views.kv_heads.copy_(rows.kv_heads)
     good = layout.to_json()
     jobs = [{**good, "offset": 64}, good, {**good, "keys_dtype": "int8"}]
-    requests, to_requests = os.pipe()
-    replies, to_replies = os.pipe()
+    client, pipe = multiprocessing.Pipe()
+    thread = threading.Thread(target=serve, args=(memory, pipe))
+    thread.start()
     for job_id, job in enumerate(jobs):
-        os.write(to_requests, pack_message({"job_id": job_id, "job": job}))
-    os.close(to_requests)
-    worker_module.serve(memory, requests, to_replies)
-    os.close(to_replies)
-    answers = []
-    while (answer := read_message(lambda num_bytes: os.read(replies, num_bytes))) is not None:
-        answers.append(answer)
-    os.close(requests)
-    os.close(replies)
+        client.send_bytes(orjson.dumps({"job_id": job_id, "job": job}))
+    answers = [orjson.loads(client.recv_bytes()) for _ in jobs]
+    client.close()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    pipe.close()
     assert [answer["job_id"] for answer in answers] == [0, 1, 2]
     assert "ends behind" in answers[0]["error"]
     assert answers[1]["error"] is None

@@ -13,7 +13,7 @@ import pytest
 
 from krul_backend.errors import DaemonError, TierReadError
 from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.suspension import FIRST_PAUSE_S
+from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import (
     FILE_BYTES,

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.common.suspension import FIRST_PAUSE_S
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.room import Room
 from krul_backend.tiers.ssd.ssd_tier import SsdTier

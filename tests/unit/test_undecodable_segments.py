@@ -80,7 +80,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         yield Rig(tiered, tier, tiered)
         tiered.close()
         return
-    with serving(tiered, host) as runtime_dir:
+    with serving(tiered) as runtime_dir:
         engine = DaemonStore(runtime_dir, model=MODEL, request_timeout_s=10.0)
         yield Rig(tiered, tier, engine)
         engine.close()

@@ -17,7 +17,7 @@ def full_load_heads(timing: RestoreTiming) -> Tokens:
     return limit_lengths(timing.lowest, problem.device_tokens, problem.max_lengths)
 
 
-def uniform_heads(timing: RestoreTiming, ratio: float | None = None) -> Tokens:
+def uniform_heads(timing: RestoreTiming) -> Tokens:
     """[L]: the head ends of ``UniformPlanner``, if any are possible."""
     problem = timing.problem
     if problem.max_lengths == 0:
@@ -28,10 +28,7 @@ def uniform_heads(timing: RestoreTiming, ratio: float | None = None) -> Tokens:
         ends = problem.device_tokens + np.rint(ratios * num_tokens).astype(np.int64)
         return allowed_heads(timing, np.repeat(ends[:, None], problem.num_layers, axis=1))
 
-    if ratio is None:
-        heads = balanced_heads(timing, heads_of, num_tokens // problem.page_size)
-    else:
-        heads = heads_of(np.array([ratio]))[0]
+    heads = balanced_heads(timing, heads_of, num_tokens // problem.page_size)
     return limit_lengths(heads, problem.device_tokens, problem.max_lengths)
 
 

@@ -67,7 +67,7 @@ class Pipeline:
 
 
 def simulate(problem: RestoreProblem, head_ends: Sequence[int]) -> Pipeline:
-    """The pipeline of ``head_ends``, one per layer. Whether they are allowed is not checked: see ``check``.
+    """The pipeline of ``head_ends``, one per layer. Whether they are allowed is not checked.
 
     Raises:
         RestoreError: not one head end per layer.
@@ -91,35 +91,6 @@ def simulate(problem: RestoreProblem, head_ends: Sequence[int]) -> Pipeline:
         bytes_loaded=float((copied * timing.token_bytes).sum()),
         head_tokens=int((ends - problem.device_tokens).sum()),
     )
-
-
-def is_allowed(problem: RestoreProblem, head_ends: Sequence[int]) -> bool:
-    """Whether a plan may have these head ends, one per layer: all that ``check`` asks for."""
-    return len(head_ends) == problem.num_layers and bool(
-        RestoreTiming(problem).allowed(_row(problem, head_ends))[0]
-    )
-
-
-def check(problem: RestoreProblem, head_ends: Sequence[int]) -> None:
-    """Raises RestoreError that says which rule ``head_ends`` break, if they do."""
-    ends, timing = _row(problem, head_ends)[0], RestoreTiming(problem)
-    page, device, total = problem.page_size, problem.device_tokens, problem.total_tokens
-    if (ends[1:] > ends[:-1]).any():
-        raise RestoreError(f"heads grow from layer to layer: {list(head_ends)}")
-    if (ends % page != 0).any():
-        raise RestoreError(f"heads end inside a page of {page} tokens: {list(head_ends)}")
-    if ends[0] > total or ends[-1] < device:
-        raise RestoreError(f"heads end outside [{device}, {total}]: {list(head_ends)}")
-    if ends[0] > timing.highest:
-        raise RestoreError(f"a head ends at {ends[0]}, the limit of head tokens allows {timing.highest}")
-    if (ends < timing.lowest).any():
-        layer = int((ends < timing.lowest).argmax())
-        raise RestoreError(
-            f"the head of layer {layer} ends at {ends[layer]}, stored is what follows {timing.lowest[layer]}"
-        )
-    lengths = int(timing.num_lengths(ends[None])[0])
-    if lengths > problem.max_lengths:
-        raise RestoreError(f"{lengths} different lengths of heads, {problem.max_lengths} are allowed")
 
 
 def _row(problem: RestoreProblem, head_ends: Sequence[int]) -> Tokens:

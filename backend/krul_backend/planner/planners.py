@@ -54,20 +54,14 @@ class FullRecomputePlanner(RestorePlanner):
 class UniformPlanner(RestorePlanner):
     """Equal heads in all layers (the paper's "partial KV recompute"), larger only where less is stored.
 
-    ``ratio``: share of the prefix that is recomputed, in [0, 1]; None for the one that balances computing
-    and loading.
+    They balance computing and loading.
     """
 
     name: ClassVar[str] = "uniform"
 
-    def __init__(self, ratio: float | None = None) -> None:
-        self.ratio = ratio
-
     def plan(self, problem: RestoreProblem) -> RestorePlan:
         timing = RestoreTiming(problem)
-        if not timing.is_possible:
-            return RestorePlan.recompute(problem)
-        return timing.plan(uniform_heads(timing, self.ratio))
+        return timing.plan(uniform_heads(timing)) if timing.is_possible else RestorePlan.recompute(problem)
 
 
 class PyramidPlanner(RestorePlanner):

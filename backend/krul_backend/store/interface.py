@@ -1,4 +1,4 @@
-"""The interface of a KV store in this process or behind a daemon."""
+"""The interface of a KV store, in this process or behind a daemon, as engines use it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import (
     DamageReason,
-    DamageReport,
     Lease,
     PathSegment,
     Reservation,
-    SegmentDetails,
-    SegmentInfo,
     SegmentSlice,
     StoreStats,
 )
@@ -157,21 +154,6 @@ class KVStore(Protocol):
 
     @abstractmethod
     def stats(self) -> StoreStats: ...
-
-    @abstractmethod
-    def list_segments(self) -> list[SegmentInfo]: ...
-
-    @abstractmethod
-    def inspect(self, segment_id: int) -> SegmentDetails | None:
-        """One segment in DRAM, in full; None if it is not there (any more)."""
-
-    @abstractmethod
-    def verify(self) -> DamageReport:
-        """Check every committed block of every local tier; take bad segments out of their tier's index."""
-
-    @abstractmethod
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until earlier commits are as durable as the tiers make them; False if that takes longer."""
 
     @abstractmethod
     def clear(self, model: ModelIdentity | None = None) -> None:

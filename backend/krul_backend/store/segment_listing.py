@@ -36,7 +36,7 @@ def inspect_segment(host: HostStore, tiers: Sequence[LowerTier], segment_id: int
     details = host.inspect(segment_id)
     if details is None:
         return None
-    holders = (DRAM_TIER, *_holders_of(host.manifests().get(segment_id), tiers))
+    holders = (DRAM_TIER, *_holders_of(host.manifest_of(segment_id), tiers))
     return dataclasses.replace(details, info=dataclasses.replace(details.info, tiers=holders))
 
 

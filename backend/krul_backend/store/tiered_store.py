@@ -239,29 +239,6 @@ class TieredStore(KVStore):
                 tiers=tuple(tier.stats() for tier in self._tiers),
             )
 
-    def list_segments(self) -> list[SegmentInfo]:
-        """As ``KVStore.list_segments``; ids of segments that DRAM does not hold are those of their tier."""
-        return list_all_segments(self._host, self._tiers)
-
-    def inspect(self, segment_id: int) -> SegmentDetails | None:
-        return inspect_segment(self._host, self._tiers, segment_id)
-
-    def verify(self) -> DamageReport:
-        """As ``KVStore.verify``; ids of segments in lower tiers are those of their tier."""
-        reports = [self._host.verify(), *(tier.verify() for tier in self._tiers)]
-        return DamageReport(
-            num_blocks=sum(report.num_blocks for report in reports),
-            num_bytes=sum(report.num_bytes for report in reports),
-            bad_segments=tuple(bad_id for report in reports for bad_id in report.bad_segments),
-        )
-
-    def flush(self, timeout_s: float) -> bool:
-        deadline_s = time.monotonic() + timeout_s
-        is_flushed = True
-        for tier in self._tiers:
-            is_flushed &= tier.flush(max(0.0, deadline_s - time.monotonic()))
-        return is_flushed
-
     def clear(self, model: ModelIdentity | None = None) -> None:
         # DRAM first and last: until the tiers have forgotten a segment, somebody may fetch it from there.
         with ExitStack() as stack:
@@ -286,3 +263,33 @@ class TieredStore(KVStore):
             stack.callback(self._fetcher.close)
             for held in leases:
                 stack.callback(self._end_lease, held)
+
+    # For operators
+
+    def list_segments(self) -> list[SegmentInfo]:
+        """Every segment once, those in DRAM first; ids of the others are those of their tier."""
+        return list_all_segments(self._host, self._tiers)
+
+    def inspect(self, segment_id: int) -> SegmentDetails | None:
+        """One segment in DRAM, in full; None if it is not there (any more)."""
+        return inspect_segment(self._host, self._tiers, segment_id)
+
+    def verify(self) -> DamageReport:
+        """Check every block of every local tier; take bad segments out of their tier's index.
+
+        Ids of segments in lower tiers are those of their tier.
+        """
+        reports = [self._host.verify(), *(tier.verify() for tier in self._tiers)]
+        return DamageReport(
+            num_blocks=sum(report.num_blocks for report in reports),
+            num_bytes=sum(report.num_bytes for report in reports),
+            bad_segments=tuple(bad_id for report in reports for bad_id in report.bad_segments),
+        )
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until earlier commits are as durable as the tiers make them; False if that takes longer."""
+        deadline_s = time.monotonic() + timeout_s
+        is_flushed = True
+        for tier in self._tiers:
+            is_flushed &= tier.flush(max(0.0, deadline_s - time.monotonic()))
+        return is_flushed

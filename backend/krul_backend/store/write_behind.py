@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.dram.host_store import HostStore
@@ -30,15 +31,15 @@ class WriteBehind:
 
     def submit(self, segment_id: int, tiers: Sequence[LowerTier]) -> None:
         """Queue a segment in ``tiers``, unless it has left DRAM. Does not wait for the writes."""
-        segment = self._host.hold(segment_id) if tiers else None
-        if segment is None:
-            return
-        hold = _SharedHold(self._host, segment, len(tiers))
+        # All held before the first put: a tier that is done at once must not let the segment go.
+        held = [(tier, self._host.hold(segment_id)) for tier in tiers]
         with self._queueing:
-            for tier in tiers:
-                part = _HoldPart(hold, lambda tier=tier: self._written(segment, tier))  # type: ignore[misc]
-                if not self._put_to(tier, segment, part.done):
-                    part.give_up()
+            for tier, segment in held:
+                if segment is not None:
+                    hold = _Hold(self._host, segment)
+                    done = partial(hold.end, partial(self._written, segment, tier))
+                    if not self._put_to(tier, segment, done):
+                        hold.end()
 
     def settle(self) -> None:
         """Wait for calls of ``submit`` that may still queue a segment that has left the index."""
@@ -57,38 +58,18 @@ class WriteBehind:
             return False
 
 
-class _SharedHold:
-    """Holds a segment in DRAM until all of its ``num_parts`` parts have ended."""
+class _Hold:
+    """Holds a segment in DRAM for one tier. It ends once, however often a tier says that it is done."""
 
-    def __init__(self, host: HostStore, segment: StoredSegment, num_parts: int) -> None:
+    def __init__(self, host: HostStore, segment: StoredSegment) -> None:
         self._host = host
         self._segment = segment
-        self._num_parts = num_parts
-        self._lock = threading.Lock()
-
-    def end_part(self) -> None:
-        with self._lock:
-            self._num_parts -= 1
-            is_over = self._num_parts == 0
-        if is_over:
-            self._host.unhold(self._segment)
-
-
-class _HoldPart:
-    """One tier's part of a shared hold. It ends once, however often a tier calls ``done``."""
-
-    def __init__(self, hold: _SharedHold, written: Callable[[], None]) -> None:
-        self._hold = hold
-        self._written = written
         self._open = threading.Lock()
 
-    def done(self) -> None:
+    def end(self, first: Callable[[], None] = lambda: None) -> None:
+        """End the hold after calling ``first``; does nothing if it has ended."""
         if self._open.acquire(blocking=False):
             try:
-                self._written()
+                first()
             finally:
-                self._hold.end_part()
-
-    def give_up(self) -> None:
-        if self._open.acquire(blocking=False):
-            self._hold.end_part()
+                self._host.unhold(self._segment)

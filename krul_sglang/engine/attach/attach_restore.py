@@ -10,8 +10,7 @@ import torch
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.errors import KrulError
 from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.cost_file import load_costs, save_costs
-from krul_backend.planner.costs import RestoreCosts
+from krul_backend.planner.costs import RestoreCosts, load_costs, save_costs
 from krul_backend.planner.planners import make_planner
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER

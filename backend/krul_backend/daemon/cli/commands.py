@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -64,26 +63,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Timeout = Annotated[float, typer.Option("--timeout", help="Most seconds for the answer.")]
 
 
-@dataclass(frozen=True)
-class SegmentFilter:
-    """Chooses what ``list`` shows; None: any. ``model`` is a name or the beginning of a fingerprint."""
-
-    model: str | None = None
-    tenant: str | None = None
-    sort: SortKey = SortKey.ID
-    limit: int | None = None
-
-    def choose(self, segments: list[SegmentInfo]) -> tuple[list[SegmentInfo], int]:
-        """The segments to show, and how many there are without the limit."""
-        chosen = [info for info in segments if self._is_meant(info)]
-        chosen.sort(key=_SORT_BY[self.sort])
-        return chosen[: self.limit], len(chosen)
-
-    def _is_meant(self, info: SegmentInfo) -> bool:
-        has_model = self.model is None or info.model == self.model or info.fingerprint.startswith(self.model)
-        return has_model and (self.tenant is None or info.tenant == self.tenant)
-
-
 def add_commands(app: typer.Typer) -> None:
     """Add the commands to an application."""
     app.command()(stats)
@@ -124,12 +103,18 @@ def list_segments(
     """List the segments that are stored: one for each turn of a conversation."""
     if limit is None and not as_json:
         limit = 50
+
+    def is_meant(info: SegmentInfo) -> bool:
+        has_model = model is None or info.model == model or info.fingerprint.startswith(model)
+        return has_model and (tenant is None or info.tenant == tenant)
+
     with _daemon(endpoint, curve_dir, timeout_s) as client:
-        segments, num_in_all = SegmentFilter(model, tenant, sort, limit).choose(client.list_segments())
+        meant = sorted(filter(is_meant, client.list_segments()), key=_SORT_BY[sort])
+    shown = meant[:limit]
     _print(
         as_json,
-        {"segments": [to_json(info) for info in segments], "num_segments": num_in_all},
-        lambda: segments_report(segments, num_in_all),
+        {"segments": [to_json(info) for info in shown], "num_segments": len(meant)},
+        lambda: segments_report(shown, len(meant)),
     )
 
 

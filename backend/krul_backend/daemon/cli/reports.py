@@ -12,6 +12,7 @@ from rich.text import Text
 
 from krul_backend.daemon.protocol.admin_messages import DaemonStats
 from krul_backend.errors import StrategyError
+from krul_backend.memory import format_bytes
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER, SegmentDetails, SegmentInfo, StoreStats, TierStats
 
@@ -105,15 +106,6 @@ def bits_per_value(codec_params: Mapping[str, Any]) -> float | None:
 def printable(text: str) -> str:
     """``text`` without control characters: names of models and tenants come from outside."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
-
-
-def format_bytes(num_bytes: float) -> str:
-    """``1536`` as ``1.5 KiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
 
 
 def format_seconds(seconds: float) -> str:

@@ -19,6 +19,7 @@ from krul_backend.daemon.protocol.admin_messages import (
     StatsRequest,
     VerifyRequest,
 )
+from krul_backend.daemon.protocol.messages import R, Request
 from krul_backend.daemon.protocol.runtime_dir import CONTROL_SOCKET, check_served
 from krul_backend.errors import DaemonError
 from krul_backend.tiers.common.interface import DamageReport, SegmentDetails, SegmentInfo, StoreStats
@@ -66,12 +67,11 @@ class AdminClient:
 
     def ping(self) -> None:
         """Return when the daemon has answered."""
-        self._channels.ask(PingRequest(**self._channels.head()), self._timeout_s)
+        self._ask(PingRequest())
 
     def stats(self) -> tuple[StoreStats, DaemonStats]:
         """The statistics of the store, and of the daemon around it."""
-        reply = self._channels.ask(StatsRequest(**self._channels.head()), self._timeout_s)
-        return reply.store, reply.daemon
+        return self._ask(StatsRequest())
 
     def list_segments(self) -> list[SegmentInfo]:
         """All segments, ordered by id.
@@ -80,32 +80,31 @@ class AdminClient:
         """
         segments: list[SegmentInfo] = []
         while True:
-            request = ListRequest(**self._channels.head(), offset=len(segments))
-            reply = self._channels.ask(request, self._timeout_s)
-            segments += reply.segments
-            if not reply.segments or len(segments) >= reply.num_segments:
+            more, num_segments = self._ask(ListRequest(offset=len(segments)))
+            segments += more
+            if not more or len(segments) >= num_segments:
                 return segments
 
     def inspect(self, segment_id: int) -> SegmentDetails | None:
         """One segment, or None if there is none of this id."""
-        request = InspectRequest(**self._channels.head(), segment_id=segment_id)
-        return self._channels.ask(request, self._timeout_s).segment
+        return self._ask(InspectRequest(segment_id=segment_id))
 
     def verify(self, timeout_s: float = 3600.0) -> DamageReport:
         """Have the daemon read every block of its local tiers. A ping before shows that it does not hang."""
         self.ping()
-        request = VerifyRequest(**self._channels.head())
-        return self._channels.ask(request, timeout_s).report
+        return self._channels.ask(VerifyRequest(), timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything committed before is durable; False if it takes longer than ``timeout_s``."""
         self.ping()
-        request = FlushRequest(**self._channels.head(), timeout_s=timeout_s)
-        return self._channels.ask(request, timeout_s + self._timeout_s).is_durable
+        return self._channels.ask(FlushRequest(timeout_s=timeout_s), timeout_s + self._timeout_s)
 
     def shutdown(self) -> None:
         """Have the daemon flush and end; it may still be flushing when this returns."""
-        self._channels.ask(ShutdownRequest(**self._channels.head()), self._timeout_s)
+        self._ask(ShutdownRequest())
+
+    def _ask(self, request: Request[R]) -> R:
+        return self._channels.ask(request, self._timeout_s)
 
     def close(self) -> None:
         self._channels.close()

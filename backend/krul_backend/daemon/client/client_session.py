@@ -1,4 +1,4 @@
-"""The client's end of a session: a connection that lasts as long as the session, and the daemon's arena."""
+"""The client's end of a session: what shows that it lasts, the daemon's arena, and the requests in it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import zmq
 
+from krul_backend.daemon.client.request_channel import RequestChannels, SessionEndedError
+from krul_backend.daemon.client.views import ArenaBytes
 from krul_backend.daemon.protocol.frames import decode_greeting
-from krul_backend.daemon.protocol.messages import SessionGreeting
+from krul_backend.daemon.protocol.messages import MAX_MODELS, HelloRequest, R, Request, SessionGreeting
 from krul_backend.daemon.protocol.runtime_dir import (
     CONTROL_SOCKET,
     SESSION_SOCKET,
@@ -23,6 +26,7 @@ from krul_backend.daemon.protocol.runtime_dir import (
     check_socket_path,
 )
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError
+from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
 
 _MAX_GREETING_BYTES = 4096
 _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -121,6 +125,47 @@ class ClientSession:
             on_end(self)
 
 
+class DaemonConnection:
+    """One session with a daemon: its arena, its requests, and the models that it said hello with."""
+
+    def __init__(self, session: ClientSession, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.session = session
+        self._channels = RequestChannels(
+            context, session.control_endpoint, session.token, has_ended=lambda: not session.is_alive
+        )
+        self._lock = threading.Lock()
+        self._known: dict[str, None] = {}
+
+    @property
+    def arena(self) -> ArenaBytes:
+        return self.session.arena
+
+    def ask(self, request: Request[R], timeout_s: float, token_ids: TokenIds | None = None) -> R:
+        """Send a request and wait for its reply. Raises as ``RequestChannels.ask``."""
+        return self._channels.ask(request, timeout_s, token_ids)
+
+    def post(self, request: Request[Any]) -> None:
+        """Send a request that gives something back, after all that this thread sent before. Never waits."""
+        # When a session ends, the daemon takes back all that it granted.
+        with contextlib.suppress(SessionEndedError):
+            self._channels.post(request)
+
+    def say_hello(self, model: ModelIdentity, timeout_s: float) -> None:
+        """Introduce a model to the daemon, unless it knows it. Raises as ``RequestChannels.ask``."""
+        if model.fingerprint in self._known:
+            return
+        hello = HelloRequest(format=FORMAT_VERSION, model=model, fingerprint=model.fingerprint)
+        self._channels.ask(hello, timeout_s)
+        with self._lock:
+            self._known[model.fingerprint] = None
+            if len(self._known) > MAX_MODELS // 2:
+                del self._known[next(iter(self._known))]
+
+    def close(self) -> None:
+        self.session.close()
+        self._channels.close()
+
+
 def _check_peer(connection: socket.socket, path: Path) -> None:
     """Check that a process of the same user answers: it is going to be handed prompts."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
@@ -157,7 +202,7 @@ def _receive_greeting(connection: socket.socket, path: Path) -> tuple[SessionGre
     return greeting, descriptors[0]
 
 
-def _map_arena(descriptor: int, capacity_bytes: int) -> npt.NDArray[np.uint8]:
+def _map_arena(descriptor: int, capacity_bytes: int) -> ArenaBytes:
     num_bytes = os.fstat(descriptor).st_size
     if num_bytes != capacity_bytes:
         # Reading beyond the file's end would kill this process with SIGBUS.

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import zmq
 
-from krul_backend.daemon.client.client_session import ClientSession
-from krul_backend.daemon.client.daemon_connection import DaemonConnection
-from krul_backend.daemon.client.request_channel import RequestTimeoutError
+from krul_backend.daemon.client.client_session import ClientSession, DaemonConnection
+from krul_backend.daemon.client.request_channel import RequestTimeoutError, SessionEndedError
 from krul_backend.daemon.client.views import ArenaBytes
 from krul_backend.daemon.protocol.admin_messages import PingRequest
 from krul_backend.daemon.protocol.messages import PROTOCOL_VERSION, ClearRequest
-from krul_backend.errors import DaemonUnreachableError, ProtocolError
+from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError, StoreClosedError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
 
 logger = logging.getLogger(__name__)
@@ -25,6 +24,9 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 5.0
 CLEAR_TIMEOUT_S = 10.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
+
+UNANSWERED = (DaemonError, StoreClosedError)
+"""Errors that mean that the daemon could not be asked, not that the request was wrong."""
 
 
 @dataclass
@@ -100,6 +102,7 @@ class DaemonLink:
         self._connection: DaemonConnection | None = None
         self._pending_clears: list[_Clear] = []
         self.counters = LinkCounters()
+        self._said: set[str] = set()
         try:
             self._try_first()
         except BaseException:
@@ -117,17 +120,26 @@ class DaemonLink:
         with self._changed:
             return self._connection if self._state is _State.CONNECTED else None
 
-    def count(self, *, timeouts: int = 0, failures: int = 0, requests: int = 0) -> None:
+    def count_request(self) -> None:
         with self._changed:
-            self.counters.requests += requests
-            self.counters.timeouts += timeouts
-            self.counters.failures += failures
+            self.counters.requests += 1
 
-    def suspect(self, connection: DaemonConnection) -> None:
-        """Tell that a request timed out: ``current`` is None from now on, until the daemon answers a ping."""
+    def note(self, connection: DaemonConnection, op: str, error: Exception) -> None:
+        """Count and log one of ``UNANSWERED``.
+
+        After a time-out the daemon may hang: ``current`` is None until it answers a ping.
+        """
+        is_new = False
         with self._changed:
-            if self._connection is connection and self._state is _State.CONNECTED:
-                self._lose(_State.SUSPECT)
+            if isinstance(error, RequestTimeoutError):
+                self.counters.timeouts += 1
+                self._suspect(connection)
+            elif not isinstance(error, SessionEndedError):
+                self.counters.failures += 1
+                is_new = op not in self._said
+                self._said.add(op)
+        if is_new:
+            logger.error("krul daemon cannot answer %r (said once): %s", op, error)
 
     def clear(self, model: ModelIdentity | None) -> None:
         """Have the daemon forget the segments of one model, or all: now, or else before the next lease."""
@@ -144,8 +156,9 @@ class DaemonLink:
             logger.warning(
                 "the krul daemon did not forget what it was told to, it will be told again: %s", error
             )
-            self.count(timeouts=int(isinstance(error, RequestTimeoutError)))
-            self.suspect(connection)
+            with self._changed:
+                self.counters.timeouts += isinstance(error, RequestTimeoutError)
+                self._suspect(connection)
 
     def close(self) -> None:
         """End the session. May be called again."""
@@ -294,8 +307,12 @@ class DaemonLink:
 
     def _ping(self, connection: DaemonConnection) -> None:
         """Raises as ``RequestChannels.ask``."""
-        ping = PingRequest(**connection.head())
-        connection.ask(ping, self._request_timeout_s)
+        connection.ask(PingRequest(), self._request_timeout_s)
+
+    def _suspect(self, connection: DaemonConnection) -> None:
+        """Called with the lock held."""
+        if self._connection is connection and self._state is _State.CONNECTED:
+            self._lose(_State.SUSPECT)
 
     def _lose(self, state: _State) -> None:
         """Leave ``CONNECTED`` for ``state``. Called with the lock held."""
@@ -312,8 +329,7 @@ class DaemonLink:
             model = same[0].model
             if model is not None:
                 connection.say_hello(model, self._request_timeout_s)
-            request = ClearRequest(**connection.head(), fingerprint=fingerprint)
-            connection.ask(request, CLEAR_TIMEOUT_S)
+            connection.ask(ClearRequest(fingerprint=fingerprint), CLEAR_TIMEOUT_S)
             with self._changed:
                 # A clear that came in meanwhile stays: it is meant for segments stored meanwhile, too.
                 self._pending_clears = [clear for clear in self._pending_clears if clear not in same]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,20 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.daemon.client.daemon_connection import DaemonConnection
-from krul_backend.daemon.client.daemon_link import DaemonLink, LinkCounters
+from krul_backend.daemon.client.client_session import DaemonConnection
+from krul_backend.daemon.client.daemon_link import UNANSWERED, DaemonLink, LinkCounters
 from krul_backend.daemon.client.endpoints import runtime_dir_of
-from krul_backend.daemon.client.request_channel import RequestHead, SessionEndedError
-from krul_backend.daemon.client.requester import UNANSWERED, Requester
-from krul_backend.daemon.client.views import slices_in, view_in
-from krul_backend.daemon.protocol.admin_messages import (
-    FlushRequest,
-    InspectRequest,
-    ListReply,
-    ListRequest,
-    StatsRequest,
-    VerifyRequest,
-)
+from krul_backend.daemon.client.request_channel import SessionEndedError
+from krul_backend.daemon.client.views import view_in, with_views
+from krul_backend.daemon.protocol.admin_messages import PingRequest, StatsRequest
 from krul_backend.daemon.protocol.messages import (
     AbortRequest,
     CommitRequest,
@@ -45,6 +36,7 @@ from krul_backend.daemon.protocol.messages import (
     ReserveRequest,
     TierCostsRequest,
     TrimRequest,
+    op_of,
 )
 from krul_backend.errors import ManifestError, ProtocolError, StoreClosedError, TierReadError
 from krul_backend.planner.costs import TierCost
@@ -53,26 +45,19 @@ from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hashing import checked_checksums
 from krul_backend.tiers.common.interface import (
     DamageReason,
-    DamageReport,
     Lease,
     PathSegment,
     Reservation,
-    SegmentDetails,
-    SegmentInfo,
     SegmentSlice,
     StoreStats,
 )
 
-logger = logging.getLogger(__name__)
-
 SLOW_TIMEOUT_S = 10.0
-"""Of operations that read blocks, wait for a network or have long answers; no scheduler waits for them."""
-VERIFY_TIMEOUT_S = 3600.0
+"""Of operations that read blocks or wait for a network; no scheduler waits for them."""
 _LONGEST_PIN_S = 1e9
 
 _COUNTS: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StoreStats)}
 _NO_STATS = StoreStats(**{**_COUNTS, "tier_hit_pages": {}, "tiers": ()})
-_NO_DAMAGE = DamageReport(num_blocks=0, num_bytes=0, bad_segments=())
 
 
 class DaemonStore(KVStore):
@@ -122,7 +107,6 @@ class DaemonStore(KVStore):
             on_arena=on_arena,
             restart=restart,
         )
-        self._requests = Requester(self._link, request_timeout_s)
 
     @property
     def is_connected(self) -> bool:
@@ -134,12 +118,8 @@ class DaemonStore(KVStore):
         return self._link.counters
 
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
-        keys = tuple(page_keys)
-        reply = self._try(
-            lambda head: FindMissingRequest(**head, fingerprint=model.fingerprint, page_keys=keys),
-            model,
-        )
-        return [range(*run) for run in reply.missing] if reply is not None else []
+        request = FindMissingRequest(fingerprint=model.fingerprint, page_keys=tuple(page_keys))
+        return [range(*run) for run in self._try(request, model) or ()]
 
     def reserve(self, layer_num_bytes: Sequence[int], tenant: str = "") -> Reservation | None:
         sizes = tuple(int(num_bytes) for num_bytes in layer_num_bytes)
@@ -151,20 +131,15 @@ class DaemonStore(KVStore):
             return None
         reservation_id = next(self._ids)
         try:
-            request = ReserveRequest(
-                **connection.head(),
-                reservation_id=reservation_id,
-                layer_num_bytes=sizes,
-                tenant=tenant,
-            )
-            spans = self._requests.ask(connection, request).spans
+            request = ReserveRequest(reservation_id=reservation_id, layer_num_bytes=sizes, tenant=tenant)
+            spans = self._ask(connection, request)
             if spans is None:
                 return None
             if tuple(span.num_bytes for span in spans) != sizes:
                 raise ProtocolError(f"asked for blocks of {sizes} bytes, got {spans}")
             blocks = tuple(view_in(connection.arena, span) for span in spans)
         except UNANSWERED as error:
-            self._requests.note(connection, "reserve", error)
+            self._link.note(connection, "reserve", error)
             self._post_abort(connection, reservation_id)
             return None
         with self._lock:
@@ -180,21 +155,20 @@ class DaemonStore(KVStore):
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon that reserved the space is gone, or does not answer")
             request = CommitRequest(
-                **connection.head(),
                 reservation_id=reservation_id,
                 fingerprint=manifest.model.fingerprint,
                 manifest=ManifestFields.of(manifest),
                 checksums=checked_checksums(checksums, len(reservation.blocks)),
             )
-            return self._requests.ask(
+            return self._ask(
                 connection,
                 request,
                 manifest.model,
                 timeout_s=SLOW_TIMEOUT_S,
                 token_ids=manifest.token_ids,
-            ).segment_id
+            )
         except UNANSWERED as error:
-            self._requests.note(connection, "commit", error)
+            self._link.note(connection, "commit", error)
             self._post_abort(connection, reservation_id)
             raise StoreClosedError(f"the segment was not stored: {error}") from error
         except ManifestError:
@@ -216,28 +190,24 @@ class DaemonStore(KVStore):
             return None
         lease_id = next(self._ids)
         try:
-            request = LeaseRequest(
-                **connection.head(),
-                fingerprint=model.fingerprint,
-                page_keys=keys,
-                lease_id=lease_id,
-            )
-            reply = self._requests.ask(connection, request, model, token_ids=token_ids)
-            if not reply.num_pages:
+            request = LeaseRequest(fingerprint=model.fingerprint, page_keys=keys, lease_id=lease_id)
+            leased = self._ask(connection, request, model, token_ids=token_ids)
+            if not leased:
                 return None
-            slices = slices_in(connection.arena, reply.slices)
-            if sum(part.end_page - part.first_page for part in slices) != reply.num_pages:
-                raise ProtocolError(f"a lease of {reply.num_pages} pages whose slices have others")
+            slices = with_views(leased, connection.arena)
+            num_pages = sum(part.end_page - part.first_page for part in slices)
+            if num_pages > len(keys):
+                raise ProtocolError(f"asked for {len(keys)} pages, got a lease of {num_pages}")
             # A clear may have failed meanwhile: what was found before it must not be used.
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon was lost while it answered")
         except UNANSWERED as error:
-            self._requests.note(connection, "lease", error)
+            self._link.note(connection, "lease", error)
             self._post_release(connection, lease_id)
             return None
         with self._lock:
             self._leases[lease_id] = connection
-        return Lease(lease_id, reply.num_pages, slices)
+        return Lease(lease_id, num_pages, slices)
 
     def fetch(self, lease: Lease) -> tuple[SegmentSlice, ...]:
         with self._lock:
@@ -248,52 +218,38 @@ class DaemonStore(KVStore):
         try:
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon that gave the lease is gone, or does not answer")
-            request = FetchRequest(**connection.head(), lease_id=lease.lease_id)
-            reply = self._requests.ask(connection, request, timeout_s=SLOW_TIMEOUT_S)
-            slices = slices_in(connection.arena, reply.slices)
+            request = FetchRequest(lease_id=lease.lease_id)
+            fetched = self._ask(connection, request, timeout_s=SLOW_TIMEOUT_S)
+            slices = with_views(fetched, connection.arena)
             if any(len(part.blocks) != len(part.checksums) for part in slices):
                 raise ProtocolError("a fetched lease has segments without blocks")
             return slices
         except UNANSWERED as error:
-            self._requests.note(connection, "fetch", error)
+            self._link.note(connection, "fetch", error)
             raise TierReadError(f"nothing was fetched: {error}") from error
 
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
         keys = tuple(page_keys)
-        reply = self._try(
-            lambda head: PrefetchRequest(**head, fingerprint=model.fingerprint, page_keys=keys),
-            model,
-            token_ids=_checked_tokens(model, keys, token_ids),
-        )
-        return reply.num_pages if reply is not None else 0
+        token_ids = _checked_tokens(model, keys, token_ids)
+        request = PrefetchRequest(fingerprint=model.fingerprint, page_keys=keys)
+        return self._try(request, model, token_ids=token_ids) or 0
 
     def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
-        reply = self._try(
-            lambda head: ReportDamageRequest(**head, segment_id=segment_id, reason=reason),
-            timeout_s=SLOW_TIMEOUT_S,
-        )
-        return reply is not None and reply.is_damaged
+        request = ReportDamageRequest(segment_id=segment_id, reason=reason)
+        return self._try(request, timeout_s=SLOW_TIMEOUT_S) or False
 
     def path_segments(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[PathSegment]:
-        keys = tuple(page_keys)
-        reply = self._try(
-            lambda head: PathSegmentsRequest(**head, fingerprint=model.fingerprint, page_keys=keys),
-            model,
-        )
-        if reply is None:
-            return []
-        return list(reply.segments)
+        request = PathSegmentsRequest(fingerprint=model.fingerprint, page_keys=tuple(page_keys))
+        found = self._try(request, model)
+        return list(found) if found is not None else []
 
     def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
-        first_tokens = tuple(int(token) for token in layer_first_token)
-        sizes = tuple(int(num_bytes) for num_bytes in layer_num_bytes)
-        reply = self._try(
-            lambda head: TrimRequest(
-                **head, segment_id=segment_id, layer_first_token=first_tokens, layer_num_bytes=sizes
-            ),
-            timeout_s=SLOW_TIMEOUT_S,
+        request = TrimRequest(
+            segment_id=segment_id,
+            layer_first_token=tuple(int(token) for token in layer_first_token),
+            layer_num_bytes=tuple(int(num_bytes) for num_bytes in layer_num_bytes),
         )
-        return reply.num_bytes if reply is not None else 0
+        return self._try(request, timeout_s=SLOW_TIMEOUT_S) or 0
 
     def release(self, lease: Lease) -> None:
         """As the interface says, without waiting for the daemon."""
@@ -306,49 +262,17 @@ class DaemonStore(KVStore):
     def pin(self, model: ModelIdentity, page_keys: Sequence[str], ttl_s: float) -> int:
         if not 0.0 < ttl_s < math.inf:
             raise ValueError(f"a pin lasts a positive, finite number of seconds, got {ttl_s}")
-        keys = tuple(page_keys)
-        reply = self._try(
-            lambda head: PinRequest(
-                **head, fingerprint=model.fingerprint, page_keys=keys, ttl_s=min(ttl_s, _LONGEST_PIN_S)
-            ),
-            model,
+        request = PinRequest(
+            fingerprint=model.fingerprint, page_keys=tuple(page_keys), ttl_s=min(ttl_s, _LONGEST_PIN_S)
         )
-        return reply.num_pages if reply is not None else 0
+        return self._try(request, model) or 0
 
     def tier_costs(self) -> Mapping[str, TierCost]:
-        reply = self._try(lambda head: TierCostsRequest(**head))
-        return reply.tier_costs if reply is not None else {}
+        return self._try(TierCostsRequest()) or {}
 
     def stats(self) -> StoreStats:
-        reply = self._try(lambda head: StatsRequest(**head))
-        return reply.store if reply is not None else _NO_STATS
-
-    def list_segments(self) -> list[SegmentInfo]:
-        segments: list[SegmentInfo] = []
-        while True:
-            reply = self._list_from(len(segments))
-            if reply is None:
-                return []
-            segments += reply.segments
-            if not reply.segments or len(segments) >= reply.num_segments:
-                return segments
-
-    def inspect(self, segment_id: int) -> SegmentDetails | None:
-        reply = self._try(
-            lambda head: InspectRequest(**head, segment_id=segment_id), timeout_s=SLOW_TIMEOUT_S
-        )
-        return reply.segment if reply is not None else None
-
-    def verify(self) -> DamageReport:
-        reply = self._try(lambda head: VerifyRequest(**head), timeout_s=VERIFY_TIMEOUT_S)
-        return reply.report if reply is not None else _NO_DAMAGE
-
-    def flush(self, timeout_s: float) -> bool:
-        reply = self._try(
-            lambda head: FlushRequest(**head, timeout_s=timeout_s),
-            timeout_s=timeout_s + self._timeout_s,
-        )
-        return reply is not None and reply.is_durable
+        stats = self._try(StatsRequest())
+        return stats[0] if stats is not None else _NO_STATS
 
     def clear(self, model: ModelIdentity | None = None) -> None:
         """As the interface says. If the daemon cannot do it now, it is repeated before the next lease."""
@@ -365,23 +289,55 @@ class DaemonStore(KVStore):
             self._reservations.clear()
         self._link.close()
 
-    def _list_from(self, offset: int) -> ListReply | None:
-        return self._try(lambda head: ListRequest(**head, offset=offset), timeout_s=SLOW_TIMEOUT_S)
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise StoreClosedError("the KV store was closed")
 
     def _try(
         self,
-        make: Callable[[RequestHead], Request[R]],
+        request: Request[R],
         model: ModelIdentity | None = None,
         *,
         timeout_s: float | None = None,
         token_ids: TokenIds | None = None,
     ) -> R | None:
+        """Ask for something that is not held afterwards (no lease, no reservation). None: there is no answer.
+
+        A request that may take longer than usual is sent after a ping was answered, so that a daemon that
+        hangs is noticed within the usual time.
+
+        Raises:
+            ManifestError, KeyError, ValueError, TierReadError: the answer is this error.
+        """
         self._check_open()
-        return self._requests.attempt(make, model, timeout_s=timeout_s, token_ids=token_ids)
+        connection = self._link.current()
+        if connection is None:
+            return None
+        try:
+            if timeout_s is not None and timeout_s > self._timeout_s:
+                self._ask(connection, PingRequest())
+            return self._ask(connection, request, model, timeout_s=timeout_s, token_ids=token_ids)
+        except UNANSWERED as error:
+            self._link.note(connection, op_of(request), error)
+            return None
+
+    def _ask(
+        self,
+        connection: DaemonConnection,
+        request: Request[R],
+        model: ModelIdentity | None = None,
+        *,
+        timeout_s: float | None = None,
+        token_ids: TokenIds | None = None,
+    ) -> R:
+        """Send a request and wait for its result; ``model``, which it names, is introduced first if need be.
+
+        Raises as ``RequestChannels.ask``; the caller tells the link of what is ``UNANSWERED``.
+        """
+        self._link.count_request()
+        if model is not None:
+            connection.say_hello(model, self._timeout_s)
+        return connection.ask(request, timeout_s if timeout_s is not None else self._timeout_s, token_ids)
 
     def _settle(self, reservation: Reservation) -> DaemonConnection | None:
         """Forget a reservation, make its blocks read-only; its connection, or None after ``close``."""
@@ -399,10 +355,10 @@ class DaemonStore(KVStore):
         return connection
 
     def _post_release(self, connection: DaemonConnection, lease_id: int) -> None:
-        connection.post(ReleaseRequest(**connection.head(), lease_id=lease_id))
+        connection.post(ReleaseRequest(lease_id=lease_id))
 
     def _post_abort(self, connection: DaemonConnection, reservation_id: int) -> None:
-        connection.post(AbortRequest(**connection.head(), reservation_id=reservation_id))
+        connection.post(AbortRequest(reservation_id=reservation_id))
 
 
 def _checked_tokens(model: ModelIdentity, keys: Sequence[str], token_ids: TokenIds) -> TokenIds:

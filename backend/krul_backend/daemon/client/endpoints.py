@@ -85,26 +85,6 @@ class CurveKeys:
     secret: bytes
     server: bytes
 
-    @classmethod
-    def read(cls, client_path: Path, server_path: Path) -> CurveKeys:
-        """From files as ``zmq.auth.create_certificates`` writes them.
-
-        Args:
-            client_path: the client's ``*.key_secret``.
-            server_path: the server's ``*.key``.
-
-        Raises:
-            ConfigError: one of them cannot be read, or the client's has no secret key.
-        """
-        try:
-            public, secret = zmq.auth.load_certificate(client_path)
-            server, _ = zmq.auth.load_certificate(server_path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"CURVE keys {client_path}, {server_path} cannot be read: {error}") from error
-        if secret is None:
-            raise ConfigError(f"{client_path} has no secret key: expected the client's *.key_secret")
-        return cls(public, secret, server)
-
 
 def load_client_keys(curve_dir: Path) -> CurveKeys:
     """The client's own pair and the server's public key, from the directory that ``--curve-dir`` names.
@@ -112,11 +92,17 @@ def load_client_keys(curve_dir: Path) -> CurveKeys:
     Raises:
         ConfigError: a file is missing, is no certificate, lacks the secret key, or lets others read it.
     """
-    secret = curve_dir / CLIENT_KEY
-    keys = CurveKeys.read(secret, curve_dir / SERVER_PUBLIC_KEY)
-    if secret.stat().st_mode & 0o077:
-        raise ConfigError(f"curve_dir: {secret} can be read by others: chmod 0600 it")
-    return keys
+    client_path, server_path = curve_dir / CLIENT_KEY, curve_dir / SERVER_PUBLIC_KEY
+    try:
+        public, secret = zmq.auth.load_certificate(client_path)
+        server, _ = zmq.auth.load_certificate(server_path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"CURVE keys {client_path}, {server_path} cannot be read: {error}") from error
+    if secret is None:
+        raise ConfigError(f"{client_path} has no secret key: expected the client's *.key_secret")
+    if client_path.stat().st_mode & 0o077:
+        raise ConfigError(f"curve_dir: {client_path} can be read by others: chmod 0600 it")
+    return CurveKeys(public, secret, server)
 
 
 def _is_private(path: Path) -> bool:

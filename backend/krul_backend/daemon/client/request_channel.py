@@ -8,18 +8,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypedDict, cast
+from typing import Any
 
+import msgspec
 import zmq
-import zmq.auth
 
 from krul_backend.daemon.client.endpoints import CurveKeys
-from krul_backend.daemon.protocol.frames import REPLY_TYPES, decode_reply, encode, encode_token_ids
+from krul_backend.daemon.protocol.frames import decode_reply, encode, encode_token_ids
 from krul_backend.daemon.protocol.messages import EXCEPTIONS, MAX_FRAME_BYTES, ErrorReply, R, Reply, Request
-from krul_backend.errors import (
-    DaemonUnreachableError,
-    ProtocolError,
-)
+from krul_backend.errors import DaemonUnreachableError, ProtocolError
 from krul_backend.segment import TokenIds
 
 _POLL_MS = 20
@@ -32,13 +29,6 @@ class RequestTimeoutError(DaemonUnreachableError):
 
 class SessionEndedError(DaemonUnreachableError):
     """The session that the request belongs to is over."""
-
-
-class RequestHead(TypedDict):
-    """The fields that every request has; a new ``id`` for each."""
-
-    token: str
-    id: int
 
 
 class _Channel:
@@ -117,12 +107,8 @@ class RequestChannels:
         self._unused: deque[_Channel] = deque()
         self._is_closed = False
 
-    def head(self) -> RequestHead:
-        """The fields that a new request begins with."""
-        return RequestHead(token=self._token, id=next(self._ids))
-
     def ask(self, request: Request[R], timeout_s: float, token_ids: TokenIds | None = None) -> R:
-        """Send a request and wait for its reply; replies to earlier requests are dropped by their ids.
+        """Send a request and wait for its result; replies to earlier requests are dropped by their ids.
 
         Raises:
             RequestTimeoutError: no reply within ``timeout_s``.
@@ -132,6 +118,7 @@ class RequestChannels:
                 answer is this error.
         """
         deadline_s = time.monotonic() + timeout_s
+        request = self._addressed(request)
         channel = self._channel()
         with channel.lock:
             self._check_open()
@@ -142,16 +129,13 @@ class RequestChannels:
                 if remaining_ms <= 0:
                     raise RequestTimeoutError(f"no answer from {self._endpoint} within {timeout_s:g} s")
                 if channel.socket.poll(max(1, min(_POLL_MS, int(remaining_ms)))):
-                    reply = _decode(channel.socket.recv_multipart())
-                    if reply.id == request.id:
+                    reply = _decode(channel.socket.recv_multipart(), request)
+                    if reply is not None:
                         break
                 self._check_open()
         if isinstance(reply, ErrorReply):
             raise EXCEPTIONS[reply.code](reply.message)
-        expected = REPLY_TYPES[type(request)]
-        if not isinstance(reply, expected):
-            raise ProtocolError(f"expected a {expected.__name__}, got a {type(reply).__name__}")
-        return cast(R, reply)
+        return reply.result
 
     def post(self, request: Request[Any]) -> None:
         """Send a request whose reply does not matter, after all earlier ones of this thread. Never waits."""
@@ -159,7 +143,7 @@ class RequestChannels:
         with channel.lock:
             if not self._is_closed:
                 channel.drop_replies()
-                channel.send(request, None)
+                channel.send(self._addressed(request), None)
 
     def close(self) -> None:
         """Close the sockets of all threads. Before ``has_ended`` is true this waits for their requests."""
@@ -169,6 +153,9 @@ class RequestChannels:
         for channel in channels:
             with channel.lock:
                 channel.socket.close(0)
+
+    def _addressed(self, request: Request[R]) -> Request[R]:
+        return msgspec.structs.replace(request, token=self._token, id=next(self._ids))
 
     def _channel(self) -> _Channel:
         use: _Use | None = getattr(self._of_thread, "use", None)
@@ -191,7 +178,7 @@ class RequestChannels:
             raise SessionEndedError(f"the daemon at {self._endpoint} is gone")
 
 
-def _decode(frames: list[bytes]) -> Reply:
+def _decode(frames: list[bytes], request: Request[R]) -> Reply[R] | ErrorReply | None:
     if len(frames) != 1:
         raise ProtocolError(f"expected a reply of one frame, got {len(frames)}")
-    return decode_reply(frames[0])
+    return decode_reply(frames[0], request)

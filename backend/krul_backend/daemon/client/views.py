@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import add
 from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.daemon.protocol.messages import SliceSpans
 from krul_backend.errors import ProtocolError
-from krul_backend.tiers.common.interface import DRAM_TIER, Block, SegmentSlice, Span
-from krul_backend.tiers.common.layer_status import LayerStatus
+from krul_backend.tiers.common.interface import DRAM_TIER, Block, LayerStatus, SegmentSlice, Span
 
 ArenaBytes = npt.NDArray[np.uint8]
 
@@ -58,18 +57,18 @@ class ArenaBlocks(Sequence[Block]):
         return self._arena[offset : offset + num_bytes]
 
 
-def slices_in(arena: ArenaBytes, parts: Sequence[SliceSpans]) -> tuple[SegmentSlice, ...]:
-    """Leased slices with read-only views of their blocks, and of the status of layers still to land.
+def with_views(slices: Sequence[SegmentSlice], arena: ArenaBytes) -> tuple[SegmentSlice, ...]:
+    """The slices of a reply with read-only views of their blocks, and of the status of layers still to land.
 
     Raises:
         ProtocolError: the parts of a slice contradict each other, or lie outside the arena.
     """
     read_only = arena.view()
     read_only.flags.writeable = False
-    return tuple(_slice_in(read_only, part) for part in parts)
+    return tuple(_with_views(part, read_only) for part in slices)
 
 
-def _slice_in(arena: ArenaBytes, part: SliceSpans) -> SegmentSlice:
+def _with_views(part: SegmentSlice, arena: ArenaBytes) -> SegmentSlice:
     num_layers = len(part.header.layer_num_bytes)
     if len(part.checksums) != num_layers or not 0 <= part.first_page < part.end_page:
         raise ProtocolError(
@@ -94,14 +93,4 @@ def _slice_in(arena: ArenaBytes, part: SliceSpans) -> SegmentSlice:
                 f"segment {part.segment_id}: {part.status_span} for {num_layers} layers' status"
             )
         status = LayerStatus(view_in(arena, part.status_span))
-    return SegmentSlice(
-        segment_id=part.segment_id,
-        header=part.header,
-        tier=part.tier,
-        blocks=ArenaBlocks(arena, part.spans),
-        spans=part.spans,
-        checksums=part.checksums,
-        first_page=part.first_page,
-        end_page=part.end_page,
-        status=status,
-    )
+    return replace(part, blocks=ArenaBlocks(arena, part.spans), status=status)

@@ -1,7 +1,8 @@
 """Messages as frames of bytes.
 
 On ``control.sock`` a request is one frame of JSON, followed by a frame of token ids (int32, little endian) if
-the request's type says so; a reply is one frame of JSON. The field ``op`` says which message it is.
+the request's type says so; a reply is one frame of JSON. The field ``op`` of a request says what it asks
+for; that of a reply is ``reply`` or ``error``.
 """
 
 from __future__ import annotations
@@ -14,45 +15,47 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from krul_backend.daemon.protocol.admin_messages import ADMIN_OPERATIONS
+from krul_backend.daemon.protocol.admin_messages import ADMIN_REQUESTS
 from krul_backend.daemon.protocol.messages import (
     MAX_FRAME_BYTES,
-    OPERATIONS,
     PROTOCOL_VERSION,
+    SESSION_REQUESTS,
     ErrorReply,
+    R,
     Reply,
     Request,
     SessionGreeting,
     op_of,
+    result_type,
 )
 from krul_backend.errors import ProtocolError
 from krul_backend.segment import TokenIds
 
-REPLY_TYPES = {**OPERATIONS, **ADMIN_OPERATIONS}
-"""Every request that there is, and its reply."""
+REQUESTS = (*SESSION_REQUESTS, *ADMIN_REQUESTS)
 
 _MAX_TOKENS = MAX_FRAME_BYTES // 4
 
 
-class _Envelope(Struct, frozen=True):
-    version: Annotated[int, Meta(ge=0, le=1 << 31)]
+class _ReplyId(Struct, frozen=True):
     id: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _Envelope(_ReplyId, frozen=True):
+    version: Annotated[int, Meta(ge=0, le=1 << 31)]
 
 
 _encoder = msgspec.json.Encoder()
 _request_decoder: msgspec.json.Decoder[Request[Any]] = msgspec.json.Decoder(
-    functools.reduce(operator.or_, REPLY_TYPES)
+    functools.reduce(operator.or_, REQUESTS)
 )
-_reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(
-    functools.reduce(operator.or_, REPLY_TYPES.values(), ErrorReply)
-)
+_reply_id_decoder = msgspec.json.Decoder(_ReplyId)
 _envelope_decoder = msgspec.json.Decoder(_Envelope)
 _greeting_decoder = msgspec.json.Decoder(SessionGreeting)
 
 _T = TypeVar("_T")
 
 
-def encode(message: Request[Any] | Reply | SessionGreeting) -> bytes:
+def encode(message: Request[Any] | Reply[Any] | ErrorReply | SessionGreeting) -> bytes:
     return _encoder.encode(message)
 
 
@@ -82,9 +85,20 @@ def decode_request(frame: bytes) -> Request[Any]:
     return _decode(_request_decoder, frame, "request")
 
 
-def decode_reply(frame: bytes) -> Reply:
-    """Raises ProtocolError if the frame is no reply."""
-    return _decode(_reply_decoder, frame, "reply")
+def decode_reply(frame: bytes, request: Request[R]) -> Reply[R] | ErrorReply | None:
+    """The reply to a request; None if the frame is a reply to another one.
+
+    Raises:
+        ProtocolError: it is no reply to any request, or has no result of the right type.
+    """
+    try:
+        reply: Reply[R] | ErrorReply = _decode(_reply_decoder(type(request)), frame, "reply")
+    except ProtocolError:
+        # A late reply to another request has a result of another type.
+        if _decode(_reply_id_decoder, frame, "reply").id != request.id:
+            return None
+        raise
+    return reply if reply.id == request.id else None
 
 
 def decode_greeting(line: bytes) -> SessionGreeting:
@@ -110,6 +124,11 @@ def decode_token_ids(frame: bytes) -> TokenIds:
     if len(frame) % 4 or len(frame) > 4 * _MAX_TOKENS:
         raise ProtocolError(f"expected at most {_MAX_TOKENS} token ids of 4 bytes, got {len(frame)} bytes")
     return np.frombuffer(frame, dtype="<i4")
+
+
+@functools.cache
+def _reply_decoder(request: type[Request[R]]) -> msgspec.json.Decoder[Reply[R] | ErrorReply]:
+    return msgspec.json.Decoder(Reply[result_type(request)] | ErrorReply)  # type: ignore[misc]
 
 
 def _decode(decoder: msgspec.json.Decoder[_T], frame: bytes, what: str) -> _T:

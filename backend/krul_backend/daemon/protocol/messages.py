@@ -1,16 +1,16 @@
-"""The messages of sessions: for each operation of the store one request, and its reply.
+"""The messages of sessions: a request for each operation of the store, and the reply with its result.
 
-The dataclasses of the store travel as they are; a class of its own exists here only where the wire has less
-than the store: the bytes of a slice stay in shared memory, and a manifest's tokens follow in a frame of their
-own. Every string, list and number of a request has a bound, which is checked when the request is decoded.
+The dataclasses of the store travel as they are. Only a manifest has a class of its own here: its model was
+named before, and its tokens follow in a frame of their own. Every string, list and number of a request has a
+bound, which is checked when the request is decoded.
 
-To add an operation, write its messages and enter them in ``OPERATIONS``; then write the server's handler and
-the client's method.
+To add an operation, write its request and enter it in ``SESSION_REQUESTS``; then write the server's handler
+and the client's method.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -19,7 +19,6 @@ from krul_backend.errors import DaemonError, ManifestError, ProtocolError, Store
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import (
     ModelIdentity,
-    SegmentHeader,
     SegmentManifest,
     TokenIds,
     check_codec_params_num_bytes,
@@ -31,7 +30,7 @@ from krul_backend.tiers.common.interface import (
     Span,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 64 << 20
 MAX_PAGES = 1_000_000
 MAX_LAYERS = 1024
@@ -57,7 +56,7 @@ _LayerBytes = Annotated[tuple[_NumBytes, ...], Meta(max_length=MAX_LAYERS)]
 _LayerChecksums = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_LAYERS)]
 _LayerTokens = Annotated[tuple[_Position, ...], Meta(max_length=MAX_LAYERS)]
 
-R = TypeVar("R", bound="Reply")
+R = TypeVar("R")
 
 
 class SessionGreeting(Struct, frozen=True):
@@ -69,14 +68,8 @@ class SessionGreeting(Struct, frozen=True):
     capacity_bytes: int
 
 
-class Reply(Struct, frozen=True, kw_only=True, tag_field="op"):
-    """``id`` is the request's."""
-
-    id: int
-
-
 class Request(Struct, Generic[R], frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="op"):
-    """A request that is answered with an ``R``, or with an ``ErrorReply``.
+    """A request whose result is an ``R``. Whoever sends it sets ``token`` and ``id``.
 
     ``token`` names the session; it is empty for a client without one. The reply repeats ``id``. A frame of
     token ids follows a request with ``has_token_ids``.
@@ -85,8 +78,15 @@ class Request(Struct, Generic[R], frozen=True, kw_only=True, forbid_unknown_fiel
     has_token_ids: ClassVar[bool] = False
 
     version: _Version = PROTOCOL_VERSION
-    token: _Token
-    id: Id
+    token: _Token = ""
+    id: Id = 0
+
+
+class Reply(Struct, Generic[R], frozen=True, kw_only=True, tag_field="op", tag="reply"):
+    """The answer to request ``id``: what was asked for, None if only something was to be done."""
+
+    id: int
+    result: R
 
 
 class _PagesRequest(Request[R], Generic[R], frozen=True, kw_only=True):
@@ -118,11 +118,10 @@ def error_code(error: Exception) -> ErrorCode:
     return next((code for code, kind in EXCEPTIONS.items() if isinstance(error, kind)), "internal")
 
 
-class Done(Reply, frozen=True, kw_only=True, tag="done"):
-    """The reply to a request that asks for something to be done, and for no information."""
+class ErrorReply(Struct, frozen=True, kw_only=True, tag_field="op", tag="error"):
+    """The answer to request ``id`` if it failed."""
 
-
-class ErrorReply(Reply, frozen=True, kw_only=True, tag="error"):
+    id: int
     code: ErrorCode
     message: str
 
@@ -130,7 +129,7 @@ class ErrorReply(Reply, frozen=True, kw_only=True, tag="error"):
 # ---- operations of a session ----
 
 
-class HelloRequest(Request[Done], frozen=True, kw_only=True, tag="hello"):
+class HelloRequest(Request[None], frozen=True, kw_only=True, tag="hello"):
     """Introduces a model. Later requests name it by ``fingerprint``, which the daemon computes and compares.
 
     Raises:
@@ -156,85 +155,40 @@ class HelloRequest(Request[Done], frozen=True, kw_only=True, tag="hello"):
             raise ProtocolError(f"a model beyond the bounds of the protocol: {str(model)[:1000]}")
 
 
-class FindMissingReply(Reply, frozen=True, kw_only=True, tag="find_missing"):
-    """Runs ``[first, end)`` of indices into the request's keys."""
-
-    missing: tuple[tuple[int, int], ...]
-
-
-class FindMissingRequest(_PagesRequest[FindMissingReply], frozen=True, kw_only=True, tag="find_missing"):
-    pass
+class FindMissingRequest(
+    _PagesRequest[tuple[tuple[int, int], ...]], frozen=True, kw_only=True, tag="find_missing"
+):
+    """Asks for runs ``[first, end)`` of indices into ``page_keys``."""
 
 
-class SliceSpans(Struct, frozen=True):
-    """A ``SegmentSlice`` that says where its blocks lie instead of having them.
+class LeaseRequest(_PagesRequest[tuple[SegmentSlice, ...]], frozen=True, kw_only=True, tag="lease"):
+    """``lease_id`` is the client's choice, never used before in its session.
 
-    ``spans`` are empty before a fetch if ``tier`` is not DRAM. ``status_span`` is where the flags of its
-    layers lie, None when all have landed.
+    The slices are those of the lease; there is none if nothing was found.
     """
-
-    segment_id: int
-    header: SegmentHeader
-    tier: str
-    spans: tuple[Span, ...]
-    checksums: tuple[int, ...]
-    first_page: int
-    end_page: int
-    status_span: Span | None
-
-    @classmethod
-    def of(cls, part: SegmentSlice, status_span: Span | None) -> SliceSpans:
-        return cls(
-            segment_id=part.segment_id,
-            header=part.header,
-            tier=part.tier,
-            spans=part.spans,
-            checksums=part.checksums,
-            first_page=part.first_page,
-            end_page=part.end_page,
-            status_span=status_span,
-        )
-
-
-class LeaseReply(Reply, frozen=True, kw_only=True, tag="lease"):
-    """``num_pages`` 0: nothing was found, and there is no lease."""
-
-    num_pages: int
-    slices: tuple[SliceSpans, ...]
-
-
-class LeaseRequest(_PagesRequest[LeaseReply], frozen=True, kw_only=True, tag="lease"):
-    """``lease_id`` is the client's choice, never used before in its session."""
 
     has_token_ids: ClassVar[bool] = True
 
     lease_id: Id
 
 
-class FetchReply(Reply, frozen=True, kw_only=True, tag="fetch"):
-    """The lease's slices, all with spans."""
+class FetchRequest(Request[tuple[SegmentSlice, ...]], frozen=True, kw_only=True, tag="fetch"):
+    """Asks for the lease's slices, all with spans."""
 
-    slices: tuple[SliceSpans, ...]
-
-
-class FetchRequest(Request[FetchReply], frozen=True, kw_only=True, tag="fetch"):
     lease_id: Id
 
 
-class ReleaseRequest(Request[Done], frozen=True, kw_only=True, tag="release"):
+class ReleaseRequest(Request[None], frozen=True, kw_only=True, tag="release"):
     """An unknown lease is no error: after a time-out the client releases what it may have been granted."""
 
     lease_id: Id
 
 
-class ReserveReply(Reply, frozen=True, kw_only=True, tag="reserve"):
-    """``spans`` None: no space, and there is no reservation."""
+class ReserveRequest(Request[tuple[Span, ...] | None], frozen=True, kw_only=True, tag="reserve"):
+    """``reservation_id`` is the client's choice, never used before in its session.
 
-    spans: tuple[Span, ...] | None
-
-
-class ReserveRequest(Request[ReserveReply], frozen=True, kw_only=True, tag="reserve"):
-    """``reservation_id`` is the client's choice, never used before in its session."""
+    Without spans there is no space, and no reservation.
+    """
 
     reservation_id: Id
     layer_num_bytes: _LayerBytes
@@ -285,12 +239,11 @@ class ManifestFields(Struct, frozen=True, forbid_unknown_fields=True):
         return SegmentManifest(model=model, token_ids=token_ids, **fields)
 
 
-class CommitReply(Reply, frozen=True, kw_only=True, tag="commit"):
-    segment_id: int
+class CommitRequest(Request[int], frozen=True, kw_only=True, tag="commit"):
+    """``checksums``: one per layer, of what the client wrote. The token ids are the manifest's.
 
-
-class CommitRequest(Request[CommitReply], frozen=True, kw_only=True, tag="commit"):
-    """``checksums``: one per layer, of what the client wrote. The token ids are the manifest's."""
+    The result is the segment's id.
+    """
 
     has_token_ids: ClassVar[bool] = True
 
@@ -300,89 +253,71 @@ class CommitRequest(Request[CommitReply], frozen=True, kw_only=True, tag="commit
     checksums: _LayerChecksums
 
 
-class AbortRequest(Request[Done], frozen=True, kw_only=True, tag="abort"):
+class AbortRequest(Request[None], frozen=True, kw_only=True, tag="abort"):
     """An unknown reservation is no error: as for ``release``."""
 
     reservation_id: Id
 
 
-class PathSegmentsReply(Reply, frozen=True, kw_only=True, tag="path_segments"):
-    segments: tuple[PathSegment, ...]
-
-
-class PathSegmentsRequest(_PagesRequest[PathSegmentsReply], frozen=True, kw_only=True, tag="path_segments"):
+class PathSegmentsRequest(
+    _PagesRequest[tuple[PathSegment, ...]], frozen=True, kw_only=True, tag="path_segments"
+):
     pass
 
 
-class TrimReply(Reply, frozen=True, kw_only=True, tag="trim"):
-    num_bytes: int
-
-
-class TrimRequest(Request[TrimReply], frozen=True, kw_only=True, tag="trim"):
+class TrimRequest(Request[int], frozen=True, kw_only=True, tag="trim"):
     segment_id: Id
     layer_first_token: _LayerTokens
     layer_num_bytes: _LayerBytes
 
 
-class PrefetchReply(Reply, frozen=True, kw_only=True, tag="prefetch"):
-    num_pages: int
-
-
-class PrefetchRequest(_PagesRequest[PrefetchReply], frozen=True, kw_only=True, tag="prefetch"):
+class PrefetchRequest(_PagesRequest[int], frozen=True, kw_only=True, tag="prefetch"):
     has_token_ids: ClassVar[bool] = True
 
 
-class PinReply(Reply, frozen=True, kw_only=True, tag="pin"):
-    num_pages: int
-
-
-class PinRequest(_PagesRequest[PinReply], frozen=True, kw_only=True, tag="pin"):
+class PinRequest(_PagesRequest[int], frozen=True, kw_only=True, tag="pin"):
     ttl_s: Seconds
 
 
-class ReportDamageReply(Reply, frozen=True, kw_only=True, tag="report_damage"):
-    is_damaged: bool
-
-
-class ReportDamageRequest(Request[ReportDamageReply], frozen=True, kw_only=True, tag="report_damage"):
+class ReportDamageRequest(Request[bool], frozen=True, kw_only=True, tag="report_damage"):
     segment_id: Id
     reason: DamageReason
 
 
-class TierCostsReply(Reply, frozen=True, kw_only=True, tag="tier_costs"):
-    tier_costs: dict[str, TierCost]
-
-
-class TierCostsRequest(Request[TierCostsReply], frozen=True, kw_only=True, tag="tier_costs"):
+class TierCostsRequest(Request[dict[str, TierCost]], frozen=True, kw_only=True, tag="tier_costs"):
     pass
 
 
-class ClearRequest(Request[Done], frozen=True, kw_only=True, tag="clear"):
+class ClearRequest(Request[None], frozen=True, kw_only=True, tag="clear"):
     """``fingerprint`` None: every model's segments."""
 
     fingerprint: _Token | None
 
 
-OPERATIONS: dict[type[Request[Any]], type[Reply]] = {
-    HelloRequest: Done,
-    FindMissingRequest: FindMissingReply,
-    LeaseRequest: LeaseReply,
-    FetchRequest: FetchReply,
-    ReleaseRequest: Done,
-    ReserveRequest: ReserveReply,
-    CommitRequest: CommitReply,
-    AbortRequest: Done,
-    PathSegmentsRequest: PathSegmentsReply,
-    TrimRequest: TrimReply,
-    PrefetchRequest: PrefetchReply,
-    PinRequest: PinReply,
-    ReportDamageRequest: ReportDamageReply,
-    TierCostsRequest: TierCostsReply,
-    ClearRequest: Done,
-}
-"""Every request of a session, and its reply."""
+SESSION_REQUESTS: tuple[type[Request[Any]], ...] = (
+    HelloRequest,
+    FindMissingRequest,
+    LeaseRequest,
+    FetchRequest,
+    ReleaseRequest,
+    ReserveRequest,
+    CommitRequest,
+    AbortRequest,
+    PathSegmentsRequest,
+    TrimRequest,
+    PrefetchRequest,
+    PinRequest,
+    ReportDamageRequest,
+    TierCostsRequest,
+    ClearRequest,
+)
 
 
-def op_of(message: type[Request[Any]] | type[Reply] | Request[Any] | Reply) -> str:
-    """The name of a message, or of a type of messages, on the wire: for a request, its operation."""
-    return str(message.__struct_config__.tag)
+def result_type(request: type[Request[Any]]) -> Any:
+    """The type of a request's result: the ``R`` that its class states."""
+    return get_args(request.__orig_bases__[0])[0]  # type: ignore[attr-defined]
+
+
+def op_of(request: type[Request[Any]] | Request[Any]) -> str:
+    """The operation that a request, or a type of requests, asks for, as the wire names it."""
+    return str(request.__struct_config__.tag)

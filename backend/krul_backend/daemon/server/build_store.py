@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from krul_backend.daemon.server.config import DaemonConfig
-from krul_backend.daemon.server.server import SharedArena
 from krul_backend.errors import ConfigError
 from krul_backend.memory import parse_bytes
-from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.eviction import make_policy
 from krul_backend.tiers.common.lower_tier import LowerTier
@@ -25,16 +22,7 @@ if TYPE_CHECKING:
 Options = TypeVar("Options", bound="DataclassInstance")
 
 
-@dataclass(frozen=True, eq=False)
-class BuiltStore:
-    """A store, its memory (``arena``), and whether a lookup in it may wait for a network."""
-
-    store: KVStore
-    arena: SharedArena
-    may_lookup_wait: bool
-
-
-def build_store(config: DaemonConfig) -> BuiltStore:
+def build_store(config: DaemonConfig) -> TieredStore:
     """Build the store. Raises ConfigError or DaemonError if a tier cannot be opened."""
     try:
         host = HostStore(config.arena_bytes, make_policy(config.eviction), tenant_quota=config.tenant_quota)
@@ -53,7 +41,7 @@ def build_store(config: DaemonConfig) -> BuiltStore:
             tier.close()
         host.close()
         raise
-    return BuiltStore(TieredStore(host, tiers), host, may_lookup_wait=config.mooncake is not None)
+    return TieredStore(host, tiers)
 
 
 def _ssd_tier(config: DaemonConfig, directory: Path) -> LowerTier:

@@ -8,9 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
-from krul_backend.daemon.protocol.messages import Reply
 from krul_backend.errors import ProtocolError
 
 MAX_PENDING = 256
@@ -34,17 +33,14 @@ _NUM_THREADS = {Lane.SHORT: 4, Lane.ROOM: 2, Lane.FLUSH: 2, Lane.VERIFY: 1}
 
 @dataclass(frozen=True)
 class Deferred(Generic[T]):
-    """``work`` for another thread; then ``finish`` in the server's thread makes a reply of its result.
+    """``work`` for another thread; then ``finish`` in the server's thread returns the request's result.
 
     ``finish`` gets the future of the work, whose ``result()`` raises what the work raised.
     """
 
     work: Callable[[], T]
-    finish: Callable[[Future[T]], Reply]
+    finish: Callable[[Future[T]], Any] = Future.result
     lane: Lane = Lane.SHORT
-
-
-Answer: TypeAlias = Reply | Deferred[Any]
 
 
 class Lanes(Generic[Tag]):

@@ -17,12 +17,13 @@ import msgspec
 import zmq
 
 from krul_backend.daemon.protocol.runtime_dir import RuntimeDir
-from krul_backend.daemon.server.build_store import BuiltStore, build_store
+from krul_backend.daemon.server.build_store import build_store
 from krul_backend.daemon.server.config import DaemonConfig
 from krul_backend.daemon.server.control_socket import AdminEndpoint
 from krul_backend.daemon.server.metrics import DaemonMetrics
 from krul_backend.daemon.server.server import DaemonServer
 from krul_backend.memory import format_bytes
+from krul_backend.store.tiered_store import TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -49,22 +50,22 @@ def serve(config: DaemonConfig) -> None:
     with contextlib.ExitStack() as stack:
         runtime_dir = RuntimeDir(config.runtime_dir)
         stack.callback(runtime_dir.close)
-        built = build_store(config)
-        stack.callback(built.store.close)
+        store = build_store(config)
+        stack.callback(store.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.term)
         admin = _admin_endpoint(context, config)
         if admin is not None:
             stack.callback(admin.close)
         # ``server`` is set below, before the page is served and can ask for statistics.
-        metrics = DaemonMetrics(lambda: (built.store.stats(), server.daemon_stats()))
+        metrics = DaemonMetrics(lambda: (store.stats(), server.daemon_stats()))
         stack.callback(metrics.close)
         server = DaemonServer(
             runtime_dir,
-            built.store,
-            built.arena,
+            store,
             context,
-            may_lookup_wait=built.may_lookup_wait,
+            # A lookup in a cluster waits for its network.
+            may_lookup_wait=config.mooncake is not None,
             observer=metrics.observe if config.metrics_port else None,
             exit_when_unused=config.exit_when_unused,
             admin_socket=admin.socket if admin is not None else None,
@@ -79,8 +80,8 @@ def serve(config: DaemonConfig) -> None:
                 server.run()
             finally:
                 server.disconnect()
-                _flush(built)
-                built.store.close()
+                _flush(store)
+                store.close()
                 server.close()
     logger.info("ended")
 
@@ -111,9 +112,9 @@ def _take_stdout() -> TextIO:
     return stdout
 
 
-def _flush(built: BuiltStore) -> None:
+def _flush(store: TieredStore) -> None:
     try:
-        if not built.store.flush(END_FLUSH_S):
+        if not store.flush(END_FLUSH_S):
             logger.warning(
                 "ending with segments that are not durable: they took longer than %g s", END_FLUSH_S
             )

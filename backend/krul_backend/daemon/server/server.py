@@ -7,25 +7,24 @@ import math
 import os
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import zmq
 
 from krul_backend.daemon.protocol.admin_messages import DaemonStats, ShutdownRequest
 from krul_backend.daemon.protocol.frames import checked_request, decode_envelope, decode_token_ids, encode
-from krul_backend.daemon.protocol.messages import Done, ErrorReply, Reply, Request, error_code, op_of
+from krul_backend.daemon.protocol.messages import ErrorReply, Reply, Request, error_code, op_of
 from krul_backend.daemon.protocol.runtime_dir import RuntimeDir
 from krul_backend.daemon.server.admin_handlers import AdminHandlers
 from krul_backend.daemon.server.control_socket import bind_router
-from krul_backend.daemon.server.lanes import Answer, Deferred, Lanes
+from krul_backend.daemon.server.lanes import Deferred, Lanes
 from krul_backend.daemon.server.session_handlers import SessionHandlers
 from krul_backend.daemon.server.sessions import Session, SessionTable
 from krul_backend.errors import ProtocolError
-from krul_backend.store.interface import KVStore
+from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.interface import Reservation
 
 logger = logging.getLogger(__name__)
@@ -37,27 +36,12 @@ UNUSED_S = 2.0
 NEVER_USED_S = 60.0
 """An unused daemon ends so long after its last session, or after its start if there was no session."""
 
+Observer = Callable[[str, float, bool], None]
+"""Called for every answered request, in the server's thread: its operation, the seconds from its receipt to
+its reply, and whether the reply was no error. It must return at once and never raise."""
+
 _MAX_WAIT_S = 1.0
 _MAX_BATCH = 64
-
-
-class SharedArena(Protocol):
-    """A store's memory, as clients map it: uint8 ``[capacity_bytes]``, and the descriptor of its file."""
-
-    @property
-    def buffer(self) -> npt.NDArray[np.uint8]: ...
-
-    def fileno(self) -> int: ...
-
-
-class Observer(Protocol):
-    """A function that is called for every answered request, in the server's thread.
-
-    ``op`` is its operation, ``seconds`` the time from its receipt to its reply, ``ok`` whether the reply was
-    no error. It must return at once and never raise.
-    """
-
-    def __call__(self, op: str, seconds: float, ok: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -79,8 +63,7 @@ class DaemonServer:
     that is no request is answered with an error if it has an id, else dropped. Both are counted.
 
     Args:
-        store: not owned.
-        arena: the memory of that store.
+        store: not owned; clients map the memory of its DRAM tier.
         context: for the control socket.
         may_lookup_wait: whether lookups in this store may ask a network.
         observer: called for each answer.
@@ -91,8 +74,7 @@ class DaemonServer:
     def __init__(
         self,
         runtime_dir: RuntimeDir,
-        store: KVStore,
-        arena: SharedArena,
+        store: TieredStore,
         context: zmq.Context[zmq.Socket[bytes]],
         *,
         may_lookup_wait: bool = False,
@@ -103,7 +85,7 @@ class DaemonServer:
         self._observer = observer
         self._exit_when_unused = exit_when_unused
         self._store = store
-        self._session_handlers = SessionHandlers(store, arena.buffer, may_lookup_wait)
+        self._session_handlers = SessionHandlers(store, may_lookup_wait)
         self._admin_handlers = AdminHandlers(store, self.daemon_stats)
         self._start_s = time.monotonic()
         self._num_requests = 0
@@ -114,7 +96,7 @@ class DaemonServer:
         self._is_stopping = False
         self._lanes: Lanes[_Caller] = Lanes()
         self._sessions = SessionTable(
-            runtime_dir.session_socket, arena.fileno(), arena.buffer.nbytes, self._end_session
+            runtime_dir.session_socket, store.host.fileno(), store.host.buffer.nbytes, self._end_session
         )
         self._last_session_s: float | None = None
         self._control = bind_router(context, f"ipc://{runtime_dir.control_socket}")
@@ -179,21 +161,22 @@ class DaemonServer:
             self._count_bad("undecodable", error)
             envelope = decode_envelope(frames[0]) if frames else None
             if envelope is not None:
-                self._reply(_Caller(socket, identity, "invalid", envelope[1], start_s), error)
+                self._refuse(_Caller(socket, identity, "invalid", envelope[1], start_s), error)
             return
         caller = _Caller(socket, identity, op_of(request), request.id, start_s)
         self._num_requests += 1
         try:
-            answer = self._dispatch(socket, request, frames)
+            result = self._dispatch(socket, request, frames)
+            if isinstance(result, Deferred):
+                self._lanes.submit(caller, result)
+                return
         except Exception as error:
-            self._reply(caller, error)
+            self._refuse(caller, error)
             return
-        if isinstance(answer, Deferred):
-            self._defer(caller, answer)
-        else:
-            self._reply(caller, answer)
+        self._reply(caller, result)
 
-    def _dispatch(self, socket: zmq.Socket[bytes], request: Request[Any], frames: list[bytes]) -> Answer:
+    def _dispatch(self, socket: zmq.Socket[bytes], request: Request[Any], frames: list[bytes]) -> Any:
+        """The result of a request, or ``Deferred``."""
         session = self._sessions.find(request.token) if socket is self._control else None
         if session is None and (request.token or not self._needs_no_session(request)):
             error = ProtocolError(f"there is no session that could ask for {op_of(request)}: connect again")
@@ -202,7 +185,7 @@ class DaemonServer:
         if isinstance(request, ShutdownRequest):
             logger.info("asked to shut down")
             self._is_stopping = True
-            return Done(id=request.id)
+            return None
         if session is None or self._admin_handlers.knows(request):
             return self._admin_handlers.handle(request)
         token_ids = decode_token_ids(frames[1]) if len(frames) > 1 else None
@@ -211,32 +194,31 @@ class DaemonServer:
     def _needs_no_session(self, request: Request[Any]) -> bool:
         return isinstance(request, ShutdownRequest) or self._admin_handlers.knows(request)
 
-    def _defer(self, caller: _Caller, deferred: Deferred[Any]) -> None:
-        try:
-            self._lanes.submit(caller, deferred)
-        except ProtocolError as error:
-            refused: Future[Any] = Future()
-            refused.set_exception(error)
-            self._finish(caller, deferred, refused)
-
     def _finish(self, caller: _Caller, deferred: Deferred[Any], future: Future[Any]) -> None:
         try:
-            answer: Reply | Exception = deferred.finish(future)
+            result = deferred.finish(future)
         except Exception as error:
-            answer = error
-        self._reply(caller, answer)
+            self._refuse(caller, error)
+            return
+        self._reply(caller, result)
 
-    def _reply(self, caller: _Caller, answer: Reply | Exception) -> None:
+    def _reply(self, caller: _Caller, result: Any) -> None:
         try:
-            frame = encode(answer if isinstance(answer, Reply) else self._error_reply(caller, answer))
+            frame = encode(Reply(id=caller.request_id, result=result))
         except (TypeError, ValueError) as error:
             # A manifest has a value that cannot be written as JSON.
-            answer = error
-            frame = encode(self._error_reply(caller, error))
+            self._refuse(caller, error)
+            return
+        self._send(caller, frame, is_right=True)
+
+    def _refuse(self, caller: _Caller, error: Exception) -> None:
+        self._send(caller, encode(self._error_reply(caller, error)), is_right=False)
+
+    def _send(self, caller: _Caller, frame: bytes, *, is_right: bool) -> None:
         # This never waits: a ROUTER drops replies that a peer does not take, or whose peer is gone.
         caller.socket.send_multipart((caller.identity, frame), zmq.NOBLOCK)
         if self._observer is not None:
-            self._observer(caller.op, time.monotonic() - caller.start_s, isinstance(answer, Reply))
+            self._observer(caller.op, time.monotonic() - caller.start_s, is_right)
 
     def _error_reply(self, caller: _Caller, error: Exception) -> ErrorReply:
         self._num_failed += 1
@@ -258,8 +240,8 @@ class DaemonServer:
     def _end_session(self, session: Session) -> None:
         now_s = time.monotonic()
         self._last_session_s = now_s
-        self._orphans.extend((now_s + ORPHAN_S, held) for held in session.reservations.values())
-        session.reservations.clear()
+        self._orphans.extend((now_s + ORPHAN_S, held) for held in session.reservations.granted.values())
+        session.reservations.granted.clear()
         try:
             self._session_handlers.end_session(session)
         except Exception:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from krul_backend.daemon.protocol.frames import encode
 from krul_backend.daemon.protocol.messages import PROTOCOL_VERSION, SessionGreeting
@@ -19,6 +20,8 @@ from krul_backend.segment import FORMAT_VERSION, ModelIdentity
 from krul_backend.tiers.common.interface import Lease, Reservation
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_SESSIONS = 1024
 SILENCE_S = 5.0
@@ -29,12 +32,27 @@ _PEER = struct.Struct("iII")
 
 
 @dataclass(eq=False)
-class Session:
-    """A connected client and what it holds, by numbers that the client chose.
+class Held(Generic[T]):
+    """What a client was granted of one kind, by numbers that the client chose.
 
-    ``pending_leases`` and ``pending_reservations`` were asked for and are not answered yet. A number is taken
-    out before the answer if the client gives back what it asked for. Leases in ``fetching`` are in use by
-    another thread. Used by the server's thread alone.
+    ``pending`` was asked for and is not answered yet. A number is taken out before the answer if the client
+    gives back what it asked for.
+    """
+
+    granted: dict[int, T] = field(default_factory=dict)
+    pending: set[int] = field(default_factory=set)
+
+    def take(self, number: int) -> T | None:
+        """Take out what the client gives back; None if it was not granted (yet)."""
+        self.pending.discard(number)
+        return self.granted.pop(number, None)
+
+
+@dataclass(eq=False)
+class Session:
+    """A connected client and what it holds. Leases in ``fetching`` are in use by another thread.
+
+    Used by the server's thread alone.
     """
 
     token: str
@@ -43,11 +61,9 @@ class Session:
     connected_s: float
     has_spoken: bool = False
     models: dict[str, ModelIdentity] = field(default_factory=dict)
-    leases: dict[int, Lease] = field(default_factory=dict)
-    pending_leases: set[int] = field(default_factory=set)
+    leases: Held[Lease] = field(default_factory=Held)
     fetching: set[int] = field(default_factory=set)
-    reservations: dict[int, Reservation] = field(default_factory=dict)
-    pending_reservations: set[int] = field(default_factory=set)
+    reservations: Held[Reservation] = field(default_factory=Held)
 
 
 class SessionTable:

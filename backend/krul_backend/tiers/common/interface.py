@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from krul_backend.errors import TierReadError
 from krul_backend.segment import SegmentHeader, SegmentManifest
-from krul_backend.tiers.common.layer_status import LayerStatus
+
+PENDING, LANDED, FAILED = 0, 1, 2
+
+_POLL_S = 0.0002
 
 Block = npt.NDArray[np.uint8]
 """A writable or read-only view of ``[num_bytes]`` bytes inside the arena, or an array of no bytes."""
@@ -26,6 +31,38 @@ class Span(NamedTuple):
 
     offset: int
     num_bytes: int
+
+
+class LayerStatus:
+    """Says which layers of a segment have landed in DRAM. One process writes the flags, all may read them.
+
+    ``flags``: uint8 ``[L]`` inside the arena. A flag changes once, from ``PENDING``, after the layer's block
+    was written. Memory ordering is not relied on: a reader that sees a flag too early finds a wrong checksum.
+    """
+
+    def __init__(self, flags: npt.NDArray[np.uint8]) -> None:
+        self._flags = flags
+
+    @property
+    def flags(self) -> npt.NDArray[np.uint8]:
+        return self._flags
+
+    def has_landed(self, layer: int) -> bool:
+        return bool(self._flags[layer] == LANDED)
+
+    def wait(self, layer: int, timeout_s: float) -> None:
+        """Block until a layer has landed.
+
+        Raises:
+            TierReadError: it cannot be read, or did not land in time.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while (flag := self._flags[layer]) == PENDING:
+            if time.monotonic() >= deadline_s:
+                raise TierReadError(f"layer {layer} did not arrive from its tier within {timeout_s:g} s")
+            time.sleep(_POLL_S)
+        if flag != LANDED:
+            raise TierReadError(f"layer {layer} could not be read from its tier")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +90,9 @@ class SegmentSlice:
 
     ``tier`` is where the bytes come from. If it is not DRAM, there are no blocks and no spans before
     ``KVStore.fetch``; after it, ``status`` says which layers have landed (None: all have).
+
+    Between daemon and client, which share the arena, it travels without ``blocks`` and ``status``: the client
+    makes them of ``spans`` and of ``status_span``, where the flags of the status lie.
     """
 
     segment_id: int
@@ -64,6 +104,11 @@ class SegmentSlice:
     first_page: int
     end_page: int
     status: LayerStatus | None = None
+    status_span: Span | None = None
+
+    def without_views(self) -> SegmentSlice:
+        """The slice as it travels to another process that maps the arena."""
+        return replace(self, blocks=(), status=None)
 
 
 @dataclass(frozen=True, eq=False)

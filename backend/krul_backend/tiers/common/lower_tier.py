@@ -1,11 +1,14 @@
-"""The interface of a tier below DRAM: it keeps copies of committed segments, finds them, reads them back."""
+"""The interface of a tier below DRAM: it keeps copies of committed segments, finds them, reads them back.
+
+And what such tiers share: their counters, the cost that they measure, and the pause after an error.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from krul_backend.planner.costs import TierCost
@@ -13,40 +16,35 @@ from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.page_index import PageRun
 
+logger = logging.getLogger(__name__)
 
-@dataclass
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
+
+_LEARNING_RATE = 0.2
+
+_COUNTED = (
+    *("written_segments", "written_bytes", "skipped_segments", "read_segments", "read_bytes"),
+    *("evicted_segments", "evicted_bytes", "corrupted_segments"),
+    *("failed_reads", "slow_reads", "failed_writes"),
+)
+
+
 class TierCounters:
-    """Counts events since a tier was opened, under the names of ``TierStats``. Not thread-safe."""
-
-    written_segments: int = 0
-    written_bytes: int = 0
-    skipped_segments: int = 0
-    read_segments: int = 0
-    read_bytes: int = 0
-    evicted_segments: int = 0
-    evicted_bytes: int = 0
-    corrupted_segments: int = 0
-    failed_reads: int = 0
-    slow_reads: int = 0
-    failed_writes: int = 0
-
-
-class LockedTierCounters:
-    """``TierCounters`` behind a lock of their own. Thread-safe."""
+    """Counts events since a tier was opened, under the names of ``TierStats``. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = TierCounters()
+        self._counts = dict.fromkeys(_COUNTED, 0)
 
     def add(self, **amounts: int) -> None:
-        """``add(failed_reads=1)``; a name that is no counter is an AttributeError."""
+        """``add(failed_reads=1)``; a name that is no counter is a KeyError."""
         with self._lock:
             for name, amount in amounts.items():
-                setattr(self._counts, name, getattr(self._counts, name) + amount)
+                self._counts[name] += amount
 
     def snapshot(self) -> dict[str, int]:
         with self._lock:
-            return dict(vars(self._counts))
+            return self._counts.copy()
 
 
 class LowerTier(ABC):
@@ -142,3 +140,85 @@ class LowerTier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop. Queued segments are still written, for a few seconds at most; running reads end."""
+
+
+class MeasuredCost:
+    """The ``TierCost`` of one tier: measured once, then corrected by what reads took. Thread-safe.
+
+    Args:
+        unmeasured: the cost that counts until something was measured.
+    """
+
+    def __init__(self, unmeasured: TierCost) -> None:
+        self._lock = threading.Lock()
+        self._cost = unmeasured
+
+    @property
+    def current(self) -> TierCost:
+        with self._lock:
+            return self._cost
+
+    def set(self, cost: TierCost) -> None:
+        """Replace the cost by a measured one."""
+        with self._lock:
+            self._cost = cost
+
+    def correct(self, seen: Callable[[TierCost], TierCost]) -> None:
+        """Move the cost by a fifth of the way to what one read says.
+
+        ``seen`` is given the current cost and returns that of the read; what a read says nothing of, it
+        returns as it is.
+        """
+        with self._lock:
+            old, new = self._cost, seen(self._cost)
+            self._cost = TierCost(
+                old.latency_s + _LEARNING_RATE * (new.latency_s - old.latency_s),
+                old.byte_s + _LEARNING_RATE * (new.byte_s - old.byte_s),
+            )
+
+
+class Suspension:
+    """Pauses a tier for 30 s after an error, twice as long after the next one, up to 600 s.
+
+    A success makes the next pause short again. Errors during a pause, of work that had begun before, do not
+    lengthen it. One log line per cause.
+
+    Args:
+        name: the tier, for the log.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float]) -> None:
+        self._name = name
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._pause_s = FIRST_PAUSE_S
+        self._ends_at_s = -1.0
+        self._logged: set[str] = set()
+
+    @property
+    def is_active(self) -> bool:
+        return self._clock() < self._ends_at_s
+
+    def failed(self, cause: str, detail: object) -> None:
+        """Note an error. ``cause`` is one of a few kinds of errors; ``detail`` is only logged."""
+        with self._lock:
+            if not self.is_active:
+                self._ends_at_s = self._clock() + self._pause_s
+                pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
+                if cause not in self._logged:
+                    self._logged.add(cause)
+                    logger.warning(
+                        "tier %s: %s (%s); left alone for %g s, longer each time it happens again; "
+                        "logged once, see the counters",
+                        self._name,
+                        cause,
+                        detail,
+                        pause_s,
+                    )
+
+    def succeeded(self) -> None:
+        """Note that the medium works. Does not end a pause, but the next one will be short."""
+        with self._lock:
+            if not self.is_active:
+                self._pause_s = FIRST_PAUSE_S

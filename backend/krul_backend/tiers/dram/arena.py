@@ -7,13 +7,12 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.free_extents import FreeExtents, FreeTrial
+from krul_backend.free_extents import FreeExtents
 
 ALIGNMENT_BYTES = 64
 """Every extent starts at a multiple of this: a cache line, and the widest vector load of a CPU."""
@@ -47,6 +46,8 @@ class Arena:
     last mapping of its file in another process are gone. The file is sealed: if a process could shrink it,
     an access to the missing part would kill every process that maps it.
 
+    ``space``: its free ranges, in aligned sizes, to look at and for trials. Only the arena takes and gives.
+
     Args:
         capacity_bytes: size in bytes, rounded down to a multiple of ``ALIGNMENT_BYTES``.
 
@@ -62,7 +63,7 @@ class Arena:
         self._descriptor = _create_memory_file(capacity_bytes)
         weakref.finalize(self, os.close, self._descriptor)
         self._buffer = np.frombuffer(mmap.mmap(self._descriptor, capacity_bytes), dtype=np.uint8)
-        self._free = FreeExtents(capacity_bytes)
+        self.space = FreeExtents(capacity_bytes)
         self._live: dict[int, Extent] = {}
 
     @property
@@ -80,21 +81,12 @@ class Arena:
 
     @property
     def free_bytes(self) -> int:
-        return self._free.free_bytes
+        return self.space.free_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all extents, alignment included."""
-        return self.capacity_bytes - self._free.free_bytes
-
-    @property
-    def largest_free(self) -> int:
-        """Size in bytes of the largest extent that ``allocate_all`` can give."""
-        return self._free.largest
-
-    @property
-    def num_free_ranges(self) -> int:
-        return self._free.num_ranges
+        return self.capacity_bytes - self.space.free_bytes
 
     def allocate_all(self, sizes: Sequence[int]) -> tuple[Extent, ...] | None:
         """Take one extent per size in bytes, with whatever content is there; None if not all of them fit.
@@ -104,7 +96,7 @@ class Arena:
         """
         if any(num_bytes <= 0 for num_bytes in sizes):
             raise ValueError(f"an extent needs at least one byte, got sizes {tuple(sizes)}")
-        offsets = self._free.take_all([aligned_num_bytes(num_bytes) for num_bytes in sizes])
+        offsets = self.space.take_all([aligned_num_bytes(num_bytes) for num_bytes in sizes])
         if offsets is None:
             return None
         extents = tuple(Extent(offset, size) for offset, size in zip(offsets, sizes, strict=True))
@@ -131,7 +123,7 @@ class Arena:
             raise ValueError("an extent cannot be freed twice")
         for extent in extents:
             del self._live[extent.offset]
-        self._free.give_all((extent.offset, extent.taken_bytes) for extent in extents)
+        self.space.give_all((extent.offset, extent.taken_bytes) for extent in extents)
 
     def free_front(self, extent: Extent, num_bytes: int) -> Extent:
         """Give back as much of the first ``num_bytes`` of an extent as is aligned; returns what is left.
@@ -150,7 +142,7 @@ class Arena:
         del self._live[extent.offset]
         self._live[rest.offset] = rest
         if num_freed:
-            self._free.give(extent.offset, num_freed)
+            self.space.give(extent.offset, num_freed)
         return rest
 
     def view(self, extent: Extent) -> npt.NDArray[np.uint8]:
@@ -161,14 +153,6 @@ class Arena:
         """
         self._check_live(extent)
         return self._buffer[extent.offset : extent.offset + extent.num_bytes]
-
-    def trial(self) -> AbstractContextManager[FreeTrial]:
-        """Try what would fit if more were free; see ``FreeExtents.trial``. Its sizes are aligned sizes."""
-        return self._free.trial()
-
-    def copy_free(self) -> FreeExtents:
-        """A copy of the free ranges, for trials without the lock."""
-        return self._free.copy()
 
     def _check_live(self, extent: Extent) -> None:
         if self._live.get(extent.offset) is not extent:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.common.interface import Block
-from krul_backend.tiers.common.layer_status import FAILED, LANDED, PENDING, LayerStatus
-from krul_backend.tiers.dram.allocation import Allocator, Extents
+from krul_backend.tiers.common.interface import FAILED, LANDED, PENDING, Block, LayerStatus
 from krul_backend.tiers.dram.dram_books import DramBooks
 from krul_backend.tiers.dram.locked_books import LockedBooks
+from krul_backend.tiers.dram.reservations import Allocator, Extents
 from krul_backend.tiers.dram.stored_segment import StoredSegment, block_in
 
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.eviction import EvictionPolicy
-from krul_backend.tiers.common.interface import Reservation
-from krul_backend.tiers.common.layer_status import LayerStatus
+from krul_backend.tiers.common.interface import LayerStatus, Reservation
 from krul_backend.tiers.common.page_index import PageIndex, PageRun
 from krul_backend.tiers.dram.arena import Arena, Extent, aligned_num_bytes
 from krul_backend.tiers.dram.eviction_plan import Candidate, EvictionSearch
-from krul_backend.tiers.dram.pins import PinBook
+from krul_backend.tiers.dram.pins_and_quotas import PinBook, TenantQuotas
 from krul_backend.tiers.dram.stored_segment import StoredSegment
-from krul_backend.tiers.dram.tenant_quotas import TenantQuotas
 
 logger = logging.getLogger(__name__)
 

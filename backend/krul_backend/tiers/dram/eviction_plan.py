@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
-from krul_backend.free_extents import FreeTrial
+from krul_backend.free_extents import FreeExtents, FreeTrial
 from krul_backend.tiers.common.interface import Span
 from krul_backend.tiers.dram.arena import aligned_num_bytes
 from krul_backend.tiers.dram.stored_segment import StoredSegment
@@ -25,18 +23,6 @@ MAX_VISITED = 128
 """The most segments that are looked at in one hold of the store's lock."""
 
 _MAX_SPARINGS = 8
-
-
-class Space(Protocol):
-    """Free ranges for trials: an arena's, or a copy of them."""
-
-    @property
-    def capacity_bytes(self) -> int: ...
-
-    @property
-    def free_bytes(self) -> int: ...
-
-    def trial(self) -> AbstractContextManager[FreeTrial]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +79,7 @@ class EvictionSearch:
             if not self._look_at_next():
                 return
 
-    def plan(self, space: Space, num_visits: int = 0) -> list[Candidate] | None:
+    def plan(self, space: FreeExtents, num_visits: int = 0) -> list[Candidate] | None:
         """Choose the segments to evict, among those seen and ``num_visits`` more; None if they are too few.
 
         Takes the first candidates that make the sizes fit. If more than ``MAX_FREE_SHARE`` of the space would
@@ -133,7 +119,9 @@ class EvictionSearch:
             found = fewer, placed
         return found[0] if found is not None else None
 
-    def _first_run(self, space: Space, visits: Iterator[int]) -> tuple[list[Candidate], list[int]] | None:
+    def _first_run(
+        self, space: FreeExtents, visits: Iterator[int]
+    ) -> tuple[list[Candidate], list[int]] | None:
         """Find the first segments whose eviction makes the sizes fit, and where the blocks would lie.
 
         Of more than eight segments, up to an eighth may be unnecessary.

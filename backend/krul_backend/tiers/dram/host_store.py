@@ -1,21 +1,19 @@
-"""The DRAM tier: a KV store in this process's memory."""
+"""The DRAM tier: segments in this process's memory."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from krul_backend.errors import ConfigError
-from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.eviction import EvictionPolicy, make_policy
 from krul_backend.tiers.common.interface import (
     DRAM_TIER,
-    DamageReason,
     DamageReport,
     Lease,
     PathSegment,
@@ -25,24 +23,24 @@ from krul_backend.tiers.common.interface import (
     SegmentSlice,
     StoreStats,
 )
-from krul_backend.tiers.dram.allocation import Allocator
 from krul_backend.tiers.dram.arrivals import Arrival, Arrivals
 from krul_backend.tiers.dram.dram_books import DramBooks
 from krul_backend.tiers.dram.leases import Leases
 from krul_backend.tiers.dram.locked_books import LockedBooks
-from krul_backend.tiers.dram.reservations import Reservations
+from krul_backend.tiers.dram.reservations import Allocator, Reservations
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 from krul_backend.tiers.dram.trimming import trim_segment
 
 
 class HostStore:
-    """A ``KVStore`` of one arena: an extent per layer block, an index by page keys, whole segments evicted.
+    """Keeps segments in one arena: an extent per layer block, an index by page keys, whole segments evicted.
 
     Thread-safe; ``LockedBooks`` states the rules of the lock. A pinned segment is neither evicted nor
     trimmed, except by a trim whose own pin is the only one.
 
-    Beyond ``KVStore`` it has what a ``TieredStore`` over it needs: segments of lower tiers are let in
-    (``admit``), and segments are held while they are copied to lower tiers (``hold``).
+    It does what ``KVStore`` says for this one tier, under the same names, and what a ``TieredStore`` over it
+    needs: segments of lower tiers are let in (``admit``), and segments are held while they are copied to
+    lower tiers (``hold``).
 
     Views handed out stay mapped as long as they are referenced, even after ``close``; what they show after
     their release, abort or eviction is undefined.
@@ -148,13 +146,6 @@ class HostStore:
         """Begin the arrival of a segment of a lower tier; see ``Arrivals.admit``."""
         return self._arrivals.admit(manifest, checksums, origin, lower_load_s, began_at)
 
-    def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
-        """0: there is no tier below."""
-        return 0
-
-    def tier_costs(self) -> Mapping[str, TierCost]:
-        return {}
-
     # Checking and changing what is stored
 
     def path_segments(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[PathSegment]:
@@ -165,12 +156,8 @@ class HostStore:
     def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
         return trim_segment(self._locked, segment_id, layer_first_token, layer_num_bytes)
 
-    def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
-        if reason == "undecodable":
-            manifest = self.manifest_of(segment_id)
-            if manifest is not None:
-                self.discard(manifest)
-            return manifest is not None
+    def report_damage(self, segment_id: int) -> bool:
+        """As ``KVStore.report_damage`` of a wrong checksum."""
         with self._locked.held(segment_id) as segment:
             return segment is not None and segment.num_damaged() > 0 and self._quarantine(segment)
 
@@ -207,10 +194,6 @@ class HostStore:
                     break
             return _num_pinned(books, model, page_keys)
 
-    def flush(self, timeout_s: float) -> bool:
-        """True: nothing more is done to make memory durable."""
-        return True
-
     def clear_mark(self) -> int:
         """A mark for ``admit`` and ``was_cleared``, to be taken before a lower tier is asked."""
         with self._locked.open() as books:
@@ -239,8 +222,8 @@ class HostStore:
                 capacity_bytes=books.arena.capacity_bytes,
                 used_bytes=books.arena.used_bytes,
                 free_bytes=books.arena.free_bytes,
-                largest_free_bytes=books.arena.largest_free,
-                num_free_ranges=books.arena.num_free_ranges,
+                largest_free_bytes=books.arena.space.largest,
+                num_free_ranges=books.arena.space.num_ranges,
                 stored_bytes=books.stored_bytes,
                 stored_tokens=books.stored_tokens,
                 num_segments=len(books.segments),

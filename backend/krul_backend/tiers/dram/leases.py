@@ -9,8 +9,7 @@ import numpy as np
 
 from krul_backend.errors import TierReadError
 from krul_backend.segment import ModelIdentity, TokenIds
-from krul_backend.tiers.common.interface import DRAM_TIER, Lease, SegmentSlice
-from krul_backend.tiers.common.layer_status import FAILED, LayerStatus
+from krul_backend.tiers.common.interface import DRAM_TIER, FAILED, LayerStatus, Lease, SegmentSlice
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram.arrivals import Arrival
 from krul_backend.tiers.dram.dram_books import DramBooks
@@ -128,4 +127,5 @@ def _slice_of(run: PageRun[StoredSegment], status: LayerStatus | None, *, has_bl
         first_page=run.first_page,
         end_page=run.end_page,
         status=status if has_blocks else None,
+        status_span=segment.status_span if has_blocks and status is not None else None,
     )

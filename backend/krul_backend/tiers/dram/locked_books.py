@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from krul_backend.errors import StoreClosedError
-from krul_backend.tiers.common.layer_status import FAILED, PENDING
+from krul_backend.tiers.common.interface import FAILED, PENDING
 from krul_backend.tiers.dram.dram_books import DramBooks
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.hashing import Checksums, block_checksum
-from krul_backend.tiers.common.interface import DRAM_TIER, Block, Span
-from krul_backend.tiers.common.layer_status import LayerStatus
+from krul_backend.tiers.common.interface import DRAM_TIER, Block, LayerStatus, Span
 from krul_backend.tiers.dram.arena import Arena, Extent
 
 
@@ -68,6 +67,12 @@ class StoredSegment:
     def all_extents(self) -> tuple[Extent, ...]:
         """All extents that it holds, that of the status flags included."""
         return tuple(extent for extent in (*self.extents, self.flags_extent) if extent is not None)
+
+    @property
+    def status_span(self) -> Span | None:
+        """Where the flags of ``status`` lie, one byte per layer."""
+        flags = self.flags_extent
+        return None if flags is None else Span(flags.offset, flags.num_bytes)
 
     @property
     def num_tokens(self) -> int:

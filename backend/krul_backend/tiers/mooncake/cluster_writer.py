@@ -8,8 +8,7 @@ from collections.abc import Callable
 from krul_backend.errors import ManifestError
 from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.interface import Block
-from krul_backend.tiers.common.lower_tier import LockedTierCounters
-from krul_backend.tiers.common.suspension import Suspension
+from krul_backend.tiers.common.lower_tier import Suspension, TierCounters
 from krul_backend.tiers.common.write_queue import QueuedSegment, WriteQueue
 from krul_backend.tiers.mooncake.cluster_connection import ClusterConnection
 from krul_backend.tiers.mooncake.epochs import Epochs
@@ -31,7 +30,7 @@ class ClusterWriter:
         self,
         connection: ClusterConnection,
         suspension: Suspension,
-        counters: LockedTierCounters,
+        counters: TierCounters,
         epochs: Epochs,
         known: KnownSegments,
         lookup: Lookup,
@@ -123,7 +122,7 @@ class ClusterWriter:
             return
         digest, metadata = encode_object(manifest, item.checksums)
         place = f"{prefix}/s/{digest}"
-        segment = StoredObject(0, prefix, place, manifest, item.checksums, 0.0)
+        segment = StoredObject(prefix, place, manifest, item.checksums, confirmed_at_s=0.0)
         try:
             for layer, block in enumerate(item.blocks):
                 if block.nbytes:
@@ -134,7 +133,8 @@ class ClusterWriter:
             raise
         if self._lookup.publish(store, prefix, manifest.page_keys[0], digest):
             self._counters.add(written_segments=1, written_bytes=manifest.num_bytes)
-            self._known.add(prefix, place, manifest, item.checksums, self._clock(), num_clears)
+            segment.confirmed_at_s = self._clock()
+            self._known.add(segment, num_clears)
         else:
             self._counters.add(failed_writes=1)
             store.remove([segment.metadata_key, *segment.block_keys])

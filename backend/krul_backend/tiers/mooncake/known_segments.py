@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.segment import ModelIdentity, TokenIds
 from krul_backend.tiers.common.page_index import PageIndex, PrefixMatch
 from krul_backend.tiers.mooncake.stored_object import StoredObject
 
@@ -31,7 +30,6 @@ class KnownSegments:
         self._clock = clock
         self._max_tokens = max_tokens
         self._lock = threading.Lock()
-        self._ids = itertools.count(1)
         self._index: PageIndex[StoredObject] = PageIndex()
         self._segments: OrderedDict[int, StoredObject] = OrderedDict()
         self._num_tokens = 0
@@ -53,10 +51,6 @@ class KnownSegments:
         with self._lock:
             return self._index.num_pages
 
-    def holds(self, segment: StoredObject) -> bool:
-        with self._lock:
-            return segment.segment_id in self._segments
-
     def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[StoredObject]:
         """The known segments that hold the pages, each once."""
         with self._lock:
@@ -75,15 +69,7 @@ class KnownSegments:
                 self._segments.move_to_end(run.segment.segment_id)
             return match
 
-    def add(
-        self,
-        prefix: str,
-        place: str,
-        manifest: SegmentManifest,
-        checksums: tuple[int, ...],
-        confirmed_at_s: float,
-        num_clears: int,
-    ) -> bool:
+    def add(self, segment: StoredObject, num_clears: int) -> bool:
         """Remember a segment, unless something was cleared since ``num_clears`` was read.
 
         False too if it has no page that another known segment does not have.
@@ -91,12 +77,11 @@ class KnownSegments:
         with self._lock:
             if num_clears != self._num_clears:
                 return False
-            segment = StoredObject(next(self._ids), prefix, place, manifest, checksums, confirmed_at_s)
             if self._index.add(segment) == 0:
                 return False
             self._segments[segment.segment_id] = segment
-            self._absent_until_s.pop((prefix, manifest.page_keys[0]), None)
-            self._num_tokens += manifest.num_tokens
+            self._absent_until_s.pop((segment.prefix, segment.manifest.page_keys[0]), None)
+            self._num_tokens += segment.manifest.num_tokens
             while self._num_tokens > self._max_tokens and len(self._segments) > 1:
                 self._remove(next(iter(self._segments.values())))
             return True

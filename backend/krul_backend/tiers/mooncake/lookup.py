@@ -122,7 +122,8 @@ class Lookup:
         num_clears: int,
     ) -> int:
         """Find the segment that holds most of ``page_keys`` from the first on; returns how many it holds."""
-        best: tuple[int, str, SegmentManifest, tuple[int, ...]] | None = None
+        most_pages = 0
+        best: StoredObject | None = None
         for n in range(MAX_POINTERS):
             pointer = store.get(pointer_key(prefix, page_keys[0], n), MAX_POINTER_BYTES)
             if pointer is None:
@@ -141,19 +142,17 @@ class Lookup:
                 continue
             manifest, checksums = decoded
             num_pages = _num_leading_pages(manifest, page_keys, token_ids)
-            if num_pages > (best[0] if best is not None else 0):
-                best = num_pages, place, manifest, checksums
+            if num_pages > most_pages:
+                most_pages, best = num_pages, StoredObject(prefix, place, manifest, checksums, 0.0)
             if num_pages == len(page_keys):
                 break
         if best is None:
             return 0
-        num_pages, place, manifest, checksums = best
-        now_s = self._clock()
-        found = StoredObject(0, prefix, place, manifest, checksums, now_s)
-        if not store.have_all([found.metadata_key, *found.block_keys]):
+        best.confirmed_at_s = self._clock()
+        if not store.have_all([best.metadata_key, *best.block_keys]):
             return 0
-        self._known.add(prefix, place, manifest, checksums, now_s, num_clears)
-        return num_pages
+        self._known.add(best, num_clears)
+        return most_pages
 
 
 def _num_leading_pages(manifest: SegmentManifest, page_keys: tuple[str, ...], token_ids: TokenIds) -> int:

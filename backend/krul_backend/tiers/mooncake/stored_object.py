@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import orjson
 import xxhash
@@ -27,12 +28,12 @@ class StoredObject:
     ``place`` is the common start of its objects' names.
     """
 
-    segment_id: int
     prefix: str
     place: str
     manifest: SegmentManifest
     checksums: tuple[int, ...]
     confirmed_at_s: float
+    segment_id: int = field(default_factory=itertools.count(1).__next__)
 
     @property
     def metadata_key(self) -> str:

@@ -13,11 +13,14 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import LockedTierCounters, LowerTier
-from krul_backend.tiers.common.measured_cost import MeasuredCost
+from krul_backend.tiers.common.lower_tier import LowerTier, MeasuredCost, Suspension, TierCounters
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.common.suspension import Suspension
-from krul_backend.tiers.mooncake.cluster_connection import UNMEASURED, ClusterConnection, seen_cost
+from krul_backend.tiers.mooncake.cluster_connection import (
+    UNMEASURED,
+    ClusterConnection,
+    TimedCalls,
+    seen_cost,
+)
 from krul_backend.tiers.mooncake.cluster_writer import ClusterWriter
 from krul_backend.tiers.mooncake.epochs import Epochs
 from krul_backend.tiers.mooncake.known_segments import KnownSegments
@@ -26,7 +29,6 @@ from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, require_
 from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError
 from krul_backend.tiers.mooncake.options import MooncakeOptions
 from krul_backend.tiers.mooncake.stored_object import StoredObject
-from krul_backend.tiers.mooncake.timed_calls import TimedCalls
 
 NAME = "mooncake"
 _NUM_LOOKUP_THREADS = 2
@@ -63,7 +65,7 @@ class MooncakeTier(LowerTier):
             connect = MooncakeClient
         self._options = options
         self._clock = clock
-        self._counters = LockedTierCounters()
+        self._counters = TierCounters()
         self._cost = MeasuredCost(UNMEASURED)
         self._suspension = Suspension(NAME, clock)
         self._connection = ClusterConnection(lambda: connect(options, arena), self._suspension, self._cost)

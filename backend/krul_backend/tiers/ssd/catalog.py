@@ -1,15 +1,21 @@
-"""The segments of the SSD tier: where they lie, how they are found, in which order they are evicted."""
+"""The segments of the SSD tier, how they are found and evicted, and the state that reads and writes share."""
 
 from __future__ import annotations
 
+import errno
 import itertools
+import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.eviction import EvictionPolicy
+from krul_backend.tiers.common.lower_tier import Suspension, TierCounters
 from krul_backend.tiers.common.page_index import PageIndex, PageRun
 from krul_backend.tiers.ssd.log_file import LogFile
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -132,3 +138,45 @@ class Catalog:
         for segment in path:
             segment.last_used_s = now_s
         self._policy.touch(path)
+
+
+@dataclass(eq=False)
+class TierState:
+    """The tier's lock and what it guards: ``catalog`` and the bookkeeping of files; and its counters.
+
+    The lock is never held during I/O.
+
+    While ``suspension`` is active nothing is read or written; while ``fullness`` is, nothing is written.
+    """
+
+    catalog: Catalog
+    suspension: Suspension
+    fullness: Suspension
+    clock: Callable[[], float]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    counters: TierCounters = field(default_factory=TierCounters)
+    is_closed: bool = False
+
+    @property
+    def is_usable(self) -> bool:
+        return not self.is_closed and not self.suspension.is_active
+
+    @property
+    def is_writable(self) -> bool:
+        return self.is_usable and not self.fullness.is_active
+
+    def failed(self, cause: str, error: OSError) -> None:
+        """Note a failure of something other than a read. A full file system only stops writing."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self.fullness.failed("file system full", error)
+        else:
+            self.suspension.failed(cause, error)
+
+    def quarantine(self, segment: SsdSegment, reason: object) -> None:
+        """Take a segment with wrong bytes out of the catalog, unless it has left already."""
+        with self.lock:
+            if not segment.is_indexed:
+                return
+            self.catalog.remove(segment)
+            self.counters.add(corrupted_segments=1)
+        logger.error("segment %d on the SSD is damaged and was taken out: %s", segment.segment_id, reason)

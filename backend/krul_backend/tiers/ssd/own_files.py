@@ -1,4 +1,7 @@
-"""Names and headers of the SSD tier's files. Files of others are never counted, written or removed."""
+"""The directory of the SSD tier: its lock, and names and headers of its files.
+
+Files of others are never counted, written or removed.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,14 @@ import os
 import re
 import stat
 import struct
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from krul_backend.errors import DaemonError
 from krul_backend.segment import FORMAT_VERSION
 from krul_backend.tiers.ssd.disk import Disk, read_up_to
 
@@ -36,6 +42,8 @@ _STAMP = struct.Struct("<8sQQI")
 _FILE_ID = struct.Struct("<QQ")
 _FILE_ID_AT = 32
 _SECOND_COPY_AT = 2048
+
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -179,3 +187,65 @@ def _decode_copy(data: bytes) -> LogStamp | None:
         if checksum == xxhash.xxh3_64_intdigest(data[: _FILE_ID_AT + 8]):
             file_id = found
     return LogStamp(number, version, file_id)
+
+
+class DirectoryLock:
+    """An exclusive ``flock`` on a file in the directory, which names the holder. It ends with the process.
+
+    Args:
+        directory: is created, for this user only, if it does not exist.
+        patience_s: how long to wait for another process to leave.
+
+    Raises:
+        DaemonError: the directory cannot be used, is a link, belongs to somebody else, or is in use.
+    """
+
+    def __init__(self, directory: Path, patience_s: float = 0.0) -> None:
+        try:
+            if directory.is_symlink():
+                raise DaemonError(
+                    f"{directory} is a symbolic link, and what it points to may be somebody else's: "
+                    "remove the link, or give as the SSD's directory one where a directory can be made"
+                )
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if directory.stat().st_uid != os.geteuid():
+                raise DaemonError(f"{directory} belongs to another user: give a directory of your own")
+            directory.chmod(0o700)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._fd = os.open(directory / LOCK_NAME, flags, 0o600)
+        except OSError as error:
+            raise DaemonError(
+                f"the SSD tier cannot use {directory} ({error.strerror}): give one that can be written"
+            ) from error
+        try:
+            self._lock(directory, patience_s)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        # On a full disk even this may fail.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"process {os.getpid()} ({Path(sys.argv[0]).name})\n".encode(), 0)
+
+    def _lock(self, directory: Path, patience_s: float) -> None:
+        deadline_s = time.monotonic() + patience_s
+        is_waiting = False
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                holder = os.pread(self._fd, 256, 0).decode(errors="replace").strip() or "an unknown process"
+                if time.monotonic() >= deadline_s:
+                    raise DaemonError(
+                        f"the SSD tier's directory {directory} is in use by {holder}: "
+                        "stop that process, or give each daemon a directory of its own"
+                    ) from error
+            if not is_waiting:
+                is_waiting = True
+                logger.info("waiting for %s to leave %s", holder, directory)
+            time.sleep(_POLL_S)
+
+    def release(self) -> None:
+        """Let others have the directory. The file stays: removing it would race with the next holder."""
+        os.close(self._fd)

@@ -10,20 +10,23 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import xxhash
+
 from krul_backend.errors import RecordError, TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.tiers.common.interface import Block
-from krul_backend.tiers.common.measured_cost import MeasuredCost
+from krul_backend.tiers.common.lower_tier import MeasuredCost
 from krul_backend.tiers.common.record import RECORD_ALIGN
-from krul_backend.tiers.ssd.block_sink import BlockSink
-from krul_backend.tiers.ssd.catalog import SsdSegment
+from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
 from krul_backend.tiers.ssd.disk import Disk, open_for_reading, write_all
 from krul_backend.tiers.ssd.log_writer import LogWriter
 from krul_backend.tiers.ssd.reader import NUM_THREADS, PieceReader
-from krul_backend.tiers.ssd.tier_state import TierState
 
 PROBE_NUM_BYTES = 32 << 20
+
 _NUM_LATENCY_READS = 5
+
 _LEAST_RATE_NUM_BYTES = 1 << 20
 """Smaller reads say nothing of the disk's rate."""
 
@@ -32,6 +35,69 @@ _UNMEASURED = TierCost(latency_s=1e-3, byte_s=1e-8)
 
 _MAX_READS_AT_ONCE = 2
 """Enough to keep the disk busy while one of them copies; more would only make each of them look slow."""
+
+
+class BlockSink:
+    """Copies consecutive pieces of a record into blocks, and checks each block as its last byte comes.
+
+    Args:
+        at: where in the record the first piece starts, in bytes.
+        block_offsets, block_sizes, checksums: of each layer's block; offsets from the record's start.
+        blocks: where to copy to, writable; None to check only.
+        landed: called for each layer, in ascending order, when its block is written and its checksum right.
+    """
+
+    def __init__(
+        self,
+        at: int,
+        block_offsets: Sequence[int],
+        block_sizes: Sequence[int],
+        checksums: Sequence[int],
+        blocks: Sequence[Block] | None,
+        landed: Callable[[int], None],
+    ) -> None:
+        self._at = at
+        self._offsets = block_offsets
+        self._sizes = block_sizes
+        self._checksums = checksums
+        self._blocks = blocks
+        self._landed = landed
+        self._layer = 0
+        self._hash = xxhash.xxh3_64()
+
+    def take(self, piece: memoryview) -> None:
+        """Process the next bytes of the record. ``piece`` is not kept.
+
+        Raises:
+            RecordError: a block has a wrong checksum.
+        """
+        # piece: [at, end) of the record; block: [start, block_end)
+        end = self._at + len(piece)
+        while self._layer < len(self._offsets):
+            start = self._offsets[self._layer]
+            block_end = start + self._sizes[self._layer]
+            first, last = max(start, self._at), min(block_end, end)
+            if first < last:
+                self._copy(piece[first - self._at : last - self._at], first - start)
+            if end < block_end:
+                break
+            self._finish_block()
+        self._at = end
+
+    def _copy(self, part: memoryview, offset: int) -> None:
+        # Hashing and copying release the GIL, so that other reads go on meanwhile.
+        self._hash.update(part)
+        if self._blocks is not None:
+            block = self._blocks[self._layer]
+            block[offset : offset + len(part)] = np.frombuffer(part, np.uint8)
+
+    def _finish_block(self) -> None:
+        layer = self._layer
+        if self._hash.intdigest() != self._checksums[layer]:
+            raise RecordError(f"the block of layer {layer} has a wrong checksum")
+        self._hash.reset()
+        self._layer += 1
+        self._landed(layer)
 
 
 class SegmentReads:
@@ -126,22 +192,18 @@ class SegmentReads:
             state.quarantine(segment, error)
             raise TierReadError(f"wrong bytes on the SSD: {error}") from error
         except TimeoutError as error:
-            with state.lock:
-                state.counters.slow_reads += 1
+            state.counters.add(slow_reads=1)
             state.suspension.failed("slow read", error)
             raise TierReadError(f"the SSD is too slow: {error}") from error
         except OSError as error:
-            with state.lock:
-                state.counters.failed_reads += 1
+            state.counters.add(failed_reads=1)
             state.suspension.failed("failed read", error)
             raise TierReadError(f"the SSD cannot be read: {error}") from error
         state.suspension.succeeded()
         took_s = time.monotonic() - started_s
         if num_bytes >= _LEAST_RATE_NUM_BYTES:
             self._cost.correct(lambda cost: TierCost(cost.latency_s, took_s / num_bytes))
-        with state.lock:
-            state.counters.read_segments += 1
-            state.counters.read_bytes += segment.manifest.num_bytes
+        state.counters.add(read_segments=1, read_bytes=segment.manifest.num_bytes)
 
     def _seconds_to_read(self, fd: int, offset: int, num_bytes: int) -> float:
         started_s = time.monotonic()

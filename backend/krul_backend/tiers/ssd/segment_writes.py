@@ -12,12 +12,11 @@ from krul_backend.errors import DaemonError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.record import block_offsets, segment_num_bytes
 from krul_backend.tiers.common.write_queue import QueuedSegment, WriteQueue
-from krul_backend.tiers.ssd.catalog import SsdSegment
+from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
 from krul_backend.tiers.ssd.clear_file import ClearFile
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
 from krul_backend.tiers.ssd.room import Room
-from krul_backend.tiers.ssd.tier_state import TierState
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class SegmentWrites:
         is_fitting = segment_num_bytes(item.manifest, item.metadata) <= self._room.max_record_bytes
         if self._state.is_writable and is_fitting and self._queue.put(item):
             return True
-        self._count_skipped(1)
+        self._state.counters.add(skipped_segments=1)
         return False
 
     def flush(self, timeout_s: float) -> bool:
@@ -68,7 +67,7 @@ class SegmentWrites:
     def drop(self, is_dropped: Callable[[QueuedSegment], bool]) -> None:
         """Give up the waiting segments for which the predicate is true."""
         dropped = self._queue.drop(is_dropped)
-        self._count_skipped(len(dropped))
+        self._state.counters.add(skipped_segments=len(dropped))
         self._queue.settle(dropped)
 
     def clear(self, model: ModelIdentity | None) -> None:
@@ -117,7 +116,7 @@ class SegmentWrites:
     def _write(self, items: Sequence[QueuedSegment]) -> None:
         """Write a group of segments with one sync. Segments that fail are given up, and counted."""
         if not self._state.is_writable:
-            self._count_skipped(len(items))
+            self._state.counters.add(skipped_segments=len(items))
             return
         published: list[QueuedSegment] = []
         num_appended = 0
@@ -129,7 +128,7 @@ class SegmentWrites:
                 if not is_new:
                     continue
                 if not self._room.make(segment_num_bytes(manifest, item.metadata)):
-                    self._count_skipped(1)
+                    self._state.counters.add(skipped_segments=1)
                     continue
                 sequence = next(self._sequences)
                 publish = self._publisher(item, sequence, published)
@@ -140,9 +139,8 @@ class SegmentWrites:
             # If a read or a removal failed, the records that were appended before it are still good.
             with contextlib.suppress(OSError):
                 self._writer.commit()
-            with self._state.lock:
-                self._state.counters.failed_writes += 1
-            self._count_skipped(num_appended - len(published))
+            self._state.counters.add(failed_writes=1)
+            self._state.counters.add(skipped_segments=num_appended - len(published))
             self._state.failed("failed write", error)
         else:
             if published:
@@ -158,8 +156,7 @@ class SegmentWrites:
         def publish(file: LogFile, offset: int) -> None:
             published.append(item)
             manifest = item.manifest
-            state.counters.written_segments += 1
-            state.counters.written_bytes += manifest.num_bytes
+            state.counters.add(written_segments=1, written_bytes=manifest.num_bytes)
             state.catalog.add(
                 SsdSegment(
                     segment_id=state.catalog.next_id(),
@@ -175,10 +172,6 @@ class SegmentWrites:
             )
 
         return publish
-
-    def _count_skipped(self, num_segments: int) -> None:
-        with self._state.lock:
-            self._state.counters.skipped_segments += num_segments
 
     def _forget_durably(self, fingerprint: str | None) -> None:
         """Write a note of a clear; while that fails, remove log files, those with least live bytes first.

@@ -15,22 +15,19 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.eviction import EvictionPolicy, LruPolicy
 from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.common.lower_tier import LowerTier, Suspension
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.record import RECORD_ALIGN, encode_metadata
-from krul_backend.tiers.common.suspension import Suspension
 from krul_backend.tiers.common.write_queue import QueuedSegment
-from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment
-from krul_backend.tiers.ssd.directory_lock import DirectoryLock
+from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment, TierState
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.log_writer import LogWriter
-from krul_backend.tiers.ssd.own_files import format_directory, remove_older_formats
+from krul_backend.tiers.ssd.own_files import DirectoryLock, format_directory, remove_older_formats
 from krul_backend.tiers.ssd.reader import PieceReader
 from krul_backend.tiers.ssd.recovery import FoundRecord, recover
 from krul_backend.tiers.ssd.room import Room
 from krul_backend.tiers.ssd.segment_reads import PROBE_NUM_BYTES, SegmentReads
 from krul_backend.tiers.ssd.segment_writes import SegmentWrites
-from krul_backend.tiers.ssd.tier_state import TierState
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +244,7 @@ class SsdTier(LowerTier):
                 queued_segments=queued_segments,
                 queued_bytes=queued_bytes,
                 is_suspended=self._state.suspension.is_active,
-                **vars(self._state.counters),
+                **self._state.counters.snapshot(),
             )
 
     def close(self) -> None:
@@ -282,5 +279,4 @@ class SsdTier(LowerTier):
         self._reads.read(segment, blocks, lambda layer: None)
 
     def _count_eviction(self, segment: SsdSegment) -> None:
-        self._state.counters.evicted_segments += 1
-        self._state.counters.evicted_bytes += segment.manifest.num_bytes
+        self._state.counters.add(evicted_segments=1, evicted_bytes=segment.manifest.num_bytes)

@@ -1,0 +1,169 @@
+"""Who may keep how much of DRAM: pins, for a given time, and quotas of tenants."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from krul_backend.tiers.common.eviction import EvictionPolicy
+from krul_backend.tiers.dram.stored_segment import StoredSegment
+
+_NUM_SPARE_ENDS = 64
+
+
+class PinBook:
+    """Knows which segments are pinned until when, and how many bytes they take. Not thread-safe.
+
+    No thread waits for pins to end: each method first drops those that have ended.
+
+    Args:
+        limit_bytes: how much of the arena all pinned segments together may take.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, limit_bytes: int, clock: Callable[[], float]) -> None:
+        self._limit_bytes = limit_bytes
+        self._clock = clock
+        self._until_s: dict[int, float] = {}
+        self._num_bytes: dict[int, int] = {}
+        self._pinned_bytes = 0
+        # A heap of (end, segment id). Entries of pins that were replaced or ended early stay for a while.
+        self._ends: list[tuple[float, int]] = []
+
+    @property
+    def pinned_bytes(self) -> int:
+        self._drop_ended()
+        return self._pinned_bytes
+
+    def pin(self, segment: StoredSegment, ttl_s: float) -> bool:
+        """Pin a segment for ``ttl_s`` from now, in place of any earlier pin.
+
+        False if too many bytes would be pinned; an earlier pin then stays.
+        """
+        self._drop_ended()
+        segment_id, taken_bytes = segment.segment_id, segment.taken_bytes
+        others_bytes = self._pinned_bytes - self._num_bytes.get(segment_id, 0)
+        if others_bytes + taken_bytes > self._limit_bytes:
+            return False
+        until_s = self._clock() + ttl_s
+        self._until_s[segment_id] = until_s
+        self._num_bytes[segment_id] = taken_bytes
+        self._pinned_bytes = others_bytes + taken_bytes
+        heapq.heappush(self._ends, (until_s, segment_id))
+        self._drop_replaced()
+        return True
+
+    def end(self, segment_id: int) -> None:
+        """End a segment's pin, if it has one."""
+        self._drop_ended()
+        self._forget(segment_id)
+        self._drop_replaced()
+
+    def note_size(self, segment: StoredSegment) -> None:
+        """Update the size of a segment, pinned or not, that takes fewer bytes than before."""
+        before = self._num_bytes.get(segment.segment_id)
+        if before is not None:
+            self._num_bytes[segment.segment_id] = segment.taken_bytes
+            self._pinned_bytes += segment.taken_bytes - before
+
+    def remaining_s(self, segment_id: int) -> float:
+        """Seconds until a segment's pin ends; 0 if it has none."""
+        until_s = self._until_s.get(segment_id)
+        return max(0.0, until_s - self._clock()) if until_s is not None else 0.0
+
+    def _drop_ended(self) -> None:
+        now_s = self._clock()
+        while self._ends and self._ends[0][0] <= now_s:
+            until_s, segment_id = heapq.heappop(self._ends)
+            if self._until_s.get(segment_id) == until_s:
+                self._forget(segment_id)
+
+    def _drop_replaced(self) -> None:
+        """Rebuild the heap when most of its entries are stale: a conversation may be pinned at every turn."""
+        if len(self._ends) > 2 * len(self._until_s) + _NUM_SPARE_ENDS:
+            self._ends = [(until_s, segment_id) for segment_id, until_s in self._until_s.items()]
+            heapq.heapify(self._ends)
+
+    def _forget(self, segment_id: int) -> None:
+        if self._until_s.pop(segment_id, None) is not None:
+            self._pinned_bytes -= self._num_bytes.pop(segment_id)
+
+
+@dataclass
+class _Tenant:
+    """One tenant's account. ``taken_bytes`` includes reservations, and pinned segments out of the index."""
+
+    policy: EvictionPolicy
+    taken_bytes: int = 0
+    num_segments: int = 0
+
+
+class TenantQuotas:
+    """Applies one limit to every tenant. Without a limit it keeps no accounts. Not thread-safe.
+
+    Each tenant has an eviction policy of its own beside the store's, so that its victims are found without
+    looking at segments of others.
+
+    Args:
+        limit_bytes: how much of the arena a tenant may take, alignment included; None: all of it.
+        policy: each tenant gets a fresh policy of this one's kind.
+    """
+
+    def __init__(self, limit_bytes: int | None, policy: EvictionPolicy) -> None:
+        self._limit_bytes = limit_bytes
+        self._kind = policy
+        self._tenants: dict[str, _Tenant] = {}
+
+    def excess_bytes(self, tenant: str, num_bytes: int) -> int:
+        """By how many bytes ``num_bytes`` more would exceed a tenant's quota; 0 or less if they would not."""
+        if self._limit_bytes is None:
+            return 0
+        books = self._tenants.get(tenant)
+        return (books.taken_bytes if books is not None else 0) + num_bytes - self._limit_bytes
+
+    def charge(self, tenant: str, num_bytes: int) -> None:
+        """Add ``num_bytes``, which may be negative, to what a tenant takes."""
+        if self._limit_bytes is None:
+            return
+        books = self._books(tenant)
+        books.taken_bytes += num_bytes
+        self._drop_empty(tenant, books)
+
+    def add(self, segment: StoredSegment) -> None:
+        """Note that a segment entered the index. Its bytes were charged before."""
+        if self._limit_bytes is not None:
+            self._books(segment.manifest.tenant).num_segments += 1
+
+    def remove(self, segment: StoredSegment) -> None:
+        """Note that a segment left the index. Its bytes stay charged until its extents are freed."""
+        if self._limit_bytes is None:
+            return
+        tenant = segment.manifest.tenant
+        books = self._books(tenant)
+        books.policy.remove(segment.segment_id)
+        books.num_segments -= 1
+        self._drop_empty(tenant, books)
+
+    def touch(self, path: Sequence[StoredSegment]) -> None:
+        """Note a use of indexed segments, in conversation order."""
+        if self._limit_bytes is None:
+            return
+        for tenant in {segment.manifest.tenant for segment in path}:
+            own = [segment for segment in path if segment.manifest.tenant == tenant]
+            self._books(tenant).policy.touch(own)
+
+    def victims(self, tenant: str) -> Iterator[int]:
+        """Ids of a tenant's segments, the first to evict first."""
+        books = self._tenants.get(tenant)
+        return books.policy.victims() if books is not None else iter(())
+
+    def _books(self, tenant: str) -> _Tenant:
+        books = self._tenants.get(tenant)
+        if books is None:
+            books = self._tenants[tenant] = _Tenant(self._kind.fresh())
+        return books
+
+    def _drop_empty(self, tenant: str, books: _Tenant) -> None:
+        if not books.taken_bytes and not books.num_segments:
+            del self._tenants[tenant]
