@@ -15,7 +15,8 @@ from krul_sglang.demo.figure import draw_demo
 
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
-TABLES_OF_README = ("demo",)
+TABLES_OF_README = ("demo", "serving-summary")
+ONLY_IN_README = ("serving-summary",)
 
 
 def render(page: str, parts: Mapping[str, str]) -> str:
@@ -36,7 +37,11 @@ def pages() -> dict[Path, str]:
     """Every page with generated parts, as it should be."""
     made = tables()
     of_readme = {name: made[name] for name in TABLES_OF_README}
-    of_measured = {name: table.replace("](benchmarks/", "](../benchmarks/") for name, table in made.items()}
+    of_measured = {
+        name: table.replace("](benchmarks/", "](../benchmarks/")
+        for name, table in made.items()
+        if name not in ONLY_IN_README
+    }
     of_measured["demo"] = of_measured["demo"].replace("](docs/", "](")
     return {
         README: render(README.read_text(encoding="utf-8"), of_readme),

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from benchmarks.restore.rows import Row, longest, settings
+from benchmarks.serving.rows import COLUMNS, table_cells
 from krul_sglang.demo.report import ratio_text
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,8 @@ TEXT_RESULT = RESULTS / "quality-text-cpu.json"
 ESTIMATOR_RESULT = RESULTS / "estimator-cpu.json"
 RESTORE_RESULT = RESULTS / "restore-cpu.json"
 TIERS_RESULT = RESULTS / "tiers-cpu.json"
+SERVING_RESULTS = (RESULTS / "serving-cpu.json", RESULTS / "serving-3000-cpu.json")
+"""By the length of the history; those that were measured are shown."""
 
 
 def demo_table(result: dict[str, Any]) -> str:
@@ -60,6 +63,63 @@ def _demo_notes(result: dict[str, Any]) -> str:
             f"Machine: {machine['cpu']}, {machine['cores']} cores, no GPU;",
             f"{Path(configuration['model_path']).name} in {configuration['dtype']};",
             f"SGLang {result['versions']['sglang']}. Source: [`{source}`]({source}).",
+        )
+    )
+
+
+def serving_table(results: dict[Path, dict[str, Any]]) -> str:
+    """Returning turns by the servers that were asked, a table for each length of the history."""
+    parts = []
+    for path, result in results.items():
+        lines = [f"| {' | '.join(COLUMNS)} |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
+        lines += [f"| {' | '.join(table_cells(row))} |" for row in result["rows"]]
+        parts += [_serving_heading(result), "\n".join(lines), _serving_notes(path, result)]
+    return "\n\n".join(parts)
+
+
+SERVING_SUMMARY = ("configuration", "TTFT p50", "times sooner than recompute", "first turn", "answers equal")
+"""Columns of the table in the README."""
+
+
+def serving_summary(results: dict[Path, dict[str, Any]]) -> str:
+    """The least of ``serving_table``: the shortest history, few columns."""
+    if not results:
+        return ""
+    path, result = next(iter(results.items()))
+    places = [COLUMNS.index(name) for name in SERVING_SUMMARY]
+    lines = [f"| {' | '.join(SERVING_SUMMARY)} |", "|---|" + "---:|" * (len(places) - 1)]
+    for row in result["rows"]:
+        cells_of_row = table_cells(row)
+        lines.append(f"| {' | '.join(cells_of_row[place] for place in places)} |")
+    source = path.relative_to(ROOT)
+    return "\n".join([_serving_heading(result), "", *lines, "", f"Source: [`{source}`]({source})."])
+
+
+def _serving_heading(result: dict[str, Any]) -> str:
+    configuration = result["configuration"]
+    model, rate = Path(configuration["model_path"]).name, configuration["rate"]
+    load = "one request at a time" if rate is None else f"{rate:g} arrivals per second in a round"
+    return (
+        f"**{model} in {configuration['dtype']}, {configuration['users']} conversations of about "
+        f"{configuration['history_tokens']} tokens, {configuration['rounds']} turns each, {load}:**"
+    )
+
+
+def _serving_notes(path: Path, result: dict[str, Any]) -> str:
+    configuration, rows, machine = result["configuration"], result["rows"], result["machine"]
+    options = ", ".join(f"{name} = {value}" for name, value in configuration["compressed_options"].items())
+    waited = "waited for" if configuration["settles"] else "not waited for"
+    source = path.relative_to(ROOT)
+    return " ".join(
+        (
+            f"{rows[0]['returning_turns']} returning turns; ratios are of the same turn, median (quartiles).",
+            f"Small pool: {configuration['device_tokens']} tokens; all conversations: at most",
+            f"{configuration['total_tokens']}. compressed: {options}.",
+            f"What a server does after an answer was {waited}.",
+            f"A cache without bounds would find {rows[0]['theoretical_hit_rate']:.0%}",
+            "of the returning turns' tokens.",
+            f"Machine: {machine['cpu']}, {machine['cores']} cores; SGLang {result['versions']['sglang']};",
+            f"{result['duration_s'] / 60:.0f} minutes. Source: [`{source}`]({source}).",
         )
     )
 
@@ -340,8 +400,11 @@ def _mib(num_bytes: int) -> str:
 
 def tables() -> dict[str, str]:
     """The tables of the kept results, by the names of their places."""
+    serving = {path: orjson.loads(path.read_bytes()) for path in SERVING_RESULTS if path.exists()}
     return {
         "demo": demo_table(orjson.loads(DEMO_RESULT.read_bytes())),
+        "serving": serving_table(serving),
+        "serving-summary": serving_summary(serving),
         "quality": quality_table(orjson.loads(QUALITY_RESULT.read_bytes())),
         "budget": budget_table(orjson.loads(BUDGET_RESULT.read_bytes())),
         "text": text_table(orjson.loads(TEXT_RESULT.read_bytes())),

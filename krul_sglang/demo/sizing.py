@@ -13,6 +13,9 @@ from krul_sglang.demo.conversations import Conversation, Message
 CountTokens = Callable[[list[Message]], int]
 """Number of prompt tokens of a list of messages, chat template included."""
 
+EncodeMessages = Callable[[list[Message]], list[int]]
+"""The prompt's token ids themselves."""
+
 POOL_SLACK = 1.25
 """The default device pool holds this many times the longest conversation."""
 
@@ -102,6 +105,12 @@ def load_token_counter(model_path: str) -> tuple[CountTokens, int | None]:
     Raises:
         SizingError: no tokenizer or no chat template can be loaded.
     """
+    encode, context_length = load_token_encoder(model_path)
+    return lambda messages: len(encode(messages)), context_length
+
+
+def load_token_encoder(model_path: str) -> tuple[EncodeMessages, int | None]:
+    """Like ``load_token_counter``, with the token ids of the prompt instead of their number."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:
@@ -112,11 +121,11 @@ def load_token_counter(model_path: str) -> tuple[CountTokens, int | None]:
     if not tokenizer.chat_template:
         raise SizingError(f"the tokenizer of {model_path} has no chat template; use a chat model")
 
-    def count_tokens(messages: list[Message]) -> int:
+    def encode(messages: list[Message]) -> list[int]:
         prompt: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        return list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
-    return count_tokens, getattr(config, "max_position_embeddings", None)
+    return encode, getattr(config, "max_position_embeddings", None)
 
 
 def first_line(error: BaseException) -> str:

@@ -1,0 +1,155 @@
+"""``python -m benchmarks.serving --json FILE``: returning turns on real servers, without krul and with it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.serving.configuration import CLIENTS, Configuration, ServingBenchmarkError
+from benchmarks.serving.rows import COLUMNS, summarize, table_cells
+from benchmarks.serving.run import Tell, run
+from krul_backend.errors import KrulError
+from krul_sglang.cli.app import REFERENCE_MODEL
+from krul_sglang.config import KrulConfig
+from krul_sglang.demo.player import TurnResult
+from krul_sglang.json_file import write_result
+from krul_sglang.models.smollm2 import make_smollm2
+
+_DEFAULTS = Configuration(model_path="")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    console = Console(stderr=True)
+    logging.basicConfig(
+        level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        options = {option.name: getattr(arguments, option.name) for option in fields(Configuration)}
+        for name in ("krul_options", "compressed_options"):
+            options[name] = _json_object(f"--{name.replace('_', '-')}", options[name])
+        options |= {
+            "model_path": _model_path(arguments.model_path),
+            "server_args": tuple(arguments.server_args),
+        }
+        configuration = Configuration(**options)
+        with _progress(console) as tell:
+            result = run(configuration, tell)
+    except KrulError as error:
+        print(error, file=sys.stderr)
+        return 1
+    summary = summarize(result)
+    write_result(result, summary, json=arguments.json, raw=arguments.raw)
+    if arguments.figure is not None:
+        from benchmarks.figures.serving import draw
+
+        draw(summary, arguments.figure)
+    table = Table(*COLUMNS)
+    for row in summary["rows"]:
+        table.add_row(*table_cells(row))
+    # A file has no width: rich would fold the table into 80 columns.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Its destinations are the fields of ``Configuration``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving",
+        description="Returning turns on real SGLang servers, without krul and with it, side by side.",
+    )
+
+    def add(option: str, text: str, *, to: str | None = None, **how: Any) -> None:
+        name = option.removeprefix("--").replace("-", "_") if to is None else to
+        how = {"default": getattr(_DEFAULTS, name, None), **how}
+        shown = (
+            f" ({how['default']})" if how.get("type") in (int, float) and how["default"] is not None else ""
+        )
+        parser.add_argument(option, dest=name, help=text + shown, **how)
+
+    add("--json", "file for the summary of the result", type=Path)
+    add("--raw", "file for the result with every turn", type=Path)
+    add("--figure", "PNG file: time to the first token by turn", type=Path)
+    add("--model", "smollm2, bundled, a folder or a hub name (smollm2)", to="model_path", default="smollm2")
+    add(
+        "--configurations", "what to compare (" + ",".join(_DEFAULTS.servers) + ")", to="servers", type=_names
+    )
+    add("--client", "this benchmark's own, or sglang.bench_serving", choices=CLIENTS)
+    add("--conversations", "ShareGPT or OpenAI file, JSON or JSONL, instead of generated ones", type=Path)
+    add("--data", "folder of JSONL files with session_id, timestamp and input (whole prompts)", type=Path)
+    add("--history", "tokens of a first prompt; with --data, of the longest", to="history_tokens", type=int)
+    add("--users", "conversations", type=int)
+    add("--rounds", "turns of each", type=int)
+    add("--rate", "Poisson arrivals per second in a round, instead of one request at a time", type=float)
+    add("--think-time", "least seconds from an answer to the next turn", to="think_time_s", type=float)
+    add("--no-settle", "ask while a server may still store a turn", to="settles", action="store_false")
+    add("--device-tokens", "small pool, instead of 1.25 x the longest conversation", type=int)
+    add("--host-memory", "of each krul server, as 256MiB, instead of enough for all")
+    add("--ssd", "capacity of an SSD tier for each krul server, as 2GiB")
+    add("--krul-options", "JSON object: options of every krul server", default="{}")
+    compressed = orjson.dumps(_DEFAULTS.compressed_options).decode()
+    add("--compressed-options", f"JSON object: those of 'compressed' ({compressed})", default=compressed)
+    add("--max-tokens", "longest answer", type=int)
+    add("--page-size", "tokens per page", type=int)
+    add("--dtype", "SGLang's, instead of float32 without a GPU and the model's own with one")
+    add(
+        "--server-arg",
+        "one more argument of every server, repeatable",
+        to="server_args",
+        action="append",
+        default=[],
+    )
+    add("--seed", "of generated conversations and arrivals", type=int)
+    return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _model_path(name: str) -> str:
+    if name == "bundled":
+        return str(REFERENCE_MODEL)
+    if name != "smollm2":
+        return name
+    cache_dir = Path(KrulConfig.load(None).cache_dir).expanduser()
+    return str(make_smollm2(cache_dir, logging.getLogger(__name__).info))
+
+
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    try:
+        values = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ServingBenchmarkError(f"{option} {text!r} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ServingBenchmarkError(f"{option} {text!r} is not a JSON object")
+    return values
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Tell]:
+    with Progress(console=console, refresh_per_second=2) as progress:
+        task = progress.add_task("turns", total=None)
+
+        def tell(name: str, turn: TurnResult, num_answers: int) -> None:
+            text = f"{name}: {turn.conversation}, turn {turn.turn}: {turn.ttft_s * 1e3:.0f} ms"
+            progress.update(task, advance=1, total=num_answers, description=text)
+
+        yield tell
+
+
+if __name__ == "__main__":
+    sys.exit(main())

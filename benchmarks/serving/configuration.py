@@ -1,0 +1,140 @@
+"""What a run compares, and under which load."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from krul_backend.errors import KrulError
+from krul_backend.memory import parse_bytes
+from krul_sglang.config import KrulConfig
+from krul_sglang.demo.environment import without_cwd
+
+SERVERS = ("recompute", "device", "native", "compressed", "full-load")
+KRUL_SERVERS = ("native", "compressed", "full-load")
+CLIENTS = ("krul", "bench_serving")
+
+COMPRESSED_OPTIONS = {"precision": "int4"}
+"""Loses something, and needs nothing learned about the model before."""
+
+
+class ServingBenchmarkError(KrulError):
+    """Options that measure nothing, conversations that cannot be used, or a server that failed."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The settings of a run. Lengths are in tokens.
+
+    Args:
+        servers: names of ``SERVERS`` to compare.
+        client: what asks them; a name of ``CLIENTS``.
+        conversations: a ShareGPT or OpenAI file; ``data``: a folder of recorded sessions. With neither,
+            conversations are generated.
+        history_tokens: length of the first prompt of a generated conversation, and of the longest prompt
+            that is taken of a recorded one.
+        users: conversations. ``rounds``: turns of each.
+        rate: mean arrivals per second of the turns of a round; None sends one request at a time.
+        think_time_s: least time between the answer to a turn and the next turn of the conversation.
+        settles: whether a server finishes what it does after its answers before another one is asked.
+        device_tokens: of the small pool; None is 1.25 times the longest conversation.
+        host_memory: of each krul server; None holds everything. ``ssd``: capacity of an SSD tier, if any.
+        krul_options: of every krul server; ``compressed_options``: of ``compressed`` on top.
+        dtype: SGLang's; None is float32 without a GPU, and else the model's own.
+    """
+
+    model_path: str
+    servers: tuple[str, ...] = SERVERS
+    client: str = "krul"
+    conversations: Path | None = None
+    data: Path | None = None
+    history_tokens: int = 1000
+    users: int = 5
+    rounds: int = 4
+    rate: float | None = None
+    think_time_s: float = 0.0
+    settles: bool = True
+    device_tokens: int | None = None
+    host_memory: str | None = None
+    ssd: str | None = None
+    krul_options: dict[str, Any] = field(default_factory=dict)
+    compressed_options: dict[str, Any] = field(default_factory=COMPRESSED_OPTIONS.copy)
+    max_tokens: int = 16
+    page_size: int = 16
+    dtype: str | None = None
+    server_args: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_names("--configurations", self.servers, SERVERS)
+        _check_names("--client", (self.client,), CLIENTS)
+        if self.conversations is not None and self.data is not None:
+            raise ServingBenchmarkError("give --conversations or --data, not both")
+        if self.client != "krul" and (self.conversations or self.data or self.think_time_s):
+            raise ServingBenchmarkError(
+                "bench_serving generates its own prompts and does not think: leave --conversations, --data "
+                "and --think-time out"
+            )
+        if self.rounds < 2:
+            raise ServingBenchmarkError(f"--rounds {self.rounds}: turns return from the second round on")
+        positive = {
+            "--history": self.history_tokens,
+            "--users": self.users,
+            "--rate": self.rate,
+            "--device-tokens": self.device_tokens,
+            "--max-tokens": self.max_tokens,
+            "--page-size": self.page_size,
+        }
+        for option, value in positive.items():
+            if value is not None and not value > 0:
+                raise ServingBenchmarkError(f"{option} {value} is not possible; expected more than 0")
+        if self.think_time_s < 0:
+            raise ServingBenchmarkError(f"--think-time {self.think_time_s} is not possible")
+        for option, size in (("--host-memory", self.host_memory), ("--ssd", self.ssd)):
+            try:
+                parse_bytes("1" if size is None else size)
+            except ValueError as error:
+                raise ServingBenchmarkError(f"{option}: {error}") from None
+        for name in KRUL_SERVERS:
+            KrulConfig.from_mapping(self.options_of(name), f"options of {name!r}")
+
+    @property
+    def krul_servers(self) -> tuple[str, ...]:
+        return tuple(name for name in self.servers if name in KRUL_SERVERS)
+
+    @property
+    def reference(self) -> str:
+        """The server whose answers are in the prompts, and that answers are compared with."""
+        return "device" if "device" in self.servers else self.servers[0]
+
+    def options_of(self, name: str) -> dict[str, Any]:
+        """Options of one of ``KRUL_SERVERS``, but for its folders and its host memory."""
+        own = {
+            "native": {},
+            "compressed": self.compressed_options,
+            "full-load": {"planner": "full-load"},
+        }
+        return {**self.krul_options, **own[name]}
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("model_path", "conversations", "data")
+        paths = {name: getattr(self, name) for name in names}
+        return {
+            **asdict(self),
+            **{name: None if path is None else _shown(str(path)) for name, path in paths.items()},
+        }
+
+
+def _check_names(option: str, names: Collection[str], accepted: Collection[str]) -> None:
+    for name in names:
+        if name not in accepted:
+            raise ServingBenchmarkError(f"{option}: no {name!r}; accepted are {', '.join(accepted)}")
+    if not names or len(set(names)) < len(names):
+        raise ServingBenchmarkError(f"{option}: give one or more names, each once")
+
+
+def _shown(path: str) -> str:
+    """``path`` without the user's home and the working directory."""
+    return without_cwd(path).replace(str(Path.home()), "~", 1)

@@ -1,0 +1,139 @@
+"""The conversations of a run: generated ones, those of a file, or recorded sessions of agents."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
+from krul_sglang.demo.conversations import Conversation, Message, UserTurn, load_conversations
+from krul_sglang.demo.sizing import CountTokens
+
+_WHEN = ("On Monday", "Last week", "In the morning", "After lunch", "Before the storm", "One evening")
+_WHO = ("the teacher", "our neighbour", "a young farmer", "the engineer", "my sister", "an old sailor")
+_DID = ("carried", "repaired", "painted", "forgot", "sold", "measured", "found", "borrowed", "described")
+_WHICH = ("a heavy", "the green", "a broken", "the wooden", "an expensive", "the smallest", "a useful")
+_WHAT = ("basket", "ladder", "window", "engine", "letter", "clock", "table", "bicycle", "map", "lamp")
+_WHERE = ("near the harbour", "behind the school", "at the station", "in the garden", "on the bridge")
+_QUESTIONS = (
+    "What happened {when}, and who was part of it?",
+    "Which things were {did}, and where?",
+    "Tell me more about {who}. What else did they do?",
+    "Write one sentence about the {what} and where it was.",
+)
+
+
+@dataclass(frozen=True)
+class RecordedConversation(Conversation):
+    """A session that was recorded: the text of each turn is its whole prompt, earlier answers included."""
+
+    def messages(self, turn: int, answers: Mapping[int, str]) -> list[Message]:
+        return [{"role": "user", "content": self.turns[turn - 1].text}]
+
+
+def choose_conversations(configuration: Configuration, count_tokens: CountTokens) -> tuple[Conversation, ...]:
+    """As many conversations as there are users, of up to as many turns as there are rounds.
+
+    Raises:
+        ConversationError: the file cannot be read.
+        ServingBenchmarkError: there are too few conversations in which a turn returns.
+    """
+    users, rounds = configuration.users, configuration.rounds
+    found: Iterator[Conversation]
+    if configuration.data is not None:
+        limit = configuration.history_tokens
+        found = recorded_conversations(
+            configuration.data, rounds, lambda text: count_tokens(_as_prompt(text)) <= limit
+        )
+        which = f"{configuration.data}: sessions with prompts of up to {limit} tokens that extend each other"
+    elif configuration.conversations is not None:
+        loaded = load_conversations(configuration.conversations)
+        cut = loaded.select(num_conversations=None, turns=rounds)
+        found = (conversation for conversation in cut if len(conversation.turns) > 1)
+        which = f"{configuration.conversations}: conversations of two turns and more"
+    else:
+        return tuple(generated_conversation(number, configuration, count_tokens) for number in range(users))
+    chosen = tuple(conversation for conversation, _ in zip(found, range(users), strict=False))
+    if len(chosen) < users:
+        raise ServingBenchmarkError(
+            f"{which}: {len(chosen)} found where --users is {users}; give fewer --users, more data or a "
+            "larger --history"
+        )
+    return chosen
+
+
+def generated_conversation(
+    number: int, configuration: Configuration, count_tokens: CountTokens
+) -> Conversation:
+    """A first turn of ordinary sentences, about ``history_tokens`` long, then short questions."""
+    words = random.Random(f"{configuration.seed} {number}")
+    sentences: list[str] = []
+    while True:
+        first = f"These are my notes.\n{' '.join(sentences)}\n{_question(words)}"
+        missing = configuration.history_tokens - count_tokens(_as_prompt(first))
+        if missing <= 0:
+            break
+        # A sentence has at most about 20 tokens: the end is not passed by more than one of them.
+        sentences += [_sentence(words) for _ in range(max(1, missing // 20))]
+    questions = [_question(words) for _ in range(configuration.rounds - 1)]
+    return Conversation(f"generated-{number}", tuple(UserTurn(text) for text in (first, *questions)))
+
+
+def recorded_conversations(
+    folder: Path, max_turns: int, fits: Callable[[str], bool]
+) -> Iterator[RecordedConversation]:
+    """Of each session in the folder's JSONL files the longest run of prompts that fit and extend each other.
+
+    A line is an object with ``session_id``, ``timestamp``, and ``input``, the whole prompt of a turn. Of a
+    longer run the last ``max_turns`` are taken, which have the longest history.
+
+    Raises:
+        ServingBenchmarkError: there is no session, or a line is not such an object.
+    """
+    paths = sorted(folder.rglob("*.jsonl"))
+    if not paths:
+        raise ServingBenchmarkError(f"{folder}: no such folder, or no session (*.jsonl) in it")
+    for path in paths:
+        prompts: dict[str, list[tuple[float, str]]] = defaultdict(list)
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+            try:
+                turn = orjson.loads(line)
+                prompts[str(turn["session_id"])].append((float(turn["timestamp"]), str(turn["input"])))
+            except (orjson.JSONDecodeError, LookupError, TypeError, ValueError) as error:
+                raise ServingBenchmarkError(
+                    f"{path}: line {number} has no session_id, timestamp and input: {error}"
+                ) from None
+        for session, of_session in prompts.items():
+            texts = [text for _, text in sorted(of_session) if text and fits(text)]
+            turns = longest_run(texts)[-max_turns:]
+            if len(turns) > 1:
+                yield RecordedConversation(session, tuple(map(UserTurn, turns)))
+
+
+def longest_run(prompts: list[str]) -> list[str]:
+    """The most prompts of the list, in its order, of which each extends the one before."""
+    runs: list[list[str]] = []
+    for prompt in prompts:
+        before = [run for run in runs if prompt.startswith(run[-1]) and prompt != run[-1]]
+        runs.append([*max(before, key=len, default=[]), prompt])
+    return max(runs, key=len, default=[])
+
+
+def _as_prompt(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def _sentence(words: random.Random) -> str:
+    parts = (words.choice(options) for options in (_WHEN, _WHO, _DID, _WHICH, _WHAT, _WHERE))
+    return "{} {} {} {} {} {}.".format(*parts)
+
+
+def _question(words: random.Random) -> str:
+    options = {"when": _WHEN, "who": _WHO, "did": _DID, "what": _WHAT}
+    chosen = {name: words.choice(values) for name, values in options.items()}
+    return words.choice(_QUESTIONS).format(**{**chosen, "when": chosen["when"].lower()})

@@ -1,0 +1,193 @@
+"""What the answers say: one row for each server."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.tiers.timing import percentile
+from krul_sglang.demo.conversations import Conversation
+from krul_sglang.demo.player import TurnResult, play_order
+from krul_sglang.demo.sizing import EncodeMessages
+from krul_sglang.json_file import quantiles, without_samples
+
+
+def row(
+    name: str,
+    turns: Mapping[str, Sequence[TurnResult]],
+    *,
+    reference: str,
+    busy_s: float,
+    hit_pages: Mapping[str, int],
+    theoretical_hit_rate: float,
+    bytes_stored: int | None,
+) -> dict[str, Any]:
+    """One server: times and hits are of returning turns, where nothing else is said.
+
+    ``turns``: of all servers, in the same order. ``tpot_s`` and ``tokens_per_s`` are over all turns.
+    """
+    own = turns[name]
+    returning = [turn for turn in own if turn.turn > 1]
+    by_round: dict[int, list[float]] = defaultdict(list)
+    for turn in own:
+        by_round[turn.turn].append(turn.ttft_s)
+    equal = sum(turn.answer == other.answer for turn, other in zip(own, turns[reference], strict=True))
+    return {
+        "configuration": name,
+        "returning_turns": len(returning),
+        **of_ttft([turn.ttft_s for turn in returning]),
+        **ratios({server: _returning(each) for server, each in turns.items()}, name),
+        "ttft_by_round": {number: quantiles(seconds) for number, seconds in sorted(by_round.items())},
+        "first_turn_p50_s": statistics.median(by_round[1]),
+        "tpot_s": tpot_s(own),
+        "tokens_per_s": sum(turn.completion_tokens for turn in own) / busy_s,
+        "hit_rate_by_tier": hit_rate_by_tier(returning, hit_pages),
+        "theoretical_hit_rate": theoretical_hit_rate,
+        "bytes_stored": bytes_stored,
+        "answers_equal": equal / len(own),
+    }
+
+
+def of_ttft(seconds: Sequence[float]) -> dict[str, Any]:
+    return {
+        "mean_ttft_s": statistics.fmean(seconds),
+        **{f"p{share}_ttft_s": percentile(seconds, share / 100) for share in (50, 90, 99)},
+        "ttft_samples_s": list(seconds),
+    }
+
+
+def ratios(ttft_s: Mapping[str, Sequence[float]], name: str) -> dict[str, Any]:
+    """How a server compares with two others, turn by turn; a key is left out if its server did not run.
+
+    ``times_sooner_than_recompute`` is over 1 where this server is sooner, ``times_of_device`` where it is
+    later.
+    """
+    found: dict[str, Any] = {}
+    if "recompute" in ttft_s and name != "recompute":
+        pairs = zip(ttft_s["recompute"], ttft_s[name], strict=True)
+        found["times_sooner_than_recompute"] = quantiles([other / own for other, own in pairs])
+    if "device" in ttft_s and name != "device":
+        pairs = zip(ttft_s["device"], ttft_s[name], strict=True)
+        found["times_of_device"] = quantiles([own / other for other, own in pairs])
+    return found
+
+
+def tpot_s(turns: Sequence[TurnResult]) -> float | None:
+    """The median turn's seconds per token after the first; None if every answer is a single token."""
+    each = [
+        (turn.total_s - turn.ttft_s) / (turn.completion_tokens - 1)
+        for turn in turns
+        if turn.completion_tokens > 1
+    ]
+    return statistics.median(each) if each else None
+
+
+def hit_rate_by_tier(turns: Sequence[TurnResult], hit_pages: Mapping[str, int]) -> dict[str, float]:
+    """Share of the prompts' tokens that each tier had.
+
+    A client sees what came from the device, and what from the host; ``hit_pages`` of krul's own counters say
+    in which proportion the latter came from which of its tiers.
+    """
+    prompt_tokens = sum(turn.prompt_tokens for turn in turns)
+    host = sum(turn.host_tokens for turn in turns) / prompt_tokens
+    num_pages = sum(hit_pages.values())
+    return {
+        "device": sum(turn.device_tokens for turn in turns) / prompt_tokens,
+        **{tier: host * pages / num_pages for tier, pages in hit_pages.items() if num_pages},
+    }
+
+
+def theoretical_hit_rate(
+    conversations: Sequence[Conversation],
+    answered: Mapping[tuple[str, int], TurnResult],
+    encode: EncodeMessages,
+    *,
+    page_size: int,
+) -> float:
+    """Share of the returning turns' prompt tokens that a cache without bounds has, in whole pages.
+
+    Such a cache holds every earlier prompt and the answer to it; of a prompt one token is always computed.
+    ``answered``: the reference's turns by conversation and turn.
+    """
+    seen: set[int] = set()
+    found = total = 0
+    for conversation, turn in play_order(conversations):
+        name = conversation.conversation_id
+        answers = {number: answered[name, number].answer for number in range(1, turn + 1)}
+        messages = conversation.messages(turn, answers)
+        prompt = encode(messages)
+        if turn > 1:
+            known = 0
+            for number, page in enumerate(_page_keys(prompt[:-1], page_size), start=1):
+                if page not in seen:
+                    break
+                known = number * page_size
+            found += known
+            total += len(prompt)
+        # The KV of the last token of an answer is never computed.
+        computed = len(prompt) + answered[name, turn].completion_tokens - 1
+        whole = encode([*messages, {"role": "assistant", "content": answers[turn]}])
+        seen.update(_page_keys(whole[:computed], page_size))
+    return found / total
+
+
+def _page_keys(token_ids: Sequence[int], page_size: int) -> list[int]:
+    """Of each whole page a number that stands for its tokens and all before them."""
+    keys: list[int] = []
+    for end in range(page_size, len(token_ids) + 1, page_size):
+        keys.append(hash((keys[-1] if keys else 0, tuple(token_ids[end - page_size : end]))))
+    return keys
+
+
+COLUMNS = (
+    "configuration",
+    "TTFT p50",
+    "p90",
+    "times sooner than recompute",
+    "times of device",
+    "first turn",
+    "TPOT",
+    "found on",
+    "stored",
+    "answers equal",
+)
+"""Heads of ``table_cells``."""
+
+
+def table_cells(row: Mapping[str, Any]) -> list[str]:
+    """A row of a summary as text; ratios as their median and quartiles."""
+    found = " ".join(f"{tier} {rate:.0%}" for tier, rate in row["hit_rate_by_tier"].items() if rate)
+    stored = row["bytes_stored"]
+    return [
+        row["configuration"],
+        _ms(row["p50_ttft_s"]),
+        _ms(row["p90_ttft_s"]),
+        _ratio(row.get("times_sooner_than_recompute")),
+        _ratio(row.get("times_of_device")),
+        _ms(row.get("first_turn_p50_s")),
+        _ms(row["tpot_s"]),
+        found or "-",
+        "-" if stored is None else f"{stored / 2**20:.0f} MiB",
+        f"{row['answers_equal']:.0%}" if "answers_equal" in row else "-",
+    ]
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.0f} ms"
+
+
+def _ratio(each: Mapping[str, float] | None) -> str:
+    return "-" if each is None else f"{each['median']:.2f} ({each['q25']:.2f}-{each['q75']:.2f})"
+
+
+def _returning(turns: Sequence[TurnResult]) -> list[float]:
+    return [turn.ttft_s for turn in turns if turn.turn > 1]
+
+
+def summarize(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a run's ``result``: no single turns, and quantiles instead of samples."""
+    kept = {name: value for name, value in result.items() if name not in ("turns", "krul")}
+    summary: dict[str, Any] = without_samples(kept)
+    return summary

@@ -1,0 +1,155 @@
+"""Runs one configuration and returns the result file's content."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.bench_serving import plan_pools_of_groups, rows_of_reports, run_bench_serving
+from benchmarks.serving.configuration import Configuration
+from benchmarks.serving.conversations import choose_conversations
+from benchmarks.serving.load import play, schedule
+from benchmarks.serving.rows import row, theoretical_hit_rate
+from benchmarks.serving.servers import Server, check_pool, dtype, host_memory_bytes, make_server
+from krul_sglang.demo.conversations import Conversation, Message
+from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
+from krul_sglang.demo.player import TurnResult
+from krul_sglang.demo.sizing import EncodeMessages, PoolSizes, load_token_encoder, plan_pools
+
+logger = logging.getLogger(__name__)
+
+Tell = Callable[[str, TurnResult, int], None]
+"""Is given the name of a server, what it answered, and the number of answers that there will be."""
+
+
+def run(configuration: Configuration, tell: Tell) -> dict[str, Any]:
+    """Start the servers, ask them, and make rows.
+
+    Raises:
+        KrulError: the conversations do not fit the options, a server does not start, or does not answer.
+    """
+    started = time.monotonic()
+    encode, context_length = load_token_encoder(configuration.model_path)
+
+    def count_tokens(messages: list[Message]) -> int:
+        return len(encode(messages))
+
+    conversations: Sequence[Conversation] = ()
+    if configuration.client == "bench_serving":
+        pools = plan_pools_of_groups(configuration)
+    else:
+        conversations = choose_conversations(configuration, count_tokens)
+        pools = plan_pools(
+            conversations,
+            count_tokens,
+            max_tokens=configuration.max_tokens,
+            page_size=configuration.page_size,
+            device_tokens=configuration.device_tokens,
+            context_length=context_length,
+        )
+    with tempfile.TemporaryDirectory(prefix="krul-serving-") as name, ExitStack() as stack:
+        folder = Path(name)
+        servers = _start(configuration, pools, folder, stack)
+        if configuration.client == "bench_serving":
+            measured = _bench_serving(servers, configuration, folder)
+        else:
+            measured = _play(servers, configuration, conversations, encode, tell)
+        about = [
+            {
+                "configuration": server.name,
+                "pool_tokens": server.pool_tokens,
+                "krul_options": server.options,
+                "command": without_cwd(server.process.command_line),
+                "restores": server.restores(),
+                "ready_after_s": server.process.ready_after_s,
+                "memory_bytes": server.memory_bytes(),
+            }
+            for server in servers
+        ]
+        states = {server.name: server.krul_states() for server in servers}
+    return {
+        "git_revision": git_revision(),
+        "versions": versions(("torch", "sglang", "transformers")),
+        "machine": machine(),
+        "command": without_cwd(shlex.join(sys.orig_argv)),
+        "configuration": {
+            **configuration.to_json(),
+            "dtype": dtype(configuration),
+            "reference": configuration.reference,
+            "host_memory_bytes": host_memory_bytes(configuration, pools),
+            **asdict(pools),
+        },
+        "duration_s": round(time.monotonic() - started, 1),
+        "servers": about,
+        **measured,
+        "krul": states,
+    }
+
+
+def _start(configuration: Configuration, pools: PoolSizes, folder: Path, stack: ExitStack) -> list[Server]:
+    """One after the other: krul measures its costs as it starts, and nothing else may run meanwhile."""
+    servers = []
+    for name in configuration.servers:
+        server = make_server(name, configuration, pools, folder)
+        logger.info("%s: starts", name)
+        stack.enter_context(server.process)
+        check_pool(server, configuration.page_size)
+        logger.info("%s: ready after %.0f s", name, server.process.ready_after_s)
+        servers.append(server)
+    return servers
+
+
+def _play(
+    servers: Sequence[Server],
+    configuration: Configuration,
+    conversations: Sequence[Conversation],
+    encode: EncodeMessages,
+    tell: Tell,
+) -> dict[str, Any]:
+    """Rows of this benchmark's own client, and every turn."""
+    batches = schedule(conversations, rate=configuration.rate, seed=configuration.seed)
+    num_answers = len(servers) * sum(map(len, batches))
+    answers = asyncio.run(
+        play(servers, configuration, batches, lambda name, turn: tell(name, turn, num_answers))
+    )
+    of_reference = answers.turns[configuration.reference]
+    hit_rate = theoretical_hit_rate(
+        conversations,
+        {(turn.conversation, turn.turn): turn for turn in of_reference},
+        encode,
+        page_size=configuration.page_size,
+    )
+    rows = [
+        row(
+            server.name,
+            answers.turns,
+            reference=configuration.reference,
+            busy_s=answers.busy_s[server.name],
+            hit_pages=server.hit_pages(),
+            theoretical_hit_rate=hit_rate,
+            bytes_stored=server.bytes_stored(),
+        )
+        for server in servers
+    ]
+    turns = {name: [asdict(turn) for turn in of_server] for name, of_server in answers.turns.items()}
+    return {"rows": rows, "turns": turns}
+
+
+def _bench_serving(servers: Sequence[Server], configuration: Configuration, folder: Path) -> dict[str, Any]:
+    """Rows of SGLang's client, and all that it reported."""
+    reports = {}
+    for server in servers:
+        reports[server.name] = run_bench_serving(server, configuration, folder)
+        server.settle()
+        logger.info("%s: %s requests", server.name, reports[server.name]["completed"])
+    stored = {server.name: server.bytes_stored() for server in servers}
+    return {"rows": rows_of_reports(reports, stored), "turns": reports}

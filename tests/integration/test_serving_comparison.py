@@ -1,0 +1,48 @@
+"""``python -m benchmarks.serving`` from end to end: two real servers of the bundled model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.server
+
+
+def test_krul_restores_the_turns_that_sglang_alone_recomputes(tmp_path: Path) -> None:
+    summary, raw, figure = tmp_path / "out.json", tmp_path / "raw.json", tmp_path / "out.png"
+    command = [
+        *(sys.executable, "-m", "benchmarks.serving", "--model", "bundled"),
+        *("--configurations", "recompute,full-load", "--users", "3", "--rounds", "2", "--history", "300"),
+        *("--max-tokens", "8", "--json", str(summary), "--raw", str(raw), "--figure", str(figure)),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert [line.split()[1] for line in ran.stdout.splitlines() if "MiB" in line] == ["full-load"]
+    result = json.loads(summary.read_text())
+    recompute, restored = result["rows"]
+    assert [recompute["configuration"], restored["configuration"]] == ["recompute", "full-load"]
+    # Every conversation was evicted: only the beginning that all prompts share stays on the device.
+    assert recompute["hit_rate_by_tier"]["device"] < 0.2
+    assert recompute["bytes_stored"] is None
+    assert restored["hit_rate_by_tier"]["dram"] > 0.6
+    assert restored["bytes_stored"] > 0
+    found = sum(restored["hit_rate_by_tier"].values())
+    assert 0.6 < found <= restored["theoretical_hit_rate"] + 0.01
+    assert restored["answers_equal"] == recompute["answers_equal"] == 1.0
+    assert restored["returning_turns"] == 3
+    of_recompute, of_full_load = (each["restores"] for each in result["servers"])
+    assert of_recompute is None
+    # First turns may load the beginning that all prompts share.
+    assert of_full_load["loaded"] >= 3
+    assert (of_full_load["refused"], of_full_load["turns_not_stored"]) == (0, 0)
+    assert "turns" not in result
+    turns = json.loads(raw.read_text())["turns"]
+    assert {name: len(of_server) for name, of_server in turns.items()} == {"recompute": 6, "full-load": 6}
+    assert [turn["prompt_tokens"] for turn in turns["full-load"]] == [
+        turn["prompt_tokens"] for turn in turns["recompute"]
+    ]
+    assert figure.stat().st_size > 1000
