@@ -23,6 +23,7 @@ from krul_backend.tiers.common.interface import DRAM_TIER, Reservation
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore import tail_groups
 from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
 from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, TurnOffloader
@@ -466,19 +467,21 @@ def test_a_long_turn_becomes_several_segments_of_bounded_layers(
 
     on_device: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     held: list[int] = []
-    upload = strict.upload
+    upload_joined = strict.upload_joined
 
-    def watched(host: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        uploaded = upload(host, target)
+    def watched(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
+        uploaded = upload_joined(hosts)
         on_device.add(uploaded)
         held.append(sum(block.nbytes for block in on_device))
         return uploaded
 
-    monkeypatch.setattr(strict, "upload", watched)
+    monkeypatch.setattr(strict, "upload_joined", watched)
+    monkeypatch.setattr(tail_groups, "MAX_JOINED_BYTES", layer_bytes)
     targets = torch.arange(NUM_SLOTS - 40, NUM_SLOTS)
     bench.loader.queue("r", bench.load(turn, targets))
     assert bench.loader.finish(bench.loader.start())
-    assert max(held) == layer_bytes
+    # Two segments of the bound's size, and a shorter one, in each layer.
+    assert held == [layer_bytes, layer_bytes, layer_bytes // 2] * NUM_LAYERS
     for old, new in zip(before, bench.rows(targets), strict=True):
         assert torch.equal(old, new)
     bench.close()

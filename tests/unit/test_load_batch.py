@@ -456,11 +456,13 @@ def test_each_layer_waits_for_its_own_load_and_no_later_one(strict: StrictDevice
     assert strict_rig.loader.finish(index)
     events = events_waited_for(strict, forward)
     loading = strict_rig.loader._stream
+    arena = strict_rig.store.host.buffer
+    of_arena = range(arena.ctypes.data, arena.ctypes.data + arena.nbytes)
     uploads_before: dict[StrictEvent | None, int] = {}
     num_uploads = 0
     for entry in strict.module.log:
         if entry.stream is loading:
-            num_uploads += entry.kind == "upload"
+            num_uploads += entry.kind == "upload" and entry.host.start in of_arena
             uploads_before[entry.event] = num_uploads
     # One block for each layer, and its event behind it.
     assert [uploads_before[event] for event in events] == [1, 2, 3]
@@ -620,7 +622,8 @@ def test_a_stuck_load_is_given_up_and_writes_nothing_later(
     index = rig.start(FIRST_SLOTS)
     batch, running = rig.batch(index), rig.loader._running[index]
     assert stuck.has_come.wait(PATIENCE_S)
-    batch.wait_layer(0)
+    if not rig.device.shares_cores:
+        batch.wait_layer(0)
     with pytest.raises(LoadFailedError, match="no layer has landed"):
         batch.wait_layer(1)
     batch.abandon(is_refilled=is_refilled)
