@@ -84,11 +84,14 @@ class NativeTails:
         ``v_buffer [num_slots, H, Dv]`` in the pool's dtype are written at ``slots`` (int64, as many as there
         are tokens in all tails, on the same device). On a GPU the work is queued on the current stream.
         """
-        pieces = joined.view(-1, self._piece_bytes).view(self._shape.dtype)
+        # As the widest numbers that fit, of which a CPU copies one at a time.
+        wide = torch.int64 if self._piece_bytes % 8 == 0 else self._shape.dtype
+        pieces = joined.view(-1, self._piece_bytes).view(wide)
         for buffer, wanted in ((k_buffer, self._k_pieces), (v_buffer, self._v_pieces)):
-            # [T * pieces per row, elements of a piece] -> [T, H, D]
-            rows = pieces.index_select(0, wanted).view(-1, *buffer.shape[1:])
-            buffer.index_copy_(0, slots, rows)
+            targets = buffer.view(len(buffer), -1).view(wide)
+            # [T * pieces per row, numbers of a piece] -> [T, numbers of a row]
+            rows = pieces.index_select(0, wanted).view(-1, targets.shape[1])
+            targets.index_copy_(0, slots, rows)
 
     def _pieces(self, starts: Rows, row_bytes: int, device: Device) -> torch.Tensor:
         """The pieces that rows at ``starts`` consist of: int64 ``[T * pieces per row]``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -106,10 +107,11 @@ class SegmentDecoder(SegmentLayout):
             raise CodecError(f"layer {layer} needs the blocks of layers {sources}, not given: {missing}")
         return UnitBlocks(codec, unit.index(layer), tuple(blocks[source] for source in sources))
 
-    def native_unit(self, layer: int) -> NativeLayer | None:
-        """The unit of a layer that is stored natively and alone; None for any other layer."""
-        _, codec = self._place(layer)
-        return codec if type(codec) is NativeLayer else None
+    @cached_property
+    def native_units(self) -> tuple[NativeLayer | None, ...]:
+        """``[L]``: the unit of each layer that is stored natively and alone; None for any other layer."""
+        units = (self._place(layer)[1] for layer in range(len(self.strategy.layers)))
+        return tuple(unit if isinstance(unit, NativeLayer) else None for unit in units)
 
 
 class SegmentCodec:

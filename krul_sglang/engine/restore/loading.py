@@ -232,7 +232,7 @@ class LayerWiseLoader:
                 while num_announced < min(layer + checks.num_layers_ahead, self._pool.num_layers):
                     groups.append(tails.of_layer(num_announced))
                     for group in groups[-1]:
-                        checks.announce(group.blocks())
+                        checks.announce(group.blocks)
                     num_announced += 1
                 self._before_layer(index, layer)
                 begin = batch.clock.mark()
@@ -257,7 +257,7 @@ class LayerWiseLoader:
     def _load_layer(self, batch: LoadBatch, groups: Sequence[TailGroup], checks: BlockChecks) -> bool:
         """Group after group, so that the device never holds the blocks of several; False if given up."""
         for group in groups:
-            checks.wait(group.blocks())
+            checks.wait(group.blocks)
             group.fetch(self._device)
             with batch.writing() as is_wanted:
                 if not is_wanted:

@@ -116,13 +116,13 @@ class SegmentReader:
         """How many of the ``num_tokens`` the head of this layer covers: those before its tail."""
         return self._first_rows[layer] - self._row
 
-    def blocks(self, layer: int) -> list[LayerBlock]:
-        """The blocks that this layer's tail is made of."""
-        return [(self._fetched, source) for source in self.decoder.sources(layer)]
+    def block(self, source: int) -> LayerBlock:
+        """The block of a layer."""
+        return self._fetched, source
 
     def native_tail(self, layer: int) -> NativeTail | None:
         """The layer's tail, if it is stored natively and alone; None for any other."""
-        unit = self.decoder.native_unit(layer)
+        unit = self.decoder.native_units[layer]
         return None if unit is None else NativeTail(unit, self._first_rows[layer], self._end_row)
 
     def native_bytes(self, layer: int, num_bytes: int) -> Block:

@@ -20,10 +20,12 @@ MAX_JOINED_BYTES = 32 << 20
 
 
 class TailGroup(Protocol):
-    """Tails of one layer, for which ``fetch`` and then ``restore`` is called, once each."""
+    """Tails of one layer, for which ``fetch`` and then ``restore`` is called, once each.
 
-    def blocks(self) -> list[LayerBlock]:
-        """The blocks that must have been checked before ``fetch``."""
+    ``blocks`` must have been checked before ``fetch``.
+    """
+
+    blocks: list[LayerBlock]
 
     def fetch(self, device: Device) -> None:
         """Copy to the device what is not there yet, on the current stream."""
@@ -46,12 +48,22 @@ class TailGroups:
             for reader in load.readers:
                 self._parts.append(_Part(reader, load.slots[first : first + reader.num_tokens]))
                 first += reader.num_tokens
-        # Heads have few different lengths, so most layers share their places with an earlier one.
-        self._places: dict[tuple[tuple[_Part, NativeTail], ...], _Places] = {}
+        # Heads have few different lengths, so that most layers are grouped as an earlier one is.
+        self._grouped: dict[object, list[_Part | _Joint]] = {}
 
     def of_layer(self, layer: int) -> list[TailGroup]:
         """The groups of a layer; none if no load has a tail in it."""
-        groups: list[TailGroup] = []
+        readers = (part.reader for part in self._parts)
+        key = tuple((each.num_head_rows(layer), each.decoder.native_units[layer]) for each in readers)
+        if key not in self._grouped:
+            self._grouped[key] = self._group(layer)
+        return [
+            _Alone(each, layer) if isinstance(each, _Part) else _Joined(each, layer)
+            for each in self._grouped[key]
+        ]
+
+    def _group(self, layer: int) -> list[_Part | _Joint]:
+        groups: list[_Part | _Joint] = []
         joined: list[tuple[_Part, NativeTail]] = []
         num_bytes = 0
         for part in self._parts:
@@ -59,7 +71,7 @@ class TailGroups:
                 continue
             tail = part.reader.native_tail(layer)
             if tail is None:
-                groups.append(_Alone(part, layer))
+                groups.append(part)
                 continue
             if joined and num_bytes + tail.num_bytes > MAX_JOINED_BYTES:
                 groups.append(self._join(joined, layer))
@@ -70,13 +82,12 @@ class TailGroups:
             groups.append(self._join(joined, layer))
         return groups
 
-    def _join(self, joined: Sequence[tuple[_Part, NativeTail]], layer: int) -> _Joined:
-        parts, tails = zip(*joined, strict=True)
-        places = self._places.get(key := tuple(joined))
-        if places is None:
-            slots = torch.cat([part.slots_of_tail(layer) for part in parts])
-            places = self._places[key] = _Places(NativeTails(tails, self._device), slots)
-        return _Joined([part.reader for part in parts], tails, places, layer)
+    def _join(self, joined: Sequence[tuple[_Part, NativeTail]], layer: int) -> _Joint:
+        return _Joint(
+            [(part.reader, tail.num_bytes) for part, tail in joined],
+            NativeTails([tail for _, tail in joined], self._device),
+            torch.cat([part.slots_of_tail(layer) for part, _ in joined]),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +102,13 @@ class _Part:
 
 
 @dataclass(frozen=True, eq=False)
-class _Places:
-    """Where the rows of joined tails come from, and the slots that they go to."""
+class _Joint:
+    """Native tails that join in some layers: how many bytes each has, and where their rows come from and go.
 
+    ``slots`` are those of all of their tokens, in the order of the tails.
+    """
+
+    tails: Sequence[tuple[SegmentReader, int]]
     rows: NativeTails
     slots: torch.Tensor
 
@@ -101,29 +116,23 @@ class _Places:
 class _Joined:
     """Natively stored tails: one copy for each, back to back, and one gather and scatter for all."""
 
-    def __init__(
-        self, readers: Sequence[SegmentReader], tails: Sequence[NativeTail], places: _Places, layer: int
-    ) -> None:
-        self._readers = readers
-        self._tails = tails
-        self._places = places
+    def __init__(self, joint: _Joint, layer: int) -> None:
+        self.blocks = [reader.block(layer) for reader, _ in joint.tails]
+        self._joint = joint
         self._layer = layer
         self._bytes: torch.Tensor | None = None
-
-    def blocks(self) -> list[LayerBlock]:
-        return [block for reader in self._readers for block in reader.blocks(self._layer)]
 
     def fetch(self, device: Device) -> None:
         self._bytes = device.upload_joined(
             [
-                torch.from_numpy(reader.native_bytes(self._layer, tail.num_bytes))
-                for reader, tail in zip(self._readers, self._tails, strict=True)
+                torch.from_numpy(reader.native_bytes(self._layer, num_bytes))
+                for reader, num_bytes in self._joint.tails
             ]
         )
 
     def restore(self, pool: DevicePool) -> None:
         assert self._bytes is not None
-        self._places.rows.restore(self._bytes, *pool.buffers(self._layer), self._places.slots)
+        self._joint.rows.restore(self._bytes, *pool.buffers(self._layer), self._joint.slots)
         self._bytes = None
 
 
@@ -131,11 +140,10 @@ class _Alone:
     """The tail of a segment that is decoded by itself."""
 
     def __init__(self, part: _Part, layer: int) -> None:
+        reader = part.reader
+        self.blocks = [reader.block(source) for source in reader.decoder.sources(layer)]
         self._part = part
         self._layer = layer
-
-    def blocks(self) -> list[LayerBlock]:
-        return self._part.reader.blocks(self._layer)
 
     def fetch(self, device: Device) -> None:
         self._part.reader.fetch(self._layer, device)
