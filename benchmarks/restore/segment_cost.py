@@ -272,14 +272,3 @@ def _timed(step: Callable[[], T]) -> tuple[float, T]:
     begin_s = time.perf_counter()
     result = step()
     return time.perf_counter() - begin_s, result
-
-
-def ratios(rows: Sequence[dict[str, Any]], step: str = "total") -> dict[tuple[str, int, int], float]:
-    """Median seconds of a step over those of the fewest segments, by shape, tokens and segments."""
-    found = {}
-    for row in rows:
-        same = [each for each in rows if (each["shape"], each["tokens"]) == (row["shape"], row["tokens"])]
-        base = min(same, key=lambda each: each["segments"])
-        ratio = row["seconds"][step]["median"] / base["seconds"][step]["median"]
-        found[row["shape"], row["tokens"], row["segments"]] = ratio
-    return found

@@ -235,6 +235,36 @@ def test_a_load_over_several_segments_from_the_middle_of_the_first(bench: Bench)
         assert torch.equal(old, new)
 
 
+def test_a_damaged_block_between_others_is_found_before_a_row_of_its_layer_is_used(bench: Bench) -> None:
+    whole = bench.turn("a", 6)
+    for num_pages in (2, 4, 6):
+        assert bench.store_turn(
+            Turn(
+                whole.page_keys[:num_pages],
+                whole.token_ids[: 4 * num_pages],
+                whole.slots[: 4 * num_pages],
+                [],
+            )
+        )
+    targets, others = torch.arange(30, 54), torch.arange(54, 62)
+    load = bench.load(whole, targets)
+    assert len(load.readers) == 3
+    layer = NUM_LAYERS - 1
+    bench.store.host.buffer[load.lease.slices[1].spans[layer].offset] ^= 0x10
+    before, stored = bench.rows(targets), bench.rows(whole.slots)
+    bench.loader.queue("r", load)
+    assert not bench.loader.finish(bench.loader.start())
+    for number, (old, new) in enumerate(zip(before, bench.rows(targets), strict=True)):
+        is_of_layer = number % NUM_LAYERS == layer
+        assert torch.equal(new, old if is_of_layer else stored[number])
+    assert bench.store.stats().corrupted_segments == 1
+    # What lies before the damage is still found, and loaded by the next batch.
+    bench.loader.queue("s", bench.load(Turn(whole.page_keys[:2], whole.token_ids[:8], others, []), others))
+    assert bench.loader.finish(bench.loader.start())
+    for old, new in zip(bench.rows(whole.slots[:8]), bench.rows(others), strict=True):
+        assert torch.equal(old, new)
+
+
 def test_only_missing_pages_are_stored(bench: Bench) -> None:
     assert bench.store_turn(bench.turn("a", 2))
     assert bench.store_turn(bench.turn("a", 5))
