@@ -46,6 +46,8 @@ T = TypeVar("T")
 _PAGE_SIZE = 1
 """SGLang's on a CPU: the most keys that a lookup can have."""
 _WARM_UPS = 2
+_LONG = ("load", "load_cpu", "total")
+_SPREAD = ("median", "min", "p90")
 _COSTS = RestoreCosts(
     head=ComputeCost(1e-4, 1e-6, 1e-10),
     own=ComputeCost(1e-4, 1e-6, 1e-10),
@@ -105,11 +107,11 @@ def run_segment_cost(configuration: SegmentCostConfiguration) -> dict[str, Any]:
 
 
 def summarize_segment_cost(result: dict[str, Any]) -> dict[str, Any]:
-    """``result`` without the samples of its spreads."""
+    """``result`` with the median of each step, and the spread of those that take longest."""
     rows = []
     for row in result["rows"]:
         of_steps = {
-            step: {name: number for name, number in of_step.items() if name != "samples"}
+            step: {name: of_step[name] for name in (_SPREAD if step in _LONG else _SPREAD[:1])}
             for step, of_step in row["seconds"].items()
         }
         rows.append({**row, "seconds": of_steps})

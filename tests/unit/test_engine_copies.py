@@ -19,7 +19,7 @@ from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import Precision, Strategy
-from krul_backend.tiers.common.interface import DRAM_TIER, Reservation
+from krul_backend.tiers.common.interface import DRAM_TIER, Block, Reservation
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
@@ -499,7 +499,7 @@ def test_a_long_turn_becomes_several_segments_of_bounded_layers(
     held: list[int] = []
     upload_joined = strict.upload_joined
 
-    def watched(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def watched(hosts: Sequence[Block]) -> torch.Tensor:
         uploaded = upload_joined(hosts)
         on_device.add(uploaded)
         held.append(sum(block.nbytes for block in on_device))

@@ -64,7 +64,7 @@ def test_every_row_comes_to_its_slot_to_the_bit_and_no_other_slot_changes(
     pool = random_rows(shape, 2 * num_rows, seed - 1)
     before = LayerKV(pool.k.clone(), pool.v.clone())
     slots = torch.randperm(2 * num_rows, generator=torch.Generator().manual_seed(seed))[:num_rows]
-    joined.restore(CPU.upload_joined(pieces), pool.k, pool.v, slots)
+    joined.restore(CPU.upload_joined([piece.numpy() for piece in pieces]), pool.k, pool.v, slots)
     before.k[slots] = torch.cat([kv.k for kv in expected])
     before.v[slots] = torch.cat([kv.v for kv in expected])
     assert torch.equal(pool.k.view(torch.uint8), before.k.view(torch.uint8))

@@ -136,7 +136,7 @@ class CostCalibration:
             self._encoded(codec, (0,), Precision.NATIVE, of_block)
             for of_block in torch.split(slots, num_tokens)
         ]
-        blocks = [blocks[0] for _, blocks in parts]
+        blocks = [on_host[0].numpy() for _, on_host in parts]
         unit = parts[0][0].native_units[0]
         assert unit is not None
         tails = NativeTails([NativeTail(unit, 0, num_tokens)] * num_blocks, device)
@@ -146,7 +146,7 @@ class CostCalibration:
 
         with device.as_bound_thread():
             seconds = min(timed(device, restore) for _ in range(_REPEATS))
-        return float(blocks[0].numel()), seconds / num_blocks
+        return float(blocks[0].nbytes), seconds / num_blocks
 
     def decode_costs(self, codec: SegmentCodec, units: Iterable[CodedUnit], tier: TierCost) -> DecodeCosts:
         """Seconds per token and layer beyond the copy, for layers alone and in pairs, by precision."""

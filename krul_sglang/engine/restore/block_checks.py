@@ -47,10 +47,14 @@ class BlockChecks:
 
     def announce(self, blocks: Iterable[LayerBlock]) -> None:
         """Start to check blocks one after another, without those for which that was started before."""
-        fresh = [block for block in blocks if _key(block) not in self._checks]
+        fresh = {
+            key: (source, layer)
+            for source, layer in blocks
+            if (key := (source.segment_id, layer)) not in self._checks
+        }
         if fresh:
-            check = self._workers.submit(self._check, fresh)
-            self._checks.update((_key(block), check) for block in fresh)
+            check = self._workers.submit(self._check, list(fresh.values()))
+            self._checks.update(dict.fromkeys(fresh, check))
 
     def wait(self, blocks: Iterable[LayerBlock]) -> None:
         """Block until announced blocks are in DRAM and their checksums are right.
@@ -59,7 +63,7 @@ class BlockChecks:
             DamagedBlockError: one of them, or of those announced with it, is not what was committed.
             TierReadError: the same for one that did not arrive from its tier.
         """
-        for check in dict.fromkeys(self._checks[_key(block)] for block in blocks):
+        for check in dict.fromkeys([self._checks[source.segment_id, layer] for source, layer in blocks]):
             check.result()
 
     def close(self) -> None:
@@ -93,8 +97,3 @@ class _CallingThread(Executor):
         except Exception as error:
             future.set_exception(error)
         return future
-
-
-def _key(block: LayerBlock) -> tuple[int, int]:
-    source, layer = block
-    return source.segment_id, layer

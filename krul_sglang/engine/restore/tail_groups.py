@@ -124,10 +124,7 @@ class _Joined:
 
     def fetch(self, device: Device) -> None:
         self._bytes = device.upload_joined(
-            [
-                torch.from_numpy(reader.native_bytes(self._layer, num_bytes))
-                for reader, num_bytes in self._joint.tails
-            ]
+            [reader.native_bytes(self._layer, num_bytes) for reader, num_bytes in self._joint.tails]
         )
 
     def restore(self, pool: DevicePool) -> None:
