@@ -46,7 +46,7 @@ T = TypeVar("T")
 _PAGE_SIZE = 1
 """SGLang's on a CPU: the most keys that a lookup can have."""
 _WARM_UPS = 2
-_LONG = ("load", "load_cpu", "total")
+_LONG = ("load", "total")
 _SPREAD = ("median", "min", "p90")
 _COSTS = RestoreCosts(
     head=ComputeCost(1e-4, 1e-6, 1e-10),
