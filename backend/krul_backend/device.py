@@ -172,6 +172,21 @@ class Device:
             target = torch.empty(host.shape, dtype=host.dtype, device=self.torch_device)
         return target.copy_(host, non_blocking=True)
 
+    def upload_joined(self, hosts: Sequence[npt.NDArray[np.uint8]]) -> torch.Tensor:
+        """Copy pieces of host memory ``[num_bytes]`` back to back into one new tensor of the device.
+
+        See ``upload`` about the pieces.
+        """
+        if self.shares_cores:
+            return torch.from_numpy(np.concatenate(hosts))
+        num_bytes = sum(host.nbytes for host in hosts)
+        joined = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        first = 0
+        for host in hosts:
+            self.upload(torch.from_numpy(host), joined[first : first + host.nbytes])
+            first += host.nbytes
+        return joined
+
     def download(self, host: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a tensor of this device to host memory of its shape, on the current stream.
 

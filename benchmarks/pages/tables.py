@@ -21,6 +21,7 @@ BUDGET_RESULT = RESULTS / "quality-budget-cpu.json"
 TEXT_RESULT = RESULTS / "quality-text-cpu.json"
 ESTIMATOR_RESULT = RESULTS / "estimator-cpu.json"
 RESTORE_RESULT = RESULTS / "restore-cpu.json"
+SEGMENTS_RESULT = RESULTS / "restore-segments-cpu.json"
 TIERS_RESULT = RESULTS / "tiers-cpu.json"
 SERVING_RESULTS = (RESULTS / "serving-cpu.json", RESULTS / "serving-3000-cpu.json")
 """By the length of the history; those that were measured are shown."""
@@ -324,6 +325,32 @@ _LEFT_OF_TIERS = ("lookup", "index-lookup", "ssd-metadata", "fragmentation")
 """Rows of the tiers that are lines of text, not of the table of bytes."""
 
 
+def segments_table(result: dict[str, Any]) -> str:
+    """The host's cost of a returning prefix by the number of segments that it was stored as."""
+    lines = [
+        "| shape | tokens | segments | lookup | open | plan | load | its CPU time | all | ratio |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    whole: dict[tuple[str, int], float] = {}
+    for row in result["rows"]:
+        seconds = {step: of_step["median"] for step, of_step in row["seconds"].items()}
+        first_s = whole.setdefault((row["shape"], row["tokens"]), seconds["total"])
+        steps = (seconds[step] for step in ("lookup", "open", "plan", "load", "load_cpu", "total"))
+        cells = " | ".join(f"{1000 * step_s:.2f} ms" for step_s in steps)
+        lines.append(
+            f"| {row['shape']} | {row['tokens']} | {row['segments']} | {cells} | "
+            f"{seconds['total'] / first_s:.2f} |"
+        )
+    source = SEGMENTS_RESULT.relative_to(ROOT)
+    notes = (
+        f"Medians of {result['configuration']['repeats']} restores of everything, numbers of segments in",
+        "turn; every row that came back was compared. Pages of one token; a store in the same process.",
+        f"Ratio: to the fewest segments. Machine: {result['machine']['cores']} cores, no GPU. Source:",
+        f"[`{source}`]({source}).",
+    )
+    return "\n".join([*lines, "", " ".join(notes)])
+
+
 def tiers_table(result: dict[str, Any]) -> str:
     """Bytes of each tier against memcpy and the bare disk, then the targets."""
     rows = [row for row in result["rows"] if "left_out" not in row]
@@ -410,5 +437,6 @@ def tables() -> dict[str, str]:
         "text": text_table(orjson.loads(TEXT_RESULT.read_bytes())),
         "estimator": estimator_table(orjson.loads(ESTIMATOR_RESULT.read_bytes())),
         "restore": restore_table(orjson.loads(RESTORE_RESULT.read_bytes())),
+        "segments": segments_table(orjson.loads(SEGMENTS_RESULT.read_bytes())),
         "tiers": tiers_table(orjson.loads(TIERS_RESULT.read_bytes())),
     }

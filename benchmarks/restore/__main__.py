@@ -1,7 +1,8 @@
 """``python -m benchmarks.restore --json FILE``: methods of restoring a conversation's KV, side by side.
 
 Random weights; needs torch and krul_backend only. With ``--device cuda`` host memory is pinned, loads run on
-a stream of their own, and times are those of events.
+a stream of their own, and times are those of events. With ``--segments 1,5,20`` only the host's cost of a
+returning prefix is measured, by the number of turns that it was stored in.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from pathlib import Path
 from benchmarks.restore.configuration import Configuration, TierSpec
 from benchmarks.restore.rows import summarize
 from benchmarks.restore.run import run
+from benchmarks.restore.segment_cost import (
+    SegmentCostConfiguration,
+    run_segment_cost,
+    summarize_segment_cost,
+)
 from benchmarks.restore.shapes import SHAPES
 from krul_backend.errors import KrulError
 from krul_sglang.json_file import write_result
@@ -25,6 +31,10 @@ def main() -> int:
     arguments = _parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
+        if arguments.segments is not None:
+            result = run_segment_cost(SegmentCostConfiguration(arguments.segments))
+            write_result(result, summarize_segment_cost(result), json=arguments.json, raw=arguments.raw)
+            return 0
         configuration = Configuration(
             shapes=tuple(arguments.shape.split(",")),
             tiers=tuple(TierSpec.parse(tier, arguments.bandwidth) for tier in arguments.tier.split(",")),
@@ -63,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--history", type=_numbers, default=_DEFAULTS.history_tokens, help="stored tokens, as 512,1024,2048")
     add("--new-tokens", type=int, default=_DEFAULTS.new_tokens, help="tokens of the returning turn")
     add("--turns", type=int, default=_DEFAULTS.turns, help="segments that the history is stored as")
+    add("--segments", type=_numbers, help="only the host's cost of prefixes of 1,5,20 segments: no model")
     add("--page-size", type=int, default=_DEFAULTS.page_size, help="heads end at a multiple of it")
     add("--repeats", type=int, default=_DEFAULTS.repeats, help="timed restores of each method")
     add("--max-load-s", type=float, default=_DEFAULTS.max_load_s, help="no setting with longer full loads")

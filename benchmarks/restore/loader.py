@@ -13,7 +13,6 @@ from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
 from krul_backend.codec.restore import restore_layer
 from krul_backend.device import Device, Event
-from krul_sglang.engine.restore.block_checks import num_check_threads
 
 PendingChecks = dict[tuple[int, int], Future[None]]
 """By segment and layer."""
@@ -64,7 +63,7 @@ class LayerLoader:
         self._pool = pool
         self._worker = ThreadPoolExecutor(1, "load", initializer=device.bind_thread)
         self._stream = device.new_stream()
-        self._checker = ThreadPoolExecutor(num_check_threads(device), "check")
+        self._checker = ThreadPoolExecutor(1 if device.shares_cores else 4, "check")
 
     def close(self) -> None:
         self._worker.shutdown(wait=True)

@@ -36,6 +36,7 @@ SHAPES = {
     # Its query, key and value biases are left out: they cost nothing beside the products.
     "qwen1.5-7b": ModelShape(32, 4096, 11008, 32, 32, 128, 151936, 1e6),
     "llama3-8b": ModelShape(32, 4096, 14336, 32, 8, 128, 128256, 5e5),
+    "smollm2-135m": ModelShape(30, 576, 1536, 9, 3, 64, 49152, 1e5),
     "reference": ModelShape(12, 192, 512, 4, 2, 64, 2048),
     "small-mha": ModelShape(8, 512, 1408, 8, 8, 64, 2048),
     "small-gqa": ModelShape(8, 512, 1408, 8, 2, 64, 2048),

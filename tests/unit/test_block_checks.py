@@ -20,6 +20,7 @@ from krul_sglang.engine.restore import block_checks
 from krul_sglang.engine.restore.block_checks import BlockChecks, DamagedBlockError
 from tests.support.engine_builders import PATIENCE_S, in_threads
 from tests.support.segment_builders import END, NUM_LAYERS, lease_of, stored, whole_segments
+from tests.support.strict_device import StrictDevice
 
 CPU = Device(torch.device("cpu"))
 SHORT_S = 0.05
@@ -27,18 +28,18 @@ SHORT_S = 0.05
 
 
 class Rig:
-    def __init__(self, timeout_s: float = PATIENCE_S) -> None:
+    def __init__(self, timeout_s: float = PATIENCE_S, device: Device = CPU) -> None:
         self.reported: list[int] = []
-        self.checks = BlockChecks(CPU, timeout_s, self.reported.append)
+        self.checks = BlockChecks(device, timeout_s, self.reported.append)
 
     def check(self, source: SegmentSlice, layer: int) -> None:
-        self.checks.announce(source, layer)
-        self.checks.wait(source, layer)
+        self.checks.announce([(source, layer)])
+        self.checks.wait([(source, layer)])
 
 
 @contextmanager
-def rig_of(timeout_s: float = PATIENCE_S) -> Iterator[Rig]:
-    rig = Rig(timeout_s)
+def rig_of(timeout_s: float = PATIENCE_S, device: Device = CPU) -> Iterator[Rig]:
+    rig = Rig(timeout_s, device)
     with closing(rig.checks):
         yield rig
 
@@ -95,7 +96,7 @@ def test_a_damaged_block_is_an_error_and_reported(byte: int) -> None:
             rig.check(source, 2)
         # Whoever asks again is told again.
         with pytest.raises(DamagedBlockError):
-            rig.checks.wait(source, 2)
+            rig.checks.wait([(source, 2)])
     assert rig.reported == [1]
 
 
@@ -116,7 +117,7 @@ def test_a_block_is_hashed_once_and_in_the_order_of_announcement(monkeypatch: py
     with rig_of() as rig:
         for layer in (0, 2, 0):
             for source in (first, second):
-                rig.checks.announce(source, layer)
+                rig.checks.announce([(source, layer)])
         for source in (first, second):
             rig.check(source, 2)
             rig.check(source, 0)
@@ -125,11 +126,11 @@ def test_a_block_is_hashed_once_and_in_the_order_of_announcement(monkeypatch: py
 
 def test_a_layer_that_lands_late_is_waited_for() -> None:
     arrival = Arrival()
-    with rig_of() as rig, in_threads() as start:
+    with rig_of(device=StrictDevice()) as rig, in_threads() as start:
         for layer in range(NUM_LAYERS):
-            rig.checks.announce(arrival.source, layer)
+            rig.checks.announce([(arrival.source, layer)])
         for layer in range(NUM_LAYERS):
-            waiting = start(lambda layer=layer: rig.checks.wait(arrival.source, layer))  # type: ignore[misc]
+            waiting = start(lambda layer=layer: rig.checks.wait([(arrival.source, layer)]))  # type: ignore[misc]
             # Cannot have ended, however long it takes: the bytes are not there.
             with pytest.raises(TimeoutError):
                 waiting.result(SHORT_S)
@@ -179,15 +180,42 @@ def test_closing_neither_waits_nor_begins_what_was_announced(monkeypatch: pytest
         wait_for_layer(status, layer, timeout_s)
 
     monkeypatch.setattr(LayerStatus, "wait", waiting)
-    rig = Rig()
-    rig.checks.announce(arrival.source, 0)
-    rig.checks.announce(other, 0)
+    monkeypatch.setattr(block_checks, "_NUM_THREADS", 1)
+    rig = Rig(device=StrictDevice())
+    rig.checks.announce([(arrival.source, 0)])
+    rig.checks.announce([(other, 0)])
     assert is_waiting.wait(PATIENCE_S)
     rig.checks.close()
     with pytest.raises(CancelledError):
-        rig.checks.wait(other, 0)
+        rig.checks.wait([(other, 0)])
     # The lease has ended: its bytes are somebody else's now, and no damage.
     arrival.flags[0] = LANDED
     with pytest.raises(DamagedBlockError):
-        rig.checks.wait(arrival.source, 0)
+        rig.checks.wait([(arrival.source, 0)])
     assert rig.reported == []
+
+
+def test_on_a_cpu_the_thread_that_loads_checks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def recorded(block: Block) -> int:
+        threads.append(threading.current_thread())
+        return block_checksum(block)
+
+    monkeypatch.setattr(block_checks, "block_checksum", recorded)
+    with rig_of() as rig:
+        rig.check(in_dram(), 0)
+    assert threads == [threading.current_thread()]
+
+
+@pytest.mark.parametrize("device", [CPU, StrictDevice()], ids=["cpu", "strict"])
+def test_blocks_that_are_announced_together_fail_together(device: Device) -> None:
+    first, damaged, last = (replace(in_dram(), segment_id=number) for number in (1, 2, 3))
+    damaged.blocks[1][5] ^= 0x10
+    with rig_of(device=device) as rig:
+        for layer in (0, 1):
+            rig.checks.announce([(source, layer) for source in (first, damaged, last)])
+        rig.checks.wait([(source, 0) for source in (first, damaged, last)])
+        with pytest.raises(DamagedBlockError, match="layer 1 of segment 2"):
+            rig.checks.wait([(last, 1)])
+    assert rig.reported == [2]

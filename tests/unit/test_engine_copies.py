@@ -19,10 +19,11 @@ from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import Precision, Strategy
-from krul_backend.tiers.common.interface import DRAM_TIER, Reservation
+from krul_backend.tiers.common.interface import DRAM_TIER, Block, Reservation
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore import tail_groups
 from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
 from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, TurnOffloader
@@ -231,6 +232,36 @@ def test_a_load_over_several_segments_from_the_middle_of_the_first(bench: Bench)
     bench.loader.queue("r", load)
     assert bench.loader.finish(bench.loader.start())
     for old, new in zip(before, bench.rows(targets), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_a_damaged_block_between_others_is_found_before_a_row_of_its_layer_is_used(bench: Bench) -> None:
+    whole = bench.turn("a", 6)
+    for num_pages in (2, 4, 6):
+        assert bench.store_turn(
+            Turn(
+                whole.page_keys[:num_pages],
+                whole.token_ids[: 4 * num_pages],
+                whole.slots[: 4 * num_pages],
+                [],
+            )
+        )
+    targets, others = torch.arange(30, 54), torch.arange(54, 62)
+    load = bench.load(whole, targets)
+    assert len(load.readers) == 3
+    layer = NUM_LAYERS - 1
+    bench.store.host.buffer[load.lease.slices[1].spans[layer].offset] ^= 0x10
+    before, stored = bench.rows(targets), bench.rows(whole.slots)
+    bench.loader.queue("r", load)
+    assert not bench.loader.finish(bench.loader.start())
+    for number, (old, new) in enumerate(zip(before, bench.rows(targets), strict=True)):
+        is_of_layer = number % NUM_LAYERS == layer
+        assert torch.equal(new, old if is_of_layer else stored[number])
+    assert bench.store.stats().corrupted_segments == 1
+    # What lies before the damage is still found, and loaded by the next batch.
+    bench.loader.queue("s", bench.load(Turn(whole.page_keys[:2], whole.token_ids[:8], others, []), others))
+    assert bench.loader.finish(bench.loader.start())
+    for old, new in zip(bench.rows(whole.slots[:8]), bench.rows(others), strict=True):
         assert torch.equal(old, new)
 
 
@@ -466,19 +497,21 @@ def test_a_long_turn_becomes_several_segments_of_bounded_layers(
 
     on_device: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     held: list[int] = []
-    upload = strict.upload
+    upload_joined = strict.upload_joined
 
-    def watched(host: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        uploaded = upload(host, target)
+    def watched(hosts: Sequence[Block]) -> torch.Tensor:
+        uploaded = upload_joined(hosts)
         on_device.add(uploaded)
         held.append(sum(block.nbytes for block in on_device))
         return uploaded
 
-    monkeypatch.setattr(strict, "upload", watched)
+    monkeypatch.setattr(strict, "upload_joined", watched)
+    monkeypatch.setattr(tail_groups, "MAX_JOINED_BYTES", layer_bytes)
     targets = torch.arange(NUM_SLOTS - 40, NUM_SLOTS)
     bench.loader.queue("r", bench.load(turn, targets))
     assert bench.loader.finish(bench.loader.start())
-    assert max(held) == layer_bytes
+    # Two segments of the bound's size, and a shorter one, in each layer.
+    assert held == [layer_bytes, layer_bytes, layer_bytes // 2] * NUM_LAYERS
     for old, new in zip(before, bench.rows(targets), strict=True):
         assert torch.equal(old, new)
     bench.close()

@@ -11,7 +11,8 @@ from krul_backend.errors import RestoreError
 from krul_backend.planner.costs import ComputeCost, TierCost
 from krul_backend.planner.pipeline import simulate
 from krul_backend.planner.problem import RestoreProblem
-from tests.support.restore_builders import DISK, check, is_allowed, make_problem, problems, stored_run
+from krul_backend.planner.timing import RestoreTiming
+from tests.support.restore_builders import DISK, HOST, check, is_allowed, make_problem, problems, stored_run
 
 
 def naive_load_s(problem: RestoreProblem, head_ends: list[int], layer: int) -> float:
@@ -164,3 +165,26 @@ def test_streams_are_in_order() -> None:
         assert np.all(stage.start_s[1:] >= stage.end_s[:-1])
     assert pipeline.own.start_s[0] >= pipeline.head.end_s[-1]
     assert np.all(pipeline.own.start_s >= pipeline.load.end_s)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems_with_heads())
+def test_loads_that_take_the_forwards_cores_count_beside_nothing(
+    case: tuple[RestoreProblem, list[int]],
+) -> None:
+    problem, head_ends = case
+    serial = replace(problem, costs=replace(problem.costs, serial_tiers=(HOST, DISK)))
+    both, alone = simulate(problem, head_ends), simulate(serial, head_ends)
+    assert (alone.compute_s, alone.load_s) == (both.compute_s, both.load_s)
+    assert alone.end_s == pytest.approx(both.compute_s + both.load_s)
+    assert alone.load.start_s[0] == pytest.approx(alone.head.end_s[-1])
+    assert alone.own.start_s[0] == pytest.approx(alone.load.end_s[-1])
+    assert RestoreTiming(serial).plan(np.array(head_ends)).end_s == pytest.approx(alone.end_s)
+
+
+def test_a_load_with_a_part_in_another_tier_goes_on_beside_the_forward() -> None:
+    problem = make_problem(stored_run(0, 4, [1.0, 1.0]), stored_run(4, 8, [1.0, 1.0], DISK), new_tokens=4)
+    of_host = replace(problem, costs=replace(problem.costs, serial_tiers=(HOST,)))
+    assert not of_host.is_serial
+    assert simulate(of_host, [0, 0]).end_s == simulate(problem, [0, 0]).end_s
+    assert replace(of_host, runs=of_host.runs[:1], total_tokens=4).is_serial

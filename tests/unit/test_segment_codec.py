@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from krul_backend.codec import segment_codec
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.layer_map import LayerMap
 from krul_backend.codec.options import CodecOptions, RetentionRule, Sharing
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.round_trip import UnitRoundTrip
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
 from tests.support.codec_builders import START_TOKEN, encode_all, make_codec, random_layers, rotary_table
@@ -387,3 +388,40 @@ def test_coding_on_the_device_copies_nothing_from_the_host(
             decoded = decoder.decode(layer, blocks, 10, num_tokens)
             assert decoded.k.device == device
     assert from_host.num_copies == 0
+
+
+def test_equal_segments_share_a_decoder_and_others_do_not() -> None:
+    codec = make_codec(SHAPE, 2)
+    encoding, _, _ = encode_all(codec, Strategy.from_pairs(2), random_layers(SHAPE, 2, 64))
+    params = encoding.params
+
+    def opened(start_token: int = START_TOKEN, num_tokens: int = 64, **changed: object) -> SegmentDecoder:
+        return codec.open({**params, **changed}, start_token=start_token, num_tokens=num_tokens)
+
+    first = opened()
+    assert opened(**json.loads(json.dumps(params))) is first
+    others = [opened(START_TOKEN + 64), opened(num_tokens=32), opened(group_size=32), opened(damage=0.5)]
+    assert len({id(decoder) for decoder in (first, *others)}) == 5
+    assert others[1].layer_num_bytes[0] * 2 == first.layer_num_bytes[0]
+    # An error is an error again.
+    for _ in range(2):
+        with pytest.raises(CodecError):
+            opened(version=99)
+
+
+def test_decoders_that_were_not_asked_for_lately_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_codec, "_MAX_OPENED", 3)
+    codec = make_codec(SHAPE, 2)
+    encoding, _, _ = encode_all(codec, Strategy.from_pairs(2), random_layers(SHAPE, 2, 64))
+    codec._opened.clear()
+
+    def opened(number: int) -> SegmentDecoder:
+        return codec.open(encoding.params, start_token=64 * number, num_tokens=64)
+
+    first, second = opened(0), opened(1)
+    for number in (2, 3):
+        assert opened(0) is first
+        opened(number)
+    assert opened(0) is first
+    assert opened(1) is not second
+    assert len(codec._opened) == 3

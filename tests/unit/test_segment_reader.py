@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +15,18 @@ from hypothesis import strategies as st
 from krul_backend.codec.interface import LayerKV
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
+from krul_backend.planner.interface import RestorePlan
 from krul_backend.tiers.common.hashing import block_checksums
-from krul_sglang.engine.restore.block_checks import BlockChecks
+from krul_backend.tiers.common.interface import Lease
+from krul_sglang.engine.restore.load_batch import Load
 from krul_sglang.engine.restore.segment_reader import (
     MAX_KEPT_BYTES,
     KeptRoom,
     SegmentReader,
     open_segments,
 )
-from tests.support.engine_builders import PATIENCE_S, TensorPool, make_store
+from krul_sglang.engine.restore.tail_groups import TailGroups
+from tests.support.engine_builders import NO_FORECAST, TensorPool, make_store
 from tests.support.segment_builders import (
     BOUNDS,
     DEVICE_TOKENS,
@@ -70,33 +73,25 @@ heads_strategy = st.lists(
 
 
 def read_all(
+    lease: Lease,
     readers: list[SegmentReader],
     head_ends: Heads,
     slots: torch.Tensor,
-    pool: TensorPool,
+    pool: Any,
     kept_bytes: int = MAX_KEPT_BYTES,
 ) -> None:
-    """As the loader reads: each layer of every segment, then the next layer."""
-    with closing(BlockChecks(pool.streams, PATIENCE_S, no_damage)) as checks:
-        room = KeptRoom(kept_bytes)
-        for reader in readers:
-            reader.begin(head_ends, checks, room)
-        for layer in range(NUM_LAYERS):
-            for reader in readers:
-                reader.announce(layer)
-        for layer in range(NUM_LAYERS):
-            first = 0
-            for reader in readers:
-                reader.fetch(layer, pool.streams)
-                reader.restore(layer, pool, slots[first : first + reader.num_tokens])  # type: ignore[arg-type]
-                first += reader.num_tokens
-            assert first == len(slots)
-            kept = [block.nbytes for reader in readers for block in reader._on_device.values()]
-            assert sum(kept) <= kept_bytes
-
-
-def no_damage(segment_id: int) -> None:
-    raise AssertionError(f"segment {segment_id} is not damaged")
+    """As the loader reads: all groups of a layer, then those of the next layer."""
+    room = KeptRoom(kept_bytes)
+    for reader in readers:
+        reader.begin(head_ends, room)
+    load = Load(lease, readers, slots, DEVICE_TOKENS, RestorePlan(head_ends, 1.0), NO_FORECAST)
+    tails = TailGroups([load], pool.streams)
+    for layer in range(NUM_LAYERS):
+        for group in tails.of_layer(layer):
+            group.fetch(pool.streams)
+            group.restore(pool)
+        kept = [block.nbytes for reader in readers for block in reader._on_device.values()]
+        assert sum(kept) <= kept_bytes
 
 
 def tail_num_bytes(reader: SegmentReader, head_ends: Heads) -> int:
@@ -153,8 +148,9 @@ def test_tails_of_any_heads_are_read_exactly(
     before = pool.copy()
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(seed))[:num_tokens]
     codec = codec_of(kind)
-    readers = open_segments(lease_of(whole_segments(kind), DEVICE_TOKENS), codec, num_tokens)
-    read_all(readers, head_ends, slots, pool, kept_bytes)
+    lease = lease_of(whole_segments(kind), DEVICE_TOKENS)
+    readers = open_segments(lease, codec, num_tokens)
+    read_all(lease, readers, head_ends, slots, pool, kept_bytes)
     check_restored(kind, before, pool, slots, head_ends)
     for reader in readers:
         once_bytes = tail_num_bytes(reader, head_ends)
@@ -173,8 +169,9 @@ def test_tails_are_read_from_segments_that_lack_their_first_tokens(
     before = pool.copy()
     slots = torch.arange(20, 20 + END - DEVICE_TOKENS)
     codec = codec_of(kind)
-    readers = open_segments(lease_of(segments, DEVICE_TOKENS), codec, len(slots))
-    read_all(readers, head_ends, slots, pool)
+    lease = lease_of(segments, DEVICE_TOKENS)
+    readers = open_segments(lease, codec, len(slots))
+    read_all(lease, readers, head_ends, slots, pool)
     check_restored(kind, before, pool, slots, head_ends)
     for reader in readers:
         assert reader.num_bytes == tail_num_bytes(reader, head_ends)
@@ -208,7 +205,7 @@ def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str) -> None
     before = pool.copy()
     slots = torch.arange(END - DEVICE_TOKENS)
     readers = open_segments(lease, codec, len(slots))
-    read_all(readers, kept_heads, slots, pool)
+    read_all(lease, readers, kept_heads, slots, pool)
     check_restored(kind, before, pool, slots, kept_heads)
     # Nothing more than what the trim kept is there, and all of it is needed.
     assert sum(reader.num_bytes for reader in readers) == store.stats().stored_bytes
@@ -223,9 +220,10 @@ def test_heads_before_what_is_stored_are_an_error_and_never_wrong_kv(kind: str) 
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     before = pool.copy()
     slots = torch.arange(END - DEVICE_TOKENS)
-    readers = open_segments(lease_of(segments, DEVICE_TOKENS), codec, len(slots))
+    lease = lease_of(segments, DEVICE_TOKENS)
+    readers = open_segments(lease, codec, len(slots))
     with pytest.raises(CodecError):
-        read_all(readers, (12,) * NUM_LAYERS, slots, pool)
+        read_all(lease, readers, (12,) * NUM_LAYERS, slots, pool)
     for old, new in zip(before, pool.copy(), strict=True):
         assert torch.equal(old.k, new.k)
         assert torch.equal(old.v, new.v)
@@ -246,15 +244,13 @@ def test_each_block_is_copied_once_and_dropped_after_its_last_use(
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     codec = codec_of(kind)
     (reader,) = open_segments(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), codec, 16)
-    with closing(BlockChecks(pool.streams, PATIENCE_S, no_damage)) as checks:
-        reader.begin((16, 12, 8, 8), checks, KeptRoom())
-        for layer in range(NUM_LAYERS):
-            reader.announce(layer)
-            reader.fetch(layer, pool.streams)
-            reader.fetch(layer, pool.streams)
-            needed_later = {source for source in copied if reader.decoder.last_use[source] >= layer}
-            assert set(reader._on_device) == needed_later
-            reader.restore(layer, pool, torch.arange(16))  # type: ignore[arg-type]
+    reader.begin((16, 12, 8, 8), KeptRoom())
+    for layer in range(NUM_LAYERS):
+        reader.fetch(layer, pool.streams)
+        reader.fetch(layer, pool.streams)
+        needed_later = {source for source in copied if reader.decoder.last_use[source] >= layer}
+        assert set(reader._on_device) == needed_later
+        reader.restore(layer, pool, torch.arange(16)[reader.num_head_rows(layer) :])  # type: ignore[arg-type]
     assert sorted(copied) == list(range(NUM_LAYERS))
     assert reader._on_device == {}
 
@@ -262,8 +258,9 @@ def test_each_block_is_copied_once_and_dropped_after_its_last_use(
 def test_nothing_is_read_of_heads_that_cover_the_slice() -> None:
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     before = pool.copy()
-    readers = open_segments(lease_of(whole_segments("slerp"), DEVICE_TOKENS), codec_of("native"), 48)
-    read_all(readers, (44, 44, 24, 24), torch.arange(48), pool)
+    lease = lease_of(whole_segments("slerp"), DEVICE_TOKENS)
+    readers = open_segments(lease, codec_of("native"), 48)
+    read_all(lease, readers, (44, 44, 24, 24), torch.arange(48), pool)
     assert [reader.num_bytes == 0 for reader in readers] == [True, False, False]
     check_restored("slerp", before, pool, torch.arange(48), (44, 44, 24, 24))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import orjson
 import torch
 
 from krul_backend.codec.interface import LayerKV, LayerShape, ReadLayer
@@ -16,10 +19,13 @@ from krul_backend.codec.predicted_pair import PredictedPair
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_layout import SegmentLayout, Unit
 from krul_backend.codec.shared_pair import SharedPair, count_retained
-from krul_backend.codec.single_layer import single_layer
+from krul_backend.codec.single_layer import NativeLayer, single_layer
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
+
+_MAX_OPENED = 256
+"""Decoders that a codec keeps: of the conversations that return now."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +66,8 @@ class UnitBlocks:
 class SegmentDecoder(SegmentLayout):
     """Decodes the blocks of one segment, which was stored with ``strategy``. ``SegmentCodec.open`` makes it.
 
-    ``damage``: what the compression cost, in nats; see ``SegmentParameters``.
+    ``damage``: what the compression cost, in nats; see ``SegmentParameters``. ``needs_maps``: a pair is
+    decoded with a map, which may be replaced by another one.
     """
 
     def __init__(
@@ -70,6 +77,7 @@ class SegmentDecoder(SegmentLayout):
         self.strategy = parameters.strategy
         assert parameters.damage is not None
         self.damage: float = parameters.damage
+        self.needs_maps = any(isinstance(pair, MapDigest) for pair in parameters.pairs)
 
     def decode(
         self, layer: int, blocks: Mapping[int, torch.Tensor], first_token: int, end_token: int
@@ -99,6 +107,12 @@ class SegmentDecoder(SegmentLayout):
             raise CodecError(f"layer {layer} needs the blocks of layers {sources}, not given: {missing}")
         return UnitBlocks(codec, unit.index(layer), tuple(blocks[source] for source in sources))
 
+    @cached_property
+    def native_units(self) -> tuple[NativeLayer | None, ...]:
+        """``[L]``: the unit of each layer that is stored natively and alone; None for any other layer."""
+        units = (self._place(layer)[1] for layer in range(len(self.strategy.layers)))
+        return tuple(unit if isinstance(unit, NativeLayer) else None for unit in units)
+
 
 class SegmentCodec:
     """Encodes and decodes the segments of one model on one rank.
@@ -121,6 +135,9 @@ class SegmentCodec:
         self._rotary = rotary
         self._options = CodecOptions() if options is None else options
         self._maps = {} if maps is None else maps
+        # The least recently used first.
+        self._opened: dict[tuple[int, int, bytes], SegmentDecoder] = {}
+        self._opened_lock = threading.Lock()
 
     def prepare(
         self,
@@ -226,10 +243,27 @@ class SegmentCodec:
     def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SegmentDecoder:
         """A decoder for blocks that were encoded with these parameters at this place.
 
+        Equal arguments get the same decoder again, as long as it is among those asked for last.
+
         Raises:
             CodecError: anything but parameters that this codec writes for this model and place, or a pair
                 was stored with a map that is not there.
         """
+        try:
+            key = start_token, num_tokens, orjson.dumps(params)
+        except TypeError:
+            return self._open(params, start_token, num_tokens)
+        with self._opened_lock:
+            decoder = self._opened.pop(key, None)
+            if decoder is None:
+                decoder = self._open(params, start_token, num_tokens)
+            if not decoder.needs_maps:
+                self._opened[key] = decoder
+            if len(self._opened) > _MAX_OPENED:
+                del self._opened[next(iter(self._opened))]
+        return decoder
+
+    def _open(self, params: Mapping[str, Any], start_token: int, num_tokens: int) -> SegmentDecoder:
         parameters = self._parse(params, num_tokens)
         if parameters.are_keys_unrotated and self._rotary is None:
             raise CodecError("keys were stored without rotary embedding, and this model's is not known")
@@ -267,11 +301,14 @@ class SegmentCodec:
 
     def _units(self, parameters: SegmentParameters, place: SegmentPlace) -> dict[Unit, UnitCodec]:
         units: dict[Unit, UnitCodec] = {}
+        alone: dict[Precision, UnitCodec] = {}
         shared = dict(zip(parameters.strategy.pairs, parameters.pairs, strict=True))
         for unit in parameters.strategy.units:
             precision = parameters.strategy.layers[unit[0]].precision
             if len(unit) == 1:
-                units[unit] = single_layer(place, precision)
+                if precision not in alone:
+                    alone[precision] = single_layer(place, precision)
+                units[unit] = alone[precision]
                 continue
             pair = unit[0], unit[1]
             how = shared[pair]

@@ -30,15 +30,22 @@ class SegmentLayout:
         self._start_token = place.start_token
         self._group_size = place.group_size
 
-    @property
+    @cached_property
     def layer_num_bytes(self) -> tuple[int, ...]:
         """Size of each layer's whole block."""
         return self.kept_num_bytes([self._start_token] * len(self._places))
 
     def sources(self, layer: int) -> tuple[int, ...]:
         """The layers whose blocks ``layer`` is decoded from."""
-        unit, codec = self._place(layer)
-        return tuple(unit[index] for index in codec.sources(unit.index(layer)))
+        self._place(layer)
+        return self._sources[layer]
+
+    @cached_property
+    def _sources(self) -> dict[int, tuple[int, ...]]:
+        return {
+            layer: tuple(unit[index] for index in codec.sources(unit.index(layer)))
+            for layer, (unit, codec) in self._places.items()
+        }
 
     @cached_property
     def last_use(self) -> tuple[int, ...]:

@@ -183,6 +183,7 @@ class OnlineCosts:
                 own=_scaled_compute(self._costs.own, math.exp(self._own_log)),
                 tiers=self._scaled_tiers(),
                 overhead_s=max(0.0, self._overhead_s),
+                serial_tiers=self._costs.serial_tiers,
             )
 
     def _scaled_tiers(self) -> Mapping[str, TierCost]:

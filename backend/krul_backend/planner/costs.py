@@ -63,13 +63,15 @@ class RestoreCosts:
     ``head``: a layer of the separate forward that recomputes heads. ``own``: a layer of the engine's own
     forward, which computes the new tokens, and the whole prefix when nothing is restored. ``tiers``: by
     name. ``overhead_s``: seconds that a restore takes beyond its pipeline, whatever the plan: threads that
-    start, streams that get in each other's way.
+    start, streams that get in each other's way. ``serial_tiers``: on a CPU, tiers from which a load takes the
+    cores of the forward, which therefore waits until all of it has landed.
     """
 
     head: ComputeCost
     own: ComputeCost
     tiers: Mapping[str, TierCost]
     overhead_s: float = 0.0
+    serial_tiers: tuple[str, ...] = ()
 
 
 class _Entry(Struct):

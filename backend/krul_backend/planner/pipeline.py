@@ -7,7 +7,8 @@
 
 Both streams start at 0 and never pause by themselves, but for one rule: own layer ``l``, of the request's own
 forward, starts when load ``l`` has ended. Head ``l`` computes tokens ``[device_tokens, h_l)`` of layer ``l``.
-Load ``l`` copies block ``l`` of each run, one copy each, and decodes the rows ``[h_l, total_tokens)``.
+Load ``l`` copies block ``l`` of each run, one copy each, and decodes the rows ``[h_l, total_tokens)``. If
+the problem ``is_serial``, loads start when all heads have ended, and own layers when all loads have.
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ def simulate(problem: RestoreProblem, head_ends: Sequence[int]) -> Pipeline:
     heads_s, loads_s = timing.head_s(ends)[0], timing.load_layer_s(ends)[0]
     head_end_s, load_end_s = heads_s.cumsum(), loads_s.cumsum()
     heads_total_s = head_end_s[-1]
+    if problem.is_serial:
+        # Loads follow the heads, and the own forward follows all loads.
+        load_end_s = load_end_s + heads_total_s
+        heads_total_s = load_end_s[-1]
     # Own layer l ends (l + 1) own layers after the last thing that held up any layer up to l.
     own_s, steps = timing.own_layer_s, np.arange(problem.num_layers)
     held_s = np.maximum(np.maximum.accumulate(load_end_s - steps * own_s), heads_total_s)
@@ -86,8 +91,8 @@ def simulate(problem: RestoreProblem, head_ends: Sequence[int]) -> Pipeline:
         head=Stage(head_end_s - heads_s, head_end_s),
         load=Stage(load_end_s - loads_s, load_end_s),
         own=Stage(own_end_s - own_s, own_end_s),
-        compute_s=float(heads_total_s + problem.num_layers * own_s),
-        load_s=float(load_end_s[-1]),
+        compute_s=float(heads_s.sum() + problem.num_layers * own_s),
+        load_s=float(loads_s.sum()),
         bytes_loaded=float((copied * timing.token_bytes).sum()),
         head_tokens=int((ends - problem.device_tokens).sum()),
     )

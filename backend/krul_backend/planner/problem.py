@@ -63,6 +63,11 @@ class RestoreProblem:
         return self.num_layers * self.costs.own.layer_s(num_tokens, self.device_tokens)
 
     @property
+    def is_serial(self) -> bool:
+        """Whether heads, loads and the own forward take turns; see ``RestoreCosts.serial_tiers``."""
+        return bool(self.runs) and all(run.tier in self.costs.serial_tiers for run in self.runs)
+
+    @property
     def own_layer_s(self) -> float:
         """Seconds of one layer of the request's own forward after a restore."""
         return self.costs.own.layer_s(self.new_tokens, self.total_tokens)

@@ -127,6 +127,8 @@ class RestoreTiming:
         heads_s = self.head_s(head_ends).sum(axis=1)
         compute_s = heads_s + self.problem.num_layers * self.own_layer_s
         loaded_s = self.load_layer_s(head_ends).cumsum(axis=1)
+        if self.problem.is_serial:
+            return PlanTimes(compute_s, loaded_s, compute_s + loaded_s[:, -1])
         end_s = np.maximum(compute_s, (loaded_s + self.own_after_s).max(axis=1))
         return PlanTimes(compute_s, loaded_s, end_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -44,7 +45,9 @@ def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> No
     runner, config, pool = runtime.model_runner, runtime.config, runtime.pool
     heads, proof = _proven_heads(runtime)
     calibration = CostCalibration(runner, runtime.cache, pool, heads, runtime.restore_agreement)
-    costs = _costs(calibration, runtime)
+    # A property of the machine, not a measurement: the forward of a CPU waits until a load has landed whole.
+    serial_tiers = (DRAM_TIER,) if pool.streams.shares_cores else ()
+    costs = replace(_costs(calibration, runtime), serial_tiers=serial_tiers)
     # Pairs are measured as pairs with shared directions; those that are predicted need maps of the model.
     codec = SegmentCodec(pool.shape, pool.num_layers, runtime.rotary)
     units = units_in_use(config.strategy, Precision(config.precision), pool.num_layers)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.native_tails import NativeTail, NativeTails
 from krul_backend.codec.restore import restore_layer
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.memory import is_out_of_memory
 from krul_backend.planner.calibration import fit_compute, fit_tier
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
@@ -32,6 +33,8 @@ _MIN_LENGTHS = 3
 """Lengths that a fit needs at least, however slow the machine is."""
 _REPEATS = 3
 _DECODED_TOKENS = 256
+_BLOCKS = 8
+"""Segments of the prefix whose loading is measured: of a conversation of several turns."""
 
 
 CodedUnit = tuple[tuple[int, ...], Precision]
@@ -113,15 +116,37 @@ class CostCalibration:
         return max(float(of_rank.item()) for of_rank in of_ranks)
 
     def _tier(self) -> TierCost:
-        """Seconds per native block of one layer, from host memory into the pool."""
+        """Seconds per native block of one layer, from host memory into the pool: blocks come together."""
         codec = SegmentCodec(self._pool.shape, self._pool.num_layers, None)
-        longest = self._pool.num_tokens // 2
+        half = self._pool.num_tokens // 2
+        num_blocks = max(1, min(_BLOCKS, half // 128))
+        longest = half // num_blocks
         return fit_tier(
             [
-                self._restore_s(codec, (0,), Precision.NATIVE, num_tokens)
+                self._block_s(codec, num_blocks, num_tokens)
                 for num_tokens in sorted({min(length, longest) for length in (64, 256, 1024)})
             ]
         )
+
+    def _block_s(self, codec: SegmentCodec, num_blocks: int, num_tokens: int) -> tuple[float, float]:
+        """Bytes and seconds of a native block of ``num_tokens``, of so many that are restored together."""
+        device = self._pool.streams
+        slots = torch.arange(1, num_blocks * num_tokens + 1, device=self._pool.device)
+        parts = [
+            self._encoded(codec, (0,), Precision.NATIVE, of_block)
+            for of_block in torch.split(slots, num_tokens)
+        ]
+        blocks = [on_host[0].numpy() for _, on_host in parts]
+        unit = parts[0][0].native_units[0]
+        assert unit is not None
+        tails = NativeTails([NativeTail(unit, 0, num_tokens)] * num_blocks, device)
+
+        def restore() -> None:
+            tails.restore(device.upload_joined(blocks), *self._pool.buffers(0), slots)
+
+        with device.as_bound_thread():
+            seconds = min(timed(device, restore) for _ in range(_REPEATS))
+        return float(blocks[0].nbytes), seconds / num_blocks
 
     def decode_costs(self, codec: SegmentCodec, units: Iterable[CodedUnit], tier: TierCost) -> DecodeCosts:
         """Seconds per token and layer beyond the copy, for layers alone and in pairs, by precision."""
@@ -129,6 +154,8 @@ class CostCalibration:
         pair_s: dict[Precision, float] = {}
         num_tokens = min(_DECODED_TOKENS, self._pool.num_tokens // 2)
         for unit, precision in units:
+            if len(unit) == 1 and precision is Precision.NATIVE:
+                continue  # the tier's cost is that of native blocks, until they are in the pool
             num_bytes, seconds = self._restore_s(codec, unit, precision, num_tokens)
             beyond_s = max(0.0, seconds - tier.load_s(num_bytes)) / num_tokens
             (single_s if len(unit) == 1 else pair_s)[precision] = beyond_s
@@ -140,6 +167,22 @@ class CostCalibration:
         """Bytes and seconds to restore ``num_tokens`` of the last layer of a unit. The pool is unused yet."""
         device = self._pool.streams
         slots = torch.arange(1, num_tokens + 1, device=self._pool.device)
+        decoder, on_host = self._encoded(codec, unit, precision, slots)
+
+        def restore() -> None:
+            blocks = {source: device.upload(on_host[source]) for source in decoder.sources(unit[-1])}
+            buffers = self._pool.buffers(unit[-1])
+            restore_layer(decoder, unit[-1], blocks, 0, num_tokens, *buffers, slots)
+
+        with device.as_bound_thread():
+            seconds = min(timed(device, restore) for _ in range(_REPEATS))
+        return float(sum(on_host[source].numel() for source in decoder.sources(unit[-1]))), seconds
+
+    def _encoded(
+        self, codec: SegmentCodec, unit: tuple[int, ...], precision: Precision, slots: torch.Tensor
+    ) -> tuple[SegmentDecoder, dict[int, torch.Tensor]]:
+        """A unit of the rows at ``slots``, as a segment: its decoder, and its blocks on the host by layer."""
+        device, num_tokens = self._pool.streams, len(slots)
         strategy = Strategy.of_unit(self._pool.num_layers, unit, precision)
 
         def read(layer: int) -> LayerKV:
@@ -153,16 +196,7 @@ class CostCalibration:
             on_host[layer] = device.host_empty(block.shape, block.dtype)
             device.download(on_host[layer], block)
         device.synchronize()
-        decoder = codec.open(encoding.params, start_token=0, num_tokens=num_tokens)
-
-        def restore() -> None:
-            blocks = {source: device.upload(on_host[source]) for source in decoder.sources(unit[-1])}
-            buffers = self._pool.buffers(unit[-1])
-            restore_layer(decoder, unit[-1], blocks, 0, num_tokens, *buffers, slots)
-
-        with device.as_bound_thread():
-            seconds = min(timed(device, restore) for _ in range(_REPEATS))
-        return float(sum(on_host[source].numel() for source in decoder.sources(unit[-1]))), seconds
+        return codec.open(encoding.params, start_token=0, num_tokens=num_tokens), on_host
 
 
 def units_in_use(strategy_name: str, precision: Precision, num_layers: int) -> list[CodedUnit]:

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
 
 from krul_backend.device import Device
 from krul_backend.errors import KrulError
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.interface import SegmentSlice
 
+LayerBlock = tuple[SegmentSlice, int]
+"""A segment, and the layer whose block is meant."""
+
+_NUM_THREADS = 4
+_LAYERS_AHEAD = 8
+"""Enough to keep the checking threads busy, and few enough that the first copy does not wait while thousands
+of blocks are announced."""
+
 
 class DamagedBlockError(KrulError):
     """A stored block is not what was committed."""
 
 
-def num_check_threads(device: Device) -> int:
-    """One on a CPU, where the forward needs the cores."""
-    return 1 if device.shares_cores else 4
-
-
 class BlockChecks:
-    """Checks the blocks of one batch of loads on threads of its own, in the order they are announced.
+    """Checks the blocks of one batch of loads in the order in which they are announced.
 
-    Hashing releases the GIL and is faster than most buses, so that copies seldom wait for it. A block that is
-    still on its way to DRAM is waited for, at most ``timeout_s``. A wrong block is reported with
-    ``report_damage(segment_id)``.
+    On a GPU threads of its own check them: hashing releases the GIL and is faster than most buses, so that
+    copies seldom wait for it. On a CPU the thread that announces does it at once, since all compete for the
+    cores. A block that is still on its way to DRAM is waited for, at most ``timeout_s``. A wrong block is
+    reported with ``report_damage(segment_id)``.
     """
 
     def __init__(self, device: Device, timeout_s: float, report_damage: Callable[[int], object]) -> None:
@@ -33,22 +38,33 @@ class BlockChecks:
         self._report_damage = report_damage
         self._checks: dict[tuple[int, int], Future[None]] = {}
         self._is_closed = False
-        self._workers = ThreadPoolExecutor(num_check_threads(device), thread_name_prefix="krul-check")
+        self._workers: Executor
+        if device.shares_cores:
+            self._workers, self.num_layers_ahead = _CallingThread(), 1
+        else:
+            self._workers = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="krul-check")
+            self.num_layers_ahead = _LAYERS_AHEAD
 
-    def announce(self, source: SegmentSlice, layer: int) -> None:
-        """Start to check a layer's block, unless that has been started before."""
-        key = (source.segment_id, layer)
-        if key not in self._checks:
-            self._checks[key] = self._workers.submit(self._check, source, layer)
+    def announce(self, blocks: Iterable[LayerBlock]) -> None:
+        """Start to check blocks one after another, without those for which that was started before."""
+        fresh = {
+            key: (source, layer)
+            for source, layer in blocks
+            if (key := (source.segment_id, layer)) not in self._checks
+        }
+        if fresh:
+            check = self._workers.submit(self._check, list(fresh.values()))
+            self._checks.update(dict.fromkeys(fresh, check))
 
-    def wait(self, source: SegmentSlice, layer: int) -> None:
-        """Block until an announced block is in DRAM and its checksum is right.
+    def wait(self, blocks: Iterable[LayerBlock]) -> None:
+        """Block until announced blocks are in DRAM and their checksums are right.
 
         Raises:
-            DamagedBlockError: it is not what was committed.
-            TierReadError: it did not arrive from its tier.
+            DamagedBlockError: one of them, or of those announced with it, is not what was committed.
+            TierReadError: the same for one that did not arrive from its tier.
         """
-        self._checks[source.segment_id, layer].result()
+        for check in dict.fromkeys([self._checks[source.segment_id, layer] for source, layer in blocks]):
+            check.result()
 
     def close(self) -> None:
         """Start no more checks, and report no damage.
@@ -59,12 +75,25 @@ class BlockChecks:
         self._is_closed = True
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def _check(self, source: SegmentSlice, layer: int) -> None:
-        if source.status is not None:
-            source.status.wait(layer, self._timeout_s)
-        if block_checksum(source.blocks[layer]) != source.checksums[layer]:
-            if not self._is_closed:
-                self._report_damage(source.segment_id)
-            raise DamagedBlockError(
-                f"layer {layer} of segment {source.segment_id} has a wrong checksum in {source.tier}"
-            )
+    def _check(self, blocks: Sequence[LayerBlock]) -> None:
+        for source, layer in blocks:
+            if source.status is not None:
+                source.status.wait(layer, self._timeout_s)
+            if block_checksum(source.blocks[layer]) != source.checksums[layer]:
+                if not self._is_closed:
+                    self._report_damage(source.segment_id)
+                raise DamagedBlockError(
+                    f"layer {layer} of segment {source.segment_id} has a wrong checksum in {source.tier}"
+                )
+
+
+class _CallingThread(Executor):
+    """Runs everything in the thread that submits it, before ``submit`` returns."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future

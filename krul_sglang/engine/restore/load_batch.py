@@ -68,15 +68,26 @@ class LoadBatch:
 
     The batch fails when no further layer lands for ``timeout_s`` and the time that the loads should take
     together: a prefix of many segments on a slow disk brings its first layer when most of it has been read.
+    If it ``lands_whole``, the forward waits for the last layer before it enters the first: for a load that
+    only takes cores from the forward, and hides nothing.
     ``agreement`` joins the threads of the ranks whose forwards wait.
     """
 
-    def __init__(self, loads: Mapping[str, Load], num_layers: int, device: Device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        loads: Mapping[str, Load],
+        num_layers: int,
+        device: Device,
+        timeout_s: float,
+        *,
+        lands_whole: bool = False,
+    ) -> None:
         self.loads = loads
         self.clock = StreamClock(device)
         self.load_times: list[LayerTimes] = []
         self.wait_times: dict[int, LayerTimes] = {}
         self.num_layers = num_layers
+        self._lands_whole = lands_whole
         self._device = device
         self.timeout_s = timeout_s + sum(load.forecast.load_s for load in loads.values())
         self.agreement = RankAgreement(None, num_ranks=1)
@@ -110,7 +121,9 @@ class LoadBatch:
             self.load_times.append(times)
             self._landed.append(event)
             self._progress_s = time.monotonic()
-            self._changed.notify_all()
+            # To wake the forward in vain would take the lock of all Python threads from the loader.
+            if not self._lands_whole or len(self._landed) == self.num_layers:
+                self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         with self._changed:
@@ -149,15 +162,16 @@ class LoadBatch:
         self.wait_times[layer] = LayerTimes(begin, self.clock.mark())
 
     def _wait_landed(self, layer: int) -> Event:
+        last = self.num_layers - 1 if self._lands_whole else layer
         with self._changed:
-            while len(self._landed) <= layer and self._error is None:
+            while len(self._landed) <= last and self._error is None:
                 left_s = self._progress_s + self.timeout_s - time.monotonic()
                 if left_s <= 0:
                     raise LoadFailedError(f"no layer has landed for {self.timeout_s:g} s")
                 self._changed.wait(left_s)
             if self._error is not None:
                 raise LoadFailedError(f"loading failed: {self._error}") from self._error
-            return self._landed[layer]
+            return self._landed[last]
 
     def _agree(self, layer: int) -> int:
         """Wait for a layer and a few after it; the number of layers that have landed on every rank."""

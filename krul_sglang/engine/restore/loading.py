@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -18,12 +19,9 @@ from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.block_checks import BlockChecks
 from krul_sglang.engine.restore.load_batch import LayerTimes, Load, LoadBatch
 from krul_sglang.engine.restore.segment_reader import KeptRoom
+from krul_sglang.engine.restore.tail_groups import TailGroup, TailGroups
 
 logger = logging.getLogger(__name__)
-
-_CHECKED_AHEAD = 8
-"""Layers that are announced for checking before the first of them is copied: enough to keep the checking
-threads busy, and few enough that the first copy does not wait while thousands of blocks are announced."""
 
 
 @dataclass
@@ -133,7 +131,14 @@ class LayerWiseLoader:
         if not self._queued:
             return -1
         index, self._next_index = self._next_index, self._next_index + 1
-        batch = LoadBatch(dict(self._queued), self._pool.num_layers, self._device, self._timeout_s)
+        loads = dict(self._queued)
+        batch = LoadBatch(
+            loads,
+            self._pool.num_layers,
+            self._device,
+            self._timeout_s,
+            lands_whole=self._device.shares_cores and all(load.lease.is_in_dram for load in loads.values()),
+        )
         self._queued.clear()
         self.counter.batches[index] = batch
         self._running[index] = self._worker.submit(self._run, index, batch, ready)
@@ -213,32 +218,33 @@ class LayerWiseLoader:
         loads = tuple(batch.loads.values())
         checks = BlockChecks(self._device, batch.timeout_s, self._store.report_damage)
         room = KeptRoom()
+        groups: deque[list[TailGroup]] = deque()
         with (
             closing(checks),
             self._gate.restoring(lambda: not batch.is_abandoned),
             self._device.working_on(self._stream, ready),
         ):
             for load in loads:
-                self._begin(load, checks, room)
+                self._begin(load, room)
+            tails = TailGroups(loads, self._device)
             num_announced = 0
             for layer in range(self._pool.num_layers):
-                while num_announced < min(layer + _CHECKED_AHEAD, self._pool.num_layers):
-                    for load in loads:
-                        for reader in load.readers:
-                            reader.announce(num_announced)
+                while num_announced < min(layer + checks.num_layers_ahead, self._pool.num_layers):
+                    groups.append(tails.of_layer(num_announced))
+                    for group in groups[-1]:
+                        checks.announce(group.blocks)
                     num_announced += 1
                 self._before_layer(index, layer)
                 begin = batch.clock.mark()
-                for load in loads:
-                    if not self._load_layer(layer, batch, load):
-                        return
+                if not self._load_layer(batch, groups.popleft(), checks):
+                    return
                 with batch.writing() as is_wanted:
                     if not is_wanted:
                         return
                     batch.landed(LayerTimes(begin, batch.clock.mark()))
         self._count(loads)
 
-    def _begin(self, load: Load, checks: BlockChecks, room: KeptRoom) -> None:
+    def _begin(self, load: Load, room: KeptRoom) -> None:
         """Make a load's readers ready; what is in a lower tier is on its way from here on."""
         if not load.lease.is_in_dram:
             # Fewer may be loaded than were leased: ranks agree on the shortest prefix.
@@ -246,18 +252,17 @@ class LayerWiseLoader:
             for reader, source in zip(load.readers, fetched, strict=True):
                 reader.take_blocks_of(source)
         for reader in load.readers:
-            reader.begin(load.plan.head_ends, checks, room)
+            reader.begin(load.plan.head_ends, room)
 
-    def _load_layer(self, layer: int, batch: LoadBatch, load: Load) -> bool:
-        """Segment after segment, so that the device never holds the blocks of several; False if given up."""
-        first = 0
-        for reader in load.readers:
-            reader.fetch(layer, self._device)
+    def _load_layer(self, batch: LoadBatch, groups: Sequence[TailGroup], checks: BlockChecks) -> bool:
+        """Group after group, so that the device never holds the blocks of several; False if given up."""
+        for group in groups:
+            checks.wait(group.blocks)
+            group.fetch(self._device)
             with batch.writing() as is_wanted:
                 if not is_wanted:
                     return False
-                reader.restore(layer, self._pool, load.slots[first : first + reader.num_tokens])
-            first += reader.num_tokens
+                group.restore(self._pool)
         return True
 
     def _count(self, loads: Sequence[Load]) -> None:

@@ -213,15 +213,16 @@ class RestorePlanning:
 
     def _run(self, reader: SegmentReader) -> StoredRun:
         header, decoder = reader.source.header, reader.decoder
+        first_token, end_token = reader.first_token, reader.end_token
         return StoredRun(
             tier=reader.source.tier,
-            first_token=reader.first_token,
-            end_token=reader.end_token,
+            first_token=first_token,
+            end_token=end_token,
             layer_token_bytes=tuple(num_bytes / header.num_tokens for num_bytes in decoder.layer_num_bytes),
             decode_token_s=self._decode_costs.token_s(decoder.strategy),
             last_use=decoder.last_use,
             stored_from=tuple(
-                min(max(reader.first_token, token), reader.end_token)
+                min(max(first_token, token), end_token)
                 for token in decoder.decodable_from(header.layer_first_token)
             ),
         )

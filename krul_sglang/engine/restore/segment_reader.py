@@ -1,4 +1,4 @@
-"""Copies the tails of a leased prefix into the pool, segment by segment and layer by layer."""
+"""Reads the tails of one leased segment: which bytes a layer needs, and rows that are decoded alone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from krul_backend.codec.native_tails import NativeTail
 from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.device import Device
-from krul_backend.errors import TierReadError
+from krul_backend.errors import CodecError, TierReadError
 from krul_backend.tiers.common.interface import Block, Lease, SegmentSlice
 from krul_sglang.engine.common.kv_pool import DevicePool
-from krul_sglang.engine.restore.block_checks import BlockChecks
+from krul_sglang.engine.restore.block_checks import LayerBlock
 
 MAX_KEPT_BYTES = 128 << 20
 """Most device memory for blocks that stay there until the other layer of their pair comes."""
@@ -36,10 +37,11 @@ class KeptRoom:
 
 
 class SegmentReader:
-    """Copies tokens ``[first_token, end_token)`` of a conversation from one leased segment into the pool.
+    """Reads tokens ``[first_token, end_token)`` of a conversation from one leased segment.
 
-    A plan is made from what it says of the segment. If the plan loads, ``begin`` follows, and then
-    ``announce``, ``fetch`` and ``restore`` of each layer in ascending order. Positions are absolute::
+    A plan is made from what it says of the segment. If the plan loads, ``begin`` follows, and then ``fetch``
+    and ``restore`` of each layer in ascending order, except of layers with a ``native_tail``: their bytes
+    (``native_bytes``) are restored together with those of other segments. Positions are absolute::
 
         [first_token, head_ends[l])   not read in layer l
         [head_ends[l], end_token)     read, decoded and written to their slots
@@ -53,7 +55,6 @@ class SegmentReader:
     ``num_bytes`` were read so far.
     """
 
-    _checks: BlockChecks
     _room: KeptRoom
 
     def __init__(self, source: SegmentSlice, decoder: SegmentDecoder, num_tokens: int) -> None:
@@ -65,7 +66,7 @@ class SegmentReader:
         # Rows are tokens of the segment, counted from its first one.
         self._row = source.first_page * header.page_size
         self._end_row = self._row + num_tokens
-        self._heads: list[int] = []
+        self._first_rows: list[int] = []
         self._fetched = source
         self._on_device: dict[int, torch.Tensor] = {}
         self._kept: set[int] = set()
@@ -78,14 +79,11 @@ class SegmentReader:
     def end_token(self) -> int:
         return self.first_token + self.num_tokens
 
-    def begin(self, head_ends: Sequence[int], checks: BlockChecks, room: KeptRoom) -> None:
-        """Say from where on each layer is read. ``checks`` and ``room`` are those of the batch of loads.
-
-        ``checks`` tell when a block is there and right; nothing is copied before.
-        """
+    def begin(self, head_ends: Sequence[int], room: KeptRoom) -> None:
+        """Say from where on each layer is read. ``room`` is that of the batch of loads."""
         start_token = self.source.header.start_token
-        self._heads = [max(end - start_token, self._row) for end in head_ends]
-        self._checks = checks
+        # The end if a layer has no tail.
+        self._first_rows = [min(max(end - start_token, self._row), self._end_row) for end in head_ends]
         self._room = room
 
     def take_blocks_of(self, fetched: SegmentSlice) -> None:
@@ -110,48 +108,59 @@ class SegmentReader:
         """Free the device memory of blocks that are still kept there. Nothing is read afterwards."""
         self._on_device.clear()
 
-    def announce(self, layer: int) -> None:
-        """Start to check the blocks that ``fetch`` of this layer will copy. Layers are announced in order."""
-        for source in self._needed(layer):
-            self._checks.announce(self._fetched, source)
+    def has_tail(self, layer: int) -> bool:
+        """Whether anything of this layer is loaded."""
+        return self._first_rows[layer] < self._end_row
 
-    def fetch(self, layer: int, device: Device) -> None:
-        """Copy to the device what ``restore`` of this layer needs and is not there yet. May block.
+    def num_head_rows(self, layer: int) -> int:
+        """How many of the ``num_tokens`` the head of this layer covers: those before its tail."""
+        return self._first_rows[layer] - self._row
+
+    def block(self, source: int) -> LayerBlock:
+        """The block of a layer."""
+        return self._fetched, source
+
+    def native_tail(self, layer: int) -> NativeTail | None:
+        """The layer's tail, if it is stored natively and alone; None for any other."""
+        unit = self.decoder.native_units[layer]
+        return None if unit is None else NativeTail(unit, self._first_rows[layer], self._end_row)
+
+    def native_bytes(self, layer: int, num_bytes: int) -> Block:
+        """The end of the layer's block, from ``num_bytes`` before its end on.
 
         Raises:
-            DamagedBlockError, TierReadError: see ``BlockChecks.wait``.
+            CodecError: so much of it is not stored.
         """
-        for source in self._needed(layer):
+        block = self._fetched.blocks[layer]
+        if block.nbytes < num_bytes:
+            raise CodecError(
+                f"layer {layer} has a block of {block.nbytes} bytes, {num_bytes} are needed of it"
+            )
+        self.num_bytes += num_bytes
+        return block[block.nbytes - num_bytes :]
+
+    def fetch(self, layer: int, device: Device) -> None:
+        """Copy to the device what ``restore`` of this layer needs and is not there yet, of checked blocks."""
+        for source in self.decoder.sources(layer):
             if source not in self._on_device:
-                self._checks.wait(self._fetched, source)
                 self._on_device[source] = self._copy_tail(source, layer, device)
 
-    def _needed(self, layer: int) -> Sequence[int]:
-        """Layers whose blocks this layer's tail is made of."""
-        return () if self._first_row(layer) == self._end_row else self.decoder.sources(layer)
-
     def restore(self, layer: int, pool: DevicePool, slots: torch.Tensor) -> None:
-        """Write the layer's tail to its slots. ``slots``: int64 ``[num_tokens]``, of all its tokens."""
-        first = self._first_row(layer)
-        if first < self._end_row:
-            restore_layer(
-                self.decoder,
-                layer,
-                {source: self._on_device[source] for source in self.decoder.sources(layer)},
-                first,
-                self._end_row,
-                *pool.buffers(layer),
-                slots[first - self._row :],
-            )
+        """Write the layer's tail to ``slots``, int64, one for each of its tokens."""
+        restore_layer(
+            self.decoder,
+            layer,
+            {source: self._on_device[source] for source in self.decoder.sources(layer)},
+            self._first_rows[layer],
+            self._end_row,
+            *pool.buffers(layer),
+            slots,
+        )
         for source in self.decoder.sources(layer):
             if self.decoder.last_use[source] <= layer or source not in self._kept:
-                block = self._on_device.pop(source, None)
-                if block is not None and source in self._kept:
+                block = self._on_device.pop(source)
+                if source in self._kept:
                     self._room.give_back(block.nbytes)
-
-    def _first_row(self, layer: int) -> int:
-        """First row of the segment that this layer's tail has; the end if it has none."""
-        return min(self._heads[layer], self._end_row)
 
     def _copy_tail(self, source: int, layer: int, device: Device) -> torch.Tensor:
         """Copy what the last layer that needs the block reads; without room for it, what ``layer`` reads."""
@@ -174,7 +183,7 @@ class SegmentReader:
         # [stored, first)  stored, not needed now
         # [first, ...)   the tail
         stored = self.decoder.tail_start(source, stored_from)
-        first = self.decoder.tail_start(source, self._first_row(layer))
+        first = self.decoder.tail_start(source, self._first_rows[layer])
         return self._fetched.blocks[source][first - stored :]
 
 

@@ -1,0 +1,149 @@
+"""Groups the tails of one layer, of all segments of a batch, into what is copied and decoded at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from krul_backend.codec.native_tails import NativeTail, NativeTails
+from krul_backend.device import Device
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.restore.block_checks import LayerBlock
+from krul_sglang.engine.restore.load_batch import Load
+from krul_sglang.engine.restore.segment_reader import SegmentReader
+
+MAX_JOINED_BYTES = 32 << 20
+"""Most device memory for the tails that are copied together: that of one long segment's layer."""
+
+
+class TailGroup(Protocol):
+    """Tails of one layer, for which ``fetch`` and then ``restore`` is called, once each.
+
+    ``blocks`` must have been checked before ``fetch``.
+    """
+
+    blocks: list[LayerBlock]
+
+    def fetch(self, device: Device) -> None:
+        """Copy to the device what is not there yet, on the current stream."""
+
+    def restore(self, pool: DevicePool) -> None:
+        """Write the tails to their slots, on the current stream."""
+
+
+class TailGroups:
+    """Makes the groups of each layer: natively stored tails of all segments join, others stay alone.
+
+    A group of several tails has at most ``MAX_JOINED_BYTES``.
+    """
+
+    def __init__(self, loads: Sequence[Load], device: Device) -> None:
+        self._device = device
+        self._parts: list[_Part] = []
+        for load in loads:
+            first = 0
+            for reader in load.readers:
+                self._parts.append(_Part(reader, load.slots[first : first + reader.num_tokens]))
+                first += reader.num_tokens
+        # Heads have few different lengths, so that most layers are grouped as an earlier one is.
+        self._grouped: dict[object, list[_Part | _Joint]] = {}
+
+    def of_layer(self, layer: int) -> list[TailGroup]:
+        """The groups of a layer; none if no load has a tail in it."""
+        readers = (part.reader for part in self._parts)
+        key = tuple((each.num_head_rows(layer), each.decoder.native_units[layer]) for each in readers)
+        if key not in self._grouped:
+            self._grouped[key] = self._group(layer)
+        return [
+            _Alone(each, layer) if isinstance(each, _Part) else _Joined(each, layer)
+            for each in self._grouped[key]
+        ]
+
+    def _group(self, layer: int) -> list[_Part | _Joint]:
+        groups: list[_Part | _Joint] = []
+        joined: list[tuple[_Part, NativeTail]] = []
+        num_bytes = 0
+        for part in self._parts:
+            if not part.reader.has_tail(layer):
+                continue
+            tail = part.reader.native_tail(layer)
+            if tail is None:
+                groups.append(part)
+                continue
+            if joined and num_bytes + tail.num_bytes > MAX_JOINED_BYTES:
+                groups.append(self._join(joined, layer))
+                joined, num_bytes = [], 0
+            joined.append((part, tail))
+            num_bytes += tail.num_bytes
+        if joined:
+            groups.append(self._join(joined, layer))
+        return groups
+
+    def _join(self, joined: Sequence[tuple[_Part, NativeTail]], layer: int) -> _Joint:
+        return _Joint(
+            [(part.reader, tail.num_bytes) for part, tail in joined],
+            NativeTails([tail for _, tail in joined], self._device),
+            torch.cat([part.slots_of_tail(layer) for part, _ in joined]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A segment of a load, and the slots of its tokens."""
+
+    reader: SegmentReader
+    slots: torch.Tensor
+
+    def slots_of_tail(self, layer: int) -> torch.Tensor:
+        return self.slots[self.reader.num_head_rows(layer) :]
+
+
+@dataclass(frozen=True, eq=False)
+class _Joint:
+    """Native tails that join in some layers: how many bytes each has, and where their rows come from and go.
+
+    ``slots`` are those of all of their tokens, in the order of the tails.
+    """
+
+    tails: Sequence[tuple[SegmentReader, int]]
+    rows: NativeTails
+    slots: torch.Tensor
+
+
+class _Joined:
+    """Natively stored tails: one copy for each, back to back, and one gather and scatter for all."""
+
+    def __init__(self, joint: _Joint, layer: int) -> None:
+        self.blocks = [reader.block(layer) for reader, _ in joint.tails]
+        self._joint = joint
+        self._layer = layer
+        self._bytes: torch.Tensor | None = None
+
+    def fetch(self, device: Device) -> None:
+        self._bytes = device.upload_joined(
+            [reader.native_bytes(self._layer, num_bytes) for reader, num_bytes in self._joint.tails]
+        )
+
+    def restore(self, pool: DevicePool) -> None:
+        assert self._bytes is not None
+        self._joint.rows.restore(self._bytes, *pool.buffers(self._layer), self._joint.slots)
+        self._bytes = None
+
+
+class _Alone:
+    """The tail of a segment that is decoded by itself."""
+
+    def __init__(self, part: _Part, layer: int) -> None:
+        reader = part.reader
+        self.blocks = [reader.block(source) for source in reader.decoder.sources(layer)]
+        self._part = part
+        self._layer = layer
+
+    def fetch(self, device: Device) -> None:
+        self._part.reader.fetch(self._layer, device)
+
+    def restore(self, pool: DevicePool) -> None:
+        self._part.reader.restore(self._layer, pool, self._part.slots_of_tail(self._layer))
