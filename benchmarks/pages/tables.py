@@ -25,6 +25,7 @@ SEGMENTS_RESULT = RESULTS / "restore-segments-cpu.json"
 TIERS_RESULT = RESULTS / "tiers-cpu.json"
 SERVING_RESULTS = (RESULTS / "serving-cpu.json", RESULTS / "serving-3000-cpu.json")
 """By the length of the history; those that were measured are shown."""
+SERVING_LENGTHS_RESULT = RESULTS / "serving-lengths-cpu.json"
 
 
 def demo_table(result: dict[str, Any]) -> str:
@@ -78,6 +79,24 @@ def serving_table(results: dict[Path, dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
+def serving_lengths_table(result: dict[str, Any]) -> str:
+    """Returning turns of krul's servers by the length of their prompt: where nothing is gained."""
+    lines = [
+        "| prompt of a returning turn | server | turns | restored | times sooner than recompute | smallest |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        for group in row["by_prompt_tokens"] if row["bytes_stored"] is not None else ():
+            ratio = group["times_sooner_than_recompute"]
+            lines.append(
+                f"| {group['up_to'] // 2 + 1} to {group['up_to']} tokens | {row['configuration']} | "
+                f"{group['turns']} | {group['restored']:.0%} | {ratio['median']:.2f} ({ratio['q25']:.2f}-"
+                f"{ratio['q75']:.2f}) | {ratio['min']:.2f} |"
+            )
+    notes = _serving_notes(SERVING_LENGTHS_RESULT, result)
+    return "\n".join([_serving_heading(result), "", *lines, "", notes])
+
+
 SERVING_SUMMARY = ("configuration", "TTFT p50", "times sooner than recompute", "first turn", "answers equal")
 """Columns of the table in the README."""
 
@@ -99,10 +118,11 @@ def serving_summary(results: dict[Path, dict[str, Any]]) -> str:
 def _serving_heading(result: dict[str, Any]) -> str:
     configuration = result["configuration"]
     model, rate = Path(configuration["model_path"]).name, configuration["rate"]
+    lengths = ", ".join(map(str, configuration["history_tokens"]))
     load = "one request at a time" if rate is None else f"{rate:g} arrivals per second in a round"
     return (
         f"**{model} in {configuration['dtype']}, {configuration['users']} conversations of about "
-        f"{configuration['history_tokens']} tokens, {configuration['rounds']} turns each, {load}:**"
+        f"{lengths} tokens, {configuration['rounds']} turns each, {load}:**"
     )
 
 
@@ -428,9 +448,11 @@ def _mib(num_bytes: int) -> str:
 def tables() -> dict[str, str]:
     """The tables of the kept results, by the names of their places."""
     serving = {path: orjson.loads(path.read_bytes()) for path in SERVING_RESULTS if path.exists()}
+    lengths = orjson.loads(SERVING_LENGTHS_RESULT.read_bytes()) if SERVING_LENGTHS_RESULT.exists() else None
     return {
         "demo": demo_table(orjson.loads(DEMO_RESULT.read_bytes())),
         "serving": serving_table(serving),
+        "serving-lengths": "" if lengths is None else serving_lengths_table(lengths),
         "serving-summary": serving_summary(serving),
         "quality": quality_table(orjson.loads(QUALITY_RESULT.read_bytes())),
         "budget": budget_table(orjson.loads(BUDGET_RESULT.read_bytes())),

@@ -90,7 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--client", "this benchmark's own, or sglang.bench_serving", choices=CLIENTS)
     add("--conversations", "ShareGPT or OpenAI file, JSON or JSONL, instead of generated ones", type=Path)
     add("--data", "folder of JSONL files with session_id, timestamp and input (whole prompts)", type=Path)
-    add("--history", "tokens of a first prompt; with --data, of the longest", to="history_tokens", type=int)
+    add(
+        "--history",
+        "tokens of first prompts, as 1000 or 64,256,1024; with --data, of the longest (1000)",
+        to="history_tokens",
+        type=_numbers,
+    )
     add("--users", "conversations", type=int)
     add("--rounds", "turns of each", type=int)
     add("--rate", "Poisson arrivals per second in a round, instead of one request at a time", type=float)
@@ -114,6 +119,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--seed", "of generated conversations and arrivals", type=int)
     return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -29,14 +29,14 @@ _RETOKENIZED = 1.5
 def plan_pools_of_groups(configuration: Configuration) -> PoolSizes:
     """Pools for prompts of which only the wanted length is known."""
     page_size, tail = configuration.page_size, QUESTION_TOKENS + configuration.max_tokens
-    longest = int(_RETOKENIZED * (configuration.history_tokens + tail))
-    per_group = int(_RETOKENIZED * (configuration.history_tokens + configuration.rounds * tail))
+    longest = int(_RETOKENIZED * (configuration.longest_history_tokens + tail))
+    per_group = int(_RETOKENIZED * (configuration.longest_history_tokens + configuration.rounds * tail))
     total = configuration.users * per_group
     small = configuration.device_tokens or needed_pool_tokens(longest, page_size=page_size)
-    if configuration.users * configuration.history_tokens <= small:
+    if configuration.users * configuration.longest_history_tokens <= small:
         raise ServingBenchmarkError(
-            f"{configuration.users} groups of {configuration.history_tokens} tokens fit into the device pool "
-            f"of {small}: nothing would leave it; use more --users or a smaller --device-tokens"
+            f"{configuration.users} groups of {configuration.longest_history_tokens} tokens fit into the "
+            f"device pool of {small}: nothing would leave it; use more --users or a smaller --device-tokens"
         )
     return PoolSizes(small, needed_pool_tokens(total, page_size=page_size), longest, total)
 
@@ -53,7 +53,7 @@ def command(configuration: Configuration, url: str, output: Path) -> list[str]:
         *("--dataset-name", "generated-shared-prefix"),
         *("--gsp-num-groups", str(configuration.users)),
         *("--gsp-prompts-per-group", str(configuration.rounds)),
-        *("--gsp-system-prompt-len", str(configuration.history_tokens)),
+        *("--gsp-system-prompt-len", str(configuration.longest_history_tokens)),
         *("--gsp-question-len", str(QUESTION_TOKENS)),
         *("--gsp-output-len", str(configuration.max_tokens)),
         *load,

@@ -33,8 +33,8 @@ class Configuration:
         client: what asks them; a name of ``CLIENTS``.
         conversations: a ShareGPT or OpenAI file; ``data``: a folder of recorded sessions. With neither,
             conversations are generated.
-        history_tokens: length of the first prompt of a generated conversation, and of the longest prompt
-            that is taken of a recorded one.
+        history_tokens: lengths of the first prompts of generated conversations, which take turns with them;
+            of recorded ones prompts up to the longest of these are taken.
         users: conversations. ``rounds``: turns of each.
         rate: mean arrivals per second of the turns of a round; None sends one request at a time.
         think_time_s: least time between the answer to a turn and the next turn of the conversation.
@@ -50,7 +50,7 @@ class Configuration:
     client: str = "krul"
     conversations: Path | None = None
     data: Path | None = None
-    history_tokens: int = 1000
+    history_tokens: tuple[int, ...] = (1000,)
     users: int = 5
     rounds: int = 4
     rate: float | None = None
@@ -80,7 +80,7 @@ class Configuration:
         if self.rounds < 2:
             raise ServingBenchmarkError(f"--rounds {self.rounds}: turns return from the second round on")
         positive = {
-            "--history": self.history_tokens,
+            "--history": min(self.history_tokens, default=0),
             "--users": self.users,
             "--rate": self.rate,
             "--device-tokens": self.device_tokens,
@@ -103,6 +103,10 @@ class Configuration:
     @property
     def krul_servers(self) -> tuple[str, ...]:
         return tuple(name for name in self.servers if name in KRUL_SERVERS)
+
+    @property
+    def longest_history_tokens(self) -> int:
+        return max(self.history_tokens)
 
     @property
     def reference(self) -> str:

@@ -46,7 +46,7 @@ def choose_conversations(configuration: Configuration, count_tokens: CountTokens
     users, rounds = configuration.users, configuration.rounds
     found: Iterator[Conversation]
     if configuration.data is not None:
-        limit = configuration.history_tokens
+        limit = configuration.longest_history_tokens
         found = recorded_conversations(
             configuration.data, rounds, lambda text: count_tokens(_as_prompt(text)) <= limit
         )
@@ -70,12 +70,13 @@ def choose_conversations(configuration: Configuration, count_tokens: CountTokens
 def generated_conversation(
     number: int, configuration: Configuration, count_tokens: CountTokens
 ) -> Conversation:
-    """A first turn of ordinary sentences, about ``history_tokens`` long, then short questions."""
+    """A first turn of ordinary sentences, about as long as asked for, then short questions."""
+    wanted = configuration.history_tokens[number % len(configuration.history_tokens)]
     words = random.Random(f"{configuration.seed} {number}")
     sentences: list[str] = []
     while True:
         first = f"These are my notes.\n{' '.join(sentences)}\n{_question(words)}"
-        missing = configuration.history_tokens - count_tokens(_as_prompt(first))
+        missing = wanted - count_tokens(_as_prompt(first))
         if missing <= 0:
             break
         # A sentence has at most about 20 tokens: the end is not passed by more than one of them.

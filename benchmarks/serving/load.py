@@ -8,14 +8,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import openai
 
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
 from benchmarks.serving.servers import Server
 from krul_sglang.demo.conversations import Conversation, Message
-from krul_sglang.demo.player import TurnResult, play_order
+from krul_sglang.demo.player import TimedAnswer, TurnResult, play_order, request
 
 _REQUEST_TIMEOUT_S = 1200.0
 
@@ -83,7 +82,7 @@ async def play(
     """Let each server play each batch before the next batch begins. ``tell`` is given every answered turn.
 
     Raises:
-        ServingBenchmarkError: a request got no answer.
+        ServingBenchmarkError, PlayError: a request got no answer, or an incomplete one.
     """
     by_name = {server.name: server for server in servers}
     clients = {
@@ -154,45 +153,8 @@ async def _play_batch(
 async def ask(
     client: openai.AsyncOpenAI, conversation: str, turn: int, messages: list[Message], max_tokens: int
 ) -> TurnResult:
-    """One request, greedy and streamed. The clock starts before it is sent and stops at the first text."""
-    pieces: list[str] = []
-    first_piece_at: float | None = None
-    usage: Any = None
-    cached: dict[str, int] = {}
-    started = time.perf_counter()
-    stream = await client.chat.completions.create(
-        model="default",
-        messages=cast(Any, messages),
-        temperature=0.0,
-        max_tokens=max_tokens,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"return_cached_tokens_details": True},
-    )
-    async for chunk in stream:
-        text = chunk.choices[0].delta.content if chunk.choices else None
-        if text:
-            if first_piece_at is None:
-                first_piece_at = time.perf_counter()
-            pieces.append(text)
-        usage = chunk.usage or usage
-        # SGLang's extension: sent once, and only if anything was cached.
-        extension = (chunk.model_extra or {}).get("sglext") or {}
-        cached = extension.get("cached_tokens_details") or cached
-    ended = time.perf_counter()
-    if usage is None:
-        raise ServingBenchmarkError(
-            f"conversation {conversation!r}, turn {turn}: an answer without its usage"
-        )
-    return TurnResult(
-        conversation=conversation,
-        turn=turn,
-        prompt_tokens=usage.prompt_tokens,
-        device_tokens=cached.get("device", 0),
-        host_tokens=cached.get("host", 0),
-        completion_tokens=usage.completion_tokens,
-        # An answer may be empty: then its end is its first sign.
-        ttft_s=(ended if first_piece_at is None else first_piece_at) - started,
-        total_s=ended - started,
-        answer="".join(pieces),
-    )
+    """One request, greedy and streamed."""
+    answer = TimedAnswer(conversation, turn)
+    async for chunk in await client.chat.completions.create(**request(messages, max_tokens)):
+        answer.take(chunk)
+    return answer.result()

@@ -42,6 +42,8 @@ def row(
         "ttft_by_round": {number: quantiles(seconds) for number, seconds in sorted(by_round.items())},
         "first_turn_p50_s": statistics.median(by_round[1]),
         "tpot_s": tpot_s(own),
+        **cost_of_krul(turns, name),
+        "by_prompt_tokens": by_prompt_tokens(turns, name),
         "tokens_per_s": sum(turn.completion_tokens for turn in own) / busy_s,
         "hit_rate_by_tier": hit_rate_by_tier(returning, hit_pages),
         "theoretical_hit_rate": theoretical_hit_rate,
@@ -76,12 +78,47 @@ def ratios(ttft_s: Mapping[str, Sequence[float]], name: str) -> dict[str, Any]:
 
 def tpot_s(turns: Sequence[TurnResult]) -> float | None:
     """The median turn's seconds per token after the first; None if every answer is a single token."""
-    each = [
-        (turn.total_s - turn.ttft_s) / (turn.completion_tokens - 1)
-        for turn in turns
-        if turn.completion_tokens > 1
-    ]
+    each = [turn.tpot_s for turn in turns if turn.tpot_s is not None]
     return statistics.median(each) if each else None
+
+
+def cost_of_krul(turns: Mapping[str, Sequence[TurnResult]], name: str) -> dict[str, Any]:
+    """First turns and decoding of a server against ``recompute``, turn by turn: over 1 is slower.
+
+    Nothing is found in a first turn, and no token after the first depends on how the prompt was computed:
+    this is what krul costs where it cannot help. Empty for ``recompute``, or without it.
+    """
+    if "recompute" not in turns or name == "recompute":
+        return {}
+    pairs = list(zip(turns["recompute"], turns[name], strict=True))
+    first = [own.ttft_s / other.ttft_s for other, own in pairs if own.turn == 1]
+    decoding = [own.tpot_s / other.tpot_s for other, own in pairs if own.tpot_s and other.tpot_s]
+    found = {"first_turn_times_of_recompute": quantiles(first)}
+    return {**found, "tpot_times_of_recompute": quantiles(decoding)} if decoding else found
+
+
+def by_prompt_tokens(turns: Mapping[str, Sequence[TurnResult]], name: str) -> list[dict[str, Any]]:
+    """Returning turns in groups of prompts that are at most twice as long as the shortest of their group.
+
+    ``up_to`` tokens have the prompts of a group; ``restored``: the share of its turns of which something came
+    from the host.
+    """
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index, turn in enumerate(turns[name]):
+        if turn.turn > 1:
+            groups[1 << (turn.prompt_tokens - 1).bit_length()].append(index)
+    found = []
+    for up_to, members in sorted(groups.items()):
+        of_group = {server: [each[index] for index in members] for server, each in turns.items()}
+        found.append(
+            {
+                "up_to": up_to,
+                "turns": len(members),
+                "restored": sum(turn.host_tokens > 0 for turn in of_group[name]) / len(members),
+                **ratios({server: [turn.ttft_s for turn in each] for server, each in of_group.items()}, name),
+            }
+        )
+    return found
 
 
 def hit_rate_by_tier(turns: Sequence[TurnResult], hit_pages: Mapping[str, int]) -> dict[str, float]:
@@ -148,7 +185,9 @@ COLUMNS = (
     "times sooner than recompute",
     "times of device",
     "first turn",
+    "first turn, times of recompute",
     "TPOT",
+    "TPOT, times of recompute",
     "found on",
     "stored",
     "answers equal",
@@ -167,7 +206,9 @@ def table_cells(row: Mapping[str, Any]) -> list[str]:
         _ratio(row.get("times_sooner_than_recompute")),
         _ratio(row.get("times_of_device")),
         _ms(row.get("first_turn_p50_s")),
+        _ratio(row.get("first_turn_times_of_recompute")),
         _ms(row["tpot_s"]),
+        _ratio(row.get("tpot_times_of_recompute")),
         found or "-",
         "-" if stored is None else f"{stored / 2**20:.0f} MiB",
         f"{row['answers_equal']:.0%}" if "answers_equal" in row else "-",

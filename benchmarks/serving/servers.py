@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +14,13 @@ import psutil
 
 from benchmarks.serving.configuration import KRUL_SERVERS, Configuration, ServingBenchmarkError
 from krul_backend.memory import parse_bytes
-from krul_sglang.demo.krul_state import KrulState, krul_states, stored_amounts
+from krul_sglang.demo.krul_state import KrulState, krul_states, stored_amounts, wait_for_saves
 from krul_sglang.demo.run import default_dtype
 from krul_sglang.demo.server import ServerProcess
 from krul_sglang.demo.sizing import PoolSizes
 
 _READY_TIMEOUT_S = 600.0
 _SETTLE_TIMEOUT_S = 120.0
-_SETTLE_INTERVAL_S = 0.02
 _HOST_MEMORY_SLACK = 1.25
 _MIN_HOST_MEMORY_BYTES = 128 << 20
 
@@ -41,16 +39,9 @@ class Server:
         """Wait until nothing is left of what krul does after an answer: turns are stored, on every tier.
 
         Raises:
-            ServingBenchmarkError: after two minutes something is still left.
+            ServerError: after two minutes something is still left.
         """
-        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
-        num_idle = 0
-        # Twice: work that starts when a server becomes idle would be missed by the first look.
-        while num_idle < 2:
-            num_idle = num_idle + 1 if not any(map(_pending, self.krul_states())) else 0
-            if time.monotonic() > deadline:
-                raise ServingBenchmarkError(f"{self.name}: still storing after {_SETTLE_TIMEOUT_S:.0f} s")
-            time.sleep(_SETTLE_INTERVAL_S)
+        wait_for_saves(self.process, timeout_s=_SETTLE_TIMEOUT_S)
 
     def krul_states(self) -> list[KrulState]:
         return krul_states(self.process.server_info())
@@ -101,11 +92,6 @@ class Server:
             with contextlib.suppress(psutil.NoSuchProcess):
                 total += process.memory_full_info().pss
         return total
-
-
-def _pending(state: Mapping[str, Any]) -> int:
-    queued = sum(tier["queued_segments"] for tier in state["tiers"])
-    return int(state["offload"]["pending"] + state["load"]["pending"] + queued)
 
 
 def make_server(name: str, configuration: Configuration, pools: PoolSizes, folder: Path) -> Server:

@@ -39,7 +39,8 @@ def stored_amounts(states: Sequence[KrulState]) -> StoredAmounts:
 def wait_for_saves(server: ServerProcess, *, timeout_s: float = 60.0) -> list[KrulState]:
     """Wait until a server with krul has nothing more to do for the requests that it answered.
 
-    Turns are saved, loads have ended, and no probe of ``strategy=budget`` runs. Returns the counters then.
+    Turns are saved on every tier, loads have ended, and no probe of ``strategy=budget`` runs. Returns the
+    counters then.
 
     Raises:
         ServerError: the server does not answer, or is not done in ``timeout_s``.
@@ -54,4 +55,5 @@ def wait_for_saves(server: ServerProcess, *, timeout_s: float = 60.0) -> list[Kr
 
 
 def _num_pending(state: KrulState) -> int:
-    return int(state["offload"]["pending"]) + int(state["load"]["pending"])
+    queued = sum(tier["queued_segments"] for tier in state["tiers"])
+    return int(state["offload"]["pending"] + state["load"]["pending"] + queued)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import openai
 
@@ -49,6 +49,68 @@ class TurnResult:
         """Seconds per token after the first one; None for an answer of one token."""
         num_more = self.completion_tokens - 1
         return (self.total_s - self.ttft_s) / num_more if num_more > 0 else None
+
+
+def request(messages: list[Message], max_tokens: int) -> dict[str, Any]:
+    """Arguments of the OpenAI client for a greedy, streamed answer that says what was cached."""
+    return {
+        "model": "default",
+        "messages": messages,
+        "temperature": 0.0,
+        "max_tokens": max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "extra_body": {"return_cached_tokens_details": True},
+    }
+
+
+class TimedAnswer:
+    """Collects the pieces of a streamed answer. Its clock starts when it is made: make it before you ask."""
+
+    def __init__(self, conversation: str, turn: int) -> None:
+        self._conversation = conversation
+        self._turn = turn
+        self._started = time.perf_counter()
+        self._first_piece_at: float | None = None
+        self._pieces: list[str] = []
+        self._usage: Any = None
+        self._cached: dict[str, int] = {}
+
+    def take(self, chunk: Any) -> None:
+        """Add the next chunk of the stream."""
+        text = chunk.choices[0].delta.content if chunk.choices else None
+        if text:
+            if self._first_piece_at is None:
+                self._first_piece_at = time.perf_counter()
+            self._pieces.append(text)
+        self._usage = chunk.usage or self._usage
+        # SGLang's extension: sent once, after the text, and only if anything was cached.
+        extension = (chunk.model_extra or {}).get("sglext") or {}
+        self._cached = extension.get("cached_tokens_details") or self._cached
+
+    def result(self) -> TurnResult:
+        """What was answered; call it when the stream has ended.
+
+        Raises:
+            PlayError: the stream did not say how many tokens there were.
+        """
+        ended = time.perf_counter()
+        if self._usage is None:
+            raise PlayError(
+                f"the answer to conversation {self._conversation!r}, turn {self._turn} came without its usage"
+            )
+        return TurnResult(
+            conversation=self._conversation,
+            turn=self._turn,
+            prompt_tokens=self._usage.prompt_tokens,
+            device_tokens=self._cached.get("device", 0),
+            host_tokens=self._cached.get("host", 0),
+            completion_tokens=self._usage.completion_tokens,
+            # An answer may be empty: then its end is its first sign.
+            ttft_s=(ended if self._first_piece_at is None else self._first_piece_at) - self._started,
+            total_s=ended - self._started,
+            answer="".join(self._pieces),
+        )
 
 
 def play_order(conversations: Sequence[Conversation]) -> Iterator[tuple[Conversation, int]]:
@@ -120,47 +182,10 @@ class Player:
         return self._send(name, turn, conversation.messages(turn, history))
 
     def _send(self, conversation: str, turn: int, messages: list[Message]) -> TurnResult:
-        pieces: list[str] = []
-        first_piece_at: float | None = None
-        usage: Any = None
-        cached: dict[str, int] = {}
-        started = time.perf_counter()
+        answer = TimedAnswer(conversation, turn)
         try:
-            stream = self._client.chat.completions.create(
-                model="default",
-                messages=cast(Any, messages),
-                temperature=0.0,
-                max_tokens=self._max_tokens,
-                stream=True,
-                stream_options={"include_usage": True},
-                extra_body={"return_cached_tokens_details": True},
-            )
-            for chunk in stream:
-                text = chunk.choices[0].delta.content if chunk.choices else None
-                if text:
-                    if first_piece_at is None:
-                        first_piece_at = time.perf_counter()
-                    pieces.append(text)
-                usage = chunk.usage or usage
-                # SGLang's extension: sent once, after the text, and only if anything was cached.
-                extension = (chunk.model_extra or {}).get("sglext") or {}
-                cached = extension.get("cached_tokens_details") or cached
+            for chunk in self._client.chat.completions.create(**request(messages, self._max_tokens)):
+                answer.take(chunk)
         except openai.OpenAIError as error:
             raise PlayError(f"no answer to conversation {conversation!r}, turn {turn}: {error}") from error
-        ended = time.perf_counter()
-        if usage is None:
-            raise PlayError(
-                f"the answer to conversation {conversation!r}, turn {turn} came without its usage"
-            )
-        return TurnResult(
-            conversation=conversation,
-            turn=turn,
-            prompt_tokens=usage.prompt_tokens,
-            device_tokens=cached.get("device", 0),
-            host_tokens=cached.get("host", 0),
-            completion_tokens=usage.completion_tokens,
-            # An answer may be empty: then its end is its first sign.
-            ttft_s=(ended if first_piece_at is None else first_piece_at) - started,
-            total_s=ended - started,
-            answer="".join(pieces),
-        )
+        return answer.result()

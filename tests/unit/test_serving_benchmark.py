@@ -41,7 +41,7 @@ def encode_words(messages: list[Message]) -> list[int]:
 
 
 def configuration(**changes: Any) -> Configuration:
-    return replace(Configuration(model_path="model", history_tokens=120, users=3, rounds=2), **changes)
+    return replace(Configuration(model_path="model", history_tokens=(120,), users=3, rounds=2), **changes)
 
 
 def conversation(name: str, *texts: str) -> Conversation:
@@ -335,6 +335,11 @@ def test_a_row_compares_turn_by_turn_and_looks_at_returning_turns() -> None:
     assert made["first_turn_p50_s"] == 6.0
     assert made["ttft_by_round"][4]["median"] == 2.5
     assert made["tpot_s"] == 0.5
+    assert made["first_turn_times_of_recompute"]["median"] == 1.2
+    assert made["tpot_times_of_recompute"]["n"] == 4
+    assert [(group["up_to"], group["turns"]) for group in made["by_prompt_tokens"]] == [(128, 3)]
+    assert made["by_prompt_tokens"][0]["times_sooner_than_recompute"]["median"] == 3.0
+    assert made["by_prompt_tokens"][0]["restored"] == pytest.approx(1 / 3)
     assert made["tokens_per_s"] == 2.0
     assert made["answers_equal"] == 0.75
     assert made["hit_rate_by_tier"] == pytest.approx({"device": 0.1, "dram": 0.125, "ssd": 50 / 3 / 4 / 100})
@@ -383,7 +388,10 @@ def test_pages_and_figure_are_made_of_the_summary_alone(tmp_path: Path) -> None:
         "n": 1,
     }
     table = serving_table({SERVING_RESULTS[0]: read})
-    assert "| recompute | 3000 ms | 3000 ms | - | - | 1000 ms | 500 ms | device 10% | - | 100% |" in table
+    assert (
+        "| recompute | 3000 ms | 3000 ms | - | - | 1000 ms | - | 500 ms | - | device 10% | - | 100% |"
+        in table
+    )
     assert "| native | 1200 ms | 1200 ms | 2.50 (2.50-2.50) | - |" in table
     assert "| device 10% dram 80% | 3 MiB | 100% |" in table
     assert "compressed: precision = int4." in table
