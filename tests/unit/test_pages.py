@@ -40,8 +40,7 @@ def test_the_readme_is_short_and_its_options_have_the_defaults_of_the_configurat
 
 
 def test_results_are_summaries() -> None:
-    kept = [path for path in RESULTS.iterdir() if path.name != "simulate.json"]
-    assert sum(path.stat().st_size for path in kept) < 240_000
+    assert sum(path.stat().st_size for path in RESULTS.iterdir()) < 300_000
 
 
 def test_links_between_pages_lead_somewhere() -> None:
