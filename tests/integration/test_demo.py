@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-CONVERSATIONS = 3
+CONVERSATIONS = 5
+"""So many that each has left the small pool before it returns."""
 TURNS = 2
 
 

@@ -104,6 +104,9 @@ class SegmentLayout:
             CodecError: as ``kept_num_bytes`` does.
         """
         self._check_first_tokens(layer_first_token)
+        if len(set(layer_first_token)) == 1:
+            # As most segments are stored: whole, or all layers from one group on. Every plan asks.
+            return tuple(layer_first_token)
         return tuple(
             max(layer_first_token[source] for source in self.sources(layer))
             for layer in range(len(self._places))
