@@ -47,7 +47,12 @@ class SavingServer:
     def server_info(self) -> dict[str, Any]:
         pending = self._pending[min(self.num_asked, len(self._pending) - 1)]
         self.num_asked += 1
-        state = {"offload": {"pending": pending}, "load": {"pending": 0}, "asked": self.num_asked}
+        state = {
+            "offload": {"pending": pending},
+            "load": {"pending": 0},
+            "tiers": [],
+            "asked": self.num_asked,
+        }
         return {"internal_states": [{"krul": state}]}
 
     def error(self, problem: str) -> ServerError:
