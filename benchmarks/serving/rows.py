@@ -228,7 +228,11 @@ def _returning(turns: Sequence[TurnResult]) -> list[float]:
 
 
 def summarize(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a run's ``result``: no single turns, and quantiles instead of samples."""
+    """What is kept of a run's ``result``: no single turns or commands, and quantiles instead of samples."""
     kept = {name: value for name, value in result.items() if name not in ("turns", "krul")}
+    kept["servers"] = [
+        {name: value for name, value in server.items() if name != "command"}
+        for server in result.get("servers", ())
+    ]
     summary: dict[str, Any] = without_samples(kept)
     return summary
