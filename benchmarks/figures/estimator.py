@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-import orjson
 from matplotlib.axes import Axes
+
+from benchmarks.figures import draw_from_command_line
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "estimator-cpu.json"
@@ -71,13 +71,5 @@ def _token_axis(axes: Axes, tokens: list[int]) -> None:
     axes.set_xlabel("tokens")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, default=RESULT)
-    parser.add_argument("--png", type=Path, default=FIGURE)
-    arguments = parser.parse_args()
-    draw(orjson.loads(arguments.json.read_bytes()), arguments.png)
-
-
 if __name__ == "__main__":
-    main()
+    draw_from_command_line(draw, RESULT, FIGURE, __doc__)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-import orjson
+
+from benchmarks.figures import draw_from_command_line
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "serving-cpu.json"
@@ -38,13 +38,5 @@ def draw(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, default=RESULT)
-    parser.add_argument("--png", type=Path, default=FIGURE)
-    arguments = parser.parse_args()
-    draw(orjson.loads(arguments.json.read_bytes()), arguments.png)
-
-
 if __name__ == "__main__":
-    main()
+    draw_from_command_line(draw, RESULT, FIGURE, __doc__)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-import orjson
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
+
+from benchmarks.figures import draw_from_command_line
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "simulate.json"
@@ -57,13 +57,5 @@ def _draw_panel(axis: Axes, panel: dict[str, Any]) -> None:
     axis.set(xlabel="rate of the link [GB/s]", ylabel="history [tokens]")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, default=RESULT)
-    parser.add_argument("--png", type=Path, default=FIGURE)
-    arguments = parser.parse_args()
-    draw(orjson.loads(arguments.json.read_bytes()), arguments.png)
-
-
 if __name__ == "__main__":
-    main()
+    draw_from_command_line(draw, RESULT, FIGURE, __doc__)

@@ -127,7 +127,7 @@ class Configuration:
         paths = {name: getattr(self, name) for name in names}
         return {
             **asdict(self),
-            **{name: None if path is None else _shown(str(path)) for name, path in paths.items()},
+            **{name: None if path is None else without_cwd(str(path)) for name, path in paths.items()},
         }
 
 
@@ -137,8 +137,3 @@ def _check_names(option: str, names: Collection[str], accepted: Collection[str])
             raise ServingBenchmarkError(f"{option}: no {name!r}; accepted are {', '.join(accepted)}")
     if not names or len(set(names)) < len(names):
         raise ServingBenchmarkError(f"{option}: give one or more names, each once")
-
-
-def _shown(path: str) -> str:
-    """``path`` without the user's home and the working directory."""
-    return without_cwd(path).replace(str(Path.home()), "~", 1)

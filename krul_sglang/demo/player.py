@@ -89,7 +89,7 @@ class TimedAnswer:
         self._cached = extension.get("cached_tokens_details") or self._cached
 
     def result(self) -> TurnResult:
-        """What was answered; call it when the stream has ended.
+        """Returns the timed turn. Call it once the stream has ended.
 
         Raises:
             PlayError: the stream did not say how many tokens there were.

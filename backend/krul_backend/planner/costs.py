@@ -1,4 +1,4 @@
-"""What computing and loading cost on this machine: numbers that a planner can add up, and their file.
+"""Holds what computing and loading cost on this machine, in seconds that a planner adds up; saves them.
 
 A server measures them once per model and device.
 """
@@ -90,7 +90,7 @@ class _File(Struct):
 
 
 def load_costs(path: Path, fingerprint: str, device: str) -> RestoreCosts | None:
-    """What was saved for this model and device; None if nothing was.
+    """Read the costs that were saved for this model and device; None if there are none.
 
     A file that is damaged or not one of these counts as empty, with one warning.
     """

@@ -64,7 +64,7 @@ class RestoreProblem:
 
     @property
     def is_serial(self) -> bool:
-        """Whether heads, loads and the own forward take turns; see ``RestoreCosts.serial_tiers``."""
+        """True if heads, loads and the forward run one after another: see ``RestoreCosts.serial_tiers``."""
         return bool(self.runs) and all(run.tier in self.costs.serial_tiers for run in self.runs)
 
     @property

@@ -33,7 +33,7 @@ _PEER = struct.Struct("iII")
 
 @dataclass(eq=False)
 class Held(Generic[T]):
-    """What a client was granted of one kind, by numbers that the client chose.
+    """Keeps one kind of grants of a client (leases, or reservations), by numbers that the client chose.
 
     ``pending`` was asked for and is not answered yet. A number is taken out before the answer if the client
     gives back what it asked for.

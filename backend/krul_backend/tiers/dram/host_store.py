@@ -157,7 +157,7 @@ class HostStore:
         return trim_segment(self._locked, segment_id, layer_first_token, layer_num_bytes)
 
     def report_damage(self, segment_id: int) -> bool:
-        """As ``KVStore.report_damage`` of a wrong checksum."""
+        """Take a segment out of use if a check here finds it damaged, too; see ``KVStore.report_damage``."""
         with self._locked.held(segment_id) as segment:
             return segment is not None and segment.num_damaged() > 0 and self._quarantine(segment)
 

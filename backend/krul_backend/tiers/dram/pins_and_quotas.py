@@ -1,4 +1,4 @@
-"""Who may keep how much of DRAM: pins, for a given time, and quotas of tenants."""
+"""Limits what tenants keep in DRAM: quotas, and pins that keep segments there for a given time."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class StoredSegment:
 
     @property
     def status_span(self) -> Span | None:
-        """Where the flags of ``status`` lie, one byte per layer."""
+        """The bytes of the arena that hold the flags of ``status``, one per layer."""
         flags = self.flags_extent
         return None if flags is None else Span(flags.offset, flags.num_bytes)
 
