@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.models import model_path
 from benchmarks.quality.configuration import Configuration, Suite, Turns
 from benchmarks.quality.result import summarize
 from benchmarks.quality.run import run
@@ -20,12 +21,16 @@ _DEFAULTS = Configuration()
 def main(
     json: Annotated[Path, typer.Option(help="File for the summary of the result.")],
     raw: Annotated[Path | None, typer.Option(help="File for the result with every sample.")] = None,
-    model: Annotated[Path, typer.Option(help="Folder of a Hugging Face model.")] = _DEFAULTS.model,
+    model: Annotated[
+        str, typer.Option(help="bundled, smollm2 or the folder of a Hugging Face model.")
+    ] = "bundled",
     suite: Annotated[Suite, typer.Option(help="What is asked after the history.")] = _DEFAULTS.suite,
     turns: Annotated[
         Turns, typer.Option(help="once: history on exact KV; each: every turn on restored history.")
     ] = _DEFAULTS.turns,
-    items: Annotated[int, typer.Option(help="Conversations per group and length.", min=1)] = _DEFAULTS.items,
+    items: Annotated[
+        int | None, typer.Option(help="Conversations per group and length; default: the suite's.", min=1)
+    ] = _DEFAULTS.items,
     methods: Annotated[
         list[str] | None, typer.Option(help="Only rows whose name matches this shell pattern; repeatable.")
     ] = None,
@@ -33,8 +38,14 @@ def main(
         str | None, typer.Option(help="Control made of the model: depth-doubled or rotated:ANGLE.")
     ] = _DEFAULTS.variant,
     data: Annotated[
-        Path | None, typer.Option(help="Folder of LongBench's <task>.jsonl files.")
+        Path | None, typer.Option(help="Folder of LongBench's <task>.jsonl files, or of agents' sessions.")
     ] = _DEFAULTS.data,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of an agent's history; repeatable.", min=256)
+    ] = None,
+    learn_from: Annotated[
+        list[str] | None, typer.Option(help="Only learn from this folder of the data; repeatable.")
+    ] = None,
     max_tokens: Annotated[
         int, typer.Option(help="LongBench prompts are cut to this in the middle.", min=256)
     ] = _DEFAULTS.max_tokens,
@@ -44,16 +55,6 @@ def main(
     rows_per_turn: Annotated[
         int, typer.Option(help="Tokens of each turn at which attention is sampled.", min=1)
     ] = _DEFAULTS.rows_per_turn,
-    recall_layers: Annotated[
-        str | None,
-        typer.Option(help="Layers that carry the recall, as 9,10,11; default: those of the bundled model."),
-    ] = None,
-    probes: Annotated[
-        int, typer.Option(help="Forwards that teach the budget rows what damage costs.", min=0)
-    ] = _DEFAULTS.probes,
-    limit: Annotated[
-        list[float] | None, typer.Option(help="One more budget row, in nats; repeatable.")
-    ] = None,
     dtype: Annotated[str, typer.Option(help="The model computes in it.")] = _DEFAULTS.dtype,
     device: Annotated[str, typer.Option(help="Torch device.")] = _DEFAULTS.device,
     threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = _DEFAULTS.threads,
@@ -61,21 +62,18 @@ def main(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         configuration = Configuration(
-            model=model,
+            model=Path(model_path(model)),
             suite=suite,
             turns=turns,
             items=items,
             methods=tuple(methods or _DEFAULTS.methods),
             variant=variant,
             data=data,
+            lengths=tuple(length or _DEFAULTS.lengths),
+            learn_from=tuple(learn_from or ()),
             max_tokens=max_tokens,
             gamma=gamma,
             rows_per_turn=rows_per_turn,
-            recall_layers=None
-            if recall_layers is None
-            else tuple(int(layer) for layer in recall_layers.split(",") if layer),
-            probes=probes,
-            limits=tuple(limit or ()),
             dtype=dtype,
             device=device,
             threads=threads,

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from fnmatch import fnmatch
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.conversation import Conversation
+from benchmarks.quality.agent import AGENT_HISTORY_LENGTHS, agent_conversations, learning_conversations
+from benchmarks.quality.chat_recall import chat_recall_conversations
+from benchmarks.quality.conversation import BenchmarkError, Conversation
 from benchmarks.quality.long_documents import long_documents
-from benchmarks.quality.methods import Compression, Method
-from benchmarks.quality.teacher_forced import (
-    HISTORY_LENGTHS,
-    QUESTION_KINDS,
-    dialogue,
-    recall_conversations,
-    text_conversations,
-)
-from krul_backend.codec.options import Sharing
-from krul_backend.errors import KrulError
+from benchmarks.quality.methods import Eviction, Method
+from benchmarks.quality.teacher_forced import recall_conversations, text_conversations
 from krul_sglang.cli.app import REFERENCE_MODEL
 from krul_sglang.demo.environment import without_cwd
 from reference_model.tokenizer import USER, USER_ID
 
-REFERENCE_RECALL_LAYERS = (9, 10, 11)
-"""The layers of the bundled model without which it recalls nothing, by its evaluation."""
+_RECALL_HISTORIES = 25
+"""Of a pretrained model: with 60 questions each, 1,500 in all."""
 
-
-class BenchmarkError(KrulError):
-    """A combination of options that measures nothing."""
+_ITEMS = 7
+_LEARNING_DOCUMENTS = 50
 
 
 class Suite(StrEnum):
     """What is asked after the history."""
 
     RECALL = "recall"
+    AGENT = "agent"
     TEXT = "text"
     LONGBENCH = "longbench"
 
@@ -51,33 +44,35 @@ class Turns(StrEnum):
 
 @dataclass(frozen=True)
 class Configuration:
-    """``items``: conversations per group and length. ``methods``: shell patterns of row names.
+    """``items``: conversations per group and length; None takes the suite's own. ``methods``: shell patterns
+    of row names.
 
-    ``variant``: a control made of the model, see ``benchmarks.variants``. ``recall_layers``: sharing rows are
-    split by them; None takes those of the bundled model or its variant, and none for other models.
-    ``probes``: forwards that teach the budget rows what damage costs. ``limits``: budgets beside the usual.
+    ``variant``: a control made of the model, see ``benchmarks.variants``. ``data``: files of `agent` or
+    `longbench`. ``lengths``: of histories of `agent`. ``learn_from``: its domains from which methods may
+    learn; none names all.
     """
 
     model: Path = REFERENCE_MODEL
     suite: Suite = Suite.RECALL
     turns: Turns = Turns.ONCE
-    items: int = 7
+    items: int | None = None
     methods: tuple[str, ...] = ("*",)
     variant: str | None = None
     data: Path | None = None
+    lengths: tuple[int, ...] = AGENT_HISTORY_LENGTHS
+    learn_from: tuple[str, ...] = ()
     max_tokens: int = 4096
     gamma: float = 0.6
     rows_per_turn: int = 32
-    recall_layers: tuple[int, ...] | None = None
-    probes: int = 240
-    limits: tuple[float, ...] = ()
     dtype: str = "float32"
     device: str = "cpu"
     threads: int = 2
 
     def __post_init__(self) -> None:
-        if (self.suite is Suite.LONGBENCH) != (self.data is not None):
-            raise BenchmarkError("--suite longbench needs --data DIR, and no other suite takes it")
+        if (self.suite in (Suite.AGENT, Suite.LONGBENCH)) != (self.data is not None):
+            raise BenchmarkError("--suite agent and longbench need --data DIR, and no other suite takes it")
+        if self.learn_from and self.suite is not Suite.AGENT:
+            raise BenchmarkError("--learn-from names folders in the data of --suite agent")
 
     def to_json(self) -> dict[str, Any]:
         paths = {
@@ -86,55 +81,43 @@ class Configuration:
         }
         return {**asdict(self), **paths}
 
-    def split_layers(self) -> tuple[int, ...]:
-        """The layers that carry the recall, in the model that is run."""
-        if self.recall_layers is not None:
-            return self.recall_layers
-        if self.model != REFERENCE_MODEL:
-            return ()
-        if self.variant is None:
-            return REFERENCE_RECALL_LAYERS
-        return tuple(2 * layer + copy for layer in REFERENCE_RECALL_LAYERS for copy in (0, 1))
-
-    def sharings(self) -> list[Sharing]:
-        """Predicted pairs need a map of every pair: that is for models as small as the bundled one."""
-        return list(Sharing) if self.model == REFERENCE_MODEL else [Sharing.SLERP]
-
     def conversations(self, tokenizer: Any) -> Iterable[Conversation]:
         """Those of the suite; ``tokenizer`` is the Hugging Face model's.
 
         Raises:
-            BenchmarkError: the suite `recall` with a model that does not speak the bundled model's language.
+            BenchmarkError: data or a tokenizer that the suite cannot use.
         """
+        items = _ITEMS if self.items is None else self.items
         if self.suite is Suite.TEXT:
-            return text_conversations(tokenizer, self.items)
-        if self.data is not None:
-            return long_documents(tokenizer, self.data, self.max_tokens, self.items)
-        if not is_dialogue_tokenizer(tokenizer):
-            raise BenchmarkError("--suite recall is for models trained on this repository's dialogues")
-        return recall_conversations(tokenizer.backend_tokenizer, self.items)
-
-    def probe_conversations(self, tokenizer: Any) -> Iterator[Conversation]:
-        """Endless conversations to learn from, none of which is scored: of the training split for `recall`,
-        else windows of the corpus' training documents."""
-        if self.suite is not Suite.RECALL:
-            while True:
-                yield from text_conversations(tokenizer, self.probes, held_out=False)
-        for number in count():
-            kind = QUESTION_KINDS[number % len(QUESTION_KINDS)]
-            # every kind meets every length
-            history_tokens = HISTORY_LENGTHS[number // len(QUESTION_KINDS) % len(HISTORY_LENGTHS)]
-            yield dialogue(
-                tokenizer.backend_tokenizer, kind, history_tokens, f"quality probe/{number}", "train"
+            return text_conversations(tokenizer, items)
+        if self.suite is Suite.RECALL:
+            if is_dialogue_tokenizer(tokenizer):
+                return recall_conversations(tokenizer.backend_tokenizer, items)
+            return chat_recall_conversations(
+                tokenizer, _RECALL_HISTORIES if self.items is None else self.items
             )
+        assert self.data is not None, "checked above"
+        if self.suite is Suite.AGENT:
+            return agent_conversations(tokenizer, self.data, items, self.lengths)
+        return long_documents(tokenizer, self.data, self.max_tokens, items)
 
-    def selected(self, methods: Sequence[Method]) -> list[Method]:
+    def learning_conversations(self, tokenizer: Any) -> Iterable[Conversation]:
+        """What methods may learn from: nothing of it is scored. Sessions of agents or, without, plain text.
+
+        Raises:
+            BenchmarkError: as ``conversations`` does, or a domain to learn from that is not in the data.
+        """
+        if self.suite is Suite.AGENT and self.data is not None:
+            return learning_conversations(tokenizer, self.data, self.learn_from or None)
+        return text_conversations(tokenizer, _LEARNING_DOCUMENTS, held_out=False)
+
+    def selected(self, methods: Sequence[Method | Eviction]) -> list[Method | Eviction]:
         """The rows that are asked for. Raises BenchmarkError if none is."""
         chosen = [
             method
             for method in methods
             if any(fnmatch(method.name, pattern) for pattern in self.methods)
-            and (self.turns is Turns.ONCE or isinstance(method, Compression))
+            and (self.turns is Turns.ONCE or isinstance(method, Method))
         ]
         if not chosen:
             names = ", ".join(method.name for method in methods)

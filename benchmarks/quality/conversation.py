@@ -11,10 +11,18 @@ from torch import Tensor
 
 from benchmarks.quality.model import HistoryModel, VisibleTokens
 from krul_backend.codec.interface import LayerKV
+from krul_backend.errors import KrulError
 
-Measures = dict[str, float]
-"""By name; a truth value is 0 or 1. Every suite has ``kl``: of the next-token distribution against the one on
-uncompressed KV, mean over the tokens of prompt and reference answer, in nats."""
+
+class BenchmarkError(KrulError):
+    """Options or data that measure nothing."""
+
+
+Samples = dict[str, Tensor]
+"""By name of the measure: fp64 values of one conversation, ``[n]``, one per token or per question asked.
+
+Every suite has, for each scored token, ``kl``: the divergence of the next-token distribution from that on
+uncompressed KV, in nats; and ``top1``: whether the most likely token is the same. Truth values are 0 or 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +38,12 @@ class Conversation(ABC):
     """A history in turns and what is asked after it.
 
     ``turn_ends`` are the ends of the history's turns, the last one is ``len(history)``. ``group`` and
-    ``history_tokens`` (the nominal length) are what results are grouped by.
+    ``history_tokens`` (the nominal length) are what results are grouped by. Conversations of one ``source``
+    have text in common or are alike otherwise: they count as one draw; empty: this one stands for itself.
     """
 
     group: str
+    source: str
     history_tokens: int
     history: tuple[int, ...]
     turn_ends: tuple[int, ...]
@@ -45,7 +55,7 @@ class Conversation(ABC):
         """Runs what follows the tokens that ``kv`` holds: the rest of the history, then the prompt."""
 
     @abstractmethod
-    def measure(self, answer: Answer, true_answer: Answer) -> Measures:
+    def measure(self, answer: Answer, true_answer: Answer) -> Samples:
         """``true_answer`` is that on uncompressed KV."""
 
 
@@ -66,9 +76,10 @@ def segment_bounds(turn_ends: Sequence[int], page_size: int) -> tuple[tuple[int,
     return tuple(bounds)
 
 
-def mean_divergence(true_logits: Tensor, logits: Tensor) -> float:
-    """KL(true || other) in nats, mean over rows; both ``[N, V]`` fp32."""
+def compared(true_logits: Tensor, logits: Tensor) -> Samples:
+    """``kl``: KL(true || other) in nats, and ``top1``, of each row; both logits ``[N, V]`` fp32."""
     true = true_logits.double().log_softmax(-1)
     other = logits.double().log_softmax(-1)
+    divergence = F.kl_div(other, true, reduction="none", log_target=True).sum(-1)
     # rounding can leave a distribution's divergence from itself just below zero
-    return max(0.0, float(F.kl_div(other, true, reduction="batchmean", log_target=True)))
+    return {"kl": divergence.clamp(min=0), "top1": (true.argmax(-1) == other.argmax(-1)).double()}

@@ -12,9 +12,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.longbench.loader import Example, LongBenchError, read_examples, task_files
 from benchmarks.longbench.tasks import Task, task_of, truncate_middle
-from benchmarks.quality.conversation import Answer, Conversation, Measures, mean_divergence
+from benchmarks.quality.conversation import Answer, Conversation, Samples, compared
 from benchmarks.quality.model import HistoryModel, VisibleTokens
 from krul_backend.codec.interface import LayerKV
 
@@ -33,6 +35,7 @@ class LongDocument(Conversation):
     task: Task
     example: Example
     tokenizer: Any
+    source: str = ""
 
     def answer(
         self, model: HistoryModel, kv: Sequence[LayerKV], visible: VisibleTokens | None = None
@@ -47,13 +50,13 @@ class LongDocument(Conversation):
         )
         return Answer(logits[-len(self.prompt) :], generated)
 
-    def measure(self, answer: Answer, true_answer: Answer) -> Measures:
+    def measure(self, answer: Answer, true_answer: Answer) -> Samples:
         """``score``: the task's metric, in [0, 1]; ``same_answer``: it is that on uncompressed KV."""
         prediction = self.tokenizer.decode(list(answer.generated), skip_special_tokens=True)
         return {
-            "score": self.task.score(prediction, self.example),
-            "same_answer": float(answer.generated == true_answer.generated),
-            "kl": mean_divergence(true_answer.logits, answer.logits),
+            "score": torch.tensor([self.task.score(prediction, self.example)]).double(),
+            "same_answer": torch.tensor([answer.generated == true_answer.generated]).double(),
+            **compared(true_answer.logits, answer.logits),
         }
 
 

@@ -2,76 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from benchmarks.baselines import RandomSelector
-from krul_backend.codec.options import Sharing
-from krul_backend.strategy.budget import BudgetSelector
+from torch import Tensor
+
+from benchmarks.baselines import RandomSelector, SeededEvidence
+from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.fixed import FixedSelector, MiniCacheSelector, UnsharedSelector
-from krul_backend.strategy.interface import Evidence, StrategySelector
+from krul_backend.strategy.interface import StrategySelector
 from krul_backend.strategy.krul import KrulSelector
 from krul_backend.strategy.matching import MatchingSelector
-from krul_backend.strategy.strategy import Precision, Strategy
+from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
-LAYER_RATIOS = (0.25, 0.5, 0.75)
+LAYER_RATIOS = (0.25, 0.5)
 """r_l of the sharing rows. r_l = 0 shares nothing: that is the rows `full`, `int8` and `int4`."""
-
-BUDGET_LIMITS = (0.001, 0.01, 0.05)
-WIDE_BUDGET_LIMITS = (0.2, 1.0)
-"""Predictions are above the truth as a rule: these show what lies behind a budget that sounds too wide."""
 
 PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4)
 EVICTION_RATIOS = (4 / 3, 2.0, 4.0, 8.0, 16.0)
-SPLIT_RATIO = 0.5
-SLERP = Sharing.SLERP.value
 
 
-class Region(Enum):
-    """Which of the chosen pairs are really shared: with a layer that carries the recall, or with none."""
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """What a server knows when a turn ends and its segment is stored.
 
-    ALL = "all"
-    INSIDE = "inside"
-    APART = "apart"
-
-
-@dataclass(frozen=True)
-class Compression:
-    """A selector's pairs at a precision.
-
-    ``precision`` None leaves the selector's own. ``allowed`` are the precisions of measured options that the
-    selector may look at. ``sharing`` names a codec.
+    ``segment[l]`` is the KV to store, tokens ``[start_token, start_token + S)``, and ``kv[l]`` that of all
+    tokens up to the turn's end, as they were used; both in the pool's dtype, keys with rotary embedding.
+    ``rows`` are query rows sampled in this turn; ``statistics`` those of all turns so far.
     """
+
+    start_token: int
+    segment: tuple[LayerKV, ...]
+    kv: tuple[LayerKV, ...]
+    rows: QueryRows
+    statistics: AttentionStatistics
+    conversation_seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A segment after storing: its decoded KV, layer by layer, and every byte that was kept of it.
+
+    Bytes that belong to the model, such as a basis learned before, are not counted. ``pairs``: layers that
+    share.
+    """
+
+    segment: tuple[LayerKV, ...]
+    num_bytes: int
+    pairs: tuple[Pair, ...] = ()
+
+
+StoreTurn = Callable[[Turn], Stored]
+
+
+class Method(ABC):
+    """One row that stores segments. ``family`` is what the figure gives one colour."""
 
     name: str
     family: str
+
+    @abstractmethod
+    def start(self) -> StoreTurn:
+        """The function that stores one conversation's turns, called in their order: it may keep a state."""
+
+
+@dataclass(frozen=True)
+class Compression(Method):
+    """A selector's pairs at a precision, encoded and decoded by the codec that a server has."""
+
+    name: str
+    family: str
+    codec: SegmentCodec = field(repr=False)
     selector: StrategySelector = field(repr=False)
-    precision: Precision | None = None
-    layer_ratio: float | None = None
-    limit: float | None = None
-    sharing: str = SLERP
-    region: Region = Region.ALL
-    recall_layers: frozenset[int] = frozenset()
-    allowed: tuple[Precision, ...] | None = None
+    precision: Precision
+    layer_ratio: float = 0.0
 
-    @property
-    def needs_damage(self) -> bool:
-        return self.limit is not None
+    def start(self) -> StoreTurn:
+        return self._store
 
-    def strategy(self, evidence: Evidence) -> Strategy:
-        if self.allowed is not None:
-            options = [option for option in evidence.options if option.precision in self.allowed]
-            evidence = replace(evidence, options=options)
+    def _store(self, turn: Turn) -> Stored:
+        num_layers, segment = len(turn.segment), turn.segment
+        evidence = SeededEvidence(num_layers, turn.statistics, (), turn.conversation_seed)
         chosen = self.selector.select(evidence)
-        if self.precision is None:
-            return chosen
-        pairs = [pair for pair in chosen.pairs if self._is_shared(pair)]
-        return Strategy.from_pairs(evidence.num_layers, pairs, self.precision)
-
-    def _is_shared(self, pair: tuple[int, int]) -> bool:
-        is_inside = not self.recall_layers.isdisjoint(pair)
-        return self.region is Region.ALL or is_inside == (self.region is Region.INSIDE)
+        strategy = Strategy.from_pairs(num_layers, chosen.pairs, self.precision)
+        start, num_tokens = turn.start_token, len(segment[0].k)
+        encoding = self.codec.prepare(strategy, segment.__getitem__, start_token=start, num_tokens=num_tokens)
+        blocks: dict[int, Tensor] = {}
+        for unit in strategy.units:
+            encoded = self.codec.encode_unit(encoding, unit, [segment[layer] for layer in unit])
+            blocks |= dict(zip(unit, encoded, strict=True))
+        decoder = self.codec.open(encoding.params, start_token=start, num_tokens=num_tokens)
+        decoded = tuple(decoder.decode(layer, blocks, 0, num_tokens) for layer in range(num_layers))
+        return Stored(decoded, sum(block.numel() for block in blocks.values()), strategy.pairs)
 
 
 @dataclass(frozen=True)
@@ -83,34 +109,18 @@ class Eviction:
     family: str = "h2o"
 
 
-Method = Compression | Eviction
-
-
-def reference() -> Compression:
-    """The lossless row, which the others are compared with."""
-    return Compression("full", "full", UnsharedSelector(), Precision.NATIVE)
-
-
-def all_methods(
-    native_token_bytes: float,
-    gamma: float,
-    recall_layers: Collection[int],
-    sharings: Sequence[str],
-    more_limits: Sequence[float] = (),
-) -> list[Method]:
-    """All rows. ``native_token_bytes``: of one layer. ``recall_layers``: may be empty, then no row is split.
-    ``sharings``: the codecs' names; those beyond SLERP get rows with the pairs of Algorithm 1, and the budget
-    chooses among pairs that share by the last one. ``more_limits``: budgets beside the usual ones."""
-    alone = [
-        Compression(precision.value, precision.value, UnsharedSelector(), precision)
-        for precision in (Precision.INT8, Precision.INT4, Precision.INT2)
-    ]
+def all_methods(codec: SegmentCodec, gamma: float) -> list[Method | Eviction]:
+    """All rows; ``codec`` is the model's, ``gamma`` the I-R threshold of Algorithm 1."""
+    alone = (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.INT2)
+    names = {each: "full" if each is Precision.NATIVE else each.value for each in alone}
     return [
-        reference(),
-        *alone,
-        *_sharing_rows(gamma, sharings),
-        *_split_rows(gamma, sharings, recall_layers),
-        *_budget_rows(native_token_bytes, sharings[-1], more_limits),
+        *(Compression(name, name, codec, UnsharedSelector(), each) for each, name in names.items()),
+        *(
+            Compression(f"{family} r={ratio} {precision.value}", family, codec, selector, precision, ratio)
+            for ratio in LAYER_RATIOS
+            for family, selector in _selectors(gamma, ratio).items()
+            for precision in PRECISIONS
+        ),
         *(Eviction(f"h2o {ratio:.2f}x", ratio) for ratio in EVICTION_RATIOS),
     ]
 
@@ -123,60 +133,3 @@ def _selectors(gamma: float, layer_ratio: float) -> dict[str, StrategySelector]:
         "matching": MatchingSelector(gamma, layer_ratio),
         "random": RandomSelector(layer_ratio),
     }
-
-
-def _sharing_rows(gamma: float, sharings: Sequence[str]) -> list[Compression]:
-    rows = []
-    for layer_ratio in LAYER_RATIOS:
-        selectors = _selectors(gamma, layer_ratio)
-        if layer_ratio > 0.5:
-            # it shares only the deep half, so this would be the row before
-            del selectors["minicache"]
-        families = [(name, selector, SLERP) for name, selector in selectors.items()]
-        families += [(name, selectors["krul"], name) for name in sharings if name != SLERP]
-        rows += [
-            Compression(
-                name=f"{family} r={layer_ratio} {precision.value}",
-                family=family,
-                selector=selector,
-                precision=precision,
-                layer_ratio=layer_ratio,
-                sharing=sharing,
-            )
-            for family, selector, sharing in families
-            for precision in PRECISIONS
-        ]
-    return rows
-
-
-def _split_rows(gamma: float, sharings: Sequence[str], recall_layers: Collection[int]) -> list[Compression]:
-    if not recall_layers:
-        return []
-    return [
-        replace(
-            row,
-            name=f"{row.name}, {region.value}",
-            region=region,
-            recall_layers=frozenset(recall_layers),
-        )
-        for row in _sharing_rows(gamma, sharings)
-        if row.layer_ratio == SPLIT_RATIO and row.precision is Precision.NATIVE
-        for region in (Region.INSIDE, Region.APART)
-    ]
-
-
-def _budget_rows(native_token_bytes: float, sharing: str, more_limits: Sequence[float]) -> list[Compression]:
-    """Each limit with all precisions, and with none below the one named."""
-    coarser = [None, *PRECISIONS]
-    return [
-        Compression(
-            name=f"budget {limit}" + ("" if least is None else f" {least.value}"),
-            family="budget",
-            selector=BudgetSelector(limit, native_token_bytes),
-            limit=limit,
-            sharing=sharing,
-            allowed=None if least is None else PRECISIONS[: PRECISIONS.index(least) + 1],
-        )
-        for limit in sorted({*BUDGET_LIMITS, *WIDE_BUDGET_LIMITS, *more_limits})
-        for least in (coarser if limit in BUDGET_LIMITS else [None])
-    ]

@@ -90,7 +90,7 @@ class HistoryModel:
         visible: VisibleTokens | None = None,
     ) -> Tensor:
         """``[num_logits, V]`` fp32 of the last of ``ids`` after ``history``."""
-        with self._hidden_history(visible):
+        with self._masked(visible):
             return self._forward(ids, self._cache(history), num_logits)
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class HistoryModel:
         ``[N, V]`` of ``ids``."""
         cache = self._cache(history)
         generated: list[int] = []
-        with self._hidden_history(visible):
+        with self._masked(visible):
             prompt_logits = logits = self._forward(ids, cache, len(ids))
             while len(generated) < max_new_tokens:
                 best = int(logits[-1].argmax())
@@ -125,20 +125,57 @@ class HistoryModel:
             cache.update(keys, values, layer)
         return cache
 
-    def _forward(self, ids: Sequence[int], cache: Any, num_logits: int) -> Tensor:
+    @torch.no_grad()
+    def branch_logits(
+        self,
+        ids: Sequence[int],
+        branches: Sequence[Sequence[int]],
+        history: Sequence[LayerKV],
+        *,
+        num_logits: Sequence[int],
+        visible: VisibleTokens | None = None,
+    ) -> list[Tensor]:
+        """Runs each branch as if it alone followed ``history`` and ``ids``: one forward for all of them.
+
+        Returns of each branch ``[num_logits[b], V]`` fp32 of its last tokens.
+        """
+        lengths = torch.tensor([len(branch) for branch in branches])
+        # the branch of each new token; those of `ids` come before all branches
+        owner = torch.cat(
+            (torch.full((len(ids),), -1), torch.arange(len(branches)).repeat_interleave(lengths))
+        )
+        is_seen = (owner[None, :] == -1) | (owner[None, :] == owner[:, None])
+        starts = lengths.cumsum(0) - lengths
+        offsets = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
+        cache = self._cache(history)
+        places = cache.get_seq_length() + torch.cat((torch.arange(len(ids)), len(ids) + offsets))
+        ends = len(ids) + starts + lengths
+        kept = [torch.arange(end - number, end) for end, number in zip(ends, num_logits, strict=True)]
+        if visible is None:
+            visible = [
+                torch.ones(self.num_kv_heads, cache.get_seq_length(), dtype=torch.bool)
+            ] * self.num_layers
+        with self._masked(visible, is_seen.tril()):
+            flat = (*ids, *(token for branch in branches for token in branch))
+            logits = self._forward(flat, cache, torch.cat(kept), position_ids=places[None])
+        return list(logits.split(list(num_logits)))
+
+    def _forward(self, ids: Sequence[int], cache: Any, num_logits: int | Tensor, **options: Any) -> Tensor:
         output = self.model(
             torch.tensor([list(ids)], device=self.model.device),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=num_logits,
+            **options,
         )
         logits: Tensor = output.logits[0].float()
         return logits
 
     @contextmanager
-    def _hidden_history(self, visible: VisibleTokens | None) -> Iterator[None]:
+    def _masked(self, visible: VisibleTokens | None, is_seen: Tensor | None = None) -> Iterator[None]:
+        """Inside, ``visible`` says which history tokens are seen, ``is_seen [N, N]`` which new ones."""
         handles = [
-            layer.self_attn.register_forward_pre_hook(partial(self._mask, tokens), with_kwargs=True)
+            layer.self_attn.register_forward_pre_hook(partial(self._mask, tokens, is_seen), with_kwargs=True)
             for layer, tokens in zip(self.model.model.layers, visible or (), strict=visible is not None)
         ]
         try:
@@ -148,18 +185,25 @@ class HistoryModel:
                 handle.remove()
 
     def _mask(
-        self, visible: Tensor, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        visible: Tensor,
+        is_seen: Tensor | None,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The attention mask ``[1, H, N, keys]`` bool: ``visible`` in the history, causal after it."""
+        """The attention mask ``[1, H, N, keys]`` bool: ``visible`` in the history, ``is_seen`` after it."""
         num_queries = kwargs["hidden_states"].shape[1]
         num_before = kwargs["past_key_values"].get_seq_length(module.layer_idx)
         num_after = num_before + num_queries - visible.shape[1]
-        causal = torch.ones(num_queries, num_after, dtype=torch.bool, device=visible.device)
+        if is_seen is None:
+            causal = torch.ones(num_queries, num_after, dtype=torch.bool, device=visible.device)
+            is_seen = causal.tril(num_after - num_queries)
         # [Hkv, T] -> [H, N, T]
         history = visible.repeat_interleave(self.num_heads // self.num_kv_heads, dim=0)
         parts = (
             history[:, None, :].expand(-1, num_queries, -1),
-            causal.tril(num_after - num_queries).expand(self.num_heads, -1, -1),
+            is_seen.to(visible.device).expand(self.num_heads, -1, -1),
         )
         return args, {**kwargs, "attention_mask": torch.cat(parts, dim=2)[None]}
 
@@ -172,3 +216,12 @@ def load_model(path: Path, dtype: torch.dtype, device: str) -> Any:
 def pooled(kv: LayerKV) -> LayerKV:
     """``kv`` as the pool holds it."""
     return LayerKV(kv.k.to(POOL_DTYPE).contiguous(), kv.v.to(POOL_DTYPE).contiguous())
+
+
+def concatenate(parts: Sequence[LayerKV]) -> LayerKV:
+    """KV of the tokens of all parts, in order."""
+    return LayerKV(torch.cat([kv.k for kv in parts]), torch.cat([kv.v for kv in parts]))
+
+
+def token_slice(kv: Sequence[LayerKV], start: int, end: int) -> tuple[LayerKV, ...]:
+    return tuple(LayerKV(layer.k[start:end], layer.v[start:end]) for layer in kv)

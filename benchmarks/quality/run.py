@@ -12,12 +12,10 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.quality.configuration import Configuration, Turns
-from benchmarks.quality.damage import LearnedDamage
-from benchmarks.quality.methods import SLERP, Compression, all_methods
+from benchmarks.quality.methods import Method, all_methods
 from benchmarks.quality.model import HistoryModel, load_model
-from benchmarks.quality.protocol import PAGE_SIZE, Outcome, Protocol
-from benchmarks.quality.result import attention_summary, row
-from benchmarks.quality.sharing import make_codec
+from benchmarks.quality.protocol import PAGE_SIZE, Played, Protocol
+from benchmarks.quality.result import row
 from benchmarks.variants import make_variant
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
@@ -35,41 +33,20 @@ def run(configuration: Configuration) -> dict[str, Any]:
     torch.set_num_threads(configuration.threads)
     tokenizer: Any = AutoTokenizer.from_pretrained(configuration.model)
     model = _model(configuration)
-    methods = configuration.selected(
-        all_methods(
-            model.shape.k_token_bytes + model.shape.v_token_bytes,
-            configuration.gamma,
-            configuration.split_layers(),
-            [sharing.value for sharing in configuration.sharings()],
-            configuration.limits,
-        )
-    )
-    used = {SLERP} | {method.sharing for method in methods if isinstance(method, Compression)}
-    codecs: dict[str, SegmentCodec] = {
-        sharing.value: make_codec(model, sharing, configuration.probe_conversations(tokenizer))
-        for sharing in configuration.sharings()
-        if sharing.value in used
-    }
-    damage = LearnedDamage(
-        model, codecs, configuration.sharings()[-1].value, PAGE_SIZE, configuration.rows_per_turn
-    )
-    if any(isinstance(method, Compression) and method.needs_damage for method in methods):
-        damage.learn(configuration.probe_conversations(tokenizer), configuration.probes)
-        logger.info("%d probes", damage.num_probes)
-    protocol = Protocol(model, codecs, configuration.rows_per_turn, damage.measure)
+    rotary = model.rotary_table(model.model.config.max_position_embeddings)
+    codec = SegmentCodec(model.shape, model.num_layers, rotary)
+    methods = configuration.selected(all_methods(codec, configuration.gamma))
+    protocol = Protocol(model, configuration.rows_per_turn)
     conversations = list(configuration.conversations(tokenizer))
-    outcomes: dict[str, list[Outcome]] = {method.name: [] for method in methods}
-    statistics = []
+    played: list[Played] = []
     for number, conversation in enumerate(conversations, start=1):
         if configuration.turns is Turns.ONCE:
-            played = protocol.at_once(conversation, methods)
+            played.append(protocol.at_once(conversation, methods))
         else:
-            compressions = [method for method in methods if isinstance(method, Compression)]
-            played = protocol.turn_by_turn(conversation, compressions)
-        statistics.append(played.statistics)
-        for name, outcome in played.outcomes.items():
-            outcomes[name].append(outcome)
+            storing = [method for method in methods if isinstance(method, Method)]
+            played.append(protocol.turn_by_turn(conversation, storing))
         logger.info("%d of %d conversations", number, len(conversations))
+    uncompressed = [each.uncompressed for each in played]
     return {
         "git_revision": git_revision(),
         "versions": versions(),
@@ -91,10 +68,15 @@ def run(configuration: Configuration) -> dict[str, Any]:
             }
             for each in conversations
         ],
-        "probes": damage.num_probes,
-        "attention": attention_summary(statistics),
         "rows": [
-            row(method, conversations, outcomes[method.name], protocol.full_bytes) for method in methods
+            row(
+                method,
+                conversations,
+                [each.outcomes[method.name] for each in played],
+                uncompressed,
+                protocol.full_bytes(1),
+            )
+            for method in methods
         ],
     }
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from benchmarks.quality.conversation import Answer, Conversation, Measures, mean_divergence
+from benchmarks.quality.conversation import Answer, Conversation, Samples, compared
 from benchmarks.quality.model import HistoryModel, VisibleTokens
 from krul_backend.codec.interface import LayerKV
 from reference_model.corpus import load_corpus
@@ -43,6 +43,7 @@ class TeacherForced(Conversation):
     prompt_tokens: int
     value_positions: tuple[int, ...]
     is_question: bool = True
+    source: str = ""
 
     def answer(
         self, model: HistoryModel, kv: Sequence[LayerKV], visible: VisibleTokens | None = None
@@ -52,10 +53,10 @@ class TeacherForced(Conversation):
         ids = self.history[num_stored:] + self.continuation[:-1]
         return Answer(model.logits(ids, kv, num_logits=len(self.continuation) - 1, visible=visible))
 
-    def measure(self, answer: Answer, true_answer: Answer) -> Measures:
+    def measure(self, answer: Answer, true_answer: Answer) -> Samples:
         """``recall``: every token of the reference answer is the most likely one, which is the same as:
         greedy decoding gives exactly this answer. ``value_recall``: its value tokens are, given the reference
-        up to them. ``nll``: mean over value tokens, in nats. Text that answers no question has no recall.
+        up to them. ``nll``: of value tokens, in nats. Text that answers no question has no recall.
         """
         ids = torch.tensor(self.continuation, device=answer.logits.device)
         # position i predicts token i + 1
@@ -64,11 +65,11 @@ class TeacherForced(Conversation):
         is_best = answer_logits.argmax(-1) == expected
         losses = F.cross_entropy(answer_logits, expected, reduction="none")
         value = torch.tensor(self.value_positions, device=ids.device) - self.prompt_tokens
-        recall = {"recall": float(is_best.all()), "value_recall": float(is_best[value].all())}
+        recall = {"recall": is_best.all()[None].double(), "value_recall": is_best[value].all()[None].double()}
         return {
             **(recall if self.is_question else {}),
-            "nll": float(losses[value].mean()),
-            "kl": mean_divergence(true_answer.logits, answer.logits),
+            "nll": losses[value].double(),
+            **compared(true_answer.logits, answer.logits),
         }
 
 
@@ -100,8 +101,7 @@ def dialogue(tokenizer: Tokenizer, kind: Kind, history_tokens: int, seed: str, s
 def text_conversations(tokenizer: Any, num_items: int, *, held_out: bool = True) -> Iterator[TeacherForced]:
     """Windows of held-out documents, or of those of the training split, ``num_items`` per length.
 
-    ``tokenizer`` is any Hugging Face model's. Every token of the continuation counts but the first, which
-    stands for the prompt: a server computes at least one.
+    ``tokenizer`` is any Hugging Face model's.
     """
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     corpus = load_corpus()
@@ -114,13 +114,26 @@ def text_conversations(tokenizer: Any, num_items: int, *, held_out: bool = True)
         )
         long_enough = (ids for ids in windows if len(ids) == end)
         for _, ids in zip(range(num_items), long_enough, strict=False):
-            yield TeacherForced(
-                group="text",
-                history_tokens=history_tokens,
-                history=ids[:history_tokens],
-                turn_ends=tuple(range(_TEXT_TURN_TOKENS, history_tokens + 1, _TEXT_TURN_TOKENS)),
-                continuation=ids[history_tokens:],
-                prompt_tokens=1,
-                value_positions=tuple(range(1, _TEXT_CONTINUATION_TOKENS)),
-                is_question=False,
-            )
+            turn_ends = range(_TEXT_TURN_TOKENS, history_tokens + 1, _TEXT_TURN_TOKENS)
+            yield continued(ids, group="text", history_tokens=history_tokens, turn_ends=tuple(turn_ends))
+
+
+def continued(
+    ids: Sequence[int], *, group: str, history_tokens: int, turn_ends: tuple[int, ...], source: str = ""
+) -> TeacherForced:
+    """Text that goes on after a history of ``history_tokens`` tokens.
+
+    Every token of the continuation counts but the first, which stands for the prompt: a server computes at
+    least one.
+    """
+    return TeacherForced(
+        group=group,
+        history_tokens=history_tokens,
+        history=tuple(ids[:history_tokens]),
+        turn_ends=turn_ends,
+        continuation=tuple(ids[history_tokens:]),
+        prompt_tokens=1,
+        value_positions=tuple(range(1, len(ids) - history_tokens)),
+        is_question=False,
+        source=source,
+    )

@@ -17,15 +17,13 @@ from rich.logging import RichHandler
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.models import model_path
 from benchmarks.serving.configuration import CLIENTS, Configuration, ServingBenchmarkError
 from benchmarks.serving.rows import COLUMNS, summarize, table_cells
 from benchmarks.serving.run import Tell, run
 from krul_backend.errors import KrulError
-from krul_sglang.cli.app import REFERENCE_MODEL
-from krul_sglang.config import KrulConfig
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.json_file import write_result
-from krul_sglang.models.smollm2 import make_smollm2
 
 _DEFAULTS = Configuration(model_path="")
 
@@ -42,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("krul_options", "compressed_options"):
             options[name] = _json_object(f"--{name.replace('_', '-')}", options[name])
         options |= {
-            "model_path": _model_path(arguments.model_path),
+            "model_path": model_path(arguments.model_path),
             "server_args": tuple(arguments.server_args),
         }
         configuration = Configuration(**options)
@@ -127,15 +125,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
-
-
-def _model_path(name: str) -> str:
-    if name == "bundled":
-        return str(REFERENCE_MODEL)
-    if name != "smollm2":
-        return name
-    cache_dir = Path(KrulConfig.load(None).cache_dir).expanduser()
-    return str(make_smollm2(cache_dir, logging.getLogger(__name__).info))
 
 
 def _json_object(option: str, text: str) -> dict[str, Any]:
