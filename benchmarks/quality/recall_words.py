@@ -39,9 +39,9 @@ RELATIONS = (
         "River Mountain Window Letter Summer Mirror Morning Dance Ocean Flower Train Memory",
     ),
     Relation(
-        "The recipe is for",
-        "lemon onion tomato pepper honey ginger pumpkin carrot almond cherry mushroom garlic potato banana",
-        "soup cake bread salad pie rice stew toast pudding sauce pasta pizza",
+        "The horse is called",
+        "Lucky Rusty Shadow Buddy Daisy Rocky Misty Sandy Ginger Bella Max Toby Luna Dusty",
+        "Storm Snow Cloud Star King Prince Moon Brown White Black Green Gold",
     ),
 )
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.quality.methods import SLERP, Compression
+from benchmarks.quality.methods import Compression
 from benchmarks.quality.model import HistoryModel, load_model
 from benchmarks.quality.protocol import Outcome, Protocol
 from benchmarks.quality.teacher_forced import QUESTION_KINDS, TeacherForced, dialogue
 from benchmarks.variants import make_variant
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.fixed import FixedSelector, UnsharedSelector
+from krul_backend.strategy.interface import StrategySelector
 from krul_backend.strategy.krul import KrulSelector
 from krul_backend.strategy.strategy import Pair, Precision
 from krul_sglang.cli.app import REFERENCE_MODEL
@@ -42,33 +43,35 @@ def conversations() -> list[TeacherForced]:
     ]
 
 
-FULL = Compression("full", "full", UnsharedSelector(), Precision.NATIVE)
-# From layer 2 on each layer with its copy; from layer 3 on never.
-COPIES_SHARED = Compression("copies", "fixed", FixedSelector(0, (2, 24)), Precision.NATIVE)
-OTHERS_SHARED = Compression("others", "fixed", FixedSelector(0, (3, 23)), Precision.NATIVE)
-# Algorithm 1 on attention distance alone: gamma leaves no layer out.
-KRUL = Compression("krul", "krul", KrulSelector(0.0, 18 / NUM_LAYERS), Precision.NATIVE)
+SELECTORS: dict[str, StrategySelector] = {
+    "full": UnsharedSelector(),
+    # Algorithm 1 on attention distance alone: gamma leaves no layer out.
+    "krul": KrulSelector(0.0, 18 / NUM_LAYERS),
+    # From layer 2 on each layer with its copy; from layer 3 on never.
+    "copies": FixedSelector(0, (2, 24)),
+    "others": FixedSelector(0, (3, 23)),
+}
 
 
 def play(
-    variant: str, methods: Sequence[Compression], conversations: Sequence[TeacherForced]
+    variant: str, names: Sequence[str], conversations: Sequence[TeacherForced]
 ) -> dict[str, list[Outcome]]:
     model = HistoryModel(make_variant(load_model(REFERENCE_MODEL, torch.float32, "cpu"), variant))
-    codecs = {SLERP: SegmentCodec(model.shape, model.num_layers, model.rotary_table(2048))}
-    protocol = Protocol(model, codecs, rows_per_turn=16, measure=lambda *_: ())
+    codec = SegmentCodec(model.shape, model.num_layers, model.rotary_table(2048))
+    methods = [Compression(name, name, codec, SELECTORS[name], Precision.NATIVE) for name in names]
+    protocol = Protocol(model, rows_per_turn=16)
     played = [protocol.at_once(conversation, methods).outcomes for conversation in conversations]
-    return {method.name: [outcomes[method.name] for outcomes in played] for method in methods}
+    return {name: [outcomes[name] for outcomes in played] for name in names}
 
 
 def mean(outcomes: Sequence[Outcome], measure: str) -> float:
-    return sum(outcome.measures[measure] for outcome in outcomes) / len(outcomes)
+    return sum(float(outcome.samples[measure].mean()) for outcome in outcomes) / len(outcomes)
 
 
 def test_algorithm_1_finds_the_copies_and_sharing_them_is_cheap(
     conversations: list[TeacherForced],
 ) -> None:
-    methods = (FULL, KRUL, COPIES_SHARED, OTHERS_SHARED)
-    outcomes = play("depth-doubled", methods, conversations)
+    outcomes = play("depth-doubled", list(SELECTORS), conversations)
     pairs = sum((outcome.pairs for outcome in outcomes["krul"]), Counter[Pair]())
     assert set(pairs) <= COPIES
 
@@ -83,7 +86,7 @@ def test_algorithm_1_finds_the_copies_and_sharing_them_is_cheap(
 
 def test_the_loss_grows_with_the_angle_between_the_copies(conversations: list[TeacherForced]) -> None:
     losses = [
-        mean(play(f"rotated:{angle}", [COPIES_SHARED], conversations[:3])["copies"], "kl")
+        mean(play(f"rotated:{angle}", ["copies"], conversations[:3])["copies"], "kl")
         for angle in (0, 30, 60, 90)
     ]
     assert losses == sorted(losses)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -12,33 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.pages.tables import quality_table
-from benchmarks.quality.configuration import BenchmarkError, Configuration, Suite, Turns
-from benchmarks.quality.conversation import mean_divergence, segment_bounds
-from benchmarks.quality.damage import LearnedDamage
+from benchmarks.quality.configuration import Configuration, Suite, Turns
+from benchmarks.quality.conversation import BenchmarkError, Samples, compared, segment_bounds
 from benchmarks.quality.eviction import (
     accumulated_attention,
     num_kept_tokens,
     stored_bytes,
     visible_tokens,
 )
-from benchmarks.quality.methods import (
-    SLERP,
-    Compression,
-    Eviction,
-    Region,
-    all_methods,
-    reference,
-)
-from benchmarks.quality.model import HistoryModel, pooled
-from benchmarks.quality.protocol import PAGE_SIZE, Outcome, Protocol
-from benchmarks.quality.result import row, summarize
-from benchmarks.quality.storage import StoredHistory, token_slice
+from benchmarks.quality.methods import Compression, Eviction, Method, Stored, StoreTurn, Turn, all_methods
+from benchmarks.quality.model import HistoryModel, pooled, token_slice
+from benchmarks.quality.protocol import Outcome, Played, Protocol
+from benchmarks.quality.result import interval, row, summarize
 from benchmarks.quality.teacher_forced import TeacherForced
+from krul_backend.attention.rows import QueryRows, accumulate
+from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.round_trip import UnitRoundTrip
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.strategy.fixed import FixedSelector
-from krul_backend.strategy.interface import Evidence
-from krul_backend.strategy.strategy import Precision, Strategy
+from krul_backend.strategy.strategy import Strategy
 
 NUM_LAYERS = 4
 
@@ -61,8 +52,8 @@ def model() -> HistoryModel:
 
 
 @cache
-def codecs() -> dict[str, SegmentCodec]:
-    return {SLERP: SegmentCodec(model().shape, NUM_LAYERS, model().rotary_table(256))}
+def codec() -> SegmentCodec:
+    return SegmentCodec(model().shape, NUM_LAYERS, model().rotary_table(256))
 
 
 def ids(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
@@ -75,8 +66,7 @@ def conversation(seed: int = 0) -> TeacherForced:
 
 
 def protocol() -> Protocol:
-    damage = LearnedDamage(model(), codecs(), SLERP, PAGE_SIZE, rows_per_turn=4)
-    return Protocol(model(), codecs(), 4, damage.measure)
+    return Protocol(model(), rows_per_turn=4)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 32))
@@ -92,10 +82,11 @@ def test_segments_are_whole_pages_and_leave_less_than_one(turns: list[int], page
 
 
 def test_divergence_is_that_of_the_definition() -> None:
-    true, other = torch.tensor([[0.25, 0.75]]), torch.tensor([[0.5, 0.5]])
-    expected = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)
-    assert mean_divergence(true.log(), other.log()) == pytest.approx(expected, rel=1e-6)
-    assert mean_divergence(true, true) == 0
+    true, other = torch.tensor([[0.25, 0.75], [0.5, 0.5]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
+    samples = compared(true.log(), other.log())
+    expected = 0.25 * math.log(0.25 / 0.75) + 0.75 * math.log(0.75 / 0.25)
+    assert samples["kl"].tolist() == pytest.approx([expected, 0], rel=1e-6, abs=1e-12)
+    assert samples["top1"].tolist() == [0, 1]
 
 
 def test_tokens_after_a_history_are_those_of_one_forward() -> None:
@@ -128,6 +119,17 @@ def test_hidden_tokens_are_those_that_attention_does_not_reach() -> None:
     ]
     again = model().logits(tokens[40:], changed, num_logits=20, visible=visible)
     torch.testing.assert_close(again, hidden, rtol=1e-4, atol=1e-4)
+
+
+def test_branches_are_what_each_would_be_alone() -> None:
+    history = model().run(ids(40), (), num_logits=1).kv
+    shared, branches = ids(5, seed=1), [ids(4, seed=2), ids(1, seed=3), ids(7, seed=4)]
+    visible = [torch.rand(2, 40, generator=torch.Generator().manual_seed(layer)) < 0.7 for layer in range(4)]
+    for seen in (None, visible):
+        found = model().branch_logits(shared, branches, history, num_logits=[2, 1, 3], visible=seen)
+        for branch, number, logits in zip(branches, (2, 1, 3), found, strict=True):
+            alone = model().logits((*shared, *branch), history, num_logits=number, visible=seen)
+            torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_generation_is_the_argmax_of_one_forward_after_the_other() -> None:
@@ -165,156 +167,226 @@ def test_evicted_bytes_stay_within_the_ratio(num_tokens: int, ratio: float) -> N
     assert kept == num_tokens or stored_bytes(kept + 1, shape, NUM_LAYERS) > num_bytes
 
 
-def test_units_stored_apart_are_the_strategy_stored_as_a_whole() -> None:
-    kv = [pooled(layer) for layer in model().run(ids(48), (), num_logits=1).kv]
-    history = StoredHistory(codecs())
-    for start, end in ((0, 32), (32, 48)):
-        history.add_segment(token_slice(kv, start, end))
-    precisions = [Precision.INT4, Precision.NATIVE, Precision.INT4, Precision.INT8]
-    strategy = Strategy.from_pairs(NUM_LAYERS, [(0, 2)], precisions)
-    restored = history.restore(SLERP, [strategy, strategy])
-    num_bytes = 0
-    for start, end in ((0, 32), (32, 48)):
-        segment = token_slice(kv, start, end)
-        encoding = codecs()[SLERP].prepare(
-            strategy, segment.__getitem__, start_token=start, num_tokens=end - start
-        )
-        num_bytes += sum(encoding.layer_num_bytes)
-        blocks: dict[int, torch.Tensor] = {}
-        for unit in strategy.units:
-            encoded = codecs()[SLERP].encode_unit(encoding, unit, [segment[layer] for layer in unit])
-            blocks |= dict(zip(unit, encoded, strict=True))
-        decoder = codecs()[SLERP].open(encoding.params, start_token=start, num_tokens=end - start)
-        for layer in range(NUM_LAYERS):
-            decoded = decoder.decode(layer, blocks, 0, end - start)
-            assert torch.equal(decoded.k, restored.kv[layer].k[start:end])
-            assert torch.equal(decoded.v, restored.kv[layer].v[start:end])
-    assert restored.num_bytes == num_bytes
+ROWS = ("full", "int8", "int4", "int2", "krul r=0.5 native", "h2o 4.00x")
 
 
-def methods() -> list[Compression | Eviction]:
-    return [
-        method
-        for method in all_methods(256, 0.0, (3,), (SLERP,))
-        if method.name in ("full", "int8", "int2", "krul r=0.5 native", "budget 0.01", "h2o 4.00x")
-    ]
+def methods() -> dict[str, Method | Eviction]:
+    return {method.name: method for method in all_methods(codec(), 0.0) if method.name in ROWS}
 
 
-def check(outcomes: dict[str, Outcome], played: Sequence[str]) -> None:
-    assert list(outcomes) == list(played)
+def storing() -> list[Method]:
+    return [method for method in methods().values() if isinstance(method, Method)]
+
+
+@dataclass(frozen=True)
+class Changed(Method):
+    """Stores everything exactly but one channel of one layer's keys."""
+
+    layer: int
+    name: str = "changed"
+    family: str = "changed"
+
+    def start(self) -> StoreTurn:
+        return self._store
+
+    def _store(self, turn: Turn) -> Stored:
+        segment = list(turn.segment)
+        k, v = segment[self.layer].k.clone(), segment[self.layer].v
+        k[:, 0, 0] += 4
+        segment[self.layer] = LayerKV(k, v)
+        return Stored(tuple(segment), 1)
+
+
+@dataclass(frozen=True)
+class Counting(Method):
+    """Stores exactly, and takes one byte more for each turn."""
+
+    name: str = "counting"
+    family: str = "counting"
+
+    def start(self) -> StoreTurn:
+        seen: list[Turn] = []
+
+        def store(turn: Turn) -> Stored:
+            seen.append(turn)
+            assert turn.start_token == sum(len(each.segment[0].k) for each in seen[:-1])
+            return Stored(turn.segment, len(seen))
+
+        return store
+
+
+def mean(outcome: Outcome, name: str) -> float:
+    return float(outcome.samples[name].mean())
+
+
+def check(played: Played) -> None:
+    outcomes = played.outcomes
     full_bytes = 80 * NUM_LAYERS * 256
     assert {outcome.num_tokens for outcome in outcomes.values()} == {80}
     assert outcomes["full"].num_bytes == full_bytes
-    assert outcomes["int2"].num_bytes < outcomes["int8"].num_bytes < full_bytes
-    kl = {name: outcome.measures["kl"] for name, outcome in outcomes.items()}
-    assert kl["full"] == 0 < kl["int8"] < kl["int2"]
     assert outcomes["krul r=0.5 native"].pairs.total() == outcomes["full"].num_segments == 3
-    assert outcomes["budget 0.01"].num_bytes <= full_bytes
+    # Codes of 8, 4 and 2 bits, and fp16 offset and scale of each group of 32 values or 64 tokens.
+    for name, bits in (("int8", 8), ("int4", 4), ("int2", 2)):
+        assert bits / 16 * full_bytes < outcomes[name].num_bytes < (bits + 2) / 16 * full_bytes
+    kl = {name: mean(outcome, "kl") for name, outcome in outcomes.items()}
+    assert kl["full"] == 0 < kl["int8"] < kl["int4"] / 4 < kl["int2"] / 16
+    assert mean(outcomes["full"], "top1") == 1 > mean(outcomes["int2"], "top1")
+    assert torch.equal(outcomes["full"].samples["nll"], played.uncompressed["nll"])
+    assert not torch.equal(outcomes["int2"].samples["nll"], played.uncompressed["nll"])
 
 
 def test_a_history_stored_at_once() -> None:
-    outcomes = protocol().at_once(conversation(), methods()).outcomes
-    check(outcomes, [method.name for method in methods()])
-    assert outcomes["h2o 4.00x"].num_bytes <= outcomes["full"].num_bytes / 4
-    assert outcomes["h2o 4.00x"].measures["kl"] > outcomes["int8"].measures["kl"]
+    played = protocol().at_once(conversation(), list(methods().values()))
+    assert tuple(played.outcomes) == ROWS
+    check(played)
+    h2o = played.outcomes["h2o 4.00x"]
+    assert 0.2 * 80 * NUM_LAYERS * 256 < h2o.num_bytes <= 80 * NUM_LAYERS * 256 / 4
+    assert mean(h2o, "kl") > mean(played.outcomes["int8"], "kl")
 
 
 def test_a_history_stored_turn_by_turn() -> None:
-    chosen = [method for method in methods() if isinstance(method, Compression)]
-    outcomes = protocol().turn_by_turn(conversation(), chosen).outcomes
-    check(outcomes, [method.name for method in chosen])
+    played = protocol().turn_by_turn(conversation(), storing())
+    assert tuple(played.outcomes) == ROWS[:-1]
+    check(played)
 
 
-def test_probes_teach_the_table() -> None:
-    damage = LearnedDamage(model(), codecs(), SLERP, PAGE_SIZE, rows_per_turn=4)
-    damage.learn((conversation(seed) for seed in range(10, 20)), num_probes=6)
-    assert damage.num_probes == 6
+def test_damage_of_earlier_turns_adds_up_turn_by_turn() -> None:
+    method = [methods()["int2"]]
+    once = mean(protocol().at_once(conversation(), method).outcomes["int2"], "kl")
+    (int2,) = [each for each in storing() if each.name == "int2"]
+    each = mean(protocol().turn_by_turn(conversation(), [int2]).outcomes["int2"], "kl")
+    assert each != pytest.approx(once, rel=1e-3)
 
 
-def test_split_rows_share_the_pairs_between_them() -> None:
-    evidence = Evidence(NUM_LAYERS)
-    shared = {
-        region: Compression(
-            "row",
-            "row",
-            FixedSelector(1.0),
-            Precision.NATIVE,
-            region=region,
-            recall_layers=frozenset((3,)),
-        ).strategy(evidence)
-        for region in Region
-    }
-    assert shared[Region.ALL].pairs == ((0, 1), (2, 3))
-    assert shared[Region.APART].pairs == ((0, 1),)
-    assert shared[Region.INSIDE].pairs == ((2, 3),)
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_one_changed_layer_is_seen(layer: int) -> None:
+    for play in (protocol().at_once, protocol().turn_by_turn):
+        assert mean(play(conversation(), [Changed(layer)]).outcomes["changed"], "kl") > 1e-3
 
 
-def test_rows_have_names_of_their_own_and_all_precisions() -> None:
-    names = [method.name for method in all_methods(256, 0.0, (3,), (SLERP, "predicted"))]
+def test_a_method_has_a_state_of_its_own_in_each_conversation() -> None:
+    for play in (protocol().at_once, protocol().turn_by_turn):
+        for seed in (0, 1):
+            outcome = play(conversation(seed), [Counting()]).outcomes["counting"]
+            assert (outcome.num_bytes, outcome.num_segments, mean(outcome, "kl")) == (1 + 2 + 3, 3, 0)
+
+
+def test_a_turn_is_what_a_server_knows_at_its_end() -> None:
+    seen: list[Turn] = []
+
+    @dataclass(frozen=True)
+    class Watching(Method):
+        name: str = "watching"
+        family: str = "watching"
+
+        def start(self) -> StoreTurn:
+            def store(turn: Turn) -> Stored:
+                seen.append(turn)
+                return Stored(turn.segment, 0)
+
+            return store
+
+    run = model().run(conversation().history, (), num_logits=1)
+    for play in (protocol().at_once, protocol().turn_by_turn):
+        seen.clear()
+        play(conversation(), [Watching()])
+        assert [(turn.start_token, len(turn.segment[0].k)) for turn in seen] == [(0, 16), (16, 16), (32, 48)]
+        assert [len(turn.kv[0].k) for turn in seen] == [30, 37, 85]
+        assert seen[1].rows.positions.tolist() == [30, 32, 34, 36]
+        assert [turn.statistics.num_rows for turn in seen] == [4, 8, 12]
+        expected = torch.stack([layer[[30, 32, 34, 36]] for layer in run.queries])
+        torch.testing.assert_close(seen[1].rows.queries, expected, rtol=0.05, atol=0.05)
+        assert torch.equal(seen[2].segment[1].v, seen[2].kv[1].v[32:80])
+
+
+@pytest.mark.parametrize("name", ["full", "int4", "krul r=0.5 native", "random r=0.25 int8"])
+def test_a_segment_is_stored_as_the_codec_stores_its_units(name: str) -> None:
+    kv = [pooled(layer) for layer in model().run(ids(48), (), num_logits=1).kv]
+    rows = QueryRows(
+        torch.randn(NUM_LAYERS, 2, 4, 32), torch.tensor([20, 47]), model().kv_heads, model().scaling
+    )
+    statistics = accumulate(rows, lambda layer: kv[layer].k)
+    turn = Turn(16, token_slice(kv, 16, 48), tuple(kv), rows, statistics, 5)
+    (method,) = [each for each in all_methods(codec(), 0.0) if each.name == name]
+    assert isinstance(method, Compression)
+    stored = method.start()(turn)
+    strategy = Strategy.from_pairs(NUM_LAYERS, stored.pairs, method.precision)
+    encoding = codec().prepare(strategy, turn.segment.__getitem__, start_token=16, num_tokens=32)
+    assert stored.num_bytes == sum(encoding.layer_num_bytes)
+    round_trip = UnitRoundTrip(codec(), start_token=16)
+    for unit in strategy.units:
+        layers, _ = round_trip(unit, method.precision, [turn.segment[layer] for layer in unit])
+        for layer, expected in zip(unit, layers, strict=True):
+            assert torch.equal(stored.segment[layer].k, expected.k)
+            assert torch.equal(stored.segment[layer].v, expected.v)
+
+
+def test_rows_have_names_of_their_own() -> None:
+    names = [method.name for method in all_methods(codec(), 0.0)]
     assert len(set(names)) == len(names)
-    assert {"predicted r=0.5 int4", "krul r=0.25 int8", "random r=0.5 native, inside"} <= set(names)
-    assert not any("inside" in method.name for method in all_methods(256, 0.0, (), (SLERP,)))
+    assert {"full", "int2", "krul r=0.25 int8", "minicache r=0.5 int4", "h2o 16.00x"} <= set(names)
 
 
-def test_a_row_states_means_pairs_and_samples() -> None:
+def samples(kl: list[float], nll: list[float], recall: list[float]) -> Samples:
+    values = {"kl": kl, "nll": nll, "recall": recall, "top1": [1.0] * len(kl)}
+    return {name: torch.tensor(each, dtype=torch.float64) for name, each in values.items()}
+
+
+def made_row() -> dict[str, Any]:
     outcomes = [
-        Outcome({"recall": 1.0, "nll": 0.1, "kl": 0.0}, 80, 800, 3, Counter({(0, 1): 3}), Counter()),
-        Outcome({"recall": 0.0, "nll": 0.3, "kl": 0.2}, 20, 1200, 1, Counter(), Counter()),
+        Outcome(samples([0.0, 0.2], [0.1, 0.3], [1, 0]), 80, 800, 3, Counter({(0, 1): 3})),
+        Outcome(samples([0.4, 0.6], [0.5, 0.5], [0, 1]), 20, 1200, 1),
     ]
-    made = row(methods()[0], [conversation(), conversation(1)], outcomes, lambda tokens: 100 * tokens)
-    assert (made["recall"], made["nll"], made["bytes_per_token"], made["ratio"]) == (0.5, 0.2, 20, 5)
+    uncompressed = [samples([0, 0], [0.1, 0.1], [1, 1]), samples([0, 0], [0.6, 0.6], [0, 0])]
+    conversations = [conversation(), conversation(1)]
+    return row(methods()["int4"], conversations, outcomes, uncompressed, token_bytes=100)
+
+
+def test_a_row_states_means_differences_and_intervals() -> None:
+    made = made_row()
+    assert (made["kl"], made["nll"], made["recall"]) == pytest.approx((0.3, 0.35, 0.5))
+    assert (made["nll_delta"], made["recall_delta"]) == pytest.approx((0.0, 0.0))
+    assert made["kl_p95"] == pytest.approx(0.57)
+    assert (made["bytes_per_token"], made["ratio"], made["bits"]) == (20, 5, 3.2)
+    assert (made["questions"], made["answers_lost"], made["answers_won"]) == (4, 1, 1)
     assert made["pairs"] == [{"pair": [0, 1], "share": 0.75}]
     assert made["groups"]["single"]["conversations"] == 2
-    assert made["samples"]["nll"] == [0.1, 0.3]
+    assert made["samples"]["nll_delta"] == pytest.approx([0.1, -0.1])
+    assert made["ci"]["kl"] == pytest.approx([0.1, 0.5])
+    assert made["ci"]["nll_delta"] == pytest.approx([-0.1, 0.1])
 
+
+def test_intervals_cover_the_mean_of_what_the_sources_are_drawn_from() -> None:
+    generator = torch.Generator().manual_seed(1)
+    covered = 0
+    for _ in range(40):
+        source_means = torch.randn(20, generator=generator)
+        # ten values of a source hardly differ: counted one by one they would promise far too much
+        values = (source_means[:, None] + 0.01 * torch.randn(20, 10, generator=generator)).flatten()
+        found = interval(values.tolist(), [str(place // 10) for place in range(200)])
+        assert found is not None
+        covered += found[0] <= 0 <= found[1]
+    assert covered >= 32
+    assert interval([1.0, 2.0], ["a", "a"]) is None
+    assert interval([0.0] * 3, ["a", "b", "c"]) == [0, 0]
+
+
+def test_a_summary_has_quantiles_in_the_place_of_samples() -> None:
     result: dict[str, Any] = {
         "configuration": {"gamma": 0.0},
-        "conversations": [
-            {"group": "single", "history_tokens": 128},
-            {"group": "single", "history_tokens": 64},
-        ],
-        "probes": 4,
-        "rows": [made],
+        "conversations": [{"group": "single", "history_tokens": 128}] * 2,
+        "rows": [made_row() | {"layer_ratio": None}],
     }
     kept = summarize(result)
-    table = quality_table(kept)
-    assert "| full | 20 | 5.00x | 50.0% | 0.2000 | 0.1000 | 0+1 (75%) |" in table
-    assert "2 held-out conversations, the bundled model, histories up to 128 tokens" in table
-    (of_full,) = kept["rows"]
-    assert set(of_full["samples"]) == {"nll", "kl"}
-    assert of_full["samples"]["nll"] == pytest.approx(
-        {"n": 2, "min": 0.1, "q25": 0.15, "median": 0.2, "q75": 0.25, "max": 0.3}
-    )
-    assert (of_full["answers_lost"], of_full["answers_won"]) == (0, 0)
-
-
-def test_a_summary_counts_answers_against_full_kv_and_keeps_the_pairs_that_are_drawn() -> None:
-    def made(name: str, recall: list[float], layer_ratio: float | None) -> dict[str, Any]:
-        pairs = [{"pair": [0, upper], "share": 0.1} for upper in range(1, 6)]
-        return {
-            "name": name,
-            "region": "all",
-            "precision": "native",
-            "layer_ratio": layer_ratio,
-            "limit": None,
-            "allowed": None,
-            "conversations": 3,
-            "pairs": pairs,
-            "groups": {"single": {"conversations": 3, "recall": 0.5, "ratio": 2.0}},
-            "samples": {"recall": recall, "kl": [0.0, 0.0, 0.0]},
-        }
-
-    rows = [made("full", [1.0, 1.0, 0.0], 0.25), made("half", [0.0, 1.0, 1.0], 0.5)]
-    full, half = summarize({"rows": rows, "conversations": []})["rows"]
-    assert (full["answers_lost"], full["answers_won"]) == (0, 0)
-    assert (half["answers_lost"], half["answers_won"]) == (1, 1)
-    assert (len(full["pairs"]), len(half["pairs"])) == (3, 5)
-    assert half["groups"] == {"single": {"recall": 0.5}}
-    assert not {"limit", "allowed", "conversations"} & set(half)
+    assert kept["conversations"] == [{"group": "single", "history_tokens": 128, "count": 2}]
+    (of_row,) = kept["rows"]
+    assert "layer_ratio" not in of_row
+    assert set(of_row["samples"]) == {"kl", "nll", "top1", "nll_delta", "recall_delta"}
+    assert of_row["samples"]["kl"]["median"] == pytest.approx(0.3)
 
 
 def test_rows_are_chosen_by_pattern_and_eviction_has_no_turns() -> None:
-    rows = all_methods(256, 0.0, (), (SLERP,))
+    rows = all_methods(codec(), 0.0)
     chosen = Configuration(methods=("krul r=0.5*", "h2o*"), turns=Turns.EACH).selected(rows)
     assert [method.name for method in chosen] == [
         "krul r=0.5 native",
@@ -323,6 +395,8 @@ def test_rows_are_chosen_by_pattern_and_eviction_has_no_turns() -> None:
     ]
     with pytest.raises(BenchmarkError, match="no row matches"):
         Configuration(methods=("zip",)).selected(rows)
-    with pytest.raises(BenchmarkError, match="--data"):
-        Configuration(suite=Suite.LONGBENCH)
-    assert reference().strategy(Evidence(NUM_LAYERS)).is_lossless
+    for suite in (Suite.LONGBENCH, Suite.AGENT):
+        with pytest.raises(BenchmarkError, match="--data"):
+            Configuration(suite=suite)
+    with pytest.raises(BenchmarkError, match="--learn-from"):
+        Configuration(learn_from=("web",))
