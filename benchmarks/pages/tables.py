@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ DEMO_FIGURE = "docs/figures/demo.png"
 QUALITY_RESULT = RESULTS / "quality-cpu.json"
 BUDGET_RESULT = RESULTS / "quality-budget-cpu.json"
 TEXT_RESULT = RESULTS / "quality-text-cpu.json"
+PRETRAINED_RESULTS = (RESULTS / "quality-agent-cpu.json", RESULTS / "quality-recall-cpu.json")
+"""Those of the quality benchmark on SmolLM2 that were measured are shown."""
 ESTIMATOR_RESULT = RESULTS / "estimator-cpu.json"
 RESTORE_RESULT = RESULTS / "restore-cpu.json"
 SEGMENTS_RESULT = RESULTS / "restore-segments-cpu.json"
@@ -227,6 +230,60 @@ def budget_table(result: dict[str, Any]) -> str:
     return "\n".join(
         [*lines, "", f"The same {_count(result)} conversations. Source: [`{source}`]({source})."]
     )
+
+
+def pretrained_tables(results: dict[Path, dict[str, Any]]) -> str:
+    """Loss against compression on a pretrained model, a table for each suite."""
+    return "\n\n".join(pretrained_table(path, result) for path, result in results.items())
+
+
+def pretrained_table(path: Path, result: dict[str, Any]) -> str:
+    """Every row of one result: bits, ratio, and what it changes against full KV, with 95% intervals."""
+    has_recall = "recall" in result["rows"][0]
+    recall_heads = ["recall", "change in points", "lost / won"] if has_recall else []
+    heads = [
+        "stored as",
+        "bits",
+        "ratio to bf16",
+        "KL",
+        "95% KL",
+        "NLL change",
+        "same top token",
+        *recall_heads,
+    ]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    for row in result["rows"]:
+        cells = [
+            row["name"],
+            f"{row['bits']:.2f}",
+            f"{row['ratio']:.2f}x",
+            _with_interval(f"{row['kl']:.4f}", row["ci"]["kl"], ".4f"),
+            f"{row['kl_p95']:.4f}",
+            _with_interval(f"{row['nll_delta']:+.4f}", row["ci"]["nll_delta"], "+.4f"),
+            f"{row['top1']:.1%}",
+        ]
+        if has_recall:
+            points = [100 * end for end in row["ci"]["recall_delta"] or ()]
+            cells += [
+                f"{row['recall']:.1%}",
+                _with_interval(f"{100 * row['recall_delta']:+.1f}", points, "+.1f"),
+                f"{row['answers_lost']} / {row['answers_won']}",
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
+    configuration, source = result["configuration"], path.relative_to(ROOT)
+    lengths = sorted({each["history_tokens"] for each in result["conversations"]})
+    questions = f", {result['rows'][0]['questions']} questions" if has_recall else ""
+    suite = f"suite {configuration['suite']}, turns {configuration['turns']}"
+    notes = (
+        f"{Path(configuration['model']).name}, {suite}: {_count(result)} conversations of "
+        f"about {' and '.join(map(str, lengths))} tokens{questions}. In brackets: 95% intervals, paired with "
+        f"full KV, conversations drawn anew. Source: [`{source}`]({source})."
+    )
+    return "\n".join([*lines, "", notes])
+
+
+def _with_interval(text: str, ends: Sequence[float] | None, form: str) -> str:
+    return f"{text} ({' to '.join(format(end, form) for end in ends)})" if ends else text
 
 
 def _count(result: dict[str, Any]) -> int:
@@ -448,6 +505,7 @@ def _mib(num_bytes: int) -> str:
 def tables() -> dict[str, str]:
     """The tables of the kept results, by the names of their places."""
     serving = {path: orjson.loads(path.read_bytes()) for path in SERVING_RESULTS if path.exists()}
+    pretrained = {path: orjson.loads(path.read_bytes()) for path in PRETRAINED_RESULTS if path.exists()}
     lengths = orjson.loads(SERVING_LENGTHS_RESULT.read_bytes()) if SERVING_LENGTHS_RESULT.exists() else None
     return {
         "demo": demo_table(orjson.loads(DEMO_RESULT.read_bytes())),
@@ -455,6 +513,7 @@ def tables() -> dict[str, str]:
         "serving-lengths": "" if lengths is None else serving_lengths_table(lengths),
         "serving-summary": serving_summary(serving),
         "quality": quality_table(orjson.loads(QUALITY_RESULT.read_bytes())),
+        "quality-pretrained": pretrained_tables(pretrained),
         "budget": budget_table(orjson.loads(BUDGET_RESULT.read_bytes())),
         "text": text_table(orjson.loads(TEXT_RESULT.read_bytes())),
         "estimator": estimator_table(orjson.loads(ESTIMATOR_RESULT.read_bytes())),

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_SURNAMES = "Baker Carter Cooper Fisher Gardner Hunter Mason Miller Parker Porter Turner Walker"
+_TEAMS = "Lions Eagles Bears Wolves Tigers Sharks Hawks Bulls Dragons Pirates Rockets Giants"
+_MATERIALS = "copper silver amber ivory velvet marble cotton granite diamond bronze pearl crystal"
+_TITLES = "River Mountain Window Letter Summer Mirror Morning Dance Ocean Flower Train Memory"
+_HORSES = "Storm Snow Cloud Star King Prince Moon Brown White Black Green Gold"
+
 
 @dataclass(frozen=True)
 class Relation:
@@ -18,31 +24,16 @@ class Relation:
 
 
 RELATIONS = (
-    Relation(
-        "My colleague is",
-        "Alice Brian Carol David Emma Frank Grace Henry Irene Karen Maria Nathan Olivia Peter Rachel Simon",
-        "Baker Carter Cooper Fisher Gardner Hunter Mason Miller Parker Porter Turner Walker",
-    ),
-    Relation(
-        "The club is called",
-        "Paris London Rome Berlin Madrid Vienna Dublin Tokyo Moscow Boston Chicago Sydney Denver Lisbon Oslo",
-        "Lions Eagles Bears Wolves Tigers Sharks Hawks Bulls Dragons Pirates Rockets Giants",
-    ),
-    Relation(
-        "The password is",
-        "harbour bridge tunnel garden library museum castle market station island valley desert airport",
-        "copper silver amber ivory velvet marble cotton granite diamond bronze pearl crystal",
-    ),
-    Relation(
-        "The song is called",
-        "Silent Golden Broken Hidden Frozen Gentle Distant Ancient Purple Lonely Secret Bright Empty Sweet",
-        "River Mountain Window Letter Summer Mirror Morning Dance Ocean Flower Train Memory",
-    ),
-    Relation(
-        "The horse is called",
-        "Lucky Rusty Shadow Buddy Daisy Rocky Misty Sandy Ginger Bella Max Toby Luna Dusty",
-        "Storm Snow Cloud Star King Prince Moon Brown White Black Green Gold",
-    ),
+    Relation("My colleague is", "Alice Brian Carol David Emma Frank Grace Henry", _SURNAMES),
+    Relation("The doctor was", "Irene Karen Maria Nathan Olivia Peter Rachel Simon", _SURNAMES),
+    Relation("The club is called", "Paris London Rome Berlin Madrid Vienna Dublin Tokyo", _TEAMS),
+    Relation("Yesterday we watched the", "Moscow Boston Chicago Sydney Denver Lisbon Oslo Miami", _TEAMS),
+    Relation("The password is", "harbour bridge tunnel garden library museum castle", _MATERIALS),
+    Relation("On the box I wrote", "market station island valley desert airport forest", _MATERIALS),
+    Relation("The song is called", "Silent Golden Broken Hidden Frozen Gentle Distant", _TITLES),
+    Relation("I am reading", "Ancient Purple Lonely Secret Bright Empty Sweet", _TITLES),
+    Relation("The horse is named", "Lucky Rusty Shadow Buddy Daisy Rocky Misty", _HORSES),
+    Relation("At the farm I saw", "Sandy Ginger Bella Max Toby Luna Dusty", _HORSES),
 )
 
 FILLER = (
