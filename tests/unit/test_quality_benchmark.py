@@ -250,12 +250,22 @@ def test_a_history_stored_turn_by_turn() -> None:
     check(played)
 
 
-def test_damage_of_earlier_turns_adds_up_turn_by_turn() -> None:
-    method = [methods()["int2"]]
-    once = mean(protocol().at_once(conversation(), method).outcomes["int2"], "kl")
-    (int2,) = [each for each in storing() if each.name == "int2"]
-    each = mean(protocol().turn_by_turn(conversation(), [int2]).outcomes["int2"], "kl")
-    assert each != pytest.approx(once, rel=1e-3)
+def test_turn_by_turn_a_turn_is_computed_on_what_was_restored() -> None:
+    known: list[LayerKV] = []
+
+    @dataclass(frozen=True)
+    class Watching(Changed):
+        def _store(self, turn: Turn) -> Stored:
+            known.append(turn.kv[3])
+            return super()._store(turn)
+
+    for play in (protocol().at_once, protocol().turn_by_turn):
+        play(conversation(), [Watching(layer=1)])
+    once, each = known[:3], known[3:]
+    # The first turn is the same; of the second, layer 3 saw what was left of layer 1's first 16 tokens.
+    assert torch.equal(each[0].k, once[0].k)
+    assert torch.equal(each[1].k[:16], once[1].k[:16])
+    assert (each[1].k[30:] - once[1].k[30:]).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
