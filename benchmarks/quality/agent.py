@@ -164,7 +164,8 @@ def _text(domain: str, source: str, turns: Sequence[tuple[int, ...]]) -> Text:
 def _windows(tokenizer: Any, text: Text, length: int) -> list[TeacherForced]:
     """Windows of ``length`` tokens and the continuation, one after the other. Each begins as a text does."""
     bos = tokenizer.bos_token_id
-    made, start = [], 0
+    made: list[TeacherForced] = []
+    start = 0
     while True:
         begin = () if bos is None or text.ids[start : start + 1] == (bos,) else (bos,)
         end = start + length + _CONTINUATION_TOKENS - len(begin)

@@ -158,7 +158,7 @@ class HistoryModel:
         with self._masked(visible, is_seen.tril()):
             flat = (*ids, *(token for branch in branches for token in branch))
             logits = self._forward(flat, cache, torch.cat(kept), position_ids=places[None])
-        return list(logits.split(list(num_logits)))
+        return list(logits.split_with_sizes(list(num_logits)))
 
     def _forward(self, ids: Sequence[int], cache: Any, num_logits: int | Tensor, **options: Any) -> Tensor:
         output = self.model(

@@ -92,7 +92,8 @@ def interval(values: Sequence[float], sources: Sequence[str]) -> list[float] | N
     counts = np.array([len(each) for each in by_source.values()])
 
     def mean(sums: NDArray[Any], counts: NDArray[Any], axis: int) -> NDArray[Any]:
-        return sums.sum(axis) / counts.sum(axis)
+        means: NDArray[Any] = sums.sum(axis) / counts.sum(axis)
+        return means
 
     # percentiles, because the other methods know no answer for values that are all equal
     found = bootstrap((sums, counts), mean, paired=True, vectorized=True, method="percentile", rng=0)
