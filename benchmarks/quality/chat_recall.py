@@ -21,7 +21,7 @@ CHAT_HISTORY_TOKENS = 2048
 """About so many."""
 
 FACTS_PER_HISTORY = 60
-_FACTS_PER_TURN = 2
+_FACTS_PER_TURN = 3
 _MIN_CANDIDATES = 8
 _QUESTIONS_PER_FORWARD = 20
 
@@ -103,7 +103,7 @@ def chat_recall_conversations(tokenizer: Any, num_items: int) -> Iterator[ChatRe
 def chat_recall(
     tokenizer: Any, relations: Sequence[tuple[Relation, Answers]], rng: random.Random
 ) -> ChatRecall:
-    """One history: the user tells some facts at a time, and the reply repeats them."""
+    """One history: the user tells some facts at a time, the reply repeats them, the user confirms them."""
     facts, questions = [], []
     for relation, answers in relations:
         for subject in rng.sample(relation.subjects.split(), FACTS_PER_HISTORY // len(relations)):
@@ -119,10 +119,12 @@ def chat_recall(
             )
     told = rng.sample(facts, len(facts))
     messages: list[Message] = []
+    confirmed = ""
     for start in range(0, len(told), _FACTS_PER_TURN):
         sentences = " ".join(told[start : start + _FACTS_PER_TURN])
-        messages.append({"role": "user", "content": f"{rng.choice(FILLER)} {sentences}"})
+        messages.append({"role": "user", "content": f"{confirmed}{rng.choice(FILLER)} {sentences}"})
         messages.append({"role": "assistant", "content": f"{rng.choice(REPLIES)} {sentences}"})
+        confirmed = f"Right. {sentences} "
     turns = chat_turns(tokenizer, messages)
     return ChatRecall(
         group="chat",

@@ -263,9 +263,9 @@ def test_turn_by_turn_a_turn_is_computed_on_what_was_restored() -> None:
         play(conversation(), [Watching(layer=1)])
     once, each = known[:3], known[3:]
     # The first turn is the same; of the second, layer 3 saw what was left of layer 1's first 16 tokens.
-    assert torch.equal(each[0].k, once[0].k)
-    assert torch.equal(each[1].k[:16], once[1].k[:16])
-    assert (each[1].k[30:] - once[1].k[30:]).abs().max() > 0.05
+    torch.testing.assert_close(each[0].k, once[0].k, rtol=0.02, atol=0.03)
+    torch.testing.assert_close(each[1].k[:16], once[1].k[:16], rtol=0.02, atol=0.03)
+    assert (each[1].k[30:] - once[1].k[30:]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
