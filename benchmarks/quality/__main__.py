@@ -46,6 +46,9 @@ def main(
     learn_from: Annotated[
         list[str] | None, typer.Option(help="Only learn from this folder of the data; repeatable.")
     ] = None,
+    bases: Annotated[
+        Path | None, typer.Option(help="File of `krul-sglang learn`; default: learned from unscored text.")
+    ] = _DEFAULTS.bases,
     max_tokens: Annotated[
         int, typer.Option(help="LongBench prompts are cut to this in the middle.", min=256)
     ] = _DEFAULTS.max_tokens,
@@ -71,6 +74,7 @@ def main(
             data=data,
             lengths=tuple(length or _DEFAULTS.lengths),
             learn_from=tuple(learn_from or ()),
+            bases=bases,
             max_tokens=max_tokens,
             gamma=gamma,
             rows_per_turn=rows_per_turn,

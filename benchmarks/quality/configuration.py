@@ -49,7 +49,7 @@ class Configuration:
 
     ``variant``: a control made of the model, see ``benchmarks.variants``. ``data``: files of `agent` or
     `longbench`. ``lengths``: of histories of `agent`. ``learn_from``: its domains from which methods may
-    learn; none names all.
+    learn; none names all. ``bases``: a file of `krul-sglang learn`; None learns from text that is not scored.
     """
 
     model: Path = REFERENCE_MODEL
@@ -61,6 +61,7 @@ class Configuration:
     data: Path | None = None
     lengths: tuple[int, ...] = AGENT_HISTORY_LENGTHS
     learn_from: tuple[str, ...] = ()
+    bases: Path | None = None
     max_tokens: int = 4096
     gamma: float = 0.6
     rows_per_turn: int = 32
@@ -77,7 +78,7 @@ class Configuration:
     def to_json(self) -> dict[str, Any]:
         paths = {
             name: None if path is None else without_cwd(str(path))
-            for name, path in (("model", self.model), ("data", self.data))
+            for name, path in (("model", self.model), ("data", self.data), ("bases", self.bases))
         }
         return {**asdict(self), **paths}
 

@@ -48,12 +48,14 @@ class Stored:
     """A segment after storing: its decoded KV, layer by layer, and every byte that was kept of it.
 
     Bytes that belong to the model, such as a basis learned before, are not counted. ``pairs``: layers that
-    share.
+    share. ``damage``: the divergence in nats per token that is expected when the turn ends, if the method
+    predicts it.
     """
 
     segment: tuple[LayerKV, ...]
     num_bytes: int
     pairs: tuple[Pair, ...] = ()
+    damage: float | None = None
 
 
 StoreTurn = Callable[[Turn], Stored]

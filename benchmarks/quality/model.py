@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from benchmarks.hf_attention import CapturedAttention, observed_attention
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
+from krul_sglang.learning.hf_attention import CapturedAttention, observed_attention
 
 POOL_DTYPE = torch.bfloat16
 """What a server's KV pool holds; the model itself may compute in another dtype."""

@@ -6,6 +6,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate as accumulate_sums
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ PAGE_SIZE = 16
 class Outcome:
     """One conversation stored by one method: ``num_bytes`` of ``num_tokens`` tokens.
 
-    ``pairs`` counts in how many of the segments a pair was shared.
+    ``pairs`` counts in how many of the segments a pair was shared. ``expected_kl``: the sum of what the
+    turns were expected to cost. That of an older turn weighs less, by the tokens that came after it.
     """
 
     samples: Samples
@@ -39,6 +41,7 @@ class Outcome:
     num_bytes: int
     num_segments: int
     pairs: Counter[Pair] = field(default_factory=Counter)
+    expected_kl: float | None = None
 
 
 @dataclass(frozen=True)
@@ -185,10 +188,17 @@ def _joined(segments: Sequence[Sequence[LayerKV]]) -> tuple[LayerKV, ...]:
 
 
 def _outcome(samples: Samples, stored: Sequence[Stored]) -> Outcome:
+    ends = list(accumulate_sums(len(each.segment[0].k) for each in stored))
+    damages = [
+        each.damage * end / ends[-1]
+        for each, end in zip(stored, ends, strict=True)
+        if each.damage is not None
+    ]
     return Outcome(
         samples,
-        num_tokens=sum(len(each.segment[0].k) for each in stored),
+        num_tokens=ends[-1],
         num_bytes=sum(each.num_bytes for each in stored),
         num_segments=len(stored),
         pairs=Counter(pair for each in stored for pair in each.pairs),
+        expected_kl=sum(damages) if damages else None,
     )

@@ -110,6 +110,12 @@ def _columns(outcomes: Sequence[Outcome], uncompressed: Sequence[Samples]) -> di
             columns[f"{name}_delta"] = [
                 value - before for value, before in zip(columns[name], true, strict=True)
             ]
+    expected = [outcome.expected_kl for outcome in outcomes if outcome.expected_kl is not None]
+    if expected:
+        # Above 1: the damage was larger than expected.
+        columns["kl_over_expected"] = [
+            true / value for true, value in zip(columns["kl"], expected, strict=True)
+        ]
     return {**columns, "num_bytes": [outcome.num_bytes for outcome in outcomes]}
 
 

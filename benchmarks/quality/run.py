@@ -16,11 +16,20 @@ from benchmarks.quality.methods import Method, all_methods
 from benchmarks.quality.model import HistoryModel, load_model
 from benchmarks.quality.protocol import PAGE_SIZE, Played, Protocol
 from benchmarks.quality.result import row
+from benchmarks.quality.subspace import subspace_methods
 from benchmarks.variants import make_variant
+from krul_backend.codec.coefficients.fixed_width import FixedWidthCoder
+from krul_backend.codec.coefficients.rans import RansCoder
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.subspace.bases import ModelBases
+from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
+from krul_sglang.learning.bases import LearningPlan, learn_bases
+from krul_sglang.learning.reader import TextReader
 
 logger = logging.getLogger(__name__)
+
+_LEARNING_PIECES = 24
 
 
 def run(configuration: Configuration) -> dict[str, Any]:
@@ -35,7 +44,11 @@ def run(configuration: Configuration) -> dict[str, Any]:
     model = _model(configuration)
     rotary = model.rotary_table(model.model.config.max_position_embeddings)
     codec = SegmentCodec(model.shape, model.num_layers, rotary)
-    methods = configuration.selected(all_methods(codec, configuration.gamma))
+    bases = _bases(configuration, tokenizer, model)
+    coders = (RansCoder(), FixedWidthCoder())
+    methods = configuration.selected(
+        [*all_methods(codec, configuration.gamma), *subspace_methods(SubspaceCodec(bases, rotary, coders))]
+    )
     protocol = Protocol(model, configuration.rows_per_turn)
     conversations = list(configuration.conversations(tokenizer))
     played: list[Played] = []
@@ -57,6 +70,8 @@ def run(configuration: Configuration) -> dict[str, Any]:
             "num_layers": model.num_layers,
             "pool_bytes_per_token": protocol.full_bytes(1),
             "page_size": PAGE_SIZE,
+            "ranks": [group.rank for group in bases.groups],
+            "damage_factor": bases.damage_factor,
         },
         "duration_s": round(time.monotonic() - started, 1),
         "conversations": [
@@ -79,6 +94,23 @@ def run(configuration: Configuration) -> dict[str, Any]:
             for method in methods
         ],
     }
+
+
+def _bases(configuration: Configuration, tokenizer: Any, model: HistoryModel) -> ModelBases:
+    """Those of a file, or learned from text of the suite that is not scored."""
+    if configuration.bases is not None:
+        return ModelBases.load(configuration.bases)
+    plan = LearningPlan()
+    pieces: list[tuple[int, ...]] = []
+    for conversation in configuration.learning_conversations(tokenizer):
+        ids = conversation.history
+        pieces += [
+            ids[start : start + plan.text_tokens]
+            for start in range(0, len(ids) - plan.text_tokens + 1, plan.text_tokens)
+        ]
+    num_used = min(len(pieces), _LEARNING_PIECES)
+    used = [pieces[index * len(pieces) // num_used] for index in range(num_used)]
+    return learn_bases(TextReader(model.model), used, plan)
 
 
 def _model(configuration: Configuration) -> HistoryModel:

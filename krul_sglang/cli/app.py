@@ -320,6 +320,28 @@ def model(
     typer.echo(_make_smollm2())
 
 
+@app.command()
+def learn(
+    out: Annotated[Path, typer.Option(help="File that the bases are written to.")],
+    model_path: Annotated[str, typer.Option(help="Folder or hub name of the model, smollm2 or bundled.")],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text file, *.jsonl file or folder to learn from; repeatable. Default: the program's own."
+        ),
+    ] = None,
+    pieces: Annotated[int, typer.Option(help="Pieces of 1,024 tokens to learn from at most.", min=2)] = 24,
+    device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
+) -> None:
+    """Learn the bases that a model's KV is compressed in, from some text. Needs memory for the model once."""
+    from krul_sglang.learning.command import learn_to_file
+
+    _check_writable("--out", out)
+    path = str(_make_smollm2()) if model_path == "smollm2" else _resolve_model(model_path)
+    for line in learn_to_file(path, out, texts=text or (), num_pieces=pieces, device=device):
+        typer.echo(line)
+
+
 def _make_smollm2() -> Path:
     """The folder of SmolLM2; steps are told on standard error. Raises ModelError or UsageError."""
     from krul_sglang.config import KrulConfig

@@ -59,6 +59,14 @@ class RotaryTable:
         squared_factor = cos.square() + sin.square()
         return self._turn(x, cos / squared_factor, -sin / squared_factor)
 
+    def pull_back(self, gradients: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Gradients with respect to ``x`` from those with respect to ``rotate(x, positions)``.
+
+        The same shapes, dtypes and errors as those of ``rotate``, which is linear: this is its transpose.
+        """
+        cos, sin = self._angles(gradients, positions)
+        return self._turn(gradients, cos, -sin)
+
     def _angles(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine ``[T, 1, rotary_dim / 2]`` on the device of ``x``."""
         index = positions.to(self.cos.device)

@@ -1,0 +1,241 @@
+"""The bases of a model: for each group of consecutive layers, the subspace that its KV is stored in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+
+from krul_backend.atomic_file import replacing
+from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.errors import CodecError
+
+FORMAT = "krul-bases"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class GroupBasis:
+    """The transform of one group of layers. All tensors are fp32, on one device.
+
+    A token's KV of the group is one vector ``[D]``: for each layer its keys without rotary embedding, then
+    its values, heads one after the other. ``coefficients = (vector - mean) @ encoder``, and ``vector = mean
+    + coefficients @ decoder``.
+
+    The coefficients are in the metric of the model's output: an error ``e`` in the coefficients of a token
+    that draws average attention is expected to cost ``|e|^2 / 2`` nats per predicted token. They are
+    uncorrelated over the text that the basis was learned from, those with the largest variance first.
+    ``[R]``: coefficients beyond the R-th cost less than they pay, and are not kept.
+
+    ``first_layer``, ``end_layer``: the layers ``[first, end)``. ``mean [D]``, ``encoder [D, R]``,
+    ``decoder [R, D]``. ``magnitudes [R]``: the mean of each coefficient's absolute value.
+    ``attention_slopes``, ``attention_levels`` ``[layers, Hkv]`` and ``attention_means``: how a token's worth
+    follows from the attention that it draws; see ``token_worth``.
+    """
+
+    first_layer: int
+    end_layer: int
+    mean: torch.Tensor
+    encoder: torch.Tensor
+    decoder: torch.Tensor
+    magnitudes: torch.Tensor
+    attention_means: torch.Tensor
+    attention_slopes: torch.Tensor
+    attention_levels: torch.Tensor
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.end_layer)
+
+    @property
+    def rank(self) -> int:
+        """The number R of coefficients."""
+        return self.encoder.shape[1]
+
+    def token_worth(self, attention: torch.Tensor) -> torch.Tensor:
+        """How much more than an average token's an error of each token costs: fp32 ``[T]``.
+
+        ``attention [layers of the group, Hkv, T]``: the mean share of its attention that a query spends on
+        the token, summed over the query heads of the KV head. The worth is ``sum(levels * (attention /
+        means) ** slopes)`` over layers and heads.
+        """
+        relative = attention.clamp_min(_LEAST_ATTENTION).log() - self.attention_means[..., None]
+        worth = (relative * self.attention_slopes[..., None]).exp() * self.attention_levels[..., None]
+        return worth.sum(dim=(0, 1))
+
+
+_LEAST_ATTENTION = 1e-8
+_TENSORS = (
+    "mean",
+    "encoder",
+    "decoder",
+    "magnitudes",
+    "attention_means",
+    "attention_slopes",
+    "attention_levels",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelBases:
+    """The bases of all groups of one model on one rank, in the order of their layers. They never change.
+
+    ``damage_factor``: what errors really cost over what the metric says, measured on text that the bases
+    were not learned from.
+
+    Raises:
+        CodecError: groups that do not follow each other from layer 0 on, or tensors of other shapes.
+    """
+
+    shape: LayerShape
+    groups: tuple[GroupBasis, ...]
+    damage_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        expected_first = 0
+        for group in self.groups:
+            if group.first_layer != expected_first or group.end_layer <= group.first_layer:
+                raise CodecError(f"a group begins at layer {group.first_layer}, not at {expected_first}")
+            expected_first = group.end_layer
+            _check_shapes(group, self.shape)
+        if not self.groups:
+            raise CodecError("bases of a model have at least one group")
+        if not 0 < self.damage_factor < math.inf:
+            raise CodecError(f"a damage factor of {self.damage_factor} is no positive number")
+
+    @property
+    def num_layers(self) -> int:
+        return self.groups[-1].end_layer
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything that decoding depends on: equal digests decode each other's blocks."""
+        digest = hashlib.sha256(json.dumps(self._header(), sort_keys=True).encode())
+        for group in self.groups:
+            for name in _TENSORS:
+                digest.update(getattr(group, name).cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def to(self, device: torch.device) -> ModelBases:
+        """The same bases on another device."""
+        groups = (
+            GroupBasis(
+                group.first_layer,
+                group.end_layer,
+                **{name: getattr(group, name).to(device) for name in _TENSORS},
+            )
+            for group in self.groups
+        )
+        return ModelBases(self.shape, tuple(groups), self.damage_factor)
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file, whole or not at all."""
+        tensors = {
+            f"{index}.{name}": getattr(group, name).cpu().contiguous()
+            for index, group in enumerate(self.groups)
+            for name in _TENSORS
+        }
+        metadata = {"krul": json.dumps({**self._header(), "digest": self.digest})}
+        with replacing(path) as file:
+            file.write(safetensors.torch.save(tensors, metadata))
+
+    @classmethod
+    def load(cls, path: Path) -> ModelBases:
+        """Read what ``save`` wrote, onto the CPU.
+
+        Raises:
+            CodecError: no such file, not a file of bases, one of another version, or a damaged one.
+        """
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                header = json.loads((file.metadata() or {}).get("krul", "null"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise CodecError(f"no bases in {path}: {error}") from error
+        try:
+            bases = cls._from_parts(header, tensors)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CodecError(f"{path} is no file of bases, or a damaged one: {error!r}") from error
+        if bases.digest != header.get("digest"):
+            raise CodecError(f"the bases in {path} are damaged: their digest is another one")
+        return bases
+
+    @classmethod
+    def _from_parts(cls, header: dict[str, object], tensors: dict[str, torch.Tensor]) -> ModelBases:
+        if header["format"] != FORMAT or header["version"] != FORMAT_VERSION:
+            raise ValueError(f"format {header['format']!r} version {header['version']!r}")
+        heads, k_dim, v_dim = (int(str(size)) for size in (header["heads"], header["k_dim"], header["v_dim"]))
+        shape = LayerShape(heads, k_dim, v_dim, getattr(torch, str(header["dtype"])))
+        ends = [0, *(int(end) for end in header["group_ends"])]  # type: ignore[attr-defined]
+        groups = (
+            GroupBasis(first, end, **{name: tensors[f"{index}.{name}"] for name in _TENSORS})
+            for index, (first, end) in enumerate(pairwise(ends))
+        )
+        return cls(shape, tuple(groups), float(str(header["damage_factor"])))
+
+    def _header(self) -> dict[str, object]:
+        shape = self.shape
+        return {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "heads": shape.num_kv_heads,
+            "k_dim": shape.k_head_dim,
+            "v_dim": shape.v_head_dim,
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "group_ends": [group.end_layer for group in self.groups],
+            "damage_factor": self.damage_factor,
+        }
+
+
+def _check_shapes(group: GroupBasis, shape: LayerShape) -> None:
+    dim = len(group.layers) * vector_size(shape)
+    rank = group.rank
+    expected = {
+        "mean": (dim,),
+        "encoder": (dim, rank),
+        "decoder": (rank, dim),
+        "magnitudes": (rank,),
+        "attention_means": (len(group.layers), shape.num_kv_heads),
+        "attention_slopes": (len(group.layers), shape.num_kv_heads),
+        "attention_levels": (len(group.layers), shape.num_kv_heads),
+    }
+    for name, expected_shape in expected.items():
+        tensor = getattr(group, name)
+        if tensor.shape != expected_shape or tensor.dtype is not torch.float32:
+            raise CodecError(
+                f"{name} of layers {group.first_layer} to {group.end_layer - 1} is {tensor.dtype} "
+                f"{tuple(tensor.shape)}, not float32 {expected_shape}"
+            )
+
+
+def vector_size(shape: LayerShape) -> int:
+    """Elements of one token's keys and values in one layer."""
+    return shape.num_kv_heads * (shape.k_head_dim + shape.v_head_dim)
+
+
+def group_vectors(layers: Sequence[LayerKV]) -> torch.Tensor:
+    """One vector per token of a group: fp32 ``[T, D]``. ``layers``: keys without rotary embedding."""
+    parts = [part.flatten(1).float() for kv in layers for part in (kv.k, kv.v)]
+    return torch.cat(parts, dim=1)
+
+
+def split_vectors(vectors: torch.Tensor, shape: LayerShape, num_layers: int) -> list[LayerKV]:
+    """Inverse of ``group_vectors``: views ``[T, Hkv, head_dim]`` of ``vectors [T, D]``, layer by layer."""
+    k_size, v_size = (shape.num_kv_heads * dim for dim in (shape.k_head_dim, shape.v_head_dim))
+    parts = vectors.split([k_size, v_size] * num_layers, dim=1)
+    return [
+        LayerKV(
+            k.unflatten(1, (shape.num_kv_heads, shape.k_head_dim)),
+            v.unflatten(1, (shape.num_kv_heads, shape.v_head_dim)),
+        )
+        for k, v in zip(parts[::2], parts[1::2], strict=True)
+    ]

@@ -1,0 +1,216 @@
+"""Encodes the KV of a segment as coefficients of the model's bases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from krul_backend.codec.coefficients.interface import CoefficientCoder
+from krul_backend.codec.coefficients.scales import base_scales, best_offsets, scales_of
+from krul_backend.codec.interface import LayerKV, ReadLayer
+from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors
+from krul_backend.codec.subspace.decoder import SegmentPlace, SubspaceDecoder, tensors_of
+from krul_backend.codec.subspace.parameters import GroupParameters, SubspaceParameters
+from krul_backend.codec.subspace.quantizer import expected_damage, quantize, step_shifts
+from krul_backend.errors import CodecError
+
+_CHUNK_TOKENS = 1024
+"""Tokens whose vectors are held in fp32 at a time."""
+
+_SAMPLE_TOKENS = 256
+"""Tokens of a segment by whose coefficients the step is chosen."""
+
+_STEP_HALVINGS = 12
+_SMALLEST_STEP_LOG2, _LARGEST_STEP_LOG2 = -24.0, 8.0
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedSegment:
+    """All blocks of a segment, one per group, and the plain JSON values that decoding needs.
+
+    ``damage``: the divergence in nats per predicted token that the errors are expected to cause.
+    """
+
+    params: dict[str, Any]
+    blocks: tuple[torch.Tensor, ...]
+    damage: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks; ``params`` are not counted."""
+        return sum(block.numel() for block in self.blocks)
+
+
+class SubspaceCodec:
+    """Encodes and decodes the segments of one model on one rank, on the device of the bases.
+
+    ``rotary`` is taken off keys before they are encoded; None for a model without it. ``num_first_tokens``:
+    so many tokens at the start of a conversation are stored as they are. The first one draws attention from
+    all others, and is like no other.
+    """
+
+    def __init__(
+        self,
+        bases: ModelBases,
+        rotary: RotaryTable | None,
+        coders: Sequence[CoefficientCoder],
+        *,
+        num_first_tokens: int = 1,
+    ) -> None:
+        self.bases = bases
+        self._rotary = rotary
+        self._coders = {coder.name: coder for coder in coders}
+        self._num_first_tokens = num_first_tokens
+
+    def encode(
+        self,
+        read: ReadLayer,
+        *,
+        start_token: int,
+        num_tokens: int,
+        attention: torch.Tensor | None,
+        max_damage: float,
+        coder: str,
+    ) -> EncodedSegment:
+        """Encode tokens ``[start_token, start_token + num_tokens)`` of a conversation with the largest step
+        whose damage is expected to stay within ``max_damage`` nats per predicted token.
+
+        ``attention [L, Hkv, num_tokens]``: see ``GroupBasis.token_worth``; None counts all tokens alike.
+        Blocks are on the CPU.
+
+        Raises:
+            CodecError: no tokens, a limit that is not positive, an unknown coder, or positions beyond the
+            model's.
+        """
+        self._check_place(start_token, num_tokens)
+        if not max_damage > 0:
+            raise CodecError(f"a limit of {max_damage} nats leaves nothing to encode within")
+        chosen = self._coder(coder)
+        place = SegmentPlace(
+            start_token, num_tokens, max(0, min(num_tokens, self._num_first_tokens - start_token))
+        )
+        worths = [self._worth(basis, attention, place) for basis in self.bases.groups]
+        step = self._choose_step(read, worths, place, max_damage)
+        groups, blocks, damage = [], [], 0.0
+        for basis, worth in zip(self.bases.groups, worths, strict=True):
+            group, block, lost = self._encode_group(basis, read, worth, place, step, chosen)
+            groups.append(group)
+            blocks.append(block)
+            damage += lost
+        damage *= self.bases.damage_factor
+        parameters = SubspaceParameters(
+            self.bases.digest, coder, place.num_first_tokens, step, damage, tuple(groups)
+        )
+        return EncodedSegment(parameters.to_json(), tuple(blocks), damage)
+
+    def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SubspaceDecoder:
+        """A decoder for blocks that were encoded with these parameters at this place.
+
+        Raises:
+            CodecError: anything but parameters that this codec writes for this model and place.
+        """
+        self._check_place(start_token, num_tokens)
+        parameters = SubspaceParameters.parse(params, self.bases, num_tokens)
+        place = SegmentPlace(start_token, num_tokens, parameters.num_first_tokens)
+        return SubspaceDecoder(self.bases, self._rotary, self._coder(parameters.coder), parameters, place)
+
+    def _coder(self, name: str) -> CoefficientCoder:
+        if name not in self._coders:
+            raise CodecError(f"coder {name!r} is unknown (known: {', '.join(self._coders)})")
+        return self._coders[name]
+
+    def _check_place(self, start_token: int, num_tokens: int) -> None:
+        if start_token < 0 or num_tokens < 1:
+            raise CodecError(f"{num_tokens} tokens from position {start_token} are no segment")
+        if self._rotary is not None and start_token + num_tokens > self._rotary.max_positions:
+            raise CodecError(
+                f"a segment ends at position {start_token + num_tokens}, the model's rotary embedding at "
+                f"{self._rotary.max_positions}"
+            )
+
+    def _worth(self, basis: GroupBasis, attention: torch.Tensor | None, place: SegmentPlace) -> torch.Tensor:
+        """``[T]``; tokens that are stored as they are lose nothing."""
+        device = basis.mean.device
+        if attention is None:
+            worth = torch.ones(place.num_tokens, device=device)
+        else:
+            worth = basis.token_worth(attention[basis.first_layer : basis.end_layer].to(device).float())
+        worth[: place.num_first_tokens] = 0
+        return worth
+
+    def _choose_step(
+        self, read: ReadLayer, worths: Sequence[torch.Tensor], place: SegmentPlace, max_damage: float
+    ) -> float:
+        """The largest step with which a sample of the tokens is expected to lose no more than its share."""
+        num_sampled = min(place.num_tokens, _SAMPLE_TOKENS)
+        rows = torch.arange(num_sampled) * place.num_tokens // num_sampled
+        samples = []
+        for basis, worth in zip(self.bases.groups, worths, strict=True):
+            sampled = worth[rows.to(worth.device)]
+            samples.append((self._coefficients(basis, read, rows, place), step_shifts(sampled), sampled))
+        limit = max_damage / self.bases.damage_factor * num_sampled / place.num_tokens
+        low, high = _SMALLEST_STEP_LOG2, _LARGEST_STEP_LOG2
+        for _ in range(_STEP_HALVINGS):
+            middle = (low + high) / 2
+            is_within = (
+                sum(
+                    expected_damage(coefficients, 2**middle, shifts, worth)
+                    for coefficients, shifts, worth in samples
+                )
+                <= limit
+            )
+            low, high = (middle, high) if is_within else (low, middle)
+        return float(2**low)
+
+    def _encode_group(
+        self,
+        basis: GroupBasis,
+        read: ReadLayer,
+        worth: torch.Tensor,
+        place: SegmentPlace,
+        step: float,
+        coder: CoefficientCoder,
+    ) -> tuple[GroupParameters, torch.Tensor, float]:
+        """The parameters, the block and the expected damage of one group."""
+        shifts = step_shifts(worth)
+        levels = np.empty((place.num_tokens, basis.rank), np.int16)
+        magnitudes = torch.zeros(basis.rank, device=basis.mean.device)
+        damage = 0.0
+        for first in range(0, place.num_tokens, _CHUNK_TOKENS):
+            end = min(first + _CHUNK_TOKENS, place.num_tokens)
+            coefficients = self._coefficients(basis, read, torch.arange(first, end), place)
+            chunk = quantize(coefficients, step, shifts[first:end])
+            # Zeros cost least where nothing is read.
+            chunk[: max(0, place.num_first_tokens - first)] = 0
+            levels[first:end] = chunk.to(torch.int16).cpu().numpy()
+            damage += expected_damage(coefficients, step, shifts[first:end], worth[first:end])
+            magnitudes += coefficients.abs_().sum(0)
+        base = base_scales(basis.magnitudes.cpu().numpy(), step)
+        offsets = best_offsets(base, magnitudes.cpu().numpy() / (place.num_tokens * step), levels)
+        encoded = coder.encode(levels, scales_of(base, offsets), shifts.cpu().numpy())
+        first_tokens = [
+            part[: place.num_first_tokens].contiguous().cpu().view(torch.uint8).flatten()
+            for layer in (basis.layers if place.num_first_tokens else ())
+            for part in tensors_of(read(layer))
+        ]
+        block = torch.cat([*first_tokens, torch.from_numpy(encoded.data)])
+        return GroupParameters(offsets, encoded.record_num_bytes), block, damage
+
+    def _coefficients(
+        self, basis: GroupBasis, read: ReadLayer, rows: torch.Tensor, place: SegmentPlace
+    ) -> torch.Tensor:
+        """Coefficients fp32 ``[len(rows), R]`` of these tokens of the segment."""
+        layers = []
+        for layer in basis.layers:
+            kv = read(layer)
+            index = rows.to(kv.k.device)
+            k, v = kv.k[index], kv.v[index]
+            if self._rotary is not None:
+                k = self._rotary.unrotate(k, place.start_token + rows)
+            layers.append(LayerKV(k, v))
+        return (group_vectors(layers).to(basis.mean.device) - basis.mean) @ basis.encoder

@@ -1,0 +1,129 @@
+"""Decodes the blocks of one segment: any tail of any group of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from krul_backend.codec.coefficients.interface import RECORD_TOKENS, CoefficientCoder
+from krul_backend.codec.coefficients.scales import base_scales, scales_of
+from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.subspace.bases import ModelBases, split_vectors
+from krul_backend.codec.subspace.parameters import SubspaceParameters
+from krul_backend.codec.subspace.quantizer import SHRINK
+from krul_backend.errors import CodecError
+
+
+@dataclass(frozen=True)
+class SegmentPlace:
+    """Where a segment lies: tokens ``[start_token, start_token + num_tokens)`` of a conversation; the first
+    ``num_first_tokens`` of them are stored as in the pool."""
+
+    start_token: int
+    num_tokens: int
+    num_first_tokens: int
+
+
+class SubspaceDecoder:
+    """Decodes the blocks of one segment. ``SubspaceCodec.open`` makes it."""
+
+    def __init__(
+        self,
+        bases: ModelBases,
+        rotary: RotaryTable | None,
+        coder: CoefficientCoder,
+        parameters: SubspaceParameters,
+        place: SegmentPlace,
+    ) -> None:
+        self._bases = bases
+        self._rotary = rotary
+        self._coder = coder
+        self._parameters = parameters
+        self._place = place
+
+    @property
+    def damage(self) -> float:
+        """See ``EncodedSegment``."""
+        return self._parameters.damage
+
+    @cached_property
+    def group_num_bytes(self) -> tuple[int, ...]:
+        """The size of each group's whole block."""
+        return tuple(
+            self._first_tokens_num_bytes(group) + int(parameters.record_num_bytes.sum())
+            for group, parameters in enumerate(self._parameters.groups)
+        )
+
+    def tail_start(self, group: int, first_token: int) -> int:
+        """The byte of the group's whole block from which on it holds tokens ``first_token`` and later."""
+        record = first_token // RECORD_TOKENS
+        if record == 0:
+            return 0
+        sizes = self._parameters.groups[group].record_num_bytes
+        return self._first_tokens_num_bytes(group) + int(sizes[:record].sum())
+
+    def decode(self, group: int, block: torch.Tensor, first_token: int) -> list[LayerKV]:
+        """Decode tokens ``[first_token, num_tokens)`` of the segment in all layers of a group.
+
+        ``block``: uint8 on the CPU, the group's from ``tail_start(group, first_token)`` on. Returns new
+        tensors in the pool's dtype on the bases' device, keys with their rotary embedding.
+
+        Raises:
+            CodecError: no such token, a block of another size, or a damaged one.
+        """
+        num_tokens = self._place.num_tokens
+        if not 0 <= first_token < num_tokens:
+            raise CodecError(f"token {first_token} of a segment of {num_tokens} tokens")
+        expected = self.group_num_bytes[group] - self.tail_start(group, first_token)
+        if block.dtype is not torch.uint8 or block.ndim != 1 or block.numel() != expected:
+            raise CodecError(f"a block of {expected} bytes is needed, got {block.dtype} {tuple(block.shape)}")
+        basis, parameters = self._bases.groups[group], self._parameters.groups[group]
+        record = first_token // RECORD_TOKENS
+        num_raw_bytes = self._first_tokens_num_bytes(group) if record == 0 else 0
+        scales = scales_of(
+            base_scales(basis.magnitudes.cpu().numpy(), self._parameters.step), parameters.offsets
+        )
+        first_decoded = record * RECORD_TOKENS
+        values = np.empty((num_tokens - first_decoded, basis.rank), np.float32)
+        self._coder.decode(
+            block[num_raw_bytes:].numpy(), parameters.record_num_bytes[record:], scales, values, shrink=SHRINK
+        )
+        coefficients = torch.from_numpy(values[first_token - first_decoded :]).to(basis.mean.device)
+        vectors = torch.addmm(basis.mean, coefficients, basis.decoder, alpha=self._parameters.step)
+        layers = split_vectors(vectors, self._bases.shape, len(basis.layers))
+        positions = torch.arange(first_token, num_tokens, device=vectors.device) + self._place.start_token
+        dtype = self._bases.shape.dtype
+        decoded = [
+            LayerKV(
+                (kv.k if self._rotary is None else self._rotary.rotate(kv.k, positions)).to(dtype),
+                kv.v.to(dtype),
+            )
+            for kv in layers
+        ]
+        if num_raw_bytes:
+            self._put_first_tokens(block[:num_raw_bytes], first_token, decoded)
+        return decoded
+
+    def _first_tokens_num_bytes(self, group: int) -> int:
+        shape = self._bases.shape
+        token_bytes = len(self._bases.groups[group].layers) * (shape.k_token_bytes + shape.v_token_bytes)
+        return self._place.num_first_tokens * token_bytes
+
+    def _put_first_tokens(self, raw: torch.Tensor, first_token: int, decoded: Sequence[LayerKV]) -> None:
+        """Write the first tokens' own KV over what was decoded for them."""
+        num_first_tokens = self._place.num_first_tokens
+        parts = [part for kv in decoded for part in tensors_of(kv)]
+        sizes = [part[0].numel() * part.dtype.itemsize * num_first_tokens for part in parts]
+        for part, stored in zip(parts, raw.split(sizes), strict=True):
+            rows = stored.clone().view(part.dtype).view(num_first_tokens, *part.shape[1:])[first_token:]
+            part[: len(rows)] = rows.to(part.device)
+
+
+def tensors_of(kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, in the order in which they are stored."""
+    return kv.k, kv.v

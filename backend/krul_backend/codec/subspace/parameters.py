@@ -1,0 +1,129 @@
+"""The parameters that are stored beside a segment's blocks so that they can be decoded."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from krul_backend.codec.coefficients.interface import num_records
+from krul_backend.codec.coefficients.scales import BAND, pack_offsets, unpack_offsets
+from krul_backend.codec.subspace.bases import GroupBasis, ModelBases
+from krul_backend.errors import CodecError
+
+CODEC_NAME = "subspace"
+CODEC_VERSION = 1
+
+_KEYS = {"codec", "version", "bases", "coder", "first_tokens", "step", "damage", "groups"}
+
+
+@dataclass(frozen=True, eq=False)
+class GroupParameters:
+    """What decoding one group takes beside the bases.
+
+    ``offsets`` uint8 ``[bands]``: how this segment's scales differ from the model's. ``record_num_bytes``
+    uint32 ``[records]``.
+    """
+
+    offsets: NDArray[np.uint8]
+    record_num_bytes: NDArray[np.uint32]
+
+    def to_json(self) -> dict[str, str]:
+        # Sizes are multiples of 4, and a record has fewer than 2^18 bytes.
+        sizes = (self.record_num_bytes // 4).astype("<u2").tobytes()
+        return {"offsets": _text(pack_offsets(self.offsets).tobytes()), "records": _text(sizes)}
+
+    @classmethod
+    def parse(cls, values: object, basis: GroupBasis, num_tokens: int) -> GroupParameters:
+        if not isinstance(values, Mapping) or set(values) != {"offsets", "records"}:
+            raise CodecError(f"a group has offsets and records, got {values!r:.200}")
+        offsets = unpack_offsets(np.frombuffer(_bytes(values["offsets"]), np.uint8), -(-basis.rank // BAND))
+        sizes = _bytes(values["records"])
+        if len(sizes) != 2 * num_records(num_tokens):
+            raise CodecError(
+                f"{num_tokens} tokens have {num_records(num_tokens)} records, got {len(sizes) // 2}"
+            )
+        return cls(offsets, np.frombuffer(sizes, "<u2").astype(np.uint32) * 4)
+
+
+@dataclass(frozen=True, eq=False)
+class SubspaceParameters:
+    """Everything that decoding a segment takes beside the bases and the model's shape.
+
+    ``num_first_tokens``: tokens at the segment's start that are stored as in the pool. ``step``: that of a
+    token of average worth. ``damage``: see ``EncodedSegment``.
+    """
+
+    bases_digest: str
+    coder: str
+    num_first_tokens: int
+    step: float
+    damage: float
+    groups: tuple[GroupParameters, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values that ``parse`` accepts."""
+        return {
+            "codec": CODEC_NAME,
+            "version": CODEC_VERSION,
+            "bases": self.bases_digest,
+            "coder": self.coder,
+            "first_tokens": self.num_first_tokens,
+            "step": self.step,
+            "damage": self.damage,
+            "groups": [group.to_json() for group in self.groups],
+        }
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any], bases: ModelBases, num_tokens: int) -> SubspaceParameters:
+        """Parse ``params`` and check them against the bases and the segment's length.
+
+        Raises:
+            CodecError: anything but what ``to_json`` writes for such a segment, or other bases.
+        """
+        if not isinstance(params, Mapping) or params.get("codec") != CODEC_NAME:
+            raise CodecError(f"not the parameters of codec {CODEC_NAME!r}: {params!r:.200}")
+        version = params.get("version")
+        if type(version) is not int or version != CODEC_VERSION:
+            raise CodecError(
+                f"version {version!r} of codec {CODEC_NAME!r} is unknown (known: {CODEC_VERSION})"
+            )
+        if set(params) != _KEYS:
+            raise CodecError(f"codec parameters are {sorted(_KEYS)}, got {sorted(map(str, params))}")
+        if params["bases"] != bases.digest:
+            raise CodecError(f"stored with bases {params['bases']!r:.80}, not with those at hand")
+        num_first_tokens = params["first_tokens"]
+        if type(num_first_tokens) is not int or not 0 <= num_first_tokens <= num_tokens:
+            raise CodecError(f"{num_first_tokens!r} first tokens in a segment of {num_tokens}")
+        step, damage = (_positive_number(params[name], name) for name in ("step", "damage"))
+        groups = params["groups"]
+        if not isinstance(groups, list) or len(groups) != len(bases.groups):
+            raise CodecError(f"{len(bases.groups)} groups have as many parameters, got {groups!r:.200}")
+        parsed = (
+            GroupParameters.parse(group, basis, num_tokens)
+            for group, basis in zip(groups, bases.groups, strict=True)
+        )
+        return cls(bases.digest, str(params["coder"]), num_first_tokens, step, damage, tuple(parsed))
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: object) -> bytes:
+    try:
+        return base64.b64decode(str(text), validate=True)
+    except (binascii.Error, ValueError):
+        raise CodecError(f"not base64: {text!r:.80}") from None
+
+
+def _positive_number(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise CodecError(f"{name} {value!r} is not a positive number")
+    return float(value)

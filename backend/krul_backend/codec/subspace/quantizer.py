@@ -1,0 +1,58 @@
+"""Rounds coefficients to levels, with a finer step for tokens that attention dwells on."""
+
+from __future__ import annotations
+
+import torch
+
+ROUNDING = 0.4
+"""Added to magnitudes in steps before they are rounded down: zero gets a wider range than the other
+levels."""
+
+SHRINK = 0.04
+"""Levels are read back so much nearer to zero, in steps: small magnitudes are more frequent than large
+ones."""
+
+SHIFTS_PER_OCTAVE = 2
+COARSEST_SHIFT = 2
+FINEST_SHIFT = -4
+"""A token's step is the segment's times ``2 ** (shift / 2)``, with a shift from -4 to 2: a quarter to
+twice."""
+
+WORTH_EXPONENT = -0.25
+"""A step in proportion to ``worth ** -0.5`` would cost every token alike if attention told all. It tells of
+the past: a fact that nobody has asked for yet draws none. Half of that exponent is nearly as small, and
+safer."""
+
+_LARGEST_LEVEL = 32767
+
+
+def step_shifts(worth: torch.Tensor) -> torch.Tensor:
+    """The shift of each token's step: int8 ``[T]``. ``worth [T]``, see ``GroupBasis.token_worth``."""
+    octaves = worth.clamp_min(2.0**-40).log2() * WORTH_EXPONENT
+    return (octaves * SHIFTS_PER_OCTAVE).round().clamp(FINEST_SHIFT, COARSEST_SHIFT).to(torch.int8)
+
+
+def token_steps(step: float, shifts: torch.Tensor) -> torch.Tensor:
+    """The step of each token: fp32 ``[T, 1]``."""
+    return (step * torch.exp2(shifts.float() / SHIFTS_PER_OCTAVE))[:, None]
+
+
+def quantize(coefficients: torch.Tensor, step: float, shifts: torch.Tensor) -> torch.Tensor:
+    """Levels of ``coefficients [T, R]``: fp32 whole numbers of the same shape."""
+    scaled = coefficients / token_steps(step, shifts)
+    magnitudes = (scaled.abs() + ROUNDING).floor_().clamp_(max=_LARGEST_LEVEL)
+    return magnitudes.copysign_(scaled)
+
+
+def dequantize(levels: torch.Tensor, step: float, shifts: torch.Tensor) -> torch.Tensor:
+    """The coefficients that levels stand for: fp32 ``[T, R]``."""
+    return (levels - SHRINK * levels.sign()) * token_steps(step, shifts)
+
+
+def expected_damage(
+    coefficients: torch.Tensor, step: float, shifts: torch.Tensor, worth: torch.Tensor
+) -> float:
+    """The divergence in nats per predicted token that rounding ``coefficients [T, R]`` is expected to
+    cause."""
+    errors = dequantize(quantize(coefficients, step, shifts), step, shifts).sub_(coefficients)
+    return float(errors.square_().sum(1) @ worth) / 2

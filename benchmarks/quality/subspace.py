@@ -1,0 +1,68 @@
+"""The rows of the subspace codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import orjson
+
+from benchmarks.quality.methods import Method, Stored, StoreTurn, Turn
+from krul_backend.attention.drawn import attention_drawn
+from krul_backend.codec.coefficients.fixed_width import FixedWidthCoder
+from krul_backend.codec.coefficients.rans import RansCoder
+from krul_backend.codec.subspace.codec import SubspaceCodec
+
+LIMITS = (0.001, 0.003, 0.01, 0.03, 0.1)
+"""Nats per predicted token."""
+
+FIXED_WIDTH_LIMIT = 0.01
+
+
+@dataclass(frozen=True)
+class Subspace(Method):
+    """Groups of layers in a common subspace, with the largest steps that a limit in nats allows.
+
+    Each turn may lose the share of the limit that its tokens have in the conversation so far: what older
+    turns have lost weighs less, the more tokens there are to attend to.
+    """
+
+    name: str
+    codec: SubspaceCodec = field(repr=False)
+    limit: float
+    coder: str
+    family: str = "subspace"
+
+    def start(self) -> StoreTurn:
+        return self._store
+
+    def _store(self, turn: Turn) -> Stored:
+        start, num_tokens = turn.start_token, len(turn.segment[0].k)
+        attention = attention_drawn(turn.rows, lambda layer: turn.kv[layer].k, start, num_tokens)
+        encoded = self.codec.encode(
+            turn.segment.__getitem__,
+            start_token=start,
+            num_tokens=num_tokens,
+            attention=attention,
+            max_damage=self.limit * num_tokens / (start + num_tokens),
+            coder=self.coder,
+        )
+        decoder = self.codec.open(encoded.params, start_token=start, num_tokens=num_tokens)
+        decoded = [kv for group, block in enumerate(encoded.blocks) for kv in decoder.decode(group, block, 0)]
+        # The parameters have sizes and scales of this segment: they count.
+        return Stored(
+            tuple(decoded), encoded.num_bytes + len(orjson.dumps(encoded.params)), damage=encoded.damage
+        )
+
+
+def subspace_methods(codec: SubspaceCodec) -> list[Subspace]:
+    """One row for each limit, and one with the coder that decodes faster."""
+    return [
+        *(Subspace(f"subspace {limit}", codec, limit, RansCoder.name) for limit in LIMITS),
+        Subspace(
+            f"subspace {FIXED_WIDTH_LIMIT} fixed",
+            codec,
+            FIXED_WIDTH_LIMIT,
+            FixedWidthCoder.name,
+            "subspace fixed",
+        ),
+    ]

@@ -1,0 +1,39 @@
+"""The command ``krul-sglang learn``: from a model's folder and text files to a file of bases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from krul_sglang.learning.bases import LearningPlan, learn_bases
+from krul_sglang.learning.reader import TextReader
+from krul_sglang.learning.texts import cut_pieces, own_texts, read_texts
+
+
+def learn_to_file(
+    model_path: str, out: Path, *, texts: Sequence[Path], num_pieces: int, device: str
+) -> Iterator[str]:
+    """Learn and write; yields what was done, line by line.
+
+    Raises:
+        LearningError: text that cannot be read, or too little of it.
+        CodecError: a model whose KV has no such bases.
+    """
+    started = time.monotonic()
+    plan = LearningPlan()
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto", attn_implementation="sdpa")
+    reader = TextReader(model.to(device).train(False))
+    chosen = [text for path in texts for text in read_texts(path)] or own_texts()
+    pieces = cut_pieces(tokenizer, chosen, plan.text_tokens, num_pieces)
+    yield f"learning from {len(pieces)} pieces of {plan.text_tokens} tokens"
+    bases = learn_bases(reader, pieces, plan)
+    bases.save(out)
+    ranks = ", ".join(f"{group.first_layer}-{group.end_layer - 1}: {group.rank}" for group in bases.groups)
+    yield f"coefficients per token and group of layers: {ranks}"
+    yield f"errors cost {bases.damage_factor:.2f} times what the metric says"
+    yield f"wrote {out} ({bases.digest[:12]}) in {time.monotonic() - started:.0f} s"

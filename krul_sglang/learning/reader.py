@@ -1,0 +1,126 @@
+"""Reads text with a Hugging Face model, and finds out what errors in its KV would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+
+from krul_backend.attention.drawn import attention_drawn
+from krul_backend.attention.rows import sample_positions
+from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.subspace.learning import LearningText
+from krul_sglang.learning.hf_attention import CapturedAttention, observed_attention
+
+POOL_DTYPE = torch.bfloat16
+"""What a server's KV pool holds; the model itself may compute in another dtype."""
+
+
+@dataclass(frozen=True, eq=False)
+class History:
+    """The KV of a text, ``layers`` as a server's pool holds it, and ``attention [L, Hkv, T]``; see
+    ``GroupBasis.token_worth``."""
+
+    layers: Sequence[LayerKV]
+    attention: torch.Tensor
+
+
+class TextReader:
+    """Reads with a model of the Llama, Qwen2 or Qwen3 family, whose parameters need no gradients.
+
+    ``query_rows``: queries of a text by which the attention that its tokens draw is measured.
+    """
+
+    def __init__(self, model: Any, *, query_rows: int = 256) -> None:
+        self._model = model
+        self._query_rows = query_rows
+        config = model.config
+        self.num_layers: int = config.num_hidden_layers
+        head_dim: int = model.model.layers[0].self_attn.head_dim
+        self.shape = LayerShape(config.num_key_value_heads, head_dim, head_dim, POOL_DTYPE)
+        self.rotary = rotary_table(model, config.max_position_embeddings)
+        model.requires_grad_(False)
+
+    def read(self, ids: Sequence[int], num_read: int, seed: int) -> LearningText:
+        """Learn from the first ``num_read`` tokens; the others are what the model predicts after them.
+
+        ``seed`` draws the predicted tokens. Raises ValueError unless there are tokens in both parts.
+        """
+        if not 0 < num_read < len(ids):
+            raise ValueError(f"{num_read} of {len(ids)} tokens cannot be read with some left to predict")
+        text = self.read_history(ids[:num_read])
+        positions = torch.arange(num_read)
+        gradients = [
+            LayerKV(self.rotary.pull_back(kv.k, positions), kv.v)
+            for kv in self._gradients(text.layers, ids[num_read:], seed)
+        ]
+        layers = [LayerKV(self.rotary.unrotate(kv.k, positions), kv.v) for kv in text.layers]
+        return LearningText(layers, gradients, text.attention)
+
+    def read_history(self, ids: Sequence[int]) -> History:
+        """The KV of a text as a server's pool would hold it, and the attention that its tokens draw."""
+        captured = CapturedAttention()
+        with torch.no_grad(), observed_attention(self._model, captured.take):
+            self._model(self._batch(ids), use_cache=False, logits_to_keep=1)
+        rows = captured.rows(sample_positions(0, len(ids), self._query_rows))
+        attention = attention_drawn(rows, captured.read_keys, 0, len(ids))
+        layers = [
+            LayerKV(kv.k.to(POOL_DTYPE).contiguous(), kv.v.to(POOL_DTYPE).contiguous())
+            for kv in captured.layers
+        ]
+        return History(layers, attention)
+
+    @torch.no_grad()
+    def divergence(self, ids: Sequence[int], true: Sequence[LayerKV], other: Sequence[LayerKV]) -> float:
+        """KL of the predictions of ``ids`` on one history from those on another, in nats per token."""
+        predictions = [
+            self._model(self._batch(ids), past_key_values=self._cache(layers), use_cache=True)
+            .logits[0]
+            .double()
+            .log_softmax(-1)
+            for layers in (true, other)
+        ]
+        return float(F.kl_div(predictions[1], predictions[0], reduction="batchmean", log_target=True))
+
+    def _gradients(self, layers: Sequence[LayerKV], ids: Sequence[int], seed: int) -> list[LayerKV]:
+        """Gradients with respect to ``layers``, keys as they are, of a sample of the predictions after
+        them."""
+        leaves = [LayerKV(kv.k.float().requires_grad_(), kv.v.float().requires_grad_()) for kv in layers]
+        cache = self._cache(leaves)
+        logits = self._model(self._batch(ids), past_key_values=cache, use_cache=True).logits[0].float()
+        log_probabilities = logits.log_softmax(-1)
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.multinomial(log_probabilities.detach().exp().cpu(), 1, generator=generator)
+        chosen = log_probabilities.gather(1, drawn.to(logits.device))
+        (chosen.sum() / len(ids) ** 0.5).backward()
+        return [LayerKV(_gradient(kv.k), _gradient(kv.v)) for kv in leaves]
+
+    def _cache(self, layers: Sequence[LayerKV]) -> Any:
+        cache = DynamicCache()
+        for layer, kv in enumerate(layers):
+            # [T, Hkv, D] -> [1, Hkv, T, D]
+            keys, values = (x.transpose(0, 1)[None].to(self._model.dtype) for x in (kv.k, kv.v))
+            cache.update(keys, values, layer)
+        return cache
+
+    def _batch(self, ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([list(ids)], device=self._model.device)
+
+
+def rotary_table(model: Any, max_positions: int) -> RotaryTable:
+    """The table of a Hugging Face model, on its device."""
+    embedding = model.model.rotary_emb
+    positions = torch.arange(max_positions, device=embedding.inv_freq.device)
+    angles = positions[:, None].float() * embedding.inv_freq[None, :].float()
+    scale = float(embedding.attention_scaling)
+    return RotaryTable(angles.cos() * scale, angles.sin() * scale, is_neox=True)
+
+
+def _gradient(leaf: torch.Tensor) -> torch.Tensor:
+    assert leaf.grad is not None, "the predictions depend on all KV before them"
+    return leaf.grad
