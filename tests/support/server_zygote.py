@@ -10,6 +10,7 @@ lifeline.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -91,7 +92,9 @@ def _supervise(connection: socket.socket) -> int:
     supervisor.subprocess = SimpleNamespace(Popen=start_server, DEVNULL=subprocess.DEVNULL)  # type: ignore
     status = supervisor.run(request["arguments"])
     status = status if status >= 0 else 128 - status
-    connection.send(str(status).encode())
+    # Whoever broke the lifeline by dying does not read it.
+    with contextlib.suppress(OSError):
+        connection.send(str(status).encode())
     return status
 
 
