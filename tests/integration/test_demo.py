@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.forked_server import with_forked_servers
 
 CONVERSATIONS = 5
 """So many that each has left the small pool before it returns."""
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def demo(folder: Path) -> subprocess.CompletedProcess[str]:
     """One run, with all files that it can write."""
     command = [
-        *(sys.executable, "-m", "krul_sglang.cli", "demo", "--model-path", "bundled"),
+        *with_forked_servers("krul_sglang.cli", "demo", "--model-path", "bundled"),
         *("--num-conversations", str(CONVERSATIONS), "--turns", str(TURNS)),
         *("--json", str(folder / "kept.json"), "--raw", str(folder / "raw.json")),
         *("--figure", str(folder / "demo.png")),

@@ -35,7 +35,8 @@ class Mode:
 
 MODES = {
     # The overlap scheduler is SGLang's default: it is on in all of them.
-    "bf16-chunked-prefill": Mode("bfloat16", ("--chunked-prefill-size", "512")),
+    # With the threads of a user's server; the others have one each.
+    "bf16-chunked-prefill": Mode("bfloat16", ("--chunked-prefill-size", "512"), (("OMP_NUM_THREADS", "2"),)),
     "fp32-python-tree": Mode("float32", (), (("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python"),)),
     "fp32-tp2-chunked-prefill": Mode(
         "float32",
@@ -74,12 +75,11 @@ def played(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Play
     args = (*mode.args, "--dtype", mode.dtype, "--page-size", str(PAGE_SIZE), "--enable-cache-report")
     env = dict(mode.env)
     model = tiny_models[mode.dtype]
-    # It only tells what is right; the server under test starts as users start it.
     with ForkedServer(model, args=(*args, "--max-total-tokens", "16384"), env=env) as server:
         prompts, kept = play(server, evict=False)
     options = json.dumps({"planner": "full-load"})
     small = (*args, "--max-total-tokens", "2048", *KRUL, "--unified-cache-external-linker-config", options)
-    with ServerProcess(model, args=small, env={**env, **STRICT}) as server:
+    with ForkedServer(model, args=small, env={**env, **STRICT}) as server:
         _, restored = play(server, evict=True)
         assert_nothing_left_behind(server)
         stats = settled_stats(server)

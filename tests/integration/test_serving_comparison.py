@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.forked_server import with_forked_servers
 
 pytestmark = pytest.mark.server
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.server
 def test_krul_restores_the_turns_that_sglang_alone_recomputes(tmp_path: Path) -> None:
     summary, raw, figure = tmp_path / "out.json", tmp_path / "raw.json", tmp_path / "out.png"
     command = [
-        *(sys.executable, "-m", "benchmarks.serving", "--model", "bundled"),
+        *with_forked_servers("benchmarks.serving", "--model", "bundled"),
         *("--configurations", "recompute,full-load", "--users", "3", "--rounds", "2", "--history", "300"),
         *("--max-tokens", "8", "--json", str(summary), "--raw", str(raw), "--figure", str(figure)),
     ]

@@ -197,7 +197,7 @@ def test_replicas_of_a_server_find_each_others_conversations(
         args = (*args, "--load-balance-method", "round_robin")
         env = {**STRICT, **WITH_PLUGIN, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
         log_path = tmp_path / "replicas.log"
-        with ServerProcess(tiny_models["float32"], args=args, env=env, log_path=log_path) as server:
+        with ForkedServer(tiny_models["float32"], args=args, env=env, log_path=log_path) as server:
             for _ in range(NUM_TURNS):
                 num_stored = stored_turns(server)
                 converse(server, "first", answers, 1, evict=False)
@@ -217,7 +217,7 @@ def test_replicas_of_a_server_find_each_others_conversations(
 def test_a_daemon_that_is_not_there_stops_the_server(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     options = {"endpoint": str(tmp_path / "nothing"), "host_memory": "auto"}
     args = small_krul_server_args(POOL_TOKENS, options)
-    server = ServerProcess(tiny_models["float32"], args=args, log_path=tmp_path / "server.log")
+    server = ForkedServer(tiny_models["float32"], args=args, log_path=tmp_path / "server.log")
     with pytest.raises(ServerError):
         server.start()
     assert "no krul-backend answers" in server.log_text()

@@ -1,42 +1,110 @@
-"""Starts SGLang's server in half the time: its processes are forks of one that has imported SGLang.
+"""Starts SGLang's server in a fraction of the time: its processes are forks of one that has imported SGLang.
 
-SGLang itself starts its scheduler and its detokenizer as new interpreters, each of which imports SGLang for
-ten seconds. Tests about the start of a server use ``ServerProcess``, which changes nothing.
+SGLang itself starts its scheduler and its detokenizer as new interpreters, and each of the three imports
+SGLang for ten seconds. Here a zygote does so once per test process, for all servers. Variables that SGLang
+reads when it is imported are those of the test process. Tests about the start of a server use
+``ServerProcess``, which changes nothing.
 """
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import runpy
-from typing import Any
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from krul_sglang.demo.server import ServerProcess, default_device_args
 
+_ZYGOTE = Path(__file__).with_name("server_zygote.py")
+_PROGRAM = Path(__file__).with_name("program_with_forked_servers.py")
+SOCKET = "TESTS_SERVER_ZYGOTE"
+"""Environment variable: the socket of a zygote, for programs that tests run."""
+
 
 class ForkedServer(ServerProcess):
-    """``ServerProcess``, run through this file. With a GPU it is the same: CUDA does not survive a fork."""
+    """``ServerProcess``, forked from a zygote. With a GPU it is the same: CUDA does not survive a fork."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        if default_device_args():
-            module = self.command.index("-m")
-            self.command[module : module + 2] = [__file__]
-
-
-def main() -> None:
-    """Import what the children need, then be ``python -m sglang.launch_server`` with these arguments."""
-    # What is imported stays: looking for garbage in it would take a fifth of the time.
-    gc.disable()
-    import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler  # noqa: F401
-
-    gc.enable()
-    multiprocessing.set_start_method("fork")
-    # SGLang asks for "spawn" when it starts.
-    multiprocessing.set_start_method = lambda *args, **options: None
-    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+    def _start_supervisor(self, log: BinaryIO) -> Any:
+        if not default_device_args():
+            return super()._start_supervisor(log)
+        arguments = self.command[self.command.index("-m") + 2 :]
+        request = {"arguments": arguments, "env": self._env, "cwd": os.getcwd()}
+        return _ForkedSupervisor(zygote_socket(), request, log)
 
 
-if __name__ == "__main__":
-    main()
+class _ForkedSupervisor:
+    """A supervisor that the zygote forked, with what ``ServerProcess`` uses of ``subprocess.Popen``."""
+
+    def __init__(self, path: str, request: dict[str, Any], log: BinaryIO) -> None:
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.connect(path)
+        socket.send_fds(self._connection, [json.dumps(request).encode()], [log.fileno()])
+        self.pid = int(self._connection.recv(64))
+        self.returncode: int | None = None
+        self.stdin = self
+
+    def close(self) -> None:
+        """Break its lifeline."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(timeout=0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a forked server", timeout or 0.0)
+            # It says its status at its end, unless it is killed.
+            self.returncode = int(self._connection.recv(64) or -signal.SIGKILL)
+            self._connection.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+class _Zygote:
+    """The process that forks servers; it ends with this one."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="krul-test-", dir="/tmp")
+        self.path = str(Path(self._directory.name) / "zygote")
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(_ZYGOTE), self.path],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            start_new_session=True,
+        )
+        while not Path(self.path).exists():
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the zygote ended with status {self._process.returncode}")
+            time.sleep(0.1)
+
+
+@cache
+def _own_zygote() -> _Zygote:
+    return _Zygote()
+
+
+def with_forked_servers(module: str, *arguments: str) -> list[str]:
+    """The command line that runs a module as ``python -m`` does, with a ``ForkedServer`` for each server."""
+    if not default_device_args():
+        return [sys.executable, "-m", module, *arguments]
+    return [sys.executable, str(_PROGRAM), zygote_socket(), module, *arguments]
+
+
+def zygote_socket() -> str:
+    """The path of a zygote's socket; of this process's own, unless the environment names one."""
+    return os.environ.get(SOCKET) or _own_zygote().path

@@ -1,0 +1,165 @@
+"""A process that has imported SGLang, and forks one server for each connection to its socket.
+
+Run as a script by ``forked_server.py``: ``python -P server_zygote.py SOCKET``. Its standard input is a
+lifeline: it ends when the process that started it ends. Each child is the supervisor of one server, whose
+own child is that server. A client connects, and sends one packet: the request, and the log's descriptor.
+The supervisor answers with its process id, and at its end with its exit status. The connection is its
+lifeline.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from krul_sglang.demo import supervisor
+
+MAX_REQUEST_BYTES = 1 << 17
+
+_WHAT_SERVERS_IMPORT = (
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+    # Every architecture that SGLang knows.
+    "sglang.srt.models.registry",
+    "krul_sglang.engine.attach.attach_restore",
+    "krul_sglang.engine.cache.linker",
+    "krul_sglang.engine.cache.radix_cache",
+)
+
+
+def main(path: str) -> None:
+    """Import what servers import, then fork one per connection to the socket at ``path``."""
+    # What is imported stays: looking for garbage in it would take a fifth of the time.
+    gc.disable()
+    for module in _WHAT_SERVERS_IMPORT:
+        importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+    multiprocessing.set_start_method("fork")
+    # SGLang asks for "spawn" when it starts.
+    multiprocessing.set_start_method = lambda *args, **options: None
+    signal.signal(signal.SIGCHLD, _reap)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+        while listener in select.select([listener, sys.stdin], [], [])[0]:
+            connection, _ = listener.accept()
+            with connection:
+                if os.fork() == 0:
+                    listener.close()
+                    _in_this_process(partial(_supervise, connection))
+
+
+def _supervise(connection: socket.socket) -> int:
+    """Be the supervisor of one server: returns its exit status, and sends it through ``connection``."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    message, [log], _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 1)
+    request = json.loads(message)
+    connection.send(str(os.getpid()).encode())
+    # The supervisor's lifeline is its standard input.
+    for source, target in ((connection.fileno(), 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(log)
+
+    def start_server(command: list[str], *, preexec_fn: Callable[[], None], **_: Any) -> _Server:
+        pid = os.fork()
+        if pid == 0:
+            preexec_fn()
+            connection.close()
+            _in_this_process(partial(_serve, command, request["env"], request["cwd"]))
+        return _Server(pid)
+
+    supervisor.subprocess = SimpleNamespace(Popen=start_server, DEVNULL=subprocess.DEVNULL)  # type: ignore
+    status = supervisor.run(request["arguments"])
+    status = status if status >= 0 else 128 - status
+    # Whoever broke the lifeline by dying does not read it.
+    with contextlib.suppress(OSError):
+        connection.send(str(status).encode())
+    return status
+
+
+class _Server:
+    """A forked child, with what the supervisor needs of ``subprocess.Popen``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+
+def _serve(arguments: list[str], env: dict[str, str], cwd: str) -> int:
+    """Be ``python -m sglang.launch_server`` with these arguments."""
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    if num_threads := env.get("OMP_NUM_THREADS"):
+        # It was read when torch was loaded.
+        torch.set_num_threads(int(num_threads))
+    more_paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    sys.path[:0] = more_paths
+    sys.argv = ["sglang.launch_server", *arguments]
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _in_this_process(run: Callable[[], int]) -> None:
+    """End this forked process with the status that ``run`` returns, or exits with, as an interpreter does."""
+    status: Any = 1
+    try:
+        status = run()
+    except SystemExit as ended:
+        status = ended.code
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Among them is that of ``multiprocessing``, which ends the processes of the server.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status or 0)
+
+
+def _reap(*_: object) -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
