@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from krul_sglang.learning.bases import LearningPlan, learn_bases
@@ -26,7 +27,9 @@ def learn_to_file(
     started = time.monotonic()
     plan = LearningPlan()
     tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto", attn_implementation="sdpa")
+    # Few CPUs compute fast in the 16-bit types that checkpoints have.
+    dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa")
     reader = TextReader(model.to(device).train(False))
     chosen = [text for path in texts for text in read_texts(path)] or own_texts()
     pieces = cut_pieces(tokenizer, chosen, plan.text_tokens, num_pieces)

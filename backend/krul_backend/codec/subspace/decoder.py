@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from krul_backend.codec.coefficients.interface import RECORD_TOKENS, CoefficientCoder
+from krul_backend.codec.coefficients.coders import CoefficientCoder
+from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import base_scales, scales_of
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.rotary import RotaryTable
@@ -29,18 +30,29 @@ class SegmentPlace:
     num_first_tokens: int
 
 
+@dataclass(frozen=True, eq=False)
+class Reconstruction:
+    """What turns coefficients of a group into vectors, in the type of the product: ``mean [D]``, ``decoder
+    [R, D]``."""
+
+    mean: torch.Tensor
+    decoder: torch.Tensor
+
+
 class SubspaceDecoder:
     """Decodes the blocks of one segment. ``SubspaceCodec.open`` makes it."""
 
     def __init__(
         self,
         bases: ModelBases,
+        reconstructions: Sequence[Reconstruction],
         rotary: RotaryTable | None,
         coder: CoefficientCoder,
         parameters: SubspaceParameters,
         place: SegmentPlace,
     ) -> None:
         self._bases = bases
+        self._reconstructions = reconstructions
         self._rotary = rotary
         self._coder = coder
         self._parameters = parameters
@@ -88,13 +100,16 @@ class SubspaceDecoder:
         scales = scales_of(
             base_scales(basis.magnitudes.cpu().numpy(), self._parameters.step), parameters.offsets
         )
+        # Coefficients matter less and less: with a large step all from some place on are zero.
+        num_used = int(scales.nonzero()[0].max(initial=-1)) + 1
         first_decoded = record * RECORD_TOKENS
-        values = np.empty((num_tokens - first_decoded, basis.rank), np.float32)
+        values = np.empty((num_tokens - first_decoded, num_used), np.float32)
         self._coder.decode(
-            block[num_raw_bytes:].numpy(), parameters.record_num_bytes[record:], scales, values, shrink=SHRINK
+            block[num_raw_bytes:].numpy(), parameters.record_num_bytes[record:], scales[:num_used], values, shrink=SHRINK
         )
-        coefficients = torch.from_numpy(values[first_token - first_decoded :]).to(basis.mean.device)
-        vectors = torch.addmm(basis.mean, coefficients, basis.decoder, alpha=self._parameters.step)
+        mean, decoder = self._reconstructions[group].mean, self._reconstructions[group].decoder
+        coefficients = torch.from_numpy(values[first_token - first_decoded :]).to(mean.device, mean.dtype)
+        vectors = torch.addmm(mean, coefficients, decoder[:num_used], alpha=self._parameters.step)
         layers = split_vectors(vectors, self._bases.shape, len(basis.layers))
         positions = torch.arange(first_token, num_tokens, device=vectors.device) + self._place.start_token
         dtype = self._bases.shape.dtype

@@ -19,7 +19,7 @@ DIAGONAL_SHARE = 0.1
 """Of the metric: the part in which errors of different channels cost nothing together. It keeps directions
 that no gradient has pointed to from costing nothing at all."""
 
-LOST_NATS = 3e-4
+LOST_NATS = 5e-5
 """What the coefficients that are left out may cost a text as long as those learned from, per predicted
 token."""
 
