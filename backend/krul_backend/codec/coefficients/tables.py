@@ -1,0 +1,145 @@
+"""The tables of the scale classes: for coding, for predicting sizes, and for choosing classes."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from krul_backend.codec.coefficients.compiled import compiled
+from krul_backend.codec.coefficients.frequencies import (
+    NUM_CLASSES,
+    PROBABILITY_BITS,
+    ROUNDING,
+    SHAPE,
+    TOTAL_FREQUENCY,
+    Shape,
+    class_frequencies,
+)
+from krul_backend.codec.coefficients.interface import Classes, Levels
+from krul_backend.errors import CodecError
+
+ESCAPE = -128
+"""The symbol before a level whose own symbol is not in the alphabet of its class."""
+
+ESCAPED_BITS = 16
+SYMBOLS = 256
+
+_LEVELS = np.arange(-(2**13), 2**13 + 1)
+"""The levels that a model of a class is summed over: beyond lies nothing that matters."""
+
+
+class CoderTables:
+    """The tables of all classes of one shape. The arrays are read-only.
+
+    ``low_bits`` uint8 ``[64]``: how many of a level's lowest bits are coded after its symbol.
+    ``encoding`` uint32 ``[64 * 256]``, at ``class * 256 + symbol + 128``: frequency in bits 0 to 11, start of its
+    slots in bits 12 to 23, and bit 24 for symbols that are escaped (the rest is that of the escape then).
+    ``decoding`` uint32 ``[64 * 4096]``, at ``class * 4096 + slot``: symbol + 128 in bits 0 to 7, the slot's place
+    among those of its symbol in bits 8 to 19, frequency in bits 20 to 31.
+    ``bits`` float32 ``[64, 256]``, at ``class, symbol + 128``: the ideal length of a level with this symbol, in bits.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.low_bits = np.zeros(NUM_CLASSES, np.uint8)
+        encoding = np.zeros((NUM_CLASSES, SYMBOLS), np.uint32)
+        decoding = np.zeros((NUM_CLASSES, TOTAL_FREQUENCY), np.uint32)
+        self.bits = np.full((NUM_CLASSES, SYMBOLS), np.inf, np.float32)
+        self.bits[0, -ESCAPE] = 0
+        digest = hashlib.sha256()
+        for index, alphabet in enumerate(class_frequencies(shape), start=1):
+            frequencies = np.array(alphabet.frequencies, np.uint32)
+            symbols = np.array([ESCAPE, *range(-alphabet.largest, alphabet.largest + 1)]) - ESCAPE
+            starts = np.cumsum(frequencies, dtype=np.uint32) - frequencies
+            self.low_bits[index] = alphabet.low_bits
+            encoding[index] = frequencies[0] | starts[0] << 12 | np.uint32(1 << 24)
+            encoding[index, symbols[1:]] = frequencies[1:] | starts[1:] << 12
+            place = np.arange(TOTAL_FREQUENCY, dtype=np.uint32) - np.repeat(starts, frequencies)
+            decoding[index] = (
+                np.repeat(symbols.astype(np.uint32), frequencies)
+                | place << 8
+                | np.repeat(frequencies, frequencies) << 20
+            )
+            lengths = PROBABILITY_BITS - np.log2(frequencies) + alphabet.low_bits
+            self.bits[index] = lengths[0] + ESCAPED_BITS
+            self.bits[index, symbols[1:]] = lengths[1:]
+            digest.update(bytes([alphabet.low_bits, alphabet.largest]) + frequencies.astype("<u2").tobytes())
+        self.encoding = encoding.reshape(-1)
+        self.decoding = decoding.reshape(-1)
+        for table in (self.low_bits, self.encoding, self.decoding, self.bits):
+            table.setflags(write=False)
+        self.digest = digest.hexdigest()
+        """SHA-256 of all alphabets and frequencies: equal digests decode each other's blocks."""
+        self._borders: NDArray[np.float64] | None = None
+
+    def bits_per_level(self, scale_class: int, levels: NDArray[np.integer]) -> NDArray[np.float64]:
+        """The ideal code length in bits of each of ``levels``, any shape, in one class; infinite if it has none."""
+        symbols = np.clip(np.asarray(levels, np.int64) >> self.low_bits[scale_class], ESCAPE, -ESCAPE - 1)
+        return self.bits[scale_class, symbols - ESCAPE].astype(np.float64)
+
+    def expected_bits(self, levels: Levels, classes: Classes) -> NDArray[np.float64]:
+        """The ideal code length in bits of each coefficient, float64 ``[R]``, over ``levels`` int16 ``[T, R]``."""
+        totals = np.zeros(len(classes))
+        levels = np.require(levels, np.int16, ["C", "A", "W"])
+        _sum_bits(levels, classes.astype(np.int64), self.low_bits, self.bits, totals)
+        return totals
+
+    def class_of(self, mean_abs: NDArray[np.floating]) -> Classes:
+        """The class that codes levels of this mean magnitude in the fewest bits, if they have the tables' shape.
+
+        ``mean_abs [R]``, not negative; 0 is class 0. Result uint8 ``[R]``.
+        """
+        mean_abs = np.asarray(mean_abs, np.float64)
+        if not bool((mean_abs >= 0).all()):
+            raise CodecError("mean magnitudes of levels must be numbers that are not negative")
+        if self._borders is None:
+            self._borders = self._find_borders()
+        chosen = 1 + np.searchsorted(self._borders, mean_abs)
+        return np.where(mean_abs == 0, 0, chosen).astype(np.uint8)
+
+    def _find_borders(self) -> NDArray[np.float64]:
+        """Means at which two neighbouring classes need equally many bits, ``[62]``, rising."""
+        alphabets = class_frequencies(self.shape)
+        means = np.array([alphabet.mean for alphabet in alphabets])
+        lengths = np.stack([self.bits_per_level(index, _LEVELS) for index in range(1, NUM_CLASSES)])
+        models = np.stack([_model(self.shape, alphabet.rate) for alphabet in alphabets])
+        # expected[c, d]: bits of a level in class c if it comes from the model of class d.
+        expected = lengths @ models.T
+        rise = np.diff(expected, axis=0)
+        # Each class is best at its own mean. In between the difference is nearly linear in the mean.
+        below, above = np.diagonal(rise), np.diagonal(rise, 1)
+        return means[:-1] + np.diff(means) * below / (below - above)
+
+
+def _model(shape: Shape, rate: float) -> NDArray[np.float64]:
+    """The probability of each of ``_LEVELS`` in a class with this rate."""
+    weights, scales = np.array(shape.components, np.float64).T
+    # edge[k]: where the quantizer's magnitude k begins, in steps.
+    edges = np.maximum(np.arange(_LEVELS[-1] + 2) - ROUNDING, 0) * rate
+    at_least = np.exp(-edges[:, None] / scales) @ (weights / weights.sum())
+    magnitudes = at_least[:-1] - at_least[1:]
+    return np.where(_LEVELS == 0, magnitudes[0], magnitudes[np.abs(_LEVELS)] / 2)
+
+
+@compiled
+def _sum_bits(
+    levels: Levels,
+    classes: NDArray[np.int64],
+    low_bits: NDArray[np.uint8],
+    bits: NDArray[np.float32],
+    totals: NDArray[np.float64],
+) -> None:
+    for token in range(levels.shape[0]):
+        for index in range(levels.shape[1]):
+            scale_class = classes[index]
+            symbol = np.int64(levels[token, index]) >> np.int64(low_bits[scale_class])
+            totals[index] += bits[scale_class, min(max(symbol, -128), 127) + 128]
+
+
+@cache
+def standard_tables() -> CoderTables:
+    """The tables that blocks are coded with."""
+    return CoderTables(SHAPE)
