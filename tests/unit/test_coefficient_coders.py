@@ -7,13 +7,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.codec import falling_levels
 from krul_backend.codec.coefficients.fixed_width import FixedWidthCoder
 from krul_backend.codec.coefficients.frequencies import HEAVY_TAILED
 from krul_backend.codec.coefficients.interface import CoefficientCoder, EncodedLevels, Levels, num_records
 from krul_backend.codec.coefficients.rans import RansCoder
 from krul_backend.codec.coefficients.tables import CoderTables, standard_tables
 from krul_backend.errors import CodecError
-from tests.support.coefficient_levels import falling_levels
 
 CODERS = [RansCoder(), FixedWidthCoder()]
 both_coders = pytest.mark.parametrize("coder", CODERS, ids=["rans", "fixed-width"])

@@ -1,4 +1,4 @@
-"""Codes coefficients in bands of one bit width each, and what does not fit as exceptions: larger, and fast."""
+"""Codes coefficients in bands of one bit width each, and exceptions where that does not fit: faster."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@ A band is 16 coefficients, the last may have fewer. A record is little-endian wo
 
 1. for each band its width in bits 0 to 3, and in bits 4 to 15 the number of its near exceptions;
 2. two words, lowest first: the number of far exceptions;
-3. for each band its levels; ``width`` bits each, plus ``2^(width - 1)``. The levels of a coefficient follow each
-   other by token in a chain of words, lowest bits first, and word ``k`` of coefficient ``i`` of the band is word
-   ``k * (coefficients of the band) + i``: neighbouring coefficients are unpacked by the same shifts;
-4. for each band its near exceptions: ``token * 16 + coefficient`` in bits 0 to 9, and in bits 10 to 15 how far the
-   level lies beyond the levels that its band's width has, plus 32;
+3. for each band its levels; ``width`` bits each, plus ``2^(width - 1)``. The levels of a coefficient follow
+   each other by token in a chain of words, lowest bits first, and word ``k`` of coefficient ``i`` of the band
+   is word ``k * (coefficients of the band) + i``: neighbouring coefficients are unpacked by the same shifts;
+4. for each band its near exceptions: ``token * 16 + coefficient`` in bits 0 to 9, and in bits 10 to 15 how
+   far the level lies beyond the levels that its band's width has, plus 32;
 5. the far exceptions, three words each: band, ``token * 16 + coefficient``, and the level as int16.
 """
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients.compiled import compiled
 from krul_backend.codec.coefficients.interface import RECORD_TOKENS, Levels, Values
-from krul_backend.codec.coefficients.records import read_words, store_record
+from krul_backend.codec.coefficients.records import Index, copy_words, read_words, store_record
 
 BAND = 16
 LARGEST_WIDTH = 8
@@ -38,7 +38,7 @@ def most_words(num_coded: int) -> int:
 
 
 @compiled
-def _limits(width: int) -> tuple[int, int]:
+def _limits(width: Index) -> tuple[Index, Index]:
     """The smallest level that ``width`` bits have, and the one after the largest."""
     if width == 0:
         return 0, 1
@@ -51,7 +51,7 @@ def encode_block(
     coded: NDArray[np.int64],
     data: NDArray[np.uint16],
     record_num_words: NDArray[np.int64],
-) -> int:
+) -> Index:
     """Write all records of ``levels [T, R]`` to the front of ``data``; the number of words that they take.
 
     ``data`` has room for ``most_words`` per record.
@@ -62,7 +62,7 @@ def encode_block(
     rows = np.zeros((RECORD_TOKENS, num_bands * BAND), np.int16)
     near = np.empty(num_bands * RECORD_TOKENS * BAND, np.uint16)
     far = np.empty(num_bands * RECORD_TOKENS * BAND * _FAR_WORDS, np.uint16)
-    end = 0
+    end: Index = 0
     for record in range(len(record_num_words)):
         first = record * RECORD_TOKENS
         size = min(RECORD_TOKENS, num_tokens - first)
@@ -70,7 +70,7 @@ def encode_block(
             for index in range(num_coded):
                 rows[token, index] = levels[first + token, coded[index]]
         start = end
-        end += num_bands + 2
+        end = start + num_bands + 2
         num_near = 0
         num_far = 0
         for band in range(num_bands):
@@ -109,9 +109,9 @@ def encode_block(
             data[start + band] = width | (num_near - before) << 4
         data[start + num_bands] = (num_far // _FAR_WORDS) & 0xFFFF
         data[start + num_bands + 1] = (num_far // _FAR_WORDS) >> 16
-        data[end : end + num_near] = near[:num_near]
+        copy_words(near, 0, num_near, data, end)
         end += num_near
-        data[end : end + num_far] = far[:num_far]
+        copy_words(far, 0, num_far, data, end)
         end += num_far
         if (end - start) & 1:
             data[end] = 0
@@ -123,14 +123,8 @@ def encode_block(
 @compiled
 def _best_width(rows: Levels, begin: int, size: int, num_columns: int) -> int:
     """The width that stores a band in the fewest words."""
-    largest = np.int16(0)
-    for token in range(size):
-        for column in range(begin, begin + num_columns):
-            level = rows[token, column]
-            # A level and its complement need equally many bits.
-            largest = max(largest, level ^ (level >> 15))
     best_width = 0
-    best_words = 1 << 62
+    best_words: Index = 1 << 62
     for width in range(LARGEST_WIDTH + 1):
         low, high = _limits(width)
         smallest_near, end_near = np.int16(low - NEAR), np.int16(high + NEAR)
@@ -166,11 +160,11 @@ def decode_block(
     out_levels: Levels,
     out_values: Values,
 ) -> int:
-    """Decode all records into the output that has rows; the number of good records before the first damaged one."""
+    """Decode all records into the output that has rows; how many are good before the first damaged one."""
     num_coded = len(coded)
     num_bands = (num_coded + BAND - 1) // BAND
     rows = np.empty((RECORD_TOKENS, num_bands * BAND), np.int16)
-    longest = 0
+    longest: Index = 0
     for record in range(len(starts) - 1):
         longest = max(longest, starts[record + 1] - starts[record])
     # The last levels of a band are read together with a word after them.
@@ -192,7 +186,7 @@ def _decode_record(
 ) -> bool:
     """Decode one record into ``rows [64, 16 * bands]``; False if it is damaged."""
     num_bands = (num_coded + BAND - 1) // BAND
-    position = num_bands + 2
+    position: Index = num_bands + 2
     if num_words < position:
         return False
     num_far = np.int64(words[num_bands]) | np.int64(words[num_bands + 1]) << 16
@@ -240,8 +234,8 @@ def _decode_record(
 @compiled
 def _unpack(
     words: NDArray[np.uint16],
-    position: int,
-    width: int,
+    position: Index,
+    width: Index,
     size: int,
     num_columns: int,
     rows: Levels,

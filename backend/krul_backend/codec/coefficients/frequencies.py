@@ -1,7 +1,7 @@
 """Computes how often each symbol of a scale class is expected, in integers that are the same on every host.
 
-A level is a transform coefficient ``c`` quantized with a dead zone: ``|level| = floor(|c| / step + 0.4)``. A scale
-class is a distribution of levels, given by the mean of their magnitude.
+A level is a transform coefficient ``c`` quantized with a dead zone: ``|level| = floor(|c| / step + 0.4)``. A
+scale class is a distribution of levels, given by the mean of their magnitude.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ SHAPE = LAPLACE
 class ClassFrequencies:
     """The alphabet of one scale class.
 
-    ``mean`` is that of the magnitude of levels; ``rate`` is the quantizer's step over the scale of the shape's first
-    component. A level is ``symbol * 2^low_bits + low``. Symbols ``-largest - 1`` (below: the escape) to ``largest``:
-    ``frequencies`` are those of the escape, then of ``-largest`` to ``largest``. They sum to 4096, and none is 0.
+    ``mean`` is that of the magnitude of levels; ``rate`` is the quantizer's step over the scale of the
+    shape's first component. A level is ``symbol * 2^low_bits + low``. Symbols ``-largest - 1`` (below: the
+    escape) to ``largest``: ``frequencies`` are those of the escape, then of ``-largest`` to ``largest``. They
+    sum to 4096, and none is 0.
     """
 
     mean: float
@@ -94,7 +95,8 @@ def _alphabet(shape: Shape, mean: Decimal) -> ClassFrequencies:
     # Symbol h >= 1 covers the levels from h * width, symbol -h those from -h * width to -(h - 1) * width - 1.
     positive = {h: at_least[h] - at_least[h + 1] for h in range(1, LARGEST_SYMBOL + 1)}
     largest = 1
-    while largest < LARGEST_SYMBOL and positive[largest + 1] * TOTAL_FREQUENCY * 2 >= 1:
+    # A pair of symbols costs all others 2 slots, 0.0007 bits per level, and saves 16 bits where it occurs.
+    while largest < LARGEST_SYMBOL and positive[largest + 1] * TOTAL_FREQUENCY * 11 >= 1:
         largest += 1
     probabilities = [2 * at_least[largest + 1]]
     for symbol in range(-largest, largest + 1):

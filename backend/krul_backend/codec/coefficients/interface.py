@@ -18,9 +18,11 @@ Values = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class EncodedLevels:
-    """One block: ``data`` uint8 ``[N]``, the records one after the other, and their sizes uint32 ``[num_records]``.
+    """One block: ``data`` uint8 ``[N]``, the records one after the other, and their sizes uint32
+    ``[num_records]``.
 
-    Sizes are multiples of 4 bytes and sum to ``N``. They are not in ``data``: whoever decodes must bring them.
+    Sizes are multiples of 4 bytes and sum to ``N``. They are not in ``data``: whoever decodes must bring
+    them.
     """
 
     data: NDArray[np.uint8]
@@ -37,7 +39,8 @@ class CoefficientCoder(ABC):
     def encode(self, levels: Levels, classes: Classes) -> EncodedLevels:
         """The bytes of ``levels`` int16 ``[T, R]``, coded by ``classes`` uint8 ``[R]`` (see ``class_of``).
 
-        Raises ``CodecError`` for a wrong shape or dtype, an unknown class, or a level of class 0 that is not zero.
+        Raises ``CodecError`` for a wrong shape or dtype, an unknown class, or a level of class 0 that is not
+        zero.
         """
 
     @abstractmethod
@@ -50,13 +53,15 @@ class CoefficientCoder(ABC):
         *,
         shrink: float = 0.0,
     ) -> None:
-        """Write the levels of a block, or of its tail from any record on, into ``out [T, R]``, which is contiguous.
+        """Write the levels of a block, or of its tail from any record on, into ``out [T, R]``, which is
+        contiguous.
 
-        An int16 ``out`` gets the levels ``q``, and float32 gets ``sign(q) * (|q| - shrink)``, ``0 <= shrink < 0.5``.
-        ``T``, ``data`` and ``record_num_bytes`` are those of the tail; ``classes`` are those it was encoded with.
+        An int16 ``out`` gets the levels ``q``, and float32 gets ``sign(q) * (|q| - shrink)``, ``0 <= shrink <
+        0.5``. ``T``, ``data`` and ``record_num_bytes`` are those of the tail; ``classes`` are those it was
+        encoded with.
 
-        Raises ``CodecError`` if sizes contradict each other or bytes are not what ``encode`` writes. ``out`` is
-        undefined then. Damage that happens to make another valid block is not seen: that needs a checksum.
+        Raises ``CodecError`` if sizes contradict each other or bytes are not what ``encode`` writes. ``out``
+        is undefined then. Damage that happens to make another valid block is not seen: that needs a checksum.
         """
 
 

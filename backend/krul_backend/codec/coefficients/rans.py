@@ -1,4 +1,4 @@
-"""Codes coefficients with range asymmetric numeral systems (rANS): close to the fewest bits that their classes allow."""
+"""Codes coefficients with range asymmetric numeral systems (rANS), close to the fewest bits possible."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
 """The loops of the rANS coder: one record of up to 64 tokens in, one out.
 
-A record is the states of its lanes (uint32), then words (uint16), all little-endian. Token ``t`` is coded by lane
-``t % 32``. The decoder goes through the coefficients in order, for each through tokens 0 to 31, then 32 to 63, and
-for each such group through these steps; in each the lanes that need a word take the next ones, in their order:
+A record is the states of its lanes (uint32), then words (uint16), all little-endian. Token ``t`` is coded by
+lane ``t % 32``. The decoder goes through the coefficients in order, for each through tokens 0 to 31, then 32
+to 63, and for each such group through these steps; in each the lanes that need a word take the next ones, in
+their order:
 
 1. the symbol, by the table of the coefficient's class;
 2. if any lane has the escape: a word, which is the symbol as int16;
 3. if the coefficient has stream bits: these, uniform.
 
-A lane needs a word in steps 1 and 3 when its state has fallen below ``2^16``. The level is
-``symbol << low_bits | stream bits << payload_bits | payload bits``. Payload bits lie in what is left in the states
-at the end: ``2^16 | second token's << 8 | first token's``, the bits of the first coefficient lowest. They cost
+A lane needs a word in steps 1 and 3 when its state has fallen below ``2^16``. The level is ``symbol <<
+low_bits | stream bits << payload_bits | payload bits``. Payload bits lie in what is left in the states at the
+end: ``2^16 | second token's << 8 | first token's``, the bits of the first coefficient lowest. They cost
 nothing, because a state must begin with something.
 """
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients.compiled import compiled
 from krul_backend.codec.coefficients.interface import RECORD_TOKENS, Levels, Values
-from krul_backend.codec.coefficients.records import gather_record, read_words, store_record
+from krul_backend.codec.coefficients.records import Index, copy_words, gather_record, read_words, store_record
 
 NUM_LANES = 32
 PAYLOAD_BITS = 8
@@ -55,16 +56,17 @@ def encode_block(
     encoding: NDArray[np.uint32],
     data: NDArray[np.uint16],
     record_num_words: NDArray[np.int64],
-) -> int:
+) -> Index:
     """Write all records of ``levels [T, R]`` to the front of ``data``; the number of words that they take.
 
-    ``classes``, ``stream_bits`` and ``payload_bits`` are those of the coefficients ``coded``; ``payload_columns``
-    are the places in ``coded`` of those with payload bits. ``data`` has room for the most that a block may take: 64 words, and 3 for each level, per record.
+    ``classes``, ``stream_bits`` and ``payload_bits`` are those of the coefficients ``coded``;
+    ``payload_columns`` are the places in ``coded`` of those with payload bits. ``data`` has room for the most
+    that a block may take: 64 words, and 3 for each level, per record.
     """
     num_tokens = levels.shape[0]
     columns = np.empty((len(coded), RECORD_TOKENS), np.int16)
     room = np.empty(2 * NUM_LANES + len(coded) * 3 * RECORD_TOKENS, np.uint16)
-    end = 0
+    end: Index = 0
     for record in range(len(record_num_words)):
         first = record * RECORD_TOKENS
         size = min(RECORD_TOKENS, num_tokens - first)
@@ -73,7 +75,7 @@ def encode_block(
             columns, size, classes, stream_bits, payload_bits, payload_columns, encoding, room
         )
         num_words = len(room) - start
-        data[end : end + num_words] = room[start:]
+        copy_words(room, start, num_words, data, end)
         if num_words & 1:
             data[end + num_words] = 0
             num_words += 1
@@ -92,7 +94,7 @@ def _encode_record(
     payload_columns: NDArray[np.int64],
     encoding: NDArray[np.uint32],
     room: NDArray[np.uint16],
-) -> int:
+) -> Index:
     """Write a record to the end of ``room``, backwards; where it begins."""
     num_lanes = min(size, NUM_LANES)
     states = np.full(NUM_LANES, _LOWER_BOUND, np.uint64)
@@ -172,11 +174,11 @@ def decode_block(
     out_levels: Levels,
     out_values: Values,
 ) -> int:
-    """Decode all records into the output that has rows; the number of good records before the first damaged one."""
+    """Decode all records into the output that has rows; how many are good before the first damaged one."""
     num_coded = len(coded)
     columns = np.empty((num_coded, RECORD_TOKENS), np.int16)
     rows = np.empty((RECORD_TOKENS, num_coded), np.int16)
-    longest = 0
+    longest: Index = 0
     for record in range(len(starts) - 1):
         longest = max(longest, starts[record + 1] - starts[record])
     # A group may read beyond the end before that is noticed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +13,16 @@ from krul_backend.codec.coefficients.frequencies import NUM_CLASSES
 from krul_backend.codec.coefficients.interface import Classes, Levels, Values, num_records
 from krul_backend.errors import CodecError
 
+Index = int | np.int64
+"""A whole number of compiled code."""
+
 
 @dataclass(frozen=True)
 class Output:
     """Where decoded records go: one of the two arrays has no rows.
 
-    ``coded`` int64 are the coefficients that are stored; the first ``num_leading`` of them are ``0, 1, 2 ...``.
+    ``coded`` int64 are the coefficients that are stored; the first ``num_leading`` of them are ``0, 1, 2
+    ...``.
     """
 
     levels: Levels
@@ -27,7 +32,10 @@ class Output:
 
 
 def coded_coefficients(classes: Classes) -> NDArray[np.int64]:
-    """The coefficients whose class is not 0, rising. Raises ``CodecError`` unless ``classes`` is uint8 ``[R]``."""
+    """The coefficients whose class is not 0, rising.
+
+    Raises ``CodecError`` unless ``classes`` is uint8 ``[R]`` of known classes.
+    """
     if classes.dtype != np.uint8 or classes.ndim != 1:
         raise CodecError(f"classes are uint8 [R], not {classes.dtype} {list(classes.shape)}")
     if len(classes) and int(classes.max()) >= NUM_CLASSES:
@@ -36,7 +44,10 @@ def coded_coefficients(classes: Classes) -> NDArray[np.int64]:
 
 
 def check_levels(levels: Levels, classes: Classes) -> Levels:
-    """``levels``, contiguous. Raises ``CodecError`` unless they are int16 ``[T, R]`` and fit ``classes [R]``."""
+    """``levels``, contiguous.
+
+    Raises ``CodecError`` unless they are int16 ``[T, R]``, and zero where ``classes [R]`` are 0.
+    """
     if levels.dtype != np.int16 or levels.ndim != 2 or levels.shape[1] != len(classes):
         raise CodecError(
             f"levels are int16 [T, {len(classes)}] for these classes, not {levels.dtype} {list(levels.shape)}"
@@ -60,7 +71,8 @@ def record_starts(
         raise CodecError(f"sizes of records are uint32, not {record_num_bytes.dtype}")
     if record_num_bytes.shape != (num_records(num_tokens),):
         raise CodecError(
-            f"{num_tokens} tokens have {num_records(num_tokens)} records, but {record_num_bytes.size} sizes came"
+            f"{num_tokens} tokens have {num_records(num_tokens)} records, "
+            f"but {record_num_bytes.size} sizes came"
         )
     starts = np.zeros(len(record_num_bytes) + 1, np.int64)
     np.cumsum(record_num_bytes, out=starts[1:])
@@ -85,11 +97,14 @@ def output_of(out: Levels | Values, coded: NDArray[np.int64], num_coefficients: 
     if not 0 <= shrink < 0.5:
         raise CodecError(f"levels shrink by 0 to less than 0.5, not {shrink}")
     num_leading = int((coded == np.arange(len(coded))).sum())
+    levels, values = np.empty((0, num_coefficients), np.int16), np.empty((0, num_coefficients), np.float32)
     if out.dtype == np.int16:
-        return Output(out, np.empty((0, num_coefficients), np.float32), coded, num_leading)
-    if out.dtype == np.float32:
-        return Output(np.empty((0, num_coefficients), np.int16), out, coded, num_leading)
-    raise CodecError(f"levels are decoded to int16 or float32, not {out.dtype}")
+        levels = cast(Levels, out)
+    elif out.dtype == np.float32:
+        values = cast(Values, out)
+    else:
+        raise CodecError(f"levels are decoded to int16 or float32, not {out.dtype}")
+    return Output(levels, values, coded, num_leading)
 
 
 @compiled
@@ -149,4 +164,14 @@ def read_words(data: NDArray[np.uint8], start: int, end: int, words: NDArray[np.
     for index in range(num_words):
         place = start + 2 * index
         words[index] = np.uint16(data[place]) | np.uint16(data[place + 1]) << 8
-    words[num_words:] = 0
+    for index in range(num_words, len(words)):
+        words[index] = 0
+
+
+@compiled
+def copy_words(
+    source: NDArray[np.uint16], start: Index, num_words: Index, target: NDArray[np.uint16], begin: Index
+) -> None:
+    """``target[begin : begin + num_words] = source[start : start + num_words]``."""
+    for index in range(num_words):
+        target[begin + index] = source[start + index]

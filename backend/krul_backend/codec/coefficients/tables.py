@@ -35,11 +35,15 @@ class CoderTables:
     """The tables of all classes of one shape. The arrays are read-only.
 
     ``low_bits`` uint8 ``[64]``: how many of a level's lowest bits are coded after its symbol.
-    ``encoding`` uint32 ``[64 * 256]``, at ``class * 256 + symbol + 128``: frequency in bits 0 to 11, start of its
-    slots in bits 12 to 23, and bit 24 for symbols that are escaped (the rest is that of the escape then).
-    ``decoding`` uint32 ``[64 * 4096]``, at ``class * 4096 + slot``: symbol + 128 in bits 0 to 7, the slot's place
-    among those of its symbol in bits 8 to 19, frequency in bits 20 to 31.
-    ``bits`` float32 ``[64, 256]``, at ``class, symbol + 128``: the ideal length of a level with this symbol, in bits.
+
+    ``encoding`` uint32 ``[64 * 256]``, at ``class * 256 + symbol + 128``: frequency in bits 0 to 11, start of
+    its slots in bits 12 to 23, and bit 24 for symbols that are escaped (the rest is that of the escape then).
+
+    ``decoding`` uint32 ``[64 * 4096]``, at ``class * 4096 + slot``: symbol + 128 in bits 0 to 7, the slot's
+    place among those of its symbol in bits 8 to 19, frequency in bits 20 to 31.
+
+    ``bits`` float32 ``[64, 256]``, at
+    ``class, symbol + 128``: the ideal length of a level with this symbol, in bits.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -76,19 +80,23 @@ class CoderTables:
         self._borders: NDArray[np.float64] | None = None
 
     def bits_per_level(self, scale_class: int, levels: NDArray[np.integer]) -> NDArray[np.float64]:
-        """The ideal code length in bits of each of ``levels``, any shape, in one class; infinite if it has none."""
+        """The ideal code length in bits of each of ``levels``, of any shape, in one class.
+
+        It is infinite for a level of class 0 that is not zero.
+        """
         symbols = np.clip(np.asarray(levels, np.int64) >> self.low_bits[scale_class], ESCAPE, -ESCAPE - 1)
-        return self.bits[scale_class, symbols - ESCAPE].astype(np.float64)
+        lengths: NDArray[np.float64] = self.bits[scale_class, symbols - ESCAPE].astype(np.float64)
+        return lengths
 
     def expected_bits(self, levels: Levels, classes: Classes) -> NDArray[np.float64]:
-        """The ideal code length in bits of each coefficient, float64 ``[R]``, over ``levels`` int16 ``[T, R]``."""
+        """The ideal code length in bits of each coefficient ``[R]``, over ``levels`` int16 ``[T, R]``."""
         totals = np.zeros(len(classes))
         levels = np.require(levels, np.int16, ["C", "A", "W"])
         _sum_bits(levels, classes.astype(np.int64), self.low_bits, self.bits, totals)
         return totals
 
     def class_of(self, mean_abs: NDArray[np.floating]) -> Classes:
-        """The class that codes levels of this mean magnitude in the fewest bits, if they have the tables' shape.
+        """The class that codes levels of this mean magnitude and the tables' shape in the fewest bits.
 
         ``mean_abs [R]``, not negative; 0 is class 0. Result uint8 ``[R]``.
         """
@@ -111,7 +119,8 @@ class CoderTables:
         rise = np.diff(expected, axis=0)
         # Each class is best at its own mean. In between the difference is nearly linear in the mean.
         below, above = np.diagonal(rise), np.diagonal(rise, 1)
-        return means[:-1] + np.diff(means) * below / (below - above)
+        borders: NDArray[np.float64] = means[:-1] + np.diff(means) * below / (below - above)
+        return borders
 
 
 def _model(shape: Shape, rate: float) -> NDArray[np.float64]:
@@ -135,8 +144,11 @@ def _sum_bits(
     for token in range(levels.shape[0]):
         for index in range(levels.shape[1]):
             scale_class = classes[index]
-            symbol = np.int64(levels[token, index]) >> np.int64(low_bits[scale_class])
-            totals[index] += bits[scale_class, min(max(symbol, -128), 127) + 128]
+            # Whether a symbol is escaped does not change beyond the ends of the table.
+            place = (np.int64(levels[token, index]) >> np.int64(low_bits[scale_class])) + 128
+            if place < 0 or place > 255:
+                place = np.int64(0)
+            totals[index] += bits[scale_class, place]
 
 
 @cache
