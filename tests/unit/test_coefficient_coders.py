@@ -228,7 +228,7 @@ def test_a_changed_bit_of_rans_is_noticed_or_changes_levels() -> None:
     assert noticed > 0.95 * len(encoded.data)
 
 
-@pytest.mark.parametrize(("largest", "smallest"), [(20, 0.02), (8, 0.008), (5, 0.002)])
+@pytest.mark.parametrize(("largest", "smallest"), [(20, 0.02), (8, 0.008), (5, 0.002), (2.5, 0.0004)])
 def test_rans_is_close_to_the_entropy_of_its_tables(largest: float, smallest: float) -> None:
     tables = standard_tables()
     levels, classes = falling_levels(64, 800, largest, smallest)

@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks.codec import falling_levels
 from krul_backend.codec.coefficients.frequencies import (
+    COARSE_MEAN,
+    FINE_MEAN,
     HEAVY_TAILED,
     LAPLACE,
     SHAPE,
@@ -16,7 +18,7 @@ from krul_backend.codec.coefficients.frequencies import (
 from krul_backend.codec.coefficients.tables import CoderTables, standard_tables
 from krul_backend.errors import CodecError
 
-STANDARD_DIGEST = "bf3a15f8eca99bd026e382918e796bb6c333b6211de32fd9000b9163222786af"
+STANDARD_DIGEST = "32fb2aaaa767992b32861124884be8dd9950475c9905f2ad1807d648e0a6560b"
 
 
 def test_the_tables_never_change() -> None:
@@ -26,8 +28,9 @@ def test_the_tables_never_change() -> None:
 
 
 @pytest.mark.parametrize("shape", [LAPLACE, HEAVY_TAILED], ids=lambda shape: shape.name)
-def test_alphabets_are_those_of_the_model(shape: Shape) -> None:
-    alphabets = class_frequencies(shape)
+@pytest.mark.parametrize("largest_mean", [FINE_MEAN, COARSE_MEAN])
+def test_alphabets_are_those_of_the_model(shape: Shape, largest_mean: int) -> None:
+    alphabets = class_frequencies(shape, largest_mean)
     assert len(alphabets) == 63
     assert [alphabets[0].mean, alphabets[31].mean, alphabets[-1].mean] == [2**-8, 1.0, 2**8]
     weights, scales = np.array(shape.components, np.float64).T
@@ -36,7 +39,8 @@ def test_alphabets_are_those_of_the_model(shape: Shape) -> None:
         assert frequencies.sum() == 4096
         assert frequencies.min() >= 1
         assert len(frequencies) == 2 * alphabet.largest + 2
-        assert alphabet.mean <= 8 << alphabet.low_bits
+        assert alphabet.mean <= largest_mean << alphabet.low_bits
+        assert alphabet.low_bits == 0 or alphabet.mean > largest_mean << alphabet.low_bits - 1
         levels = np.arange(-20000, 20001)
         edges = np.maximum(np.arange(20002) - 0.4, 0) * alphabet.rate
         at_least = np.exp(-edges[:, None] / scales) @ weights / weights.sum()

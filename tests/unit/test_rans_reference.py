@@ -9,10 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.codec import falling_levels
-from krul_backend.codec.coefficients.frequencies import LAPLACE, ClassFrequencies, class_frequencies
+from krul_backend.codec.coefficients.frequencies import (
+    COARSE_MEAN,
+    LAPLACE,
+    ClassFrequencies,
+    class_frequencies,
+)
 from krul_backend.codec.coefficients.rans import RansCoder
 
-ALPHABETS = (None, *class_frequencies(LAPLACE))
+FINE = (None, *class_frequencies(LAPLACE))
+COARSE = (None, *class_frequencies(LAPLACE, COARSE_MEAN))
 
 
 def interval(alphabet: ClassFrequencies, symbol: int) -> tuple[int, int]:
@@ -21,19 +27,20 @@ def interval(alphabet: ClassFrequencies, symbol: int) -> tuple[int, int]:
     return sum(alphabet.frequencies[:place]), alphabet.frequencies[place]
 
 
-def payload_split(classes: list[int]) -> list[int]:
-    """How many low bits of each coefficient lie in the payload: the first 8."""
-    left, split = 8, []
+def split(classes: list[int]) -> tuple[list[ClassFrequencies | None], list[int]]:
+    """The alphabet of each coefficient, and how many of its low bits lie in the payload of 8 bits."""
+    left, alphabets, payload = 8, [], []
     for scale_class in classes:
-        alphabet = ALPHABETS[scale_class]
-        split.append(min(left, alphabet.low_bits if alphabet else 0))
-        left -= split[-1]
-    return split
+        coarse = COARSE[scale_class]
+        payload.append(min(left, coarse.low_bits if coarse else 0))
+        left -= payload[-1]
+        alphabets.append(coarse if payload[-1] else FINE[scale_class])
+    return alphabets, payload
 
 
 def reference_record(levels: list[list[int]], classes: list[int]) -> bytes:
     """One record of ``levels`` by token and coefficient, encoded from its last step to its first."""
-    payload = payload_split(classes)
+    alphabets, payload = split(classes)
     lanes = min(len(levels), 32)
     states = [1 << 16] * lanes
     for token, row in enumerate(levels):
@@ -51,7 +58,7 @@ def reference_record(levels: list[list[int]], classes: list[int]) -> bytes:
         states[lane] = states[lane] // length * total + states[lane] % length + start
 
     for coefficient in reversed(range(len(classes))):
-        alphabet = ALPHABETS[classes[coefficient]]
+        alphabet = alphabets[coefficient]
         if alphabet is None:
             continue
         stream_bits = alphabet.low_bits - payload[coefficient]
@@ -84,9 +91,7 @@ def test_the_bytes_are_those_of_the_format(
     classes: list[int], num_tokens: int, seed: int, spread: float
 ) -> None:
     generator = np.random.default_rng(seed)
-    means = np.array(
-        [alphabet.mean if alphabet else 0 for alphabet in (ALPHABETS[index] for index in classes)]
-    )
+    means = np.array([alphabet.mean if alphabet else 0 for alphabet in (FINE[index] for index in classes)])
     levels = np.rint(generator.laplace(size=(num_tokens, len(classes))) * means * spread).astype(np.int16)
     encoded = RansCoder().encode(levels, np.array(classes, np.uint8))
     expected = [
@@ -102,7 +107,7 @@ def test_states_of_32_bits_lose_little_against_one_exact_number() -> None:
     state = Fraction(1)
     for row in levels.tolist():
         for level, scale_class in zip(row, classes.tolist(), strict=True):
-            alphabet = ALPHABETS[scale_class]
+            alphabet = FINE[scale_class]
             assert alphabet is not None
             symbol = level >> alphabet.low_bits
             state *= Fraction(4096, interval(alphabet, symbol)[1]) * 2**alphabet.low_bits

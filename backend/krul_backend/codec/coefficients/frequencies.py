@@ -25,8 +25,11 @@ ROUNDING = 0.4
 LARGEST_SYMBOL = 126
 """No alphabet goes beyond it: a symbol and the escape fit in one byte."""
 
-_LARGEST_CODED_MEAN = 8
+FINE_MEAN = 8
 """Above this mean a level is coded as a symbol and its lowest bits, which are nearly uniform."""
+
+COARSE_MEAN = 2
+"""The same for the few coefficients of a record whose lowest bits cost nothing: there are more of them."""
 
 _ROUNDING = Decimal(str(ROUNDING))
 _CONTEXT = Context(prec=30, rounding=ROUND_HALF_EVEN)
@@ -69,22 +72,22 @@ class ClassFrequencies:
 
 
 @cache
-def class_frequencies(shape: Shape) -> tuple[ClassFrequencies, ...]:
-    """The alphabets of classes 1 to 63, with means on a geometric grid from ``2^-8`` to ``2^8``."""
+def class_frequencies(shape: Shape, largest_mean: int = FINE_MEAN) -> tuple[ClassFrequencies, ...]:
+    """The alphabets of classes 1 to 63, with means on a geometric grid from ``2^-8`` to ``2^8``.
+
+    Symbols have a mean magnitude of at most ``largest_mean``: what is above goes to the lowest bits.
+    """
     with localcontext(_CONTEXT):
         octaves = LARGEST_MEAN_LOG2 - SMALLEST_MEAN_LOG2
         log_two = Decimal(2).ln()
-        return tuple(
-            _alphabet(
-                shape, (log_two * (SMALLEST_MEAN_LOG2 + Decimal(octaves * index) / (NUM_CLASSES - 2))).exp()
-            )
-            for index in range(NUM_CLASSES - 1)
-        )
+        exponents = (Decimal(octaves * index) / (NUM_CLASSES - 2) for index in range(NUM_CLASSES - 1))
+        means = [(log_two * (SMALLEST_MEAN_LOG2 + exponent)).exp() for exponent in exponents]
+        return tuple(_alphabet(shape, mean, largest_mean) for mean in means)
 
 
-def _alphabet(shape: Shape, mean: Decimal) -> ClassFrequencies:
+def _alphabet(shape: Shape, mean: Decimal, largest_mean: int) -> ClassFrequencies:
     low_bits = 0
-    while mean > _LARGEST_CODED_MEAN << low_bits:
+    while mean > largest_mean << low_bits:
         low_bits += 1
     width = 1 << low_bits
     rate = _rate_of(shape, mean)
@@ -131,6 +134,7 @@ def _mean_of(shape: Shape, rate: Decimal) -> Decimal:
     return mean / total
 
 
+@cache
 def _rate_of(shape: Shape, mean: Decimal) -> Decimal:
     """The quantizer's step over the scale of the first component, for levels of this mean magnitude."""
     low, high = Decimal(-12), Decimal(6)

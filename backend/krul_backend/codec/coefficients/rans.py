@@ -23,7 +23,7 @@ from krul_backend.codec.coefficients.records import (
     output_of,
     record_starts,
 )
-from krul_backend.codec.coefficients.tables import CoderTables, standard_tables
+from krul_backend.codec.coefficients.tables import COARSE, CoderTables, standard_tables
 from krul_backend.errors import CodecError
 
 
@@ -32,7 +32,7 @@ class _Plan:
     """How each coefficient that is coded is split, int64 ``[num_coded]`` each."""
 
     coded: NDArray[np.int64]
-    classes: NDArray[np.int64]
+    table_indices: NDArray[np.int64]
     stream_bits: NDArray[np.int64]
     payload_bits: NDArray[np.int64]
     payload_columns: NDArray[np.int64]
@@ -40,15 +40,17 @@ class _Plan:
 
     @classmethod
     def of(cls, classes: Classes, tables: CoderTables) -> _Plan:
-        """The first coefficients with low bits give them to the payload, until it is full."""
+        """Coefficients with low bits in their coarse table give them to the payload, until it is full."""
         coded = coded_coefficients(classes)
-        low_bits = tables.low_bits[classes[coded]].astype(np.int64)
-        before = np.cumsum(low_bits) - low_bits
-        payload_bits = np.clip(PAYLOAD_BITS - before, 0, low_bits)
+        fine = classes[coded].astype(np.int64)
+        coarse_bits = tables.low_bits[fine + COARSE].astype(np.int64)
+        before = np.cumsum(coarse_bits) - coarse_bits
+        payload_bits = np.clip(PAYLOAD_BITS - before, 0, coarse_bits)
+        indices = np.where(payload_bits > 0, fine + COARSE, fine)
         return cls(
             coded,
-            classes[coded].astype(np.int64),
-            low_bits - payload_bits,
+            indices,
+            tables.low_bits[indices] - payload_bits,
             payload_bits,
             np.flatnonzero(payload_bits).astype(np.int64),
         )
@@ -79,7 +81,7 @@ class RansCoder(CoefficientCoder):
         end = encode_block(
             levels,
             plan.coded,
-            plan.classes,
+            plan.table_indices,
             plan.stream_bits,
             plan.payload_bits,
             plan.payload_columns,
@@ -112,7 +114,7 @@ class RansCoder(CoefficientCoder):
             len(out),
             plan.coded,
             output.num_leading,
-            plan.classes,
+            plan.table_indices,
             plan.stream_bits,
             plan.payload_bits,
             plan.payload_columns,

@@ -5,14 +5,14 @@ lane ``t % 32``. The decoder goes through the coefficients in order, for each th
 to 63, and for each such group through these steps; in each the lanes that need a word take the next ones, in
 their order:
 
-1. the symbol, by the table of the coefficient's class;
+1. the symbol, by the coefficient's table;
 2. if any lane has the escape: a word, which is the symbol as int16;
 3. if the coefficient has stream bits: these, uniform.
 
 A lane needs a word in steps 1 and 3 when its state has fallen below ``2^16``. The level is ``symbol <<
 low_bits | stream bits << payload_bits | payload bits``. Payload bits lie in what is left in the states at the
 end: ``2^16 | second token's << 8 | first token's``, the bits of the first coefficient lowest. They cost
-nothing, because a state must begin with something.
+nothing, because a state must begin with something. The coefficients that give them use a coarse table.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ZERO = np.uint64(0)
 def encode_block(
     levels: Levels,
     coded: NDArray[np.int64],
-    classes: NDArray[np.int64],
+    tables: NDArray[np.int64],
     stream_bits: NDArray[np.int64],
     payload_bits: NDArray[np.int64],
     payload_columns: NDArray[np.int64],
@@ -59,7 +59,7 @@ def encode_block(
 ) -> Index:
     """Write all records of ``levels [T, R]`` to the front of ``data``; the number of words that they take.
 
-    ``classes``, ``stream_bits`` and ``payload_bits`` are those of the coefficients ``coded``;
+    ``tables``, ``stream_bits`` and ``payload_bits`` are those of the coefficients ``coded``;
     ``payload_columns`` are the places in ``coded`` of those with payload bits. ``data`` has room for the most
     that a block may take: 64 words, and 3 for each level, per record.
     """
@@ -72,7 +72,7 @@ def encode_block(
         size = min(RECORD_TOKENS, num_tokens - first)
         gather_record(levels, first, size, coded, columns)
         start = _encode_record(
-            columns, size, classes, stream_bits, payload_bits, payload_columns, encoding, room
+            columns, size, tables, stream_bits, payload_bits, payload_columns, encoding, room
         )
         num_words = len(room) - start
         copy_words(room, start, num_words, data, end)
@@ -88,7 +88,7 @@ def encode_block(
 def _encode_record(
     columns: Levels,
     size: int,
-    classes: NDArray[np.int64],
+    tables: NDArray[np.int64],
     stream_bits: NDArray[np.int64],
     payload_bits: NDArray[np.int64],
     payload_columns: NDArray[np.int64],
@@ -108,11 +108,11 @@ def _encode_record(
         states[token % NUM_LANES] |= np.uint64(payload << (8 * (token // NUM_LANES)))
     entries = np.empty(NUM_LANES, np.uint32)
     position = np.uint64(len(room))
-    for index in range(len(classes) - 1, -1, -1):
+    for index in range(len(tables) - 1, -1, -1):
         payload_shift = payload_bits[index]
         stream_shift = np.uint64(stream_bits[index])
         symbol_shift = payload_shift + stream_bits[index]
-        table = classes[index] * 256 + 128
+        table = tables[index] * 256 + 128
         for group in range((size - 1) // NUM_LANES, -1, -1):
             first = group * NUM_LANES
             group_size = min(NUM_LANES, size - first)
@@ -165,7 +165,7 @@ def decode_block(
     num_tokens: int,
     coded: NDArray[np.int64],
     num_leading: int,
-    classes: NDArray[np.int64],
+    tables: NDArray[np.int64],
     stream_bits: NDArray[np.int64],
     payload_bits: NDArray[np.int64],
     payload_columns: NDArray[np.int64],
@@ -191,7 +191,7 @@ def decode_block(
             return record
         read_words(data, starts[record], starts[record + 1], words)
         if not _decode_record(
-            words, num_words, size, classes, stream_bits, payload_bits, payload_columns, decoding, columns
+            words, num_words, size, tables, stream_bits, payload_bits, payload_columns, decoding, columns
         ):
             return record
         for stripe in range(0, num_coded, 32):
@@ -208,7 +208,7 @@ def _decode_record(
     words: NDArray[np.uint16],
     num_words: int,
     size: int,
-    classes: NDArray[np.int64],
+    tables: NDArray[np.int64],
     stream_bits: NDArray[np.int64],
     payload_bits: NDArray[np.int64],
     payload_columns: NDArray[np.int64],
@@ -224,10 +224,10 @@ def _decode_record(
             return False
     position = np.uint64(2 * num_lanes)
     limit = np.uint64(num_words)
-    for index in range(len(classes)):
+    for index in range(len(tables)):
         payload_shift = payload_bits[index]
         stream_shift = np.uint64(stream_bits[index])
-        table = np.uint64(classes[index]) << _PROBABILITY_BITS
+        table = np.uint64(tables[index]) << _PROBABILITY_BITS
         for first in range(0, size, NUM_LANES):
             group_size = min(NUM_LANES, size - first)
             smallest = _BYTE_MASK

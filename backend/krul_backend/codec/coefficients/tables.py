@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients.compiled import compiled
 from krul_backend.codec.coefficients.frequencies import (
+    COARSE_MEAN,
     NUM_CLASSES,
     PROBABILITY_BITS,
     ROUNDING,
@@ -27,6 +28,9 @@ ESCAPE = -128
 ESCAPED_BITS = 16
 SYMBOLS = 256
 
+COARSE = NUM_CLASSES
+"""The coarse table of a class is that many after its fine one."""
+
 _LEVELS = np.arange(-(2**13), 2**13 + 1)
 """The levels that a model of a class is summed over: beyond lies nothing that matters."""
 
@@ -34,27 +38,32 @@ _LEVELS = np.arange(-(2**13), 2**13 + 1)
 class CoderTables:
     """The tables of all classes of one shape. The arrays are read-only.
 
-    ``low_bits`` uint8 ``[64]``: how many of a level's lowest bits are coded after its symbol.
+    Each class has two tables: a fine one, with the number of the class, and from ``COARSE`` on a coarse one,
+    which leaves more of a level to its lowest bits.
 
-    ``encoding`` uint32 ``[64 * 256]``, at ``class * 256 + symbol + 128``: frequency in bits 0 to 11, start of
-    its slots in bits 12 to 23, and bit 24 for symbols that are escaped (the rest is that of the escape then).
+    ``low_bits`` uint8 ``[128]``: how many of a level's lowest bits are not in its symbol.
 
-    ``decoding`` uint32 ``[64 * 4096]``, at ``class * 4096 + slot``: symbol + 128 in bits 0 to 7, the slot's
+    ``encoding`` uint32 ``[128 * 256]``, at ``table * 256 + symbol + 128``: frequency in bits 0 to 11, start
+    of its slots in bits 12 to 23, and bit 24 for symbols that are escaped (the rest is that of the escape
+    then).
+
+    ``decoding`` uint32 ``[128 * 4096]``, at ``table * 4096 + slot``: symbol + 128 in bits 0 to 7, the slot's
     place among those of its symbol in bits 8 to 19, frequency in bits 20 to 31.
 
-    ``bits`` float32 ``[64, 256]``, at
-    ``class, symbol + 128``: the ideal length of a level with this symbol, in bits.
+    ``bits`` float32 ``[64, 256]``, at ``class, symbol + 128``: the ideal length of a level with this symbol
+    of the fine table, in bits.
     """
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.low_bits = np.zeros(NUM_CLASSES, np.uint8)
-        encoding = np.zeros((NUM_CLASSES, SYMBOLS), np.uint32)
-        decoding = np.zeros((NUM_CLASSES, TOTAL_FREQUENCY), np.uint32)
+        self.low_bits = np.zeros(2 * COARSE, np.uint8)
+        encoding = np.zeros((2 * COARSE, SYMBOLS), np.uint32)
+        decoding = np.zeros((2 * COARSE, TOTAL_FREQUENCY), np.uint32)
         self.bits = np.full((NUM_CLASSES, SYMBOLS), np.inf, np.float32)
         self.bits[0, -ESCAPE] = 0
         digest = hashlib.sha256()
-        for index, alphabet in enumerate(class_frequencies(shape), start=1):
+        fine, coarse = class_frequencies(shape), class_frequencies(shape, COARSE_MEAN)
+        for index, alphabet in (*enumerate(fine, start=1), *enumerate(coarse, start=COARSE + 1)):
             frequencies = np.array(alphabet.frequencies, np.uint32)
             symbols = np.array([ESCAPE, *range(-alphabet.largest, alphabet.largest + 1)]) - ESCAPE
             starts = np.cumsum(frequencies, dtype=np.uint32) - frequencies
@@ -68,8 +77,9 @@ class CoderTables:
                 | np.repeat(frequencies, frequencies) << 20
             )
             lengths = PROBABILITY_BITS - np.log2(frequencies) + alphabet.low_bits
-            self.bits[index] = lengths[0] + ESCAPED_BITS
-            self.bits[index, symbols[1:]] = lengths[1:]
+            if index < COARSE:
+                self.bits[index] = lengths[0] + ESCAPED_BITS
+                self.bits[index, symbols[1:]] = lengths[1:]
             digest.update(bytes([alphabet.low_bits, alphabet.largest]) + frequencies.astype("<u2").tobytes())
         self.encoding = encoding.reshape(-1)
         self.decoding = decoding.reshape(-1)
