@@ -13,42 +13,49 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from krul_backend.codec.coefficients.fixed_width import FixedWidthCoder
+from krul_backend.codec.coefficients.coders import CoefficientCoder, FixedWidthCoder, RansCoder
+from krul_backend.codec.coefficients.compiled import Levels, Scales, Shifts
 from krul_backend.codec.coefficients.frequencies import ROUNDING
-from krul_backend.codec.coefficients.interface import Classes, CoefficientCoder, Levels
-from krul_backend.codec.coefficients.rans import RansCoder
+from krul_backend.codec.coefficients.scales import base_scales
 from krul_backend.codec.coefficients.tables import standard_tables
 from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
 from krul_sglang.json_file import write_json
 
-SCALES = ((20.0, 0.02), (10.0, 0.005), (4.0, 0.002))
-"""Scales of the first and of the last coefficient, in steps: coarser quantization from row to row."""
+MAGNITUDES = ((20.0, 0.02), (10.0, 0.005), (4.0, 0.002))
+"""Mean magnitudes of the first and of the last coefficient, in steps: coarser from row to row."""
 
 
 def falling_levels(
-    num_tokens: int, num_coefficients: int, largest_scale: float, smallest_scale: float, seed: int = 0
-) -> tuple[Levels, Classes]:
-    """Laplacian levels int16 ``[T, R]`` whose scales fall geometrically, and their classes uint8 ``[R]``."""
-    scales = np.geomspace(largest_scale, smallest_scale, num_coefficients)
-    coefficients = np.random.default_rng(seed).laplace(size=(num_tokens, num_coefficients)) * scales
+    num_tokens: int, num_coefficients: int, largest: float, smallest: float, seed: int = 0
+) -> tuple[Levels, Scales, Shifts]:
+    """Levels int16 ``[T, R]`` of Laplacians whose mean magnitudes fall geometrically, in steps.
+
+    With them their scales uint8 ``[R]``, none of them 0, and shifts of -3 to 3 that the tokens were quantized
+    with.
+    """
+    magnitudes = np.geomspace(largest, smallest, num_coefficients).astype(np.float32)
+    generator = np.random.default_rng(seed)
+    shifts = generator.integers(-3, 4, num_tokens).astype(np.int8)
+    coefficients = generator.laplace(size=(num_tokens, num_coefficients)) * magnitudes
+    coefficients /= np.exp2(shifts[:, None] / 2)
     levels = (np.sign(coefficients) * np.floor(np.abs(coefficients) + ROUNDING)).astype(np.int16)
-    # The mean of a quantized Laplacian: all probabilities of at least 1, 2, 3 ...
-    means = np.exp(-(1 - ROUNDING) / scales) / (1 - np.exp(-1 / scales))
-    classes = standard_tables().class_of(means)
-    return levels, classes
+    return levels, base_scales(magnitudes, 1.0), shifts
 
 
-def row(coder: CoefficientCoder, levels: Levels, classes: Classes, repeats: int) -> dict[str, Any]:
+def row(
+    coder: CoefficientCoder, levels: Levels, scales: Scales, shifts: Shifts, repeats: int
+) -> dict[str, Any]:
     """Medians of one coder in millions of levels per second, on the thread that calls.
 
-    ``entropy_bits`` is the ideal length by the tables of the classes; both lengths are bits per level.
+    ``entropy_bits`` is the ideal length by the tables of the scales; both lengths are bits per level,
+    and the shifts are not in this one.
     """
-    encoded = coder.encode(levels, classes)
+    encoded = coder.encode(levels, scales, shifts)
     out = np.empty_like(levels)
     values = np.empty(levels.shape, np.float32)
 
     def decode(target: Any) -> None:
-        coder.decode(encoded.data, encoded.record_num_bytes, classes, target)
+        coder.decode(encoded.data, encoded.record_num_bytes, scales, target)
 
     decode(values)
     decode(out)
@@ -58,11 +65,13 @@ def row(coder: CoefficientCoder, levels: Levels, classes: Classes, repeats: int)
         "coder": coder.name,
         "num_tokens": levels.shape[0],
         "num_coefficients": levels.shape[1],
-        "encode_mlevels_s": levels.size / 1e6 / _median_s(lambda: coder.encode(levels, classes), repeats),
+        "encode_mlevels_s": levels.size
+        / 1e6
+        / _median_s(lambda: coder.encode(levels, scales, shifts), repeats),
         "decode_mlevels_s": levels.size / 1e6 / _median_s(lambda: decode(out), repeats),
         "decode_values_mlevels_s": levels.size / 1e6 / _median_s(lambda: decode(values), repeats),
         "bits_per_level": 8 * len(encoded.data) / levels.size,
-        "entropy_bits": float(standard_tables().expected_bits(levels, classes).sum()) / levels.size,
+        "entropy_bits": float(standard_tables().expected_bits(levels, scales, shifts).sum()) / levels.size,
     }
 
 
@@ -87,11 +96,11 @@ def main(
     repeats: Annotated[int, typer.Option(help="Timed runs of each row.", min=5)] = 15,
 ) -> None:
     rows = []
-    for largest, smallest in SCALES:
-        levels, classes = falling_levels(tokens, coefficients, largest, smallest)
+    for largest, smallest in MAGNITUDES:
+        levels, scales, shifts = falling_levels(tokens, coefficients, largest, smallest)
         for coder in (RansCoder(), FixedWidthCoder()):
-            result = {"largest_scale": largest, "smallest_scale": smallest}
-            rows.append(result | row(coder, levels, classes, repeats))
+            result = {"largest_magnitude": largest, "smallest_magnitude": smallest}
+            rows.append(result | row(coder, levels, scales, shifts, repeats))
             typer.echo("  ".join(f"{key} {_short(value)}" for key, value in rows[-1].items()))
     write_json(
         {

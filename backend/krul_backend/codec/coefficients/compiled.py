@@ -1,4 +1,4 @@
-"""Compiles a function of numbers and arrays to machine code."""
+"""Compiles loops to machine code; the names and types that they share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 import numba
+import numpy as np
+from numpy.typing import NDArray
+
+RECORD_TOKENS = 64
+"""Tokens of a record; the last one of a block may have fewer."""
+
+Levels = NDArray[np.int16]
+Scales = NDArray[np.uint8]
+Shifts = NDArray[np.int8]
+Values = NDArray[np.float32]
+Words = NDArray[np.uint16]
+Places = NDArray[np.int64]
+Tables = NDArray[np.uint32]
+Index = int | np.int64
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 

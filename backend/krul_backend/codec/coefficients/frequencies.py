@@ -1,7 +1,7 @@
-"""Computes how often each symbol of a scale class is expected, in integers that are the same on every host.
+"""Computes how often each level of a scale is expected, in integers that are the same on every host.
 
 A level is a transform coefficient ``c`` quantized with a dead zone: ``|level| = floor(|c| / step + 0.4)``. A
-scale class is a distribution of levels, given by the mean of their magnitude.
+scale is a distribution of coefficients, given by the mean of their magnitude before quantization.
 """
 
 from __future__ import annotations
@@ -10,37 +10,31 @@ from dataclasses import dataclass
 from decimal import ROUND_HALF_EVEN, Context, Decimal, localcontext
 from functools import cache
 
-NUM_CLASSES = 64
-"""Class 0 is for coefficients that are always zero; classes 1 to 63 have a table each."""
+NUM_SCALES = 48
+"""Scale 0 is for coefficients that are never coded; scales 1 to 47 have a table each."""
+
+SCALE_OF_ONE_STEP = 21
+SCALES_PER_OCTAVE = 4
+"""Scale ``s`` is a mean magnitude of ``2^((s - 21) / 4)`` steps."""
 
 PROBABILITY_BITS = 12
 TOTAL_FREQUENCY = 1 << PROBABILITY_BITS
-
-SMALLEST_MEAN_LOG2 = -8
-LARGEST_MEAN_LOG2 = 8
 
 ROUNDING = 0.4
 """Added to magnitudes in steps before they are rounded down: below 0.5, so that zero has a wider range."""
 
 LARGEST_SYMBOL = 126
-"""No alphabet goes beyond it: a symbol and the escape fit in one byte."""
-
-FINE_MEAN = 8
-"""Above this mean a level is coded as a symbol and its lowest bits, which are nearly uniform."""
-
-COARSE_MEAN = 2
-"""The same for the few coefficients of a record whose lowest bits cost nothing: there are more of them."""
+"""No alphabet goes beyond it: a level and the escape fit in one byte."""
 
 _ROUNDING = Decimal(str(ROUNDING))
 _CONTEXT = Context(prec=30, rounding=ROUND_HALF_EVEN)
-_BISECTION_STEPS = 60
 
 
 @dataclass(frozen=True)
 class Shape:
     """A symmetric distribution of coefficients: a mixture of Laplacians.
 
-    ``components`` are pairs of a weight and a scale, both relative to those of the others.
+    ``components`` are pairs of a weight and a mean magnitude, both relative to those of the others.
     """
 
     name: str
@@ -55,96 +49,45 @@ SHAPE = LAPLACE
 
 
 @dataclass(frozen=True)
-class ClassFrequencies:
-    """The alphabet of one scale class.
+class Alphabet:
+    """The levels that a scale has symbols for, ``-largest`` to ``largest``; all others are escaped.
 
-    ``mean`` is that of the magnitude of levels; ``rate`` is the quantizer's step over the scale of the
-    shape's first component. A level is ``symbol * 2^low_bits + low``. Symbols ``-largest - 1`` (below: the
-    escape) to ``largest``: ``frequencies`` are those of the escape, then of ``-largest`` to ``largest``. They
-    sum to 4096, and none is 0.
+    ``frequencies`` are those of the escape, then of ``-largest`` to ``largest``. They sum to 4096, and none
+    is 0.
     """
 
-    mean: float
-    rate: float
-    low_bits: int
     largest: int
     frequencies: tuple[int, ...]
 
 
-@cache
-def class_frequencies(shape: Shape, largest_mean: int = FINE_MEAN) -> tuple[ClassFrequencies, ...]:
-    """The alphabets of classes 1 to 63, with means on a geometric grid from ``2^-8`` to ``2^8``.
-
-    Symbols have a mean magnitude of at most ``largest_mean``: what is above goes to the lowest bits.
-    """
+def magnitude(scale: float) -> Decimal:
+    """The mean magnitude that a scale stands for, in steps; halves of scales have one, too."""
     with localcontext(_CONTEXT):
-        octaves = LARGEST_MEAN_LOG2 - SMALLEST_MEAN_LOG2
-        log_two = Decimal(2).ln()
-        exponents = (Decimal(octaves * index) / (NUM_CLASSES - 2) for index in range(NUM_CLASSES - 1))
-        means = [(log_two * (SMALLEST_MEAN_LOG2 + exponent)).exp() for exponent in exponents]
-        return tuple(_alphabet(shape, mean, largest_mean) for mean in means)
+        return Decimal(2) ** (Decimal(scale - SCALE_OF_ONE_STEP) / SCALES_PER_OCTAVE)
 
 
-def _alphabet(shape: Shape, mean: Decimal, largest_mean: int) -> ClassFrequencies:
-    low_bits = 0
-    while mean > largest_mean << low_bits:
-        low_bits += 1
-    width = 1 << low_bits
-    rate = _rate_of(shape, mean)
-    # at_least[h]: the probability of a level of at least h * width, for h >= 1.
-    at_least = [Decimal(0)]
-    while len(at_least) <= LARGEST_SYMBOL + 1:
-        at_least.append(_at_least(shape, rate, len(at_least) * width))
-    # Symbol h >= 1 covers the levels from h * width, symbol -h those from -h * width to -(h - 1) * width - 1.
-    positive = {h: at_least[h] - at_least[h + 1] for h in range(1, LARGEST_SYMBOL + 1)}
+@cache
+def alphabets(shape: Shape) -> tuple[Alphabet, ...]:
+    """The alphabets of scales 1 to 47."""
+    with localcontext(_CONTEXT):
+        return tuple(_alphabet(shape, magnitude(scale)) for scale in range(1, NUM_SCALES))
+
+
+def _alphabet(shape: Shape, mean: Decimal) -> Alphabet:
+    total = sum(weight for weight, _ in shape.components)
+    unit = mean * total / sum(weight * size for weight, size in shape.components)
+    # at_least[k]: the probability of a magnitude of at least k, and of one of the two signs.
+    at_least = [Decimal("0.5")]
+    for level in range(1, LARGEST_SYMBOL + 2):
+        tails = (weight * ((_ROUNDING - level) / (unit * size)).exp() for weight, size in shape.components)
+        at_least.append(sum(tails, Decimal(0)) / (2 * total))
+    positive = [at_least[k] - at_least[k + 1] for k in range(LARGEST_SYMBOL + 1)]
     largest = 1
     # A pair of symbols costs all others 2 slots, 0.0007 bits per level, and saves 16 bits where it occurs.
     while largest < LARGEST_SYMBOL and positive[largest + 1] * TOTAL_FREQUENCY * 11 >= 1:
         largest += 1
-    probabilities = [2 * at_least[largest + 1]]
-    for symbol in range(-largest, largest + 1):
-        probabilities.append(_between(shape, rate, symbol * width, (symbol + 1) * width - 1))
-    return ClassFrequencies(float(mean), float(rate), low_bits, largest, _rounded(probabilities))
-
-
-def _at_least(shape: Shape, rate: Decimal, level: int) -> Decimal:
-    """The probability of a level of at least ``level``, which is positive."""
-    total = sum(weight for weight, _ in shape.components)
-    start = (level - _ROUNDING) * rate
-    return sum((weight * (-start / scale).exp() for weight, scale in shape.components), Decimal(0)) / (
-        2 * total
-    )
-
-
-def _between(shape: Shape, rate: Decimal, first: int, last: int) -> Decimal:
-    """The probability of the levels ``first`` to ``last``, which are of one sign or begin at zero."""
-    if first > 0:
-        return _at_least(shape, rate, first) - _at_least(shape, rate, last + 1)
-    if last < 0:
-        return _at_least(shape, rate, -last) - _at_least(shape, rate, 1 - first)
-    return 1 - _at_least(shape, rate, 1) - _at_least(shape, rate, last + 1)
-
-
-def _mean_of(shape: Shape, rate: Decimal) -> Decimal:
-    """The mean magnitude of levels: the sum of the probabilities of at least 1, 2, 3 ..."""
-    total = sum(weight for weight, _ in shape.components)
-    mean = Decimal(0)
-    for weight, scale in shape.components:
-        mean += weight * (-(1 - _ROUNDING) * rate / scale).exp() / (1 - (-rate / scale).exp())
-    return mean / total
-
-
-@cache
-def _rate_of(shape: Shape, mean: Decimal) -> Decimal:
-    """The quantizer's step over the scale of the first component, for levels of this mean magnitude."""
-    low, high = Decimal(-12), Decimal(6)
-    for _ in range(_BISECTION_STEPS):
-        middle = (low + high) / 2
-        if _mean_of(shape, middle.exp()) > mean:
-            low = middle
-        else:
-            high = middle
-    return high.exp()
+    side = positive[1 : largest + 1]
+    return Alphabet(largest, _rounded([2 * at_least[largest + 1], *side[::-1], 2 * positive[0], *side]))
 
 
 def _rounded(probabilities: list[Decimal]) -> tuple[int, ...]:

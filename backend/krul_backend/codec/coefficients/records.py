@@ -1,177 +1,141 @@
-"""What both coders do with a record: collect its levels, and hand out what was decoded."""
+"""The loops over the records of a block: load levels, code them, and back.
+
+The levels of a record lie in ``rows`` int16 ``[64, row_width(R)]``, those of a token side by side. A record
+begins with the shifts of its tokens plus 8, 4 bits each, lowest first, padded to a multiple of 4 bytes. The
+rest is written by one of two coders: with tables by ``rans.py``, without by ``fixed_width.py``. A word of
+zero may follow, so that records are a multiple of 4 bytes long.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from krul_backend.codec.coefficients.compiled import compiled
-from krul_backend.codec.coefficients.frequencies import NUM_CLASSES
-from krul_backend.codec.coefficients.interface import Classes, Levels, Values, num_records
-from krul_backend.errors import CodecError
+from krul_backend.codec.coefficients import fixed_width, rans
+from krul_backend.codec.coefficients.compiled import (
+    RECORD_TOKENS,
+    Index,
+    Levels,
+    Places,
+    Shifts,
+    Tables,
+    Values,
+    Words,
+    compiled,
+)
 
-Index = int | np.int64
-"""A whole number of compiled code."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where decoded records go: one of the two arrays has no rows.
-
-    ``coded`` int64 are the coefficients that are stored; the first ``num_leading`` of them are ``0, 1, 2
-    ...``.
-    """
-
-    levels: Levels
-    values: Values
-    coded: NDArray[np.int64]
-    num_leading: int
-
-
-def coded_coefficients(classes: Classes) -> NDArray[np.int64]:
-    """The coefficients whose class is not 0, rising.
-
-    Raises ``CodecError`` unless ``classes`` is uint8 ``[R]`` of known classes.
-    """
-    if classes.dtype != np.uint8 or classes.ndim != 1:
-        raise CodecError(f"classes are uint8 [R], not {classes.dtype} {list(classes.shape)}")
-    if len(classes) and int(classes.max()) >= NUM_CLASSES:
-        raise CodecError(f"scale class {int(classes.max())} is unknown: there are {NUM_CLASSES}")
-    return np.flatnonzero(classes).astype(np.int64)
-
-
-def check_levels(levels: Levels, classes: Classes) -> Levels:
-    """``levels``, contiguous.
-
-    Raises ``CodecError`` unless they are int16 ``[T, R]``, and zero where ``classes [R]`` are 0.
-    """
-    if levels.dtype != np.int16 or levels.ndim != 2 or levels.shape[1] != len(classes):
-        raise CodecError(
-            f"levels are int16 [T, {len(classes)}] for these classes, not {levels.dtype} {list(levels.shape)}"
-        )
-    if bool(levels[:, classes == 0].any()):
-        raise CodecError("a level of scale class 0 is not zero")
-    # The kernels are compiled for arrays that may be written to, once.
-    return np.require(levels, requirements=["C", "A", "W"])
-
-
-def record_starts(
-    data: NDArray[np.uint8], record_num_bytes: NDArray[np.uint32], num_tokens: int
-) -> NDArray[np.int64]:
-    """Where the records begin in ``data``, and the end of the last: int64 ``[num_records + 1]``.
-
-    Raises ``CodecError`` if the sizes contradict ``data`` or the number of tokens.
-    """
-    if data.dtype != np.uint8 or data.ndim != 1:
-        raise CodecError(f"a block is uint8 [N], not {data.dtype} {list(data.shape)}")
-    if record_num_bytes.dtype != np.uint32:
-        raise CodecError(f"sizes of records are uint32, not {record_num_bytes.dtype}")
-    if record_num_bytes.shape != (num_records(num_tokens),):
-        raise CodecError(
-            f"{num_tokens} tokens have {num_records(num_tokens)} records, "
-            f"but {record_num_bytes.size} sizes came"
-        )
-    starts = np.zeros(len(record_num_bytes) + 1, np.int64)
-    np.cumsum(record_num_bytes, out=starts[1:])
-    if int(starts[-1]) != len(data):
-        raise CodecError(f"records take {int(starts[-1])} bytes together, but the block has {len(data)}")
-    if bool((record_num_bytes % 4 != 0).any()):
-        raise CodecError("records are a multiple of 4 bytes long")
-    return starts
-
-
-def output_of(out: Levels | Values, coded: NDArray[np.int64], num_coefficients: int, shrink: float) -> Output:
-    """``out`` as both decoders take it. Raises ``CodecError`` if it cannot hold what is decoded."""
-    if (
-        out.ndim != 2
-        or out.shape[1] != num_coefficients
-        or not out.flags.c_contiguous
-        or not out.flags.writeable
-    ):
-        raise CodecError(
-            f"levels are decoded to a contiguous array [T, {num_coefficients}], not {list(out.shape)}"
-        )
-    if not 0 <= shrink < 0.5:
-        raise CodecError(f"levels shrink by 0 to less than 0.5, not {shrink}")
-    num_leading = int((coded == np.arange(len(coded))).sum())
-    levels, values = np.empty((0, num_coefficients), np.int16), np.empty((0, num_coefficients), np.float32)
-    if out.dtype == np.int16:
-        levels = cast(Levels, out)
-    elif out.dtype == np.float32:
-        values = cast(Values, out)
-    else:
-        raise CodecError(f"levels are decoded to int16 or float32, not {out.dtype}")
-    return Output(levels, values, coded, num_leading)
+SMALLEST_SHIFT = -8
 
 
 @compiled
-def gather_record(
-    levels: Levels, first_token: int, num_tokens: int, coded: NDArray[np.int64], columns: Levels
-) -> None:
-    """``columns[i, t] = levels[first_token + t, coded[i]]``; ``columns`` is ``[num_coded, 64]``."""
-    # In stripes: the rows of `columns` that are written side by side stay in the first cache.
-    for first in range(0, len(coded), 32):
-        end = min(first + 32, len(coded))
-        for token in range(num_tokens):
-            for index in range(first, end):
-                columns[index, token] = levels[first_token + token, coded[index]]
+def row_width(num_coefficients: int) -> int:
+    """Levels from one row to the next, at least ``num_coefficients``.
+
+    It is an odd number of cache lines: a column of 64 rows lies in as many places of the first cache.
+    """
+    return ((num_coefficients + 31) // 32 | 1) * 32
 
 
 @compiled
-def store_record(
-    rows: Levels,
-    first_token: int,
-    num_tokens: int,
-    coded: NDArray[np.int64],
-    num_leading: int,
-    shrink: np.float32,
-    out_levels: Levels,
-    out_values: Values,
-) -> None:
-    """Write a decoded record, ``rows [64, num_coded]``, to its tokens of the output that has rows."""
-    as_levels = out_levels.shape[0] > 0
-    num_coefficients = out_levels.shape[1]
-    num_coded = len(coded)
-    for token in range(num_tokens):
-        row = first_token + token
-        if as_levels:
-            for index in range(num_leading):
-                out_levels[row, index] = rows[token, index]
-            for index in range(num_leading, num_coefficients):
-                out_levels[row, index] = 0
-            for index in range(num_leading, num_coded):
-                out_levels[row, coded[index]] = rows[token, index]
+def encode_block(
+    levels: Levels,
+    places: Places,
+    scales: Places,
+    shifts: Shifts,
+    tables: Tables | None,
+    data: Words,
+    num_words: Places,
+) -> Index:
+    """Write all records of ``levels [T, R]`` to the front of ``data``, and their sizes to ``num_words``; the
+    number of words that they take.
+
+    ``places`` are the coefficients that are coded and ``scales`` are theirs, or the first coefficients of the
+    bands that are coded. ``data`` has room for the most that a block may take.
+    """
+    rows = np.zeros((RECORD_TOKENS, row_width(levels.shape[1])), np.int16)
+    moves = np.empty(RECORD_TOKENS, np.int64)
+    end: Index = 0
+    for record in range(len(num_words)):
+        first = record * RECORD_TOKENS
+        size = min(RECORD_TOKENS, len(levels) - first)
+        for token in range(size):
+            moves[token] = 2 * np.int64(shifts[first + token])
+            for index in range(levels.shape[1]):
+                rows[token, index] = levels[first + token, index]
+        begin = end
+        end += _num_shift_words(size)
+        for index in range(begin, end):
+            word = np.int64(0)
+            for token in range(4 * (index - begin), min(4 * (index - begin) + 4, size)):
+                word |= (np.int64(shifts[first + token]) - SMALLEST_SHIFT) << (4 * (token & 3))
+            data[index] = word
+        if tables is not None:
+            end = rans.encode_record(rows, size, places, scales, moves, tables, data, end)
         else:
-            for index in range(num_leading):
-                level = rows[token, index]
-                sign = np.float32(np.int32(level > 0) - np.int32(level < 0))
-                out_values[row, index] = np.float32(level) - shrink * sign
-            for index in range(num_leading, num_coefficients):
-                out_values[row, index] = np.float32(0)
-            for index in range(num_leading, num_coded):
-                level = rows[token, index]
-                sign = np.float32(np.int32(level > 0) - np.int32(level < 0))
-                out_values[row, coded[index]] = np.float32(level) - shrink * sign
+            end = fixed_width.encode_record(rows, size, places, data, end)
+        if (end - begin) & 1:
+            data[end] = 0
+            end += 1
+        num_words[record] = end - begin
+    return end
 
 
 @compiled
-def read_words(data: NDArray[np.uint8], start: int, end: int, words: NDArray[np.uint16]) -> None:
-    """The bytes ``[start, end)`` as little-endian words, then zeros to the end of ``words``."""
-    num_words = (end - start) >> 1
-    for index in range(num_words):
-        place = start + 2 * index
-        words[index] = np.uint16(data[place]) | np.uint16(data[place + 1]) << 8
-    for index in range(num_words, len(words)):
-        words[index] = 0
+def decode_block(
+    data: NDArray[np.uint8],
+    starts: Places,
+    places: Places,
+    scales: Places,
+    shifts: Shifts,
+    tables: Tables | None,
+    words: Words,
+    shrink: np.float32,
+    factors: Values,
+    out: NDArray[Any],
+) -> int:
+    """Decode all records to ``shifts`` and ``out``; how many are good before the first damaged one.
+
+    Record ``i`` is ``data[starts[i] : starts[i + 1]]``. ``words`` has room for the largest record, and 128
+    words more. A level is shrunk, then multiplied by ``factors[shift + 8]``.
+    """
+    rows = np.zeros((RECORD_TOKENS, row_width(out.shape[1])), np.int16)
+    moves = np.empty(RECORD_TOKENS, np.int64)
+    for record in range(len(starts) - 1):
+        first = record * RECORD_TOKENS
+        size = min(RECORD_TOKENS, len(out) - first)
+        start = _num_shift_words(size)
+        num_words = (starts[record + 1] - starts[record]) >> 1
+        if not start <= num_words <= len(words) - 2 * RECORD_TOKENS:
+            return record
+        for index in range(num_words):
+            place = starts[record] + 2 * index
+            words[index] = np.uint16(data[place]) | np.uint16(data[place + 1]) << 8
+        # A coder may read that far beyond the end before it notices.
+        words[num_words : num_words + 2 * RECORD_TOKENS] = 0
+        for token in range(4 * start):
+            shift = ((np.int64(words[token >> 2]) >> (4 * (token & 3))) & 15) + SMALLEST_SHIFT
+            if token < size:
+                shifts[first + token] = shift
+                moves[token] = 2 * shift
+            elif shift != SMALLEST_SHIFT:
+                return record
+        if tables is not None:
+            end = rans.decode_record(words, start, num_words, size, places, scales, moves, tables, rows)
+        else:
+            end = fixed_width.decode_record(words, start, num_words, size, places, rows)
+        if end < 0 or end + (end & 1) != num_words or (end < num_words and words[end] != 0):
+            return record
+        for token in range(size):
+            factor = factors[np.int64(shifts[first + token]) - SMALLEST_SHIFT]
+            for index in range(out.shape[1]):
+                level = rows[token, index]
+                sign = np.float32(np.int32(level > 0) - np.int32(level < 0))
+                out[first + token, index] = (np.float32(level) - shrink * sign) * factor
+    return len(starts) - 1
 
 
 @compiled
-def copy_words(
-    source: NDArray[np.uint16], start: Index, num_words: Index, target: NDArray[np.uint16], begin: Index
-) -> None:
-    """``target[begin : begin + num_words] = source[start : start + num_words]``."""
-    for index in range(num_words):
-        target[begin + index] = source[start + index]
+def _num_shift_words(size: int) -> int:
+    return (size + 7) // 8 * 2
