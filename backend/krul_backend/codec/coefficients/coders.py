@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS, Levels, Places, Scales, Shifts, Values
+from krul_backend.codec.coefficients.compiled import RECORD_TOKENS, Integers, Levels, Scales, Shifts, Values
 from krul_backend.codec.coefficients.frequencies import NUM_SCALES
 from krul_backend.codec.coefficients.records import SMALLEST_SHIFT, decode_block, encode_block
 from krul_backend.codec.coefficients.scales import BAND
@@ -66,10 +66,10 @@ class CoefficientCoder:
             raise CodecError("a level of scale 0 is not zero")
         record_num_words = np.zeros(num_records(len(levels)), np.int64)
         # The system gives memory for the pages that are written only.
-        data = np.empty(len(record_num_words) * most_words(len(scales)), np.uint16)
-        # The loops are compiled for arrays that may be written to, once.
+        data = np.empty(len(record_num_words) * _most_words(len(scales)), np.uint16)
         places = self._places(scales)
         end = encode_block(
+            # The loops are compiled for arrays that may be written to, once.
             np.require(levels, requirements=["C", "A", "W"]),
             places,
             scales[places].astype(np.int64),
@@ -120,7 +120,7 @@ class CoefficientCoder:
             scales[places].astype(np.int64),
             shifts,
             None if self._tables is None else self._tables.decoding,
-            np.empty(most_words(len(scales)) + 2 * RECORD_TOKENS, np.uint16),
+            np.empty(_most_words(len(scales)) + 2 * RECORD_TOKENS, np.uint16),
             # Levels are values that neither shrink nor grow.
             np.float32(shrink if as_values else 0),
             _FACTORS if as_values else np.ones_like(_FACTORS),
@@ -130,7 +130,7 @@ class CoefficientCoder:
             raise CodecError(f"record {good} of {len(record_num_bytes)} is damaged")
         return shifts
 
-    def _places(self, scales: Scales) -> Places:
+    def _places(self, scales: Scales) -> Integers:
         """What is coded: coefficients for rANS, first coefficients of bands for fixed widths."""
         coded = np.flatnonzero(scales).astype(np.int64)
         return np.unique(coded // BAND * BAND) if self._tables is None else coded
@@ -158,7 +158,7 @@ def num_records(num_tokens: int) -> int:
     return -(-num_tokens // RECORD_TOKENS)
 
 
-def most_words(num_coefficients: int) -> int:
+def _most_words(num_coefficients: int) -> int:
     """Words that a record takes at most: two per level of each band, one per band, and its start."""
     return 64 + -(-num_coefficients // BAND) * (1 + 2 * RECORD_TOKENS * BAND)
 

@@ -17,7 +17,7 @@ Scales = NDArray[np.uint8]
 Shifts = NDArray[np.int8]
 Values = NDArray[np.float32]
 Words = NDArray[np.uint16]
-Places = NDArray[np.int64]
+Integers = NDArray[np.int64]
 Tables = NDArray[np.uint32]
 Index = int | np.int64
 

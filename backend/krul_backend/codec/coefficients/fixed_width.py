@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS, Index, Levels, Places, Words, compiled
+from krul_backend.codec.coefficients.compiled import RECORD_TOKENS, Index, Integers, Levels, Words, compiled
 from krul_backend.codec.coefficients.scales import BAND
 
 LARGEST_WIDTH = 8
@@ -34,7 +34,7 @@ def _limits(width: Index) -> tuple[Index, Index]:
 
 
 @compiled
-def encode_record(rows: Levels, size: int, columns: Places, data: Words, begin: Index) -> Index:
+def encode_record(rows: Levels, size: int, columns: Integers, data: Words, begin: Index) -> Index:
     """Write a record to ``data`` from ``begin``; its end.
 
     ``columns`` are the first coefficients of the bands that are coded. ``data`` has room for two words per
@@ -110,7 +110,7 @@ def _encode_band(
 
 @compiled
 def decode_record(
-    words: Words, start: Index, num_words: Index, size: int, columns: Places, rows: Levels
+    words: Words, start: Index, num_words: Index, size: int, columns: Integers, rows: Levels
 ) -> Index:
     """Decode a record from ``start`` into ``rows``; its end, or -1 if it is damaged.
 

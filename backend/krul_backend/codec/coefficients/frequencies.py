@@ -94,16 +94,13 @@ def _rounded(probabilities: list[Decimal]) -> tuple[int, ...]:
     """Positive integers that sum to 4096 and code these probabilities in the fewest bits."""
     weights = [int(probability * 2**80) for probability in probabilities]
     frequencies = [max(1, weight * TOTAL_FREQUENCY >> 80) for weight in weights]
-    # One slot more saves about weight / (frequency + 1/2), one fewer costs weight / (frequency - 1/2).
-    while sum(frequencies) < TOTAL_FREQUENCY:
+    missing = TOTAL_FREQUENCY - sum(frequencies)
+    change = 1 if missing > 0 else -1
+    for _ in range(abs(missing)):
+        # One slot more saves about weight / (frequency + 1/2), one fewer costs weight / (frequency - 1/2).
         gains = [
-            weight // (2 * frequency + 1) for weight, frequency in zip(weights, frequencies, strict=True)
-        ]
-        frequencies[gains.index(max(gains))] += 1
-    while sum(frequencies) > TOTAL_FREQUENCY:
-        costs = [
-            weight // (2 * frequency - 1) if frequency > 1 else 2**90
+            change * weight // (2 * frequency + change) if frequency + change > 0 else -(2**90)
             for weight, frequency in zip(weights, frequencies, strict=True)
         ]
-        frequencies[costs.index(min(costs))] -= 1
+        frequencies[gains.index(max(gains))] += change
     return tuple(frequencies)

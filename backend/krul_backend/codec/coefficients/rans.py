@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from krul_backend.codec.coefficients.compiled import Index, Levels, Places, Tables, Words, compiled
+from krul_backend.codec.coefficients.compiled import Index, Integers, Levels, Tables, Words, compiled
 from krul_backend.codec.coefficients.frequencies import NUM_SCALES
 
 NUM_LANES = 16
@@ -35,9 +35,9 @@ _ZERO = np.uint64(0)
 def encode_record(
     rows: Levels,
     size: int,
-    coded: Places,
-    scales: Places,
-    moves: Places,
+    coded: Integers,
+    scales: Integers,
+    moves: Integers,
     encoding: Tables,
     data: Words,
     begin: Index,
@@ -87,9 +87,9 @@ def decode_record(
     start: Index,
     num_words: Index,
     size: int,
-    coded: Places,
-    scales: Places,
-    moves: Places,
+    coded: Integers,
+    scales: Integers,
+    moves: Integers,
     decoding: Tables,
     rows: Levels,
 ) -> Index:

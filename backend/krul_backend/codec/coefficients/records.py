@@ -17,8 +17,8 @@ from krul_backend.codec.coefficients import fixed_width, rans
 from krul_backend.codec.coefficients.compiled import (
     RECORD_TOKENS,
     Index,
+    Integers,
     Levels,
-    Places,
     Shifts,
     Tables,
     Values,
@@ -41,12 +41,12 @@ def row_width(num_coefficients: int) -> int:
 @compiled
 def encode_block(
     levels: Levels,
-    places: Places,
-    scales: Places,
+    places: Integers,
+    scales: Integers,
     shifts: Shifts,
     tables: Tables | None,
     data: Words,
-    num_words: Places,
+    num_words: Integers,
 ) -> Index:
     """Write all records of ``levels [T, R]`` to the front of ``data``, and their sizes to ``num_words``; the
     number of words that they take.
@@ -85,9 +85,9 @@ def encode_block(
 @compiled
 def decode_block(
     data: NDArray[np.uint8],
-    starts: Places,
-    places: Places,
-    scales: Places,
+    starts: Integers,
+    places: Integers,
+    scales: Integers,
     shifts: Shifts,
     tables: Tables | None,
     words: Words,
