@@ -37,7 +37,7 @@ def attention_drawn(
     block_rows = max(1, block_bytes // (4 * num_visible * rows.num_heads))
     num_seen = torch.zeros(num_tokens)
     tokens = torch.arange(start_token, end)
-    for block in used.split(block_rows):
+    for block in torch.split(used, block_rows):
         num_seen += (positions[block][:, None] >= tokens).sum(0)
         block_positions = positions[block].to(device)
         for layer in range(rows.num_layers):

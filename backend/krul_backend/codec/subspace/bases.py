@@ -231,7 +231,7 @@ def group_vectors(layers: Sequence[LayerKV]) -> torch.Tensor:
 def split_vectors(vectors: torch.Tensor, shape: LayerShape, num_layers: int) -> list[LayerKV]:
     """Inverse of ``group_vectors``: views ``[T, Hkv, head_dim]`` of ``vectors [T, D]``, layer by layer."""
     k_size, v_size = (shape.num_kv_heads * dim for dim in (shape.k_head_dim, shape.v_head_dim))
-    parts = vectors.split([k_size, v_size] * num_layers, dim=1)
+    parts = torch.split(vectors, [k_size, v_size] * num_layers, dim=1)
     return [
         LayerKV(
             k.unflatten(1, (shape.num_kv_heads, shape.k_head_dim)),

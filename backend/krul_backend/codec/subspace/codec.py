@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +22,17 @@ from krul_backend.codec.subspace.decoder import (
     tensors_of,
 )
 from krul_backend.codec.subspace.parameters import GroupParameters, SubspaceParameters
-from krul_backend.codec.subspace.quantizer import expected_damage, quantize, step_shifts
+from krul_backend.codec.subspace.quantizer import FINEST_STEPS, expected_damage, quantize, step_shifts
 from krul_backend.errors import CodecError
 
 _CHUNK_TOKENS = 1024
 """Tokens whose vectors are held in fp32 at a time."""
 
-_SAMPLE_TOKENS = 256
+_SAMPLE_TOKENS = 128
 """Tokens of a segment by whose coefficients the step is chosen."""
 
-_STEP_HALVINGS = 12
-_SMALLEST_STEP_LOG2, _LARGEST_STEP_LOG2 = -24.0, 8.0
+_STEP_HALVINGS = 10
+_LEAST = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +89,9 @@ class SubspaceCodec:
     ) -> EncodedSegment:
         """Encode tokens ``[start_token, start_token + num_tokens)`` of a conversation with the largest step
         whose damage is expected to stay within ``max_damage`` nats per predicted token.
+
+        If not even the smallest step that levels allow is expected to stay within it, that one is taken: the
+        result's ``damage`` tells.
 
         ``attention [L, Hkv, num_tokens]``: see ``GroupBasis.token_worth``; None counts all tokens alike.
         Blocks are on the CPU.
@@ -165,17 +169,16 @@ class SubspaceCodec:
             sampled = worth[rows.to(worth.device)]
             samples.append((self._coefficients(basis, read, rows, place), step_shifts(sampled), sampled))
         limit = max_damage / self.bases.damage_factor * num_sampled / place.num_tokens
-        low, high = _SMALLEST_STEP_LOG2, _LARGEST_STEP_LOG2
+        largest = max(float(coefficients.abs().max()) for coefficients, _, _ in samples)
+        # With a smaller step some levels are too large to be stored, with a larger one all are zero.
+        low, high = math.log2(max(largest, _LEAST) / FINEST_STEPS), math.log2(max(largest, _LEAST)) + 2
         for _ in range(_STEP_HALVINGS):
             middle = (low + high) / 2
-            is_within = (
-                sum(
-                    expected_damage(coefficients, 2**middle, shifts, worth)
-                    for coefficients, shifts, worth in samples
-                )
-                <= limit
+            expected = (
+                expected_damage(coefficients, 2**middle, shifts, worth)
+                for coefficients, shifts, worth in samples
             )
-            low, high = (middle, high) if is_within else (low, middle)
+            low, high = (middle, high) if sum(expected) <= limit else (low, middle)
         return float(2**low)
 
     def _encode_group(
@@ -202,7 +205,7 @@ class SubspaceCodec:
             damage += expected_damage(coefficients, step, shifts[first:end], worth[first:end])
             magnitudes += coefficients.abs_().sum(0)
         base = base_scales(basis.magnitudes.cpu().numpy(), step)
-        offsets = best_offsets(base, magnitudes.cpu().numpy() / (place.num_tokens * step), levels)
+        offsets = best_offsets(base, (magnitudes / (place.num_tokens * step)).cpu().numpy(), levels)
         encoded = coder.encode(levels, scales_of(base, offsets), shifts.cpu().numpy())
         first_tokens = [
             part[: place.num_first_tokens].contiguous().cpu().view(torch.uint8).flatten()

@@ -105,7 +105,11 @@ class SubspaceDecoder:
         first_decoded = record * RECORD_TOKENS
         values = np.empty((num_tokens - first_decoded, num_used), np.float32)
         self._coder.decode(
-            block[num_raw_bytes:].numpy(), parameters.record_num_bytes[record:], scales[:num_used], values, shrink=SHRINK
+            block[num_raw_bytes:].numpy(),
+            parameters.record_num_bytes[record:],
+            scales[:num_used],
+            values,
+            shrink=SHRINK,
         )
         mean, decoder = self._reconstructions[group].mean, self._reconstructions[group].decoder
         coefficients = torch.from_numpy(values[first_token - first_decoded :]).to(mean.device, mean.dtype)
@@ -134,7 +138,7 @@ class SubspaceDecoder:
         num_first_tokens = self._place.num_first_tokens
         parts = [part for kv in decoded for part in tensors_of(kv)]
         sizes = [part[0].numel() * part.dtype.itemsize * num_first_tokens for part in parts]
-        for part, stored in zip(parts, raw.split(sizes), strict=True):
+        for part, stored in zip(parts, torch.split(raw, sizes), strict=True):
             rows = stored.clone().view(part.dtype).view(num_first_tokens, *part.shape[1:])[first_token:]
             part[: len(rows)] = rows.to(part.device)
 

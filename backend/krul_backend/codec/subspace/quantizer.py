@@ -25,6 +25,9 @@ safer."""
 
 _LARGEST_LEVEL = 32767
 
+FINEST_STEPS = 8000
+"""A step is at least the largest coefficient over this, so that all levels fit also with the finest shift."""
+
 
 def step_shifts(worth: torch.Tensor) -> torch.Tensor:
     """The shift of each token's step: int8 ``[T]``. ``worth [T]``, see ``GroupBasis.token_worth``."""
