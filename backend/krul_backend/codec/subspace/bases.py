@@ -234,8 +234,8 @@ def split_vectors(vectors: torch.Tensor, shape: LayerShape, num_layers: int) -> 
     parts = torch.split(vectors, [k_size, v_size] * num_layers, dim=1)
     return [
         LayerKV(
-            k.unflatten(1, (shape.num_kv_heads, shape.k_head_dim)),
-            v.unflatten(1, (shape.num_kv_heads, shape.v_head_dim)),
+            k.reshape(len(k), shape.num_kv_heads, shape.k_head_dim),
+            v.reshape(len(v), shape.num_kv_heads, shape.v_head_dim),
         )
         for k, v in zip(parts[::2], parts[1::2], strict=True)
     ]
