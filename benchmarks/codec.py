@@ -1,4 +1,5 @@
-"""``python -m benchmarks.codec --json FILE``: speed and size of the coders of quantized coefficients."""
+"""``python -m benchmarks.codec --json FILE``: speed and size of the subspace codec, and of its coders
+alone."""
 
 from __future__ import annotations
 
@@ -6,20 +7,34 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
+from transformers import AutoTokenizer
 
+from benchmarks.models import model_path
+from benchmarks.quality.model import load_model
 from krul_backend.codec.coefficients.coders import CoefficientCoder, FixedWidthCoder, RansCoder
 from krul_backend.codec.coefficients.compiled import Levels, Scales, Shifts
 from krul_backend.codec.coefficients.frequencies import ROUNDING
 from krul_backend.codec.coefficients.scales import base_scales
 from krul_backend.codec.coefficients.tables import standard_tables
+from krul_backend.codec.subspace.bases import ModelBases
+from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
+from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
 from krul_sglang.json_file import write_json
+from krul_sglang.learning.reader import TextReader
+from krul_sglang.learning.texts import cut_pieces, own_texts
+
+LIMITS = (0.003, 0.01, 0.03)
+"""Of the damage, in nats per predicted token."""
 
 MAGNITUDES = ((20.0, 0.02), (10.0, 0.005), (4.0, 0.002))
 """Mean magnitudes of the first and of the last coefficient, in steps: coarser from row to row."""
@@ -75,6 +90,46 @@ def row(
     }
 
 
+def codec_rows(
+    bases: ModelBases, reader: TextReader, ids: Sequence[int], repeats: int
+) -> list[dict[str, Any]]:
+    """Medians of the whole codec on the KV of one text: MB of KV in the pool's type, per second of the
+    thread."""
+    history = reader.read_history(ids)
+    num_tokens, shape = len(ids), bases.shape
+    pool_bytes = num_tokens * bases.num_layers * (shape.k_token_bytes + shape.v_token_bytes)
+    codec = SubspaceCodec(bases, reader.rotary, (RansCoder(), FixedWidthCoder()))
+    rows = []
+    for limit, coder in product(LIMITS, (RansCoder.name, FixedWidthCoder.name)):
+        encode = partial(
+            codec.encode,
+            history.layers.__getitem__,
+            start_token=0,
+            num_tokens=num_tokens,
+            attention=history.attention,
+            max_damage=limit,
+            coder=coder,
+        )
+        encoded = encode()
+        decoder = codec.open(encoded.params, start_token=0, num_tokens=num_tokens)
+
+        def decode(decoder: SubspaceDecoder = decoder, encoded: EncodedSegment = encoded) -> None:
+            for group, block in enumerate(encoded.blocks):
+                decoder.decode(group, block, 0)
+
+        rows.append(
+            {
+                "coder": coder,
+                "limit": limit,
+                "num_tokens": num_tokens,
+                "ratio": pool_bytes / encoded.num_bytes,
+                "encode_mbs": pool_bytes / 1e6 / _median_s(encode, repeats),
+                "decode_mbs": pool_bytes / 1e6 / _median_s(decode, repeats),
+            }
+        )
+    return rows
+
+
 def _median_s(run: Callable[[], object], repeats: int) -> float:
     samples = []
     for _ in range(repeats + 1):
@@ -91,25 +146,38 @@ def _short(value: str | float) -> str:
 
 def main(
     json: Annotated[Path, typer.Option(help="File for the result.")],
+    bases: Annotated[Path, typer.Option(help="File of `krul-sglang learn`.")],
+    model: Annotated[
+        str, typer.Option(help="bundled, smollm2 or the folder of its Hugging Face model.")
+    ] = "smollm2",
     tokens: Annotated[int, typer.Option(help="Tokens of a block.", min=1)] = 1024,
     coefficients: Annotated[int, typer.Option(help="Coefficients of a token.", min=1)] = 800,
     repeats: Annotated[int, typer.Option(help="Timed runs of each row.", min=5)] = 15,
 ) -> None:
-    rows = []
+    # What is written and read per core.
+    torch.set_num_threads(1)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_path(model))
+    reader = TextReader(load_model(Path(model_path(model)), torch.float32, "cpu"))
+    (ids,) = cut_pieces(tokenizer, own_texts(), tokens, most=1)
+    rows = codec_rows(ModelBases.load(bases), reader, ids, repeats)
+    for each in rows:
+        typer.echo("  ".join(f"{key} {_short(value)}" for key, value in each.items()))
+    coders = []
     for largest, smallest in MAGNITUDES:
         levels, scales, shifts = falling_levels(tokens, coefficients, largest, smallest)
         for coder in (RansCoder(), FixedWidthCoder()):
             result = {"largest_magnitude": largest, "smallest_magnitude": smallest}
-            rows.append(result | row(coder, levels, scales, shifts, repeats))
-            typer.echo("  ".join(f"{key} {_short(value)}" for key, value in rows[-1].items()))
+            coders.append(result | row(coder, levels, scales, shifts, repeats))
+            typer.echo("  ".join(f"{key} {_short(value)}" for key, value in coders[-1].items()))
     write_json(
         {
             "git_revision": git_revision(),
-            "versions": versions(("numpy", "numba")),
+            "versions": versions(("numpy", "numba", "torch")),
             "machine": machine(),
             "command": without_cwd(shlex.join(sys.orig_argv)),
             "repeats": repeats,
             "rows": rows,
+            "coders": coders,
         },
         json,
     )

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 from benchmarks.figures import draw_from_command_line
 
 ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "quality-cpu.json"
+RESULT = ROOT / "benchmarks" / "results" / "quality-agent-cpu.json"
 FIGURE = ROOT / "docs" / "figures" / "quality.png"
 
 KL_FLOOR = 1e-6

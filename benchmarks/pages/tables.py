@@ -17,11 +17,13 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DEMO_RESULT = RESULTS / "demo-cpu.json"
 DEMO_FIGURE = "docs/figures/demo.png"
-QUALITY_RESULT = RESULTS / "quality-cpu.json"
-BUDGET_RESULT = RESULTS / "quality-budget-cpu.json"
-TEXT_RESULT = RESULTS / "quality-text-cpu.json"
-PRETRAINED_RESULTS = (RESULTS / "quality-agent-cpu.json", RESULTS / "quality-recall-cpu.json")
-"""Those of the quality benchmark on SmolLM2 that were measured are shown."""
+QUALITY_RESULTS = (
+    RESULTS / "quality-agent-cpu.json",
+    RESULTS / "quality-recall-cpu.json",
+    RESULTS / "quality-bundled-cpu.json",
+)
+"""Those that were measured are shown."""
+CODEC_RESULT = RESULTS / "codec-cpu.json"
 ESTIMATOR_RESULT = RESULTS / "estimator-cpu.json"
 RESTORE_RESULT = RESULTS / "restore-cpu.json"
 SEGMENTS_RESULT = RESULTS / "restore-segments-cpu.json"
@@ -148,96 +150,12 @@ def _serving_notes(path: Path, result: dict[str, Any]) -> str:
     )
 
 
-QUALITY_FAMILIES = (
-    "full",
-    "int8",
-    "int4",
-    "int2",
-    "minicache",
-    "krul-fixed",
-    "krul",
-    "predicted",
-    "matching",
-    "random",
-)
-"""Order of the quality table: of sharing those at r_l = 0.5, native and int4; then budget and eviction."""
+def quality_tables(results: dict[Path, dict[str, Any]]) -> str:
+    """Loss against compression, a table for each model and suite."""
+    return "\n\n".join(quality_table(path, result) for path, result in results.items())
 
 
-def quality_table(result: dict[str, Any]) -> str:
-    """Quality against bytes, for the ways to store a history."""
-    lines = [
-        "| stored as | bytes per token | ratio to bf16 | recall | value NLL | KL | pairs most shared |",
-        "|---|---:|---:|---:|---:|---:|---|",
-    ]
-    rows = [row for row in result["rows"] if _is_in_quality_table(row)]
-    order = {family: place for place, family in enumerate(QUALITY_FAMILIES)}
-    # sorting is stable: rows of a family stay in the file's order
-    rows.sort(key=lambda row: order.get(row["family"], len(order)))
-    lines += [_quality_line(row) for row in rows]
-    return "\n".join([*lines, "", _quality_notes(result)])
-
-
-def _is_in_quality_table(row: dict[str, Any]) -> bool:
-    if row.get("allowed") is not None:
-        return False
-    if row.get("layer_ratio") is None:
-        return True
-    return bool(row["layer_ratio"] == 0.5 and row["precision"] != "int8")
-
-
-def _quality_line(row: dict[str, Any]) -> str:
-    pairs = " ".join("{}+{} ({:.0%})".format(*each["pair"], each["share"]) for each in row["pairs"][:3])
-    return (
-        f"| {row['name']} | {row['bytes_per_token']:.0f} | {row['ratio']:.2f}x | {row['recall']:.1%} | "
-        f"{row['nll']:.4f} | {row['kl']:.4f} | {pairs} |"
-    )
-
-
-def _quality_notes(result: dict[str, Any]) -> str:
-    configuration = result["configuration"]
-    return " ".join(
-        (
-            f"{_count(result)} held-out conversations, the bundled model, histories up to",
-            f"{max(each['history_tokens'] for each in result['conversations'])} tokens, stored turn by turn,",
-            "restored, and asked. Recall: every token of the reference answer is the most likely one.",
-            "KL: of next-token distributions, in nats.",
-            "Bytes count everything stored: retained tokens, norms, scales.",
-            f"r: share of layers that are shared; I-R threshold gamma = {configuration['gamma']};",
-            "inside, apart: only the pairs with a layer that carries the recall, or with none.",
-            f"budget: limit of predicted KL in nats, learned from {result['probes']} probes.",
-            "h2o: eviction, which keeps as many tokens as fit into the bytes.",
-            "predicted, budget: the maps of predicted pairs belong to the model and are not counted.",
-            f"Source: [`{QUALITY_RESULT.relative_to(ROOT)}`]({QUALITY_RESULT.relative_to(ROOT)}).",
-        )
-    )
-
-
-def budget_table(result: dict[str, Any]) -> str:
-    """What error budgets buy, answer by answer against full KV."""
-    rows = {row["name"]: row for row in result["rows"]}
-    full = rows.pop("full")
-    lines = [
-        "| error budget | bytes per token | ratio to bf16 | recall | answers lost | won | value NLL | KL |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in (full, *rows.values()):
-        lines.append(
-            f"| {row['name'].removeprefix('budget ')} | {row['bytes_per_token']:.0f} | {row['ratio']:.2f}x | "
-            f"{row['recall']:.1%} | {row['answers_lost']} | {row['answers_won']} | {row['nll']:.4f} | "
-            f"{row['kl']:.4f} |"
-        )
-    source = BUDGET_RESULT.relative_to(ROOT)
-    return "\n".join(
-        [*lines, "", f"The same {_count(result)} conversations. Source: [`{source}`]({source})."]
-    )
-
-
-def pretrained_tables(results: dict[Path, dict[str, Any]]) -> str:
-    """Loss against compression on a pretrained model, a table for each suite."""
-    return "\n\n".join(pretrained_table(path, result) for path, result in results.items())
-
-
-def pretrained_table(path: Path, result: dict[str, Any]) -> str:
+def quality_table(path: Path, result: dict[str, Any]) -> str:
     """Every row of one result: bits, ratio, and what it changes against full KV, with 95% intervals."""
     has_recall = "recall" in result["rows"][0]
     recall_heads = ["recall", "change in points", "lost / won"] if has_recall else []
@@ -290,23 +208,21 @@ def _count(result: dict[str, Any]) -> int:
     return sum(each["count"] for each in result["conversations"])
 
 
-def text_table(result: dict[str, Any]) -> str:
-    """Loss on plain text that continues a stored history."""
+def codec_table(result: dict[str, Any]) -> str:
+    """How fast one core encodes and decodes."""
     lines = [
-        "| stored as | bytes per token | ratio to bf16 | NLL per token | KL |",
-        "|---|---:|---:|---:|---:|",
+        "| limit in nats | coder | ratio to bf16 | encode | decode |",
+        "|---:|---|---:|---:|---:|",
     ]
     lines += [
-        f"| {row['name']} | {row['bytes_per_token']:.0f} | {row['ratio']:.2f}x | {row['nll']:.4f} | "
-        f"{row['kl']:.4f} |"
+        f"| {row['limit']} | {row['coder']} | {row['ratio']:.1f}x | {row['encode_mbs']:.0f} MB/s | "
+        f"{row['decode_mbs']:.0f} MB/s |"
         for row in result["rows"]
     ]
-    lengths = sorted({each["history_tokens"] for each in result["conversations"]})
-    source = TEXT_RESULT.relative_to(ROOT)
+    source = CODEC_RESULT.relative_to(ROOT)
     notes = (
-        f"{_count(result)} held-out documents, continued after "
-        f"{' and '.join(map(str, lengths))} tokens of stored history; {result['probes']} probes. "
-        f"Source: [`{source}`]({source})."
+        f"SmolLM2, {result['rows'][0]['num_tokens']} tokens of text; MB of bf16 KV per second of one thread, "
+        f"medians of {result['repeats']}. {result['machine']['cpu']}. Source: [`{source}`]({source})."
     )
     return "\n".join([*lines, "", notes])
 
@@ -505,17 +421,15 @@ def _mib(num_bytes: int) -> str:
 def tables() -> dict[str, str]:
     """The tables of the kept results, by the names of their places."""
     serving = {path: orjson.loads(path.read_bytes()) for path in SERVING_RESULTS if path.exists()}
-    pretrained = {path: orjson.loads(path.read_bytes()) for path in PRETRAINED_RESULTS if path.exists()}
+    quality = {path: orjson.loads(path.read_bytes()) for path in QUALITY_RESULTS if path.exists()}
     lengths = orjson.loads(SERVING_LENGTHS_RESULT.read_bytes()) if SERVING_LENGTHS_RESULT.exists() else None
     return {
         "demo": demo_table(orjson.loads(DEMO_RESULT.read_bytes())),
         "serving": serving_table(serving),
         "serving-lengths": "" if lengths is None else serving_lengths_table(lengths),
         "serving-summary": serving_summary(serving),
-        "quality": quality_table(orjson.loads(QUALITY_RESULT.read_bytes())),
-        "quality-pretrained": pretrained_tables(pretrained),
-        "budget": budget_table(orjson.loads(BUDGET_RESULT.read_bytes())),
-        "text": text_table(orjson.loads(TEXT_RESULT.read_bytes())),
+        "quality": quality_tables(quality),
+        "codec": codec_table(orjson.loads(CODEC_RESULT.read_bytes())),
         "estimator": estimator_table(orjson.loads(ESTIMATOR_RESULT.read_bytes())),
         "restore": restore_table(orjson.loads(RESTORE_RESULT.read_bytes())),
         "segments": segments_table(orjson.loads(SEGMENTS_RESULT.read_bytes())),

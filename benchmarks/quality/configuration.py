@@ -14,7 +14,11 @@ from benchmarks.quality.chat_recall import chat_recall_conversations
 from benchmarks.quality.conversation import BenchmarkError, Conversation
 from benchmarks.quality.long_documents import long_documents
 from benchmarks.quality.methods import Eviction, Method
-from benchmarks.quality.teacher_forced import recall_conversations, text_conversations
+from benchmarks.quality.teacher_forced import (
+    learning_dialogues,
+    recall_conversations,
+    text_conversations,
+)
 from krul_sglang.cli.app import REFERENCE_MODEL
 from krul_sglang.demo.environment import without_cwd
 from reference_model.tokenizer import USER, USER_ID
@@ -24,6 +28,7 @@ _RECALL_HISTORIES = 25
 
 _ITEMS = 7
 _LEARNING_DOCUMENTS = 50
+_LEARNING_DIALOGUES = 24
 
 
 class Suite(StrEnum):
@@ -103,13 +108,16 @@ class Configuration:
         return long_documents(tokenizer, self.data, self.max_tokens, items)
 
     def learning_conversations(self, tokenizer: Any) -> Iterable[Conversation]:
-        """What methods may learn from: nothing of it is scored. Sessions of agents or, without, plain text.
+        """What methods may learn from: nothing of it is scored. Sessions of agents, dialogues like those
+        that the bundled model is asked about, or plain text.
 
         Raises:
             BenchmarkError: as ``conversations`` does, or a domain to learn from that is not in the data.
         """
         if self.suite is Suite.AGENT and self.data is not None:
             return learning_conversations(tokenizer, self.data, self.learn_from or None)
+        if self.suite is Suite.RECALL and is_dialogue_tokenizer(tokenizer):
+            return learning_dialogues(tokenizer.backend_tokenizer, _LEARNING_DIALOGUES)
         return text_conversations(tokenizer, _LEARNING_DOCUMENTS, held_out=False)
 
     def selected(self, methods: Sequence[Method | Eviction]) -> list[Method | Eviction]:

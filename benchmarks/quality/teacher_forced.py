@@ -81,6 +81,13 @@ def recall_conversations(tokenizer: Tokenizer, num_items: int) -> Iterator[Teach
                 yield dialogue(tokenizer, kind, history_tokens, f"quality/{number}", "held_out")
 
 
+def learning_dialogues(tokenizer: Tokenizer, num_items: int) -> Iterator[TeacherForced]:
+    """Dialogues of the training split, a little longer than 1,024 tokens."""
+    for number in range(num_items):
+        kind = QUESTION_KINDS[number % len(QUESTION_KINDS)]
+        yield dialogue(tokenizer, kind, 1200, f"learning/{number}", "train")
+
+
 def dialogue(tokenizer: Tokenizer, kind: Kind, history_tokens: int, seed: str, split: Split) -> TeacherForced:
     """A question of the bundled model's evaluation; the same arguments give the same conversation."""
     item = make_item(tokenizer, kind, history_tokens, seed, split)
