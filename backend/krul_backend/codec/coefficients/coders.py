@@ -1,0 +1,192 @@
+"""Two coders of quantized coefficients: rANS for the fewest bytes, fixed widths for the most speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from krul_backend.codec.coefficients.compiled import RECORD_TOKENS, Levels, Places, Scales, Shifts, Values
+from krul_backend.codec.coefficients.frequencies import NUM_SCALES
+from krul_backend.codec.coefficients.records import SMALLEST_SHIFT, decode_block, encode_block
+from krul_backend.codec.coefficients.scales import BAND
+from krul_backend.codec.coefficients.tables import CoderTables, standard_tables
+from krul_backend.errors import CodecError
+
+LARGEST_SHIFT = 7
+
+_FACTORS = np.exp2(np.arange(SMALLEST_SHIFT, LARGEST_SHIFT + 1) / 2).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class EncodedLevels:
+    """One block: ``data`` uint8 ``[N]``, the records one after the other, and their sizes uint32
+    ``[num_records]``.
+
+    Sizes are multiples of 4 bytes and sum to ``N``. They are not in ``data``: whoever decodes must bring
+    them.
+    """
+
+    data: NDArray[np.uint8]
+    record_num_bytes: NDArray[np.uint32]
+
+
+class CoefficientCoder:
+    """Turns levels ``[T, R]`` (tokens, coefficients) into bytes and back, exactly.
+
+    Token ``t`` was quantized with ``step * 2^(shift[t] / 2)``. A coefficient of scale 0 is always zero; scale
+    ``s`` stands for a mean magnitude before quantization of ``2^((s - 21) / 4)`` steps.
+    """
+
+    name: str
+    version: int
+    _tables: CoderTables | None = None
+
+    def encode(self, levels: Levels, scales: Scales, shifts: Shifts) -> EncodedLevels:
+        """The bytes of ``levels`` int16 ``[T, R]``, coded by ``scales`` uint8 ``[R]``, with ``shifts`` int8
+        ``[T]``.
+
+        Raises ``CodecError`` for a wrong shape or dtype, a scale above 47, a shift outside -8 to 7, or a
+        level of scale 0 that is not zero.
+        """
+        _check_scales(scales)
+        if levels.dtype != np.int16 or levels.ndim != 2 or levels.shape[1] != len(scales):
+            raise CodecError(
+                f"levels are int16 [T, {len(scales)}] for these scales, "
+                f"not {levels.dtype} {list(levels.shape)}"
+            )
+        if shifts.dtype != np.int8 or shifts.shape != levels.shape[:1]:
+            raise CodecError(
+                f"shifts are int8 [{len(levels)}] for these levels, not {shifts.dtype} {list(shifts.shape)}"
+            )
+        if len(shifts) and not SMALLEST_SHIFT <= int(shifts.min()) <= int(shifts.max()) <= LARGEST_SHIFT:
+            raise CodecError(f"shifts are {SMALLEST_SHIFT} to {LARGEST_SHIFT}")
+        if bool(levels[:, scales == 0].any()):
+            raise CodecError("a level of scale 0 is not zero")
+        record_num_words = np.zeros(num_records(len(levels)), np.int64)
+        # The system gives memory for the pages that are written only.
+        data = np.empty(len(record_num_words) * most_words(len(scales)), np.uint16)
+        # The loops are compiled for arrays that may be written to, once.
+        places = self._places(scales)
+        end = encode_block(
+            np.require(levels, requirements=["C", "A", "W"]),
+            places,
+            scales[places].astype(np.int64),
+            np.require(shifts, requirements=["C", "W"]),
+            None if self._tables is None else self._tables.encoding,
+            data,
+            record_num_words,
+        )
+        return EncodedLevels(data[:end].copy().view(np.uint8), (2 * record_num_words).astype(np.uint32))
+
+    def decode(
+        self,
+        data: NDArray[np.uint8],
+        record_num_bytes: NDArray[np.uint32],
+        scales: Scales,
+        out: Levels | Values,
+        *,
+        shrink: float = 0.0,
+    ) -> Shifts:
+        """Write the levels of a block, or of its tail from any record on, into ``out [T, R]``, which is
+        contiguous, and return the shifts of its tokens, int8 ``[T]``.
+
+        An int16 ``out`` gets the levels ``q``, and float32 gets ``sign(q) * (|q| - shrink) * 2^(shift / 2)``,
+        ``0 <= shrink < 0.5``. ``T``, ``data`` and ``record_num_bytes`` are those of the tail; ``scales`` are
+        those it was encoded with.
+
+        Raises ``CodecError`` if sizes contradict each other or bytes are not what ``encode`` writes. ``out``
+        is undefined then. Damage that happens to make another valid block is not seen: that needs a checksum.
+        """
+        _check_scales(scales)
+        writable = out.flags.c_contiguous and out.flags.writeable
+        if out.ndim != 2 or out.shape[1] != len(scales) or not writable:
+            raise CodecError(
+                f"levels are decoded to a contiguous array [T, {len(scales)}], not {list(out.shape)}"
+            )
+        if out.dtype not in (np.int16, np.float32):
+            raise CodecError(f"levels are decoded to int16 or float32, not {out.dtype}")
+        if not 0 <= shrink < 0.5:
+            raise CodecError(f"levels shrink by 0 to less than 0.5, not {shrink}")
+        starts = _record_starts(data, record_num_bytes, len(out))
+        shifts = np.empty(len(out), np.int8)
+        as_values = out.dtype == np.float32
+        places = self._places(scales)
+        good = decode_block(
+            np.require(data, requirements=["C", "W"]),
+            starts,
+            places,
+            scales[places].astype(np.int64),
+            shifts,
+            None if self._tables is None else self._tables.decoding,
+            np.empty(most_words(len(scales)) + 2 * RECORD_TOKENS, np.uint16),
+            # Levels are values that neither shrink nor grow.
+            np.float32(shrink if as_values else 0),
+            _FACTORS if as_values else np.ones_like(_FACTORS),
+            out,
+        )
+        if good < len(record_num_bytes):
+            raise CodecError(f"record {good} of {len(record_num_bytes)} is damaged")
+        return shifts
+
+    def _places(self, scales: Scales) -> Places:
+        """What is coded: coefficients for rANS, first coefficients of bands for fixed widths."""
+        coded = np.flatnonzero(scales).astype(np.int64)
+        return np.unique(coded // BAND * BAND) if self._tables is None else coded
+
+
+class RansCoder(CoefficientCoder):
+    """16 interleaved lanes of rANS per record, with a static table for each scale: see ``rans.py``."""
+
+    name = "rans"
+    version = 1
+
+    def __init__(self, tables: CoderTables | None = None) -> None:
+        self._tables = standard_tables() if tables is None else tables
+
+
+class FixedWidthCoder(CoefficientCoder):
+    """A width of 0 to 8 bits for each record and band, for the fewest bytes: see ``fixed_width.py``."""
+
+    name = "fixed-width"
+    version = 1
+
+
+def num_records(num_tokens: int) -> int:
+    """Records of a block of ``num_tokens``."""
+    return -(-num_tokens // RECORD_TOKENS)
+
+
+def most_words(num_coefficients: int) -> int:
+    """Words that a record takes at most: two per level of each band, one per band, and its start."""
+    return 64 + -(-num_coefficients // BAND) * (1 + 2 * RECORD_TOKENS * BAND)
+
+
+def _check_scales(scales: Scales) -> None:
+    if scales.dtype != np.uint8 or scales.ndim != 1:
+        raise CodecError(f"scales are uint8 [R], not {scales.dtype} {list(scales.shape)}")
+    if len(scales) and int(scales.max()) >= NUM_SCALES:
+        raise CodecError(f"scale {int(scales.max())} is unknown: they are 0 to {NUM_SCALES - 1}")
+
+
+def _record_starts(
+    data: NDArray[np.uint8], record_num_bytes: NDArray[np.uint32], num_tokens: int
+) -> NDArray[np.int64]:
+    """Where the records begin in ``data``, and the end of the last: int64 ``[num_records + 1]``."""
+    if data.dtype != np.uint8 or data.ndim != 1:
+        raise CodecError(f"a block is uint8 [N], not {data.dtype} {list(data.shape)}")
+    if record_num_bytes.dtype != np.uint32:
+        raise CodecError(f"sizes of records are uint32, not {record_num_bytes.dtype}")
+    if record_num_bytes.shape != (num_records(num_tokens),):
+        raise CodecError(
+            f"{num_tokens} tokens have {num_records(num_tokens)} records, "
+            f"but {record_num_bytes.size} sizes came"
+        )
+    starts = np.zeros(len(record_num_bytes) + 1, np.int64)
+    np.cumsum(record_num_bytes, out=starts[1:])
+    if int(starts[-1]) != len(data):
+        raise CodecError(f"records take {int(starts[-1])} bytes together, but the block has {len(data)}")
+    if bool((record_num_bytes % 4 != 0).any()):
+        raise CodecError("records are a multiple of 4 bytes long")
+    return starts

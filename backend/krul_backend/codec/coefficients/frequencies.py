@@ -1,0 +1,109 @@
+"""Computes how often each level of a scale is expected, in integers that are the same on every host.
+
+A level is a transform coefficient ``c`` quantized with a dead zone: ``|level| = floor(|c| / step + 0.4)``. A
+scale is a distribution of coefficients, given by the mean of their magnitude before quantization.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from decimal import ROUND_HALF_EVEN, Context, Decimal, localcontext
+from functools import cache
+
+NUM_SCALES = 48
+"""Scale 0 is for coefficients that are never coded; scales 1 to 47 have a table each."""
+
+SCALE_OF_ONE_STEP = 21
+SCALES_PER_OCTAVE = 4
+"""Scale ``s`` is a mean magnitude of ``2^((s - 21) / 4)`` steps."""
+
+PROBABILITY_BITS = 12
+TOTAL_FREQUENCY = 1 << PROBABILITY_BITS
+
+ROUNDING = 0.4
+"""Added to magnitudes in steps before they are rounded down: below 0.5, so that zero has a wider range."""
+
+LARGEST_SYMBOL = 126
+"""No alphabet goes beyond it: a level and the escape fit in one byte."""
+
+_ROUNDING = Decimal(str(ROUNDING))
+_CONTEXT = Context(prec=30, rounding=ROUND_HALF_EVEN)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A symmetric distribution of coefficients: a mixture of Laplacians.
+
+    ``components`` are pairs of a weight and a mean magnitude, both relative to those of the others.
+    """
+
+    name: str
+    components: tuple[tuple[int, int], ...]
+
+
+LAPLACE = Shape("laplace", ((1, 1),))
+HEAVY_TAILED = Shape("heavy-tailed", ((3, 1), (1, 3)))
+
+SHAPE = LAPLACE
+"""The shape of the tables that blocks are coded with. Another one is another version of the coder."""
+
+
+@dataclass(frozen=True)
+class Alphabet:
+    """The levels that a scale has symbols for, ``-largest`` to ``largest``; all others are escaped.
+
+    ``frequencies`` are those of the escape, then of ``-largest`` to ``largest``. They sum to 4096, and none
+    is 0.
+    """
+
+    largest: int
+    frequencies: tuple[int, ...]
+
+
+def magnitude(scale: float) -> Decimal:
+    """The mean magnitude that a scale stands for, in steps; halves of scales have one, too."""
+    with localcontext(_CONTEXT):
+        return Decimal(2) ** (Decimal(scale - SCALE_OF_ONE_STEP) / SCALES_PER_OCTAVE)
+
+
+@cache
+def alphabets(shape: Shape) -> tuple[Alphabet, ...]:
+    """The alphabets of scales 1 to 47."""
+    with localcontext(_CONTEXT):
+        return tuple(_alphabet(shape, magnitude(scale)) for scale in range(1, NUM_SCALES))
+
+
+def _alphabet(shape: Shape, mean: Decimal) -> Alphabet:
+    total = sum(weight for weight, _ in shape.components)
+    unit = mean * total / sum(weight * size for weight, size in shape.components)
+    # at_least[k]: the probability of a magnitude of at least k, and of one of the two signs.
+    at_least = [Decimal("0.5")]
+    for level in range(1, LARGEST_SYMBOL + 2):
+        tails = (weight * ((_ROUNDING - level) / (unit * size)).exp() for weight, size in shape.components)
+        at_least.append(sum(tails, Decimal(0)) / (2 * total))
+    positive = [at_least[k] - at_least[k + 1] for k in range(LARGEST_SYMBOL + 1)]
+    largest = 1
+    # A pair of symbols costs all others 2 slots, 0.0007 bits per level, and saves 16 bits where it occurs.
+    while largest < LARGEST_SYMBOL and positive[largest + 1] * TOTAL_FREQUENCY * 11 >= 1:
+        largest += 1
+    side = positive[1 : largest + 1]
+    return Alphabet(largest, _rounded([2 * at_least[largest + 1], *side[::-1], 2 * positive[0], *side]))
+
+
+def _rounded(probabilities: list[Decimal]) -> tuple[int, ...]:
+    """Positive integers that sum to 4096 and code these probabilities in the fewest bits."""
+    weights = [int(probability * 2**80) for probability in probabilities]
+    frequencies = [max(1, weight * TOTAL_FREQUENCY >> 80) for weight in weights]
+    # One slot more saves about weight / (frequency + 1/2), one fewer costs weight / (frequency - 1/2).
+    while sum(frequencies) < TOTAL_FREQUENCY:
+        gains = [
+            weight // (2 * frequency + 1) for weight, frequency in zip(weights, frequencies, strict=True)
+        ]
+        frequencies[gains.index(max(gains))] += 1
+    while sum(frequencies) > TOTAL_FREQUENCY:
+        costs = [
+            weight // (2 * frequency - 1) if frequency > 1 else 2**90
+            for weight, frequency in zip(weights, frequencies, strict=True)
+        ]
+        frequencies[costs.index(min(costs))] -= 1
+    return tuple(frequencies)
