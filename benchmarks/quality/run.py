@@ -18,8 +18,7 @@ from benchmarks.quality.protocol import PAGE_SIZE, Played, Protocol
 from benchmarks.quality.result import row
 from benchmarks.quality.subspace import subspace_methods
 from benchmarks.variants import make_variant
-from krul_backend.codec.coefficients.fixed_width import FixedWidthCoder
-from krul_backend.codec.coefficients.rans import RansCoder
+from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec

@@ -8,8 +8,7 @@ import orjson
 
 from benchmarks.quality.methods import Method, Stored, StoreTurn, Turn
 from krul_backend.attention.drawn import attention_drawn
-from krul_backend.codec.coefficients.fixed_width import FixedWidthCoder
-from krul_backend.codec.coefficients.rans import RansCoder
+from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
 from krul_backend.codec.subspace.codec import SubspaceCodec
 
 LIMITS = (0.001, 0.003, 0.01, 0.03, 0.1)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from krul_backend.codec.coefficients.fixed_width import FixedWidthCoder
+from krul_backend.codec.coefficients.coders import FixedWidthCoder
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.learning import BasisLearner

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from krul_backend.codec.coefficients.interface import CoefficientCoder
+from krul_backend.codec.coefficients.coders import CoefficientCoder
 from krul_backend.codec.coefficients.scales import base_scales, best_offsets, scales_of
 from krul_backend.codec.interface import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable

@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from krul_backend.codec.coefficients.interface import RECORD_TOKENS, CoefficientCoder
+from krul_backend.codec.coefficients.coders import CoefficientCoder
+from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import base_scales, scales_of
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.rotary import RotaryTable

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from krul_backend.codec.coefficients.interface import num_records
-from krul_backend.codec.coefficients.scales import BAND, pack_offsets, unpack_offsets
+from krul_backend.codec.coefficients.coders import num_records
+from krul_backend.codec.coefficients.scales import pack_offsets, unpack_offsets
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases
 from krul_backend.errors import CodecError
 
@@ -43,7 +43,7 @@ class GroupParameters:
     def parse(cls, values: object, basis: GroupBasis, num_tokens: int) -> GroupParameters:
         if not isinstance(values, Mapping) or set(values) != {"offsets", "records"}:
             raise CodecError(f"a group has offsets and records, got {values!r:.200}")
-        offsets = unpack_offsets(np.frombuffer(_bytes(values["offsets"]), np.uint8), -(-basis.rank // BAND))
+        offsets = unpack_offsets(np.frombuffer(_bytes(values["offsets"]), np.uint8), basis.rank)
         sizes = _bytes(values["records"])
         if len(sizes) != 2 * num_records(num_tokens):
             raise CodecError(
