@@ -20,6 +20,10 @@ from krul_backend.codec.subspace.quantizer import SHRINK
 from krul_backend.errors import CodecError
 
 
+_LEAST_ROWS = 64
+"""Fewer rows are multiplied in another order of their sums: a token would depend on where its tail begins."""
+
+
 @dataclass(frozen=True)
 class SegmentPlace:
     """Where a segment lies: tokens ``[start_token, start_token + num_tokens)`` of a conversation; the first
@@ -89,13 +93,19 @@ class SubspaceDecoder:
         scales = scales_of(
             base_scales(basis.magnitudes.cpu().numpy(), self._parameters.step), parameters.offsets
         )
-        first_decoded = record * RECORD_TOKENS
-        values = np.empty((num_tokens - first_decoded, basis.rank), np.float32)
+        first_row, end_row = (token - record * RECORD_TOKENS for token in (first_token, num_tokens))
+        values = np.empty((max(end_row, first_row + _LEAST_ROWS), basis.rank), np.float32)
+        values[end_row:] = 0
         self._coder.decode(
-            block[num_raw_bytes:].numpy(), parameters.record_num_bytes[record:], scales, values, shrink=SHRINK
+            block[num_raw_bytes:].numpy(),
+            parameters.record_num_bytes[record:],
+            scales,
+            values[:end_row],
+            shrink=SHRINK,
         )
-        coefficients = torch.from_numpy(values[first_token - first_decoded :]).to(basis.mean.device)
+        coefficients = torch.from_numpy(values[first_row:]).to(basis.mean.device)
         vectors = torch.addmm(basis.mean, coefficients, basis.decoder, alpha=self._parameters.step)
+        vectors = vectors[: num_tokens - first_token]
         layers = split_vectors(vectors, self._bases.shape, len(basis.layers))
         positions = torch.arange(first_token, num_tokens, device=vectors.device) + self._place.start_token
         dtype = self._bases.shape.dtype
