@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import log2
 from typing import Any
 
 import numpy as np
 import torch
 
 from krul_backend.codec.coefficients.coders import CoefficientCoder
+from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import base_scales, best_offsets, scales_of
 from krul_backend.codec.interface import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable
@@ -21,8 +22,18 @@ from krul_backend.codec.subspace.decoder import (
     SubspaceDecoder,
     tensors_of,
 )
-from krul_backend.codec.subspace.parameters import GroupParameters, SubspaceParameters
-from krul_backend.codec.subspace.quantizer import FINEST_STEPS, expected_damage, quantize, step_shifts
+from krul_backend.codec.subspace.parameters import (
+    LARGEST_STEP,
+    SMALLEST_STEP,
+    GroupParameters,
+    SubspaceParameters,
+)
+from krul_backend.codec.subspace.quantizer import (
+    expected_damage,
+    quantize,
+    smallest_unclipped_step,
+    step_shifts,
+)
 from krul_backend.errors import CodecError
 
 _CHUNK_TOKENS = 1024
@@ -31,8 +42,7 @@ _CHUNK_TOKENS = 1024
 _SAMPLE_TOKENS = 128
 """Tokens of a segment by whose coefficients the step is chosen."""
 
-_STEP_HALVINGS = 10
-_LEAST = 1e-12
+_STEP_HALVINGS = 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +68,9 @@ class SubspaceCodec:
     ``rotary`` is taken off keys before they are encoded; None for a model without it. ``num_first_tokens``:
     so many tokens at the start of a conversation are stored as they are. The first one draws attention from
     all others, and is like no other.
+
+    Raises:
+        CodecError: fewer first tokens than none, or more than a record has.
     """
 
     def __init__(
@@ -68,6 +81,8 @@ class SubspaceCodec:
         *,
         num_first_tokens: int = 1,
     ) -> None:
+        if not 0 <= num_first_tokens <= RECORD_TOKENS:
+            raise CodecError(f"{num_first_tokens} first tokens are not 0 to {RECORD_TOKENS}")
         self.bases = bases
         self._rotary = rotary
         self._coders = {coder.name: coder for coder in coders}
@@ -88,10 +103,8 @@ class SubspaceCodec:
         coder: str,
     ) -> EncodedSegment:
         """Encode tokens ``[start_token, start_token + num_tokens)`` of a conversation with the largest step
-        whose damage is expected to stay within ``max_damage`` nats per predicted token.
-
-        If not even the smallest step that levels allow is expected to stay within it, that one is taken: the
-        result's ``damage`` tells.
+        whose damage is expected to stay within ``max_damage`` nats per predicted token. If that takes larger
+        levels than there are, the damage is larger: that of the smallest step without it.
 
         ``attention [L, Hkv, num_tokens]``: see ``GroupBasis.token_worth``; None counts all tokens alike.
         Blocks are on the CPU.
@@ -161,7 +174,8 @@ class SubspaceCodec:
     def _choose_step(
         self, read: ReadLayer, worths: Sequence[torch.Tensor], place: SegmentPlace, max_damage: float
     ) -> float:
-        """The largest step with which a sample of the tokens is expected to lose no more than its share."""
+        """The largest step with which a sample of the tokens is expected to lose no more than its share, or
+        else the smallest one with which none of its levels is clipped."""
         num_sampled = min(place.num_tokens, _SAMPLE_TOKENS)
         rows = torch.arange(num_sampled) * place.num_tokens // num_sampled
         samples = []
@@ -169,9 +183,9 @@ class SubspaceCodec:
             sampled = worth[rows.to(worth.device)]
             samples.append((self._coefficients(basis, read, rows, place), step_shifts(sampled), sampled))
         limit = max_damage / self.bases.damage_factor * num_sampled / place.num_tokens
-        largest = max(float(coefficients.abs().max()) for coefficients, _, _ in samples)
-        # With a smaller step some levels are too large to be stored, with a larger one all are zero.
-        low, high = math.log2(max(largest, _LEAST) / FINEST_STEPS), math.log2(max(largest, _LEAST)) + 2
+        # Below, damage would rise again, and the search would end at a step that clips nearly everything.
+        unclipped = max(smallest_unclipped_step(*sample) for sample in samples)
+        low, high = log2(max(SMALLEST_STEP, min(unclipped, LARGEST_STEP))), log2(LARGEST_STEP)
         for _ in range(_STEP_HALVINGS):
             middle = (low + high) / 2
             expected = (

@@ -19,6 +19,9 @@ from krul_backend.codec.subspace.parameters import SubspaceParameters
 from krul_backend.codec.subspace.quantizer import SHRINK
 from krul_backend.errors import CodecError
 
+_LEAST_ROWS = 64
+"""Fewer rows are multiplied in another order of their sums: a token would depend on where its tail begins."""
+
 
 @dataclass(frozen=True)
 class SegmentPlace:
@@ -102,18 +105,20 @@ class SubspaceDecoder:
         )
         # Coefficients matter less and less: with a large step all from some place on are zero.
         num_used = int(scales.nonzero()[0].max(initial=-1)) + 1
-        first_decoded = record * RECORD_TOKENS
-        values = np.empty((num_tokens - first_decoded, num_used), np.float32)
+        first_row, end_row = (token - record * RECORD_TOKENS for token in (first_token, num_tokens))
+        values = np.empty((max(end_row, first_row + _LEAST_ROWS), num_used), np.float32)
+        values[end_row:] = 0
         self._coder.decode(
             block[num_raw_bytes:].numpy(),
             parameters.record_num_bytes[record:],
             scales[:num_used],
-            values,
+            values[:end_row],
             shrink=SHRINK,
         )
         mean, decoder = self._reconstructions[group].mean, self._reconstructions[group].decoder
-        coefficients = torch.from_numpy(values[first_token - first_decoded :]).to(mean.device, mean.dtype)
+        coefficients = torch.from_numpy(values[first_row:]).to(mean.device, mean.dtype)
         vectors = torch.addmm(mean, coefficients, decoder[:num_used], alpha=self._parameters.step)
+        vectors = vectors[: num_tokens - first_token]
         layers = split_vectors(vectors, self._bases.shape, len(basis.layers))
         positions = torch.arange(first_token, num_tokens, device=vectors.device) + self._place.start_token
         dtype = self._bases.shape.dtype

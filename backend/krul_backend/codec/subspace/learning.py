@@ -93,11 +93,18 @@ class BasisLearner:
         """Take one text into account.
 
         Raises:
-            CodecError: another number of layers, or no more tokens than are left out.
+            CodecError: another number of layers, attention of another shape, or no more tokens than are left
+            out.
         """
         num_layers = self.group_ends[-1]
         if len(text.layers) != num_layers or len(text.gradients) != num_layers:
             raise CodecError(f"a text with the KV of {len(text.layers)} layers for a model of {num_layers}")
+        attention_shape = (num_layers, self.shape.num_kv_heads, len(text.layers[0].k))
+        if text.attention.shape != attention_shape:
+            raise CodecError(
+                f"attention on all layers, KV heads and tokens is {attention_shape}, got "
+                f"{tuple(text.attention.shape)}"
+            )
         num_tokens = len(text.layers[0].k) - self.first_tokens
         if num_tokens < 1:
             raise CodecError(f"a text of {len(text.layers[0].k)} tokens is too short to learn from")

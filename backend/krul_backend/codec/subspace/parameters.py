@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients.coders import num_records
+from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import pack_offsets, unpack_offsets
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases
 from krul_backend.errors import CodecError
 
 CODEC_NAME = "subspace"
 CODEC_VERSION = 1
+
+SMALLEST_STEP, LARGEST_STEP = 2.0**-24, 2.0**8
+"""Between these the step of a segment is chosen."""
 
 _KEYS = {"codec", "version", "bases", "coder", "first_tokens", "step", "damage", "groups"}
 
@@ -35,7 +39,15 @@ class GroupParameters:
     record_num_bytes: NDArray[np.uint32]
 
     def to_json(self) -> dict[str, str]:
-        # Sizes are multiples of 4, and a record has fewer than 2^18 bytes.
+        """Plain JSON values that ``parse`` accepts.
+
+        Raises:
+            CodecError: a record of 2^18 bytes or more.
+        """
+        largest = int(self.record_num_bytes.max())
+        if largest >= 1 << 18:
+            raise CodecError(f"a record of {largest} bytes is too long: {(1 << 18) - 4} are the most")
+        # Sizes are multiples of 4.
         sizes = (self.record_num_bytes // 4).astype("<u2").tobytes()
         return {"offsets": _text(pack_offsets(self.offsets).tobytes()), "records": _text(sizes)}
 
@@ -99,9 +111,10 @@ class SubspaceParameters:
         if params["bases"] != bases.digest:
             raise CodecError(f"stored with bases {params['bases']!r:.80}, not with those at hand")
         num_first_tokens = params["first_tokens"]
-        if type(num_first_tokens) is not int or not 0 <= num_first_tokens <= num_tokens:
+        if type(num_first_tokens) is not int or not 0 <= num_first_tokens <= min(num_tokens, RECORD_TOKENS):
             raise CodecError(f"{num_first_tokens!r} first tokens in a segment of {num_tokens}")
-        step, damage = (_positive_number(params[name], name) for name in ("step", "damage"))
+        step = _number(params["step"], "step", SMALLEST_STEP, LARGEST_STEP)
+        damage = _number(params["damage"], "damage", 0, sys.float_info.max)
         groups = params["groups"]
         if not isinstance(groups, list) or len(groups) != len(bases.groups):
             raise CodecError(f"{len(bases.groups)} groups have as many parameters, got {groups!r:.200}")
@@ -118,12 +131,14 @@ def _text(data: bytes) -> str:
 
 def _bytes(text: object) -> bytes:
     try:
-        return base64.b64decode(str(text), validate=True)
+        if isinstance(text, str):
+            return base64.b64decode(text, validate=True)
+        raise ValueError("no text")
     except (binascii.Error, ValueError):
         raise CodecError(f"not base64: {text!r:.80}") from None
 
 
-def _positive_number(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise CodecError(f"{name} {value!r} is not a positive number")
+def _number(value: object, name: str, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise CodecError(f"{name} {value!r:.80} is not a number from {least:g} to {most:g}")
     return float(value)

@@ -47,6 +47,12 @@ def quantize(coefficients: torch.Tensor, step: float, shifts: torch.Tensor) -> t
     return magnitudes.copysign_(scaled)
 
 
+def smallest_unclipped_step(coefficients: torch.Tensor, shifts: torch.Tensor, worth: torch.Tensor) -> float:
+    """The step below which there are no levels for some of ``coefficients [T, R]`` that cost anything."""
+    scaled = coefficients.abs().amax(1) / token_steps(1, shifts)[:, 0]
+    return float((scaled * (worth > 0)).amax()) / _LARGEST_LEVEL
+
+
 def dequantize(levels: torch.Tensor, step: float, shifts: torch.Tensor) -> torch.Tensor:
     """The coefficients that levels stand for: fp32 ``[T, R]``."""
     return (levels - SHRINK * levels.sign()) * token_steps(step, shifts)
