@@ -200,7 +200,7 @@ def damage_of(case: Case) -> float:
     return sum(float(each.square().sum()) for each in errors) / 2
 
 
-@pytest.mark.parametrize("num_tokens", [40, 256])
+@pytest.mark.parametrize("num_tokens", [40, 128])
 def test_damage_is_what_was_expected_and_just_within_the_limit(num_tokens: int) -> None:
     for limit in (1e-3, 1e-2, 0.1, 1.0):
         case = make_case(standard_bases(), num_tokens=num_tokens, max_damage=limit)
@@ -212,14 +212,15 @@ def test_damage_is_what_was_expected_and_just_within_the_limit(num_tokens: int) 
 
 def test_damage_of_a_long_segment_is_near_the_limit() -> None:
     case = make_case(standard_bases(), num_tokens=1000, max_damage=0.3)
-    # 255 tokens with errors in 40 coefficients are the sample: its mean is off by 1 to 2 %.
+    # 127 tokens with errors in 40 coefficients are the sample: its mean is off by 2 to 3 %.
     assert case.encoded.damage == pytest.approx(0.3, rel=0.08)
     assert damage_of(case) == pytest.approx(case.encoded.damage, rel=1e-2)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    limit=st.floats(-6, 1).map(lambda exponent: 10**exponent),
+    # Below, the largest levels and the precision of fp32 set the damage, not the limit.
+    limit=st.floats(-3, 1).map(lambda exponent: 10**exponent),
     factor=st.floats(1.2, 100),
     num_tokens=st.integers(2, 100),
     spread=st.sampled_from([0.01, 1.0, 30.0]),
@@ -236,7 +237,7 @@ def test_a_smaller_limit_costs_bytes_and_gives_a_smaller_error(
         for each in (limit, limit * factor)
     )
     assert narrow.encoded.params["step"] <= wide.encoded.params["step"]
-    # The damage is within the limits unless fp32 has no finer numbers.
+    # The damage is within the limit, or both have the same step.
     assert narrow.encoded.damage <= max(limit * (1 + 1e-5), wide.encoded.damage * (1 + 1e-5))
     if wide.encoded.damage > limit:
         assert narrow.encoded.damage < wide.encoded.damage
@@ -247,7 +248,7 @@ def test_a_smaller_limit_costs_bytes_and_gives_a_smaller_error(
 def test_levels_are_not_clipped_to_reach_a_limit() -> None:
     # A smaller step than this would need larger levels than there are: the error would grow again.
     bases = standard_bases()
-    case = make_case(bases, max_damage=1e-12, with_rotary=False)
+    case = make_case(bases, num_tokens=100, max_damage=1e-12, with_rotary=False)
     largest = max(
         float(case.coefficients(group, [case.layers[layer] for layer in basis.layers])[1:].abs().max())
         for group, basis in enumerate(bases.groups)
