@@ -1,0 +1,357 @@
+"""Reading and learning with a tiny random model: gradients against finite differences, and what comes of it."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+
+import orjson
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner, Result
+
+from krul_backend.codec.coefficients.coders import RansCoder
+from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.subspace.bases import ModelBases
+from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.learning import LearningText
+from krul_backend.errors import CodecError
+from krul_sglang.cli import app as cli
+from krul_sglang.learning.bases import LearningError, LearningPlan, damage_ratio, learn_bases
+from krul_sglang.learning.reader import TextReader
+from krul_sglang.learning.texts import cut_pieces, own_texts, read_texts
+from tests.support.tiny_model import build_tiny_model
+
+NUM_LAYERS = 3
+NUM_READ = 40
+PLAN = LearningPlan(text_tokens=400, read_tokens=360, layers_of_group=2)
+
+
+@cache
+def reader() -> TextReader:
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(3)
+    return TextReader(LlamaForCausalLM(config).double().train(False), query_rows=32)
+
+
+def ids(num_tokens: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[int] = torch.randint(0, 64, (num_tokens,), generator=generator).tolist()
+    return drawn
+
+
+@cache
+def learned() -> ModelBases:
+    return learn_bases(reader(), [ids(PLAN.text_tokens, seed) for seed in range(4)], PLAN)
+
+
+def log_probabilities(layers: list[LayerKV], after: list[int]) -> torch.Tensor:
+    """``[N, V]`` fp64 of the predictions of ``after`` on a history."""
+    cache_of = reader()._cache(layers)
+    logits: torch.Tensor = (
+        reader()._model(torch.tensor([after]), past_key_values=cache_of, use_cache=True).logits[0]
+    )
+    return logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_gradients_are_the_finite_differences_of_the_sampled_text(seed: int) -> None:
+    tokens = ids(52, seed)
+    after = tokens[NUM_READ:]
+    text = reader().read(tokens, NUM_READ, seed)
+    history = [
+        LayerKV(kv.k.double(), kv.v.double()) for kv in reader().read_history(tokens[:NUM_READ]).layers
+    ]
+    with torch.no_grad():
+        probabilities = log_probabilities(history, after).float().exp()
+        drawn = torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed + 100)
+        for layer in range(NUM_LAYERS):
+            for part in ("k", "v"):
+                direction = torch.randn(NUM_READ, 2, 16, generator=generator)
+                # The direction is one of keys without rotary embedding; the model's cache has it.
+                moved = (
+                    reader().rotary.rotate(direction, torch.arange(NUM_READ)) if part == "k" else direction
+                )
+
+                def at(distance: float) -> float:
+                    changed, kv = list(history), history[layer]
+                    offset = distance * moved.double()
+                    changed[layer] = (
+                        LayerKV(kv.k + offset, kv.v) if part == "k" else LayerKV(kv.k, kv.v + offset)
+                    )
+                    return float(log_probabilities(changed, after).gather(1, drawn).sum())
+
+                # The library's norms are fp32 in any model, so that small distances drown in rounding. Two
+                # larger ones together have an error of the fourth order.
+                near, far = ((at(each) - at(-each)) / (2 * each) for each in (1e-3, 2e-3))
+                slope = (4 * near - far) / 3 / math.sqrt(len(after))
+                found = float((getattr(text.gradients[layer], part) * direction).sum())
+                assert found == pytest.approx(slope, rel=3e-3, abs=1e-3), (layer, part)
+                assert abs(slope) > 1e-3
+
+
+def test_a_text_has_keys_without_rotary_embedding_and_attention_of_all_tokens() -> None:
+    text = reader().read(ids(52), NUM_READ, 0)
+    assert isinstance(text, LearningText)
+    history = reader().read_history(ids(52)[:NUM_READ])
+    for bare, kv in zip(text.layers, history.layers, strict=True):
+        assert kv.k.dtype is kv.v.dtype is torch.bfloat16
+        rotated = reader().rotary.rotate(bare.k, torch.arange(NUM_READ))
+        torch.testing.assert_close(rotated, kv.k.float(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(bare.v, kv.v)
+    assert text.attention.shape == (NUM_LAYERS, 2, NUM_READ)
+    assert torch.equal(text.attention, history.attention)
+    with torch.no_grad():
+        reader()._model.set_attn_implementation("eager")
+        maps = reader()._model(torch.tensor([ids(52)[:NUM_READ]]), output_attentions=True).attentions
+        reader()._model.set_attn_implementation("sdpa")
+    # The first token is seen by all 32 rows; two query heads share a KV head.
+    rows = (torch.arange(1, 33) * NUM_READ) // 32 - 1
+    spent = maps[1][0, :2].sum(0)[rows]  # [rows, T]
+    seen = torch.tensor([int((rows >= token).sum()) for token in range(NUM_READ)])
+    average = spent.sum() / seen.sum()
+    expected = ((spent.sum(0) + 2 * average) / (seen + 2)).float()
+    torch.testing.assert_close(text.attention[1, 0], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_read", [0, 52, 60])
+def test_both_parts_of_a_text_have_tokens(num_read: int) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        reader().read(ids(52), num_read, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    is_neox=st.booleans(),
+    rotary_dim=st.sampled_from([2, 8, 16]),
+    factor=st.sampled_from([1.0, 1.3, 0.7]),
+    seed=st.integers(0, 1000),
+)
+def test_pull_back_is_the_transpose_of_rotate(
+    is_neox: bool, rotary_dim: int, factor: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    angles = torch.rand(50, rotary_dim // 2, generator=generator) * 7
+    table = RotaryTable(angles.cos() * factor, angles.sin() * factor, is_neox)
+    x, gradients = torch.randn(2, 6, 3, 16, generator=generator)
+    positions = torch.randint(0, 50, (6,), generator=generator)
+    pulled = table.pull_back(gradients, positions)
+    one = (table.rotate(x, positions).double() * gradients.double()).sum(-1)
+    other = (x.double() * pulled.double()).sum(-1)
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert torch.equal(pulled[..., rotary_dim:], gradients[..., rotary_dim:])
+
+
+def test_divergence_is_that_of_the_definition_and_none_from_itself() -> None:
+    tokens = ids(52)
+    history = list(reader().read_history(tokens[:NUM_READ]).layers)
+    assert reader().divergence(tokens[NUM_READ:], history, history) == 0
+    other = [*history[:1], LayerKV(history[1].k, history[1].v * 1.5), *history[2:]]
+    with torch.no_grad():
+        true, changed = (log_probabilities(each, tokens[NUM_READ:]) for each in (history, other))
+    expected = float((true.exp() * (true - changed)).sum(-1).mean())
+    assert expected > 1e-4
+    assert reader().divergence(tokens[NUM_READ:], history, other) == pytest.approx(expected, rel=1e-6)
+
+
+def test_learned_bases_store_a_text_that_they_have_not_seen() -> None:
+    bases = learned()
+    assert [group.layers for group in bases.groups] == [range(2), range(2, 3)]
+    assert 0 < bases.damage_factor < 10
+    tokens = ids(PLAN.text_tokens, seed=77)
+    text = reader().read_history(tokens[: PLAN.read_tokens])
+    codec = SubspaceCodec(bases, reader().rotary, [RansCoder()])
+    sizes, divergences = [], []
+    for limit in (0.01, 0.1):
+        encoded = codec.encode(
+            text.layers.__getitem__,
+            start_token=0,
+            num_tokens=PLAN.read_tokens,
+            attention=text.attention,
+            max_damage=limit,
+            coder="rans",
+        )
+        decoder = codec.open(encoded.params, start_token=0, num_tokens=PLAN.read_tokens)
+        restored = [
+            kv for group, block in enumerate(encoded.blocks) for kv in decoder.decode(group, block, 0)
+        ]
+        divergences.append(reader().divergence(tokens[PLAN.read_tokens :], text.layers, restored))
+        sizes.append(encoded.num_bytes)
+        # A second-order model of one text's divergence, by the mean over three other texts.
+        assert limit / 4 < divergences[-1] < 4 * limit
+    assert divergences[0] < divergences[1]
+    whole = sum(kv.k.nbytes + kv.v.nbytes for kv in text.layers)
+    assert sizes[1] < sizes[0] < 0.6 * whole
+
+
+def test_the_factor_is_what_texts_lost_over_what_was_expected() -> None:
+    # Of four pieces the third is measured, which is one in five at least.
+    plain = ModelBases(learned().shape, learned().groups)
+    ratio = damage_ratio(reader(), plain, ids(PLAN.text_tokens, 2), PLAN)
+    assert learned().damage_factor == pytest.approx(ratio, rel=1e-6)
+
+
+def test_too_little_text_is_an_error() -> None:
+    with pytest.raises(LearningError, match="1 pieces of 400 tokens are too few"):
+        learn_bases(reader(), [ids(400)], PLAN)
+    with pytest.raises(CodecError, match="356 tokens are too few"):
+        learn_bases(reader(), [ids(400), ids(400, 1)], PLAN)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "ends"), [(1, [1]), (5, [5]), (6, [5, 6]), (30, [5, 10, 15, 20, 25, 30])]
+)
+def test_groups_are_consecutive_layers(num_layers: int, ends: list[int]) -> None:
+    assert LearningPlan(layers_of_group=5).group_ends(num_layers) == ends
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def __init__(self, bos_token_id: int | None) -> None:
+        self.bos_token_id = bos_token_id
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(st.text("abc", max_size=40), max_size=6),
+    num_tokens=st.integers(2, 12),
+    most=st.integers(1, 8),
+    begin=st.sampled_from([None, 0, 7]),
+)
+def test_pieces_are_spread_over_the_texts(
+    texts: list[str], num_tokens: int, most: int, begin: int | None
+) -> None:
+    whole = [ord(letter) for letter in "".join(texts)]
+    pieces = cut_pieces(Letters(begin), texts, num_tokens, most)
+    size = num_tokens - (begin is not None)
+    assert len(pieces) == min(most, len(whole) // size)
+    for piece in pieces:
+        assert len(piece) == num_tokens
+        assert begin is None or piece[0] == begin
+    if len(pieces) > 1:
+        assert pieces[0][-size:] == whole[:size]
+        assert pieces[-1][-size:] == whole[-size:]
+
+
+def test_text_is_read_from_files_lines_of_json_and_folders(tmp_path: Path) -> None:
+    plain, lines = tmp_path / "b.txt", tmp_path / "a.jsonl"
+    plain.write_text("some prose")
+    chat = {"messages": [{"role": "user", "content": "one"}, {"content": ["two", {"text": "three"}], "n": 4}]}
+    lines.write_bytes(orjson.dumps(chat) + b"\n\n" + orjson.dumps("four"))
+    assert read_texts(plain) == ["some prose"]
+    assert read_texts(lines) == ["user\none\ntwo\nthree", "four"]
+    assert read_texts(tmp_path) == ["user\none\ntwo\nthree", "four", "some prose"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("text", None, "cannot be read"),
+        ("text", b"", "has no text"),
+        ("text", b" \n", "has no text"),
+        ("text", b"\xff\xfe\xff", "cannot be read"),
+        ("text.jsonl", b"{}", "has no text"),
+        ("text.jsonl", b'{"a": ', "cannot be read"),
+    ],
+)
+def test_files_without_text_are_errors(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(LearningError, match=message):
+        read_texts(path)
+
+
+def test_an_empty_folder_has_no_text(tmp_path: Path) -> None:
+    with pytest.raises(LearningError, match="has no text"):
+        read_texts(tmp_path)
+
+
+def test_the_programs_own_text_is_conversations_and_source_code() -> None:
+    texts = own_texts()
+    assert any("def own_texts" in text for text in texts)
+    assert sum(len(text) for text in texts) > 500_000
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(
+        tmp_path_factory.mktemp("tiny"), num_layers=2, hidden_size=64, head_dim=16, max_positions=2048
+    )
+
+
+def learn(model: Path, out: Path, *options: object) -> Result:
+    arguments = ["learn", "--model-path", model, "--out", out, *options]
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def test_the_command_writes_a_file_that_loads(model_path: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "tiny.bases"
+    text.write_text("\n".join(own_texts())[:20_000])
+    result = learn(model_path, out, "--text", text, "--pieces", 3)
+    assert result.exit_code == 0, result.output
+    bases = ModelBases.load(out)
+    lines = result.stdout.splitlines()
+    assert lines[0] == "learning from 3 pieces of 1024 tokens"
+    assert lines[1] == f"coefficients per token and group of layers: 0-1: {bases.groups[0].rank}"
+    assert lines[2] == f"errors cost {bases.damage_factor:.2f} times what the metric says"
+    assert lines[3].startswith(f"wrote {out} ({bases.digest[:12]}) in ")
+    assert bases.num_layers == 2
+    assert bases.shape.k_head_dim == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "message"),
+    [
+        (None, 1, "cannot be read as text"),
+        ("", 1, "has no text"),
+        ("a few words", 1, "0 pieces of 1024 tokens are too few to learn from (at least 2)"),
+    ],
+)
+def test_the_command_says_what_is_wrong_with_the_text(
+    model_path: Path, tmp_path: Path, text: str | None, status: int, message: str
+) -> None:
+    path, out = tmp_path / "text.txt", tmp_path / "tiny.bases"
+    if text is not None:
+        path.write_text(text)
+    result = learn(model_path, out, "--text", path)
+    assert result.exit_code == status, result.output
+    assert result.stderr.splitlines()[-1].startswith("krul-sglang: error: ")
+    assert message in result.stderr
+    assert not out.exists()
+
+
+def test_the_command_checks_its_arguments_first(model_path: Path, tmp_path: Path) -> None:
+    for model, out, message in [
+        (model_path, tmp_path / "none" / "file", "does not exist"),
+        (model_path, tmp_path, "is a directory"),
+        (tmp_path, tmp_path / "file", "no config.json"),
+    ]:
+        result = learn(model, out)
+        assert result.exit_code == 2
+        assert message in result.stderr
+    result = learn(model_path, tmp_path / "file", "--pieces", 1)
+    assert result.exit_code == 2

@@ -1,0 +1,85 @@
+"""The subspace rows of the quality benchmark: what they store of a turn, and what they count."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import orjson
+import pytest
+import torch
+
+from benchmarks.quality.methods import Turn
+from benchmarks.quality.subspace import FIXED_WIDTH_LIMIT, LIMITS, Subspace, subspace_methods
+from krul_backend.attention.drawn import attention_drawn
+from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
+from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.subspace.codec import SubspaceCodec
+from tests.support.codec_builders import rotary_table
+from tests.support.subspace_builders import make_bases, make_layers
+
+START, NUM_TOKENS = 32, 96
+NUM_LAYERS = 3
+
+
+@cache
+def codec() -> SubspaceCodec:
+    bases = make_bases(LayerShape(2, 16, 16, torch.bfloat16), [2, 1], rank=20)
+    return SubspaceCodec(bases, rotary_table(16), (RansCoder(), FixedWidthCoder()))
+
+
+@cache
+def turn() -> Turn:
+    end = START + NUM_TOKENS
+    kv = tuple(make_layers(codec().bases, end, rotary_table(16)))
+    segment = tuple(LayerKV(each.k[START:].contiguous(), each.v[START:].contiguous()) for each in kv)
+    generator = torch.Generator().manual_seed(1)
+    positions = torch.arange(START, end, 8)
+    queries = torch.randn(NUM_LAYERS, len(positions), 4, 16, generator=generator)
+    rows = QueryRows(queries, positions, torch.arange(4) // 2, 0.25)
+    return Turn(START, segment, kv, rows, AttentionStatistics.zero(NUM_LAYERS, 4), 0)
+
+
+@pytest.mark.parametrize("coder", ["rans", "fixed-width"])
+def test_a_row_is_the_codec_with_the_turns_share_of_the_limit(coder: str) -> None:
+    stored = Subspace("row", codec(), 0.1, coder).start()(turn())
+    attention = attention_drawn(turn().rows, lambda layer: turn().kv[layer].k, START, NUM_TOKENS)
+    encoded = codec().encode(
+        turn().segment.__getitem__,
+        start_token=START,
+        num_tokens=NUM_TOKENS,
+        attention=attention,
+        # The turn has three quarters of the conversation's tokens.
+        max_damage=0.075,
+        coder=coder,
+    )
+    assert stored.damage == encoded.damage
+    assert 0.9 * 0.075 < encoded.damage <= 0.075 * (1 + 1e-5)
+    # Blocks, and the parameters as they are stored: sizes and scales are this segment's own.
+    params = len(orjson.dumps(encoded.params))
+    assert params > 200
+    assert stored.num_bytes == sum(len(block) for block in encoded.blocks) + params
+    decoder = codec().open(encoded.params, start_token=START, num_tokens=NUM_TOKENS)
+    decoded = [kv for group, block in enumerate(encoded.blocks) for kv in decoder.decode(group, block, 0)]
+    assert len(stored.segment) == NUM_LAYERS
+    for found, expected, true in zip(stored.segment, decoded, turn().segment, strict=True):
+        assert torch.equal(found.k, expected.k)
+        assert torch.equal(found.v, expected.v)
+        assert 0 < (found.v.float() - true.v.float()).abs().max() < 5
+
+
+def test_there_is_a_row_for_each_limit_and_one_that_decodes_faster() -> None:
+    rows = subspace_methods(codec())
+    assert [(row.limit, row.coder) for row in rows] == [
+        *((limit, "rans") for limit in LIMITS),
+        (FIXED_WIDTH_LIMIT, "fixed-width"),
+    ]
+    assert len({row.name for row in rows}) == len(rows)
+    stored = [row.start()(turn()) for row in rows[1:]]
+    sizes = [each.num_bytes for each in stored]
+    assert sizes[:4] == sorted(sizes[:4], reverse=True)
+    # The same limit with the other coder: as much damage, more bytes.
+    same = rows.index(next(row for row in rows if row.limit == FIXED_WIDTH_LIMIT)) - 1
+    assert stored[-1].damage == stored[same].damage
+    assert sizes[-1] > sizes[same]
