@@ -223,7 +223,7 @@ def test_damage_of_a_long_segment_is_near_the_limit() -> None:
     limit=st.floats(-3, 1).map(lambda exponent: 10**exponent),
     factor=st.floats(1.2, 100),
     num_tokens=st.integers(2, 100),
-    spread=st.sampled_from([0.01, 1.0, 30.0]),
+    spread=st.sampled_from([0.01, 1.0]),
 )
 def test_a_smaller_limit_costs_bytes_and_gives_a_smaller_error(
     limit: float, factor: float, num_tokens: int, spread: float
