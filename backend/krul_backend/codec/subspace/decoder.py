@@ -19,7 +19,6 @@ from krul_backend.codec.subspace.parameters import SubspaceParameters
 from krul_backend.codec.subspace.quantizer import SHRINK
 from krul_backend.errors import CodecError
 
-
 _LEAST_ROWS = 64
 """Fewer rows are multiplied in another order of their sums: a token would depend on where its tail begins."""
 
