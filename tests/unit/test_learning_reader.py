@@ -1,4 +1,4 @@
-"""Reading and learning with a tiny random model: gradients against finite differences, and what comes of it."""
+"""Reading and learning with a tiny random model: gradients against finite differences, and what they give."""
 
 from __future__ import annotations
 
@@ -69,6 +69,16 @@ def log_probabilities(layers: list[LayerKV], after: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1)
 
 
+def moved_history(history: list[LayerKV], layer: int, part: str, offset: torch.Tensor) -> list[LayerKV]:
+    kv = history[layer]
+    moved = LayerKV(kv.k + offset, kv.v) if part == "k" else LayerKV(kv.k, kv.v + offset)
+    return [*history[:layer], moved, *history[layer + 1 :]]
+
+
+def likelihood(layers: list[LayerKV], after: list[int], drawn: torch.Tensor) -> float:
+    return float(log_probabilities(layers, after).gather(1, drawn).sum())
+
+
 @pytest.mark.parametrize("seed", [0, 5])
 def test_gradients_are_the_finite_differences_of_the_sampled_text(seed: int) -> None:
     tokens = ids(52, seed)
@@ -88,18 +98,16 @@ def test_gradients_are_the_finite_differences_of_the_sampled_text(seed: int) -> 
                 moved = (
                     reader().rotary.rotate(direction, torch.arange(NUM_READ)) if part == "k" else direction
                 )
-
-                def at(distance: float) -> float:
-                    changed, kv = list(history), history[layer]
-                    offset = distance * moved.double()
-                    changed[layer] = (
-                        LayerKV(kv.k + offset, kv.v) if part == "k" else LayerKV(kv.k, kv.v + offset)
-                    )
-                    return float(log_probabilities(changed, after).gather(1, drawn).sum())
-
                 # The library's norms are fp32 in any model, so that small distances drown in rounding. Two
                 # larger ones together have an error of the fourth order.
-                near, far = ((at(each) - at(-each)) / (2 * each) for each in (1e-3, 2e-3))
+                near, far = (
+                    (
+                        likelihood(moved_history(history, layer, part, each * moved), after, drawn)
+                        - likelihood(moved_history(history, layer, part, -each * moved), after, drawn)
+                    )
+                    / (2 * each)
+                    for each in (1e-3, 2e-3)
+                )
                 slope = (4 * near - far) / 3 / math.sqrt(len(after))
                 found = float((getattr(text.gradients[layer], part) * direction).sum())
                 assert found == pytest.approx(slope, rel=3e-3, abs=1e-3), (layer, part)
