@@ -17,6 +17,7 @@ from krul_sglang.learning.reader import TextReader
 logger = logging.getLogger(__name__)
 
 LAYERS_OF_GROUP = 5
+_LEAST_DIVERGENCE = 1e-9
 
 
 class LearningError(KrulError):
@@ -89,4 +90,5 @@ def damage_ratio(reader: TextReader, bases: ModelBases, ids: Sequence[int], plan
     decoder = codec.open(encoded.params, start_token=0, num_tokens=plan.read_tokens)
     restored = [kv for group, block in enumerate(encoded.blocks) for kv in decoder.decode(group, block, 0)]
     divergence = reader.divergence(ids[plan.read_tokens :], text.layers, restored)
-    return divergence / encoded.damage
+    # A model that its KV does not matter to has no divergence, and a factor must be positive.
+    return max(divergence, _LEAST_DIVERGENCE) / encoded.damage
