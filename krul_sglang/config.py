@@ -276,13 +276,6 @@ class KrulConfig:
         "Device memory in bytes for those query vectors, per rank. Requests for which it has no room are not "
         "recorded: raise it where many requests run at a time.",
     )
-    map_memory: int = _option(
-        512 << 20,
-        _parse_size,
-        'a positive size such as 536870912 or "512MiB"',
-        'For the strategy "budget": bytes per rank for the maps that predict a layer from its neighbour, of '
-        "host memory while they are learned and of device memory afterwards. It bounds the number of pairs.",
-    )
 
     planner: str = _choice(
         "local-search",
@@ -326,8 +319,8 @@ class KrulConfig:
         "~/.cache/krul-sglang",
         _parse_path,
         "a path",
-        "Directory that keeps between runs what was learned of a model (its sensitivity to compression, the "
-        "maps between its layers) and what was measured on this machine.",
+        "Directory that keeps between runs what was learned of a model (its sensitivity to compression) and "
+        "what was measured on this machine.",
     )
 
     @property

@@ -10,8 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_layer_maps import (
-    HEAD_DIM,
+
+from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.segment import SegmentHeader
+from krul_backend.strategy.sensitivity import DamageKind, LayerError
+from krul_backend.strategy.strategy import Precision, Strategy
+from krul_sglang.engine.budget.damage import attention_output_error
+from krul_sglang.engine.budget.error_budget import ErrorBudget, table_path
+from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, spent_damage
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore.loading import LayerWiseLoader
+from krul_sglang.engine.save.offload import TurnOffloader
+from krul_sglang.engine.save.strategy_choice import StrategyChooser
+from krul_sglang.engine.save.turn import StoredPath, Turn
+from tests.support.budget_builders import (
     MODEL,
     NUM_LAYERS,
     NUM_SLOTS,
@@ -22,24 +37,6 @@ from test_layer_maps import (
     make_pool,
     save_known_table,
 )
-
-from krul_backend.codec.interface import LayerKV
-from krul_backend.codec.options import CodecOptions, Sharing
-from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.segment import SegmentHeader
-from krul_backend.strategy.sensitivity import DamageKind, LayerError
-from krul_backend.strategy.strategy import Precision, Strategy
-from krul_sglang.engine.budget.damage import attention_output_error
-from krul_sglang.engine.budget.error_budget import ErrorBudget, table_path
-from krul_sglang.engine.budget.layer_maps import LayerMapLearner
-from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, spent_damage
-from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.served_model import ServedModel
-from krul_sglang.engine.common.transfer_gate import TransferGate
-from krul_sglang.engine.restore.loading import LayerWiseLoader
-from krul_sglang.engine.save.offload import TurnOffloader
-from krul_sglang.engine.save.strategy_choice import StrategyChooser
-from krul_sglang.engine.save.turn import StoredPath, Turn
 from tests.support.engine_builders import PATIENCE_S, make_load, make_store
 from tests.support.forward_builders import Batch, Mode
 
@@ -70,18 +67,7 @@ class Server:
         self.store = make_store(1 << 22)
         self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), PATIENCE_S)
         self.provenance = KvProvenance(NUM_SLOTS + PAGE_SIZE, self.pool.device, self.loader.batch)
-        self.learner = LayerMapLearner(
-            path=tmp_path / "maps.npz",
-            model=MODEL,
-            pool=self.pool,
-            rotary=ROTARY,
-            precisions=(Precision.INT8,),
-            max_bytes=1 << 20,
-            agreement=RankAgreement(None, 1),
-        )
-        self.codec = SegmentCodec(
-            self.pool.shape, NUM_LAYERS, ROTARY, CodecOptions(sharing=Sharing.PREDICTED), self.learner.maps
-        )
+        self.codec = SegmentCodec(self.pool.shape, NUM_LAYERS, ROTARY)
         self.prober = Prober()
         prober: Any = self.prober
         self.budget = ErrorBudget(
@@ -93,7 +79,6 @@ class Server:
             model=ServedModel(MODEL),
             pool=self.pool,
             codec=self.codec,
-            learner=self.learner,
             prober=prober,
             agreement=agreement,
         )
@@ -205,7 +190,6 @@ def test_only_what_a_turn_adds_is_measured(server: Server) -> None:
     header = server.headers()[-1]
     assert header.start_token == FIRST_PAGES * PAGE_SIZE
     strategy = Strategy.from_json(header.codec_params["layers"])
-    assert not strategy.pairs
     rows = RecordedRows(len(server.slots)).rows(0)
     expected = 0.0
     for layer in range(NUM_LAYERS):
@@ -216,7 +200,7 @@ def test_only_what_a_turn_adds_is_measured(server: Server) -> None:
         error = attention_output_error(
             rows.queries[layer], rows.positions, rows.kv_heads, rows.scaling, true, after
         )
-        kind = DamageKind.of((layer,), strategy.layers[layer].precision)
+        kind = DamageKind.of(strategy.layers[layer].precision)
         expected += server.budget._table.predict(LayerError(layer, kind, error), 1.0)
     assert damage == pytest.approx(expected, rel=1e-3)
 
@@ -382,7 +366,7 @@ def test_recomputed_heads_are_exact(server: Server, pages: tuple[int, ...], loss
     assert [span.start for span in spans] == ([] if lossy_from is None else [lossy_from * PAGE_SIZE])
 
 
-def test_probes_and_maps_do_not_learn_from_what_came_back_lossy(server: Server, tmp_path: Path) -> None:
+def test_probes_do_not_learn_from_what_came_back_lossy(server: Server) -> None:
     server.compute(FIRST_PAGES)
     server.store_turn()
     server.budget.probe(server.path)
@@ -390,13 +374,6 @@ def test_probes_and_maps_do_not_learn_from_what_came_back_lossy(server: Server, 
     server.leave_and_return()
     server.budget.probe(server.path)
     assert len(server.prober.opened) == 1
-    # As after a new start: the learner has never seen these pages.
-    server.learner._seen_pages.clear()
-    learned = server.learner.num_learned_tokens
-    server.compute(1)
-    server.store_turn()
-    assert server.learner.num_learned_tokens == learned + PAGE_SIZE
-    assert HEAD_DIM * 2 > PAGE_SIZE
 
 
 def test_ranks_take_the_worst_of_what_they_know(tmp_path: Path) -> None:
