@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
-from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.attention.rows import QueryRows
 from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
 from krul_sglang.engine.budget.error_budget import table_path
@@ -59,9 +58,6 @@ class RecordedRows:
         queries = torch.randn(NUM_LAYERS, 6, 1, HEAD_DIM, generator=generator)
         positions = torch.arange(num_tokens - 6, num_tokens)
         self._rows = QueryRows(queries, positions, torch.zeros(1, dtype=torch.int64), HEAD_DIM**-0.5)
-
-    def statistics(self, read_keys: ReadKeys, num_tokens: int) -> AttentionStatistics:
-        return accumulate(self._rows, read_keys)
 
     def rows(self, num_tokens: int) -> QueryRows:
         return self._rows

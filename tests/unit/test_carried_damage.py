@@ -82,7 +82,7 @@ class Server:
             prober=prober,
             agreement=agreement,
         )
-        chooser = StrategyChooser(self.budget, self.pool, RankAgreement(None, 1), num_heads=1)
+        chooser = StrategyChooser(self.budget)
         self.offloader = TurnOffloader(
             self.store, ServedModel(MODEL), self.pool, self.codec, chooser, max_pending_tokens=NUM_SLOTS
         )
@@ -295,12 +295,8 @@ def test_what_nobody_measured_leaves_nothing_to_spend(server: Server) -> None:
     """Segments that another strategy stored lossy, before the server was started with this one."""
     server.compute(FIRST_PAGES)
     codec: Any = server.offloader
-    other = StrategyChooser(
-        _Always(Strategy.from_pairs(NUM_LAYERS, [], Precision.INT8)),
-        server.pool,
-        RankAgreement(None, 1),
-        num_heads=1,
-    )
+    decision: Any = _Always(Strategy.from_pairs(NUM_LAYERS, [], Precision.INT8))
+    other = StrategyChooser(decision)
     own, codec._chooser = codec._chooser, other
     server.store_turn()
     codec._chooser = own
@@ -318,7 +314,7 @@ class _Always:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
 
-    def decide(self, turn: Any, missing: Sequence[range], statistics: Any, rows: Any) -> Any:
+    def decide(self, turn: Any, missing: Sequence[range]) -> Any:
         from krul_sglang.engine.save.strategy_choice import Choice
 
         return Choice(self._strategy, (None,) * len(missing))
@@ -394,6 +390,29 @@ def test_ranks_take_the_worst_of_what_they_know(tmp_path: Path) -> None:
     assert asked == [[0.0, 0.0, 0.0]]
     assert said["last_spent"] == 2e-3
     assert said["last_damage"] <= (LIMIT - 2e-3) / 2
+
+
+def test_a_turn_that_another_rank_cannot_measure_is_stored_natively(tmp_path: Path) -> None:
+    server = Server(tmp_path, OtherRank(lambda values: None))
+    server.compute(FIRST_PAGES)
+    said = server.store_turn()
+    (header,) = server.headers()
+    server.close()
+    assert said["last_damage"] == 0
+    assert Strategy.from_json(header.codec_params["layers"]).is_lossless
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_rank_that_cannot_measure_still_meets_the_others(tmp_path: Path, is_stored: bool) -> None:
+    met: list[torch.Tensor | None] = []
+    server = Server(tmp_path, OtherRank(met.append))
+    server.compute(FIRST_PAGES)
+    path = server.path
+    turn = Turn(path.page_keys, path.token_ids, path.slots, [], None)
+    choice = server.budget.decide(turn if is_stored else None, [range(FIRST_PAGES)])
+    server.close()
+    assert met == [None]
+    assert choice.strategy.is_lossless
 
 
 def test_tokens_that_are_stored_where_nobody_looks_count_as_unknown() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from krul_backend.attention.rows import QueryRows
-from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.round_trip import LayerRoundTrip
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.errors import SensitivityError
@@ -126,21 +125,18 @@ class ErrorBudget(Decision):
         self.num_probes = 0
         self._table_path = None
 
-    def decide(
-        self,
-        turn: Turn | None,
-        missing: Sequence[range],
-        statistics: AttentionStatistics | None,
-        rows: QueryRows | None,
-    ) -> Choice:
+    def decide(self, turn: Turn | None, missing: Sequence[range]) -> Choice:
         strategy, damage = Strategy.from_pairs(self._pool.num_layers), 0.0
         if turn is None:
+            self._agreed(None)
             return Choice(strategy, ())
         page_size = self._model.identity.page_size
         runs = [range(pages.start * page_size, pages.stop * page_size) for pages in missing]
         history = self._history(turn, runs)
-        if statistics is not None and rows is not None:
-            history = self._agreed(history)
+        rows = _rows_of(turn)
+        agreed = self._agreed(None if rows is None else history)
+        if rows is not None and agreed is not None:
+            history = agreed
             limit = self._limit_of(history, len(turn.token_ids))
             if limit > 0:
                 kv = self._conversation(turn, history, rows)
@@ -175,13 +171,19 @@ class ErrorBudget(Decision):
             spans.append(DamagedSpan(header.start_token, header.end_token, header.start_token, damage))
         return spans
 
-    def _agreed(self, history: _History) -> _History:
-        """The worst of what the ranks know, which differs because each evicts on its own."""
-        mine = torch.tensor(
-            [history.spent, -history.first_new_token, history.first_exact_token], dtype=torch.float64
-        )
+    def _agreed(self, history: _History | None) -> _History | None:
+        """The worst of what the ranks know, which differs because each evicts on its own.
+
+        None if a rank has None: it does not store the turn, or has no rows to measure on.
+        """
+        mine = None
+        if history is not None:
+            mine = torch.tensor(
+                [history.spent, -history.first_new_token, history.first_exact_token], dtype=torch.float64
+            )
         of_ranks = self._agreement.gather(mine, (3,))
-        assert of_ranks is not None
+        if history is None or of_ranks is None:
+            return None
         spent, first_new, first_exact = torch.stack(of_ranks).amax(0).tolist()
         return replace(
             history, spent=spent, first_new_token=int(-first_new), first_exact_token=int(first_exact)
@@ -278,6 +280,18 @@ class ErrorBudget(Decision):
             return None
         mean: list[float] = torch.stack(of_ranks).mean(0).tolist()
         return mean
+
+
+def _rows_of(turn: Turn) -> QueryRows | None:
+    """The query rows that were kept of a turn; None if there are none."""
+    if turn.attention is None:
+        return None
+    try:
+        return turn.attention.rows(len(turn.token_ids))
+    except Exception:
+        # The other ranks wait for this one: without its rows, all store the turn natively.
+        logger.exception("krul: the query rows of a turn could not be read")
+        return None
 
 
 def table_path(cache_dir: str, model: ModelIdentity) -> Path:

@@ -67,10 +67,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
             self._budget = make_budget(runtime, self.codec, runtime.provenance, group)
         self._chooser = StrategyChooser(
-            make_selector_decision(runtime) if self._budget is None else self._budget,
-            self._pool,
-            runtime.agreement,
-            num_heads=0 if runtime.capture is None else runtime.capture.num_heads,
+            make_selector_decision(runtime) if self._budget is None else self._budget
         )
         self._offloader = TurnOffloader(
             self._store,

@@ -24,7 +24,12 @@ def make_selector_decision(runtime: KrulRuntime) -> SelectorDecision:
         error_limit=config.error_budget,
         native_token_bytes=shape.k_token_bytes + shape.v_token_bytes,
     )
-    return SelectorDecision(make_selector(config.strategy, options), runtime.pool.num_layers)
+    return SelectorDecision(
+        make_selector(config.strategy, options),
+        runtime.pool,
+        runtime.agreement,
+        num_heads=0 if runtime.capture is None else runtime.capture.num_heads,
+    )
 
 
 def make_budget(
