@@ -35,7 +35,7 @@ FAULTS = ("none", "load-error", "load-stall")
 PRECISIONS = tuple(precision.value for precision in Precision if precision is not Precision.INT0)
 
 ATTENTION_STRATEGIES = ("budget", "krul", "matching")
-"""Strategies that are chosen from a conversation's own attention."""
+"""Strategies that look at a conversation's own attention."""
 
 
 def _parse_size(value: object) -> int:
@@ -257,10 +257,10 @@ class KrulConfig:
     estimator: str = _choice(
         "sampled",
         ESTIMATORS,
-        'How attention statistics are computed. "sampled" keeps a few query vectors of each turn and reduces '
-        'them when it ends. "heterogeneous" uses every token, as the Krul paper does: prompts in a process '
-        "of their own, decoded tokens at their step. It needs a server without CUDA graphs "
-        "(--disable-cuda-graph) and slows every step down.",
+        'For "krul" and "matching": how attention statistics are computed. "sampled" keeps a few query '
+        'vectors of each turn and reduces them when it ends. "heterogeneous" uses every token, as the Krul '
+        "paper does: prompts in a process of their own, decoded tokens at their step. It needs a server "
+        "without CUDA graphs (--disable-cuda-graph) and slows every step down.",
     )
     query_rows: int = _option(
         256,
@@ -275,13 +275,6 @@ class KrulConfig:
         'a positive size such as 536870912 or "512MiB"',
         "Device memory in bytes for those query vectors, per rank. Requests for which it has no room are not "
         "recorded: raise it where many requests run at a time.",
-    )
-    map_memory: int = _option(
-        512 << 20,
-        _parse_size,
-        'a positive size such as 536870912 or "512MiB"',
-        'For the strategy "budget": bytes per rank for the maps that predict a layer from its neighbour, of '
-        "host memory while they are learned and of device memory afterwards. It bounds the number of pairs.",
     )
 
     planner: str = _choice(
@@ -326,8 +319,8 @@ class KrulConfig:
         "~/.cache/krul-sglang",
         _parse_path,
         "a path",
-        "Directory that keeps between runs what was learned of a model (its sensitivity to compression, the "
-        "maps between its layers) and what was measured on this machine.",
+        "Directory that keeps between runs what was learned of a model (its sensitivity to compression) and "
+        "what was measured on this machine.",
     )
 
     @property
@@ -337,12 +330,12 @@ class KrulConfig:
 
     @property
     def needs_query_rows(self) -> bool:
-        """Whether the strategy needs query vectors beside attention statistics."""
+        """Whether the strategy needs query vectors themselves, not attention statistics."""
         return self.strategy == "budget"
 
     @property
     def needs_attention(self) -> bool:
-        """Whether the strategy is chosen from a conversation's own attention."""
+        """Whether the strategy looks at a conversation's own attention."""
         return self.strategy in ATTENTION_STRATEGIES
 
     def host_memory_bytes(self, *, num_ranks: int) -> int:

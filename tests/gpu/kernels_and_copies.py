@@ -17,7 +17,6 @@ import torch
 from benchmarks.restore.configuration import Configuration, TierSpec
 from benchmarks.restore.run import run as run_benchmark
 from krul_backend.codec.interface import LayerShape
-from krul_backend.codec.options import Sharing
 from krul_backend.codec.restore import can_fuse, restore_layer
 from krul_backend.codec.segment_codec import UnitBlocks
 from krul_backend.codec.single_layer import CodedLayer
@@ -66,16 +65,6 @@ def kernels_equal_the_reference(setting: Setting) -> dict[str, int]:
         )
         for precision, length in itertools.product((Precision.INT2, Precision.INT0), (1, 63, 64, 65))
     ]
-    cases.append(
-        RestoreCase(
-            LayerShape(8, 128, 128, torch.bfloat16),
-            Precision.INT8,
-            is_pair=True,
-            rotary_dim=128,
-            num_tokens=300,
-            sharing=Sharing.PREDICTED,
-        )
-    )
     # Beyond 32767 tokens, rows that are stored apart have their numbers in 32 bits.
     cases.append(
         RestoreCase(

@@ -19,12 +19,12 @@ from krul_sglang.engine.restore.restore_planning import DecodeCosts, RestorePlan
 from krul_sglang.engine.restore.segment_reader import SegmentReader
 from tests.support.segment_builders import (
     BOUNDS,
+    CODEC,
     DEVICE_TOKENS,
     END,
     NUM_LAYERS,
     PAGE_SIZE,
     Heads,
-    codec_of,
     lease_of,
     stored,
 )
@@ -68,7 +68,6 @@ def no_heads(problem: RestoreProblem) -> Heads:
 
 def planning_of(
     planner: RestorePlanner,
-    kind: str = "native",
     *,
     costs: RestoreCosts | None = None,
     decode_costs: DecodeCosts = NO_DECODING,
@@ -81,7 +80,7 @@ def planning_of(
         planner,
         OnlineCosts(costs_of() if costs is None else costs),
         decode_costs,
-        codec_of(kind),
+        CODEC,
         agreement,
         page_size=PAGE_SIZE,
         max_head_tokens=max_head_tokens,

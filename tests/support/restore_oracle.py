@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from krul_backend.codec.interface import LayerShape
-from krul_backend.codec.layer_map import LayerMap
-from krul_backend.codec.options import CodecOptions, RetentionRule, Sharing
+from krul_backend.codec.options import CodecOptions, RetentionRule
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.strategy.strategy import Precision, Strategy
 from tests.support.codec_builders import encode_all, random_layers, rotary_table
@@ -52,12 +51,11 @@ class RestoreCase:
     end_token: int | None = None
     has_tail_only: bool = False
     retained_share: float = 0.1
-    sharing: Sharing = Sharing.SLERP
 
     @property
     def is_exact(self) -> bool:
         if self.is_pair:
-            return self.sharing is Sharing.SLERP and self.retained_share == 1
+            return self.retained_share == 1
         return self.precision is Precision.NATIVE
 
 
@@ -66,16 +64,11 @@ def encode_case(case: RestoreCase, device: str) -> tuple[dict[int, torch.Tensor]
     rotary = rotary_table(case.rotary_dim, 8192, case.is_neox) if case.rotary_dim > 0 else None
     options = CodecOptions(
         case.group_size,
-        sharing=case.sharing,
         retention=RetentionRule.SHARE,
         retained_amount=case.retained_share,
         num_first_tokens=0,
     )
-    shape = case.shape
-    width = shape.num_kv_heads * (shape.k_head_dim + shape.v_head_dim)
-    # Any map will do: what it does not predict is stored.
-    maps = {((0, 1), case.precision): LayerMap(torch.eye(width) / 2, torch.ones(width))}
-    codec = SegmentCodec(shape, 2, rotary, options, maps)
+    codec = SegmentCodec(case.shape, 2, rotary, options)
     strategy = Strategy.from_pairs(2, [(0, 1)] if case.is_pair else [], case.precision)
     _, blocks, decoder = encode_all(codec, strategy, random_layers(case.shape, 2, case.num_tokens))
     return {layer: block.to(device) for layer, block in blocks.items()}, decoder

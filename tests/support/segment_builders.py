@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from krul_backend.codec.interface import LayerKV, LayerShape
-from krul_backend.codec.layer_map import LayerMap, LayerMapFitter
-from krul_backend.codec.options import CodecOptions, Sharing
+from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.strategy.strategy import Pair, Precision, Strategy
+from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.hashing import block_checksums
 from krul_backend.tiers.common.interface import DRAM_TIER, Lease, SegmentSlice, Span
 from tests.support.codec_builders import random_layers, rotary_table
@@ -36,25 +35,15 @@ MIXED = Strategy.from_pairs(
     NUM_LAYERS, [], [Precision.INT8, Precision.INT4, Precision.INT2, Precision.NATIVE]
 )
 KINDS = {
-    "native": (Sharing.SLERP, Strategy.from_pairs(NUM_LAYERS)),
-    "coded": (Sharing.SLERP, MIXED),
-    "slerp": (Sharing.SLERP, Strategy.from_pairs(NUM_LAYERS, PAIRS)),
-    "slerp-int4": (Sharing.SLERP, Strategy.from_pairs(NUM_LAYERS, [(0, 3)], Precision.INT4)),
-    "predicted": (Sharing.PREDICTED, Strategy.from_pairs(NUM_LAYERS, PAIRS, Precision.INT4)),
+    "native": Strategy.from_pairs(NUM_LAYERS),
+    "coded": MIXED,
+    "slerp": Strategy.from_pairs(NUM_LAYERS, PAIRS),
+    "slerp-int4": Strategy.from_pairs(NUM_LAYERS, [(0, 3)], Precision.INT4),
 }
 Heads = tuple[int, ...]
 
 
-@cache
-def codec_of(kind: str) -> SegmentCodec:
-    sharing = KINDS[kind][0]
-    maps: dict[tuple[Pair, Precision], LayerMap] = {}
-    for i, j in PAIRS if sharing is Sharing.PREDICTED else ():
-        fitter = LayerMapFitter(SHAPE, TABLE)
-        fitter.add(LAYERS[i], LAYERS[j], start_token=0)
-        maps[(i, j), Precision.INT4] = fitter.fit(Precision.INT4)
-    options = CodecOptions(group_size=GROUP, retained_amount=0.2, sharing=sharing)
-    return SegmentCodec(SHAPE, NUM_LAYERS, TABLE, options, maps)
+CODEC = SegmentCodec(SHAPE, NUM_LAYERS, TABLE, CodecOptions(group_size=GROUP, retained_amount=0.2))
 
 
 def rows_of(start: int, end: int) -> list[LayerKV]:
@@ -68,13 +57,13 @@ class Stored(NamedTuple):
 
 def stored(kind: str, start: int, end: int, kept_heads: Heads | None = None) -> Stored:
     """One segment as the offloader stores it, without what ``kept_heads`` would recompute."""
-    codec, strategy, layers = codec_of(kind), KINDS[kind][1], rows_of(start, end)
-    encoding = codec.prepare(
-        strategy, layers.__getitem__, start_token=start, num_tokens=end - start, head_ends=kept_heads
+    layers = rows_of(start, end)
+    encoding = CODEC.prepare(
+        KINDS[kind], layers.__getitem__, start_token=start, num_tokens=end - start, head_ends=kept_heads
     )
     blocks = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
     for unit in encoding.kept_units:
-        encoded = codec.encode_unit(encoding, unit, [layers[layer] for layer in unit])
+        encoded = CODEC.encode_unit(encoding, unit, [layers[layer] for layer in unit])
         for layer, block in zip(unit, encoded, strict=True):
             blocks[layer] = block
     pages = tuple(f"page-{page}" for page in range(start // PAGE_SIZE, end // PAGE_SIZE))

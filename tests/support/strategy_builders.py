@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.strategy.interface import Evidence, UnitOption
+from krul_backend.strategy.interface import Evidence, LayerOption
 from krul_backend.strategy.strategy import Precision
 
 
@@ -32,13 +32,10 @@ def attention_evidence(draw: st.DrawFn, max_layers: int = 9) -> Evidence:
 
 
 @st.composite
-def measured_options(draw: st.DrawFn, num_layers: int) -> list[UnitOption]:
-    """Options of some layers alone and of some pairs, with bytes and damages that tie often."""
-    units = [(layer,) for layer in range(num_layers)]
-    units += [(i, j) for i in range(num_layers) for j in range(i + 1, num_layers)]
-    precisions = [Precision.INT8, Precision.INT4]
+def measured_options(draw: st.DrawFn, num_layers: int) -> list[LayerOption]:
+    """Options of some layers, with bytes and damages that tie often."""
     return [
-        UnitOption(unit, precision, draw(st.integers(1, 12)) * len(unit), draw(st.integers(0, 16)) / 8)
-        for unit in draw(st.lists(st.sampled_from(units), unique=True, max_size=9))
-        for precision in precisions[: draw(st.integers(1, 2))]
+        LayerOption(layer, precision, draw(st.integers(1, 12)), draw(st.integers(0, 16)) / 8)
+        for layer in range(num_layers)
+        for precision in draw(st.sets(st.sampled_from((Precision.INT8, Precision.INT4, Precision.INT2))))
     ]

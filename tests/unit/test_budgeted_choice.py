@@ -21,15 +21,11 @@ from krul_sglang.engine.budget.budgeted_choice import (
     errors_of,
 )
 from krul_sglang.engine.budget.damage import DamageMeter
-from tests.support.strategy_builders import make_statistics
 
 NUM_LAYERS, NUM_TOKENS, NATIVE_BYTES = 3, 24, 64.0
-STATISTICS = make_statistics([[0.0, 1.0, 2.0], [1.0, 0.0, 3.0], [2.0, 3.0, 0.0]], [1.0, 1.0, 1.0])
 PRECISIONS = (Precision.INT8, Precision.INT4)
 NOISE = {Precision.INT8: 1e-3, Precision.INT4: 3e-2}
-ALL_PAIRS = {((i, j), precision) for i, j in [(0, 1), (0, 2), (1, 2)] for precision in PRECISIONS}
-NUM_UNITS = NUM_LAYERS * len(PRECISIONS) + 1 * len(PRECISIONS)
-"""Every layer alone and the nearest pair, at both precisions."""
+NUM_OPTIONS = NUM_LAYERS * len(PRECISIONS)
 
 
 class Conversation:
@@ -51,24 +47,19 @@ class Conversation:
             0.35,
         )
         self._factors = dict.fromkeys(range(NUM_LAYERS), factor) | (factor_of_layer or {})
-        self.trips: list[tuple[tuple[int, ...], Precision]] = []
+        self.trips: list[tuple[int, Precision]] = []
 
     @property
     def kv(self) -> ConversationKV:
         return ConversationKV(self.rows, self.layers.__getitem__, self.round_trip)
 
-    def round_trip(
-        self, unit: tuple[int, ...], precision: Precision, layers: Sequence[LayerKV]
-    ) -> tuple[Sequence[LayerKV], float]:
-        self.trips.append((unit, precision))
+    def round_trip(self, layer: int, precision: Precision, kv: LayerKV) -> tuple[LayerKV, float]:
+        self.trips.append((layer, precision))
         generator = torch.Generator().manual_seed(5)
-        decoded = []
-        for layer, kv in zip(unit, layers, strict=True):
-            size = NOISE[precision] * self._factors[layer] * (100 if len(unit) == 2 else 1)
-            decoded.append(LayerKV(kv.k, kv.v + size * torch.randn(kv.v.shape, generator=generator)))
+        size = NOISE[precision] * self._factors[layer]
         bits = precision.bits
         assert bits is not None
-        return decoded, 2 * bits
+        return LayerKV(kv.k, kv.v + size * torch.randn(kv.v.shape, generator=generator)), 2 * bits
 
 
 def known_table() -> SensitivityTable:
@@ -85,16 +76,14 @@ class Chooser:
     """A choice for one rank, with its meter and what it asked the other ranks."""
 
     def __init__(self, limit: float, other_rank: float | None = 1.0) -> None:
-        self.meter = DamageMeter(known_table(), single_precisions=PRECISIONS, pair_precisions=PRECISIONS)
+        self.meter = DamageMeter(known_table())
         self.other_rank = other_rank
         self.limit = limit
-        self.offered = ALL_PAIRS
         self.choice = BudgetedChoice(
             self.meter,
             self.meter.table,
             native_token_bytes=NATIVE_BYTES,
-            max_pairs=1,
-            offered=lambda: self.offered,
+            precisions=PRECISIONS,
             agree=self.agree,
         )
 
@@ -107,7 +96,7 @@ class Chooser:
 
     def choose(self, conversation: Conversation, **changes: Any) -> Strategy:
         kv = dataclasses.replace(conversation.kv, **changes)
-        strategy, damage = self.choice.choose(STATISTICS, kv, self.limit)
+        strategy, damage = self.choice.choose(kv, self.limit)
         assert damage <= self.limit
         if self.other_rank == 1:
             trips = list(conversation.trips)
@@ -116,14 +105,16 @@ class Chooser:
         return strategy
 
     def damage(self, strategy: Strategy, conversation: Conversation) -> float:
-        """What the strategy's units cost on this conversation, measured anew."""
-        units = [
-            (unit, strategy.layers[unit[0]].precision)
-            for unit in strategy.units
-            if len(unit) == 2 or strategy.layers[unit[0]].precision is not Precision.NATIVE
+        """What the strategy's layers cost on this conversation, measured anew."""
+        layers = [
+            (layer, precision)
+            for layer, precision in enumerate(precisions(strategy))
+            if precision is not Precision.NATIVE
         ]
-        measured = self.meter.measure(units, conversation.rows, conversation.kv.read, conversation.round_trip)
-        return sum(unit.option.damage for unit in measured)
+        measured = self.meter.measure(
+            layers, conversation.rows, conversation.kv.read, conversation.round_trip
+        )
+        return sum(each.option.damage for each in measured)
 
 
 def precisions(strategy: Strategy) -> list[Precision]:
@@ -138,22 +129,23 @@ def test_first_turns_measure_every_option_and_later_ones_only_what_is_chosen() -
         strategy = chooser.choose(conversation)
         counts.append(len(conversation.trips))
         assert chooser.damage(strategy, conversation) <= chooser.limit
-    assert counts[:SURVEY_TURNS] == [NUM_UNITS] * SURVEY_TURNS
+    assert counts[:SURVEY_TURNS] == [NUM_OPTIONS] * SURVEY_TURNS
     assert set(counts[SURVEY_TURNS:SURVEY_INTERVAL]) == {NUM_LAYERS}
-    assert counts[SURVEY_INTERVAL] == NUM_UNITS
+    assert counts[SURVEY_INTERVAL] == NUM_OPTIONS
 
 
-def test_only_offered_pairs_are_measured_and_new_ones_at_once() -> None:
-    chooser = Chooser(limit=0.03)
-    chooser.offered = set()
-    measured = []
-    for turn in range(SURVEY_TURNS + 3):
-        if turn == SURVEY_TURNS + 1:
-            chooser.offered = {((0, 1), Precision.INT8)}
+def test_every_option_is_measured_as_long_as_nothing_is_known() -> None:
+    """Here the first turns could not be measured on another rank."""
+    chooser = Chooser(limit=0.03, other_rank=None)
+    for _ in range(SURVEY_TURNS + 1):
+        assert chooser.choose(Conversation()).is_lossless
+    chooser.other_rank = 1.0
+    counts = []
+    for _ in range(2):
         conversation = Conversation()
         chooser.choose(conversation)
-        measured.append([key for key in conversation.trips if len(key[0]) == 2])
-    assert measured == [[]] * (SURVEY_TURNS + 1) + [[((0, 1), Precision.INT8)], []]
+        counts.append(len(conversation.trips))
+    assert counts == [NUM_OPTIONS, NUM_LAYERS]
 
 
 def test_a_larger_budget_stores_less() -> None:
@@ -168,7 +160,7 @@ def test_a_conversation_worse_than_the_typical_one_is_stored_with_more_care() ->
     hard = Conversation(factor_of_layer={1: 20.0})
     strategy = chooser.choose(hard)
     assert precisions(strategy) == [Precision.INT4, Precision.INT8, Precision.INT4]
-    assert len(hard.trips) < NUM_UNITS
+    assert len(hard.trips) < NUM_OPTIONS
     assert chooser.damage(strategy, hard) <= chooser.limit
 
 
@@ -223,39 +215,28 @@ def test_kv_that_came_back_lossy_says_nothing_about_others(is_exact: bool, num_m
 
 def test_probes_start_where_nothing_is_known() -> None:
     table = SensitivityTable("m", NUM_LAYERS)
-    meter = DamageMeter(table, single_precisions=PRECISIONS, pair_precisions=PRECISIONS)
     choice = BudgetedChoice(
-        meter,
+        DamageMeter(table),
         table,
         native_token_bytes=NATIVE_BYTES,
-        max_pairs=1,
-        offered=lambda: ALL_PAIRS,
+        precisions=PRECISIONS,
         agree=lambda values, count: values,
     )
     assert choice.next_probe(None) is None
     conversation = Conversation()
-    choice.choose(STATISTICS, conversation.kv, 0.03)
+    choice.choose(conversation.kv, 0.03)
     probed: set[int] = set()
     for _ in range(20):
         strategy = choice.next_probe(None)
         assert strategy is not None
-        errors = {layer: 1e-3 for unit in strategy.units for layer in unit if not _is_native(strategy, layer)}
+        errors = {n: 1e-3 for n, each in enumerate(precisions(strategy)) if each is not Precision.NATIVE}
         probed |= set(errors)
         table.update(errors_of(strategy, errors), 1e-3)
     assert probed == {0, 1, 2}
     assert all(table.confidence(layer, DamageKind.ROUNDING) > 0 for layer in range(NUM_LAYERS))
 
 
-def _is_native(strategy: Strategy, layer: int) -> bool:
-    entry = strategy.layers[layer]
-    return entry.partner is None and entry.precision is Precision.NATIVE
-
-
-@pytest.mark.parametrize("pairs", [[], [(0, 2)]])
-def test_measured_errors_get_the_kind_of_their_unit(pairs: list[tuple[int, int]]) -> None:
-    strategy = Strategy.from_pairs(NUM_LAYERS, pairs, Precision.INT4)
+def test_measured_errors_get_the_kind_of_their_precision() -> None:
+    strategy = Strategy.from_pairs(NUM_LAYERS, [], [Precision.INT0, Precision.INT4, Precision.NATIVE])
     found = {error.layer: error.kind for error in errors_of(strategy, {0: 0.1, 1: 0.2})}
-    assert found == {
-        0: DamageKind.MERGING if pairs else DamageKind.ROUNDING,
-        1: DamageKind.ROUNDING,
-    }
+    assert found == {0: DamageKind.MERGING, 1: DamageKind.ROUNDING}

@@ -10,8 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_layer_maps import (
-    HEAD_DIM,
+
+from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.segment import SegmentHeader
+from krul_backend.strategy.sensitivity import DamageKind, LayerError
+from krul_backend.strategy.strategy import Precision, Strategy
+from krul_sglang.engine.budget.damage import attention_output_error
+from krul_sglang.engine.budget.error_budget import ErrorBudget, table_path
+from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, spent_damage
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore.loading import LayerWiseLoader
+from krul_sglang.engine.save.offload import TurnOffloader
+from krul_sglang.engine.save.strategy_choice import StrategyChooser
+from krul_sglang.engine.save.turn import StoredPath, Turn
+from tests.support.budget_builders import (
     MODEL,
     NUM_LAYERS,
     NUM_SLOTS,
@@ -22,24 +37,6 @@ from test_layer_maps import (
     make_pool,
     save_known_table,
 )
-
-from krul_backend.codec.interface import LayerKV
-from krul_backend.codec.options import CodecOptions, Sharing
-from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.segment import SegmentHeader
-from krul_backend.strategy.sensitivity import DamageKind, LayerError
-from krul_backend.strategy.strategy import Precision, Strategy
-from krul_sglang.engine.budget.damage import attention_output_error
-from krul_sglang.engine.budget.error_budget import ErrorBudget, table_path
-from krul_sglang.engine.budget.layer_maps import LayerMapLearner
-from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, spent_damage
-from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.served_model import ServedModel
-from krul_sglang.engine.common.transfer_gate import TransferGate
-from krul_sglang.engine.restore.loading import LayerWiseLoader
-from krul_sglang.engine.save.offload import TurnOffloader
-from krul_sglang.engine.save.strategy_choice import StrategyChooser
-from krul_sglang.engine.save.turn import StoredPath, Turn
 from tests.support.engine_builders import PATIENCE_S, make_load, make_store
 from tests.support.forward_builders import Batch, Mode
 
@@ -70,18 +67,7 @@ class Server:
         self.store = make_store(1 << 22)
         self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), PATIENCE_S)
         self.provenance = KvProvenance(NUM_SLOTS + PAGE_SIZE, self.pool.device, self.loader.batch)
-        self.learner = LayerMapLearner(
-            path=tmp_path / "maps.npz",
-            model=MODEL,
-            pool=self.pool,
-            rotary=ROTARY,
-            precisions=(Precision.INT8,),
-            max_bytes=1 << 20,
-            agreement=RankAgreement(None, 1),
-        )
-        self.codec = SegmentCodec(
-            self.pool.shape, NUM_LAYERS, ROTARY, CodecOptions(sharing=Sharing.PREDICTED), self.learner.maps
-        )
+        self.codec = SegmentCodec(self.pool.shape, NUM_LAYERS, ROTARY)
         self.prober = Prober()
         prober: Any = self.prober
         self.budget = ErrorBudget(
@@ -93,11 +79,10 @@ class Server:
             model=ServedModel(MODEL),
             pool=self.pool,
             codec=self.codec,
-            learner=self.learner,
             prober=prober,
             agreement=agreement,
         )
-        chooser = StrategyChooser(self.budget, self.pool, RankAgreement(None, 1), num_heads=1)
+        chooser = StrategyChooser(self.budget)
         self.offloader = TurnOffloader(
             self.store, ServedModel(MODEL), self.pool, self.codec, chooser, max_pending_tokens=NUM_SLOTS
         )
@@ -205,7 +190,6 @@ def test_only_what_a_turn_adds_is_measured(server: Server) -> None:
     header = server.headers()[-1]
     assert header.start_token == FIRST_PAGES * PAGE_SIZE
     strategy = Strategy.from_json(header.codec_params["layers"])
-    assert not strategy.pairs
     rows = RecordedRows(len(server.slots)).rows(0)
     expected = 0.0
     for layer in range(NUM_LAYERS):
@@ -216,7 +200,7 @@ def test_only_what_a_turn_adds_is_measured(server: Server) -> None:
         error = attention_output_error(
             rows.queries[layer], rows.positions, rows.kv_heads, rows.scaling, true, after
         )
-        kind = DamageKind.of((layer,), strategy.layers[layer].precision)
+        kind = DamageKind.of(strategy.layers[layer].precision)
         expected += server.budget._table.predict(LayerError(layer, kind, error), 1.0)
     assert damage == pytest.approx(expected, rel=1e-3)
 
@@ -311,12 +295,8 @@ def test_what_nobody_measured_leaves_nothing_to_spend(server: Server) -> None:
     """Segments that another strategy stored lossy, before the server was started with this one."""
     server.compute(FIRST_PAGES)
     codec: Any = server.offloader
-    other = StrategyChooser(
-        _Always(Strategy.from_pairs(NUM_LAYERS, [], Precision.INT8)),
-        server.pool,
-        RankAgreement(None, 1),
-        num_heads=1,
-    )
+    decision: Any = _Always(Strategy.from_pairs(NUM_LAYERS, [], Precision.INT8))
+    other = StrategyChooser(decision)
     own, codec._chooser = codec._chooser, other
     server.store_turn()
     codec._chooser = own
@@ -334,7 +314,7 @@ class _Always:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
 
-    def decide(self, turn: Any, missing: Sequence[range], statistics: Any, rows: Any) -> Any:
+    def decide(self, turn: Any, missing: Sequence[range]) -> Any:
         from krul_sglang.engine.save.strategy_choice import Choice
 
         return Choice(self._strategy, (None,) * len(missing))
@@ -382,7 +362,7 @@ def test_recomputed_heads_are_exact(server: Server, pages: tuple[int, ...], loss
     assert [span.start for span in spans] == ([] if lossy_from is None else [lossy_from * PAGE_SIZE])
 
 
-def test_probes_and_maps_do_not_learn_from_what_came_back_lossy(server: Server, tmp_path: Path) -> None:
+def test_probes_do_not_learn_from_what_came_back_lossy(server: Server) -> None:
     server.compute(FIRST_PAGES)
     server.store_turn()
     server.budget.probe(server.path)
@@ -390,13 +370,6 @@ def test_probes_and_maps_do_not_learn_from_what_came_back_lossy(server: Server, 
     server.leave_and_return()
     server.budget.probe(server.path)
     assert len(server.prober.opened) == 1
-    # As after a new start: the learner has never seen these pages.
-    server.learner._seen_pages.clear()
-    learned = server.learner.num_learned_tokens
-    server.compute(1)
-    server.store_turn()
-    assert server.learner.num_learned_tokens == learned + PAGE_SIZE
-    assert HEAD_DIM * 2 > PAGE_SIZE
 
 
 def test_ranks_take_the_worst_of_what_they_know(tmp_path: Path) -> None:
@@ -417,6 +390,29 @@ def test_ranks_take_the_worst_of_what_they_know(tmp_path: Path) -> None:
     assert asked == [[0.0, 0.0, 0.0]]
     assert said["last_spent"] == 2e-3
     assert said["last_damage"] <= (LIMIT - 2e-3) / 2
+
+
+def test_a_turn_that_another_rank_cannot_measure_is_stored_natively(tmp_path: Path) -> None:
+    server = Server(tmp_path, OtherRank(lambda values: None))
+    server.compute(FIRST_PAGES)
+    said = server.store_turn()
+    (header,) = server.headers()
+    server.close()
+    assert said["last_damage"] == 0
+    assert Strategy.from_json(header.codec_params["layers"]).is_lossless
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_rank_that_cannot_measure_still_meets_the_others(tmp_path: Path, is_stored: bool) -> None:
+    met: list[torch.Tensor | None] = []
+    server = Server(tmp_path, OtherRank(met.append))
+    server.compute(FIRST_PAGES)
+    path = server.path
+    turn = Turn(path.page_keys, path.token_ids, path.slots, [], None)
+    choice = server.budget.decide(turn if is_stored else None, [range(FIRST_PAGES)])
+    server.close()
+    assert met == [None]
+    assert choice.strategy.is_lossless
 
 
 def test_tokens_that_are_stored_where_nobody_looks_count_as_unknown() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.attention.rows import QueryRows
-from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import LayerKV
 from krul_backend.errors import StrategyError
 from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
@@ -18,9 +16,7 @@ from krul_sglang.engine.budget.damage import (
     DamageMeter,
     attention_output,
     attention_output_error,
-    nearest_pairs,
 )
-from tests.support.strategy_builders import make_statistics
 
 NUM_LAYERS, NUM_TOKENS, NUM_ROWS, QUERY_HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM = 3, 12, 5, 4, 2, 8, 6
 SCALING = HEAD_DIM**-0.5
@@ -140,7 +136,7 @@ def test_tokens_after_a_row_do_not_count() -> None:
     assert error_of(rows, kv, late) == 0
 
 
-AMOUNTS = {Precision.INT8: 0.01, Precision.INT4: 0.1, Precision.INT2: 0.5}
+AMOUNTS = {Precision.INT8: 0.01, Precision.INT4: 0.1, Precision.INT0: 0.5}
 
 
 class FakeStorage:
@@ -149,80 +145,52 @@ class FakeStorage:
     def __init__(self) -> None:
         self.kv = make_kv()
         self.reads: list[int] = []
-        self.trips: list[tuple[tuple[int, ...], Precision]] = []
+        self.trips: list[tuple[int, Precision]] = []
 
     def read(self, layer: int) -> LayerKV:
         self.reads.append(layer)
         return self.kv[layer]
 
-    def round_trip(
-        self, unit: tuple[int, ...], precision: Precision, layers: Sequence[LayerKV]
-    ) -> tuple[Sequence[LayerKV], float]:
-        assert [kv.k.data_ptr() for kv in layers] == [self.kv[layer].k.data_ptr() for layer in unit]
-        self.trips.append((unit, precision))
+    def round_trip(self, layer: int, precision: Precision, kv: LayerKV) -> tuple[LayerKV, float]:
+        assert kv.k.data_ptr() == self.kv[layer].k.data_ptr()
+        self.trips.append((layer, precision))
         bits = precision.bits
         assert bits is not None
-        return [damaged(kv, AMOUNTS[precision] * len(unit)) for kv in layers], 1.5 * bits
+        return damaged(kv, AMOUNTS[precision]), 1.5 + bits
 
 
-def test_the_meter_measures_each_layer_and_pair_at_each_precision() -> None:
+def test_the_meter_measures_each_layer_at_each_precision() -> None:
     storage = FakeStorage()
     rows = make_rows()
     table = SensitivityTable("m", NUM_LAYERS)
     table.update([LayerError(1, DamageKind.MERGING, 0.1)], 0.03)
-    meter = DamageMeter(
-        table,
-        single_precisions=(Precision.INT8, Precision.INT2),
-        pair_precisions=(Precision.INT4,),
-        max_rows=3,
-        deviations=0.5,
-    )
-    units = meter.units_of(NUM_LAYERS, [(1, 2), (0, 1)])
-    measured = meter.measure(units, rows, storage.read, storage.round_trip)
-    singles = [(0,), (1,), (2,)]
-    assert units == [
-        *((unit, p) for unit in singles for p in (Precision.INT8, Precision.INT2)),
-        ((1, 2), Precision.INT4),
-        ((0, 1), Precision.INT4),
-    ]
-    assert storage.reads == [0, 1, 2, 1, 2, 0, 1]
-    assert storage.trips == units == [(m.option.unit, m.option.precision) for m in measured]
+    meter = DamageMeter(table, max_rows=3, deviations=0.5)
+    options = [(layer, precision) for layer in (2, 1) for precision in AMOUNTS]
+    measured = meter.measure(options, rows, storage.read, storage.round_trip)
+    assert storage.reads == [2, 1]
+    assert storage.trips == options == [(m.option.layer, m.option.precision) for m in measured]
     last_rows = range(NUM_ROWS - 3, NUM_ROWS)
     for m in measured:
-        option = m.option
-        assert [error.layer for error in m.errors] == list(option.unit)
-        assert option.num_bytes == 1.5 * (option.precision.bits or 0)
-        amount = AMOUNTS[option.precision] * len(option.unit)
-        for error in m.errors:
-            kv = storage.kv[error.layer]
-            expected = naive_error(rows, error.layer, last_rows, kv, damaged(kv, amount))
-            assert error.error == pytest.approx(expected, rel=1e-3)
-            assert error.kind is (DamageKind.MERGING if len(option.unit) == 2 else DamageKind.ROUNDING)
-        assert option.damage == pytest.approx(sum(table.predict(e, 0.5) for e in m.errors))
-        doubled = meter.with_errors(m, [2 * error.error for error in m.errors])
-        assert doubled.option.damage == pytest.approx(2 * option.damage)
-        assert (doubled.option.unit, doubled.option.num_bytes) == (option.unit, option.num_bytes)
-
-
-def test_only_what_was_asked_for_is_measured() -> None:
-    storage = FakeStorage()
-    units = [((2,), Precision.INT4), ((0, 1), Precision.INT8), ((0,), Precision.INT2)]
-    meter = DamageMeter(SensitivityTable("m", NUM_LAYERS))
-    measured = meter.measure(units, make_rows(), storage.read, storage.round_trip)
-    assert [(m.option.unit, m.option.precision) for m in measured] == units == storage.trips
-    assert meter.measure([], make_rows(), storage.read, storage.round_trip) == []
+        layer, precision = m.option.layer, m.option.precision
+        assert m.option.num_bytes == 1.5 + (precision.bits or 0)
+        kv = storage.kv[layer]
+        expected = naive_error(rows, layer, last_rows, kv, damaged(kv, AMOUNTS[precision]))
+        assert m.error == pytest.approx(expected, rel=1e-3)
+        kind = DamageKind.MERGING if precision is Precision.INT0 else DamageKind.ROUNDING
+        assert m.option.damage == table.predict(LayerError(layer, kind, m.error), 0.5)
+        assert m.option == meter.option(layer, precision, m.option.num_bytes, m.error)
+    assert meter.measure([], rows, storage.read, storage.round_trip) == []
 
 
 def test_a_round_trip_that_breaks_numbers_rules_the_option_out() -> None:
     storage = FakeStorage()
 
-    def broken(
-        unit: tuple[int, ...], precision: Precision, layers: Sequence[LayerKV]
-    ) -> tuple[Sequence[LayerKV], float]:
-        return [LayerKV(kv.k * math.nan, kv.v) for kv in layers], 1
+    def broken(layer: int, precision: Precision, kv: LayerKV) -> tuple[LayerKV, float]:
+        return LayerKV(kv.k * math.nan, kv.v), 1
 
-    meter = DamageMeter(SensitivityTable("m", NUM_LAYERS), single_precisions=(Precision.INT4,))
-    measured = meter.measure(meter.units_of(NUM_LAYERS, []), make_rows(), storage.read, broken)
+    meter = DamageMeter(SensitivityTable("m", NUM_LAYERS))
+    options = [(layer, Precision.INT4) for layer in range(NUM_LAYERS)]
+    measured = meter.measure(options, make_rows(), storage.read, broken)
     assert [m.option.damage for m in measured] == [math.inf] * NUM_LAYERS
 
 
@@ -230,21 +198,13 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     storage = FakeStorage()
     meter = DamageMeter(SensitivityTable("m", NUM_LAYERS))
     rows = make_rows()
-    units = meter.units_of(NUM_LAYERS, [])
+    options = [(0, Precision.INT4)]
     beyond = QueryRows(rows.queries, rows.positions + 1, rows.kv_heads, rows.scaling)
     with pytest.raises(StrategyError, match="position 12 of 12 tokens"):
-        meter.measure(units, beyond, storage.read, storage.round_trip)
+        meter.measure(options, beyond, storage.read, storage.round_trip)
     with pytest.raises(StrategyError, match="rows of 2 layers for 3 layers"):
-        meter.measure(units, make_rows(num_layers=2), storage.read, storage.round_trip)
+        meter.measure(options, make_rows(num_layers=2), storage.read, storage.round_trip)
     with pytest.raises(StrategyError, match="without query rows"):
-        meter.measure(units, make_rows(num_rows=0), storage.read, storage.round_trip)
+        meter.measure(options, make_rows(num_rows=0), storage.read, storage.round_trip)
     with pytest.raises(StrategyError, match="on 0 rows"):
         DamageMeter(SensitivityTable("m", 1), max_rows=0)
-
-
-def test_nearest_pairs_come_first() -> None:
-    distances = [[0.0, 3.0, 1.0], [3.0, 0.0, 2.0], [1.0, 2.0, 0.0]]
-    statistics = make_statistics(distances, [0.0] * 3)
-    assert nearest_pairs(statistics, 2) == [(0, 2), (1, 2)]
-    assert nearest_pairs(AttentionStatistics.zero(3, 1), 2) == []
-    assert nearest_pairs(statistics, 99) == [(0, 2), (1, 2), (0, 1)]

@@ -15,8 +15,6 @@ MAY_MOVE_TENSORS = {
     "krul_sglang/engine/budget/damage.py": "as in rows.py",
     "backend/krul_backend/codec/rotary.py": "nothing moves if the table lies where the keys do",
     "backend/krul_backend/codec/triton_restore.py": "the same table, once",
-    "backend/krul_backend/codec/layer_map.py": "nothing moves on a server: the learner's maps are there",
-    "krul_sglang/engine/budget/layer_maps.py": "when a map is made: others read it then",
     "krul_sglang/engine/attach/ordinary_prefill.py": "at start only",
     "krul_sglang/engine/attach/rotary.py": "at start only",
 }

@@ -16,8 +16,7 @@ from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_sglang.engine.capture.attention_observer import QueryShape
 from krul_sglang.engine.capture.estimator_capture import EstimatorCapture
-from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
-from krul_sglang.engine.capture.turn_capture import CapturedTurn, PairedCapture, TurnCapture
+from krul_sglang.engine.capture.turn_capture import CapturedTurn, TurnCapture
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError, check_estimator
 from tests.support.attention_builders import Sequence
 from tests.support.forward_builders import decode_batch, extend_batch, mixed_batch
@@ -273,41 +272,6 @@ def test_an_estimator_that_fails_costs_its_own_request_only(
     engine.extend(("c", 3, 0, 5), ("d", 1, 0, 5))
     assert_same(engine.statistics("c", 3), engine.expected("c", 0, 5))
     assert_same(engine.statistics("d", 1), engine.expected("d", 0, 5))
-
-
-def test_rows_beside_statistics_of_every_row(worker: SimilarityWorker) -> None:
-    """The error budget's needs: statistics of all rows, and some rows themselves."""
-    engine = Engine(worker)
-    sampled = QueryCapture(SHAPE, CapturePlan(1, 16, 0), device=torch.device("cpu"))
-    sampled.install(engine.layers)
-    paired = PairedCapture(engine.capture, sampled)
-    assert paired.num_heads == SHAPE.num_query_heads
-    engine.recorder = paired
-    engine.extend(("a", 3, 0, 20), ("b", 1, 0, 20))
-    turn = paired.take("a", 3)
-    assert turn is not None
-    rows = turn.rows(16)
-    assert rows is not None
-    assert 0 < rows.num_rows < 8
-    assert int(rows.positions.max()) < 16
-    expected = engine.sequence("a").queries[:, rows.positions]
-    assert torch.equal(rows.queries, expected)
-    statistics = turn.statistics(lambda layer: torch.empty(0), CONTEXT)
-    assert statistics is not None
-    assert_same(statistics, engine.expected("a", 0, 20))
-    # Rows of "b" found no place; what the other capture has of it is given back.
-    assert paired.take("b", 1) is None
-    assert engine.capture.take("b", 1) is None
-    turn.release()
-    with paired.recording(extend_batch(("c", 1, 0, 20))):
-        with paired.suspended():
-            engine.run_modules(("d", 2, 0, 20))
-        engine.run_modules(("c", 1, 0, 20))
-    turn = paired.take("c", 1)
-    assert turn is not None
-    rows = turn.rows(20)
-    assert rows is not None
-    assert torch.equal(rows.queries, engine.sequence("c").queries[:, rows.positions])
 
 
 def test_the_capture_closes_its_worker() -> None:

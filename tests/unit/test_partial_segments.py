@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.codec.interface import LayerKV, LayerShape
-from krul_backend.codec.layer_map import LayerMapFitter
-from krul_backend.codec.options import CodecOptions, Sharing
+from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentEncoding
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
@@ -22,23 +21,8 @@ PAIRS = [(0, 2), (1, 3)]
 TABLE = rotary_table(16)
 
 
-def make_maps() -> dict[tuple[tuple[int, int], Precision], object]:
-    layers = random_layers(SHAPE, NUM_LAYERS, 300, seed=7)
-    maps = {}
-    for i, j in PAIRS:
-        fitter = LayerMapFitter(SHAPE, TABLE)
-        fitter.add(layers[i], layers[j], start_token=START_TOKEN)
-        for precision in Precision:
-            maps[(i, j), precision] = fitter.fit(precision)
-    return maps
-
-
-MAPS = make_maps()
-
-
-def make_partial_codec(sharing: Sharing = Sharing.SLERP) -> SegmentCodec:
-    options = CodecOptions(group_size=GROUP, retained_amount=0.2, sharing=sharing)
-    return SegmentCodec(SHAPE, NUM_LAYERS, TABLE, options, MAPS)  # type: ignore[arg-type]
+def make_partial_codec() -> SegmentCodec:
+    return SegmentCodec(SHAPE, NUM_LAYERS, TABLE, CodecOptions(group_size=GROUP, retained_amount=0.2))
 
 
 def encode_kept(
@@ -62,12 +46,9 @@ def bits(x: torch.Tensor) -> bytes:
     return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-kinds = st.sampled_from([(None, False), (Sharing.SLERP, True), (Sharing.PREDICTED, True)])
-
-
 @settings(max_examples=150, deadline=None)
 @given(
-    kind=kinds,
+    is_pair=st.booleans(),
     precision=st.sampled_from(list(Precision)),
     num_tokens=st.sampled_from([1, 15, 16, 17, 48, 50]),
     heads=st.lists(st.integers(-20, 80), min_size=NUM_LAYERS, max_size=NUM_LAYERS),
@@ -75,15 +56,14 @@ kinds = st.sampled_from([(None, False), (Sharing.SLERP, True), (Sharing.PREDICTE
     seed=st.integers(0, 100),
 )
 def test_what_is_kept_decodes_to_what_the_whole_decodes_to(
-    kind: tuple[Sharing | None, bool],
+    is_pair: bool,
     precision: Precision,
     num_tokens: int,
     heads: list[int],
     is_monotone: bool,
     seed: int,
 ) -> None:
-    sharing, is_pair = kind
-    codec = make_partial_codec(sharing or Sharing.SLERP)
+    codec = make_partial_codec()
     strategy = Strategy.from_pairs(NUM_LAYERS, PAIRS if is_pair else [], precision)
     layers = random_layers(SHAPE, NUM_LAYERS, num_tokens, seed)
     head_ends = [START_TOKEN + head for head in (sorted(heads, reverse=True) if is_monotone else heads)]
@@ -115,7 +95,7 @@ def test_exactly_the_groups_that_some_layer_needs_are_kept(
     is_pair: bool, num_tokens: int, heads: list[int]
 ) -> None:
     """Against a search through all starts of groups."""
-    codec = make_partial_codec(Sharing.PREDICTED)
+    codec = make_partial_codec()
     strategy = Strategy.from_pairs(NUM_LAYERS, PAIRS if is_pair else [])
     layers = random_layers(SHAPE, NUM_LAYERS, num_tokens)
     _, _, decoder = encode_all(codec, strategy, layers)
@@ -140,8 +120,7 @@ def test_a_pair_keeps_of_its_lower_block_what_the_upper_layer_needs() -> None:
     assert [token - START_TOKEN for token in decoder.decodable_from(lower_cut)] == [48, 32, 32, 48]
 
 
-@pytest.mark.parametrize("sharing", list(Sharing))
-def test_layers_of_which_nothing_is_kept_are_not_read(sharing: Sharing) -> None:
+def test_layers_of_which_nothing_is_kept_are_not_read() -> None:
     layers = random_layers(SHAPE, NUM_LAYERS, 40)
     read: list[int] = []
 
@@ -149,7 +128,7 @@ def test_layers_of_which_nothing_is_kept_are_not_read(sharing: Sharing) -> None:
         read.append(layer)
         return layers[layer]
 
-    codec = make_partial_codec(sharing)
+    codec = make_partial_codec()
     strategy = Strategy.from_pairs(NUM_LAYERS, PAIRS, Precision.INT4)
     end = START_TOKEN + 40
     encoding = codec.prepare(
@@ -159,7 +138,7 @@ def test_layers_of_which_nothing_is_kept_are_not_read(sharing: Sharing) -> None:
         num_tokens=40,
         head_ends=[end + 8, START_TOKEN, end, START_TOKEN],
     )
-    assert set(read) == ({1, 3} if sharing is Sharing.SLERP else set())
+    assert set(read) == {1, 3}
     assert encoding.kept_units == ((1, 3),)
     assert encoding.layer_first_token == (end, START_TOKEN, end, START_TOKEN)
     assert encoding.layer_num_bytes[0] == encoding.layer_num_bytes[2] == 0
@@ -210,9 +189,8 @@ def test_heads_of_another_number_of_layers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("precision", list(Precision))
-@pytest.mark.parametrize("sharing", list(Sharing))
-def test_bytes_of_a_token_are_those_of_full_groups(precision: Precision, sharing: Sharing) -> None:
-    codec = make_partial_codec(sharing)
+def test_bytes_of_a_token_are_those_of_full_groups(precision: Precision) -> None:
+    codec = make_partial_codec()
     strategy = Strategy.from_pairs(NUM_LAYERS, PAIRS, precision)
     layers = random_layers(SHAPE, NUM_LAYERS, 3 * GROUP)
     _, _, decoder = encode_all(codec, strategy, layers)

@@ -48,7 +48,7 @@ def allocation_of(
 def test_an_allocation_plans_the_return_of_the_whole_conversation() -> None:
     planner = HeadsPlanner(lambda problem: (16, 8, 8, 0))
     decode_costs = DecodeCosts({}, {Precision.INT4: 0.5})
-    strategy = KINDS["slerp-int4"][1]
+    strategy = KINDS["slerp-int4"]
     heads = allocation_of(planner, decode_costs=decode_costs).head_ends(
         40, (4.0, 3.0, 3.0, 1.0), (3, 1, 2, 3), strategy
     )

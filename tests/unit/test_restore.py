@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from krul_backend.codec.interface import LayerShape
-from krul_backend.codec.options import Sharing
 from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.shared_pair import SharedPair
 from krul_backend.errors import CodecError
@@ -35,14 +34,6 @@ def pool(shape: LayerShape, num_slots: int = 64) -> tuple[torch.Tensor, torch.Te
 def test_on_the_cpu_rows_are_decoded_and_copied(precision: Precision, is_pair: bool) -> None:
     case = RestoreCase(
         SHAPE, precision, is_pair, rotary_dim=32, first_token=20, end_token=33, has_tail_only=True
-    )
-    check_restored(case, restore_layer)
-
-
-@pytest.mark.parametrize("precision", [Precision.NATIVE, Precision.INT8])
-def test_layers_of_a_predicted_pair(precision: Precision) -> None:
-    case = RestoreCase(
-        SHAPE, precision, is_pair=True, rotary_dim=32, first_token=3, sharing=Sharing.PREDICTED
     )
     check_restored(case, restore_layer)
 
@@ -152,7 +143,6 @@ def test_the_kernels_are_not_imported_on_the_cpu() -> None:
     code = """
 import sys, torch
 from krul_backend.codec.interface import LayerShape
-from krul_backend.codec.options import Sharing
 from krul_backend.codec.restore import restore_layer
 from krul_backend.strategy.strategy import Precision
 from tests.support.restore_oracle import RestoreCase, encode_case

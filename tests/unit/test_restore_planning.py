@@ -31,7 +31,7 @@ from tests.support.segment_builders import DEVICE_TOKENS, END, NUM_LAYERS, PAGE_
 def test_a_problem_says_what_is_stored_and_where() -> None:
     planner = HeadsPlanner(no_heads)
     decode_costs = DecodeCosts({Precision.NATIVE: 0.25}, {Precision.NATIVE: 0.5})
-    planning = planning_of(planner, "slerp", decode_costs=decode_costs, max_head_tokens=30)
+    planning = planning_of(planner, decode_costs=decode_costs, max_head_tokens=30)
     slices = leased(planning, "slerp", num_tokens=40)
     assert planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=7) is not None
     (problem,) = planner.problems
@@ -82,7 +82,7 @@ def test_what_was_left_out_bounds_the_plan() -> None:
 
 def test_a_pair_can_be_loaded_from_where_both_blocks_are_kept() -> None:
     planner = HeadsPlanner(lowest_heads)
-    planning = planning_of(planner, "slerp")
+    planning = planning_of(planner)
     planning.plan(
         leased(planning, "slerp", kept_heads=(24, 24, 8, 16)), device_tokens=DEVICE_TOKENS, new_tokens=1
     )

@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from krul_backend.codec import segment_codec
 from krul_backend.codec.interface import LayerKV, LayerShape
-from krul_backend.codec.layer_map import LayerMap
-from krul_backend.codec.options import CodecOptions, RetentionRule, Sharing
+from krul_backend.codec.options import CodecOptions, RetentionRule
 from krul_backend.codec.rotary import RotaryTable
-from krul_backend.codec.round_trip import UnitRoundTrip
+from krul_backend.codec.round_trip import LayerRoundTrip
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
@@ -163,7 +162,7 @@ def test_retained_rows_are_the_pools_own(precision: Precision, dtype: torch.dtyp
     )
     codec = make_codec(shape, 2, options)
     encoding, blocks, decoder = encode_all(codec, Strategy.from_pairs(2, [(0, 1)], precision), layers)
-    assert encoding.params["pairs"] == [{"sharing": "slerp", "k": [17, 17], "v": [17, 17]}]
+    assert encoding.params["pairs"] == [{"k": [17, 17], "v": [17, 17]}]
     for layer in range(2):
         decoded = decoder.decode(layer, blocks, 0, 150)
         for true, again in ((layers[layer].k, decoded.k), (layers[layer].v, decoded.v)):
@@ -301,48 +300,38 @@ def test_wrong_calls_are_refused() -> None:
         decoder.decode(2, {2: blocks[2][:-16]}, 0, 10)
 
 
-def test_a_units_round_trip_is_what_the_segment_would_be() -> None:
+def test_a_layers_round_trip_is_what_the_segment_would_be() -> None:
     layers = random_layers(SHAPE, 4, 90)
     codec = make_codec(SHAPE, 4)
-    round_trip = UnitRoundTrip(codec, start_token=START_TOKEN)
-    strategy = Strategy.from_pairs(
-        4, [(1, 3)], [Precision.INT2, Precision.INT4, Precision.NATIVE, Precision.INT4]
-    )
-    encoding, blocks, decoder = encode_all(codec, strategy, layers)
-    for unit in strategy.units:
-        decoded, token_bytes = round_trip(
-            unit, strategy.layers[unit[0]].precision, [layers[layer] for layer in unit]
-        )
-        assert token_bytes == sum(encoding.layer_num_bytes[layer] for layer in unit) / 90
-        for layer, kv in zip(unit, decoded, strict=True):
-            assert_same_bits(kv, decoder.decode(layer, blocks, 0, 90))
-    with pytest.raises(CodecError, match="KV of 1 layers"):
-        round_trip((1, 3), Precision.INT4, layers[:1])
+    round_trip = LayerRoundTrip(codec, start_token=START_TOKEN)
+    precisions = [Precision.INT2, Precision.INT4, Precision.NATIVE, Precision.INT0]
+    encoding, blocks, decoder = encode_all(codec, Strategy.from_pairs(4, [], precisions), layers)
+    for layer, precision in enumerate(precisions):
+        decoded, token_bytes = round_trip(layer, precision, layers[layer])
+        assert token_bytes == encoding.layer_num_bytes[layer] / 90
+        assert_same_bits(decoded, decoder.decode(layer, blocks, 0, 90))
 
 
 def test_a_round_trip_of_the_last_tokens_is_that_of_their_own_segment() -> None:
     layers = random_layers(SHAPE, 4, 90)
     codec = make_codec(SHAPE, 4)
-    strategy = Strategy.from_pairs(4, [(1, 3)], Precision.INT4)
+    strategy = Strategy.from_pairs(4, [], Precision.INT4)
     last = [LayerKV(kv.k[50:], kv.v[50:]) for kv in layers]
     encoding, blocks, decoder = encode_all(codec, strategy, last, START_TOKEN + 50)
-    round_trip = UnitRoundTrip(codec, start_token=START_TOKEN, num_kept=50)
-    for unit in strategy.units:
-        after, token_bytes = round_trip(unit, Precision.INT4, [layers[layer] for layer in unit])
-        assert token_bytes == sum(encoding.layer_num_bytes[layer] for layer in unit) / 40
-        for layer, kv in zip(unit, after, strict=True):
-            assert_same_bits(
-                LayerKV(kv.k[:50], kv.v[:50]), LayerKV(layers[layer].k[:50], layers[layer].v[:50])
-            )
-            assert_same_bits(LayerKV(kv.k[50:], kv.v[50:]), decoder.decode(layer, blocks, 0, 40))
+    round_trip = LayerRoundTrip(codec, start_token=START_TOKEN, num_kept=50)
+    for layer, kv in enumerate(layers):
+        after, token_bytes = round_trip(layer, Precision.INT4, kv)
+        assert token_bytes == encoding.layer_num_bytes[layer] / 40
+        assert_same_bits(LayerKV(after.k[:50], after.v[:50]), LayerKV(kv.k[:50], kv.v[:50]))
+        assert_same_bits(LayerKV(after.k[50:], after.v[50:]), decoder.decode(layer, blocks, 0, 40))
 
 
 def test_the_error_falls_with_the_precision() -> None:
     layers = random_layers(SHAPE, 1, 256)
-    round_trip = UnitRoundTrip(SegmentCodec(SHAPE, 1, rotary_table(64)), start_token=0)
+    round_trip = LayerRoundTrip(SegmentCodec(SHAPE, 1, rotary_table(64)), start_token=0)
     errors, sizes = [], []
     for precision in (Precision.NATIVE, *CODED):
-        (decoded,), num_bytes = round_trip((0,), precision, layers)
+        decoded, num_bytes = round_trip(0, precision, layers[0])
         errors.append(float((decoded.v - layers[0].v).float().norm()))
         sizes.append(num_bytes)
     assert errors == sorted(errors)
@@ -365,22 +354,14 @@ class FromHost(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("sharing", [None, Sharing.PREDICTED])
 @pytest.mark.parametrize("precision", [Precision.NATIVE, Precision.INT4])
-def test_coding_on_the_device_copies_nothing_from_the_host(
-    precision: Precision, sharing: Sharing | None
-) -> None:
+def test_coding_on_the_device_copies_nothing_from_the_host(precision: Precision) -> None:
     """Tensors of the kind ``meta`` stand for those of a GPU: they have all but contents."""
     device, num_tokens = torch.device("meta"), 100
     on_host = rotary_table(SHAPE.k_head_dim)
     rotary = RotaryTable(on_host.cos.to(device), on_host.sin.to(device), on_host.is_neox)
-    width = SHAPE.num_kv_heads * (SHAPE.k_head_dim + SHAPE.v_head_dim)
-    layer_map = LayerMap(torch.empty(width, width, device=device), torch.empty(width, device=device))
-    layer_map.__dict__["digest"] = "0" * 32
-    codec = SegmentCodec(
-        SHAPE, 2, rotary, CodecOptions(sharing=Sharing.PREDICTED), {((0, 1), precision): layer_map}
-    )
-    strategy = Strategy.from_pairs(2, [] if sharing is None else [(0, 1)], precision)
+    codec = SegmentCodec(SHAPE, 2, rotary)
+    strategy = Strategy.from_pairs(2, [], precision)
     kv = LayerKV(*torch.empty(2, num_tokens, SHAPE.num_kv_heads, 64, dtype=SHAPE.dtype, device=device))
     with FromHost() as from_host:
         _, blocks, decoder = encode_all(codec, strategy, [kv, kv])

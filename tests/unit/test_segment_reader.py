@@ -29,6 +29,7 @@ from krul_sglang.engine.restore.tail_groups import TailGroups
 from tests.support.engine_builders import NO_FORECAST, TensorPool, make_store
 from tests.support.segment_builders import (
     BOUNDS,
+    CODEC,
     DEVICE_TOKENS,
     END,
     GROUP,
@@ -38,7 +39,6 @@ from tests.support.segment_builders import (
     PAGE_SIZE,
     SHAPE,
     Heads,
-    codec_of,
     lease_of,
     stored,
     whole_segments,
@@ -50,11 +50,10 @@ kinds = st.sampled_from(list(KINDS))
 @cache
 def whole_decode(kind: str) -> tuple[LayerKV, ...]:
     """Every layer of the conversation, each segment decoded at once from whole blocks."""
-    codec = codec_of(kind)
     parts: list[list[LayerKV]] = [[] for _ in range(NUM_LAYERS)]
     for manifest, blocks in whole_segments(kind):
         num_tokens = manifest.num_tokens
-        decoder = codec.open(manifest.codec_params, start_token=manifest.start_token, num_tokens=num_tokens)
+        decoder = CODEC.open(manifest.codec_params, start_token=manifest.start_token, num_tokens=num_tokens)
         for layer in range(NUM_LAYERS):
             parts[layer].append(decoder.decode(layer, dict(enumerate(blocks)), 0, num_tokens))
     return tuple(
@@ -147,9 +146,8 @@ def test_tails_of_any_heads_are_read_exactly(
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     before = pool.copy()
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(seed))[:num_tokens]
-    codec = codec_of(kind)
     lease = lease_of(whole_segments(kind), DEVICE_TOKENS)
-    readers = open_segments(lease, codec, num_tokens)
+    readers = open_segments(lease, CODEC, num_tokens)
     read_all(lease, readers, head_ends, slots, pool, kept_bytes)
     check_restored(kind, before, pool, slots, head_ends)
     for reader in readers:
@@ -168,9 +166,8 @@ def test_tails_are_read_from_segments_that_lack_their_first_tokens(
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     before = pool.copy()
     slots = torch.arange(20, 20 + END - DEVICE_TOKENS)
-    codec = codec_of(kind)
     lease = lease_of(segments, DEVICE_TOKENS)
-    readers = open_segments(lease, codec, len(slots))
+    readers = open_segments(lease, CODEC, len(slots))
     read_all(lease, readers, head_ends, slots, pool)
     check_restored(kind, before, pool, slots, head_ends)
     for reader in readers:
@@ -181,7 +178,7 @@ def test_tails_are_read_from_segments_that_lack_their_first_tokens(
 @pytest.mark.parametrize("kind", KINDS)
 def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str) -> None:
     """Stored whole, leased once to prove it, then trimmed by the store and leased again."""
-    codec, kept_heads = codec_of(kind), (36, 32, 16, 12)
+    kept_heads = (36, 32, 16, 12)
     store = make_store(1 << 20)
     for manifest, blocks in whole_segments(kind):
         reservation = store.reserve(manifest.layer_num_bytes)
@@ -192,7 +189,7 @@ def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str) -> None
     keys = [f"page-{page}" for page in range(END // PAGE_SIZE)]
     for segment in store.path_segments(MODEL, keys):
         header = segment.header
-        decoder = codec.open(
+        decoder = CODEC.open(
             header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
         )
         kept_from = decoder.kept_from(kept_heads)
@@ -204,7 +201,7 @@ def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str) -> None
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     before = pool.copy()
     slots = torch.arange(END - DEVICE_TOKENS)
-    readers = open_segments(lease, codec, len(slots))
+    readers = open_segments(lease, CODEC, len(slots))
     read_all(lease, readers, kept_heads, slots, pool)
     check_restored(kind, before, pool, slots, kept_heads)
     # Nothing more than what the trim kept is there, and all of it is needed.
@@ -216,12 +213,11 @@ def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str) -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_before_what_is_stored_are_an_error_and_never_wrong_kv(kind: str) -> None:
     segments = (stored(kind, 0, 24, (16,) * NUM_LAYERS), *whole_segments(kind)[1:])
-    codec = codec_of(kind)
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     before = pool.copy()
     slots = torch.arange(END - DEVICE_TOKENS)
     lease = lease_of(segments, DEVICE_TOKENS)
-    readers = open_segments(lease, codec, len(slots))
+    readers = open_segments(lease, CODEC, len(slots))
     with pytest.raises(CodecError):
         read_all(lease, readers, (12,) * NUM_LAYERS, slots, pool)
     for old, new in zip(before, pool.copy(), strict=True):
@@ -242,8 +238,7 @@ def test_each_block_is_copied_once_and_dropped_after_its_last_use(
 
     monkeypatch.setattr(SegmentReader, "_copy_tail", counted)
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
-    codec = codec_of(kind)
-    (reader,) = open_segments(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), codec, 16)
+    (reader,) = open_segments(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), CODEC, 16)
     reader.begin((16, 12, 8, 8), KeptRoom())
     for layer in range(NUM_LAYERS):
         reader.fetch(layer, pool.streams)
@@ -259,7 +254,7 @@ def test_nothing_is_read_of_heads_that_cover_the_slice() -> None:
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     before = pool.copy()
     lease = lease_of(whole_segments("slerp"), DEVICE_TOKENS)
-    readers = open_segments(lease, codec_of("native"), 48)
+    readers = open_segments(lease, CODEC, 48)
     read_all(lease, readers, (44, 44, 24, 24), torch.arange(48), pool)
     assert [reader.num_bytes == 0 for reader in readers] == [True, False, False]
     check_restored("slerp", before, pool, torch.arange(48), (44, 44, 24, 24))
@@ -267,12 +262,11 @@ def test_nothing_is_read_of_heads_that_cover_the_slice() -> None:
 
 def test_slices_end_where_the_wanted_tokens_end() -> None:
     lease = lease_of(whole_segments("native"), DEVICE_TOKENS)
-    codec = codec_of("native")
     for num_tokens, expected in (
         (48, [(8, 24), (24, 44), (44, 56)]),
         (40, [(8, 24), (24, 44), (44, 48)]),
         (36, [(8, 24), (24, 44)]),
         (4, [(8, 12)]),
     ):
-        readers = open_segments(lease, codec, num_tokens)
+        readers = open_segments(lease, CODEC, num_tokens)
         assert [(part.first_token, part.end_token) for part in readers] == expected

@@ -197,9 +197,8 @@ def test_no_probe_is_worth_it_without_a_measurable_candidate() -> None:
 
 
 def test_kinds_of_damage() -> None:
-    assert DamageKind.of((1,), Precision.INT4) is ROUNDING
-    assert DamageKind.of((1,), Precision.INT0) is MERGING
-    assert DamageKind.of((1, 2), Precision.NATIVE) is MERGING
+    assert DamageKind.of(Precision.INT4) is ROUNDING
+    assert DamageKind.of(Precision.INT0) is MERGING
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The chooser hands what a capture gives to its decision, whatever kind of capture it is."""
+"""A decision by attention hands what a capture gives to its selector, whatever kind of capture it is."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ import torch
 
 from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.strategy.interface import Evidence, StrategySelector
 from krul_backend.strategy.strategy import Strategy
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.save.strategy_choice import Choice, ConversationStatistics, Decision, StrategyChooser
+from krul_sglang.engine.save.strategy_choice import (
+    Choice,
+    ConversationStatistics,
+    SelectorDecision,
+    StrategyChooser,
+)
 from krul_sglang.engine.save.turn import Turn
 from tests.support.attention_builders import Sequence
 
@@ -41,61 +47,53 @@ class Captured(CapturedTurn):
         return accumulate(SEQUENCE.rows(self._range[0], min(self._range[1], num_tokens)), read_keys)
 
     def rows(self, num_tokens: int) -> QueryRows | None:
-        return SEQUENCE.rows(self._range[0], min(self._range[1], num_tokens))
+        raise AssertionError("nobody needs rows")
 
     def release(self) -> None:
         """Nothing is held."""
 
 
-class Remember(Decision):
+class Remember(StrategySelector):
+    name = "remember"
+
     def __init__(self) -> None:
-        self.seen: list[tuple[AttentionStatistics | None, QueryRows | None]] = []
+        self.seen: list[AttentionStatistics | None] = []
 
-    def decide(
-        self,
-        turn: Turn | None,
-        missing: Any,
-        statistics: AttentionStatistics | None,
-        rows: QueryRows | None,
-    ) -> Choice:
-        self.seen.append((statistics, rows))
-        return Choice(Strategy.from_pairs(3), ())
-
-    def forget_model(self) -> None:
-        self.seen.clear()
+    def select(self, evidence: Evidence) -> Strategy:
+        self.seen.append(evidence.statistics)
+        return Strategy.from_pairs(3, [(0, 2)])
 
 
-def choose(*attentions: tuple[int, CapturedTurn | None]) -> Remember:
-    """Turns of one conversation: tokens stored, and what was captured."""
-    decision = Remember()
+def choose(*attentions: tuple[int, CapturedTurn | None]) -> list[AttentionStatistics | None]:
+    """What the selector saw of turns of one conversation: tokens stored, and what was captured."""
+    selector = Remember()
     pool: Any = Pool()
-    chooser = StrategyChooser(decision, pool, RankAgreement(None, 1), num_heads=2)
+    chooser = StrategyChooser(SelectorDecision(selector, pool, RankAgreement(None, 1), num_heads=2))
     for num_tokens, attention in attentions:
         keys = [f"page {page}" for page in range(num_tokens // 8)]
         slots = 31 - torch.arange(num_tokens)
-        chooser.choose(Turn(keys, np.zeros(num_tokens, dtype=np.int32), slots, (), attention), [])
-    return decision
+        turn = Turn(keys, np.zeros(num_tokens, dtype=np.int32), slots, (), attention)
+        choice = chooser.choose(turn, [range(1), range(2, 3)])
+        assert choice == Choice(Strategy.from_pairs(3, [(0, 2)]), (None, None))
+    assert chooser.counters.as_dict()["pairs"] == {"0-2": len(attentions)}
+    return selector.seen
 
 
-def test_statistics_of_a_conversation_add_up_and_rows_are_the_turns_own() -> None:
-    decision = choose((16, Captured(0, 19)), (32, Captured(16, 32)))
-    statistics, rows = decision.seen[1]
+def test_statistics_of_a_conversation_add_up() -> None:
+    _, statistics = choose((16, Captured(0, 19)), (32, Captured(16, 32)))
     assert statistics is not None
-    assert rows is not None
     expected = accumulate(SEQUENCE.rows(), SEQUENCE.read_keys)
     assert statistics.num_rows == 32
     torch.testing.assert_close(statistics.squared_distance, expected.squared_distance, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(statistics.ir_mass, expected.ir_mass, rtol=1e-5, atol=1e-5)
-    assert rows.positions.tolist() == list(range(16, 32))
 
 
 def test_without_a_capture_there_is_no_evidence() -> None:
-    assert choose((16, None)).seen == [(None, None)]
+    assert choose((16, None)) == [None]
 
 
 def test_a_capture_that_fails_is_no_evidence_and_no_error() -> None:
-    ((statistics, _),) = choose((16, Captured(0, 16, fails=True))).seen
-    assert statistics is None
+    assert choose((16, Captured(0, 16, fails=True))) == [None]
 
 
 def test_conversations_are_forgotten_by_the_bytes_of_their_statistics() -> None:

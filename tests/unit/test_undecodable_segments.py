@@ -1,7 +1,8 @@
-"""Stored segments whose parameters name maps that this engine does not have: a miss, and stored again."""
+"""Stored segments whose parameters this engine does not know: a miss, and stored again."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, cast
@@ -36,6 +37,16 @@ KEYS = tuple(f"page-{page}" for page in range(END // PAGE_SIZE))
 TOKENS = np.arange(END, dtype=np.int32)
 FIRST, SECOND, THIRD = (range(start // PAGE_SIZE, end // PAGE_SIZE) for start, end in pairwise(BOUNDS))
 
+OLDER = {
+    "codec": "segment",
+    "version": 1,
+    "group_size": 8,
+    "are_keys_unrotated": True,
+    "layers": [{"precision": "int4", "partner": partner} for partner in (2, 3, 0, 1)],
+    "pairs": [{"sharing": "predicted", "map": "0" * 32}] * 2,
+}
+"""Parameters of a segment that an older release stored."""
+
 
 class Rig:
     """``engine`` is the store as an engine sees it; what it commits goes to ``tier``, too."""
@@ -44,9 +55,11 @@ class Rig:
         self.tiered, self.tier, self.engine = tiered, tier, engine
 
     def put(self, kinds: Sequence[str], pages: Sequence[range]) -> None:
-        """One segment for each run of pages, encoded as an engine with all maps does."""
+        """One native segment for each run of pages; those that are ``older`` have other parameters."""
         for kind, run in zip(kinds, pages, strict=True):
-            manifest, blocks = stored(kind, run.start * PAGE_SIZE, run.stop * PAGE_SIZE)
+            manifest, blocks = stored("native", run.start * PAGE_SIZE, run.stop * PAGE_SIZE)
+            if kind == "older":
+                manifest = dataclasses.replace(manifest, codec_params=OLDER)
             reservation = self.engine.reserve(manifest.layer_num_bytes)
             assert reservation is not None
             for target, block in zip(reservation.blocks, blocks, strict=True):
@@ -55,7 +68,7 @@ class Rig:
         assert self.tiered.flush(PATIENCE_S)
 
     def plan_load(self, agreement: RankAgreement = ALONE) -> tuple[Load | None, RestorePath]:
-        """As an engine without maps: what a request of the whole conversation would load."""
+        """What a request of the whole conversation would load."""
         planning = planning_of(HeadsPlanner(no_heads), agreement=agreement, tier_costs=self.engine.tier_costs)
         unused = cast(Any, None)
         restore = RestorePath(None, planning, unused, unused, PAGE_SIZE, self.engine.report_damage)
@@ -89,7 +102,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 @pytest.mark.parametrize("is_in_dram", [True, False])
 def test_they_are_a_miss_and_the_next_turn_stores_them_again(rig: Rig, is_in_dram: bool) -> None:
-    rig.put(("predicted", "native", "predicted"), (FIRST, SECOND, THIRD))
+    rig.put(("older", "native", "older"), (FIRST, SECOND, THIRD))
     if not is_in_dram:
         rig.tiered.host.clear()
     assert rig.missing() == []
@@ -120,7 +133,7 @@ def test_a_rank_that_can_read_its_own_keeps_them(rig: Rig) -> None:
 
 
 def test_a_rank_that_cannot_read_still_meets_the_others(rig: Rig) -> None:
-    rig.put(("predicted",), (range(len(KEYS)),))
+    rig.put(("older",), (range(len(KEYS)),))
     agreement = OneCannotRead(other_bounds=[0.0] * NUM_LAYERS)
     load, _ = rig.plan_load(agreement)
     assert load is None

@@ -22,23 +22,12 @@ class RetentionRule(Enum):
     SHARE = "share"
 
 
-class Sharing(Enum):
-    """Names the ways in which the two layers of a pair share their KV.
-
-    ``SLERP``: both keep one direction per token and head (MiniCache). ``PREDICTED``: a map of the model
-    predicts the upper layer from the lower one; the difference is stored at a lower precision.
-    """
-
-    SLERP = "slerp"
-    PREDICTED = "predicted"
-
-
 @dataclass(frozen=True)
 class CodecOptions:
     """Options for encoding blocks. What decoding needs of these options is stored with each segment.
 
-    ``group_size``: tokens that have one scale per key channel, and the unit of partial reads.
-    ``sharing``: see ``Sharing``; the options below are of ``SLERP``.
+    ``group_size``: tokens that have one scale per key channel, and the unit of partial reads. The others are
+    of pairs that share directions.
     ``slerp_t``: how far the shared direction lies from the lower layer's to the upper layer's.
     ``retention``, ``retained_amount``: see ``RetentionRule``; 0 retains no token for its angle.
     ``num_first_tokens``: tokens at the start of the conversation that are always retained.
@@ -48,7 +37,6 @@ class CodecOptions:
     """
 
     group_size: int = 64
-    sharing: Sharing = Sharing.SLERP
     slerp_t: float = 0.6
     retention: RetentionRule = RetentionRule.THRESHOLD
     retained_amount: float = 0.05

@@ -7,37 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from krul_backend.codec.options import Sharing
 from krul_backend.errors import CodecError, StrategyError
 from krul_backend.strategy.strategy import Strategy
 
 CODEC_NAME = "segment"
-CODEC_VERSION = 1
+CODEC_VERSION = 2
 _KEYS = {"codec", "version", "group_size", "are_keys_unrotated", "layers", "pairs"}
 
 
 @dataclass(frozen=True)
 class RetainedCounts:
-    """For a pair that shares directions: how many tokens of each KV head keep their own keys, and values."""
+    """How many tokens of each KV head of a pair keep their own keys, and their own values."""
 
     k: tuple[int, ...]
     v: tuple[int, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {"sharing": Sharing.SLERP.value, "k": list(self.k), "v": list(self.v)}
-
-
-@dataclass(frozen=True)
-class MapDigest:
-    """For a pair of which one layer is predicted: the digest of the map."""
-
-    digest: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {"sharing": Sharing.PREDICTED.value, "map": self.digest}
-
-
-PairParameters = RetainedCounts | MapDigest
+        return {"k": list(self.k), "v": list(self.v)}
 
 
 @dataclass(frozen=True)
@@ -56,7 +42,7 @@ class SegmentParameters:
     strategy: Strategy
     group_size: int
     are_keys_unrotated: bool
-    pairs: tuple[PairParameters, ...]
+    pairs: tuple[RetainedCounts, ...]
     damage: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -129,15 +115,10 @@ def _parse_damage(params: Mapping[str, Any], strategy: Strategy) -> float:
     return float(damage)
 
 
-def _parse_pair(pair: object, num_kv_heads: int, num_tokens: int) -> PairParameters:
-    fields = dict(pair) if isinstance(pair, Mapping) else {}
-    sharing = fields.pop("sharing", None)
-    if sharing == Sharing.PREDICTED.value and set(fields) == {"map"} and isinstance(fields["map"], str):
-        return MapDigest(fields["map"])
-    if sharing == Sharing.SLERP.value and set(fields) == {"k", "v"}:
-        counts = (_parse_counts(fields[name], num_kv_heads, num_tokens) for name in ("k", "v"))
-        return RetainedCounts(*counts)
-    raise CodecError(f"a pair is of directions with k and v, or predicted with a map; got {pair!r:.200}")
+def _parse_pair(pair: object, num_kv_heads: int, num_tokens: int) -> RetainedCounts:
+    if not isinstance(pair, Mapping) or set(pair) != {"k", "v"}:
+        raise CodecError(f"a pair has retained counts k and v, got {pair!r:.200}")
+    return RetainedCounts(*(_parse_counts(pair[name], num_kv_heads, num_tokens) for name in ("k", "v")))
 
 
 def _parse_counts(counts: object, num_kv_heads: int, num_tokens: int) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from typing import get_args
 
 import torch
 
-from krul_backend.codec.predicted_pair import PredictedPair
 from krul_backend.codec.segment_codec import SegmentDecoder, UnitBlocks
 from krul_backend.codec.shared_pair import SharedPair
 from krul_backend.codec.single_layer import CodedLayer, NativeLayer
@@ -44,7 +43,7 @@ def restore_layer(
         CodecError: see ``SegmentDecoder.decode``; also if slots and tokens differ in number, or the buffers
             are not of the codec's shape and dtype.
     """
-    found = _stored_unit(decoder.unit_blocks(layer, blocks, first_token, end_token))
+    found = decoder.unit_blocks(layer, blocks, first_token, end_token)
     _check_target(found, end_token - first_token, k_buffer, v_buffer, slots)
     if can_fuse(found, k_buffer, v_buffer, slots):
         from krul_backend.codec.triton_restore import restore_fused
@@ -60,8 +59,8 @@ def can_fuse(found: UnitBlocks, k_buffer: torch.Tensor, v_buffer: torch.Tensor, 
     """Whether the fused pass can restore this layer.
 
     It cannot if a tensor is on the CPU or on another GPU; if elements of the pool are not bf16, fp16 or fp32;
-    if the channels of a vector are not neighbours in memory; for the upper layer of a predicted pair, which
-    is a matrix product; or for any class of units that the kernel does not know, subclasses included.
+    if the channels of a vector are not neighbours in memory; or for any class of units that the kernel does
+    not know, subclasses included.
     """
     tensors = (*found.blocks, k_buffer, v_buffer, slots)
     return (
@@ -72,13 +71,6 @@ def can_fuse(found: UnitBlocks, k_buffer: torch.Tensor, v_buffer: torch.Tensor, 
         and k_buffer.stride(-1) == v_buffer.stride(-1) == 1
         and slots.is_contiguous()
     )
-
-
-def _stored_unit(found: UnitBlocks) -> UnitBlocks:
-    """Replace the lower layer of a predicted pair by the single layer that it is stored as."""
-    if isinstance(found.codec, PredictedPair) and found.index == 0:
-        return UnitBlocks(found.codec.lower, 0, found.blocks)
-    return found
 
 
 def _check_target(

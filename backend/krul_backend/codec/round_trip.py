@@ -1,21 +1,18 @@
-"""Encodes a unit and decodes it again, to measure what compression would do to it."""
+"""Encodes a layer and decodes it again, to measure what compression would do to it."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
 
 
-class UnitRoundTrip:
-    """Called with ``(unit, precision, layers)``, gives ``(layers afterwards, bytes per stored token)``.
+class LayerRoundTrip:
+    """Called with ``(layer, precision, kv)``, gives ``(the KV afterwards, bytes per stored token)``.
 
-    ``layers`` are the KV of the unit's layers, tokens ``[start_token, start_token + T)`` of a conversation.
+    ``kv`` is that of one layer, stored alone, tokens ``[start_token, start_token + T)`` of a conversation.
     The first ``num_kept < T`` of these are not stored, and come back unchanged.
     """
 
@@ -24,33 +21,21 @@ class UnitRoundTrip:
         self._start_token = start_token
         self._num_kept = num_kept
 
-    def __call__(
-        self, unit: tuple[int, ...], precision: Precision, layers: Sequence[LayerKV]
-    ) -> tuple[Sequence[LayerKV], float]:
-        """New layers on the device of ``layers``, and the bytes of all blocks per stored token.
+    def __call__(self, layer: int, precision: Precision, kv: LayerKV) -> tuple[LayerKV, float]:
+        """New KV on the device of ``kv``, and the bytes of its block per stored token.
 
         Raises:
             CodecError: see ``SegmentCodec``.
-            StrategyError: not a unit of this model.
+            StrategyError: not a layer of this model.
         """
-        if len(layers) != len(unit) or len(unit) not in (1, 2):
-            raise CodecError(f"unit {unit} with the KV of {len(layers)} layers")
-        kept = [LayerKV(kv.k[: self._num_kept], kv.v[: self._num_kept]) for kv in layers]
-        stored = [LayerKV(kv.k[self._num_kept :], kv.v[self._num_kept :]) for kv in layers]
-        start_token = self._start_token + self._num_kept
-        num_tokens = stored[0].k.shape[0]
-        encoding = self._codec.prepare(
-            Strategy.of_unit(self._codec.num_layers, unit, precision),
-            lambda layer: stored[unit.index(layer)],
-            start_token=start_token,
-            num_tokens=num_tokens,
-        )
-        blocks = dict(zip(unit, self._codec.encode_unit(encoding, unit, stored), strict=True))
-        decoder = self._codec.open(encoding.params, start_token=start_token, num_tokens=num_tokens)
-        decoded = [decoder.decode(layer, blocks, 0, num_tokens) for layer in unit]
-        if self._num_kept:
-            decoded = [
-                LayerKV(torch.cat([before.k, kv.k]), torch.cat([before.v, kv.v]))
-                for before, kv in zip(kept, decoded, strict=True)
-            ]
-        return decoded, sum(block.numel() for block in blocks.values()) / num_tokens
+        codec, kept = self._codec, self._num_kept
+        stored = LayerKV(kv.k[kept:], kv.v[kept:])
+        start_token, num_tokens = self._start_token + kept, stored.k.shape[0]
+        strategy = Strategy.of_unit(codec.num_layers, (layer,), precision)
+        encoding = codec.prepare(strategy, lambda _: stored, start_token=start_token, num_tokens=num_tokens)
+        (block,) = codec.encode_unit(encoding, (layer,), [stored])
+        decoder = codec.open(encoding.params, start_token=start_token, num_tokens=num_tokens)
+        decoded = decoder.decode(layer, {layer: block}, 0, num_tokens)
+        if kept:
+            decoded = LayerKV(torch.cat([kv.k[:kept], decoded.k]), torch.cat([kv.v[:kept], decoded.v]))
+        return decoded, block.numel() / num_tokens

@@ -12,17 +12,15 @@ import orjson
 import torch
 
 from krul_backend.codec.interface import LayerKV, LayerShape, ReadLayer
-from krul_backend.codec.layer_map import LayerMap, LayerMaps
-from krul_backend.codec.options import CodecOptions, Sharing
-from krul_backend.codec.parameters import MapDigest, PairParameters, RetainedCounts, SegmentParameters
-from krul_backend.codec.predicted_pair import PredictedPair
+from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.parameters import RetainedCounts, SegmentParameters
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_layout import SegmentLayout, Unit
 from krul_backend.codec.shared_pair import SharedPair, count_retained
 from krul_backend.codec.single_layer import NativeLayer, single_layer
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import Pair, Precision, Strategy
+from krul_backend.strategy.strategy import Precision, Strategy
 
 _MAX_OPENED = 256
 """Decoders that a codec keeps: of the conversations that return now."""
@@ -66,8 +64,7 @@ class UnitBlocks:
 class SegmentDecoder(SegmentLayout):
     """Decodes the blocks of one segment, which was stored with ``strategy``. ``SegmentCodec.open`` makes it.
 
-    ``damage``: what the compression cost, in nats; see ``SegmentParameters``. ``needs_maps``: a pair is
-    decoded with a map, which may be replaced by another one.
+    ``damage``: what the compression cost, in nats; see ``SegmentParameters``.
     """
 
     def __init__(
@@ -77,7 +74,6 @@ class SegmentDecoder(SegmentLayout):
         self.strategy = parameters.strategy
         assert parameters.damage is not None
         self.damage: float = parameters.damage
-        self.needs_maps = any(isinstance(pair, MapDigest) for pair in parameters.pairs)
 
     def decode(
         self, layer: int, blocks: Mapping[int, torch.Tensor], first_token: int, end_token: int
@@ -118,8 +114,7 @@ class SegmentCodec:
     """Encodes and decodes the segments of one model on one rank.
 
     ``rotary`` is the model's table. None if its rotation cannot be taken off (unknown or not invertible):
-    then compressed keys keep it, and the parameters say so. ``maps`` encode and decode pairs that share by
-    prediction; maps that are added to the mapping later are used as well.
+    then compressed keys keep it, and the parameters say so.
     """
 
     def __init__(
@@ -128,13 +123,11 @@ class SegmentCodec:
         num_layers: int,
         rotary: RotaryTable | None,
         options: CodecOptions | None = None,
-        maps: LayerMaps | None = None,
     ) -> None:
         self._shape = shape
         self.num_layers = num_layers
         self._rotary = rotary
         self._options = CodecOptions() if options is None else options
-        self._maps = {} if maps is None else maps
         # The least recently used first.
         self._opened: dict[tuple[int, int, bytes], SegmentDecoder] = {}
         self._opened_lock = threading.Lock()
@@ -153,11 +146,11 @@ class SegmentCodec:
 
         ``head_ends``: tokens of layer ``l`` before position ``head_ends[l]`` of the conversation need not be
         kept; None keeps everything. ``damage`` (nats) is noted in the parameters. To count retained tokens,
-        both layers of each pair that shares directions are read, unless nothing of the pair is kept.
+        both layers of each pair are read, unless nothing of the pair is kept.
 
         Raises:
-            CodecError: a strategy or heads for another number of layers, no tokens, positions beyond the
-                model's, or a pair that is to be predicted without a map for it.
+            CodecError: a strategy or heads for another number of layers, no tokens, or positions beyond the
+                model's.
         """
         self._check_strategy(strategy)
         if head_ends is None:
@@ -167,8 +160,11 @@ class SegmentCodec:
         pairs = []
         for pair in strategy.pairs:
             is_kept = any(head_ends[layer] < start_token + num_tokens for layer in pair)
-            precision = strategy.layers[pair[0]].precision
-            pairs.append(self._share(pair, precision, read if is_kept else None, start_token))
+            pairs.append(
+                count_retained(read(pair[0]), read(pair[1]), start_token, self._options)
+                if is_kept
+                else self._none_retained
+            )
         parameters = SegmentParameters(
             strategy, self._options.group_size, self._rotary is not None, tuple(pairs), damage
         )
@@ -192,7 +188,7 @@ class SegmentCodec:
         Rows that a pair retains are not counted: how many there are depends on the KV, and differs by rank.
 
         Raises:
-            CodecError: a strategy for another number of layers, or a pair without the map it needs.
+            CodecError: a strategy for another number of layers.
         """
         group_size = self._options.group_size
         return tuple(num_bytes / group_size for num_bytes in self._group_layout(strategy).layer_num_bytes)
@@ -208,9 +204,7 @@ class SegmentCodec:
     def _group_layout(self, strategy: Strategy) -> SegmentLayout:
         """The layout of one full group, without retained rows."""
         self._check_strategy(strategy)
-        pairs = tuple(
-            self._share(pair, strategy.layers[pair[0]].precision, None, 0) for pair in strategy.pairs
-        )
+        pairs = (self._none_retained,) * len(strategy.pairs)
         parameters = SegmentParameters(strategy, self._options.group_size, False, pairs)
         place = self._place(parameters, 0, self._options.group_size)
         return SegmentLayout(self._units(parameters, place), place)
@@ -246,8 +240,7 @@ class SegmentCodec:
         Equal arguments get the same decoder again, as long as it is among those asked for last.
 
         Raises:
-            CodecError: anything but parameters that this codec writes for this model and place, or a pair
-                was stored with a map that is not there.
+            CodecError: anything but parameters that this codec writes for this model and place.
         """
         try:
             key = start_token, num_tokens, orjson.dumps(params)
@@ -257,8 +250,7 @@ class SegmentCodec:
             decoder = self._opened.pop(key, None)
             if decoder is None:
                 decoder = self._open(params, start_token, num_tokens)
-            if not decoder.needs_maps:
-                self._opened[key] = decoder
+            self._opened[key] = decoder
             if len(self._opened) > _MAX_OPENED:
                 del self._opened[next(iter(self._opened))]
         return decoder
@@ -302,7 +294,7 @@ class SegmentCodec:
     def _units(self, parameters: SegmentParameters, place: SegmentPlace) -> dict[Unit, UnitCodec]:
         units: dict[Unit, UnitCodec] = {}
         alone: dict[Precision, UnitCodec] = {}
-        shared = dict(zip(parameters.strategy.pairs, parameters.pairs, strict=True))
+        retained = dict(zip(parameters.strategy.pairs, parameters.pairs, strict=True))
         for unit in parameters.strategy.units:
             precision = parameters.strategy.layers[unit[0]].precision
             if len(unit) == 1:
@@ -310,32 +302,13 @@ class SegmentCodec:
                     alone[precision] = single_layer(place, precision)
                 units[unit] = alone[precision]
                 continue
-            pair = unit[0], unit[1]
-            how = shared[pair]
-            if isinstance(how, RetainedCounts):
-                units[unit] = SharedPair(place, precision, how, self._options)
-            else:
-                units[unit] = PredictedPair(place, precision, self._map(pair, precision, how.digest))
+            units[unit] = SharedPair(place, precision, retained[unit[0], unit[1]], self._options)
         return units
 
-    def _share(
-        self, pair: Pair, precision: Precision, read: ReadLayer | None, start_token: int
-    ) -> PairParameters:
-        """Choose a pair's parameters. ``read`` is None if nothing of it is stored: no row is retained."""
-        if self._options.sharing is Sharing.PREDICTED:
-            return MapDigest(self._map(pair, precision).digest)
-        if read is None:
-            none = (0,) * self._shape.num_kv_heads
-            return RetainedCounts(none, none)
-        return count_retained(read(pair[0]), read(pair[1]), start_token, self._options)
-
-    def _map(self, pair: Pair, precision: Precision, digest: str | None = None) -> LayerMap:
-        layer_map = self._maps.get((pair, precision))
-        if layer_map is None:
-            raise CodecError(f"no map predicts layer {pair[1]} from layer {pair[0]} at {precision.value}")
-        if digest is not None and layer_map.digest != digest:
-            raise CodecError(f"layers {pair} were stored with map {digest:.40}, known: {layer_map.digest}")
-        return layer_map
+    @property
+    def _none_retained(self) -> RetainedCounts:
+        none = (0,) * self._shape.num_kv_heads
+        return RetainedCounts(none, none)
 
     def _check_strategy(self, strategy: Strategy) -> None:
         if len(strategy.layers) != self.num_layers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -28,10 +27,6 @@ class SingleLayer(UnitCodec):
 
     def sources(self, index: int) -> tuple[int, ...]:
         return (0,)
-
-    @abstractmethod
-    def read_vectors(self, block: torch.Tensor, run: GroupRun) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys without rotary embedding and values of ``run`` in a checked block: fp32 ``[G, n, H, D]``."""
 
 
 class NativeLayer(SingleLayer):
@@ -60,10 +55,6 @@ class NativeLayer(SingleLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         views = self.layouts[0].record_views(blocks[0], run)
         return views["k"].flatten(0, 1), views["v"].flatten(0, 1)
-
-    def read_vectors(self, block: torch.Tensor, run: GroupRun) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = self.decode_run(0, [block], run)
-        return self.place.without_rotary(k, run), in_groups(v, run).float()
 
 
 class CodedLayer(SingleLayer):
@@ -95,13 +86,9 @@ class CodedLayer(SingleLayer):
     def decode_run(
         self, index: int, blocks: Sequence[torch.Tensor], run: GroupRun
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = self.read_vectors(blocks[0], run)
+        views = self.layouts[0].record_views(blocks[0], run)
+        k, v = (part.read(views).expand(-1, run.group_tokens, -1, -1) for part in self.formats)
         return self.place.with_rotary(k, run), v.flatten(0, 1)
-
-    def read_vectors(self, block: torch.Tensor, run: GroupRun) -> tuple[torch.Tensor, torch.Tensor]:
-        views = self.layouts[0].record_views(block, run)
-        k, v = self._k.read(views), self._v.read(views)
-        return k.expand(-1, run.group_tokens, -1, -1), v.expand(-1, run.group_tokens, -1, -1)
 
 
 def single_layer(place: SegmentPlace, precision: Precision) -> SingleLayer:

@@ -33,16 +33,12 @@ class SegmentPlace:
     def vectors(self, kv: LayerKV, run: GroupRun) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of ``run`` in a segment's ``kv``, keys without rotary embedding: fp32 ``[G, n, H, D]``."""
         k, v = kv.k[run.first_token : run.end_token], kv.v[run.first_token : run.end_token]
-        return self.without_rotary(k, run), in_groups(v, run).float()
-
-    def without_rotary(self, k: torch.Tensor, run: GroupRun) -> torch.Tensor:
-        """Keys of ``run``, ``[tokens of the run, H, D]``, as fp32 ``[G, n, H, D]``."""
         if self.rotary is not None:
             k = self.rotary.unrotate(k, self._positions(run))
-        return in_groups(k, run).float()
+        return in_groups(k, run).float(), in_groups(v, run).float()
 
     def with_rotary(self, k: torch.Tensor, run: GroupRun) -> torch.Tensor:
-        """Inverse of ``without_rotary``: fp32 ``[G, n, H, D]`` to ``[tokens of the run, H, D]``."""
+        """Decoded keys, fp32 ``[G, n, H, D]``, with rotary embedding: ``[tokens of the run, H, D]``."""
         k = k.reshape(-1, *k.shape[2:])
         return k if self.rotary is None else self.rotary.rotate(k, self._positions(run))
 

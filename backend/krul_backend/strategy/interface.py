@@ -14,29 +14,28 @@ from krul_backend.strategy.strategy import Precision, Strategy
 
 
 @dataclass(frozen=True)
-class UnitOption:
-    """One way to store one unit: a layer alone ``(i,)`` or a pair ``(i, j)``, ``i < j``, at one precision.
+class LayerOption:
+    """One way to store one layer: alone, at one precision.
 
-    ``num_bytes`` is bytes per token for all layers of the unit. ``damage`` is the predicted KL divergence in
-    nats of the next-token distributions, 0 for a native layer alone; infinity rules the option out.
+    ``num_bytes`` is bytes per token. ``damage`` is the predicted KL divergence in nats of the next-token
+    distributions, 0 for a native layer; infinity rules the option out.
 
     Raises:
-        StrategyError: a unit that is neither, bytes that are not positive, or a damage below 0.
+        StrategyError: a negative layer, bytes that are not positive, or a damage below 0.
     """
 
-    unit: tuple[int, ...]
+    layer: int
     precision: Precision
     num_bytes: float
     damage: float
 
     def __post_init__(self) -> None:
-        is_pair = len(self.unit) == 2 and self.unit[0] < self.unit[1]
-        if not (len(self.unit) == 1 or is_pair) or self.unit[0] < 0:
-            raise StrategyError(f"unit {self.unit} is neither (layer,) nor (i, j) with i < j")
+        if self.layer < 0:
+            raise StrategyError(f"{self.layer} is not a layer")
         if not 0 < self.num_bytes < math.inf:
-            raise StrategyError(f"unit {self.unit} stored in {self.num_bytes} bytes per token")
+            raise StrategyError(f"layer {self.layer} stored in {self.num_bytes} bytes per token")
         if not self.damage >= 0:
-            raise StrategyError(f"unit {self.unit} has a damage of {self.damage} nats: at least 0 is needed")
+            raise StrategyError(f"layer {self.layer} has a damage of {self.damage} nats, which is below 0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +50,7 @@ class Evidence:
 
     num_layers: int
     statistics: AttentionStatistics | None = None
-    options: Sequence[UnitOption] = ()
+    options: Sequence[LayerOption] = ()
 
     def __post_init__(self) -> None:
         if self.statistics is not None and self.statistics.num_layers != self.num_layers:
@@ -60,8 +59,8 @@ class Evidence:
                 f"{self.num_layers} layers"
             )
         for option in self.options:
-            if option.unit[-1] >= self.num_layers:
-                raise StrategyError(f"unit {option.unit} for a model of {self.num_layers} layers")
+            if option.layer >= self.num_layers:
+                raise StrategyError(f"layer {option.layer} of a model of {self.num_layers} layers")
 
 
 class StrategySelector(ABC):

@@ -43,17 +43,17 @@ PROBE_TARGET_NATS = 0.01
 class DamageKind(Enum):
     """The kind of change that caused an error.
 
-    ``ROUNDING`` is independent from token to token and averages out in attention's sum. ``MERGING`` (a mean
-    over tokens, a direction shared with another layer) removes what tells tokens apart; the same error of
-    the attention output then costs two to four times as much (measured on the reference model).
+    ``ROUNDING`` is independent from token to token and averages out in attention's sum. ``MERGING``, a mean
+    over tokens, removes what tells tokens apart; the same error of the attention output then costs two to
+    four times as much (measured on the reference model).
     """
 
     ROUNDING = "rounding"
     MERGING = "merging"
 
     @classmethod
-    def of(cls, unit: tuple[int, ...], precision: Precision) -> DamageKind:
-        return cls.MERGING if len(unit) == 2 or precision is Precision.INT0 else cls.ROUNDING
+    def of(cls, precision: Precision) -> DamageKind:
+        return cls.MERGING if precision is Precision.INT0 else cls.ROUNDING
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class SensitivityTable:
     def next_probe(self, candidates: Sequence[Sequence[LayerError]]) -> int | None:
         """Which candidate, by index, teaches most: the one whose layers are least known first.
 
-        A candidate is what one probe would damage: the errors of one unit at one precision, or of a whole
+        A candidate is what one probe would damage: the errors of one layer at one precision, or of a whole
         strategy. Those whose KL is expected to be unmeasurably small or saturated are left out; among equals
         the one closest to ``PROBE_TARGET_NATS`` wins. None if no candidate is left.
         """

@@ -14,7 +14,7 @@ from krul_sglang.config import KrulConfig
 from krul_sglang.engine.capture.attention_observer import QueryShape
 from krul_sglang.engine.capture.estimator_capture import EstimatorCapture
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
-from krul_sglang.engine.capture.turn_capture import PairedCapture, TurnCapture
+from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.unsupported import check_estimator
 
@@ -45,14 +45,11 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> TurnCapture:
         dtype=model_runner.dtype,
         scaling=first.scaling,
     )
-    if config.estimator == "sampled":
+    if config.estimator == "sampled" or config.needs_query_rows:
         return _attach_sampled(model_runner, config, shape, modules)
     is_on_gpu = not Device.of(model_runner.req_to_token_pool.req_to_token).shares_cores
     check_estimator(config.estimator, runs_graphs=is_on_gpu and not cuda_graph_fully_disabled())
-    of_every_row = _attach_every_row(model_runner, shape, modules)
-    if not config.needs_query_rows:
-        return of_every_row
-    return PairedCapture(of_every_row, _attach_sampled(model_runner, config, shape, modules))
+    return _attach_every_row(model_runner, shape, modules)
 
 
 def _attach_sampled(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.errors import KrulError
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.costs import RestoreCosts, load_costs, save_costs
@@ -48,13 +47,11 @@ def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> No
     # A property of the machine, not a measurement: the forward of a CPU waits until a load has landed whole.
     serial_tiers = (DRAM_TIER,) if pool.streams.shares_cores else ()
     costs = replace(_costs(calibration, runtime), serial_tiers=serial_tiers)
-    # Pairs are measured as pairs with shared directions; those that are predicted need maps of the model.
-    codec = SegmentCodec(pool.shape, pool.num_layers, runtime.rotary)
+    linker = runtime.linker
     units = units_in_use(config.strategy, Precision(config.precision), pool.num_layers)
-    decode_costs = calibration.decode_costs(codec, units, costs.tiers[DRAM_TIER])
+    decode_costs = calibration.decode_costs(linker.codec, units, costs.tiers[DRAM_TIER])
     online = OnlineCosts(costs)
     planner = make_planner(config.planner)
-    linker = runtime.linker
     chunk_tokens = _chunk_tokens(chunked_prefill_size)
     max_head_tokens = config.head_token_limit(chunk_tokens)
     planning = RestorePlanning(

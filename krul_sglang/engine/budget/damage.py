@@ -1,4 +1,4 @@
-"""Measures on a conversation's own KV what storing a unit at some precision would cost it."""
+"""Measures on a conversation's own KV what storing a layer at some precision would cost it."""
 
 from __future__ import annotations
 
@@ -10,32 +10,27 @@ import torch
 from torch import Tensor
 
 from krul_backend.attention.rows import QueryRows, attention_rows, default_block_bytes
-from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import LayerKV, ReadLayer
 from krul_backend.errors import StrategyError
-from krul_backend.strategy.interface import UnitOption
-from krul_backend.strategy.krul import pair_distances
+from krul_backend.strategy.interface import LayerOption
 from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
-from krul_backend.strategy.strategy import Pair, Precision
+from krul_backend.strategy.strategy import Precision
 
-Unit = tuple[int, ...]
-"""A layer alone ``(i,)``, or a pair ``(i, j)``."""
+LayerAndPrecision = tuple[int, Precision]
 
-UnitAndPrecision = tuple[Unit, Precision]
-
-RoundTrip = Callable[[Unit, Precision, Sequence[LayerKV]], tuple[Sequence[LayerKV], float]]
-"""Encodes and decodes one unit: ``(unit, precision, layers) -> (its layers afterwards, bytes per token)``.
+RoundTrip = Callable[[int, Precision, LayerKV], tuple[LayerKV, float]]
+"""Encodes and decodes one layer: ``(layer, precision, kv) -> (its KV afterwards, bytes per token)``.
 
 Tokens that would not be stored come back as they are, and do not count among the bytes' tokens.
 """
 
 
 @dataclass(frozen=True)
-class MeasuredUnit:
-    """One way to store a unit, with the errors of its layers from which its damage was predicted."""
+class MeasuredLayer:
+    """One way to store a layer, with the relative squared error from which its damage was predicted."""
 
-    option: UnitOption
-    errors: tuple[LayerError, ...]
+    option: LayerOption
+    error: float
 
 
 def attention_output(
@@ -75,21 +70,14 @@ def attention_output_error(
     return _finite_or_infinity(relative_squared_error(outputs[0], outputs[1]).item())
 
 
-def nearest_pairs(statistics: AttentionStatistics, max_pairs: int) -> list[Pair]:
-    """The ``max_pairs`` pairs of layers with the most similar attention, nearest first."""
-    layers = list(range(statistics.num_layers))
-    return [pair for _, pair in pair_distances(statistics, layers)[:max_pairs]]
-
-
 class DamageMeter:
-    """Measures what storing layers alone or in pairs, at several precisions, would cost a conversation.
+    """Measures what storing layers at several precisions would cost a conversation.
 
     A layer's error is that of its attention output on the last ``max_rows`` query rows that were kept, after
     its keys and values went through the round trip. The rows' own tokens may be among the decoded ones,
     although a later turn has its own tokens exact: that overestimates the error. Every layer is measured on
     its true input, so errors do not add up along the layers; the sensitivities, learned from whole forward
-    passes, account for that. All tokens take part in every softmax; the number of rows and of pairs bounds
-    the cost.
+    passes, account for that. All tokens take part in every softmax; the number of rows bounds the cost.
 
     ``table`` turns errors into nats, ``deviations`` standard deviations above the median conversation.
 
@@ -97,41 +85,22 @@ class DamageMeter:
         StrategyError: fewer than one row.
     """
 
-    def __init__(
-        self,
-        table: SensitivityTable,
-        *,
-        single_precisions: Sequence[Precision] = (Precision.INT8, Precision.INT4, Precision.INT2),
-        pair_precisions: Sequence[Precision] = (Precision.INT8, Precision.INT4, Precision.INT2),
-        max_rows: int = 16,
-        deviations: float = 1.0,
-    ) -> None:
+    def __init__(self, table: SensitivityTable, *, max_rows: int = 16, deviations: float = 1.0) -> None:
         if max_rows < 1:
             raise StrategyError(f"damage cannot be measured on {max_rows} rows")
         self.table = table
-        self._single_precisions = tuple(single_precisions)
-        self._pair_precisions = tuple(pair_precisions)
         self._max_rows = max_rows
         self._deviations = deviations
 
-    def units_of(self, num_layers: int, pairs: Sequence[Pair]) -> list[UnitAndPrecision]:
-        """Every layer alone and each of ``pairs``, at the precisions of this meter; native alone left out."""
-        units: list[UnitAndPrecision] = []
-        for layer in range(num_layers):
-            units += [((layer,), precision) for precision in self._single_precisions]
-        for pair in pairs:
-            units += [(pair, precision) for precision in self._pair_precisions]
-        return units
-
     @torch.no_grad()
     def measure(
-        self, units: Sequence[UnitAndPrecision], rows: QueryRows, read: ReadLayer, round_trip: RoundTrip
-    ) -> list[MeasuredUnit]:
-        """Measure each of ``units``; the results have their order.
+        self, layers: Sequence[LayerAndPrecision], rows: QueryRows, read: ReadLayer, round_trip: RoundTrip
+    ) -> list[MeasuredLayer]:
+        """Measure each of ``layers`` at its precision; the results have their order.
 
         ``rows`` may lie on another device than the KV; positions are below the number of tokens that
-        ``read`` returns. The KV of a unit is read once for all its precisions that follow each other, and
-        held no longer; true outputs are computed once per layer. Waits for the device once, at the end.
+        ``read`` returns. The KV of a layer is read once for all its precisions that follow each other, and
+        held no longer. Waits for the device once, at the end.
 
         Raises:
             StrategyError: no rows, rows beyond the tokens, or another number of layers than the table has.
@@ -141,45 +110,25 @@ class DamageMeter:
             raise StrategyError(f"query rows of {rows.queries.shape[0]} layers for {num_layers} layers")
         if rows.positions.numel() == 0:
             raise StrategyError("damage cannot be measured without query rows")
-        true_outputs: dict[int, Tensor] = {}
-        found: list[tuple[UnitAndPrecision, float]] = []
+        token_bytes: list[float] = []
         errors: list[Tensor] = []
-        for unit, of_unit in itertools.groupby(units, key=lambda item: item[0]):
-            layers = [self._read(layer, rows, read) for layer in unit]
-            for layer, kv in zip(unit, layers, strict=True):
-                if layer not in true_outputs:
-                    true_outputs[layer] = self._output(rows, layer, kv)
-            for _, precision in of_unit:
-                decoded, num_bytes = round_trip(unit, precision, layers)
-                found.append(((unit, precision), num_bytes))
-                errors += [
-                    relative_squared_error(true_outputs[layer], self._output(rows, layer, kv))
-                    for layer, kv in zip(unit, decoded, strict=True)
-                ]
-        values = iter(torch.stack(errors).tolist() if errors else [])
+        for layer, of_layer in itertools.groupby(layers, key=lambda item: item[0]):
+            kv = self._read(layer, rows, read)
+            true_output = self._output(rows, layer, kv)
+            for _, precision in of_layer:
+                decoded, num_bytes = round_trip(layer, precision, kv)
+                token_bytes.append(num_bytes)
+                errors.append(relative_squared_error(true_output, self._output(rows, layer, decoded)))
+        values = [_finite_or_infinity(error) for error in torch.stack(errors).tolist()] if errors else []
         return [
-            self._measured(unit, precision, num_bytes, [_finite_or_infinity(next(values)) for _ in unit])
-            for (unit, precision), num_bytes in found
+            MeasuredLayer(self.option(layer, precision, num_bytes, error), error)
+            for (layer, precision), num_bytes, error in zip(layers, token_bytes, values, strict=True)
         ]
 
-    def with_errors(self, measured: MeasuredUnit, errors: Sequence[float]) -> MeasuredUnit:
-        """The same unit with other errors of its layers, such as the mean over ranks."""
-        option = measured.option
-        return self._measured(option.unit, option.precision, option.num_bytes, errors)
-
-    def layer_errors(
-        self, unit: Unit, precision: Precision, errors: Sequence[float]
-    ) -> tuple[LayerError, ...]:
-        """The ``errors`` of a unit's layers, each with its kind of damage."""
-        kind = DamageKind.of(unit, precision)
-        return tuple(LayerError(layer, kind, error) for layer, error in zip(unit, errors, strict=True))
-
-    def damage_of(self, unit: Unit, precision: Precision, errors: Sequence[float]) -> float:
-        """Predicted KL in nats of a unit whose layers have these errors."""
-        return sum(
-            self.table.predict(error, self._deviations)
-            for error in self.layer_errors(unit, precision, errors)
-        )
+    def option(self, layer: int, precision: Precision, num_bytes: float, error: float) -> LayerOption:
+        """A way to store a layer, with the damage that is expected of this error of its attention output."""
+        damage = self.table.predict(LayerError(layer, DamageKind.of(precision), error), self._deviations)
+        return LayerOption(layer, precision, num_bytes, damage)
 
     def _read(self, layer: int, rows: QueryRows, read: ReadLayer) -> LayerKV:
         kv = read(layer)
@@ -198,12 +147,6 @@ class DamageMeter:
             rows.scaling,
             kv,
         )
-
-    def _measured(
-        self, unit: Unit, precision: Precision, num_bytes: float, errors: Sequence[float]
-    ) -> MeasuredUnit:
-        option = UnitOption(unit, precision, num_bytes, self.damage_of(unit, precision, errors))
-        return MeasuredUnit(option, self.layer_errors(unit, precision, errors))
 
 
 def _finite_or_infinity(value: float) -> float:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from krul_backend.attention.rows import QueryRows
-from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.codec.round_trip import UnitRoundTrip
+from krul_backend.codec.round_trip import LayerRoundTrip
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.errors import SensitivityError
 from krul_backend.segment import ModelIdentity
@@ -23,7 +22,6 @@ from krul_backend.strategy.sensitivity import DamageKind, SensitivityTable
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_sglang.engine.budget.budgeted_choice import BudgetedChoice, ConversationKV, errors_of
 from krul_sglang.engine.budget.damage import DamageMeter
-from krul_sglang.engine.budget.layer_maps import LayerMapLearner
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carried_damage, spent_damage
 from krul_sglang.engine.common.agreement import RankAgreement
@@ -39,7 +37,6 @@ _MAX_FIRST_PROBES = 200
 """After this many probes the model counts as known, even if the damage of some layer never showed."""
 
 _PRECISIONS = (Precision.INT8, Precision.INT4, Precision.INT2, Precision.INT0)
-PAIR_PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.INT2)
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,8 @@ class ErrorBudget(Decision):
 
     A conversation has one budget, ``limit``, however often it leaves and returns: each segment's parameters
     have its damage, and a turn starts from the sum. Only what the turn adds is measured, on the KV in the
-    pool. Tokens that came back lossy are never learned from: neither probes nor maps see them. If their
-    segment has left the store, they are stored again, and their old damage is added to the new.
+    pool. Tokens that came back lossy are never learned from: no probe sees them. If their segment has
+    left the store, they are stored again, and their old damage is added to the new.
 
     A turn may spend a share of what is left: its tokens over the tokens of the conversation and one further
     turn like it. That is half at first, ``1 / (k (k + 1))`` of the limit in the ``k``-th of equal turns. So
@@ -71,9 +68,6 @@ class ErrorBudget(Decision):
 
     ``decide`` runs on the thread that stores turns. ``wants_probe`` and ``probe`` run on the scheduler's, the
     latter only while no turn is being stored, so that one thread at a time uses the table.
-
-    Pairs of layers are offered as soon as ``learner``, which learns from the same turns, has maps of them;
-    ``codec`` reads the same maps.
 
     ``table_path`` keeps the table of this model between runs; the first rank reads and writes it. None keeps
     nothing, because no later run has this model.
@@ -90,7 +84,6 @@ class ErrorBudget(Decision):
         model: ServedModel,
         pool: DevicePool,
         codec: SegmentCodec,
-        learner: LayerMapLearner,
         prober: Prober,
         agreement: RankAgreement,
     ) -> None:
@@ -106,7 +99,6 @@ class ErrorBudget(Decision):
         self._probes_due = 0.0
         self._pool = pool
         self._codec = codec
-        self._learner = learner
         self._agreement = agreement
         self._probe_share = probe_share
         self._table_path = table_path
@@ -118,46 +110,37 @@ class ErrorBudget(Decision):
     def _make_choice(self) -> BudgetedChoice:
         shape = self._pool.shape
         return BudgetedChoice(
-            DamageMeter(self._table, single_precisions=_PRECISIONS, pair_precisions=PAIR_PRECISIONS),
+            DamageMeter(self._table),
             self._table,
             native_token_bytes=shape.k_token_bytes + shape.v_token_bytes,
-            max_pairs=self._pool.num_layers,
-            offered=self._learner.maps.keys,
+            precisions=_PRECISIONS,
             agree=self._mean_over_ranks,
         )
 
     def forget_model(self) -> None:
-        """Start probing again, and keep nothing for later runs, which have other weights.
-
-        Maps between layers stay: if they predict badly now, the measurement of each turn shows it.
-        """
+        """Start probing again, and keep nothing for later runs, which have other weights."""
         self._table = SensitivityTable(self._table.model, self._table.num_layers)
         self._choice = self._make_choice()
         self._last_strategy = None
         self.num_probes = 0
         self._table_path = None
-        self._learner.forget_model()
 
-    def decide(
-        self,
-        turn: Turn | None,
-        missing: Sequence[range],
-        statistics: AttentionStatistics | None,
-        rows: QueryRows | None,
-    ) -> Choice:
+    def decide(self, turn: Turn | None, missing: Sequence[range]) -> Choice:
         strategy, damage = Strategy.from_pairs(self._pool.num_layers), 0.0
         if turn is None:
+            self._agreed(None)
             return Choice(strategy, ())
         page_size = self._model.identity.page_size
         runs = [range(pages.start * page_size, pages.stop * page_size) for pages in missing]
         history = self._history(turn, runs)
-        if statistics is not None and rows is not None:
-            history = self._agreed(history)
-            self._learner.learn(turn, statistics, history.first_exact_token)
+        rows = _rows_of(turn)
+        agreed = self._agreed(None if rows is None else history)
+        if rows is not None and agreed is not None:
+            history = agreed
             limit = self._limit_of(history, len(turn.token_ids))
             if limit > 0:
                 kv = self._conversation(turn, history, rows)
-                strategy, damage = self._choice.choose(statistics, kv, limit)
+                strategy, damage = self._choice.choose(kv, limit)
             self._last_strategy = strategy
             self._last_spent, self._last_damage = history.spent, damage
         # The runs were measured together: each counts with the share of its tokens.
@@ -188,13 +171,19 @@ class ErrorBudget(Decision):
             spans.append(DamagedSpan(header.start_token, header.end_token, header.start_token, damage))
         return spans
 
-    def _agreed(self, history: _History) -> _History:
-        """The worst of what the ranks know, which differs because each evicts on its own."""
-        mine = torch.tensor(
-            [history.spent, -history.first_new_token, history.first_exact_token], dtype=torch.float64
-        )
+    def _agreed(self, history: _History | None) -> _History | None:
+        """The worst of what the ranks know, which differs because each evicts on its own.
+
+        None if a rank has None: it does not store the turn, or has no rows to measure on.
+        """
+        mine = None
+        if history is not None:
+            mine = torch.tensor(
+                [history.spent, -history.first_new_token, history.first_exact_token], dtype=torch.float64
+            )
         of_ranks = self._agreement.gather(mine, (3,))
-        assert of_ranks is not None
+        if history is None or of_ranks is None:
+            return None
         spent, first_new, first_exact = torch.stack(of_ranks).amax(0).tolist()
         return replace(
             history, spent=spent, first_new_token=int(-first_new), first_exact_token=int(first_exact)
@@ -210,7 +199,7 @@ class ErrorBudget(Decision):
         return ConversationKV(
             rows=rows,
             read=lambda layer: self._pool.gather(layer, turn.slots),
-            round_trip=UnitRoundTrip(self._codec, start_token=0, num_kept=first_new),
+            round_trip=LayerRoundTrip(self._codec, start_token=0, num_kept=first_new),
             share=(num_tokens - first_new) / num_tokens,
             is_exact=history.first_exact_token <= first_new,
         )
@@ -229,7 +218,7 @@ class ErrorBudget(Decision):
         return True
 
     def probe(self, path: StoredPath) -> None:
-        """Try on a stored conversation what teaches most: a unit alone, or the last whole strategy.
+        """Try on a stored conversation what teaches most: a layer alone, or the last whole strategy.
 
         A conversation that came back lossy is skipped: its true answers are not known.
         """
@@ -266,7 +255,6 @@ class ErrorBudget(Decision):
             "last_spent": self._last_spent if math.isfinite(self._last_spent) else None,
             "last_damage": self._last_damage,
             "spread": self._table.spread,
-            "layer_maps": self._learner.as_dict(),
         }
 
     def _is_model_unknown(self) -> bool:
@@ -292,6 +280,18 @@ class ErrorBudget(Decision):
             return None
         mean: list[float] = torch.stack(of_ranks).mean(0).tolist()
         return mean
+
+
+def _rows_of(turn: Turn) -> QueryRows | None:
+    """The query rows that were kept of a turn; None if there are none."""
+    if turn.attention is None:
+        return None
+    try:
+        return turn.attention.rows(len(turn.token_ids))
+    except Exception:
+        # The other ranks wait for this one: without its rows, all store the turn natively.
+        logger.exception("krul: the query rows of a turn could not be read")
+        return None
 
 
 def table_path(cache_dir: str, model: ModelIdentity) -> Path:

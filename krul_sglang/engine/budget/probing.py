@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from krul_backend.codec.interface import LayerKV
-from krul_backend.codec.round_trip import UnitRoundTrip
+from krul_backend.codec.round_trip import LayerRoundTrip
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.strategy import LayerStrategy, Strategy
 from krul_sglang.engine.budget.probe_forward import HistoryAttention, probe_forward
@@ -50,7 +50,7 @@ class Prober:
         self._model_runner = model_runner
         self._capture = capture
         self._pool = pool
-        self._round_trip = UnitRoundTrip(codec, start_token=0)
+        self._round_trip = LayerRoundTrip(codec, start_token=0)
         self._group = group
 
     def open(self, path: StoredPath) -> OpenProbe | None:
@@ -91,14 +91,12 @@ class Prober:
         return bool(value.item())
 
     def decode(self, strategy: Strategy, read: Callable[[int], LayerKV]) -> dict[int, LayerKV]:
-        """The layers that ``strategy`` compresses, encoded and decoded."""
-        decoded: dict[int, LayerKV] = {}
-        for unit in strategy.units:
-            layer_strategy = strategy.layers[unit[0]]
-            if layer_strategy != LayerStrategy():
-                layers, _ = self._round_trip(unit, layer_strategy.precision, [read(layer) for layer in unit])
-                decoded.update(zip(unit, layers, strict=True))
-        return decoded
+        """The layers that ``strategy`` compresses, each alone, encoded and decoded."""
+        return {
+            layer: self._round_trip(layer, of_layer.precision, read(layer))[0]
+            for layer, of_layer in enumerate(strategy.layers)
+            if of_layer != LayerStrategy()
+        }
 
     def mean_of_ranks(self, errors: dict[int, float]) -> dict[int, float]:
         if self._group is None:

@@ -59,30 +59,25 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._store = runtime.connection.store
         self._capture = runtime.capture
         self._gate = TransferGate()
+        self.codec = SegmentCodec(self._pool.shape, self._pool.num_layers, runtime.rotary)
         self._budget: ErrorBudget | None = None
         if runtime.config.strategy == "budget":
             keys, _ = self._pool.buffers(0)
             runtime.provenance = KvProvenance(len(keys), keys.device, lambda index: self.loader.batch(index))
             group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
-            codec, self._budget = make_budget(runtime, runtime.provenance, group)
-        else:
-            codec = SegmentCodec(self._pool.shape, self._pool.num_layers, runtime.rotary)
+            self._budget = make_budget(runtime, self.codec, runtime.provenance, group)
         self._chooser = StrategyChooser(
-            make_selector_decision(runtime) if self._budget is None else self._budget,
-            self._pool,
-            runtime.agreement,
-            num_heads=0 if runtime.capture is None else runtime.capture.num_heads,
+            make_selector_decision(runtime) if self._budget is None else self._budget
         )
         self._offloader = TurnOffloader(
             self._store,
             self.model,
             self._pool,
-            codec,
+            self.codec,
             self._chooser,
             max_pending_tokens=int(self._pool.num_tokens * runtime.config.max_pending_share),
             gate=self._gate,
         )
-        self.codec = codec
         identity = self.model.identity
         faults = FaultInjection(runtime.config, identity.tp_rank, identity.tp_size, self._pool.num_layers)
         self.loader = LayerWiseLoader(

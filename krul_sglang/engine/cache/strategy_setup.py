@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from krul_backend.codec.options import CodecOptions, Sharing
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.registry import SelectorOptions, make_selector
 from krul_backend.strategy.strategy import Precision
-from krul_sglang.engine.budget.error_budget import PAIR_PRECISIONS, ErrorBudget, table_path
-from krul_sglang.engine.budget.layer_maps import LayerMapLearner, layer_maps_path
+from krul_sglang.engine.budget.error_budget import ErrorBudget, table_path
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import KvProvenance
 from krul_sglang.engine.cache.runtime import KrulRuntime
@@ -26,42 +24,29 @@ def make_selector_decision(runtime: KrulRuntime) -> SelectorDecision:
         error_limit=config.error_budget,
         native_token_bytes=shape.k_token_bytes + shape.v_token_bytes,
     )
-    return SelectorDecision(make_selector(config.strategy, options), runtime.pool.num_layers)
+    return SelectorDecision(
+        make_selector(config.strategy, options),
+        runtime.pool,
+        runtime.agreement,
+        num_heads=0 if runtime.capture is None else runtime.capture.num_heads,
+    )
 
 
 def make_budget(
-    runtime: KrulRuntime, provenance: KvProvenance, group: Any | None
-) -> tuple[SegmentCodec, ErrorBudget]:
-    """For the strategy ``budget``: the codec, whose pairs use maps that are learned, and the budget.
-
-    ``group`` joins the ranks while they probe; None for a single rank.
-    """
+    runtime: KrulRuntime, codec: SegmentCodec, provenance: KvProvenance, group: Any | None
+) -> ErrorBudget:
+    """For the strategy ``budget``. ``group`` joins the ranks while they probe; None for a single rank."""
     config, model, pool = runtime.config, runtime.model, runtime.pool
-    # What is learned of a model is kept on disk only if a later start may have the same model.
-    maps_path = layer_maps_path(config.cache_dir, model.identity, runtime.rotary)
-    learner = LayerMapLearner(
-        path=maps_path if model.is_lasting else None,
-        model=model.identity,
-        pool=pool,
-        rotary=runtime.rotary,
-        precisions=PAIR_PRECISIONS,
-        max_bytes=config.map_memory,
-        agreement=runtime.agreement,
-    )
-    codec = SegmentCodec(
-        pool.shape, pool.num_layers, runtime.rotary, CodecOptions(sharing=Sharing.PREDICTED), learner.maps
-    )
-    budget = ErrorBudget(
+    return ErrorBudget(
         limit=config.error_budget,
         store=runtime.connection.store,
         provenance=provenance,
         probe_share=config.probe_share,
+        # What is learned of a model is kept on disk only if a later start may have the same model.
         table_path=table_path(config.cache_dir, model.identity) if model.is_lasting else None,
         model=model,
         pool=pool,
         codec=codec,
-        learner=learner,
         prober=Prober(runtime.model_runner, runtime.capture, pool, codec, group),
         agreement=runtime.agreement,
     )
-    return codec, budget

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from krul_backend.attention.rows import QueryRows, ReadKeys
@@ -67,59 +66,3 @@ class TurnCapture(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the threads and processes of the capture. No forward may run afterwards."""
-
-
-class PairedCapture(TurnCapture):
-    """Takes statistics from one capture and rows from another, for decisions that need both."""
-
-    def __init__(self, of_statistics: TurnCapture, of_rows: TurnCapture) -> None:
-        self._of_statistics = of_statistics
-        self._of_rows = of_rows
-
-    @property
-    def num_heads(self) -> int:
-        return self._of_statistics.num_heads
-
-    @contextmanager
-    def recording(self, schedule_batch: Any) -> Iterator[None]:
-        with self._of_statistics.recording(schedule_batch), self._of_rows.recording(schedule_batch):
-            yield
-
-    def take(self, rid: str, slot: int) -> CapturedTurn | None:
-        """None unless both have recorded the request."""
-        of_statistics = self._of_statistics.take(rid, slot)
-        of_rows = self._of_rows.take(rid, slot)
-        if of_statistics is not None and of_rows is not None:
-            return _PairedTurn(of_statistics, of_rows)
-        for taken in (of_statistics, of_rows):
-            if taken is not None:
-                taken.release()
-        return None
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        with self._of_statistics.suspended(), self._of_rows.suspended():
-            yield
-
-    def stats(self) -> dict[str, Any]:
-        return self._of_statistics.stats()
-
-    def close(self) -> None:
-        self._of_statistics.close()
-        self._of_rows.close()
-
-
-class _PairedTurn(CapturedTurn):
-    def __init__(self, of_statistics: CapturedTurn, of_rows: CapturedTurn) -> None:
-        self._of_statistics = of_statistics
-        self._of_rows = of_rows
-
-    def statistics(self, read_keys: ReadKeys, num_tokens: int) -> AttentionStatistics | None:
-        return self._of_statistics.statistics(read_keys, num_tokens)
-
-    def rows(self, num_tokens: int) -> QueryRows | None:
-        return self._of_rows.rows(num_tokens)
-
-    def release(self) -> None:
-        self._of_statistics.release()
-        self._of_rows.release()

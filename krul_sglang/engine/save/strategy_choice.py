@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from krul_backend.attention.rows import QueryRows
 from krul_backend.attention.statistics import AttentionStatistics, concatenate_heads
 from krul_backend.strategy.interface import Evidence, StrategySelector
 from krul_backend.strategy.strategy import Strategy
@@ -62,20 +61,13 @@ class Choice:
 
 
 class Decision(ABC):
-    """Chooses a strategy from the evidence about a turn: on every rank the same, since the statistics are."""
+    """Chooses how a turn is stored: on every rank the same. Used by one thread."""
 
     @abstractmethod
-    def decide(
-        self,
-        turn: Turn | None,
-        missing: Sequence[range],
-        statistics: AttentionStatistics | None,
-        rows: QueryRows | None,
-    ) -> Choice:
-        """``turn`` is None on a rank that does not store it: there ``statistics`` are None on all ranks.
+    def decide(self, turn: Turn | None, missing: Sequence[range]) -> Choice:
+        """Choose for the ``missing`` runs of a turn's pages, which will be stored.
 
-        ``missing`` are the runs of its pages that will be stored. ``rows`` are this rank's, of this turn,
-        None if there are none; ``statistics`` are of all heads and all turns of the conversation.
+        Called on every rank, with None where the turn is not stored.
         """
 
     @abstractmethod
@@ -84,78 +76,38 @@ class Decision(ABC):
 
 
 class SelectorDecision(Decision):
-    """Lets a selector choose, which looks at statistics alone."""
-
-    def __init__(self, selector: StrategySelector, num_layers: int) -> None:
-        self._selector = selector
-        self._num_layers = num_layers
-
-    def decide(
-        self,
-        turn: Turn | None,
-        missing: Sequence[range],
-        statistics: AttentionStatistics | None,
-        rows: QueryRows | None,
-    ) -> Choice:
-        strategy = self._selector.select(Evidence(self._num_layers, statistics))
-        return Choice(strategy, (None,) * len(missing))
-
-    def forget_model(self) -> None:
-        """Does nothing: selectors learn nothing of a model."""
-
-
-class StrategyChooser:
-    """Chooses the strategy of each finished turn. All ranks choose the same, from all heads.
-
-    Used by one thread. ``counters`` count chosen strategies: how many turns, and how often each pair and each
-    precision of a layer.
-    """
+    """Lets a selector choose from attention statistics of all heads and all turns of the conversation."""
 
     def __init__(
-        self, decision: Decision, pool: DevicePool, agreement: RankAgreement, *, num_heads: int
+        self, selector: StrategySelector, pool: DevicePool, agreement: RankAgreement, *, num_heads: int
     ) -> None:
-        self.counters = ChoiceCounters()
-        self._decision = decision
+        self._selector = selector
         self._pool = pool
         self._agreement = agreement
         self._num_heads = num_heads
         self._conversations = ConversationStatistics()
 
+    def decide(self, turn: Turn | None, missing: Sequence[range]) -> Choice:
+        statistics = self._agree(self._statistics(turn))
+        if turn is not None and statistics is not None:
+            statistics = self._conversations.extend(turn.page_keys, statistics)
+        strategy = self._selector.select(Evidence(self._pool.num_layers, statistics))
+        return Choice(strategy, (None,) * len(missing))
+
     def forget_model(self) -> None:
-        """Drop all statistics: the model's weights have changed. No turn is being stored."""
         self._conversations = ConversationStatistics()
-        self._decision.forget_model()
 
-    def choose(self, turn: Turn | None, missing: Sequence[range]) -> Choice:
-        """Choose how the ``missing`` runs of a turn's pages are stored.
-
-        Called on every rank, with None where the turn is not stored.
-        """
-        rows, mine = None, None
+    def _statistics(self, turn: Turn | None) -> AttentionStatistics | None:
+        """This rank's heads over the turn's rows; None if it was not recorded."""
+        if turn is None or turn.attention is None:
+            return None
+        slots, num_tokens = turn.slots, len(turn.token_ids)
         try:
-            if turn is not None and turn.attention is not None:
-                slots, num_tokens = turn.slots, len(turn.token_ids)
-                rows = turn.attention.rows(num_tokens)
-                mine = turn.attention.statistics(
-                    lambda layer: self._pool.gather_keys(layer, slots), num_tokens
-                )
+            return turn.attention.statistics(lambda layer: self._pool.gather_keys(layer, slots), num_tokens)
         except Exception:
             # The other ranks wait for this one: without its heads, all choose without statistics.
             logger.exception("krul: attention statistics of a turn failed")
-        statistics = self._agree(mine)
-        if turn is not None and statistics is not None:
-            statistics = self._conversations.extend(turn.page_keys, statistics)
-        choice = self._decision.decide(turn, missing, statistics, rows)
-        if turn is not None:
-            strategy = choice.strategy
-            self.counters.add(strategy)
-            logger.debug(
-                "krul: %d tokens are stored as pairs %s, precisions %s",
-                len(turn.token_ids),
-                strategy.pairs,
-                [layer.precision.value for layer in strategy.layers],
-            )
-        return choice
+            return None
 
     def _agree(self, mine: AttentionStatistics | None) -> AttentionStatistics | None:
         num_layers = self._pool.num_layers
@@ -178,6 +130,36 @@ class StrategyChooser:
                 for part in parts
             ]
         )
+
+
+class StrategyChooser:
+    """Chooses the strategy of each finished turn, as its decision says. Used by one thread.
+
+    ``counters`` count chosen strategies: how many turns, and how often each pair and each precision of a
+    layer.
+    """
+
+    def __init__(self, decision: Decision) -> None:
+        self.counters = ChoiceCounters()
+        self._decision = decision
+
+    def forget_model(self) -> None:
+        """Drop what was learned of the model: its weights have changed. No turn is being stored."""
+        self._decision.forget_model()
+
+    def choose(self, turn: Turn | None, missing: Sequence[range]) -> Choice:
+        """Choose how the ``missing`` runs of a turn's pages are stored; see ``Decision.decide``."""
+        choice = self._decision.decide(turn, missing)
+        if turn is not None:
+            strategy = choice.strategy
+            self.counters.add(strategy)
+            logger.debug(
+                "krul: %d tokens are stored as pairs %s, precisions %s",
+                len(turn.token_ids),
+                strategy.pairs,
+                [layer.precision.value for layer in strategy.layers],
+            )
+        return choice
 
 
 class ChoiceCounters:
