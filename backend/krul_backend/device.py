@@ -70,6 +70,11 @@ class Device:
 
     # ---- threads ----
 
+    @property
+    def multiplies_bf16_fast(self) -> bool:
+        """Whether matrices of bf16 are multiplied faster than those of fp32."""
+        return not self.shares_cores or torch.cpu._is_avx512_bf16_supported()
+
     def bind_thread(self) -> None:
         """Make this the calling thread's current device. Call it once in each thread that copies.
 

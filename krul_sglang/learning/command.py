@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from krul_backend.device import Device
 from krul_sglang.learning.bases import LearningPlan, learn_bases
 from krul_sglang.learning.reader import TextReader
 from krul_sglang.learning.texts import cut_pieces, own_texts, read_texts
@@ -28,7 +29,7 @@ def learn_to_file(
     plan = LearningPlan()
     tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
     # Few CPUs compute fast in the 16-bit types that checkpoints have.
-    dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
+    dtype = torch.float32 if Device(torch.device(device)).shares_cores else "auto"
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa")
     reader = TextReader(model.to(device).train(False))
     chosen = [text for path in texts for text in read_texts(path)] or own_texts()

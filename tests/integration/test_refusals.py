@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -45,6 +46,10 @@ def launch(model: Path, *args: str, python_path: Path | None = None) -> subproce
             # It serves: nothing of it may outlive the test.
             os.killpg(process.pid, signal.SIGKILL)
             raise
+    # The last ones may still be on their way out when the server's pipes are closed.
+    deadline = time.monotonic() + 10
+    while processes_of_session(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert processes_of_session(process.pid) == []
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 

@@ -15,6 +15,13 @@ MAY_MOVE_TENSORS = {
     "krul_sglang/engine/budget/damage.py": "as in rows.py",
     "backend/krul_backend/codec/rotary.py": "nothing moves if the table lies where the keys do",
     "backend/krul_backend/codec/triton_restore.py": "the same table, once",
+    "backend/krul_backend/attention/drawn.py": "as in rows.py",
+    "backend/krul_backend/codec/subspace/bases.py": "once, when bases are loaded",
+    "backend/krul_backend/codec/subspace/codec.py": "the reference implementation: nothing moves on a CPU",
+    "backend/krul_backend/codec/subspace/decoder.py": "the reference implementation: nothing moves on a CPU",
+    "krul_sglang/learning/command.py": "before anything is served",
+    "krul_sglang/learning/hf_attention.py": "before anything is served",
+    "krul_sglang/learning/reader.py": "before anything is served",
     "krul_sglang/engine/attach/ordinary_prefill.py": "at start only",
     "krul_sglang/engine/attach/rotary.py": "at start only",
 }

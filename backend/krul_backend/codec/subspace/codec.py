@@ -34,6 +34,7 @@ from krul_backend.codec.subspace.quantizer import (
     smallest_unclipped_step,
     step_shifts,
 )
+from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
 _CHUNK_TOKENS = 1024
@@ -87,7 +88,7 @@ class SubspaceCodec:
         self._rotary = rotary
         self._coders = {coder.name: coder for coder in coders}
         self._num_first_tokens = num_first_tokens
-        dtype = _product_dtype(bases.shape.dtype, bases.groups[0].mean.device)
+        dtype = _product_dtype(bases.shape.dtype, Device.of(bases.groups[0].mean))
         self._reconstructions = tuple(
             Reconstruction(basis.mean.to(dtype), basis.decoder.to(dtype)) for basis in bases.groups
         )
@@ -244,8 +245,7 @@ class SubspaceCodec:
         return (group_vectors(layers).to(basis.mean.device) - basis.mean) @ basis.encoder
 
 
-def _product_dtype(pool_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def _product_dtype(pool_dtype: torch.dtype, device: Device) -> torch.dtype:
     """The element type to multiply in: bf16 if the pool keeps no more, and the device is fast at it."""
-    has_bf16 = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
     keeps_no_more = pool_dtype is torch.bfloat16 or pool_dtype.itemsize == 1
-    return torch.bfloat16 if has_bf16 and keeps_no_more else torch.float32
+    return torch.bfloat16 if device.multiplies_bf16_fast and keeps_no_more else torch.float32
