@@ -34,7 +34,10 @@ FAULTS = ("none", "load-error", "load-stall")
 
 PRECISIONS = tuple(precision.value for precision in Precision if precision is not Precision.INT0)
 
-ATTENTION_STRATEGIES = ("budget", "krul", "matching")
+SUBSPACE = "subspace"
+"""The strategy that stores groups of layers in a shared subspace, within an error budget."""
+
+ATTENTION_STRATEGIES = (SUBSPACE, "krul", "matching")
 """Strategies that look at a conversation's own attention."""
 
 
@@ -215,16 +218,16 @@ class KrulConfig:
 
     strategy: str = _choice(
         "none",
-        SELECTOR_NAMES,
+        (*SELECTOR_NAMES, SUBSPACE),
         'Which layers share their KV. "none" shares nothing, and at native precision loses nothing. '
-        '"budget" also chooses the precision of each layer, by its measured damage; the others share r_l of '
-        "the layers.",
+        '"subspace" stores groups of layers in bases of the model, as small as error_budget allows; it needs '
+        "`krul-sglang learn` once per model. The others put r_l of the layers into pairs, as in the papers.",
     )
     precision: str = _choice(
         "native",
         PRECISIONS,
         'Precision of stored vectors; "native" is the element type of the KV pool. Lower precision takes '
-        'less memory and changes answers. The strategy "budget" ignores it and chooses by itself.',
+        'less memory and changes answers. The strategy "subspace" ignores it.',
     )
     r_l: float = _option(
         0.5,
@@ -244,15 +247,15 @@ class KrulConfig:
         0.01,
         _POSITIVE,
         "a positive number",
-        'For the strategy "budget": the damage allowed to a conversation over all its turns, as the mean KL '
-        "divergence of next-token distributions in nats. More saves memory and changes answers more.",
+        'For the strategy "subspace": the damage allowed to a conversation over all its turns, as the mean '
+        "KL divergence of next-token distributions in nats. More saves memory and changes answers more.",
     )
     probe_share: float = _option(
         0.05,
         _UNIT_INTERVAL,
         "a number in [0, 1]",
-        'For the strategy "budget": share of turns after which an idle server measures how much compression '
-        "changes the model's answers. Lower it to save compute once the model is known; 0 stops measuring.",
+        'For the strategy "subspace": share of turns after which an idle server measures how much '
+        "compression changes the model's answers, to keep the budget true. 0 stops measuring.",
     )
     estimator: str = _choice(
         "sampled",
@@ -319,8 +322,8 @@ class KrulConfig:
         "~/.cache/krul-sglang",
         _parse_path,
         "a path",
-        "Directory that keeps between runs what was learned of a model (its sensitivity to compression) and "
-        "what was measured on this machine.",
+        "Directory that keeps between runs what was learned of a model (the bases that its KV is compressed "
+        "in) and what was measured on this machine.",
     )
 
     @property
@@ -331,7 +334,7 @@ class KrulConfig:
     @property
     def needs_query_rows(self) -> bool:
         """Whether the strategy needs query vectors themselves, not attention statistics."""
-        return self.strategy == "budget"
+        return self.strategy == SUBSPACE
 
     @property
     def needs_attention(self) -> bool:

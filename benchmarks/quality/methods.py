@@ -88,7 +88,7 @@ class Compression(Method):
 
     def _store(self, turn: Turn) -> Stored:
         num_layers, segment = len(turn.segment), turn.segment
-        evidence = SeededEvidence(num_layers, turn.statistics, (), turn.conversation_seed)
+        evidence = SeededEvidence(num_layers, turn.statistics, turn.conversation_seed)
         chosen = self.selector.select(evidence)
         strategy = Strategy.from_pairs(num_layers, chosen.pairs, self.precision)
         start, num_tokens = turn.start_token, len(segment[0].k)
@@ -97,7 +97,7 @@ class Compression(Method):
         for unit in strategy.units:
             encoded = self.codec.encode_unit(encoding, unit, [segment[layer] for layer in unit])
             blocks |= dict(zip(unit, encoded, strict=True))
-        decoder = self.codec.open(encoding.params, start_token=start, num_tokens=num_tokens)
+        decoder = self.codec.open_units(encoding.params, start_token=start, num_tokens=num_tokens)
         decoded = tuple(decoder.decode(layer, blocks, 0, num_tokens) for layer in range(num_layers))
         return Stored(decoded, sum(block.numel() for block in blocks.values()), strategy.pairs)
 

@@ -114,7 +114,7 @@ def store(
         for unit in strategy.units:
             encoded = codec.encode_unit(encoding, unit, [kept.read(layer) for layer in unit])
             blocks.update(zip(unit, encoded, strict=True))
-        decoder = codec.open(encoding.params, start_token=first, num_tokens=end - first)
+        decoder = codec.open_units(encoding.params, start_token=first, num_tokens=end - first)
         segments.append(Segment(first, end, decoder, tuple(blocks[layer] for layer in sorted(blocks))))
     return StoredConversation(name, strategy, tuple(segments))
 

@@ -322,8 +322,13 @@ def model(
 
 @app.command()
 def learn(
-    out: Annotated[Path, typer.Option(help="File that the bases are written to.")],
     model_path: Annotated[str, typer.Option(help="Folder or hub name of the model, smollm2 or bundled.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that the bases are written to.", show_default="where servers of the model look"
+        ),
+    ] = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -333,12 +338,19 @@ def learn(
     pieces: Annotated[int, typer.Option(help="Pieces of 1,024 tokens to learn from at most.", min=2)] = 24,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
 ) -> None:
-    """Learn the bases that a model's KV is compressed in, from some text. Needs memory for the model once."""
+    """Learn the bases that a model's KV is compressed in, from some text.
+
+    Servers with `strategy=subspace` need it once per model. It takes the memory of the model once more.
+    """
+    from krul_sglang.config import KrulConfig
     from krul_sglang.learning.command import learn_to_file
 
     _check_writable("--out", out)
     path = str(_make_smollm2()) if model_path == "smollm2" else _resolve_model(model_path)
-    for line in learn_to_file(path, out, texts=text or (), num_pieces=pieces, device=device):
+    cache_dir = Path(KrulConfig.load(None).cache_dir).expanduser()
+    for line in learn_to_file(
+        path, out, texts=text or (), num_pieces=pieces, device=device, cache_dir=cache_dir
+    ):
         typer.echo(line)
 
 

@@ -11,18 +11,27 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from krul_backend.device import Device
-from krul_sglang.learning.bases import LearningPlan, learn_bases
+from krul_sglang.learning.bases import LearningError, LearningPlan, learn_bases
 from krul_sglang.learning.reader import TextReader
 from krul_sglang.learning.texts import cut_pieces, own_texts, read_texts
+from krul_sglang.models.checkpoint import UnknownWeightsError, bases_path
 
 
 def learn_to_file(
-    model_path: str, out: Path, *, texts: Sequence[Path], num_pieces: int, device: str
+    model_path: str,
+    out: Path | None,
+    *,
+    texts: Sequence[Path],
+    num_pieces: int,
+    device: str,
+    cache_dir: Path,
 ) -> Iterator[str]:
     """Learn and write; yields what was done, line by line.
 
+    ``out`` is None for the file in ``cache_dir`` that a server looks for.
+
     Raises:
-        LearningError: text that cannot be read, or too little of it.
+        LearningError: text that cannot be read, too little of it, or weights that cannot be identified.
         CodecError: a model whose KV has no such bases.
     """
     started = time.monotonic()
@@ -32,6 +41,12 @@ def learn_to_file(
     dtype = torch.float32 if Device(torch.device(device)).shares_cores else "auto"
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa")
     reader = TextReader(model.to(device).train(False))
+    if out is None:
+        try:
+            out = bases_path(model_path, cache_dir)
+        except (UnknownWeightsError, OSError) as error:
+            raise LearningError(f"a server could not find bases of these weights: {error}") from error
+        out.parent.mkdir(parents=True, exist_ok=True)
     chosen = [text for path in texts for text in read_texts(path)] or own_texts()
     pieces = cut_pieces(tokenizer, chosen, plan.text_tokens, num_pieces)
     yield f"learning from {len(pieces)} pieces of {plan.text_tokens} tokens"

@@ -15,9 +15,12 @@ from krul_backend.codec.interface import LayerKV, LayerShape, ReadLayer
 from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.parameters import RetainedCounts, SegmentParameters
 from krul_backend.codec.rotary import RotaryTable
-from krul_backend.codec.segment_layout import SegmentLayout, Unit
+from krul_backend.codec.segment_layout import Unit, UnitLayout
 from krul_backend.codec.shared_pair import SharedPair, count_retained
 from krul_backend.codec.single_layer import NativeLayer, single_layer
+from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.decoder import SubspaceDecoder
+from krul_backend.codec.subspace.parameters import CODEC_NAME as SUBSPACE
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
@@ -61,8 +64,8 @@ class UnitBlocks:
     blocks: tuple[torch.Tensor, ...]
 
 
-class SegmentDecoder(SegmentLayout):
-    """Decodes the blocks of one segment, which was stored with ``strategy``. ``SegmentCodec.open`` makes it.
+class SegmentDecoder(UnitLayout):
+    """Decodes a segment that was stored unit by unit, by a strategy. ``SegmentCodec.open`` makes it.
 
     ``damage``: what the compression cost, in nats; see ``SegmentParameters``.
     """
@@ -71,7 +74,7 @@ class SegmentDecoder(SegmentLayout):
         self, parameters: SegmentParameters, units: Mapping[Unit, UnitCodec], place: SegmentPlace
     ) -> None:
         super().__init__(units, place)
-        self.strategy = parameters.strategy
+        self.stored_as = parameters.strategy
         assert parameters.damage is not None
         self.damage: float = parameters.damage
 
@@ -106,15 +109,20 @@ class SegmentDecoder(SegmentLayout):
     @cached_property
     def native_units(self) -> tuple[NativeLayer | None, ...]:
         """``[L]``: the unit of each layer that is stored natively and alone; None for any other layer."""
-        units = (self._place(layer)[1] for layer in range(len(self.strategy.layers)))
+        units = (self._place(layer)[1] for layer in range(len(self.stored_as.layers)))
         return tuple(unit if isinstance(unit, NativeLayer) else None for unit in units)
 
 
+OpenedSegment = SegmentDecoder | SubspaceDecoder
+"""A decoder of a segment that is stored in either way."""
+
+
 class SegmentCodec:
-    """Encodes and decodes the segments of one model on one rank.
+    """Decodes all segments of one model on one rank, and encodes those that are stored unit by unit.
 
     ``rotary`` is the model's table. None if its rotation cannot be taken off (unknown or not invertible):
-    then compressed keys keep it, and the parameters say so.
+    then compressed keys keep it, and the parameters say so. ``subspace`` opens segments whose groups of
+    layers share a subspace; without it they cannot be opened.
     """
 
     def __init__(
@@ -123,13 +131,15 @@ class SegmentCodec:
         num_layers: int,
         rotary: RotaryTable | None,
         options: CodecOptions | None = None,
+        subspace: SubspaceCodec | None = None,
     ) -> None:
         self._shape = shape
         self.num_layers = num_layers
+        self._subspace = subspace
         self._rotary = rotary
         self._options = CodecOptions() if options is None else options
         # The least recently used first.
-        self._opened: dict[tuple[int, int, bytes], SegmentDecoder] = {}
+        self._opened: dict[tuple[int, int, bytes], OpenedSegment] = {}
         self._opened_lock = threading.Lock()
 
     def prepare(
@@ -170,7 +180,7 @@ class SegmentCodec:
         )
         place = self._place(parameters, start_token, num_tokens)
         units = self._units(parameters, place)
-        layout = SegmentLayout(units, place)
+        layout = UnitLayout(units, place)
         layer_first_token = layout.kept_from(head_ends)
         layer_num_bytes = layout.kept_num_bytes(layer_first_token)
         return SegmentEncoding(
@@ -201,13 +211,13 @@ class SegmentCodec:
         """
         return self._group_layout(strategy).last_use
 
-    def _group_layout(self, strategy: Strategy) -> SegmentLayout:
+    def _group_layout(self, strategy: Strategy) -> UnitLayout:
         """The layout of one full group, without retained rows."""
         self._check_strategy(strategy)
         pairs = (self._none_retained,) * len(strategy.pairs)
         parameters = SegmentParameters(strategy, self._options.group_size, False, pairs)
         place = self._place(parameters, 0, self._options.group_size)
-        return SegmentLayout(self._units(parameters, place), place)
+        return UnitLayout(self._units(parameters, place), place)
 
     def encode_unit(
         self, encoding: SegmentEncoding, unit: Unit, layers: Sequence[LayerKV]
@@ -234,7 +244,7 @@ class SegmentCodec:
             for block, num_bytes in zip(blocks, kept_num_bytes, strict=True)
         )
 
-    def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SegmentDecoder:
+    def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> OpenedSegment:
         """A decoder for blocks that were encoded with these parameters at this place.
 
         Equal arguments get the same decoder again, as long as it is among those asked for last.
@@ -255,22 +265,20 @@ class SegmentCodec:
                 del self._opened[next(iter(self._opened))]
         return decoder
 
-    def _open(self, params: Mapping[str, Any], start_token: int, num_tokens: int) -> SegmentDecoder:
+    def _open(self, params: Mapping[str, Any], start_token: int, num_tokens: int) -> OpenedSegment:
+        if not isinstance(params, Mapping) or params.get("codec") != SUBSPACE:
+            return self.open_units(params, start_token=start_token, num_tokens=num_tokens)
+        if self._subspace is None:
+            raise CodecError("stored in a model's bases, of which there are none here")
+        return self._subspace.open(params, start_token=start_token, num_tokens=num_tokens)
+
+    def open_units(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SegmentDecoder:
+        """As ``open``, of a segment that was stored unit by unit, and always a new decoder."""
         parameters = self._parse(params, num_tokens)
         if parameters.are_keys_unrotated and self._rotary is None:
             raise CodecError("keys were stored without rotary embedding, and this model's is not known")
         place = self._place(parameters, start_token, num_tokens)
         return SegmentDecoder(parameters, self._units(parameters, place), place)
-
-    def damage_of(self, params: Mapping[str, Any], num_tokens: int) -> float:
-        """The damage in nats that a segment with these parameters carries; infinite if it is unknown.
-
-        Raises:
-            CodecError: anything but parameters that this codec writes for this model.
-        """
-        damage = self._parse(params, num_tokens).damage
-        assert damage is not None
-        return damage
 
     def _parse(self, params: Mapping[str, Any], num_tokens: int) -> SegmentParameters:
         return SegmentParameters.parse(

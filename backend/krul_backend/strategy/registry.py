@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from krul_backend.errors import StrategyError
-from krul_backend.strategy.budget import BudgetSelector
 from krul_backend.strategy.fixed import FixedSelector, MiniCacheSelector, UnsharedSelector
 from krul_backend.strategy.interface import StrategySelector
 from krul_backend.strategy.krul import KrulSelector
@@ -18,17 +17,13 @@ from krul_backend.strategy.strategy import Precision
 class SelectorOptions:
     """The options of all selectors; each takes those that it needs.
 
-    ``gamma``: I-R threshold in [0, 1]. ``layer_ratio``: the paper's ``r_l``. ``precision``: of all layers,
-    where the selector does not choose it. ``error_limit``: predicted KL in nats that ``budget`` may spend.
-    ``native_token_bytes``: bytes of one token in one layer of the device pool. ``layer_range``: ``(first,
-    end)`` of ``krul-fixed``, None for the layers around the middle.
+    ``gamma``: I-R threshold in [0, 1]. ``layer_ratio``: the paper's ``r_l``. ``precision``: of all layers.
+    ``layer_range``: ``(first, end)`` of ``krul-fixed``, None for the layers around the middle.
     """
 
     gamma: float
     layer_ratio: float
     precision: Precision
-    error_limit: float
-    native_token_bytes: float
     layer_range: tuple[int, int] | None = None
 
 
@@ -38,7 +33,6 @@ _SELECTORS: Mapping[str, Callable[[SelectorOptions], StrategySelector]] = {
     MatchingSelector.name: lambda o: MatchingSelector(o.gamma, o.layer_ratio, o.precision),
     MiniCacheSelector.name: lambda o: MiniCacheSelector(o.layer_ratio, o.precision),
     FixedSelector.name: lambda o: FixedSelector(o.layer_ratio, o.layer_range, o.precision),
-    BudgetSelector.name: lambda o: BudgetSelector(o.error_limit, o.native_token_bytes),
 }
 
 SELECTOR_NAMES = tuple(_SELECTORS)

@@ -1,4 +1,4 @@
-"""A strategy: for each layer the partner it shares with, or none, and the precision it is stored at."""
+"""How the layers of a segment are stored: alone or in pairs, at some precision, or in groups of layers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,12 @@ class Strategy:
 
     @property
     def is_lossless(self) -> bool:
-        return all(layer == LayerStrategy() for layer in self.layers)
+        return not any(self.lossy_layers)
+
+    @property
+    def lossy_layers(self) -> tuple[bool, ...]:
+        """For each layer whether it comes back changed."""
+        return tuple(layer != LayerStrategy() for layer in self.layers)
 
     @classmethod
     def from_pairs(
@@ -146,6 +151,33 @@ class Strategy:
                 raise StrategyError(f"partner {partner!r} is not a layer")
             parsed.append(LayerStrategy(parse_precision(layer["precision"]), partner))
         return cls(tuple(parsed))
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """Groups of consecutive layers that share a subspace; ``coder`` writes their coefficients.
+
+    ``ends``: for each group its last layer, plus one.
+    """
+
+    ends: tuple[int, ...]
+    coder: str
+
+    @property
+    def groups(self) -> tuple[range, ...]:
+        """The layers of each group."""
+        return tuple(range(start, end) for start, end in zip((0, *self.ends), self.ends, strict=False))
+
+    @property
+    def lossy_layers(self) -> tuple[bool, ...]:
+        """For each layer whether it comes back changed: all do."""
+        return (True,) * self.ends[-1]
+
+    is_lossless = False
+
+
+StoredAs = Strategy | LayerGroups
+"""How all layers of a segment are stored."""
 
 
 def parse_precision(name: object) -> Precision:

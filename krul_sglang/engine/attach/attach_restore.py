@@ -49,7 +49,7 @@ def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> No
     costs = replace(_costs(calibration, runtime), serial_tiers=serial_tiers)
     linker = runtime.linker
     units = units_in_use(config.strategy, Precision(config.precision), pool.num_layers)
-    decode_costs = calibration.decode_costs(linker.codec, units, costs.tiers[DRAM_TIER])
+    decode_costs = calibration.decode_costs(linker.codec, units, costs.tiers[DRAM_TIER], runtime.subspace)
     online = OnlineCosts(costs)
     planner = make_planner(config.planner)
     chunk_tokens = _chunk_tokens(chunked_prefill_size)

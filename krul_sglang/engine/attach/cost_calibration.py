@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 
+from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.native_tails import NativeTail, NativeTails
 from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
+from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.memory import is_out_of_memory
 from krul_backend.planner.calibration import fit_compute, fit_tier
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
+from krul_sglang.config import SUBSPACE
 from krul_sglang.engine.attach.ordinary_prefill import ordinary_prefill, timed
 from krul_sglang.engine.attach.start_proof import random_token_ids
 from krul_sglang.engine.common.agreement import RankAgreement
@@ -33,6 +36,8 @@ _MIN_LENGTHS = 3
 """Lengths that a fit needs at least, however slow the machine is."""
 _REPEATS = 3
 _DECODED_TOKENS = 256
+_DECODED_DAMAGE = 0.01
+"""Nats per predicted token that the decoded blocks of groups may have lost."""
 _BLOCKS = 8
 """Segments of the prefix whose loading is measured: of a conversation of several turns."""
 
@@ -148,8 +153,15 @@ class CostCalibration:
             seconds = min(timed(device, restore) for _ in range(_REPEATS))
         return float(blocks[0].nbytes), seconds / num_blocks
 
-    def decode_costs(self, codec: SegmentCodec, units: Iterable[CodedUnit], tier: TierCost) -> DecodeCosts:
-        """Seconds per token and layer beyond the copy, for layers alone and in pairs, by precision."""
+    def decode_costs(
+        self,
+        codec: SegmentCodec,
+        units: Iterable[CodedUnit],
+        tier: TierCost,
+        subspace: SubspaceCodec | None = None,
+    ) -> DecodeCosts:
+        """Seconds per token and layer beyond the copy: of layers alone and in pairs, by precision, and of
+        groups by coder."""
         single_s = {Precision.NATIVE: 0.0}
         pair_s: dict[Precision, float] = {}
         num_tokens = min(_DECODED_TOKENS, self._pool.num_tokens // 2)
@@ -159,7 +171,24 @@ class CostCalibration:
             num_bytes, seconds = self._restore_s(codec, unit, precision, num_tokens)
             beyond_s = max(0.0, seconds - tier.load_s(num_bytes)) / num_tokens
             (single_s if len(unit) == 1 else pair_s)[precision] = beyond_s
-        return DecodeCosts(single_s, pair_s)
+        group_s = {} if subspace is None else {RansCoder.name: self._group_layer_s(subspace, num_tokens)}
+        return DecodeCosts(single_s, pair_s, group_s)
+
+    def _group_layer_s(self, subspace: SubspaceCodec, num_tokens: int) -> float:
+        """Seconds per token and layer to decode groups of KV like that which the bases were learned from."""
+        layers = subspace.draw(num_tokens)
+        encoded = subspace.encode(
+            layers.__getitem__,
+            start_token=0,
+            num_tokens=num_tokens,
+            attention=None,
+            max_damage=_DECODED_DAMAGE,
+            coder=RansCoder.name,
+        )
+        decoder = subspace.open(encoded.params, start_token=0, num_tokens=num_tokens)
+        device = self._pool.streams
+        seconds = min(timed(device, lambda: decoder.decode_all(encoded.blocks)) for _ in range(_REPEATS))
+        return seconds / num_tokens / self._pool.num_layers
 
     def _restore_s(
         self, codec: SegmentCodec, unit: tuple[int, ...], precision: Precision, num_tokens: int
@@ -196,13 +225,13 @@ class CostCalibration:
             on_host[layer] = device.host_empty(block.shape, block.dtype)
             device.download(on_host[layer], block)
         device.synchronize()
-        return codec.open(encoding.params, start_token=0, num_tokens=num_tokens), on_host
+        return codec.open_units(encoding.params, start_token=0, num_tokens=num_tokens), on_host
 
 
 def units_in_use(strategy_name: str, precision: Precision, num_layers: int) -> list[CodedUnit]:
     """Kinds of units that a server with these options may store, each once."""
-    if strategy_name == "budget":
-        return [((0,), each) for each in Precision]
+    if strategy_name == SUBSPACE:
+        return []
     alone = dict.fromkeys((Precision.NATIVE, precision))
     kinds: list[CodedUnit] = [((0,), each) for each in alone]
     return kinds if strategy_name == "none" or num_layers < 2 else [*kinds, ((0, 1), precision)]

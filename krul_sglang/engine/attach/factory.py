@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from krul_sglang.config import KrulConfig
+from krul_sglang.config import SUBSPACE, KrulConfig
 from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.common.hook_targets import (
     SCHEDULER_INIT,
@@ -93,6 +93,7 @@ def build_cache(ctx: Any) -> Any:
     from sglang.srt.runtime_context import get_context, get_memory
 
     from krul_sglang.engine.attach.attach_restore import attach_restore
+    from krul_sglang.engine.attach.model_bases import load_subspace
     from krul_sglang.engine.attach.model_identity import identify_model
     from krul_sglang.engine.attach.rotary import read_rotary_table
     from krul_sglang.engine.cache.radix_cache import KrulRadixCache
@@ -159,6 +160,8 @@ def build_cache(ctx: Any) -> Any:
     )
     runtime.pool = pool
     runtime.rotary = read_rotary_table(runner.model)
+    if config.strategy == SUBSPACE:
+        runtime.subspace = load_subspace(config, str(ctx.model_config.model_path), pool, runtime.rotary)
     runtime.agreement = agreement
     runtime.restore_agreement = RankAgreement.create(ctx.tp_size)
     # The linker is made by SGLang, which hands on nothing of ours but these parameters.

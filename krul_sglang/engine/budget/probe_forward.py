@@ -16,9 +16,7 @@ from krul_backend.codec.interface import LayerKV
 class HistoryAttention(AttentionBackend):  # type: ignore[misc]
     """Computes causal attention of ``W`` consecutive tokens over a given history and themselves.
 
-    It neither reads nor writes slots. ``history(layer)`` has the ``num_history`` tokens before them. A layer
-    for which ``damaged`` has KV is computed a second time with it, and the second result goes on;
-    ``errors[layer]`` is then ``||out - out_damaged||^2 / ||out||^2`` over tokens and heads.
+    It neither reads nor writes slots. ``history(layer)`` has the ``num_history`` tokens before them.
     ``token_to_kv_pool`` is SGLang's pool, which models that write KV themselves get from their backend.
     """
 
@@ -27,14 +25,11 @@ class HistoryAttention(AttentionBackend):  # type: ignore[misc]
         num_history: int,
         num_tokens: int,
         history: Callable[[int], LayerKV],
-        damaged: Callable[[int], LayerKV | None],
         device: torch.device,
         token_to_kv_pool: Any,
     ) -> None:
         self.token_to_kv_pool = token_to_kv_pool
-        self.errors: dict[int, float] = {}
         self._history = history
-        self._damaged = damaged
         # [W, num_history + W]: token t sees the history and the tokens up to itself.
         self._mask = torch.ones(num_tokens, num_history + num_tokens, dtype=torch.bool, device=device).tril(
             num_history
@@ -46,20 +41,12 @@ class HistoryAttention(AttentionBackend):  # type: ignore[misc]
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        index = layer.layer_id
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         own = LayerKV(
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
         )
-        output = self._attend(queries, self._history(index), own, layer.scaling)
-        damaged = self._damaged(index)
-        if damaged is not None:
-            true_output = output
-            output = self._attend(queries, damaged, own, layer.scaling)
-            difference = (output.float() - true_output.float()).square().sum()
-            self.errors[index] = float(difference / true_output.float().square().sum())
-        return output
+        return self._attend(queries, self._history(layer.layer_id), own, layer.scaling)
 
     def _attend(self, q: torch.Tensor, history: LayerKV, own: LayerKV, scaling: float) -> torch.Tensor:
         keys = torch.cat([history.k, own.k]).transpose(0, 1)

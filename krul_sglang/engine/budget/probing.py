@@ -1,8 +1,9 @@
-"""Measures how compression changes the model's answers, by running a turn's end on decoded history."""
+"""Measures what the stored form of a conversation would cost its next tokens, while the server is idle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,30 +11,36 @@ from typing import Any
 import torch
 
 from krul_backend.codec.interface import LayerKV
-from krul_backend.codec.round_trip import LayerRoundTrip
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.strategy.strategy import LayerStrategy, Strategy
+from krul_backend.errors import KrulError
+from krul_backend.store.interface import KVStore
+from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.budget.probe_forward import HistoryAttention, probe_forward
 from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.restore.segment_reader import KeptRoom, SegmentReader, open_segments
 from krul_sglang.engine.save.turn import StoredPath
 
+logger = logging.getLogger(__name__)
+
 PROBED_TOKENS = 64
+
+_LEAST_DIVERGENCE = 1e-9
+"""Rounding alone makes differences of this size."""
 
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """The result of a probe.
+    """The divergence in nats, mean over the probed tokens: as it is, and as it was expected."""
 
-    ``errors[layer]``: of the attention output of each compressed layer. ``kl`` in nats, mean over tokens.
-    """
-
-    errors: dict[int, float]
     kl: float
+    expected: float
 
 
 class Prober:
-    """Compares next-token distributions on the true history of a conversation and on a decoded one.
+    """Compares next-token distributions on the true history of a conversation and on the stored one.
 
     It runs short forwards on the scheduler's thread, on all ranks together, because the model's collectives
     run in them. ``group`` joins the ranks of the model, None for one rank.
@@ -45,86 +52,118 @@ class Prober:
         capture: TurnCapture | None,
         pool: DevicePool,
         codec: SegmentCodec,
+        store: KVStore,
+        model: ServedModel,
         group: Any | None,
     ) -> None:
         self._model_runner = model_runner
         self._capture = capture
         self._pool = pool
-        self._round_trip = LayerRoundTrip(codec, start_token=0)
+        self._codec = codec
+        self._store = store
+        self._model = model
         self._group = group
 
-    def open(self, path: StoredPath) -> OpenProbe | None:
-        """Run the last ``PROBED_TOKENS`` of ``path`` on its true history; None if nothing is before them."""
-        num_history = len(path.token_ids) - PROBED_TOKENS
-        if num_history < 1:
+    def measure(self, path: StoredPath, *, is_exact: bool) -> ProbeOutcome | None:
+        """Run the last tokens of ``path`` on its true history, which lies in the pool, and on the stored one.
+
+        None if a rank has no exact KV (``is_exact``), or not the whole history in host memory, or if the
+        stored history is expected to cost nothing.
+        """
+        page_size = self._model.identity.page_size
+        num_pages = (len(path.token_ids) - PROBED_TOKENS) // page_size
+        if num_pages < 1:
             return None
+        num_history = num_pages * page_size
+        lease = self._store.lease(
+            self._model.identity, path.page_keys[:num_pages], path.token_ids[:num_history]
+        )
+        try:
+            readers = self._readers(lease, num_history) if is_exact else None
+            if self._sum_of_ranks(float(readers is None)) or readers is None:
+                return None
+            expected = self._sum_of_ranks(
+                sum(reader.decoder.damage * reader.source.header.end_token for reader in readers)
+            ) / len(path.token_ids)
+            if not expected > 0:
+                return None
+            true, stored = (
+                self._run(path, num_history, history)
+                for history in (self._true_history(path, num_history), _StoredHistory(self, path, readers))
+            )
+            kl = (true.exp() * (true - stored)).sum(-1).mean().item()
+            return ProbeOutcome(max(kl, _LEAST_DIVERGENCE), expected)
+        finally:
+            if lease is not None:
+                self._store.release(lease)
+
+    def _readers(self, lease: Lease | None, num_history: int) -> list[SegmentReader] | None:
+        """Readers of the whole history; None if it is not in host memory, damaged or undecodable."""
+        if lease is None or not lease.is_in_dram:
+            return None
+        try:
+            readers = open_segments(lease, self._codec, num_history)
+        except KrulError as error:
+            logger.debug("krul: no probe of a conversation that cannot be read: %s", error)
+            return None
+        is_whole = sum(reader.num_tokens for reader in readers) == num_history
+        is_sound = all(
+            block_checksum(block) == checksum
+            for reader in readers
+            for block, checksum in zip(reader.source.blocks, reader.source.checksums, strict=True)
+        )
+        return readers if is_whole and is_sound else None
+
+    def _true_history(self, path: StoredPath, num_history: int) -> Callable[[int], LayerKV]:
+        return lambda layer: self._pool.gather(layer, path.slots[:num_history])
+
+    def _run(self, path: StoredPath, num_history: int, history: Callable[[int], LayerKV]) -> torch.Tensor:
+        """Logarithms of the probabilities of every next token, for all tokens after the history."""
         token_ids = self._pool.streams.from_list(path.token_ids[num_history:].tolist())
-        slots = path.slots[:num_history]
+        attention = HistoryAttention(
+            num_history, len(token_ids), history, self._pool.device, self._model_runner.token_to_kv_pool
+        )
+        unrecorded: AbstractContextManager[None] = (
+            nullcontext() if self._capture is None else self._capture.suspended()
+        )
+        logits = probe_forward(self._model_runner, token_ids, num_history, attention, unrecorded)
+        return logits.log_softmax(-1)
 
-        def read(layer: int) -> LayerKV:
-            return self._pool.gather(layer, slots)
-
-        def run(damaged: Callable[[int], LayerKV | None]) -> tuple[torch.Tensor, dict[int, float]]:
-            attention = HistoryAttention(
-                num_history,
-                len(token_ids),
-                read,
-                damaged,
-                self._pool.device,
-                self._model_runner.token_to_kv_pool,
-            )
-            unrecorded: AbstractContextManager[None] = (
-                nullcontext() if self._capture is None else self._capture.suspended()
-            )
-            logits = probe_forward(self._model_runner, token_ids, num_history, attention, unrecorded)
-            return logits.log_softmax(-1), attention.errors
-
-        reference, _ = run(lambda layer: None)
-        return OpenProbe(self, read, run, reference)
-
-    def is_on_any_rank(self, flag: bool) -> bool:
-        """Whether ``flag`` is set on any rank. Every rank calls it."""
+    def _sum_of_ranks(self, value: float) -> float:
         if self._group is None:
-            return flag
-        value = torch.tensor([float(flag)])
-        torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX, group=self._group)
-        return bool(value.item())
-
-    def decode(self, strategy: Strategy, read: Callable[[int], LayerKV]) -> dict[int, LayerKV]:
-        """The layers that ``strategy`` compresses, each alone, encoded and decoded."""
-        return {
-            layer: self._round_trip(layer, of_layer.precision, read(layer))[0]
-            for layer, of_layer in enumerate(strategy.layers)
-            if of_layer != LayerStrategy()
-        }
-
-    def mean_of_ranks(self, errors: dict[int, float]) -> dict[int, float]:
-        if self._group is None:
-            return errors
-        values = torch.tensor(list(errors.values()), dtype=torch.float64)
-        torch.distributed.all_reduce(values, group=self._group)
-        values /= torch.distributed.get_world_size(self._group)
-        return dict(zip(errors, values.tolist(), strict=True))
+            return value
+        total = torch.tensor([value], dtype=torch.float64)
+        torch.distributed.all_reduce(total, group=self._group)
+        return float(total)
 
 
-class OpenProbe:
-    """One conversation and its true next-token distributions, on which strategies are tried."""
+class _StoredHistory:
+    """The history as it would come back: called for each layer in ascending order, it decodes groups.
 
-    def __init__(
-        self,
-        prober: Prober,
-        read: Callable[[int], LayerKV],
-        run: Callable[[Callable[[int], LayerKV | None]], tuple[torch.Tensor, dict[int, float]]],
-        reference: torch.Tensor,
-    ) -> None:
-        self._prober = prober
-        self._read = read
-        self._run = run
-        self._reference = reference
+    Tokens that a layer does not hold stay as they are in the pool: a restore recomputes them.
+    """
 
-    def run(self, strategy: Strategy) -> ProbeOutcome:
-        """Run on the history as ``strategy`` would give it back. Every rank runs the same strategy."""
-        decoded = self._prober.decode(strategy, self._read)
-        log_q, errors = self._run(decoded.get)
-        kl = (self._reference.exp() * (self._reference - log_q)).sum(-1).mean().item()
-        return ProbeOutcome(self._prober.mean_of_ranks(errors), kl)
+    def __init__(self, prober: Prober, path: StoredPath, readers: Sequence[SegmentReader]) -> None:
+        self._pool = prober._pool
+        self._slots = path.slots[: readers[-1].end_token]
+        self._readers = readers
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        room = KeptRoom()
+        for reader in readers:
+            header = reader.source.header
+            reader.begin(reader.decoder.decodable_from(header.layer_first_token), room)
+
+    def __call__(self, layer: int) -> LayerKV:
+        for reader in self._readers:
+            if reader.has_tail(layer):
+                places = torch.arange(reader.first_token, reader.end_token, device=self._slots.device)
+                reader.fetch(layer, self._pool.streams)
+                reader.restore(layer, self, places)
+        return LayerKV(*self.buffers(layer, is_last=True))
+
+    def buffers(self, layer: int, *, is_last: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of the layer's true KV, which readers write to; forgotten when ``is_last``."""
+        if layer not in self._layers:
+            true = self._pool.gather(layer, self._slots)
+            self._layers[layer] = true.k, true.v
+        return self._layers.pop(layer) if is_last else self._layers[layer]

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from krul_backend.strategy.strategy import LayerStrategy
 from krul_sglang.engine.restore.load_batch import Load, LoadBatch
 from krul_sglang.engine.restore.segment_reader import SegmentReader
 
@@ -22,7 +21,8 @@ class DamagedSpan:
     """Tokens ``[start, end)`` of a conversation that came, or would come, back lossy with one segment.
 
     ``segment_start`` is the first token of that segment, and identifies it within the conversation.
-    ``damage`` is that of the whole segment in nats; infinite if it is unknown.
+    ``damage`` is that of the whole segment in nats, times the tokens that the conversation had when the
+    segment ended: over its length at any later time, it is what the segment costs then. Infinite if unknown.
     """
 
     start: int
@@ -90,7 +90,7 @@ class KvProvenance:
             if first < reader.end_token:
                 slots = load.slots[first - load.device_tokens : reader.end_token - load.device_tokens]
                 self._segments.index_fill_(0, slots, reader.source.header.start_token + 1)
-                self._damages.index_fill_(0, slots, reader.decoder.damage)
+                self._damages.index_fill_(0, slots, reader.decoder.damage * reader.source.header.end_token)
                 self._is_all_exact = False
 
 
@@ -100,15 +100,12 @@ def first_lossy_token(reader: SegmentReader, head_ends: Sequence[int]) -> int:
     Heads are recomputed, and so as exact as the history before them. A loaded tail is exact if its layer was
     stored natively and on its own, unless the stored KV was lossy already.
     """
-    strategy = reader.decoder.strategy
-    is_lossy = [
-        layer != LayerStrategy() or (strategy.is_lossless and reader.decoder.damage > 0)
-        for layer in strategy.layers
-    ]
+    stored_as = reader.decoder.stored_as
+    was_lossy = stored_as.is_lossless and reader.decoder.damage > 0
     firsts = [
         max(head_end, reader.first_token)
-        for head_end, lossy in zip(head_ends, is_lossy, strict=True)
-        if lossy
+        for head_end, is_lossy in zip(head_ends, stored_as.lossy_layers, strict=True)
+        if is_lossy or was_lossy
     ]
     return min([*firsts, reader.end_token])
 
@@ -116,7 +113,7 @@ def first_lossy_token(reader: SegmentReader, head_ends: Sequence[int]) -> int:
 def spent_damage(
     stored: Sequence[DamagedSpan], lossy: Sequence[DamagedSpan], missing: Sequence[range], num_tokens: int
 ) -> float:
-    """The damage that a conversation of ``num_tokens`` tokens has so far, in nats: the sum of its segments.
+    """The damage that a conversation of ``num_tokens`` tokens has so far, in nats: what its segments cost now.
 
     ``stored`` are its segments in the store, ``lossy`` what of it came back lossy, ``missing`` the tokens
     that the store does not hold. A lossy token whose segment left the store counts with that segment's
@@ -133,16 +130,20 @@ def spent_damage(
         is_known[span.start : span.end] = True
     for tokens in missing:
         is_known[tokens.start : tokens.stop] = True
-    return sum(spent.values()) if is_known.all() else math.inf
+    return sum(spent.values()) / num_tokens if is_known.all() else math.inf
 
 
 def carried_damage(lossy: Sequence[DamagedSpan], tokens: range) -> float:
-    """The damage in nats that KV of these tokens already has: their share of each segment they came with."""
+    """The damage in nats, at the end of these tokens, that their KV already has: their share of each segment
+    that they came with."""
     num_lossy: Counter[int] = Counter()
     for span in lossy:
         num_lossy[span.segment_start] += span.end - span.start
-    return sum(
-        span.damage * num_inside / num_lossy[span.segment_start]
-        for span in lossy
-        if (num_inside := min(span.end, tokens.stop) - max(span.start, tokens.start)) > 0
+    return (
+        sum(
+            span.damage * num_inside / num_lossy[span.segment_start]
+            for span in lossy
+            if (num_inside := min(span.end, tokens.stop) - max(span.start, tokens.start)) > 0
+        )
+        / tokens.stop
     )

@@ -59,15 +59,17 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._store = runtime.connection.store
         self._capture = runtime.capture
         self._gate = TransferGate()
-        self.codec = SegmentCodec(self._pool.shape, self._pool.num_layers, runtime.rotary)
+        self.codec = SegmentCodec(
+            self._pool.shape, self._pool.num_layers, runtime.rotary, subspace=runtime.subspace
+        )
         self._budget: ErrorBudget | None = None
-        if runtime.config.strategy == "budget":
+        if runtime.subspace is not None:
             keys, _ = self._pool.buffers(0)
             runtime.provenance = KvProvenance(len(keys), keys.device, lambda index: self.loader.batch(index))
             group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
-            self._budget = make_budget(runtime, self.codec, runtime.provenance, group)
+            self._budget = make_budget(runtime, self.codec, runtime.subspace, runtime.provenance, group)
         self._chooser = StrategyChooser(
-            make_selector_decision(runtime) if self._budget is None else self._budget
+            make_selector_decision(runtime, self.codec) if self._budget is None else self._budget
         )
         self._offloader = TurnOffloader(
             self._store,

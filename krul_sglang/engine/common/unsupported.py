@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from krul_backend.errors import KrulError
-from krul_sglang.config import ATTENTION_STRATEGIES, KrulConfig
+from krul_sglang.config import ATTENTION_STRATEGIES, SUBSPACE, KrulConfig
 
 FP8_DTYPES = ("fp8_e4m3", "fp8_e5m2")
 _PLAIN_DTYPES = ("auto", "bf16", "bfloat16")
@@ -145,6 +145,13 @@ LAUNCH_RULES = (
         ("fp8_e4m3", "krul", "int4"),
     ),
     Rule(
+        '--tp-size and strategy = "subspace"',
+        "bases are learned for the heads of a whole model so far",
+        ("tp_size", "krul.strategy"),
+        lambda tp_size, strategy: _is_several(tp_size) and strategy == SUBSPACE,
+        (2, SUBSPACE),
+    ),
+    Rule(
         "--enable-two-batch-overlap and a strategy that looks at attention",
         'it runs each forward in two halves, and rows are counted in whole ones: leave strategy = "none"',
         ("enable_two_batch_overlap", "krul.strategy"),
@@ -218,6 +225,10 @@ FOREIGN_LAYERS = Refusal(
     "layers that are not called as those of Llama are",
     'heads cannot be recomputed; start with planner = "full-load" to load whole prefixes',
 )
+FOREIGN_ROTARY = Refusal(
+    'strategy = "subspace" and a rotary embedding that cannot be taken off keys',
+    "bases are learned from keys without it",
+)
 EAGER_ESTIMATOR = Refusal(
     'estimator = "heterogeneous" and CUDA graphs',
     "it reduces attention between forwards, in Python, which is the cost of the paper's way; "
@@ -230,6 +241,7 @@ FOUND_LATER = (
     FOREIGN_ELEMENTS,
     FOREIGN_SCALES,
     FOREIGN_LAYERS,
+    FOREIGN_ROTARY,
     EAGER_ESTIMATOR,
 )
 """Refusals that are known only in the scheduler, when the pool, the layers or the estimator are built."""

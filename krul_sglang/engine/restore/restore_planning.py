@@ -19,7 +19,7 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.planner.interface import RestorePlan, RestorePlanner
 from krul_backend.planner.pipeline import simulate
 from krul_backend.planner.problem import RestoreProblem, StoredRun
-from krul_backend.strategy.strategy import Precision, Strategy
+from krul_backend.strategy.strategy import LayerGroups, Precision, StoredAs
 from krul_backend.tiers.common.interface import DRAM_TIER, Lease
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore.load_batch import Forecast
@@ -38,19 +38,37 @@ PAIR_FACTOR = 2.0
 class DecodeCosts:
     """Tells what decoding costs: seconds per token and layer, beyond what copying the bytes costs.
 
-    ``single_s``: of layers on their own, by precision; ``pair_s``: of layers in a pair. A precision that was
-    not measured takes the cost of one that was.
+    ``single_s``: of layers on their own, by precision; ``pair_s``: of layers in a pair; ``group_s``: of
+    layers in a group that shares a subspace, by coder. A kind that was not measured takes the cost of one
+    that was.
     """
 
-    def __init__(self, single_s: Mapping[Precision, float], pair_s: Mapping[Precision, float]) -> None:
+    def __init__(
+        self,
+        single_s: Mapping[Precision, float],
+        pair_s: Mapping[Precision, float],
+        group_s: Mapping[str, float] | None = None,
+    ) -> None:
         self.single_s = dict(single_s)
         self.pair_s = dict(pair_s)
+        self.group_s = dict(group_s or {})
 
-    def token_s(self, strategy: Strategy) -> tuple[float, ...]:
-        """``[L]``, for every layer of a segment that was stored with ``strategy``."""
+    def token_s(self, stored_as: StoredAs) -> tuple[float, ...]:
+        """``[L]``, for every layer of a segment.
+
+        A group is decoded at once, from the head of its last layer on, which is the shortest. So that one is
+        charged for all of them.
+        """
+        if isinstance(stored_as, LayerGroups):
+            layer_s = self.group_s.get(stored_as.coder, max(self.group_s.values(), default=0.0))
+            return tuple(
+                len(group) * layer_s if layer == group[-1] else 0.0
+                for group in stored_as.groups
+                for layer in group
+            )
         return tuple(
             self._single_s(layer.precision) if layer.partner is None else self._pair_s(layer.precision)
-            for layer in strategy.layers
+            for layer in stored_as.layers
         )
 
     def _single_s(self, precision: Precision) -> float:
@@ -219,7 +237,7 @@ class RestorePlanning:
             first_token=first_token,
             end_token=end_token,
             layer_token_bytes=tuple(num_bytes / header.num_tokens for num_bytes in decoder.layer_num_bytes),
-            decode_token_s=self._decode_costs.token_s(decoder.strategy),
+            decode_token_s=self._decode_costs.token_s(decoder.stored_as),
             last_use=decoder.last_use,
             stored_from=tuple(
                 min(max(first_token, token), end_token)

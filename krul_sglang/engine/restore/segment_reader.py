@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
+from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.native_tails import NativeTail
 from krul_backend.codec.restore import restore_layer
-from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
+from krul_backend.codec.segment_codec import OpenedSegment, SegmentCodec, SegmentDecoder
+from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.device import Device
 from krul_backend.errors import CodecError, TierReadError
 from krul_backend.tiers.common.interface import Block, Lease, SegmentSlice
-from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.block_checks import LayerBlock
 
 MAX_KEPT_BYTES = 128 << 20
 """Most device memory for blocks that stay there until the other layer of their pair comes."""
+
+
+class KVBuffers(Protocol):
+    """What KV is written to: see ``DevicePool.buffers``."""
+
+    def buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class KeptRoom:
@@ -36,7 +45,7 @@ class KeptRoom:
         self._free_bytes += num_bytes
 
 
-class SegmentReader:
+class SegmentReader(ABC):
     """Reads tokens ``[first_token, end_token)`` of a conversation from one leased segment.
 
     A plan is made from what it says of the segment. If the plan loads, ``begin`` follows, and then ``fetch``
@@ -46,18 +55,11 @@ class SegmentReader:
         [first_token, head_ends[l])   not read in layer l
         [head_ends[l], end_token)     read, decoded and written to their slots
 
-    Each block is copied in one piece when its layer comes: from the group on in which the tail of the layer
-    that needs it last begins (the other one of a pair, or itself), since heads never grow. It stays on the
-    device until then, if there is room; otherwise the part that the other layer needs is copied again when
-    that comes.
-
     ``source`` is what was leased, ``num_tokens`` how many of its tokens are wanted, from the first one on.
     ``num_bytes`` were read so far.
     """
 
-    _room: KeptRoom
-
-    def __init__(self, source: SegmentSlice, decoder: SegmentDecoder, num_tokens: int) -> None:
+    def __init__(self, source: SegmentSlice, decoder: OpenedSegment, num_tokens: int) -> None:
         header = source.header
         self.source = source
         self.decoder = decoder
@@ -68,8 +70,6 @@ class SegmentReader:
         self._end_row = self._row + num_tokens
         self._first_rows: list[int] = []
         self._fetched = source
-        self._on_device: dict[int, torch.Tensor] = {}
-        self._kept: set[int] = set()
 
     @property
     def first_token(self) -> int:
@@ -84,7 +84,6 @@ class SegmentReader:
         start_token = self.source.header.start_token
         # The end if a layer has no tail.
         self._first_rows = [min(max(end - start_token, self._row), self._end_row) for end in head_ends]
-        self._room = room
 
     def take_blocks_of(self, fetched: SegmentSlice) -> None:
         """Read the blocks that the store fetches for ``source`` from a lower tier.
@@ -104,9 +103,9 @@ class SegmentReader:
             )
         self._fetched = fetched
 
+    @abstractmethod
     def end(self) -> None:
-        """Free the device memory of blocks that are still kept there. Nothing is read afterwards."""
-        self._on_device.clear()
+        """Free what is still kept in memory. Nothing is read afterwards."""
 
     def has_tail(self, layer: int) -> bool:
         """Whether anything of this layer is loaded."""
@@ -139,14 +138,61 @@ class SegmentReader:
         self.num_bytes += num_bytes
         return block[block.nbytes - num_bytes :]
 
+    @abstractmethod
     def fetch(self, layer: int, device: Device) -> None:
         """Copy to the device what ``restore`` of this layer needs and is not there yet, of checked blocks."""
+
+    @abstractmethod
+    def restore(self, layer: int, pool: KVBuffers, slots: torch.Tensor) -> None:
+        """Write the layer's tail to its part of ``slots``, int64 ``[num_tokens]``.
+
+        Raises:
+            CodecError: blocks that the codec cannot have written.
+        """
+
+    def _tail(self, source: int, layer: int) -> Block:
+        """The part of a block from the record on in which the tail of ``layer`` begins."""
+        header = self._fetched.header
+        stored_from = header.layer_first_token[source] - header.start_token
+        # The block as it was encoded, in bytes:
+        # [0, stored)    left out when it was stored
+        # [stored, first)  stored, not needed now
+        # [first, ...)   the tail
+        stored = self.decoder.tail_start(source, stored_from)
+        first = self.decoder.tail_start(source, self._first_rows[layer])
+        return self._fetched.blocks[source][first - stored :]
+
+
+class UnitReader(SegmentReader):
+    """Reads a segment that was stored unit by unit: layers alone, or in pairs.
+
+    Each block is copied in one piece when its layer comes: from the record on in which the tail of the layer
+    that needs it last begins (the other one of a pair, or itself), since heads never grow. It stays on the
+    device until then, if there is room; otherwise the part that the other layer needs is copied again when
+    that comes.
+    """
+
+    decoder: SegmentDecoder
+    _room: KeptRoom
+
+    def __init__(self, source: SegmentSlice, decoder: SegmentDecoder, num_tokens: int) -> None:
+        super().__init__(source, decoder, num_tokens)
+        self._on_device: dict[int, torch.Tensor] = {}
+        self._kept: set[int] = set()
+
+    def begin(self, head_ends: Sequence[int], room: KeptRoom) -> None:
+        super().begin(head_ends, room)
+        self._room = room
+
+    def end(self) -> None:
+        self._on_device.clear()
+
+    def fetch(self, layer: int, device: Device) -> None:
         for source in self.decoder.sources(layer):
             if source not in self._on_device:
                 self._on_device[source] = self._copy_tail(source, layer, device)
 
-    def restore(self, layer: int, pool: DevicePool, slots: torch.Tensor) -> None:
-        """Write the layer's tail to ``slots``, int64, one for each of its tokens."""
+    def restore(self, layer: int, pool: KVBuffers, slots: torch.Tensor) -> None:
         restore_layer(
             self.decoder,
             layer,
@@ -154,7 +200,7 @@ class SegmentReader:
             self._first_rows[layer],
             self._end_row,
             *pool.buffers(layer),
-            slots,
+            slots[self.num_head_rows(layer) :],
         )
         for source in self.decoder.sources(layer):
             if self.decoder.last_use[source] <= layer or source not in self._kept:
@@ -174,17 +220,46 @@ class SegmentReader:
         self.num_bytes += tail.nbytes
         return device.upload(torch.from_numpy(tail))
 
-    def _tail(self, source: int, layer: int) -> Block:
-        """The part of a block from the group on in which the tail of ``layer`` begins."""
-        header = self._fetched.header
-        stored_from = header.layer_first_token[source] - header.start_token
-        # The block as it was encoded, in bytes:
-        # [0, stored)    left out when it was stored
-        # [stored, first)  stored, not needed now
-        # [first, ...)   the tail
-        stored = self.decoder.tail_start(source, stored_from)
-        first = self.decoder.tail_start(source, self._first_rows[layer])
-        return self._fetched.blocks[source][first - stored :]
+
+class GroupReader(SegmentReader):
+    """Reads a segment whose groups of layers share a subspace.
+
+    The first layer of a group that has a tail brings the tails of the whole group. The coder's loops run on
+    the host, where the block lies; coefficients become KV on the device.
+    """
+
+    decoder: SubspaceDecoder
+
+    def __init__(self, source: SegmentSlice, decoder: SubspaceDecoder, num_tokens: int) -> None:
+        super().__init__(source, decoder, num_tokens)
+        self._decoded: dict[int, list[LayerKV]] = {}
+        self._written: set[int] = set()
+
+    def end(self) -> None:
+        self._decoded.clear()
+
+    def fetch(self, layer: int, device: Device) -> None:
+        group = self.decoder.group_of(layer)
+        if group in self._written:
+            return
+        last = self.decoder.stored_as.groups[group][-1]
+        (source,) = self.decoder.sources(layer)
+        tail = self._tail(source, last)
+        self.num_bytes += tail.nbytes
+        self._decoded[group] = self.decoder.decode(group, torch.from_numpy(tail), self._first_rows[last])
+
+    def restore(self, layer: int, pool: KVBuffers, slots: torch.Tensor) -> None:
+        group = self.decoder.group_of(layer)
+        if group in self._written:
+            return
+        self._written.add(group)
+        layers = self.decoder.stored_as.groups[group]
+        # Heads never grow: what was decoded begins with the tail of the last layer.
+        first, num_rows = self._first_rows[layers[-1]], self._end_row - self._first_rows[layers[-1]]
+        for each, kv in zip(layers, self._decoded.pop(group), strict=True):
+            rows = slice(self._first_rows[each] - first, num_rows)
+            for buffer, decoded in zip(pool.buffers(each), (kv.k, kv.v), strict=True):
+                buffer.index_copy_(0, slots[self.num_head_rows(each) :], decoded[rows])
 
 
 def open_segments(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[SegmentReader]:
@@ -203,5 +278,9 @@ def open_segments(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[Se
         decoder = codec.open(
             header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
         )
-        opened.append(SegmentReader(source, decoder, of_slice))
+        opened.append(
+            GroupReader(source, decoder, of_slice)
+            if isinstance(decoder, SubspaceDecoder)
+            else UnitReader(source, decoder, of_slice)
+        )
     return opened

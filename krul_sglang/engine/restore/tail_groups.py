@@ -146,4 +146,4 @@ class _Alone:
         self._part.reader.fetch(self._layer, device)
 
     def restore(self, pool: DevicePool) -> None:
-        self._part.reader.restore(self._layer, pool, self._part.slots_of_tail(self._layer))
+        self._part.reader.restore(self._layer, pool, self._part.slots)

@@ -13,9 +13,10 @@ from krul_backend.planner.planners import allocate
 from krul_backend.planner.problem import StoredRun
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
-from krul_backend.strategy.strategy import Strategy
+from krul_backend.strategy.strategy import StoredAs
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.save.turn_encoding import TurnEncoding
 
 EXPECTED_NEW_TOKENS = 128
 """Length of the turn that is expected to follow."""
@@ -29,14 +30,14 @@ class SpaceAllocation:
     If the plan would load nothing at all, everything is stored: otherwise a device that is busy today would
     decide that the conversation can never be loaded.
 
-    ``decode_token_s(strategy)`` are the seconds per token that decoding costs in each layer, ``[L]``.
+    ``decode_token_s(stored_as)`` are the seconds per token that decoding costs in each layer, ``[L]``.
     """
 
     def __init__(
         self,
         planner: RestorePlanner,
         costs: OnlineCosts,
-        decode_token_s: Callable[[Strategy], tuple[float, ...]],
+        decode_token_s: Callable[[StoredAs], tuple[float, ...]],
         agreement: RankAgreement,
         *,
         page_size: int,
@@ -49,31 +50,23 @@ class SpaceAllocation:
         self._page_size = page_size
         self._max_head_tokens = max_head_tokens
 
-    def head_ends(
-        self,
-        num_tokens: int,
-        layer_token_bytes: tuple[float, ...],
-        last_use: tuple[int, ...],
-        strategy: Strategy,
-    ) -> tuple[int, ...] | None:
+    def head_ends(self, num_tokens: int, encoding: TurnEncoding) -> tuple[int, ...] | None:
         """For each layer the token before which nothing needs to be kept; None to keep everything.
 
-        ``num_tokens``: of the whole conversation. ``strategy`` is what its last turn is stored with;
-        ``layer_token_bytes[l]`` are the bytes that a token takes in layer ``l``'s block then, and
-        ``last_use[l]`` the last layer that needs that block. Heads never grow from layer to layer: a token's
-        hidden state in a layer needs the layer before it.
+        ``num_tokens``: of the whole conversation. ``encoding`` is what its last turn is stored with. Heads
+        never grow from layer to layer: a token's hidden state in a layer needs the layer before it.
 
-        With several ranks each asks once for every turn, also one that has no room for it, with equal
-        arguments, and gets the first rank's answer.
+        With several ranks each asks once for every turn, also one that has no room for it, with the same
+        kind of encoding, and gets the first rank's answer.
         """
         run = StoredRun(
             tier=DRAM_TIER,
             first_token=0,
             end_token=num_tokens,
-            layer_token_bytes=layer_token_bytes,
-            decode_token_s=self._decode_token_s(strategy),
-            last_use=last_use,
-            stored_from=(0,) * len(strategy.layers),
+            layer_token_bytes=encoding.layer_token_bytes,
+            decode_token_s=self._decode_token_s(encoding.stored_as),
+            last_use=encoding.last_use,
+            stored_from=(0,) * len(encoding.last_use),
         )
         heads = allocate(
             self._planner,

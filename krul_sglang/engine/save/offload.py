@@ -12,12 +12,10 @@ from enum import Enum, auto
 import torch
 
 from krul_backend.codec.interface import LayerKV
-from krul_backend.codec.parameters import CODEC_NAME
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.interface import KVStore
-from krul_backend.strategy.strategy import Strategy
 from krul_backend.tiers.common.hashing import block_checksums
 from krul_backend.tiers.common.interface import Reservation
 from krul_sglang.engine.common.kv_pool import DevicePool
@@ -26,6 +24,7 @@ from krul_sglang.engine.common.transfer_gate import Patience, TransferGate
 from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
 from krul_sglang.engine.save.strategy_choice import StrategyChooser
 from krul_sglang.engine.save.turn import Turn
+from krul_sglang.engine.save.turn_encoding import TokenRun, TurnEncoding
 
 logger = logging.getLogger(__name__)
 
@@ -157,14 +156,14 @@ class TurnOffloader:
                 # Asked again here: an earlier turn in the queue may have stored a common prefix meanwhile.
                 missing = self._missing_segments(turn) if has_room else []
                 # Without room, too: ranks decide together, and each of them must take part.
-                choice = self._chooser.choose(turn if has_room else None, missing)
-                head_ends = self._head_ends(len(turn.token_ids), choice.strategy)
+                encoding = self._chooser.choose(turn if has_room else None, missing)
+                head_ends = self._head_ends(len(turn.token_ids), encoding)
                 if not has_room:
                     return Outcome.SKIPPED
                 patience = self._gate.patience()
                 is_stored = all(
-                    self._store_run(turn, run, choice.strategy, head_ends, damage, patience)
-                    for run, damage in zip(missing, choice.damages, strict=True)
+                    self._store_run(turn, index, run, encoding, head_ends, patience)
+                    for index, run in enumerate(missing)
                 )
         except Exception:
             logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
@@ -180,12 +179,8 @@ class TurnOffloader:
             self._keep(turn, turn.keep_s)
         return Outcome.STORED
 
-    def _head_ends(self, num_tokens: int, strategy: Strategy) -> tuple[int, ...] | None:
-        if self.allocation is None:
-            return None
-        return self.allocation.head_ends(
-            num_tokens, self._codec.layer_token_bytes(strategy), self._codec.last_use(strategy), strategy
-        )
+    def _head_ends(self, num_tokens: int, encoding: TurnEncoding) -> tuple[int, ...] | None:
+        return None if self.allocation is None else self.allocation.head_ends(num_tokens, encoding)
 
     def _trim(self, turn: Turn, head_ends: tuple[int, ...]) -> None:
         """Drop heads from earlier turns. An error does not fail the turn: the heads only take space."""
@@ -213,31 +208,30 @@ class TurnOffloader:
     def _store_run(
         self,
         turn: Turn,
+        index: int,
         run: range,
-        strategy: Strategy,
+        encoding: TurnEncoding,
         head_ends: tuple[int, ...] | None,
-        damage: float | None,
         patience: Patience,
     ) -> bool:
-        """Store one run of missing pages as a segment; False if there is no space for it."""
+        """Store run number ``index`` of the missing pages as a segment; False if there is no space for it."""
         page_size = self._model.identity.page_size
         start, end = run.start * page_size, run.stop * page_size
 
         def read(layer: int) -> LayerKV:
             return self._pool.gather(layer, turn.slots[start:end])
 
-        encoding = self._codec.prepare(
-            strategy, read, start_token=start, num_tokens=end - start, head_ends=head_ends, damage=damage
+        encoded = encoding.encode(
+            index,
+            TokenRun(read, start, end - start, head_ends),
+            lambda: self._gate.let_restores_pass(patience),
         )
-        reservation = self._store.reserve(encoding.layer_num_bytes, turn.tenant)
+        reservation = self._store.reserve(encoded.layer_num_bytes, turn.tenant)
         if reservation is None:
             return False
         try:
-            for unit in encoding.kept_units:
-                self._gate.let_restores_pass(patience)
-                encoded = self._codec.encode_unit(encoding, unit, [read(layer) for layer in unit])
-                for layer, block in zip(unit, encoded, strict=True):
-                    self._device.download(torch.from_numpy(reservation.blocks[layer]), block)
+            for layer, block in encoded.blocks:
+                self._device.download(torch.from_numpy(reservation.blocks[layer]), block)
             self._device.synchronize(self._stream)
             checksums = block_checksums(reservation.blocks)
         except BaseException:
@@ -249,10 +243,10 @@ class TurnOffloader:
             parent_key=turn.page_keys[run.start - 1] if run.start else None,
             start_token=start,
             token_ids=turn.token_ids[start:end].copy(),
-            codec=CODEC_NAME,
-            layer_num_bytes=encoding.layer_num_bytes,
-            codec_params=encoding.params,
-            layer_first_token=encoding.layer_first_token,
+            codec=encoded.codec,
+            layer_num_bytes=encoded.layer_num_bytes,
+            codec_params=encoded.params,
+            layer_first_token=encoded.layer_first_token,
             tenant=turn.tenant,
             recompute_s=self._recompute_s(start, end),
         )
@@ -260,7 +254,7 @@ class TurnOffloader:
         self.counters.segments += 1
         self.counters.tokens += end - start
         self.counters.num_bytes += manifest.num_bytes
-        self.counters.left_out_bytes += encoding.left_out_num_bytes
+        self.counters.left_out_bytes += encoded.left_out_num_bytes
         return True
 
     def _give_back(self, reservation: Reservation) -> None:

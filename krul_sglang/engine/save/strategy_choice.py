@@ -6,17 +6,18 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from krul_backend.attention.statistics import AttentionStatistics, concatenate_heads
+from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.interface import Evidence, StrategySelector
-from krul_backend.strategy.strategy import Strategy
+from krul_backend.strategy.strategy import LayerGroups, StoredAs
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.save.turn import Turn
+from krul_sglang.engine.save.turn_encoding import LayerEncoding, TurnEncoding
 
 logger = logging.getLogger(__name__)
 
@@ -52,19 +53,11 @@ class ConversationStatistics:
         return total
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How a turn is stored. ``damages``: of each run of pages, in nats, see ``SegmentParameters``."""
-
-    strategy: Strategy
-    damages: tuple[float | None, ...]
-
-
 class Decision(ABC):
     """Chooses how a turn is stored: on every rank the same. Used by one thread."""
 
     @abstractmethod
-    def decide(self, turn: Turn | None, missing: Sequence[range]) -> Choice:
+    def decide(self, turn: Turn | None, missing: Sequence[range]) -> TurnEncoding:
         """Choose for the ``missing`` runs of a turn's pages, which will be stored.
 
         Called on every rank, with None where the turn is not stored.
@@ -79,20 +72,27 @@ class SelectorDecision(Decision):
     """Lets a selector choose from attention statistics of all heads and all turns of the conversation."""
 
     def __init__(
-        self, selector: StrategySelector, pool: DevicePool, agreement: RankAgreement, *, num_heads: int
+        self,
+        selector: StrategySelector,
+        codec: SegmentCodec,
+        pool: DevicePool,
+        agreement: RankAgreement,
+        *,
+        num_heads: int,
     ) -> None:
         self._selector = selector
+        self._codec = codec
         self._pool = pool
         self._agreement = agreement
         self._num_heads = num_heads
         self._conversations = ConversationStatistics()
 
-    def decide(self, turn: Turn | None, missing: Sequence[range]) -> Choice:
+    def decide(self, turn: Turn | None, missing: Sequence[range]) -> TurnEncoding:
         statistics = self._agree(self._statistics(turn))
         if turn is not None and statistics is not None:
             statistics = self._conversations.extend(turn.page_keys, statistics)
         strategy = self._selector.select(Evidence(self._pool.num_layers, statistics))
-        return Choice(strategy, (None,) * len(missing))
+        return LayerEncoding(self._codec, strategy, (None,) * len(missing))
 
     def forget_model(self) -> None:
         self._conversations = ConversationStatistics()
@@ -133,10 +133,9 @@ class SelectorDecision(Decision):
 
 
 class StrategyChooser:
-    """Chooses the strategy of each finished turn, as its decision says. Used by one thread.
+    """Chooses how each finished turn is stored, as its decision says. Used by one thread.
 
-    ``counters`` count chosen strategies: how many turns, and how often each pair and each precision of a
-    layer.
+    ``counters`` count what was chosen.
     """
 
     def __init__(self, decision: Decision) -> None:
@@ -147,33 +146,36 @@ class StrategyChooser:
         """Drop what was learned of the model: its weights have changed. No turn is being stored."""
         self._decision.forget_model()
 
-    def choose(self, turn: Turn | None, missing: Sequence[range]) -> Choice:
+    def choose(self, turn: Turn | None, missing: Sequence[range]) -> TurnEncoding:
         """Choose how the ``missing`` runs of a turn's pages are stored; see ``Decision.decide``."""
-        choice = self._decision.decide(turn, missing)
+        encoding = self._decision.decide(turn, missing)
         if turn is not None:
-            strategy = choice.strategy
-            self.counters.add(strategy)
-            logger.debug(
-                "krul: %d tokens are stored as pairs %s, precisions %s",
-                len(turn.token_ids),
-                strategy.pairs,
-                [layer.precision.value for layer in strategy.layers],
-            )
-        return choice
+            self.counters.add(encoding.stored_as)
+            logger.debug("krul: %d tokens are stored as %s", len(turn.token_ids), encoding.stored_as)
+        return encoding
 
 
 class ChoiceCounters:
-    """Counts the strategies, pairs and precisions that were chosen."""
+    """Counts turns, those that were stored in shared subspaces, and pairs and precisions of the others."""
 
     def __init__(self) -> None:
         self.turns = 0
+        self.subspace_turns = 0
         self.pairs: Counter[str] = Counter()
         self.precisions: Counter[str] = Counter()
 
-    def add(self, strategy: Strategy) -> None:
+    def add(self, stored_as: StoredAs) -> None:
         self.turns += 1
-        self.pairs.update(f"{i}-{j}" for i, j in strategy.pairs)
-        self.precisions.update(layer.precision.value for layer in strategy.layers)
+        if isinstance(stored_as, LayerGroups):
+            self.subspace_turns += 1
+            return
+        self.pairs.update(f"{i}-{j}" for i, j in stored_as.pairs)
+        self.precisions.update(layer.precision.value for layer in stored_as.layers)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"turns": self.turns, "pairs": dict(self.pairs), "precisions": dict(self.precisions)}
+        return {
+            "turns": self.turns,
+            "subspace_turns": self.subspace_turns,
+            "pairs": dict(self.pairs),
+            "precisions": dict(self.precisions),
+        }

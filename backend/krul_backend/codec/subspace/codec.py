@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 from typing import Any
@@ -15,7 +15,7 @@ from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import base_scales, best_offsets, scales_of
 from krul_backend.codec.interface import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable
-from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors
+from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
 from krul_backend.codec.subspace.decoder import (
     Reconstruction,
     SegmentPlace,
@@ -50,7 +50,8 @@ _STEP_HALVINGS = 12
 class EncodedSegment:
     """All blocks of a segment, one per group, and the plain JSON values that decoding needs.
 
-    ``damage``: the divergence in nats per predicted token that the errors are expected to cause.
+    ``damage``: the divergence in nats per predicted token that the errors are expected to cause, without what
+    the KV had lost before. In ``params`` are both together.
     """
 
     params: dict[str, Any]
@@ -68,7 +69,7 @@ class SubspaceCodec:
 
     ``rotary`` is taken off keys before they are encoded; None for a model without it. ``num_first_tokens``:
     so many tokens at the start of a conversation are stored as they are. The first one draws attention from
-    all others, and is like no other.
+    all others, and is like no other. ``damage_factor`` is that of the bases, and may be set to a better one.
 
     Raises:
         CodecError: fewer first tokens than none, or more than a record has.
@@ -85,6 +86,7 @@ class SubspaceCodec:
         if not 0 <= num_first_tokens <= RECORD_TOKENS:
             raise CodecError(f"{num_first_tokens} first tokens are not 0 to {RECORD_TOKENS}")
         self.bases = bases
+        self.damage_factor = bases.damage_factor
         self._rotary = rotary
         self._coders = {coder.name: coder for coder in coders}
         self._num_first_tokens = num_first_tokens
@@ -102,13 +104,16 @@ class SubspaceCodec:
         attention: torch.Tensor | None,
         max_damage: float,
         coder: str,
+        carried_damage: float = 0.0,
+        before_group: Callable[[], None] = lambda: None,
     ) -> EncodedSegment:
         """Encode tokens ``[start_token, start_token + num_tokens)`` of a conversation with the largest step
         whose damage is expected to stay within ``max_damage`` nats per predicted token. If that takes larger
         levels than there are, the damage is larger: that of the smallest step without it.
 
         ``attention [L, Hkv, num_tokens]``: see ``GroupBasis.token_worth``; None counts all tokens alike.
-        Blocks are on the CPU.
+        ``carried_damage`` (nats) is what the KV has lost before: it is added in the parameters.
+        ``before_group`` is called before the work on each group, which it may hold up. Blocks are on the CPU.
 
         Raises:
             CodecError: no tokens, a limit that is not positive, an unknown coder, or positions beyond the
@@ -125,13 +130,14 @@ class SubspaceCodec:
         step = self._choose_step(read, worths, place, max_damage)
         groups, blocks, damage = [], [], 0.0
         for basis, worth in zip(self.bases.groups, worths, strict=True):
+            before_group()
             group, block, lost = self._encode_group(basis, read, worth, place, step, chosen)
             groups.append(group)
             blocks.append(block)
             damage += lost
-        damage *= self.bases.damage_factor
+        damage *= self.damage_factor
         parameters = SubspaceParameters(
-            self.bases.digest, coder, place.num_first_tokens, step, damage, tuple(groups)
+            self.bases.digest, coder, place.num_first_tokens, step, carried_damage + damage, tuple(groups)
         )
         return EncodedSegment(parameters.to_json(), tuple(blocks), damage)
 
@@ -147,6 +153,24 @@ class SubspaceCodec:
         return SubspaceDecoder(
             self.bases, self._reconstructions, self._rotary, self._coder(parameters.coder), parameters, place
         )
+
+    def draw(self, num_tokens: int) -> list[LayerKV]:
+        """Random KV of all layers, at positions from 0 on, with the mean and the covariance of the text that
+        the bases were learned from: always the same."""
+        generator = torch.Generator().manual_seed(0)
+        shape, layers = self.bases.shape, []
+        for basis in self.bases.groups:
+            normal = torch.randn(num_tokens, basis.rank, generator=generator).to(basis.mean.device)
+            vectors = basis.mean + normal * basis.magnitudes @ basis.decoder
+            layers += split_vectors(vectors, shape, len(basis.layers))
+        positions = torch.arange(num_tokens)
+        return [
+            LayerKV(
+                (kv.k if self._rotary is None else self._rotary.rotate(kv.k, positions)).to(shape.dtype),
+                kv.v.to(shape.dtype),
+            )
+            for kv in layers
+        ]
 
     def _coder(self, name: str) -> CoefficientCoder:
         if name not in self._coders:
@@ -183,7 +207,7 @@ class SubspaceCodec:
         for basis, worth in zip(self.bases.groups, worths, strict=True):
             sampled = worth[rows.to(worth.device)]
             samples.append((self._coefficients(basis, read, rows, place), step_shifts(sampled), sampled))
-        limit = max_damage / self.bases.damage_factor * num_sampled / place.num_tokens
+        limit = max_damage / self.damage_factor * num_sampled / place.num_tokens
         # Below, damage would rise again, and the search would end at a step that clips nearly everything.
         unclipped = max(smallest_unclipped_step(*sample) for sample in samples)
         low, high = log2(max(SMALLEST_STEP, min(unclipped, LARGEST_STEP))), log2(LARGEST_STEP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +15,12 @@ from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import base_scales, scales_of
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.segment_layout import SegmentLayout
 from krul_backend.codec.subspace.bases import ModelBases, split_vectors
 from krul_backend.codec.subspace.parameters import SubspaceParameters
 from krul_backend.codec.subspace.quantizer import SHRINK
 from krul_backend.errors import CodecError
+from krul_backend.strategy.strategy import LayerGroups
 
 _LEAST_ROWS = 64
 """Fewer rows are multiplied in another order of their sums: a token would depend on where its tail begins."""
@@ -42,8 +45,12 @@ class Reconstruction:
     decoder: torch.Tensor
 
 
-class SubspaceDecoder:
-    """Decodes the blocks of one segment. ``SubspaceCodec.open`` makes it."""
+class SubspaceDecoder(SegmentLayout):
+    """Decodes the blocks of one segment. ``SubspaceCodec.open`` makes it.
+
+    The block of a group is that of its first layer; the other layers of the group have none of their own.
+    ``stored_as``: the groups. ``damage``: see ``EncodedSegment``.
+    """
 
     def __init__(
         self,
@@ -54,6 +61,9 @@ class SubspaceDecoder:
         parameters: SubspaceParameters,
         place: SegmentPlace,
     ) -> None:
+        super().__init__(bases.num_layers, place.start_token, place.num_tokens, RECORD_TOKENS)
+        self.stored_as = LayerGroups(tuple(basis.end_layer for basis in bases.groups), coder.name)
+        self.damage = parameters.damage
         self._bases = bases
         self._reconstructions = reconstructions
         self._rotary = rotary
@@ -61,10 +71,28 @@ class SubspaceDecoder:
         self._parameters = parameters
         self._place = place
 
-    @property
-    def damage(self) -> float:
-        """See ``EncodedSegment``."""
-        return self._parameters.damage
+    @cached_property
+    def native_units(self) -> tuple[None, ...]:
+        """As those of a ``SegmentDecoder``: no layer is stored natively and alone."""
+        return (None,) * self._num_layers
+
+    def group_of(self, layer: int) -> int:
+        """The group that a layer belongs to."""
+        self._check_layer(layer)
+        return bisect(self.stored_as.ends, layer)
+
+    def sources(self, layer: int) -> tuple[int, ...]:
+        return (self.stored_as.groups[self.group_of(layer)].start,)
+
+    def tail_start(self, layer: int, first_token: int) -> int:
+        record, group = first_token // RECORD_TOKENS, self.group_of(layer)
+        if record == 0 or not self.whole_num_bytes(layer):
+            return 0
+        sizes = self._parameters.groups[group].record_num_bytes
+        return self._first_tokens_num_bytes(group) + int(sizes[:record].sum())
+
+    def whole_num_bytes(self, layer: int) -> int:
+        return self.group_num_bytes[self.group_of(layer)] if self.sources(layer) == (layer,) else 0
 
     @cached_property
     def group_num_bytes(self) -> tuple[int, ...]:
@@ -74,18 +102,10 @@ class SubspaceDecoder:
             for group, parameters in enumerate(self._parameters.groups)
         )
 
-    def tail_start(self, group: int, first_token: int) -> int:
-        """The byte of the group's whole block from which on it holds tokens ``first_token`` and later."""
-        record = first_token // RECORD_TOKENS
-        if record == 0:
-            return 0
-        sizes = self._parameters.groups[group].record_num_bytes
-        return self._first_tokens_num_bytes(group) + int(sizes[:record].sum())
-
     def decode(self, group: int, block: torch.Tensor, first_token: int) -> list[LayerKV]:
         """Decode tokens ``[first_token, num_tokens)`` of the segment in all layers of a group.
 
-        ``block``: uint8 on the CPU, the group's from ``tail_start(group, first_token)`` on. Returns new
+        ``block``: uint8 on the CPU, the group's from the ``tail_start`` of ``first_token`` on. Returns new
         tensors in the pool's dtype on the bases' device, keys with their rotary embedding.
 
         Raises:
@@ -94,7 +114,8 @@ class SubspaceDecoder:
         num_tokens = self._place.num_tokens
         if not 0 <= first_token < num_tokens:
             raise CodecError(f"token {first_token} of a segment of {num_tokens} tokens")
-        expected = self.group_num_bytes[group] - self.tail_start(group, first_token)
+        first_layer = self._bases.groups[group].first_layer
+        expected = self.group_num_bytes[group] - self.tail_start(first_layer, first_token)
         if block.dtype is not torch.uint8 or block.ndim != 1 or block.numel() != expected:
             raise CodecError(f"a block of {expected} bytes is needed, got {block.dtype} {tuple(block.shape)}")
         basis, parameters = self._bases.groups[group], self._parameters.groups[group]
@@ -132,6 +153,10 @@ class SubspaceDecoder:
         if num_raw_bytes:
             self._put_first_tokens(block[:num_raw_bytes], first_token, decoded)
         return decoded
+
+    def decode_all(self, blocks: Sequence[torch.Tensor]) -> list[LayerKV]:
+        """Decode the whole blocks of all groups: the KV of every layer, in order. Errors as for ``decode``."""
+        return [kv for group, block in enumerate(blocks) for kv in self.decode(group, block, 0)]
 
     def _first_tokens_num_bytes(self, group: int) -> int:
         shape = self._bases.shape
