@@ -19,7 +19,7 @@ from krul_sglang.learning.texts import cut_pieces, own_texts, read_texts
 def learn_to_file(
     model_path: str, out: Path, *, texts: Sequence[Path], num_pieces: int, device: str
 ) -> Iterator[str]:
-    """Learn and write; yields what was done, line by line.
+    """Learn the bases of a model and write them to ``out``. Yields lines that say what was done.
 
     Raises:
         LearningError: text that cannot be read, or too little of it.

@@ -1,5 +1,5 @@
-"""Pretrained models that can be had without a model hub.
+"""Finds models, and makes a pretrained one that can be had without a model hub.
 
-The name of a model enters; a Hugging Face folder in the cache directory leaves, checked and ready to serve.
-The command line calls it.
+The name of a model enters; a Hugging Face folder leaves, checked and ready to serve, or a hub name. The
+command line and the benchmarks call it.
 """
