@@ -18,7 +18,6 @@ import torch
 import typer
 from transformers import AutoTokenizer
 
-from benchmarks.models import model_path
 from benchmarks.quality.model import load_model
 from krul_backend.codec.coefficients.coders import CoefficientCoder, FixedWidthCoder, RansCoder
 from krul_backend.codec.coefficients.compiled import Levels, Scales, Shifts
@@ -26,12 +25,12 @@ from krul_backend.codec.coefficients.frequencies import ROUNDING
 from krul_backend.codec.coefficients.scales import base_scales
 from krul_backend.codec.coefficients.tables import standard_tables
 from krul_backend.codec.subspace.bases import ModelBases
-from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
-from krul_backend.codec.subspace.decoder import SubspaceDecoder
+from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
 from krul_sglang.json_file import write_json
 from krul_sglang.learning.reader import TextReader
 from krul_sglang.learning.texts import cut_pieces, own_texts
+from krul_sglang.models.find import find_model
 
 LIMITS = (0.003, 0.01, 0.03)
 """Of the damage, in nats per predicted token."""
@@ -112,11 +111,7 @@ def codec_rows(
         )
         encoded = encode()
         decoder = codec.open(encoded.params, start_token=0, num_tokens=num_tokens)
-
-        def decode(decoder: SubspaceDecoder = decoder, encoded: EncodedSegment = encoded) -> None:
-            for group, block in enumerate(encoded.blocks):
-                decoder.decode(group, block, 0)
-
+        decode = partial(decoder.decode_all, encoded.blocks)
         rows.append(
             {
                 "coder": coder,
@@ -156,8 +151,9 @@ def main(
 ) -> None:
     # What is written and read per core.
     torch.set_num_threads(1)
-    tokenizer: Any = AutoTokenizer.from_pretrained(model_path(model))
-    reader = TextReader(load_model(Path(model_path(model)), torch.float32, "cpu"))
+    path = find_model(model, partial(typer.echo, err=True), option="--model")
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    reader = TextReader(load_model(Path(path), torch.float32, "cpu"))
     (ids,) = cut_pieces(tokenizer, own_texts(), tokens, most=1)
     rows = codec_rows(ModelBases.load(bases), reader, ids, repeats)
     for each in rows:

@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.models import model_path
 from benchmarks.quality.configuration import Configuration, Suite, Turns
 from benchmarks.quality.result import summarize
 from benchmarks.quality.run import run
 from krul_backend.errors import KrulError
 from krul_sglang.json_file import write_result
+from krul_sglang.models.find import find_model
+
+logger = logging.getLogger(__name__)
 
 _DEFAULTS = Configuration()
 
@@ -65,7 +67,7 @@ def main(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         configuration = Configuration(
-            model=Path(model_path(model)),
+            model=Path(find_model(model, logger.info, option="--model")),
             suite=suite,
             turns=turns,
             items=items,

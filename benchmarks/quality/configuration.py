@@ -19,8 +19,8 @@ from benchmarks.quality.teacher_forced import (
     recall_conversations,
     text_conversations,
 )
-from krul_sglang.cli.app import REFERENCE_MODEL
 from krul_sglang.demo.environment import without_cwd
+from krul_sglang.models.find import REFERENCE_MODEL
 from reference_model.tokenizer import USER, USER_ID
 
 _RECALL_HISTORIES = 25

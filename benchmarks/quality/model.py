@@ -11,14 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from krul_backend.codec.interface import LayerKV, LayerShape
-from krul_backend.codec.rotary import RotaryTable
 from krul_sglang.learning.hf_attention import CapturedAttention, observed_attention
-
-POOL_DTYPE = torch.bfloat16
-"""What a server's KV pool holds; the model itself may compute in another dtype."""
+from krul_sglang.learning.reader import POOL_DTYPE, dynamic_cache
 
 VisibleTokens = Sequence[Tensor]
 """Per layer bool ``[Hkv, T]``: which history tokens the query heads of a KV head see."""
@@ -59,20 +56,13 @@ class HistoryModel:
         """``[H]``: the KV head that each query head reads."""
         return torch.arange(self.num_heads) // (self.num_heads // self.num_kv_heads)
 
-    def rotary_table(self, max_positions: int) -> RotaryTable:
-        embedding = self.model.model.rotary_emb
-        positions = torch.arange(max_positions, device=embedding.inv_freq.device)
-        angles = positions[:, None].float() * embedding.inv_freq[None, :].float()
-        scale = float(embedding.attention_scaling)
-        return RotaryTable(angles.cos() * scale, angles.sin() * scale, is_neox=True)
-
     @torch.no_grad()
     def run(self, ids: Sequence[int], history: Sequence[LayerKV], *, num_logits: int) -> Run:
         """Runs ``ids`` after ``history`` (one entry per layer, or none at all).
 
         ``num_logits`` is how many of the last tokens have their logits computed.
         """
-        cache = self._cache(history)
+        cache = dynamic_cache(self.model, history)
         num_history = cache.get_seq_length()
         captured = CapturedAttention()
         with observed_attention(self.model, captured.take):
@@ -91,7 +81,7 @@ class HistoryModel:
     ) -> Tensor:
         """``[num_logits, V]`` fp32 of the last of ``ids`` after ``history``."""
         with self._masked(visible):
-            return self._forward(ids, self._cache(history), num_logits)
+            return self._forward(ids, dynamic_cache(self.model, history), num_logits)
 
     @torch.no_grad()
     def generate(
@@ -105,7 +95,7 @@ class HistoryModel:
     ) -> tuple[tuple[int, ...], Tensor]:
         """Greedy continuation of ``ids`` after ``history``, without the end token, and the logits
         ``[N, V]`` of ``ids``."""
-        cache = self._cache(history)
+        cache = dynamic_cache(self.model, history)
         generated: list[int] = []
         with self._masked(visible):
             prompt_logits = logits = self._forward(ids, cache, len(ids))
@@ -116,14 +106,6 @@ class HistoryModel:
                 generated.append(best)
                 logits = self._forward((best,), cache, 1)
         return tuple(generated), prompt_logits
-
-    def _cache(self, history: Sequence[LayerKV]) -> Any:
-        cache = DynamicCache()
-        for layer, kv in enumerate(history):
-            # [T, Hkv, D] -> [1, Hkv, T, D]
-            keys, values = (x.transpose(0, 1)[None].to(self.model.dtype) for x in (kv.k, kv.v))
-            cache.update(keys, values, layer)
-        return cache
 
     @torch.no_grad()
     def branch_logits(
@@ -147,7 +129,7 @@ class HistoryModel:
         is_seen = (owner[None, :] == -1) | (owner[None, :] == owner[:, None])
         starts = lengths.cumsum(0) - lengths
         offsets = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
-        cache = self._cache(history)
+        cache = dynamic_cache(self.model, history)
         places = cache.get_seq_length() + torch.cat((torch.arange(len(ids)), len(ids) + offsets))
         ends = len(ids) + starts + lengths
         kept = [torch.arange(end - number, end) for end, number in zip(ends, num_logits, strict=True)]
@@ -211,11 +193,6 @@ class HistoryModel:
 def load_model(path: Path, dtype: torch.dtype, device: str) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     return model.to(device).train(False)
-
-
-def pooled(kv: LayerKV) -> LayerKV:
-    """``kv`` as the pool holds it."""
-    return LayerKV(kv.k.to(POOL_DTYPE).contiguous(), kv.v.to(POOL_DTYPE).contiguous())
 
 
 def concatenate(parts: Sequence[LayerKV]) -> LayerKV:

@@ -19,11 +19,12 @@ from benchmarks.quality.eviction import (
     visible_tokens,
 )
 from benchmarks.quality.methods import Eviction, Method, Stored, StoreTurn, Turn
-from benchmarks.quality.model import HistoryModel, Run, concatenate, pooled, token_slice
+from benchmarks.quality.model import HistoryModel, Run, concatenate, token_slice
 from krul_backend.attention.rows import QueryRows, accumulate, sample_positions
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import LayerKV
 from krul_backend.strategy.strategy import Pair
+from krul_sglang.learning.reader import pooled
 
 PAGE_SIZE = 16
 

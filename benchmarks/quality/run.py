@@ -24,7 +24,7 @@ from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
 from krul_sglang.learning.bases import LearningPlan, learn_bases
-from krul_sglang.learning.reader import TextReader
+from krul_sglang.learning.reader import TextReader, rotary_table
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def run(configuration: Configuration) -> dict[str, Any]:
     torch.set_num_threads(configuration.threads)
     tokenizer: Any = AutoTokenizer.from_pretrained(configuration.model)
     model = _model(configuration)
-    rotary = model.rotary_table(model.model.config.max_position_embeddings)
+    rotary = rotary_table(model.model, model.model.config.max_position_embeddings)
     codec = SegmentCodec(model.shape, model.num_layers, rotary)
     bases = _bases(configuration, tokenizer, model)
     coders = (RansCoder(), FixedWidthCoder())

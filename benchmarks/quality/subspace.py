@@ -46,7 +46,7 @@ class Subspace(Method):
             coder=self.coder,
         )
         decoder = self.codec.open(encoded.params, start_token=start, num_tokens=num_tokens)
-        decoded = [kv for group, block in enumerate(encoded.blocks) for kv in decoder.decode(group, block, 0)]
+        decoded = decoder.decode_all(encoded.blocks)
         # The parameters have sizes and scales of this segment: they count.
         return Stored(
             tuple(decoded), encoded.num_bytes + len(orjson.dumps(encoded.params)), damage=encoded.damage

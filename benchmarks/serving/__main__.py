@@ -17,13 +17,15 @@ from rich.logging import RichHandler
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.models import model_path
 from benchmarks.serving.configuration import CLIENTS, Configuration, ServingBenchmarkError
 from benchmarks.serving.rows import COLUMNS, summarize, table_cells
 from benchmarks.serving.run import Tell, run
 from krul_backend.errors import KrulError
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.json_file import write_result
+from krul_sglang.models.find import find_model
+
+logger = logging.getLogger(__name__)
 
 _DEFAULTS = Configuration(model_path="")
 
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("krul_options", "compressed_options"):
             options[name] = _json_object(f"--{name.replace('_', '-')}", options[name])
         options |= {
-            "model_path": model_path(arguments.model_path),
+            "model_path": find_model(arguments.model_path, logger.info, option="--model"),
             "server_args": tuple(arguments.server_args),
         }
         configuration = Configuration(**options)

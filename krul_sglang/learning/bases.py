@@ -1,4 +1,5 @@
-"""Learns the bases of a model from texts, and how its predictions of damage compare with the truth."""
+"""Learns the bases of a model from texts, and measures how the damage that they expect compares with the
+truth."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class LearningPlan:
 def learn_bases(
     reader: TextReader, pieces: Sequence[Sequence[int]], plan: LearningPlan | None = None
 ) -> ModelBases:
-    """The bases of the reader's model. ``pieces``: token ids, each of ``plan.text_tokens``.
+    """Learn the bases of the reader's model. ``pieces``: token ids, each of ``plan.text_tokens``.
 
     Raises:
         LearningError: fewer than two pieces.
@@ -76,7 +77,7 @@ def learn_bases(
 
 
 def damage_ratio(reader: TextReader, bases: ModelBases, ids: Sequence[int], plan: LearningPlan) -> float:
-    """The divergence that one text's compression causes over the one that ``bases`` expect."""
+    """Compress one text, and divide the divergence that this causes by the one that ``bases`` expect."""
     text = reader.read_history(ids[: plan.read_tokens])
     codec = SubspaceCodec(bases, reader.rotary, [FixedWidthCoder()])
     encoded = codec.encode(
@@ -88,7 +89,7 @@ def damage_ratio(reader: TextReader, bases: ModelBases, ids: Sequence[int], plan
         coder=FixedWidthCoder.name,
     )
     decoder = codec.open(encoded.params, start_token=0, num_tokens=plan.read_tokens)
-    restored = [kv for group, block in enumerate(encoded.blocks) for kv in decoder.decode(group, block, 0)]
+    restored = decoder.decode_all(encoded.blocks)
     divergence = reader.divergence(ids[plan.read_tokens :], text.layers, restored)
     # A model that its KV does not matter to has no divergence, and a factor must be positive.
     return max(divergence, _LEAST_DIVERGENCE) / encoded.damage

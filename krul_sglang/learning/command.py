@@ -26,7 +26,7 @@ def learn_to_file(
     device: str,
     cache_dir: Path,
 ) -> Iterator[str]:
-    """Learn and write; yields what was done, line by line.
+    """Learn the bases of a model and write them to ``out``. Yields lines that say what was done.
 
     ``out`` is None for the file in ``cache_dir`` that a server looks for.
 

@@ -24,7 +24,8 @@ OnLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 
 @contextmanager
 def observed_attention(model: Any, on_layer: OnLayer) -> Iterator[None]:
-    """Inside, ``on_layer`` is given what each layer's attention is given; the model computes as before.
+    """Within this context, ``on_layer`` is called with what each layer's attention reads. The model computes
+    as before.
 
     For models that take their attention from the library's registry (Llama, Qwen2, Qwen3), with any
     implementation. Queries and keys carry rotary embedding and norm; keys and values include the cache's.
@@ -94,7 +95,7 @@ class CapturedAttention:
 
 @torch.no_grad()
 def capture_attention(model: Any, ids: Sequence[int]) -> CapturedAttention:
-    """One forward over ``ids`` without a cache."""
+    """Run one forward over ``ids`` without a cache, and capture its attention."""
     captured = CapturedAttention()
     with observed_attention(model, captured.take):
         model(torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=1)

@@ -1,4 +1,4 @@
-"""Reads text with a Hugging Face model, and finds out what errors in its KV would cost."""
+"""Reads text with a Hugging Face model, and takes the gradients that say what errors in its KV would cost."""
 
 from __future__ import annotations
 
@@ -69,17 +69,14 @@ class TextReader:
             self._model(self._batch(ids), use_cache=False, logits_to_keep=1)
         rows = captured.rows(sample_positions(0, len(ids), self._query_rows))
         attention = attention_drawn(rows, captured.read_keys, 0, len(ids))
-        layers = [
-            LayerKV(kv.k.to(POOL_DTYPE).contiguous(), kv.v.to(POOL_DTYPE).contiguous())
-            for kv in captured.layers
-        ]
-        return History(layers, attention)
+        return History([pooled(kv) for kv in captured.layers], attention)
 
     @torch.no_grad()
     def divergence(self, ids: Sequence[int], true: Sequence[LayerKV], other: Sequence[LayerKV]) -> float:
-        """KL of the predictions of ``ids`` on one history from those on another, in nats per token."""
+        """Run ``ids`` after the true history and after the other one. Return the KL divergence of their
+        predictions, in nats per token."""
         predictions = [
-            self._model(self._batch(ids), past_key_values=self._cache(layers), use_cache=True)
+            self._model(self._batch(ids), past_key_values=dynamic_cache(self._model, layers), use_cache=True)
             .logits[0]
             .double()
             .log_softmax(-1)
@@ -91,7 +88,7 @@ class TextReader:
         """Gradients with respect to ``layers``, keys as they are, of a sample of the predictions after
         them."""
         leaves = [LayerKV(kv.k.float().requires_grad_(), kv.v.float().requires_grad_()) for kv in layers]
-        cache = self._cache(leaves)
+        cache = dynamic_cache(self._model, leaves)
         logits = self._model(self._batch(ids), past_key_values=cache, use_cache=True).logits[0].float()
         log_probabilities = logits.log_softmax(-1)
         generator = torch.Generator().manual_seed(seed)
@@ -100,25 +97,32 @@ class TextReader:
         (chosen.sum() / len(ids) ** 0.5).backward()
         return [LayerKV(_gradient(kv.k), _gradient(kv.v)) for kv in leaves]
 
-    def _cache(self, layers: Sequence[LayerKV]) -> Any:
-        cache = DynamicCache()
-        for layer, kv in enumerate(layers):
-            # [T, Hkv, D] -> [1, Hkv, T, D]
-            keys, values = (x.transpose(0, 1)[None].to(self._model.dtype) for x in (kv.k, kv.v))
-            cache.update(keys, values, layer)
-        return cache
-
     def _batch(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor([list(ids)], device=self._model.device)
 
 
 def rotary_table(model: Any, max_positions: int) -> RotaryTable:
-    """The table of a Hugging Face model, on its device."""
+    """Return the rotary table of a Hugging Face model, on its device."""
     embedding = model.model.rotary_emb
     positions = torch.arange(max_positions, device=embedding.inv_freq.device)
     angles = positions[:, None].float() * embedding.inv_freq[None, :].float()
     scale = float(embedding.attention_scaling)
     return RotaryTable(angles.cos() * scale, angles.sin() * scale, is_neox=True)
+
+
+def dynamic_cache(model: Any, layers: Sequence[LayerKV]) -> Any:
+    """Return a Hugging Face cache that holds ``layers``, in the type that the model computes in."""
+    cache = DynamicCache()
+    for layer, kv in enumerate(layers):
+        # [T, Hkv, D] -> [1, Hkv, T, D]
+        keys, values = (x.transpose(0, 1)[None].to(model.dtype) for x in (kv.k, kv.v))
+        cache.update(keys, values, layer)
+    return cache
+
+
+def pooled(kv: LayerKV) -> LayerKV:
+    """Return ``kv`` in the pool's type, contiguous."""
+    return LayerKV(kv.k.to(POOL_DTYPE).contiguous(), kv.v.to(POOL_DTYPE).contiguous())
 
 
 def _gradient(leaf: torch.Tensor) -> torch.Tensor:

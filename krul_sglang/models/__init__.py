@@ -1,6 +1,6 @@
-"""Checkpoints: a pretrained model that can be had without a model hub, and which weights a checkpoint has.
+"""Finds models, makes a pretrained one that can be had without a model hub, and names a checkpoint's weights.
 
-The name of a model enters; a Hugging Face folder in the cache directory leaves, checked and ready to serve.
-A folder or a hub name enters; a text that identifies its weights leaves. The command line, the engine and
-learning call it.
+The name of a model enters; a Hugging Face folder leaves, checked and ready to serve, or a hub name. A folder
+or a hub name enters; a text that identifies its weights leaves. The command line, the engine, learning and
+the benchmarks call it.
 """

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from krul_sglang.cli.app import BUNDLED_CONVERSATIONS, REFERENCE_MODEL
+from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
 from krul_sglang.cli.selftest import SelftestConfig, run_selftest
 from krul_sglang.demo.conversations import load_conversations
 from krul_sglang.demo.player import Player
 from krul_sglang.demo.server import ServerProcess
+from krul_sglang.models.find import REFERENCE_MODEL
 from tests.gpu.stage import LeftOut, Setting, Stage
 from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, settled_stats
 from tests.support.server_plugin import WITH_PLUGIN

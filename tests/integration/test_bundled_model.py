@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from krul_sglang.cli.app import BUNDLED_CONVERSATIONS, REFERENCE_MODEL
+from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
 from krul_sglang.demo.conversations import load_conversations
 from krul_sglang.demo.player import Player
 from krul_sglang.demo.server import ServerProcess
+from krul_sglang.models.find import REFERENCE_MODEL
 from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

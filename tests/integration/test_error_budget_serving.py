@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from krul_sglang.cli.app import BUNDLED_CONVERSATIONS, REFERENCE_MODEL
+from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
 from krul_sglang.demo.conversations import load_conversations
 from krul_sglang.demo.player import Player
 from krul_sglang.demo.server import ServerProcess
+from krul_sglang.models.find import REFERENCE_MODEL
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     STRICT,

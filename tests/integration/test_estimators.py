@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from krul_sglang.cli.app import BUNDLED_CONVERSATIONS, REFERENCE_MODEL
+from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
 from krul_sglang.demo.conversations import load_conversations
 from krul_sglang.demo.player import Player
+from krul_sglang.models.find import REFERENCE_MODEL
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, settled_stats
 

@@ -19,7 +19,8 @@ from krul_backend.strategy.fixed import FixedSelector, UnsharedSelector
 from krul_backend.strategy.interface import StrategySelector
 from krul_backend.strategy.krul import KrulSelector
 from krul_backend.strategy.strategy import Pair, Precision
-from krul_sglang.cli.app import REFERENCE_MODEL
+from krul_sglang.learning.reader import rotary_table
+from krul_sglang.models.find import REFERENCE_MODEL
 
 NUM_LAYERS = 24
 COPIES = {(2 * k, 2 * k + 1) for k in range(NUM_LAYERS // 2)}
@@ -57,7 +58,7 @@ def play(
     variant: str, names: Sequence[str], conversations: Sequence[TeacherForced]
 ) -> dict[str, list[Outcome]]:
     model = HistoryModel(make_variant(load_model(REFERENCE_MODEL, torch.float32, "cpu"), variant))
-    codec = SegmentCodec(model.shape, model.num_layers, model.rotary_table(2048))
+    codec = SegmentCodec(model.shape, model.num_layers, rotary_table(model.model, 2048))
     methods = [Compression(name, name, codec, SELECTORS[name], Precision.NATIVE) for name in names]
     protocol = Protocol(model, rows_per_turn=16)
     played = [protocol.at_once(conversation, methods).outcomes for conversation in conversations]

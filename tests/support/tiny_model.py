@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<end>", "<system>", "<user>", "<assistant>")
 
@@ -83,6 +86,37 @@ def build_tiny_model(
             model = LlamaForCausalLM(LlamaConfig(**shape))
     model.to(getattr(torch, dtype)).save_pretrained(path)
     return path
+
+
+def random_llama(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int = 4,
+    head_dim: int,
+    vocab_size: int = 64,
+    max_positions: int,
+    init_std: float,
+    seed: int = 3,
+) -> LlamaForCausalLM:
+    """A random Llama in fp32 with two query heads per KV head, for tests that call it in their process."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        initializer_range=init_std,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).train(False)
 
 
 def _write_tokenizer(path: Path, vocab_size: int) -> dict[str, int]:

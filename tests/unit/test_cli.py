@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from krul_backend.errors import KrulError
 from krul_sglang.cli import app as cli
 from krul_sglang.demo.sizing import PoolSizes
+from krul_sglang.models.find import REFERENCE_MODEL, find_model
 from krul_sglang.models.smollm2 import ModelError
 from tests.support.tiny_model import build_tiny_model
 
@@ -106,11 +107,11 @@ def test_a_model_directory_must_hold_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B"])
 def test_hub_names_pass(name: str) -> None:
-    assert cli._resolve_model(name) == name
+    assert find_model(name, print, option="--model") == name
 
 
 def test_a_missing_reference_model_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cli, "REFERENCE_MODEL", tmp_path / "reference-model")
+    monkeypatch.setattr("krul_sglang.models.find.REFERENCE_MODEL", tmp_path / "reference-model")
     assert_one_line(run("demo", "--model-path", "bundled"), 2, "without reference-model", "--model-path")
 
 
@@ -126,7 +127,8 @@ def test_without_a_network_the_bundled_model_is_named(monkeypatch: pytest.Monkey
     ("args", "model", "file"),
     [
         ([], "smollm2", cli.CHATS),
-        (["--model-path", "bundled"], str(cli.REFERENCE_MODEL), cli.BUNDLED_CONVERSATIONS),
+        (["--model-path", "smollm2"], "smollm2", cli.CHATS),
+        (["--model-path", "bundled"], str(REFERENCE_MODEL), cli.BUNDLED_CONVERSATIONS),
     ],
 )
 def test_each_model_of_the_demo_has_its_conversations(

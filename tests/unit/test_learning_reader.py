@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from krul_backend.codec.coefficients.coders import RansCoder
@@ -23,9 +22,9 @@ from krul_backend.codec.subspace.learning import LearningText
 from krul_backend.errors import CodecError
 from krul_sglang.cli import app as cli
 from krul_sglang.learning.bases import LearningError, LearningPlan, damage_ratio, learn_bases
-from krul_sglang.learning.reader import TextReader
+from krul_sglang.learning.reader import TextReader, dynamic_cache
 from krul_sglang.learning.texts import cut_pieces, own_texts, read_texts
-from tests.support.tiny_model import build_tiny_model
+from tests.support.tiny_model import build_tiny_model, random_llama
 
 NUM_LAYERS = 3
 NUM_READ = 40
@@ -34,19 +33,8 @@ PLAN = LearningPlan(text_tokens=400, read_tokens=360, layers_of_group=2)
 
 @cache
 def reader() -> TextReader:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-    )
-    torch.manual_seed(3)
-    return TextReader(LlamaForCausalLM(config).double().train(False), query_rows=32)
+    model = random_llama(num_layers=NUM_LAYERS, hidden_size=32, head_dim=16, max_positions=512, init_std=0.3)
+    return TextReader(model.double(), query_rows=32)
 
 
 def ids(num_tokens: int, seed: int = 0) -> list[int]:
@@ -62,7 +50,7 @@ def learned() -> ModelBases:
 
 def log_probabilities(layers: list[LayerKV], after: list[int]) -> torch.Tensor:
     """``[N, V]`` fp64 of the predictions of ``after`` on a history."""
-    cache_of = reader()._cache(layers)
+    cache_of = dynamic_cache(reader()._model, layers)
     logits: torch.Tensor = (
         reader()._model(torch.tensor([after]), past_key_values=cache_of, use_cache=True).logits[0]
     )
@@ -196,9 +184,7 @@ def test_learned_bases_store_a_text_that_they_have_not_seen() -> None:
             coder="rans",
         )
         decoder = codec.open(encoded.params, start_token=0, num_tokens=PLAN.read_tokens)
-        restored = [
-            kv for group, block in enumerate(encoded.blocks) for kv in decoder.decode(group, block, 0)
-        ]
+        restored = decoder.decode_all(encoded.blocks)
         divergences.append(reader().divergence(tokens[PLAN.read_tokens :], text.layers, restored))
         sizes.append(encoded.num_bytes)
         # A second-order model of one text's divergence, by the mean over three other texts.

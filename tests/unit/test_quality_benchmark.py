@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.quality.configuration import Configuration, Suite, Turns
 from benchmarks.quality.conversation import BenchmarkError, Samples, compared, segment_bounds
@@ -21,7 +20,7 @@ from benchmarks.quality.eviction import (
     visible_tokens,
 )
 from benchmarks.quality.methods import Compression, Eviction, Method, Stored, StoreTurn, Turn, all_methods
-from benchmarks.quality.model import HistoryModel, pooled, token_slice
+from benchmarks.quality.model import HistoryModel, token_slice
 from benchmarks.quality.protocol import Outcome, Played, Protocol
 from benchmarks.quality.result import interval, row, summarize
 from benchmarks.quality.teacher_forced import TeacherForced
@@ -29,31 +28,23 @@ from krul_backend.attention.rows import QueryRows, accumulate
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.strategy import Strategy
+from krul_sglang.learning.reader import pooled, rotary_table
 from tests.support.codec_builders import encode_all
+from tests.support.tiny_model import random_llama
 
 NUM_LAYERS = 4
 
 
 @cache
 def model() -> HistoryModel:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        initializer_range=0.2,
+    return HistoryModel(
+        random_llama(num_layers=NUM_LAYERS, hidden_size=64, head_dim=32, max_positions=256, init_std=0.2)
     )
-    torch.manual_seed(3)
-    return HistoryModel(LlamaForCausalLM(config).train(False))
 
 
 @cache
 def codec() -> SegmentCodec:
-    return SegmentCodec(model().shape, NUM_LAYERS, model().rotary_table(256))
+    return SegmentCodec(model().shape, NUM_LAYERS, rotary_table(model().model, 256))
 
 
 def ids(num_tokens: int, seed: int = 0) -> tuple[int, ...]:

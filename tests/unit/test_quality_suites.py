@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.quality.agent import (
     Request,
@@ -25,9 +24,11 @@ from benchmarks.quality.chat import chat_turns
 from benchmarks.quality.chat_recall import ChatRecall, chat_recall_conversations
 from benchmarks.quality.configuration import Configuration, Suite
 from benchmarks.quality.conversation import BenchmarkError
-from benchmarks.quality.model import HistoryModel, pooled, token_slice
+from benchmarks.quality.model import HistoryModel, token_slice
 from benchmarks.quality.teacher_forced import text_conversations
+from krul_sglang.learning.reader import pooled
 from reference_model.corpus import Corpus
+from tests.support.tiny_model import random_llama
 
 
 class Words:
@@ -230,19 +231,18 @@ def test_every_fact_is_told_and_asked_for_once() -> None:
 
 def test_recall_is_that_of_the_model_on_the_stored_history() -> None:
     tokenizer, conversation = recall()
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer.ids),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=4096,
-        initializer_range=0.5,
+    model = HistoryModel(
+        random_llama(
+            num_layers=2,
+            hidden_size=32,
+            num_heads=2,
+            head_dim=16,
+            vocab_size=len(tokenizer.ids),
+            max_positions=4096,
+            init_std=0.5,
+            seed=1,
+        )
     )
-    model = HistoryModel(LlamaForCausalLM(config).train(False))
     run = model.run(conversation.history, (), num_logits=1)
     kv = token_slice([pooled(layer) for layer in run.kv], 0, len(conversation.history) // 16 * 16)
     answer = conversation.answer(model, kv)

@@ -453,9 +453,8 @@ def test_random_parameters_decode_or_are_refused(data: st.DataObject) -> None:
     case = standard_case()
     try:
         decoder = case.codec.open(params, start_token=0, num_tokens=150)
-        for group_index, block in enumerate(case.encoded.blocks):
-            for kv in decoder.decode(group_index, block, 0):
-                assert kv.k.shape == (150, 2, 32)
+        for kv in decoder.decode_all(case.encoded.blocks):
+            assert kv.k.shape == (150, 2, 32)
     except CodecError:
         pass
 
@@ -518,6 +517,9 @@ def test_blocks_of_another_size_or_kind_are_refused() -> None:
     for token in (-1, 150):
         with pytest.raises(CodecError, match=f"token {token} of a segment of 150"):
             case.decoder.decode(0, block, token)
+    for blocks in (case.encoded.blocks[:1], (*case.encoded.blocks, block)):
+        with pytest.raises(CodecError, match=f"2 groups have as many blocks, got {len(blocks)}"):
+            case.decoder.decode_all(blocks)
 
 
 @settings(max_examples=50, deadline=None)

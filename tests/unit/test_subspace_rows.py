@@ -61,7 +61,7 @@ def test_a_row_is_the_codec_with_the_turns_share_of_the_limit(coder: str) -> Non
     assert params > 200
     assert stored.num_bytes == sum(len(block) for block in encoded.blocks) + params
     decoder = codec().open(encoded.params, start_token=START, num_tokens=NUM_TOKENS)
-    decoded = [kv for group, block in enumerate(encoded.blocks) for kv in decoder.decode(group, block, 0)]
+    decoded = decoder.decode_all(encoded.blocks)
     assert len(stored.segment) == NUM_LAYERS
     for found, expected, true in zip(stored.segment, decoded, turn().segment, strict=True):
         assert torch.equal(found.k, expected.k)

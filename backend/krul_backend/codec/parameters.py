@@ -17,7 +17,10 @@ _KEYS = {"codec", "version", "group_size", "are_keys_unrotated", "layers", "pair
 
 @dataclass(frozen=True)
 class RetainedCounts:
-    """How many tokens of each KV head of a pair keep their own keys, and their own values."""
+    """Counts the tokens of a pair of layers that keep their own vectors instead of a shared one.
+
+    ``k`` has one number per KV head for keys, ``v`` one for values.
+    """
 
     k: tuple[int, ...]
     v: tuple[int, ...]

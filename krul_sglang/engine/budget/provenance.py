@@ -113,7 +113,7 @@ def first_lossy_token(reader: SegmentReader, head_ends: Sequence[int]) -> int:
 def spent_damage(
     stored: Sequence[DamagedSpan], lossy: Sequence[DamagedSpan], missing: Sequence[range], num_tokens: int
 ) -> float:
-    """The damage that a conversation of ``num_tokens`` tokens has so far, in nats: what its segments cost now.
+    """The damage in nats that a conversation of ``num_tokens`` tokens has so far: what its segments cost now.
 
     ``stored`` are its segments in the store, ``lossy`` what of it came back lossy, ``missing`` the tokens
     that the store does not hold. A lossy token whose segment left the store counts with that segment's

@@ -21,11 +21,10 @@ _FACTORS = np.exp2(np.arange(SMALLEST_SHIFT, LARGEST_SHIFT + 1) / 2).astype(np.f
 
 @dataclass(frozen=True)
 class EncodedLevels:
-    """One block: ``data`` uint8 ``[N]``, the records one after the other, and their sizes uint32
-    ``[num_records]``.
+    """The bytes of one block: ``data`` uint8 ``[N]`` has its records one after the other, and
+    ``record_num_bytes`` uint32 ``[num_records]`` their sizes, which are multiples of 4 and sum to ``N``.
 
-    Sizes are multiples of 4 bytes and sum to ``N``. They are not in ``data``: whoever decodes must bring
-    them.
+    The sizes are not part of ``data``. They must be stored beside it, because decoding needs them.
     """
 
     data: NDArray[np.uint8]
@@ -44,8 +43,7 @@ class CoefficientCoder:
     _tables: CoderTables | None = None
 
     def encode(self, levels: Levels, scales: Scales, shifts: Shifts) -> EncodedLevels:
-        """The bytes of ``levels`` int16 ``[T, R]``, coded by ``scales`` uint8 ``[R]``, with ``shifts`` int8
-        ``[T]``.
+        """Encode ``levels`` int16 ``[T, R]`` with ``scales`` uint8 ``[R]`` and ``shifts`` int8 ``[T]``.
 
         Raises ``CodecError`` for a wrong shape or dtype, a scale above 47, a shift outside -8 to 7, or a
         level of scale 0 that is not zero.
@@ -131,7 +129,11 @@ class CoefficientCoder:
         return shifts
 
     def _places(self, scales: Scales) -> Integers:
-        """What is coded: coefficients for rANS, first coefficients of bands for fixed widths."""
+        """The columns of the levels that the compiled loops go through: int64.
+
+        For rANS they are all coefficients whose scale is not 0. For fixed widths they are the first
+        coefficient of each band in which any scale is not 0.
+        """
         coded = np.flatnonzero(scales).astype(np.int64)
         return np.unique(coded // BAND * BAND) if self._tables is None else coded
 
@@ -159,7 +161,7 @@ def num_records(num_tokens: int) -> int:
 
 
 def _most_words(num_coefficients: int) -> int:
-    """Words that a record takes at most: two per level of each band, one per band, and its start."""
+    """The most 16-bit words that a record can take: two per level, one per band, and those of its shifts."""
     return 64 + -(-num_coefficients // BAND) * (1 + 2 * RECORD_TOKENS * BAND)
 
 
@@ -173,7 +175,10 @@ def _check_scales(scales: Scales) -> None:
 def _record_starts(
     data: NDArray[np.uint8], record_num_bytes: NDArray[np.uint32], num_tokens: int
 ) -> NDArray[np.int64]:
-    """Where the records begin in ``data``, and the end of the last: int64 ``[num_records + 1]``."""
+    """Return the first byte of each record in ``data``, and the end of the last: int64 ``[num_records + 1]``.
+
+    Raises ``CodecError`` if the sizes do not fit the number of tokens or the bytes of the block.
+    """
     if data.dtype != np.uint8 or data.ndim != 1:
         raise CodecError(f"a block is uint8 [N], not {data.dtype} {list(data.shape)}")
     if record_num_bytes.dtype != np.uint32:

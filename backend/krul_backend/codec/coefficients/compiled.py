@@ -25,10 +25,10 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def compiled(function: _Function) -> _Function:
-    """``function`` as machine code: compiled at its first call, kept on disk, run without the GIL.
+    """Compile ``function`` to machine code at its first call. The code is kept on disk and runs without the
+    GIL.
 
-    Indices are not checked, and a division by zero does not raise: the caller must have checked what it hands
-    over.
+    Indices are not checked, and a division by zero does not raise, so the caller must check the arguments.
     """
     compile_function = numba.njit(nogil=True, cache=True, error_model="numpy")
     return cast(_Function, compile_function(function))

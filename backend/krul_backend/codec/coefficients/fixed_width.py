@@ -1,4 +1,4 @@
-"""Codes coefficients in bands of one bit width each, and exceptions where that does not fit: faster.
+"""Codes coefficients in bands of one bit width each, and stores levels that do not fit as exceptions.
 
 A band is 16 neighbouring coefficients; the last is filled up with zeros. It is coded if any of its scales is
 not 0. Of the scales nothing else matters. After its shifts a record is little-endian words (uint16):
@@ -20,7 +20,7 @@ from krul_backend.codec.coefficients.scales import BAND
 
 LARGEST_WIDTH = 8
 NEAR = 32
-"""Exceptions of one word lie less than this beyond the levels of their band's width."""
+"""An exception takes one word if it lies less than this beyond the levels that its band's width has."""
 
 _PLACE_MASK = RECORD_TOKENS * BAND - 1
 
@@ -35,7 +35,7 @@ def _limits(width: Index) -> tuple[Index, Index]:
 
 @compiled
 def encode_record(rows: Levels, size: int, columns: Integers, data: Words, begin: Index) -> Index:
-    """Write a record to ``data`` from ``begin``; its end.
+    """Write a record to ``data`` from word ``begin`` on, and return the word after it.
 
     ``columns`` are the first coefficients of the bands that are coded. ``data`` has room for two words per
     level, and one per band.
@@ -53,7 +53,7 @@ def encode_record(rows: Levels, size: int, columns: Integers, data: Words, begin
 
 @compiled
 def _best_width(rows: Levels, begin: Index, size: int) -> int:
-    """The width that stores a band in the fewest words: at most those of width 0, two per level."""
+    """Return the width with which a band takes the fewest words; width 0 takes at most two per level."""
     best_width = 0
     best_words: Index = 1 << 62
     for width in range(LARGEST_WIDTH + 1):
@@ -84,7 +84,8 @@ def _best_width(rows: Levels, begin: Index, size: int) -> int:
 def _encode_band(
     rows: Levels, begin: Index, size: int, width: int, data: Words, start: Index, end: Index
 ) -> Index:
-    """Write the levels of a band from ``start``, where zeros are, its exceptions from ``end``; their end."""
+    """Write the levels of a band from word ``start`` on, where ``data`` is zero, and its exceptions from word
+    ``end`` on; return the word after them."""
     low, high = _limits(width)
     for token in range(size):
         place = token * width
@@ -112,7 +113,8 @@ def _encode_band(
 def decode_record(
     words: Words, start: Index, num_words: Index, size: int, columns: Integers, rows: Levels
 ) -> Index:
-    """Decode a record from ``start`` into ``rows``; its end, or -1 if it is damaged.
+    """Decode the record that starts at word ``start`` into ``rows``. Return the word after it, or -1 if it is
+    damaged.
 
     ``columns`` are those of ``encode_record``. ``words`` has a zero after its ``num_words``.
     """

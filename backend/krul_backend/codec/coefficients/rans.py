@@ -42,7 +42,7 @@ def encode_record(
     data: Words,
     begin: Index,
 ) -> Index:
-    """Write states and words to ``data`` from ``begin``; their end.
+    """Write states and words to ``data`` from word ``begin`` on, and return the word after them.
 
     ``coded`` are the coefficients that are coded, ``scales`` are theirs, and ``moves [64]`` twice the shifts.
     ``data`` has room for two words per level, and 32.
@@ -93,7 +93,8 @@ def decode_record(
     decoding: Tables,
     rows: Levels,
 ) -> Index:
-    """Decode states and words from ``start`` into ``rows``; their end, or -1 if they are damaged.
+    """Decode the states and words from word ``start`` on into ``rows``. Return the word after them, or -1 if
+    they are damaged.
 
     The arguments are those of ``encode_record``. ``words`` has zeros for 128 words after its ``num_words``.
     """

@@ -31,10 +31,8 @@ SMALLEST_SHIFT = -8
 
 @compiled
 def row_width(num_coefficients: int) -> int:
-    """Levels from one row to the next, at least ``num_coefficients``.
-
-    It is an odd number of cache lines: a column of 64 rows lies in as many places of the first cache.
-    """
+    """Return how many levels a row of ``rows`` has: at least ``num_coefficients``, and an odd number of cache
+    lines, so that the 64 levels of a column do not compete for the same lines of the first cache."""
     return ((num_coefficients + 31) // 32 | 1) * 32
 
 
@@ -48,8 +46,8 @@ def encode_block(
     data: Words,
     num_words: Integers,
 ) -> Index:
-    """Write all records of ``levels [T, R]`` to the front of ``data``, and their sizes to ``num_words``; the
-    number of words that they take.
+    """Write all records of ``levels [T, R]`` to the front of ``data`` and the number of words of each to
+    ``num_words``. Return the sum of these numbers.
 
     ``places`` are the coefficients that are coded and ``scales`` are theirs, or the first coefficients of the
     bands that are coded. ``data`` has room for the most that a block may take.
@@ -95,7 +93,7 @@ def decode_block(
     factors: Values,
     out: NDArray[Any],
 ) -> int:
-    """Decode all records to ``shifts`` and ``out``; how many are good before the first damaged one.
+    """Decode all records to ``shifts`` and ``out``. Return how many are good before the first damaged one.
 
     Record ``i`` is ``data[starts[i] : starts[i + 1]]``. ``words`` has room for the largest record, and 128
     words more. A level is shrunk, then multiplied by ``factors[shift + 8]``.

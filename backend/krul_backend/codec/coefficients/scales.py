@@ -1,4 +1,5 @@
-"""Chooses the scale of each coefficient: by magnitudes known in advance, and a number per band."""
+"""Chooses the scale of each coefficient from magnitudes known in advance, and corrects it with an offset per
+band."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def base_scales(magnitudes: NDArray[np.float32], step: float) -> NDArray[np.uint
 def best_offsets(
     base: NDArray[np.uint8], observed: NDArray[np.float32], levels: NDArray[np.int16]
 ) -> NDArray[np.uint8]:
-    """One number for each band of 16 coefficients, 0 to 15: what ``scales_of`` adds to its base scales.
+    """Choose an offset, 0 to 15, for each band of 16 coefficients; ``scales_of`` adds it to the base scales.
 
     0 is for a band whose levels are all zero. Otherwise the band's mean scale comes as near as possible to
     that of ``observed`` float32 ``[R]``: this segment's means of ``|c| / step`` before quantization, with the

@@ -22,6 +22,9 @@ from krul_backend.errors import CodecError
 FORMAT = "krul-bases"
 FORMAT_VERSION = 1
 
+LEAST_ATTENTION = 1e-8
+"""Attention below this counts as this much, since its logarithm is taken."""
+
 
 @dataclass(frozen=True, eq=False)
 class GroupBasis:
@@ -33,8 +36,8 @@ class GroupBasis:
 
     The coefficients are in the metric of the model's output: an error ``e`` in the coefficients of a token
     that draws average attention is expected to cost ``|e|^2 / 2`` nats per predicted token. They are
-    uncorrelated over the text that the basis was learned from, those with the largest variance first.
-    ``[R]``: coefficients beyond the R-th cost less than they pay, and are not kept.
+    uncorrelated over the text that the basis was learned from, those with the largest variance first. Of
+    the ``D`` coefficients the first ``R`` are kept, because leaving out the others costs next to nothing.
 
     ``first_layer``, ``end_layer``: the layers ``[first, end)``. ``mean [D]``, ``encoder [D, R]``,
     ``decoder [R, D]``. ``magnitudes [R]``: the mean of each coefficient's absolute value.
@@ -62,18 +65,18 @@ class GroupBasis:
         return self.encoder.shape[1]
 
     def token_worth(self, attention: torch.Tensor) -> torch.Tensor:
-        """How much more than an average token's an error of each token costs: fp32 ``[T]``.
+        """Estimate what errors in each token's KV cost, relative to the average token: fp32 ``[T]``.
 
+        A worth of 2 says that the same error is expected to cost twice as much as in an average token.
         ``attention [layers of the group, Hkv, T]``: the mean share of its attention that a query spends on
         the token, summed over the query heads of the KV head. The worth is ``sum(levels * (attention /
         means) ** slopes)`` over layers and heads.
         """
-        relative = attention.clamp_min(_LEAST_ATTENTION).log() - self.attention_means[..., None]
+        relative = attention.clamp_min(LEAST_ATTENTION).log() - self.attention_means[..., None]
         worth = (relative * self.attention_slopes[..., None]).exp() * self.attention_levels[..., None]
         return worth.sum(dim=(0, 1))
 
 
-_LEAST_ATTENTION = 1e-8
 _TENSORS = (
     "mean",
     "encoder",
@@ -89,8 +92,8 @@ _TENSORS = (
 class ModelBases:
     """The bases of all groups of one model on one rank, in the order of their layers. They never change.
 
-    ``damage_factor``: what errors really cost over what the metric says, measured on text that the bases
-    were not learned from.
+    ``damage_factor``: the true cost of errors divided by what the metric expects, measured on text that the
+    bases were not learned from.
 
     Raises:
         CodecError: groups that do not follow each other from layer 0 on, or tensors of other shapes.

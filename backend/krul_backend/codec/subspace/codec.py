@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log2
+from math import log2, pi, sqrt
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
 from krul_backend.codec.subspace.decoder import (
     Reconstruction,
-    SegmentPlace,
+    SegmentTokens,
     SubspaceDecoder,
     tensors_of,
 )
@@ -38,10 +38,10 @@ from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
 _CHUNK_TOKENS = 1024
-"""Tokens whose vectors are held in fp32 at a time."""
+"""The most tokens whose vectors are held in fp32 at a time."""
 
 _SAMPLE_TOKENS = 128
-"""Tokens of a segment by whose coefficients the step is chosen."""
+"""The step is chosen with the coefficients of this many tokens of a segment."""
 
 _STEP_HALVINGS = 12
 
@@ -123,21 +123,21 @@ class SubspaceCodec:
         if not max_damage > 0:
             raise CodecError(f"a limit of {max_damage} nats leaves nothing to encode within")
         chosen = self._coder(coder)
-        place = SegmentPlace(
+        segment = SegmentTokens(
             start_token, num_tokens, max(0, min(num_tokens, self._num_first_tokens - start_token))
         )
-        worths = [self._worth(basis, attention, place) for basis in self.bases.groups]
-        step = self._choose_step(read, worths, place, max_damage)
+        worths = [self._worth(basis, attention, segment) for basis in self.bases.groups]
+        step = self._choose_step(read, worths, segment, max_damage)
         groups, blocks, damage = [], [], 0.0
         for basis, worth in zip(self.bases.groups, worths, strict=True):
             before_group()
-            group, block, lost = self._encode_group(basis, read, worth, place, step, chosen)
+            group, block, lost = self._encode_group(basis, read, worth, segment, step, chosen)
             groups.append(group)
             blocks.append(block)
             damage += lost
         damage *= self.damage_factor
         parameters = SubspaceParameters(
-            self.bases.digest, coder, place.num_first_tokens, step, carried_damage + damage, tuple(groups)
+            self.bases.digest, coder, segment.num_first_tokens, step, carried_damage + damage, tuple(groups)
         )
         return EncodedSegment(parameters.to_json(), tuple(blocks), damage)
 
@@ -149,9 +149,14 @@ class SubspaceCodec:
         """
         self._check_place(start_token, num_tokens)
         parameters = SubspaceParameters.parse(params, self.bases, num_tokens)
-        place = SegmentPlace(start_token, num_tokens, parameters.num_first_tokens)
+        segment = SegmentTokens(start_token, num_tokens, parameters.num_first_tokens)
         return SubspaceDecoder(
-            self.bases, self._reconstructions, self._rotary, self._coder(parameters.coder), parameters, place
+            self.bases,
+            self._reconstructions,
+            self._rotary,
+            self._coder(parameters.coder),
+            parameters,
+            segment,
         )
 
     def draw(self, num_tokens: int) -> list[LayerKV]:
@@ -161,7 +166,9 @@ class SubspaceCodec:
         shape, layers = self.bases.shape, []
         for basis in self.bases.groups:
             normal = torch.randn(num_tokens, basis.rank, generator=generator).to(basis.mean.device)
-            vectors = basis.mean + normal * basis.magnitudes @ basis.decoder
+            # Of normal numbers with this mean magnitude.
+            deviations = basis.magnitudes * sqrt(pi / 2)
+            vectors = basis.mean + normal * deviations @ basis.decoder
             layers += split_vectors(vectors, shape, len(basis.layers))
         positions = torch.arange(num_tokens)
         return [
@@ -186,28 +193,30 @@ class SubspaceCodec:
                 f"{self._rotary.max_positions}"
             )
 
-    def _worth(self, basis: GroupBasis, attention: torch.Tensor | None, place: SegmentPlace) -> torch.Tensor:
-        """``[T]``; tokens that are stored as they are lose nothing."""
+    def _worth(
+        self, basis: GroupBasis, attention: torch.Tensor | None, segment: SegmentTokens
+    ) -> torch.Tensor:
+        """The worth of each token ``[T]``. It is 0 for those stored as they are, since they lose nothing."""
         device = basis.mean.device
         if attention is None:
-            worth = torch.ones(place.num_tokens, device=device)
+            worth = torch.ones(segment.num_tokens, device=device)
         else:
             worth = basis.token_worth(attention[basis.first_layer : basis.end_layer].to(device).float())
-        worth[: place.num_first_tokens] = 0
+        worth[: segment.num_first_tokens] = 0
         return worth
 
     def _choose_step(
-        self, read: ReadLayer, worths: Sequence[torch.Tensor], place: SegmentPlace, max_damage: float
+        self, read: ReadLayer, worths: Sequence[torch.Tensor], segment: SegmentTokens, max_damage: float
     ) -> float:
         """The largest step with which a sample of the tokens is expected to lose no more than its share, or
         else the smallest one with which none of its levels is clipped."""
-        num_sampled = min(place.num_tokens, _SAMPLE_TOKENS)
-        rows = torch.arange(num_sampled) * place.num_tokens // num_sampled
+        num_sampled = min(segment.num_tokens, _SAMPLE_TOKENS)
+        rows = torch.arange(num_sampled) * segment.num_tokens // num_sampled
         samples = []
         for basis, worth in zip(self.bases.groups, worths, strict=True):
             sampled = worth[rows.to(worth.device)]
-            samples.append((self._coefficients(basis, read, rows, place), step_shifts(sampled), sampled))
-        limit = max_damage / self.damage_factor * num_sampled / place.num_tokens
+            samples.append((self._coefficients(basis, read, rows, segment), step_shifts(sampled), sampled))
+        limit = max_damage / self.damage_factor * num_sampled / segment.num_tokens
         # Below, damage would rise again, and the search would end at a step that clips nearly everything.
         unclipped = max(smallest_unclipped_step(*sample) for sample in samples)
         low, high = log2(max(SMALLEST_STEP, min(unclipped, LARGEST_STEP))), log2(LARGEST_STEP)
@@ -225,37 +234,37 @@ class SubspaceCodec:
         basis: GroupBasis,
         read: ReadLayer,
         worth: torch.Tensor,
-        place: SegmentPlace,
+        segment: SegmentTokens,
         step: float,
         coder: CoefficientCoder,
     ) -> tuple[GroupParameters, torch.Tensor, float]:
         """The parameters, the block and the expected damage of one group."""
         shifts = step_shifts(worth)
-        levels = np.empty((place.num_tokens, basis.rank), np.int16)
+        levels = np.empty((segment.num_tokens, basis.rank), np.int16)
         magnitudes = torch.zeros(basis.rank, device=basis.mean.device)
         damage = 0.0
-        for first in range(0, place.num_tokens, _CHUNK_TOKENS):
-            end = min(first + _CHUNK_TOKENS, place.num_tokens)
-            coefficients = self._coefficients(basis, read, torch.arange(first, end), place)
+        for first in range(0, segment.num_tokens, _CHUNK_TOKENS):
+            end = min(first + _CHUNK_TOKENS, segment.num_tokens)
+            coefficients = self._coefficients(basis, read, torch.arange(first, end), segment)
             chunk = quantize(coefficients, step, shifts[first:end])
             # Zeros cost least where nothing is read.
-            chunk[: max(0, place.num_first_tokens - first)] = 0
+            chunk[: max(0, segment.num_first_tokens - first)] = 0
             levels[first:end] = chunk.to(torch.int16).cpu().numpy()
             damage += expected_damage(coefficients, step, shifts[first:end], worth[first:end])
             magnitudes += coefficients.abs_().sum(0)
         base = base_scales(basis.magnitudes.cpu().numpy(), step)
-        offsets = best_offsets(base, (magnitudes / (place.num_tokens * step)).cpu().numpy(), levels)
+        offsets = best_offsets(base, (magnitudes / (segment.num_tokens * step)).cpu().numpy(), levels)
         encoded = coder.encode(levels, scales_of(base, offsets), shifts.cpu().numpy())
         first_tokens = [
-            part[: place.num_first_tokens].contiguous().cpu().view(torch.uint8).flatten()
-            for layer in (basis.layers if place.num_first_tokens else ())
+            part[: segment.num_first_tokens].contiguous().cpu().view(torch.uint8).flatten()
+            for layer in (basis.layers if segment.num_first_tokens else ())
             for part in tensors_of(read(layer))
         ]
         block = torch.cat([*first_tokens, torch.from_numpy(encoded.data)])
         return GroupParameters(offsets, encoded.record_num_bytes), block, damage
 
     def _coefficients(
-        self, basis: GroupBasis, read: ReadLayer, rows: torch.Tensor, place: SegmentPlace
+        self, basis: GroupBasis, read: ReadLayer, rows: torch.Tensor, segment: SegmentTokens
     ) -> torch.Tensor:
         """Coefficients fp32 ``[len(rows), R]`` of these tokens of the segment."""
         layers = []
@@ -264,12 +273,12 @@ class SubspaceCodec:
             index = rows.to(kv.k.device)
             k, v = kv.k[index], kv.v[index]
             if self._rotary is not None:
-                k = self._rotary.unrotate(k, place.start_token + rows)
+                k = self._rotary.unrotate(k, segment.start_token + rows)
             layers.append(LayerKV(k, v))
         return (group_vectors(layers).to(basis.mean.device) - basis.mean) @ basis.encoder
 
 
 def _product_dtype(pool_dtype: torch.dtype, device: Device) -> torch.dtype:
-    """The element type to multiply in: bf16 if the pool keeps no more, and the device is fast at it."""
+    """Choose the element type to multiply in: bf16 if the pool keeps no more and the device is fast at it."""
     keeps_no_more = pool_dtype is torch.bfloat16 or pool_dtype.itemsize == 1
     return torch.bfloat16 if device.multiplies_bf16_fast and keeps_no_more else torch.float32

@@ -23,12 +23,13 @@ from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import LayerGroups
 
 _LEAST_ROWS = 64
-"""Fewer rows are multiplied in another order of their sums: a token would depend on where its tail begins."""
+"""At least so many rows are multiplied at a time. Products of fewer rows add up in another order, and a token
+would depend on where the tail that it is decoded with begins."""
 
 
 @dataclass(frozen=True)
-class SegmentPlace:
-    """Where a segment lies: tokens ``[start_token, start_token + num_tokens)`` of a conversation; the first
+class SegmentTokens:
+    """The tokens of a segment: ``[start_token, start_token + num_tokens)`` of its conversation. The first
     ``num_first_tokens`` of them are stored as in the pool."""
 
     start_token: int
@@ -38,8 +39,11 @@ class SegmentPlace:
 
 @dataclass(frozen=True, eq=False)
 class Reconstruction:
-    """What turns coefficients of a group into vectors, in the type of the product: ``mean [D]``, ``decoder
-    [R, D]``."""
+    """Reconstructs the vectors of a group as ``mean + coefficients @ decoder``.
+
+    ``mean [D]`` and ``decoder [R, D]`` are those of the group's basis, in the element type in which they are
+    multiplied.
+    """
 
     mean: torch.Tensor
     decoder: torch.Tensor
@@ -59,9 +63,9 @@ class SubspaceDecoder(SegmentLayout):
         rotary: RotaryTable | None,
         coder: CoefficientCoder,
         parameters: SubspaceParameters,
-        place: SegmentPlace,
+        segment: SegmentTokens,
     ) -> None:
-        super().__init__(bases.num_layers, place.start_token, place.num_tokens, RECORD_TOKENS)
+        super().__init__(bases.num_layers, segment.start_token, segment.num_tokens, RECORD_TOKENS)
         self.stored_as = LayerGroups(tuple(basis.end_layer for basis in bases.groups), coder.name)
         self.damage = parameters.damage
         self._bases = bases
@@ -69,7 +73,7 @@ class SubspaceDecoder(SegmentLayout):
         self._rotary = rotary
         self._coder = coder
         self._parameters = parameters
-        self._place = place
+        self._segment = segment
 
     @cached_property
     def native_units(self) -> tuple[None, ...]:
@@ -111,7 +115,7 @@ class SubspaceDecoder(SegmentLayout):
         Raises:
             CodecError: no such token, a block of another size, or a damaged one.
         """
-        num_tokens = self._place.num_tokens
+        num_tokens = self._segment.num_tokens
         if not 0 <= first_token < num_tokens:
             raise CodecError(f"token {first_token} of a segment of {num_tokens} tokens")
         first_layer = self._bases.groups[group].first_layer
@@ -141,7 +145,7 @@ class SubspaceDecoder(SegmentLayout):
         vectors = torch.addmm(mean, coefficients, decoder[:num_used], alpha=self._parameters.step)
         vectors = vectors[: num_tokens - first_token]
         layers = split_vectors(vectors, self._bases.shape, len(basis.layers))
-        positions = torch.arange(first_token, num_tokens, device=vectors.device) + self._place.start_token
+        positions = torch.arange(first_token, num_tokens, device=vectors.device) + self._segment.start_token
         dtype = self._bases.shape.dtype
         decoded = [
             LayerKV(
@@ -155,17 +159,23 @@ class SubspaceDecoder(SegmentLayout):
         return decoded
 
     def decode_all(self, blocks: Sequence[torch.Tensor]) -> list[LayerKV]:
-        """Decode the whole blocks of all groups: the KV of every layer, in order. Errors as for ``decode``."""
+        """Decode all layers of the whole segment, in order. ``blocks``: the whole block of each group.
+
+        Raises:
+            CodecError: another number of blocks than of groups, or what ``decode`` refuses.
+        """
+        if len(blocks) != len(self._bases.groups):
+            raise CodecError(f"{len(self._bases.groups)} groups have as many blocks, got {len(blocks)}")
         return [kv for group, block in enumerate(blocks) for kv in self.decode(group, block, 0)]
 
     def _first_tokens_num_bytes(self, group: int) -> int:
         shape = self._bases.shape
         token_bytes = len(self._bases.groups[group].layers) * (shape.k_token_bytes + shape.v_token_bytes)
-        return self._place.num_first_tokens * token_bytes
+        return self._segment.num_first_tokens * token_bytes
 
     def _put_first_tokens(self, raw: torch.Tensor, first_token: int, decoded: Sequence[LayerKV]) -> None:
         """Write the first tokens' own KV over what was decoded for them."""
-        num_first_tokens = self._place.num_first_tokens
+        num_first_tokens = self._segment.num_first_tokens
         parts = [part for kv in decoded for part in tensors_of(kv)]
         sizes = [part[0].numel() * part.dtype.itemsize * num_first_tokens for part in parts]
         for part, stored in zip(parts, torch.split(raw, sizes), strict=True):

@@ -9,19 +9,25 @@ from dataclasses import dataclass, field
 import torch
 
 from krul_backend.codec.interface import LayerKV, LayerShape
-from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, vector_size
+from krul_backend.codec.subspace.bases import (
+    LEAST_ATTENTION,
+    GroupBasis,
+    ModelBases,
+    group_vectors,
+    vector_size,
+)
 from krul_backend.errors import CodecError
 
 LEAST_TOKENS = 1024
 """Fewer tokens than this make no basis."""
 
 DIAGONAL_SHARE = 0.1
-"""Of the metric: the part in which errors of different channels cost nothing together. It keeps directions
-that no gradient has pointed to from costing nothing at all."""
+"""The share of the metric that is replaced by its diagonal. Without it, errors in directions that no gradient
+has pointed to would cost nothing."""
 
 LOST_NATS = 5e-5
-"""What the coefficients that are left out may cost a text as long as those learned from, per predicted
-token."""
+"""Coefficients are left out of the bases as long as that is expected to cost no more than this many nats per
+predicted token, in a text as long as those that the bases were learned from."""
 
 _LARGEST_SLOPE = 2.0
 _LEAST = 1e-14
@@ -29,7 +35,7 @@ _LEAST = 1e-14
 
 @dataclass(frozen=True, eq=False)
 class LearningText:
-    """One text that bases are learned from; ``T`` tokens that a model has read, and more that came after.
+    """One text that bases are learned from: ``T`` tokens that a model has read, with what it then predicted.
 
     ``layers``: KV of the ``T`` tokens, keys without rotary embedding. ``gradients``: in the same shapes,
     those of ``log p(x) / sqrt(N)`` with respect to ``layers``, where ``x`` are ``N`` tokens drawn from the
@@ -45,7 +51,7 @@ class LearningText:
 
 @dataclass
 class _GroupSums:
-    """Sums over tokens ``[D]`` and ``[D, D]`` in fp64 on the CPU."""
+    """Sums of vectors ``[D]`` and of outer products ``[D, D]`` over tokens, in fp64 on the CPU."""
 
     values: torch.Tensor
     products: torch.Tensor
@@ -58,7 +64,7 @@ class _GroupSums:
 
 @dataclass
 class BasisLearner:
-    """Adds up texts, then fits the bases of all groups.
+    """Collects the statistics of some texts, then fits the bases of all groups to them.
 
     ``group_ends``: the last layer of each group, plus one. ``first_tokens``: so many tokens of each text
     are left out, since the first ones of a conversation are unlike all others.
@@ -124,7 +130,7 @@ class BasisLearner:
         self.num_texts += 1
 
     def fit(self) -> ModelBases:
-        """The bases, on the CPU.
+        """Fit the bases, on the CPU.
 
         Raises:
             CodecError: fewer than ``LEAST_TOKENS`` tokens.
@@ -170,7 +176,11 @@ class BasisLearner:
         return mean, encoder, decoder, variances
 
     def _ranks(self, variances: Sequence[torch.Tensor]) -> list[int]:
-        """How many coefficients of each group to keep: those left out cost ``LOST_NATS`` together."""
+        """Choose how many coefficients to keep of each group, given their ``variances``.
+
+        The coefficients with the smallest variances over all groups are left out, as many as cost
+        ``LOST_NATS`` together.
+        """
         falling = torch.cat(list(variances)).sort(descending=True).values
         tokens_per_text = self.num_tokens / self.num_texts
         # lost[n]: what leaving out all but the n largest costs.
@@ -183,13 +193,13 @@ class BasisLearner:
         """``attention_means``, ``attention_slopes`` and ``attention_levels`` of a group: fp32 ``[layers,
         Hkv]``.
 
-        Per layer and head a line through ``log(gradient energy)`` over ``log(attention)``, and then the
-        level at which the mean worth of a token is its share in the group's energy.
+        Fits a line to ``log(gradient energy)`` over ``log(attention)`` in each layer and head. Then the
+        levels are set so that the mean worth of a layer and head is its share of the group's energy.
         """
         # [layers, Hkv, tokens]
         attention = torch.cat([text[layers.start : layers.stop] for text in self._attention], dim=-1)
         energy = torch.cat([text[layers.start : layers.stop] for text in self._gradient_energy], dim=-1)
-        x = attention.clamp_min(1e-8).log()
+        x = attention.clamp_min(LEAST_ATTENTION).log()
         y = energy.clamp_min(_LEAST).log()
         means = x.mean(-1)
         centred = x - means[..., None]
@@ -203,8 +213,8 @@ class BasisLearner:
 
 
 def _head_energy(gradients: LayerKV, kv: LayerKV) -> torch.Tensor:
-    """``[Hkv, T]``: what errors in proportion to the spread of each channel cost at each token, up to a
-    factor."""
+    """Estimate what errors cost at each token if those of each channel are in proportion to its standard
+    deviation: ``[Hkv, T]``, up to a common factor."""
     parts = (
         (gradient.float().square() * values.float().var(0)).sum(-1)
         for gradient, values in ((gradients.k, kv.k), (gradients.v, kv.v))

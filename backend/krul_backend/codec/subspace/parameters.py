@@ -22,17 +22,17 @@ CODEC_NAME = "subspace"
 CODEC_VERSION = 1
 
 SMALLEST_STEP, LARGEST_STEP = 2.0**-24, 2.0**8
-"""Between these the step of a segment is chosen."""
+"""The smallest and the largest step that a segment can have."""
 
 _KEYS = {"codec", "version", "bases", "coder", "first_tokens", "step", "damage", "groups"}
 
 
 @dataclass(frozen=True, eq=False)
 class GroupParameters:
-    """What decoding one group takes beside the bases.
+    """The parameters of one group of layers in a segment.
 
     ``offsets`` uint8 ``[bands]``: how this segment's scales differ from the model's. ``record_num_bytes``
-    uint32 ``[records]``.
+    uint32 ``[records]``: the size of each record of its block.
     """
 
     offsets: NDArray[np.uint8]
@@ -66,10 +66,10 @@ class GroupParameters:
 
 @dataclass(frozen=True, eq=False)
 class SubspaceParameters:
-    """Everything that decoding a segment takes beside the bases and the model's shape.
+    """All parameters of a segment. With them, the bases and the segment's place its blocks can be decoded.
 
-    ``num_first_tokens``: tokens at the segment's start that are stored as in the pool. ``step``: that of a
-    token of average worth. ``damage``: see ``EncodedSegment``.
+    ``num_first_tokens``: how many tokens at the segment's start are stored as in the pool. ``step``: the
+    quantizer's step for a token of average worth. ``damage``: see ``EncodedSegment``.
     """
 
     bases_digest: str

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 ROUNDING = 0.4
-"""Added to magnitudes in steps before they are rounded down: zero gets a wider range than the other
-levels."""
+"""Added to magnitudes, in steps, before they are rounded down. It is below 0.5, so that zero has a wider
+range than the other levels."""
 
 SHRINK = 0.04
-"""Levels are read back so much nearer to zero, in steps: small magnitudes are more frequent than large
-ones."""
+"""Levels are read back nearer to zero by this many steps, because small magnitudes are more frequent than
+large ones."""
 
 SHIFTS_PER_OCTAVE = 2
 COARSEST_SHIFT = 2
@@ -19,14 +19,11 @@ FINEST_SHIFT = -4
 twice."""
 
 WORTH_EXPONENT = -0.25
-"""A step in proportion to ``worth ** -0.5`` would cost every token alike if attention told all. It tells of
-the past: a fact that nobody has asked for yet draws none. Half of that exponent is nearly as small, and
-safer."""
+"""A token's step is in proportion to ``worth`` to this power. With -0.5, errors would cost the same in every
+token if attention predicted worth exactly. But attention tells of the past only: a fact that nobody has asked
+for yet has drawn none. Half of that exponent compresses nearly as well, and is safer."""
 
 _LARGEST_LEVEL = 32767
-
-FINEST_STEPS = 8000
-"""A step is at least the largest coefficient over this, so that all levels fit also with the finest shift."""
 
 
 def step_shifts(worth: torch.Tensor) -> torch.Tensor:
@@ -48,7 +45,8 @@ def quantize(coefficients: torch.Tensor, step: float, shifts: torch.Tensor) -> t
 
 
 def smallest_unclipped_step(coefficients: torch.Tensor, shifts: torch.Tensor, worth: torch.Tensor) -> float:
-    """The step below which there are no levels for some of ``coefficients [T, R]`` that cost anything."""
+    """Return the smallest step with which no level of ``coefficients [T, R]`` is clipped, but for tokens of
+    worth 0."""
     scaled = coefficients.abs().amax(1) / token_steps(1, shifts)[:, 0]
     return float((scaled * (worth > 0)).amax()) / _LARGEST_LEVEL
 
