@@ -109,7 +109,8 @@ def _bases(configuration: Configuration, tokenizer: Any, model: HistoryModel) ->
         ]
     num_used = min(len(pieces), _LEARNING_PIECES)
     used = [pieces[index * len(pieces) // num_used] for index in range(num_used)]
-    return learn_bases(TextReader(model.model), used, plan)
+    (bases,) = learn_bases(TextReader(model.model), used, plan)
+    return bases
 
 
 def _model(configuration: Configuration) -> HistoryModel:

@@ -334,6 +334,9 @@ def learn(
             help="Text file, *.jsonl file or folder to learn from; repeatable. Default: the program's own."
         ),
     ] = None,
+    tp_size: Annotated[
+        int, typer.Option(help="Ranks that share the model's heads, as the server's --tp-size.", min=1)
+    ] = 1,
     pieces: Annotated[int, typer.Option(help="Pieces of 1,024 tokens to learn from at most.", min=2)] = 24,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
 ) -> None:
@@ -342,13 +345,21 @@ def learn(
     Servers with `strategy=subspace` need it once per model. It takes the memory of the model once more.
     """
     from krul_sglang.config import KrulConfig
-    from krul_sglang.learning.command import learn_to_file
+    from krul_sglang.learning.command import learn_to_files
 
     _check_writable("--out", out)
+    if out is not None and tp_size > 1:
+        raise UsageError(f"--out is one file, and --tp-size {tp_size} has one for each rank: leave it out")
     path = find_model(model_path, _tell, option="--model-path")
     cache_dir = Path(KrulConfig.load(None).cache_dir).expanduser()
-    for line in learn_to_file(
-        path, out, texts=text or (), num_pieces=pieces, device=device, cache_dir=cache_dir
+    for line in learn_to_files(
+        path,
+        out,
+        texts=text or (),
+        num_pieces=pieces,
+        tp_size=tp_size,
+        device=device,
+        cache_dir=cache_dir,
     ):
         typer.echo(line)
 

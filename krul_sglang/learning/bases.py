@@ -6,12 +6,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from krul_backend.codec.coefficients.coders import FixedWidthCoder
+from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_backend.codec.subspace.learning import BasisLearner
+from krul_backend.codec.subspace.learning import BasisLearner, LearningText
 from krul_backend.errors import KrulError
 from krul_sglang.learning.reader import TextReader
 
@@ -46,12 +47,14 @@ class LearningPlan:
 
 
 def learn_bases(
-    reader: TextReader, pieces: Sequence[Sequence[int]], plan: LearningPlan | None = None
-) -> ModelBases:
-    """Learn the bases of the reader's model. ``pieces``: token ids, each of ``plan.text_tokens``.
+    reader: TextReader, pieces: Sequence[Sequence[int]], plan: LearningPlan | None = None, tp_size: int = 1
+) -> list[ModelBases]:
+    """The bases of the reader's model, for each rank of ``tp_size`` those of its KV heads.
+
+    ``pieces``: token ids, each of ``plan.text_tokens``.
 
     Raises:
-        LearningError: fewer than two pieces.
+        LearningError: fewer than two pieces, or KV heads that ``tp_size`` ranks cannot share.
         CodecError: too few tokens.
     """
     plan = LearningPlan() if plan is None else plan
@@ -62,34 +65,81 @@ def learn_bases(
     num_measured = max(1, round(plan.measured_share * len(pieces)))
     # Spread over the pieces: neighbours come from one text.
     measured = {(2 * index + 1) * len(pieces) // (2 * num_measured) for index in range(num_measured)}
-    learner = BasisLearner(reader.shape, plan.group_ends(reader.num_layers))
+    ranks = [heads_of_rank(reader.shape.num_kv_heads, rank, tp_size) for rank in range(tp_size)]
+    ends = plan.group_ends(reader.num_layers)
+    learners = [BasisLearner(replace(reader.shape, num_kv_heads=len(heads)), ends) for heads in ranks]
+    num_read = 0
     for number, ids in enumerate(pieces):
         if number not in measured:
-            learner.add(reader.read(ids, plan.read_tokens, seed=number))
-            logger.info("read %d of %d pieces", learner.num_texts, len(pieces) - num_measured)
-    bases = learner.fit()
-    factors = [damage_ratio(reader, bases, pieces[number], plan) for number in sorted(measured)]
-    factor = math.exp(sum(math.log(ratio) for ratio in factors) / len(factors))
-    logger.info(
-        "damage is %.3g times what the metric says; ranks %s", factor, [group.rank for group in bases.groups]
-    )
-    return ModelBases(bases.shape, bases.groups, factor)
+            text = reader.read(ids, plan.read_tokens, seed=number)
+            for heads, learner in zip(ranks, learners, strict=True):
+                learner.add(
+                    LearningText(
+                        _of_heads(text.layers, heads),
+                        _of_heads(text.gradients, heads),
+                        text.attention[:, _slice(heads)],
+                    )
+                )
+            num_read += 1
+            logger.info("read %d of %d pieces", num_read, len(pieces) - num_measured)
+    learned = []
+    for heads, learner in zip(ranks, learners, strict=True):
+        bases = learner.fit()
+        factors = [damage_ratio(reader, bases, heads, pieces[number], plan) for number in sorted(measured)]
+        factor = math.exp(sum(math.log(ratio) for ratio in factors) / len(factors))
+        logger.info(
+            "damage is %.3g times what the metric says; ranks %s",
+            factor,
+            [group.rank for group in bases.groups],
+        )
+        learned.append(ModelBases(bases.shape, bases.groups, factor))
+    return learned
 
 
-def damage_ratio(reader: TextReader, bases: ModelBases, ids: Sequence[int], plan: LearningPlan) -> float:
-    """Compress one text, and divide the divergence that this causes by the one that ``bases`` expect."""
+def heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> range:
+    """The KV heads whose KV a rank keeps; one if there are more ranks than heads.
+
+    Raises:
+        LearningError: heads that so many ranks cannot share.
+    """
+    if num_kv_heads % tp_size == 0:
+        each = num_kv_heads // tp_size
+        return range(tp_rank * each, (tp_rank + 1) * each)
+    if tp_size % num_kv_heads == 0:
+        head = tp_rank * num_kv_heads // tp_size
+        return range(head, head + 1)
+    raise LearningError(f"{num_kv_heads} KV heads cannot be shared by {tp_size} ranks")
+
+
+def damage_ratio(
+    reader: TextReader, bases: ModelBases, heads: range, ids: Sequence[int], plan: LearningPlan
+) -> float:
+    """The divergence that one text's compression causes over the one that ``bases``, those of ``heads``,
+    expect."""
     text = reader.read_history(ids[: plan.read_tokens])
     codec = SubspaceCodec(bases, reader.rotary, [FixedWidthCoder()])
     encoded = codec.encode(
-        text.layers.__getitem__,
+        _of_heads(text.layers, heads).__getitem__,
         start_token=0,
         num_tokens=plan.read_tokens,
-        attention=text.attention,
+        attention=text.attention[:, _slice(heads)],
         max_damage=plan.measured_damage,
         coder=FixedWidthCoder.name,
     )
     decoder = codec.open(encoded.params, start_token=0, num_tokens=plan.read_tokens)
-    restored = decoder.decode_all(encoded.blocks)
+    restored = []
+    for true, decoded in zip(text.layers, decoder.decode_all(encoded.blocks), strict=True):
+        k, v = true.k.clone(), true.v.clone()
+        k[:, _slice(heads)], v[:, _slice(heads)] = decoded.k, decoded.v
+        restored.append(LayerKV(k, v))
     divergence = reader.divergence(ids[plan.read_tokens :], text.layers, restored)
     # A model that its KV does not matter to has no divergence, and a factor must be positive.
     return max(divergence, _LEAST_DIVERGENCE) / encoded.damage
+
+
+def _of_heads(layers: Sequence[LayerKV], heads: range) -> list[LayerKV]:
+    return [LayerKV(kv.k[:, _slice(heads)], kv.v[:, _slice(heads)]) for kv in layers]
+
+
+def _slice(heads: range) -> slice:
+    return slice(heads.start, heads.stop)

@@ -17,21 +17,23 @@ from krul_sglang.learning.texts import cut_pieces, own_texts, read_texts
 from krul_sglang.models.checkpoint import UnknownWeightsError, bases_path
 
 
-def learn_to_file(
+def learn_to_files(
     model_path: str,
     out: Path | None,
     *,
     texts: Sequence[Path],
     num_pieces: int,
+    tp_size: int,
     device: str,
     cache_dir: Path,
 ) -> Iterator[str]:
-    """Learn the bases of a model and write them to ``out``. Yields lines that say what was done.
+    """Learn and write the bases of each rank; yields what was done, line by line.
 
-    ``out`` is None for the file in ``cache_dir`` that a server looks for.
+    ``out`` is the file of a single rank, None for the files in ``cache_dir`` that servers look for.
 
     Raises:
-        LearningError: text that cannot be read, too little of it, or weights that cannot be identified.
+        LearningError: text that cannot be read, too little of it, heads that ``tp_size`` ranks cannot share,
+            or weights that cannot be identified.
         CodecError: a model whose KV has no such bases.
     """
     started = time.monotonic()
@@ -41,18 +43,25 @@ def learn_to_file(
     dtype = torch.float32 if Device(torch.device(device)).shares_cores else "auto"
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa")
     reader = TextReader(model.to(device).train(False))
-    if out is None:
-        try:
-            out = bases_path(model_path, cache_dir)
-        except (UnknownWeightsError, OSError) as error:
-            raise LearningError(f"a server could not find bases of these weights: {error}") from error
-        out.parent.mkdir(parents=True, exist_ok=True)
+    paths = [out] if out is not None else _paths_of_servers(model_path, cache_dir, tp_size)
     chosen = [text for path in texts for text in read_texts(path)] or own_texts()
     pieces = cut_pieces(tokenizer, chosen, plan.text_tokens, num_pieces)
     yield f"learning from {len(pieces)} pieces of {plan.text_tokens} tokens"
-    bases = learn_bases(reader, pieces, plan)
-    bases.save(out)
-    ranks = ", ".join(f"{group.first_layer}-{group.end_layer - 1}: {group.rank}" for group in bases.groups)
-    yield f"coefficients per token and group of layers: {ranks}"
-    yield f"errors cost {bases.damage_factor:.2f} times what the metric says"
-    yield f"wrote {out} ({bases.digest[:12]}) in {time.monotonic() - started:.0f} s"
+    for path, bases in zip(paths, learn_bases(reader, pieces, plan, tp_size), strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        bases.save(path)
+        ranks = ", ".join(
+            f"{group.first_layer}-{group.end_layer - 1}: {group.rank}" for group in bases.groups
+        )
+        yield f"coefficients per token and group of layers: {ranks}"
+        yield f"errors cost {bases.damage_factor:.2f} times what the metric says"
+        yield f"wrote {path} ({bases.digest[:12]})"
+    yield f"done in {time.monotonic() - started:.0f} s"
+
+
+def _paths_of_servers(model_path: str, cache_dir: Path, tp_size: int) -> list[Path]:
+    """The files in which a server of so many ranks looks for the bases of this model."""
+    try:
+        return [bases_path(model_path, cache_dir, rank, tp_size) for rank in range(tp_size)]
+    except (UnknownWeightsError, OSError) as error:
+        raise LearningError(f"a server could not find bases of these weights: {error}") from error

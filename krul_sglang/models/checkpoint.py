@@ -40,10 +40,11 @@ class UnknownWeightsError(Exception):
     """The files may not be what was loaded, although they are there."""
 
 
-def bases_path(model_path: str, cache_dir: Path) -> Path:
+def bases_path(model_path: str, cache_dir: Path, tp_rank: int = 0, tp_size: int = 1) -> Path:
     """The file of the bases that were learned, or are to be learned, from the weights of a checkpoint.
 
-    ``model_path``: a local folder or a hub name, whose weights have been loaded by now.
+    ``model_path``: a local folder or a hub name, whose weights have been loaded by now. ``tp_rank`` of
+    ``tp_size`` has bases of its own heads.
 
     Raises:
         UnknownWeightsError: there are no such weights.
@@ -53,7 +54,9 @@ def bases_path(model_path: str, cache_dir: Path) -> Path:
     digest = files_digest(path, cache_dir, loaded_s=time.time()) if path.exists() else hub_commit(model_path)
     if digest is None:
         raise UnknownWeightsError(f"{model_path} is no local folder, and not in the local hub cache")
-    return cache_dir / "bases" / f"{xxhash.xxh3_64_hexdigest(digest.encode())}.safetensors"
+    name = xxhash.xxh3_64_hexdigest(digest.encode())
+    rank = "" if tp_size == 1 else f"-{tp_rank}-of-{tp_size}"
+    return cache_dir / "bases" / f"{name}{rank}.safetensors"
 
 
 def hub_commit(name: str, revision: str | None = None, download_dir: str | None = None) -> str | None:

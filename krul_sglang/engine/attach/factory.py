@@ -161,7 +161,7 @@ def build_cache(ctx: Any) -> Any:
     runtime.pool = pool
     runtime.rotary = read_rotary_table(runner.model)
     if config.strategy == SUBSPACE:
-        runtime.subspace = load_subspace(config, str(ctx.model_config.model_path), pool, runtime.rotary)
+        runtime.subspace = load_subspace(config, runtime.model.identity, pool, runtime.rotary)
     runtime.agreement = agreement
     runtime.restore_agreement = RankAgreement.create(ctx.tp_size)
     # The linker is made by SGLang, which hands on nothing of ours but these parameters.

@@ -10,6 +10,7 @@ from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.errors import CodecError, ConfigError
+from krul_backend.segment import ModelIdentity
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.unsupported import FOREIGN_ROTARY
@@ -17,19 +18,21 @@ from krul_sglang.models.checkpoint import UnknownWeightsError, bases_path
 
 
 def load_subspace(
-    config: KrulConfig, model_path: str, pool: DevicePool, rotary: RotaryTable | None
+    config: KrulConfig, model: ModelIdentity, pool: DevicePool, rotary: RotaryTable | None
 ) -> SubspaceCodec:
-    """The codec of the served model, with the bases that were learned from its weights.
+    """The codec of the served model on one rank, with the bases that were learned from its weights.
 
     Raises:
         ConfigError: there are none, or they cannot be read.
         UnsupportedSetupError: a model whose keys keep their rotary embedding.
     """
     if rotary is None:
-        raise FOREIGN_ROTARY.error(model_path)
-    command = f"krul-sglang learn --model-path {model_path}"
+        raise FOREIGN_ROTARY.error(model.name)
+    command = f"krul-sglang learn --model-path {model.name}"
+    command += f" --tp-size {model.tp_size}" if model.tp_size > 1 else ""
+    cache_dir = Path(config.cache_dir).expanduser()
     try:
-        path = bases_path(model_path, Path(config.cache_dir).expanduser())
+        path = bases_path(model.name, cache_dir, model.tp_rank, model.tp_size)
         bases = ModelBases.load(path) if path.exists() else None
     except (CodecError, UnknownWeightsError, OSError) as error:
         raise ConfigError(f'strategy = "subspace": {error}; learn bases with `{command}`') from error

@@ -50,7 +50,7 @@ class _RunLimit:
 
 
 class SubspaceEncoding(TurnEncoding):
-    """Stores a turn in the model's bases. ``on_encoded(damage)`` is told what each run should cost, in nats."""
+    """Stores a turn in the model's bases. ``on_encoded(damage)`` is told what each run should cost (nats)."""
 
     def __init__(
         self,

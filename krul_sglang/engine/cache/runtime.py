@@ -35,7 +35,8 @@ class KrulRuntime:
     ``connection`` is this rank's way to the daemon; the linker closes it. ``capture`` is None if no attention
     is recorded, ``rotary`` if keys are stored with their rotary embedding, ``subspace`` and ``provenance``
     unless turns are stored within an error budget. ``agreement`` joins the threads of all ranks that store
-    turns, ``restore_agreement`` their scheduler threads. ``restore_forward`` is None until forwards may restore.
+    turns, ``restore_agreement`` their scheduler threads.
+    ``restore_forward`` is None until forwards may restore.
     """
 
     # Before the scheduler is made.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from krul_backend.errors import KrulError
-from krul_sglang.config import ATTENTION_STRATEGIES, SUBSPACE, KrulConfig
+from krul_sglang.config import ATTENTION_STRATEGIES, KrulConfig
 
 FP8_DTYPES = ("fp8_e4m3", "fp8_e5m2")
 _PLAIN_DTYPES = ("auto", "bf16", "bfloat16")
@@ -143,13 +143,6 @@ LAUNCH_RULES = (
         ("kv_cache_dtype", "krul.strategy", "krul.precision"),
         lambda dtype, *stored_as: dtype in FP8_DTYPES and stored_as != ("none", "native"),
         ("fp8_e4m3", "krul", "int4"),
-    ),
-    Rule(
-        '--tp-size and strategy = "subspace"',
-        "bases are learned for the heads of a whole model so far",
-        ("tp_size", "krul.strategy"),
-        lambda tp_size, strategy: _is_several(tp_size) and strategy == SUBSPACE,
-        (2, SUBSPACE),
     ),
     Rule(
         "--enable-two-batch-overlap and a strategy that looks at attention",
