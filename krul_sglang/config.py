@@ -15,7 +15,7 @@ from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
 from krul_backend.planner.planners import PLANNERS
 from krul_backend.strategy.registry import SELECTOR_NAMES
-from krul_backend.strategy.strategy import Precision
+from krul_backend.strategy.strategy import SUBSPACE, Precision
 from krul_backend.tiers.common.eviction import POLICIES
 
 ENV_PREFIX = "KRUL_"
@@ -33,9 +33,6 @@ ESTIMATORS = ("sampled", "heterogeneous")
 FAULTS = ("none", "load-error", "load-stall")
 
 PRECISIONS = tuple(precision.value for precision in Precision if precision is not Precision.INT0)
-
-SUBSPACE = "subspace"
-"""The strategy that stores groups of layers in a shared subspace, within an error budget."""
 
 ATTENTION_STRATEGIES = (SUBSPACE, "krul", "matching")
 """Strategies that look at a conversation's own attention."""

@@ -20,10 +20,9 @@ from krul_backend.codec.shared_pair import SharedPair, count_retained
 from krul_backend.codec.single_layer import NativeLayer, single_layer
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
-from krul_backend.codec.subspace.parameters import CODEC_NAME as SUBSPACE
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import Precision, Strategy
+from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 
 _MAX_OPENED = 256
 """Decoders that a codec keeps: of the conversations that return now."""

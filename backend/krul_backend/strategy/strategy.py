@@ -153,6 +153,10 @@ class Strategy:
         return cls(tuple(parsed))
 
 
+SUBSPACE = "subspace"
+"""Names the strategy and the codec of groups of layers that share a subspace."""
+
+
 @dataclass(frozen=True)
 class LayerGroups:
     """Groups of consecutive layers that share a subspace; ``coder`` writes their coefficients.

@@ -17,9 +17,8 @@ from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.memory import is_out_of_memory
 from krul_backend.planner.calibration import fit_compute, fit_tier
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.strategy.strategy import Precision, Strategy
+from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
-from krul_sglang.config import SUBSPACE
 from krul_sglang.engine.attach.ordinary_prefill import ordinary_prefill, timed
 from krul_sglang.engine.attach.start_proof import random_token_ids
 from krul_sglang.engine.common.agreement import RankAgreement

@@ -8,7 +8,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from krul_sglang.config import SUBSPACE, KrulConfig
+from krul_backend.strategy.strategy import SUBSPACE
+from krul_sglang.config import KrulConfig
 from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.common.hook_targets import (
     SCHEDULER_INIT,

@@ -15,9 +15,8 @@ from krul_backend.attention.rows import QueryRows
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_backend.codec.subspace.parameters import CODEC_NAME
 from krul_backend.store.interface import KVStore
-from krul_backend.strategy.strategy import LayerGroups, Strategy
+from krul_backend.strategy.strategy import SUBSPACE, LayerGroups, Strategy
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carried_damage, spent_damage
 from krul_sglang.engine.common.agreement import RankAgreement
@@ -98,7 +97,7 @@ class SubspaceEncoding(TurnEncoding):
             (group.start, block[block.numel() - kept[group.start] :])
             for group, block in zip(self._groups, encoded.blocks, strict=True)
         ]
-        return EncodedRun(CODEC_NAME, encoded.params, first, kept, encoded.num_bytes - sum(kept), blocks)
+        return EncodedRun(SUBSPACE, encoded.params, first, kept, encoded.num_bytes - sum(kept), blocks)
 
 
 @dataclass(frozen=True)

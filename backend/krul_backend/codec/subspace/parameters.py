@@ -17,8 +17,8 @@ from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import pack_offsets, unpack_offsets
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases
 from krul_backend.errors import CodecError
+from krul_backend.strategy.strategy import SUBSPACE
 
-CODEC_NAME = "subspace"
 CODEC_VERSION = 1
 
 SMALLEST_STEP, LARGEST_STEP = 2.0**-24, 2.0**8
@@ -82,7 +82,7 @@ class SubspaceParameters:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values that ``parse`` accepts."""
         return {
-            "codec": CODEC_NAME,
+            "codec": SUBSPACE,
             "version": CODEC_VERSION,
             "bases": self.bases_digest,
             "coder": self.coder,
@@ -99,13 +99,11 @@ class SubspaceParameters:
         Raises:
             CodecError: anything but what ``to_json`` writes for such a segment, or other bases.
         """
-        if not isinstance(params, Mapping) or params.get("codec") != CODEC_NAME:
-            raise CodecError(f"not the parameters of codec {CODEC_NAME!r}: {params!r:.200}")
+        if not isinstance(params, Mapping) or params.get("codec") != SUBSPACE:
+            raise CodecError(f"not the parameters of codec {SUBSPACE!r}: {params!r:.200}")
         version = params.get("version")
         if type(version) is not int or version != CODEC_VERSION:
-            raise CodecError(
-                f"version {version!r} of codec {CODEC_NAME!r} is unknown (known: {CODEC_VERSION})"
-            )
+            raise CodecError(f"version {version!r} of codec {SUBSPACE!r} is unknown (known: {CODEC_VERSION})")
         if set(params) != _KEYS:
             raise CodecError(f"codec parameters are {sorted(_KEYS)}, got {sorted(map(str, params))}")
         if params["bases"] != bases.digest:

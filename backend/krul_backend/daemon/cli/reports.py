@@ -13,7 +13,7 @@ from rich.text import Text
 from krul_backend.daemon.protocol.admin_messages import DaemonStats
 from krul_backend.errors import StrategyError
 from krul_backend.memory import format_bytes
-from krul_backend.strategy.strategy import Precision, Strategy
+from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER, SegmentDetails, SegmentInfo, StoreStats, TierStats
 
 _NO_VALUE = "-"
@@ -76,7 +76,7 @@ def details_report(details: SegmentDetails) -> RenderableType:
         "after": printable(details.parent_key or "") or "the start of a conversation",
         "last page": printable(details.last_page_key),
         "size": f"{format_bytes(info.num_bytes)}, {_bytes_per_token(info)} bytes per token",
-        "codec": printable(info.codec),
+        "codec": _codec_line(info),
         "tiers": ", ".join(info.tiers),
         "leases": str(info.num_leases),
         "idle": format_seconds(info.idle_s),
@@ -181,7 +181,7 @@ def _daemon_line(daemon: DaemonStats) -> str:
 
 
 def _layer_table(details: SegmentDetails) -> Table:
-    strategy = _strategy(details.info.codec_params)
+    strategy, is_subspace = _strategy(details.info.codec_params), details.info.codec == SUBSPACE
     end_token = details.info.start_token + details.info.num_tokens
     table = _table()
     for name in ("layer", "pair", "precision", "first token", "tokens", "size", "checksum"):
@@ -189,7 +189,7 @@ def _layer_table(details: SegmentDetails) -> Table:
     for layer, (first, num_bytes) in enumerate(
         zip(details.layer_first_token, details.layer_num_bytes, strict=True)
     ):
-        pair, precision = _NO_VALUE, Precision.NATIVE.value
+        pair, precision = _NO_VALUE, SUBSPACE if is_subspace else Precision.NATIVE.value
         if strategy is not None and layer < len(strategy.layers):
             precision = strategy.layers[layer].precision.value
             partner = strategy.layers[layer].partner
@@ -205,6 +205,15 @@ def _layer_table(details: SegmentDetails) -> Table:
             f"{details.checksums[layer]:016x}",
         )
     return table
+
+
+def _codec_line(info: SegmentInfo) -> str:
+    """The codec; of shared subspaces also the coder, the bases, the step and the damage in nats."""
+    params = info.codec_params
+    if info.codec != SUBSPACE:
+        return printable(info.codec)
+    named = (f"{name} {printable(str(params.get(name)))[:16]}" for name in ("bases", "step", "damage"))
+    return ", ".join((f"{SUBSPACE} ({printable(str(params.get('coder')))})", *named))
 
 
 def _strategy(codec_params: Mapping[str, Any]) -> Strategy | None:
