@@ -32,7 +32,7 @@ ESTIMATORS = ("sampled", "heterogeneous")
 
 FAULTS = ("none", "load-error", "load-stall")
 
-PRECISIONS = tuple(precision.value for precision in Precision if precision is not Precision.INT0)
+PRECISIONS = tuple(precision.value for precision in Precision)
 
 ATTENTION_STRATEGIES = (SUBSPACE, "krul", "matching")
 """Strategies that look at a conversation's own attention."""

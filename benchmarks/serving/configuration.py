@@ -9,6 +9,7 @@ from typing import Any
 
 from krul_backend.errors import KrulError
 from krul_backend.memory import parse_bytes
+from krul_backend.strategy.strategy import SUBSPACE
 from krul_sglang.config import KrulConfig
 from krul_sglang.demo.environment import without_cwd
 
@@ -16,8 +17,8 @@ SERVERS = ("recompute", "device", "native", "compressed", "full-load")
 KRUL_SERVERS = ("native", "compressed", "full-load")
 CLIENTS = ("krul", "bench_serving")
 
-COMPRESSED_OPTIONS = {"precision": "int4"}
-"""Loses something, and needs nothing learned about the model before."""
+COMPRESSED_OPTIONS = {"strategy": SUBSPACE}
+"""Groups of layers in bases of the model, which are learned before if they are not there."""
 
 
 class ServingBenchmarkError(KrulError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +16,14 @@ import psutil
 
 from benchmarks.serving.configuration import KRUL_SERVERS, Configuration, ServingBenchmarkError
 from krul_backend.memory import parse_bytes
+from krul_backend.strategy.strategy import SUBSPACE
+from krul_sglang.config import KrulConfig
 from krul_sglang.demo.krul_state import KrulState, krul_states, stored_amounts, wait_for_saves
 from krul_sglang.demo.run import default_dtype
 from krul_sglang.demo.server import ServerProcess
 from krul_sglang.demo.sizing import PoolSizes
+
+logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 600.0
 _SETTLE_TIMEOUT_S = 120.0
@@ -95,7 +101,10 @@ class Server:
 
 
 def make_server(name: str, configuration: Configuration, pools: PoolSizes, folder: Path) -> Server:
-    """A server that is not started yet. krul's costs are measured anew, and kept in ``folder`` only."""
+    """A server that is not started yet. krul's costs are measured anew, and kept in ``folder`` only.
+
+    Bases of the model are those in the user's cache directory, where they are learned if they are missing.
+    """
     pool_tokens = pools.reference_tokens if name == "device" else pools.device_tokens
     args = [
         *("--page-size", str(configuration.page_size)),
@@ -111,12 +120,24 @@ def make_server(name: str, configuration: Configuration, pools: PoolSizes, folde
             "host_memory": host_memory_bytes(configuration, pools),
             **options,
         }
+        if options.get("strategy") == SUBSPACE:
+            _bring_bases(configuration.model_path, folder / name)
         if configuration.ssd is not None:
             values |= {"ssd_dir": str(folder / f"{name}-ssd"), "ssd_capacity": configuration.ssd}
         args += ["--radix-cache-backend", "krul"]
         args += ["--unified-cache-external-linker-config", orjson.dumps(values).decode()]
     process = ServerProcess(configuration.model_path, args=args, ready_timeout_s=_READY_TIMEOUT_S)
     return Server(name, pool_tokens, options, process)
+
+
+def _bring_bases(model_path: str, cache_dir: Path) -> None:
+    from krul_sglang.learning.command import ensure_bases
+
+    own = Path(KrulConfig.load(None).cache_dir).expanduser()
+    path = ensure_bases(model_path, own, logger.info)
+    target = cache_dir / path.relative_to(own)
+    target.parent.mkdir(parents=True)
+    shutil.copyfile(path, target)
 
 
 def check_pool(server: Server, page_size: int) -> None:

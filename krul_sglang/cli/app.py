@@ -84,7 +84,7 @@ def demo(
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="One more option of krul's configuration, as --option strategy=budget. Repeatable.",
+            help="One more option of krul's configuration, as --option strategy=subspace. Repeatable.",
         ),
     ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.")] = 16,
@@ -160,6 +160,8 @@ def demo(
 
     from rich.console import Console
 
+    from krul_backend.strategy.strategy import SUBSPACE
+    from krul_sglang.config import KrulConfig
     from krul_sglang.demo.report import make_reporter, print_result
     from krul_sglang.demo.run import DemoConfig, default_dtype, run_demo
     from krul_sglang.json_file import write_result
@@ -187,6 +189,11 @@ def demo(
         notes.append(f"{loaded.num_skipped} entries without a user turn were left out")
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
+    if options.get("strategy") == SUBSPACE:
+        from krul_sglang.learning.command import ensure_bases
+
+        cache_dir = KrulConfig.load(options).cache_dir
+        ensure_bases(model, Path(cache_dir).expanduser(), _tell)
     with make_reporter(console, num_turns) as reporter:
         result = run_demo(config, pools, chosen, reporter, verbose=verbose)
     print_result(console, result)

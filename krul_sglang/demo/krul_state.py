@@ -39,7 +39,7 @@ def stored_amounts(states: Sequence[KrulState]) -> StoredAmounts:
 def wait_for_saves(server: ServerProcess, *, timeout_s: float = 60.0) -> list[KrulState]:
     """Wait until a server with krul has nothing more to do for the requests that it answered.
 
-    Turns are saved on every tier, loads have ended, and no probe of ``strategy=budget`` runs. Returns the
+    Turns are saved on every tier, loads have ended, and no probe runs. Returns the
     counters then.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,19 @@ from krul_sglang.learning.reader import TextReader
 from krul_sglang.learning.texts import cut_pieces, own_texts, read_texts
 from krul_sglang.models.checkpoint import UnknownWeightsError, bases_path
 
+NUM_PIECES = 24
+"""Pieces of text that are enough: more of them gain little."""
+
 
 def learn_to_files(
     model_path: str,
     out: Path | None,
     *,
-    texts: Sequence[Path],
-    num_pieces: int,
-    tp_size: int,
-    device: str,
     cache_dir: Path,
+    texts: Sequence[Path] = (),
+    num_pieces: int = NUM_PIECES,
+    tp_size: int = 1,
+    device: str = "cpu",
 ) -> Iterator[str]:
     """Learn and write the bases of each rank; yields what was done, line by line.
 
@@ -57,6 +60,16 @@ def learn_to_files(
         yield f"errors cost {bases.damage_factor:.2f} times what the metric says"
         yield f"wrote {path} ({bases.digest[:12]})"
     yield f"done in {time.monotonic() - started:.0f} s"
+
+
+def ensure_bases(model_path: str, cache_dir: Path, tell: Callable[[str], None]) -> Path:
+    """The file in which a server of one rank looks for the bases of a model; they are learned if it is not
+    there. ``tell`` is given a line about each step. Errors as for ``learn_to_files``."""
+    (path,) = _paths_of_servers(model_path, cache_dir, 1)
+    if not path.exists():
+        for line in learn_to_files(model_path, None, cache_dir=cache_dir):
+            tell(line)
+    return path
 
 
 def _paths_of_servers(model_path: str, cache_dir: Path, tp_size: int) -> list[Path]:

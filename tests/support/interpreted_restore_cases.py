@@ -64,7 +64,7 @@ def test_native_bits_are_not_touched(dtype: torch.dtype) -> None:
     assert torch.equal(v_buffer.view(torch.uint8), decoded.v.view(torch.uint8))
 
 
-@pytest.mark.parametrize("precision", [Precision.INT0, Precision.INT8])
+@pytest.mark.parametrize("precision", [Precision.INT2, Precision.INT8])
 def test_rows_that_are_stored_apart_are_exact(precision: Precision) -> None:
     case = RestoreCase(
         LayerShape(3, 32, 24, torch.float16),

@@ -69,7 +69,7 @@ def _read_vectors(
 ):
     """Read channels ``channel [C]`` of one head for the tokens ``token [T]`` of a record: ``[T, C]``.
 
-    ``bits`` of an element: 32 or 16 are the pool's own (returned as they are), 8, 4 and 2 codes, 0 the mean.
+    ``bits`` of an element: 32 or 16 are the pool's own (returned as they are), 8, 4 and 2 codes.
     ``byte``, ``shift`` ``[C]``: see ``_code_place``.
     """
     vector = token * num_heads + head
@@ -77,10 +77,6 @@ def _read_vectors(
     if bits >= 16:
         elements = (record + data_at).to(buffer.dtype, bitcast=True)
         x = tl.load(elements + vector[:, None] * dim + channel[None, :], mask=mask, other=0)
-    elif bits == 0:
-        means = (record + data_at).to(tl.pointer_type(tl.float16), bitcast=True)
-        mean = tl.load(means + head * dim + channel, mask=is_channel, other=0).to(tl.float32)
-        x = mean[None, :] + tl.zeros([token.shape[0], channel.shape[0]], tl.float32)
     else:
         width: tl.constexpr = (dim * bits + 7) // 8
         packed = tl.load(record + data_at + vector[:, None] * width + byte[None, :], mask=mask, other=0)

@@ -21,7 +21,7 @@ from krul_backend.codec.segment_codec import UnitBlocks
 from krul_backend.codec.shared_pair import SharedPair
 from krul_backend.codec.single_layer import NativeLayer
 from krul_backend.codec.triton_kernels import restore_groups, restore_retained
-from krul_backend.codec.vector_format import CodeFormat, FloatFormat, MeanFormat, VectorFormat
+from krul_backend.codec.vector_format import CodeFormat, FloatFormat, VectorFormat
 from krul_backend.device import Device
 
 _LOWER = 0
@@ -195,7 +195,7 @@ def _section_offsets(
 
 @dataclass(frozen=True)
 class _Elements:
-    """``section`` has the elements. ``bits`` of one element; 0 if only means are stored."""
+    """``section`` has the elements. ``bits`` of one element."""
 
     section: str
     bits: int
@@ -208,8 +208,6 @@ def _elements(part: VectorFormat) -> _Elements:
             return _Elements(part.name, part.dtype.itemsize * 8, is_per_channel=False)
         case CodeFormat():
             return _Elements(f"{part.name}_codes", part.bits, is_per_channel=part.per_channel)
-        case MeanFormat():
-            return _Elements(f"{part.name}_mean", 0, is_per_channel=True)
     raise AssertionError(f"no kernel for {part}")
 
 

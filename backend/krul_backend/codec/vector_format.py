@@ -9,7 +9,6 @@ import torch
 
 from krul_backend.codec.layout import Section, Views
 from krul_backend.codec.quantize import (
-    FP16_MAX,
     dequantize,
     pack,
     packed_width,
@@ -91,22 +90,6 @@ class CodeFormat(VectorFormat):
         return dequantize(codes, views[f"{self.name}_scale"], views[f"{self.name}_offset"])
 
 
-@dataclass(frozen=True)
-class MeanFormat(VectorFormat):
-    """Stores only the mean of each channel over the group, in fp16: zero bits per element."""
-
-    def sections(self) -> tuple[Section, ...]:
-        return (
-            Section(f"{self.name}_mean", torch.float16, (self.num_heads, self.head_dim), per_token=False),
-        )
-
-    def write(self, vectors: torch.Tensor, views: Views) -> None:
-        views[f"{self.name}_mean"].copy_(vectors.mean(dim=_CHANNEL).clamp_(-FP16_MAX, FP16_MAX))
-
-    def read(self, views: Views) -> torch.Tensor:
-        return views[f"{self.name}_mean"].float().unsqueeze(_CHANNEL)
-
-
 def vector_format(
     name: str, num_heads: int, head_dim: int, dtype: torch.dtype, precision: Precision, *, per_channel: bool
 ) -> VectorFormat:
@@ -114,6 +97,4 @@ def vector_format(
     bits = precision.bits
     if bits is None:
         return FloatFormat(name, num_heads, head_dim, dtype)
-    if bits == 0:
-        return MeanFormat(name, num_heads, head_dim)
     return CodeFormat(name, num_heads, head_dim, bits, per_channel)

@@ -13,15 +13,13 @@ from krul_backend.errors import StrategyError
 class Precision(Enum):
     """How precisely the elements of stored vectors are kept.
 
-    ``NATIVE`` is the pool's own element type (bf16 as a rule): nothing is lost. ``INT0`` keeps the mean of
-    each channel over a group of tokens and nothing else.
+    ``NATIVE`` is the pool's own element type (bf16 as a rule): nothing is lost.
     """
 
     NATIVE = "native"
     INT8 = "int8"
     INT4 = "int4"
     INT2 = "int2"
-    INT0 = "int0"
 
     @property
     def bits(self) -> int | None:
