@@ -35,6 +35,9 @@ _LEARNING_RATE = 0.2
 _LARGEST_CORRECTION = 8.0
 """Probes change the factor of expected damage by at most this factor."""
 
+_MAX_REMEMBERED = 100_000
+"""Segments whose damage is remembered: those that have left DRAM for a lower tier are not asked for it."""
+
 
 @dataclass(frozen=True, eq=False)
 class _RunLimit:
@@ -49,14 +52,15 @@ class _RunLimit:
 
 
 class SubspaceEncoding(TurnEncoding):
-    """Stores a turn in the model's bases. ``on_encoded(damage)`` is told what each run should cost (nats)."""
+    """Stores a turn in the model's bases. ``on_encoded(index, own, total)`` is told what each run should cost,
+    in nats at its own end: by this encoding, and with what it had lost before."""
 
     def __init__(
         self,
         codec: SubspaceCodec,
         limits: Sequence[_RunLimit],
         group_token_bytes: list[float],
-        on_encoded: Callable[[float], None],
+        on_encoded: Callable[[int, float, float], None],
     ) -> None:
         ends = tuple(basis.end_layer for basis in codec.bases.groups)
         self.stored_as = layers = LayerGroups(ends, RansCoder.name)
@@ -86,7 +90,7 @@ class SubspaceEncoding(TurnEncoding):
             carried_damage=limit.carried,
             before_group=pause,
         )
-        self._on_encoded(encoded.damage)
+        self._on_encoded(index, encoded.damage, encoded.damage + limit.carried)
         for group, block in enumerate(encoded.blocks):
             here = block.numel() / run.num_tokens
             self._group_token_bytes[group] += _LEARNING_RATE * (here - self._group_token_bytes[group])
@@ -149,6 +153,8 @@ class ErrorBudget(Decision):
         self.last_kl: float | None = None
         self.last_expected: float | None = None
         self._last_spent, self._last_damage = 0.0, 0.0
+        # By the last page of a segment, the oldest first.
+        self._remembered: dict[str, DamagedSpan] = {}
         self._limit = limit / agreement.num_ranks
         self._probe_share = probe_share
         self._probes_due = 1.0
@@ -192,28 +198,40 @@ class ErrorBudget(Decision):
             _RunLimit(left * len(run) / num_new * num_tokens / run.stop, carried, drawn)
             for run, carried, drawn in zip(runs, history.carried, attention, strict=True)
         ]
-        return SubspaceEncoding(self._subspace, limits, self._group_token_bytes, self._count)
+        last_keys = [turn.page_keys[pages.stop - 1] for pages in missing]
+
+        def on_encoded(index: int, own: float, total: float) -> None:
+            self._last_damage += own
+            run = runs[index]
+            self._remembered[last_keys[index]] = DamagedSpan(run.start, run.stop, run.start, total * run.stop)
+            if len(self._remembered) > _MAX_REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
+
+        return SubspaceEncoding(self._subspace, limits, self._group_token_bytes, on_encoded)
 
     def _native(self, carried: Sequence[float]) -> TurnEncoding:
         return LayerEncoding(self._codec, Strategy.from_pairs(self._pool.num_layers), carried)
-
-    def _count(self, damage: float) -> None:
-        self._last_damage += damage
 
     def _history(self, turn: Turn, runs: Sequence[range]) -> _History:
         """What this rank knows of the turn's conversation; after an error the whole budget is spent."""
         num_tokens = len(turn.token_ids)
         try:
             lossy = self._provenance.read(turn.slots)
-            spent = spent_damage(self._stored_damage(turn), lossy, runs, num_tokens)
+            spent = spent_damage(self._stored_damage(turn, runs), lossy, runs, num_tokens)
         except Exception:
             logger.exception("krul: what a conversation has spent of its error budget is not known")
             return _History(math.inf, (math.inf,) * len(runs))
         return _History(spent, tuple(carried_damage(lossy, run) for run in runs))
 
-    def _stored_damage(self, turn: Turn) -> list[DamagedSpan]:
-        """The conversation's segments in DRAM, with their damage."""
-        spans = []
+    def _stored_damage(self, turn: Turn, missing: Sequence[range]) -> list[DamagedSpan]:
+        """The conversation's segments with their damage: those in DRAM, and those that this server stored and
+        that are not ``missing``."""
+        spans = [
+            span
+            for key in turn.page_keys
+            if (span := self._remembered.get(key)) is not None
+            and not any(span.start in run for run in missing)
+        ]
         for segment in self._store.path_segments(self._model.identity, turn.page_keys):
             header = segment.header
             opened = self._codec.open(
