@@ -52,8 +52,8 @@ class _RunLimit:
 
 
 class SubspaceEncoding(TurnEncoding):
-    """Stores a turn in the model's bases. ``on_encoded(index, own, total)`` is told what each run should cost,
-    in nats at its own end: by this encoding, and with what it had lost before."""
+    """Stores a turn in the model's bases. ``on_encoded(index, own, total)`` is told what each run should
+    cost, in nats at its own end: by this encoding, and with what it had lost before."""
 
     def __init__(
         self,
