@@ -124,15 +124,14 @@ class SubspaceDecoder:
         vectors = torch.addmm(mean, coefficients, decoder[:num_used], alpha=self._parameters.step)
         vectors = vectors[: num_tokens - first_token]
         layers = split_vectors(vectors, self._bases.shape, len(basis.layers))
-        positions = torch.arange(first_token, num_tokens, device=vectors.device) + self._segment.start_token
-        dtype = self._bases.shape.dtype
-        decoded = [
-            LayerKV(
-                (kv.k if self._rotary is None else self._rotary.rotate(kv.k, positions)).to(dtype),
-                kv.v.to(dtype),
-            )
-            for kv in layers
-        ]
+        # [T, layers * Hkv, D]: rotating the keys of all layers at once is faster.
+        keys = torch.cat([kv.k for kv in layers], dim=1)
+        if self._rotary is not None:
+            positions = torch.arange(first_token, num_tokens, device=vectors.device)
+            keys = self._rotary.rotate(keys, positions + self._segment.start_token)
+        shape = self._bases.shape
+        split = torch.split(keys.to(shape.dtype), shape.num_kv_heads, dim=1)
+        decoded = [LayerKV(k, kv.v.to(shape.dtype)) for k, kv in zip(split, layers, strict=True)]
         if num_raw_bytes:
             self._put_first_tokens(block[:num_raw_bytes], first_token, decoded)
         return decoded
