@@ -23,6 +23,7 @@ from krul_sglang.engine.restore.segment_reader import (
     MAX_KEPT_BYTES,
     KeptRoom,
     SegmentReader,
+    UnitReader,
     open_segments,
 )
 from krul_sglang.engine.restore.tail_groups import TailGroups
@@ -53,7 +54,9 @@ def whole_decode(kind: str) -> tuple[LayerKV, ...]:
     parts: list[list[LayerKV]] = [[] for _ in range(NUM_LAYERS)]
     for manifest, blocks in whole_segments(kind):
         num_tokens = manifest.num_tokens
-        decoder = CODEC.open(manifest.codec_params, start_token=manifest.start_token, num_tokens=num_tokens)
+        decoder = CODEC.open_units(
+            manifest.codec_params, start_token=manifest.start_token, num_tokens=num_tokens
+        )
         for layer in range(NUM_LAYERS):
             parts[layer].append(decoder.decode(layer, dict(enumerate(blocks)), 0, num_tokens))
     return tuple(
@@ -89,8 +92,13 @@ def read_all(
         for group in tails.of_layer(layer):
             group.fetch(pool.streams)
             group.restore(pool)
-        kept = [block.nbytes for reader in readers for block in reader._on_device.values()]
+        kept = [block.nbytes for reader in readers for block in of_units(reader)._on_device.values()]
         assert sum(kept) <= kept_bytes
+
+
+def of_units(reader: SegmentReader) -> UnitReader:
+    assert isinstance(reader, UnitReader)
+    return reader
 
 
 def tail_num_bytes(reader: SegmentReader, head_ends: Heads) -> int:
@@ -230,22 +238,23 @@ def test_each_block_is_copied_once_and_dropped_after_its_last_use(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[int] = []
-    copy_tail = SegmentReader._copy_tail
+    copy_tail = UnitReader._copy_tail
 
-    def counted(reader: SegmentReader, source: int, layer: int, device: Device) -> torch.Tensor:
+    def counted(reader: UnitReader, source: int, layer: int, device: Device) -> torch.Tensor:
         copied.append(source)
         return copy_tail(reader, source, layer, device)
 
-    monkeypatch.setattr(SegmentReader, "_copy_tail", counted)
+    monkeypatch.setattr(UnitReader, "_copy_tail", counted)
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
-    (reader,) = open_segments(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), CODEC, 16)
+    (opened,) = open_segments(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), CODEC, 16)
+    reader = of_units(opened)
     reader.begin((16, 12, 8, 8), KeptRoom())
     for layer in range(NUM_LAYERS):
         reader.fetch(layer, pool.streams)
         reader.fetch(layer, pool.streams)
         needed_later = {source for source in copied if reader.decoder.last_use[source] >= layer}
         assert set(reader._on_device) == needed_later
-        reader.restore(layer, pool, torch.arange(16)[reader.num_head_rows(layer) :])  # type: ignore[arg-type]
+        reader.restore(layer, pool, torch.arange(16))  # type: ignore[arg-type]
     assert sorted(copied) == list(range(NUM_LAYERS))
     assert reader._on_device == {}
 
