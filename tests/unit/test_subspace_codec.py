@@ -64,7 +64,8 @@ class Case:
         return len(self.layers[0].k)
 
     def decode(self, group: int, first_token: int = 0) -> list[LayerKV]:
-        block = self.encoded.blocks[group][self.decoder.tail_start(group, first_token) :]
+        layer = self.bases.groups[group].first_layer
+        block = self.encoded.blocks[group][self.decoder.tail_start(layer, first_token) :]
         return self.decoder.decode(group, block, first_token)
 
     def coefficients(self, group: int, layers: Sequence[LayerKV]) -> torch.Tensor:
@@ -505,8 +506,8 @@ def test_damaged_blocks_decode_to_something_or_are_refused(data: st.DataObject, 
 def test_most_damage_to_a_block_is_seen() -> None:
     case = standard_case()
     seen = 0
-    whole = case.encoded.blocks[1]
-    for place in range(case.decoder.tail_start(1, 64), case.decoder.tail_start(1, 128), 5):
+    whole, layer = case.encoded.blocks[1], case.bases.groups[1].first_layer
+    for place in range(case.decoder.tail_start(layer, 64), case.decoder.tail_start(layer, 128), 5):
         damaged = whole.clone()
         damaged[place] ^= 16
         try:
