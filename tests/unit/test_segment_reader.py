@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +14,8 @@ from hypothesis import strategies as st
 from krul_backend.codec.interface import LayerKV
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
-from krul_backend.planner.interface import RestorePlan
 from krul_backend.tiers.common.hashing import block_checksums
 from krul_backend.tiers.common.interface import Lease
-from krul_sglang.engine.restore.load_batch import Load
 from krul_sglang.engine.restore.segment_reader import (
     MAX_KEPT_BYTES,
     KeptRoom,
@@ -26,8 +23,7 @@ from krul_sglang.engine.restore.segment_reader import (
     UnitReader,
     open_segments,
 )
-from krul_sglang.engine.restore.tail_groups import TailGroups
-from tests.support.engine_builders import NO_FORECAST, TensorPool, make_store
+from tests.support.engine_builders import TensorPool, check_tails, make_store, read_tails
 from tests.support.segment_builders import (
     BOUNDS,
     CODEC,
@@ -79,21 +75,16 @@ def read_all(
     readers: list[SegmentReader],
     head_ends: Heads,
     slots: torch.Tensor,
-    pool: Any,
+    pool: TensorPool,
     kept_bytes: int = MAX_KEPT_BYTES,
 ) -> None:
-    """As the loader reads: all groups of a layer, then those of the next layer."""
-    room = KeptRoom(kept_bytes)
-    for reader in readers:
-        reader.begin(head_ends, room)
-    load = Load(lease, readers, slots, DEVICE_TOKENS, RestorePlan(head_ends, 1.0), NO_FORECAST)
-    tails = TailGroups([load], pool.streams)
-    for layer in range(NUM_LAYERS):
-        for group in tails.of_layer(layer):
-            group.fetch(pool.streams)
-            group.restore(pool)
+    """Reads as the loader does, and checks that no more than ``kept_bytes`` stay from layer to layer."""
+
+    def check_kept() -> None:
         kept = [block.nbytes for reader in readers for block in of_units(reader)._on_device.values()]
         assert sum(kept) <= kept_bytes
+
+    read_tails(lease, readers, head_ends, slots, pool, KeptRoom(kept_bytes), check_kept)
 
 
 def of_units(reader: SegmentReader) -> UnitReader:
@@ -122,16 +113,7 @@ def tail_num_bytes(reader: SegmentReader, head_ends: Heads) -> int:
 def check_restored(
     kind: str, before: list[LayerKV], pool: TensorPool, slots: torch.Tensor, head_ends: Heads
 ) -> None:
-    """Rows from the head's end on are those of the whole decode; every other row of the pool is as before."""
-    expected = whole_decode(kind)
-    positions = torch.arange(DEVICE_TOKENS, DEVICE_TOKENS + len(slots))
-    for layer, old in enumerate(before):
-        is_tail = positions >= head_ends[layer]
-        new = pool.buffers(layer)
-        for now, was, wanted in zip(new, (old.k, old.v), (expected[layer].k, expected[layer].v), strict=True):
-            should_be = was.clone()
-            should_be[slots[is_tail]] = wanted[positions[is_tail]]
-            assert torch.equal(now, should_be)
+    check_tails(whole_decode(kind), DEVICE_TOKENS, head_ends, slots, before, pool)
 
 
 @settings(max_examples=40, deadline=None)
