@@ -273,3 +273,9 @@ def test_a_conversation_may_be_stored_in_both_ways() -> None:
         for decoded, true in zip(whole_decode(), LAYERS, strict=True)
     ]
     check_tails(expected, 0, head_ends, slots, before, pool)
+
+
+def test_segments_in_bases_that_are_not_here_cannot_be_opened() -> None:
+    without_bases = SegmentCodec(SHAPE, NUM_LAYERS, TABLE)
+    with pytest.raises(CodecError, match="none here"):
+        open_segments(lease_of(whole_segments(), 0), without_bases, END)
