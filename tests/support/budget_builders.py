@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from krul_backend.attention.rows import QueryRows
 from krul_backend.segment import ModelIdentity
-from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
-from krul_sglang.engine.budget.error_budget import table_path
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from tests.support.codec_builders import rotary_table
@@ -64,15 +61,3 @@ class RecordedRows:
 
     def release(self) -> None:
         pass
-
-
-def save_known_table(cache_dir: Path) -> None:
-    """Every layer costs about one nat per unit of error."""
-    path = table_path(str(cache_dir), MODEL)
-    path.parent.mkdir(parents=True)
-    table = SensitivityTable(path.stem, NUM_LAYERS)
-    for _ in range(60):
-        for layer in range(NUM_LAYERS):
-            for kind in DamageKind:
-                table.update([LayerError(layer, kind, 0.01)], 0.01)
-    table.save(path)

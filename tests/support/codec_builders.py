@@ -54,4 +54,5 @@ def encode_all(
     for unit in strategy.units:
         unit_blocks = codec.encode_unit(encoding, unit, [layers[layer] for layer in unit])
         blocks.update(zip(unit, unit_blocks, strict=True))
-    return encoding, blocks, codec.open(encoding.params, start_token=start_token, num_tokens=num_tokens)
+    decoder = codec.open_units(encoding.params, start_token=start_token, num_tokens=num_tokens)
+    return encoding, blocks, decoder

@@ -20,7 +20,8 @@ from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore.load_batch import Forecast, LayerTimes, Load
-from krul_sglang.engine.restore.segment_reader import open_segments
+from krul_sglang.engine.restore.segment_reader import KeptRoom, SegmentReader, open_segments
+from krul_sglang.engine.restore.tail_groups import TailGroups
 
 T = TypeVar("T")
 
@@ -89,6 +90,52 @@ def make_load(
     first = readers[0].first_token
     ends = (first,) * codec.num_layers if head_ends is None else tuple(head_ends)
     return Load(lease, readers, slots, first, RestorePlan(ends, 1.0), NO_FORECAST)
+
+
+def read_tails(
+    lease: Lease,
+    readers: Sequence[SegmentReader],
+    head_ends: Sequence[int],
+    slots: torch.Tensor,
+    pool: TensorPool,
+    room: KeptRoom | None = None,
+    after_layer: Callable[[], None] = lambda: None,
+) -> None:
+    """Reads as the loader does: all groups of a layer, then those of the next layer."""
+    room = KeptRoom() if room is None else room
+    for reader in readers:
+        reader.begin(head_ends, room)
+    plan = RestorePlan(tuple(head_ends), 1.0)
+    of_pool: Any = pool
+    tails = TailGroups(
+        [Load(lease, readers, slots, readers[0].first_token, plan, NO_FORECAST)], of_pool.streams
+    )
+    for layer in range(pool.num_layers):
+        for group in tails.of_layer(layer):
+            group.fetch(of_pool.streams)
+            group.restore(of_pool)
+        after_layer()
+
+
+def check_tails(
+    expected: Sequence[LayerKV],
+    first_token: int,
+    head_ends: Sequence[int],
+    slots: torch.Tensor,
+    before: Sequence[LayerKV],
+    pool: TensorPool,
+) -> None:
+    """Slots of the tokens from each head's end on have the rows of ``expected``; all others are as before.
+
+    ``expected``: of the whole conversation. ``slots`` are those of its tokens from ``first_token`` on.
+    """
+    positions = torch.arange(first_token, first_token + len(slots))
+    for layer, (wanted, old) in enumerate(zip(expected, before, strict=True)):
+        is_tail = positions >= head_ends[layer]
+        for now, was, rows in zip(pool.buffers(layer), (old.k, old.v), (wanted.k, wanted.v), strict=True):
+            should_be = was.clone()
+            should_be[slots[is_tail]] = rows[positions[is_tail]]
+            assert torch.equal(now, should_be)
 
 
 def bare_load(

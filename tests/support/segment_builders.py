@@ -87,7 +87,7 @@ def whole_segments(kind: str) -> tuple[Stored, ...]:
 
 
 def lease_of(segments: tuple[Stored, ...], device_tokens: int) -> Lease:
-    """All pages after ``device_tokens``, which lie in the first segment."""
+    """All pages of a conversation after ``device_tokens``, which lie in the first of its segments."""
     slices = []
     for segment_id, (manifest, blocks) in enumerate(segments):
         first_page = max(0, device_tokens - manifest.start_token) // PAGE_SIZE
@@ -109,4 +109,5 @@ def lease_of(segments: tuple[Stored, ...], device_tokens: int) -> Lease:
                 end_page=len(manifest.page_keys),
             )
         )
-    return Lease(1, (END - device_tokens) // PAGE_SIZE, tuple(slices))
+    num_pages = sum(part.end_page - part.first_page for part in slices)
+    return Lease(1, num_pages, tuple(slices))

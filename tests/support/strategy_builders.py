@@ -6,8 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.strategy.interface import Evidence, LayerOption
-from krul_backend.strategy.strategy import Precision
+from krul_backend.strategy.interface import Evidence
 
 
 def make_statistics(distances: list[list[float]], mass: list[float]) -> AttentionStatistics:
@@ -29,13 +28,3 @@ def attention_evidence(draw: st.DrawFn, max_layers: int = 9) -> Evidence:
             distances[i][j] = distances[j][i] = draw(st.integers(0, 20)) / 8
     mass = draw(st.lists(st.sampled_from([0.2, 0.5, 0.8]), min_size=num_layers, max_size=num_layers))
     return Evidence(num_layers, make_statistics(distances, mass))
-
-
-@st.composite
-def measured_options(draw: st.DrawFn, num_layers: int) -> list[LayerOption]:
-    """Options of some layers, with bytes and damages that tie often."""
-    return [
-        LayerOption(layer, precision, draw(st.integers(1, 12)), draw(st.integers(0, 16)) / 8)
-        for layer in range(num_layers)
-        for precision in draw(st.sets(st.sampled_from((Precision.INT8, Precision.INT4, Precision.INT2))))
-    ]

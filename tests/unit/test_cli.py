@@ -87,7 +87,7 @@ def test_host_memory_must_be_a_size(size: str) -> None:
     ("option", "parts"),
     [
         ("strategy", ("--option 'strategy'", "KEY=VALUE")),
-        ("strategy=best", ("--option: strategy = 'best'", "budget")),
+        ("strategy=best", ("--option: strategy = 'best'", "subspace")),
         ("strategie=krul", ("unknown key 'strategie'", "did you mean 'strategy'?")),
         ("r_l=2", ("r_l = '2'", "a number in [0, 1]")),
     ],

@@ -95,7 +95,7 @@ json_values = st.recursive(
     | st.booleans()
     | st.integers(-3, 70)
     | st.floats()
-    | st.sampled_from(["native", "int8", "int4", "int0", "segment", "k", "partner", ""]),
+    | st.sampled_from(["native", "int8", "int4", "segment", "k", "partner", ""]),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(st.sampled_from(["k", "v", "precision", "partner"]), inner, max_size=3)
@@ -166,4 +166,3 @@ def test_what_a_segment_costs_is_read_as_it_was_noted(
     params = json.loads(json.dumps(encoding.params))
     assert params.get("damage", "absent") == written
     assert CODEC.open(params, start_token=0, num_tokens=NUM_TOKENS).damage == read
-    assert CODEC.damage_of(params, NUM_TOKENS) == read

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.interface import LayerShape
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.device import Device
 from krul_backend.planner.costs import TierCost
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.engine.attach import cost_calibration
@@ -21,6 +24,7 @@ from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore.head_recompute import Head
 from tests.support.engine_builders import TensorPool
 from tests.support.strict_device import StrictDevice
+from tests.support.subspace_builders import make_bases
 
 NUM_LAYERS = 2
 SHAPE = LayerShape(1, 8, 8, torch.float32)
@@ -135,7 +139,29 @@ def test_units_in_use_follow_the_strategy() -> None:
     assert units_in_use("none", Precision.INT4, 8) == [native, int4]
     assert units_in_use("krul", Precision.INT4, 8) == [native, int4, ((0, 1), Precision.INT4)]
     assert units_in_use("krul", Precision.INT4, 1) == [native, int4]
-    assert units_in_use("budget", Precision.INT4, 8) == [((0,), each) for each in Precision]
+    # Its turns are stored in groups, or else natively.
+    assert units_in_use("subspace", Precision.INT4, 8) == []
+
+
+def test_decoding_of_groups_is_measured_by_their_coder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which every decoding takes 3 s."""
+    engine, decoded = FakeEngine(1e-6), list[torch.Tensor]()
+    subspace = SubspaceCodec(make_bases(SHAPE, [1, 1], rank=4), None, [RansCoder()])
+
+    def timed(device: Device, run: Callable[[], object]) -> float:
+        layers: Any = run()
+        decoded.extend(kv.k for kv in layers)
+        return 3.0
+
+    monkeypatch.setattr(cost_calibration, "timed", timed)
+    codec = SegmentCodec(SHAPE, NUM_LAYERS, None)
+    costs = engine.calibration().decode_costs(codec, [], TierCost(0.0, 0.0), subspace)
+    num_tokens = len(decoded[0])
+    assert num_tokens == min(cost_calibration._DECODED_TOKENS, NUM_SLOTS // 2)
+    # All groups of the model are decoded each time.
+    assert [len(k) for k in decoded] == [num_tokens] * NUM_LAYERS * cost_calibration._REPEATS
+    assert costs.group_s == {"rans": 3.0 / num_tokens / NUM_LAYERS}
+    assert engine.calibration().decode_costs(codec, [], TierCost(0.0, 0.0)).group_s == {}
 
 
 def test_loads_are_measured_as_restores_copy() -> None:

@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 KNOWS_DEVICES = ("backend/krul_backend/device.py", "krul_sglang/platforms/")
 MAY_MOVE_TENSORS = {
     "backend/krul_backend/attention/rows.py": "rows that a caller hands in may lie on another device",
-    "krul_sglang/engine/budget/damage.py": "as in rows.py",
     "backend/krul_backend/codec/rotary.py": "nothing moves if the table lies where the keys do",
     "backend/krul_backend/codec/triton_restore.py": "the same table, once",
     "backend/krul_backend/attention/drawn.py": "as in rows.py",
@@ -22,6 +21,7 @@ MAY_MOVE_TENSORS = {
     "krul_sglang/learning/command.py": "before anything is served",
     "krul_sglang/learning/hf_attention.py": "before anything is served",
     "krul_sglang/learning/reader.py": "before anything is served",
+    "krul_sglang/engine/attach/model_bases.py": "at start only",
     "krul_sglang/engine/attach/ordinary_prefill.py": "at start only",
     "krul_sglang/engine/attach/rotary.py": "at start only",
 }

@@ -27,8 +27,8 @@ from krul_sglang.engine.restore import tail_groups
 from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
 from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, TurnOffloader
-from krul_sglang.engine.save.strategy_choice import Choice
 from krul_sglang.engine.save.turn import Turn
+from krul_sglang.engine.save.turn_encoding import LayerEncoding
 from tests.support.engine_builders import PATIENCE_S, make_load, make_store
 from tests.support.sglang_pool import NUM_LAYERS, NUM_SLOTS, PAGE_SIZE, make_pool
 from tests.support.strict_device import DEVICES, StrictDevice, check_device, make_device
@@ -39,13 +39,14 @@ TOKEN_BYTES = NUM_LAYERS * 2 * 2 * 16 * 4  # layers x (K, V) x heads x channels 
 class FixedChooser:
     """Chooses one strategy for every turn, and remembers for which it was asked."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, codec: SegmentCodec, strategy: Strategy) -> None:
+        self.codec = codec
         self.strategy = strategy
         self.asked: list[Turn | None] = []
 
-    def choose(self, turn: Turn | None, missing: Sequence[range]) -> Choice:
+    def choose(self, turn: Turn | None, missing: Sequence[range]) -> LayerEncoding:
         self.asked.append(turn)
-        return Choice(self.strategy, (None,) * len(missing))
+        return LayerEncoding(self.codec, self.strategy, (None,) * len(missing))
 
 
 class FakeCapturedTurn:
@@ -76,7 +77,7 @@ class Bench:
         device.lock_pages(self.store.host.buffer)
         self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
         self.codec = SegmentCodec(self.pool.shape, NUM_LAYERS, rotary=None)
-        self.chooser = FixedChooser(Strategy.from_pairs(NUM_LAYERS))
+        self.chooser = FixedChooser(self.codec, Strategy.from_pairs(NUM_LAYERS))
         self.offloader = TurnOffloader(
             self.store,
             ServedModel(self.model),

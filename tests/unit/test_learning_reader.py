@@ -313,7 +313,9 @@ def test_the_command_writes_a_file_that_loads(model_path: Path, tmp_path: Path) 
     assert lines[0] == "learning from 3 pieces of 1024 tokens"
     assert lines[1] == f"coefficients per token and group of layers: 0-1: {bases.groups[0].rank}"
     assert lines[2] == f"errors cost {bases.damage_factor:.2f} times what the metric says"
-    assert lines[3].startswith(f"wrote {out} ({bases.digest[:12]}) in ")
+    assert lines[3] == f"wrote {out} ({bases.digest[:12]})"
+    assert lines[4].startswith("done in ")
+    assert len(lines) == 5
     assert bases.num_layers == 2
     assert bases.shape.k_head_dim == 16
 

@@ -176,24 +176,19 @@ def test_all_selectors_share_as_many_layers_as_asked_for(num_layers: int, percen
 @pytest.mark.parametrize("name", SELECTOR_NAMES)
 @pytest.mark.parametrize("num_layers", [1, 2, 7])
 def test_without_evidence_nothing_is_guessed(name: str, num_layers: int) -> None:
-    options = SelectorOptions(
-        gamma=0.5, layer_ratio=0.5, precision=Precision.INT8, error_limit=1.0, native_token_bytes=8
-    )
+    options = SelectorOptions(gamma=0.5, layer_ratio=0.5, precision=Precision.INT8)
     selector = make_selector(name, options)
     strategy = selector.select(Evidence(num_layers))
     assert selector.name == name
     assert len(strategy.layers) == num_layers
-    if name in ("krul", "matching", "budget"):
+    if name in ("krul", "matching"):
         assert strategy.pairs == ()
-    if name == "budget":
-        assert strategy.is_lossless
-    else:
-        assert {layer.precision for layer in strategy.layers} == {Precision.INT8}
+    assert {layer.precision for layer in strategy.layers} == {Precision.INT8}
 
 
 @pytest.mark.parametrize("name", ["krul", "matching"])
 def test_statistics_without_a_row_share_nothing(name: str) -> None:
-    options = SelectorOptions(0.0, 1.0, Precision.NATIVE, 1.0, 8)
+    options = SelectorOptions(0.0, 1.0, Precision.NATIVE)
     evidence = Evidence(4, AttentionStatistics.zero(4, 2))
     assert make_selector(name, options).select(evidence).is_lossless
 
@@ -204,7 +199,7 @@ def test_unshared_is_lossless_at_native_precision() -> None:
 
 
 def test_an_unknown_selector_is_answered_with_the_names() -> None:
-    options = SelectorOptions(0.5, 0.5, Precision.NATIVE, 0.01, 8)
+    options = SelectorOptions(0.5, 0.5, Precision.NATIVE)
     with pytest.raises(StrategyError, match=r"'crul' is unknown \(accepted: none, krul, matching, minicache"):
         make_selector("crul", options)
 
@@ -212,11 +207,9 @@ def test_an_unknown_selector_is_answered_with_the_names() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("krul", SelectorOptions(1.5, 0.5, Precision.NATIVE, 0.01, 8), "gamma is 1.5"),
-        ("matching", SelectorOptions(0.5, -0.1, Precision.NATIVE, 0.01, 8), "r_l is -0.1"),
-        ("minicache", SelectorOptions(0.5, float("nan"), Precision.NATIVE, 0.01, 8), "r_l is nan"),
-        ("budget", SelectorOptions(0.5, 0.5, Precision.NATIVE, -0.01, 8), "error budget is -0.01 nats"),
-        ("budget", SelectorOptions(0.5, 0.5, Precision.NATIVE, 0.01, 0), "0 bytes per token"),
+        ("krul", SelectorOptions(1.5, 0.5, Precision.NATIVE), "gamma is 1.5"),
+        ("matching", SelectorOptions(0.5, -0.1, Precision.NATIVE), "r_l is -0.1"),
+        ("minicache", SelectorOptions(0.5, float("nan"), Precision.NATIVE), "r_l is nan"),
     ],
 )
 def test_options_out_of_range_are_refused(name: str, options: SelectorOptions, message: str) -> None:

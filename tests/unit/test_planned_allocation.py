@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import orjson
@@ -11,10 +12,11 @@ from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.costs import RestoreCosts
 from krul_backend.planner.interface import RestorePlanner
 from krul_backend.planner.planners import FullRecomputePlanner, LocalSearchPlanner
-from krul_backend.strategy.strategy import Precision, Strategy
+from krul_backend.strategy.strategy import LayerGroups, Precision, StoredAs, Strategy
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore.restore_planning import PAIR_FACTOR, DecodeCosts
 from krul_sglang.engine.save.allocation import EXPECTED_NEW_TOKENS, SpaceAllocation
+from krul_sglang.engine.save.turn_encoding import EncodedRun, TokenRun, TurnEncoding
 from tests.support.planning_builders import (
     ALONE,
     EACH_ALONE,
@@ -27,6 +29,23 @@ from tests.support.planning_builders import (
     planning_of,
 )
 from tests.support.segment_builders import BOUNDS, END, KINDS, NUM_LAYERS, PAGE_SIZE, Heads, lease_of, stored
+
+
+class Planned(TurnEncoding):
+    """An encoding of this kind and size, which encodes nothing."""
+
+    def __init__(
+        self,
+        stored_as: StoredAs = NATIVE,
+        layer_token_bytes: tuple[float, ...] = (1.0,) * NUM_LAYERS,
+        last_use: tuple[int, ...] = EACH_ALONE,
+    ) -> None:
+        self.stored_as = stored_as
+        self.layer_token_bytes = layer_token_bytes
+        self.last_use = last_use
+
+    def encode(self, index: int, run: TokenRun, pause: Callable[[], None]) -> EncodedRun:
+        raise AssertionError("an allocation needs no encoded block")
 
 
 def allocation_of(
@@ -45,12 +64,23 @@ def allocation_of(
     )
 
 
-def test_an_allocation_plans_the_return_of_the_whole_conversation() -> None:
+@pytest.mark.parametrize(
+    ("stored_as", "layer_token_bytes", "last_use", "decode_token_s"),
+    [
+        (KINDS["slerp-int4"], (4.0, 3.0, 3.0, 1.0), (3, 1, 2, 3), (0.5, 0.0, 0.0, 0.5)),
+        (LayerGroups((3, 4), "rans"), (6.0, 0.0, 0.0, 2.0), (2, 1, 2, 3), (0.0, 0.0, 0.75, 0.25)),
+    ],
+)
+def test_an_allocation_plans_the_return_of_the_whole_conversation(
+    stored_as: StoredAs,
+    layer_token_bytes: tuple[float, ...],
+    last_use: tuple[int, ...],
+    decode_token_s: tuple[float, ...],
+) -> None:
     planner = HeadsPlanner(lambda problem: (16, 8, 8, 0))
-    decode_costs = DecodeCosts({}, {Precision.INT4: 0.5})
-    strategy = KINDS["slerp-int4"]
+    decode_costs = DecodeCosts({}, {Precision.INT4: 0.5}, {"rans": 0.25})
     heads = allocation_of(planner, decode_costs=decode_costs).head_ends(
-        40, (4.0, 3.0, 3.0, 1.0), (3, 1, 2, 3), strategy
+        40, Planned(stored_as, layer_token_bytes, last_use)
     )
     assert heads == (16, 8, 8, 0)
     (problem,) = planner.problems
@@ -58,24 +88,23 @@ def test_an_allocation_plans_the_return_of_the_whole_conversation() -> None:
     assert (problem.device_tokens, problem.total_tokens, problem.new_tokens) == (0, 40, EXPECTED_NEW_TOKENS)
     assert (problem.page_size, problem.max_head_tokens) == (PAGE_SIZE, 24)
     assert (run.first_token, run.end_token, run.stored_from) == (0, 40, (0,) * NUM_LAYERS)
-    assert run.layer_token_bytes == (4.0, 3.0, 3.0, 1.0)
-    assert run.last_use == (3, 1, 2, 3)
-    assert run.decode_token_s == (0.5, 0.0, 0.0, 0.5)
+    assert run.layer_token_bytes == layer_token_bytes
+    assert run.last_use == last_use
+    assert run.decode_token_s == decode_token_s
 
 
 @pytest.mark.parametrize(
     "planner", [FullRecomputePlanner(), HeadsPlanner(lambda problem: (problem.total_tokens,) * NUM_LAYERS)]
 )
 def test_a_plan_that_loads_nothing_leaves_out_nothing(planner: RestorePlanner) -> None:
-    heads = allocation_of(planner).head_ends(20, (1.0,) * NUM_LAYERS, EACH_ALONE, NATIVE)
-    assert heads is None
+    assert allocation_of(planner).head_ends(20, Planned()) is None
 
 
 @pytest.mark.parametrize(("decided", "expected"), [([16, 8, 8, 0], (16, 8, 8, 0)), (None, None)])
 def test_the_first_ranks_allocation_is_everyones(decided: list[int] | None, expected: Heads | None) -> None:
     agreement = FakeAgreement(other_bounds=[], first_ranks=orjson.dumps(decided))
     allocation = allocation_of(HeadsPlanner(lambda problem: (4, 4, 4, 4)), agreement)
-    assert allocation.head_ends(40, (1.0,) * NUM_LAYERS, EACH_ALONE, NATIVE) == expected
+    assert allocation.head_ends(40, Planned()) == expected
     assert agreement.sent == [b"[4,4,4,4]"]
 
 
@@ -83,7 +112,7 @@ def test_what_an_allocation_leaves_out_can_be_restored_within_the_limit() -> Non
     """By the same planner at the same costs: what it would recompute then is all that is missing."""
     costs = costs_of(token_s=TOKEN_BYTES * 0.5, byte_s=1.0)
     heads = allocation_of(LocalSearchPlanner(), costs=costs).head_ends(
-        END, (float(TOKEN_BYTES),) * NUM_LAYERS, EACH_ALONE, NATIVE
+        END, Planned(layer_token_bytes=(float(TOKEN_BYTES),) * NUM_LAYERS)
     )
     assert heads is not None
     assert 0 < heads[0] <= 24
@@ -118,5 +147,18 @@ def test_a_pair_that_was_not_measured_costs_more_than_its_layers() -> None:
     assert free.token_s(Strategy.from_pairs(2, [(0, 1)], Precision.INT8)) == (0.0, 0.0)
 
 
+def test_the_last_layer_of_a_group_pays_for_all_of_them() -> None:
+    """A group is decoded at once, from the shortest head on, which is that of its last layer."""
+    costs = DecodeCosts({Precision.NATIVE: 9.0}, {}, {"rans": 2.0, "fixed-width": 1.0})
+    assert costs.token_s(LayerGroups((3, 4, 6), "rans")) == (0.0, 0.0, 6.0, 2.0, 0.0, 4.0)
+    assert costs.token_s(LayerGroups((1, 4), "fixed-width")) == (1.0, 0.0, 0.0, 3.0)
+
+
+def test_a_coder_that_was_not_measured_costs_as_much_as_the_slowest() -> None:
+    costs = DecodeCosts({Precision.NATIVE: 9.0}, {}, {"rans": 2.0, "fixed-width": 1.0})
+    assert costs.token_s(LayerGroups((2,), "other")) == (0.0, 4.0)
+
+
 def test_without_any_measurement_decoding_is_free() -> None:
     assert NO_DECODING.token_s(Strategy.from_pairs(2, [(0, 1)], Precision.INT4)) == (0.0, 0.0)
+    assert NO_DECODING.token_s(LayerGroups((2,), "rans")) == (0.0, 0.0)

@@ -14,8 +14,7 @@ from krul_backend.codec import segment_codec
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.options import CodecOptions, RetentionRule
 from krul_backend.codec.rotary import RotaryTable
-from krul_backend.codec.round_trip import LayerRoundTrip
-from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
+from krul_backend.codec.segment_codec import OpenedSegment, SegmentCodec
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
 from tests.support.codec_builders import START_TOKEN, encode_all, make_codec, random_layers, rotary_table
@@ -23,7 +22,7 @@ from tests.support.codec_builders import START_TOKEN, encode_all, make_codec, ra
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPE = LayerShape(2, 64, 64, torch.bfloat16)
-CODED = [Precision.INT8, Precision.INT4, Precision.INT2, Precision.INT0]
+CODED = [Precision.INT8, Precision.INT4, Precision.INT2]
 
 
 def bits(x: torch.Tensor) -> bytes:
@@ -89,22 +88,6 @@ def test_coded_layers_stay_within_half_a_scale(
     half_scale = ((high - low) * widened + low.abs() * offset_ulp + 1e-6) / num_levels / 2
     rounding = torch.finfo(dtype).eps * (values.abs() + half_scale) + 1e-5
     assert bool(((decoded.v.float() - values).abs() <= half_scale + rounding).all())
-
-
-def test_zero_bits_keep_the_mean_of_each_channel() -> None:
-    shape = LayerShape(2, 32, 16, torch.float32)
-    (kv,) = random_layers(shape, 1, 100)
-    codec, table = make_codec(shape, 1), rotary_table(32)
-    encoding, blocks, decoder = encode_all(codec, Strategy.from_pairs(1, (), Precision.INT0), [kv])
-    # Two groups, each a mean of fp16 for each channel of keys and values.
-    assert encoding.layer_num_bytes == (2 * 2 * (2 * 32 + 2 * 16),)
-    decoded = decoder.decode(0, blocks, 0, 100)
-    keys = unrotated(table, kv.k)
-    for tokens in (slice(0, 64), slice(64, 100)):
-        mean = keys[tokens].mean(0, keepdim=True).expand_as(keys[tokens])
-        torch.testing.assert_close(unrotated(table, decoded.k)[tokens], mean, rtol=1e-3, atol=1e-3)
-        mean = kv.v[tokens].mean(0, keepdim=True).expand_as(kv.v[tokens])
-        torch.testing.assert_close(decoded.v[tokens], mean, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -300,43 +283,19 @@ def test_wrong_calls_are_refused() -> None:
         decoder.decode(2, {2: blocks[2][:-16]}, 0, 10)
 
 
-def test_a_layers_round_trip_is_what_the_segment_would_be() -> None:
-    layers = random_layers(SHAPE, 4, 90)
-    codec = make_codec(SHAPE, 4)
-    round_trip = LayerRoundTrip(codec, start_token=START_TOKEN)
-    precisions = [Precision.INT2, Precision.INT4, Precision.NATIVE, Precision.INT0]
-    encoding, blocks, decoder = encode_all(codec, Strategy.from_pairs(4, [], precisions), layers)
-    for layer, precision in enumerate(precisions):
-        decoded, token_bytes = round_trip(layer, precision, layers[layer])
-        assert token_bytes == encoding.layer_num_bytes[layer] / 90
-        assert_same_bits(decoded, decoder.decode(layer, blocks, 0, 90))
-
-
-def test_a_round_trip_of_the_last_tokens_is_that_of_their_own_segment() -> None:
-    layers = random_layers(SHAPE, 4, 90)
-    codec = make_codec(SHAPE, 4)
-    strategy = Strategy.from_pairs(4, [], Precision.INT4)
-    last = [LayerKV(kv.k[50:], kv.v[50:]) for kv in layers]
-    encoding, blocks, decoder = encode_all(codec, strategy, last, START_TOKEN + 50)
-    round_trip = LayerRoundTrip(codec, start_token=START_TOKEN, num_kept=50)
-    for layer, kv in enumerate(layers):
-        after, token_bytes = round_trip(layer, Precision.INT4, kv)
-        assert token_bytes == encoding.layer_num_bytes[layer] / 40
-        assert_same_bits(LayerKV(after.k[:50], after.v[:50]), LayerKV(kv.k[:50], kv.v[:50]))
-        assert_same_bits(LayerKV(after.k[50:], after.v[50:]), decoder.decode(layer, blocks, 0, 40))
-
-
 def test_the_error_falls_with_the_precision() -> None:
     layers = random_layers(SHAPE, 1, 256)
-    round_trip = LayerRoundTrip(SegmentCodec(SHAPE, 1, rotary_table(64)), start_token=0)
     errors, sizes = [], []
     for precision in (Precision.NATIVE, *CODED):
-        decoded, num_bytes = round_trip(0, precision, layers[0])
+        encoding, blocks, decoder = encode_all(
+            make_codec(SHAPE, 1), Strategy.from_pairs(1, (), precision), layers
+        )
+        decoded = decoder.decode(0, blocks, 0, 256)
         errors.append(float((decoded.v - layers[0].v).float().norm()))
-        sizes.append(num_bytes)
-    assert errors == sorted(errors)
+        sizes.append(encoding.layer_num_bytes[0])
     assert errors[0] == 0
-    assert sizes == sorted(sizes, reverse=True)
+    assert errors == sorted(set(errors))
+    assert sizes == sorted(set(sizes), reverse=True)
 
 
 class FromHost(TorchDispatchMode):
@@ -376,7 +335,7 @@ def test_equal_segments_share_a_decoder_and_others_do_not() -> None:
     encoding, _, _ = encode_all(codec, Strategy.from_pairs(2), random_layers(SHAPE, 2, 64))
     params = encoding.params
 
-    def opened(start_token: int = START_TOKEN, num_tokens: int = 64, **changed: object) -> SegmentDecoder:
+    def opened(start_token: int = START_TOKEN, num_tokens: int = 64, **changed: object) -> OpenedSegment:
         return codec.open({**params, **changed}, start_token=start_token, num_tokens=num_tokens)
 
     first = opened()
@@ -396,7 +355,7 @@ def test_decoders_that_were_not_asked_for_lately_are_dropped(monkeypatch: pytest
     encoding, _, _ = encode_all(codec, Strategy.from_pairs(2), random_layers(SHAPE, 2, 64))
     codec._opened.clear()
 
-    def opened(number: int) -> SegmentDecoder:
+    def opened(number: int) -> OpenedSegment:
         return codec.open(encoding.params, start_token=64 * number, num_tokens=64)
 
     first, second = opened(0), opened(1)

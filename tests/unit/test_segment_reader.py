@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,18 +14,16 @@ from hypothesis import strategies as st
 from krul_backend.codec.interface import LayerKV
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
-from krul_backend.planner.interface import RestorePlan
 from krul_backend.tiers.common.hashing import block_checksums
 from krul_backend.tiers.common.interface import Lease
-from krul_sglang.engine.restore.load_batch import Load
 from krul_sglang.engine.restore.segment_reader import (
     MAX_KEPT_BYTES,
     KeptRoom,
     SegmentReader,
+    UnitReader,
     open_segments,
 )
-from krul_sglang.engine.restore.tail_groups import TailGroups
-from tests.support.engine_builders import NO_FORECAST, TensorPool, make_store
+from tests.support.engine_builders import TensorPool, check_tails, make_store, read_tails
 from tests.support.segment_builders import (
     BOUNDS,
     CODEC,
@@ -53,7 +50,9 @@ def whole_decode(kind: str) -> tuple[LayerKV, ...]:
     parts: list[list[LayerKV]] = [[] for _ in range(NUM_LAYERS)]
     for manifest, blocks in whole_segments(kind):
         num_tokens = manifest.num_tokens
-        decoder = CODEC.open(manifest.codec_params, start_token=manifest.start_token, num_tokens=num_tokens)
+        decoder = CODEC.open_units(
+            manifest.codec_params, start_token=manifest.start_token, num_tokens=num_tokens
+        )
         for layer in range(NUM_LAYERS):
             parts[layer].append(decoder.decode(layer, dict(enumerate(blocks)), 0, num_tokens))
     return tuple(
@@ -76,21 +75,21 @@ def read_all(
     readers: list[SegmentReader],
     head_ends: Heads,
     slots: torch.Tensor,
-    pool: Any,
+    pool: TensorPool,
     kept_bytes: int = MAX_KEPT_BYTES,
 ) -> None:
-    """As the loader reads: all groups of a layer, then those of the next layer."""
-    room = KeptRoom(kept_bytes)
-    for reader in readers:
-        reader.begin(head_ends, room)
-    load = Load(lease, readers, slots, DEVICE_TOKENS, RestorePlan(head_ends, 1.0), NO_FORECAST)
-    tails = TailGroups([load], pool.streams)
-    for layer in range(NUM_LAYERS):
-        for group in tails.of_layer(layer):
-            group.fetch(pool.streams)
-            group.restore(pool)
-        kept = [block.nbytes for reader in readers for block in reader._on_device.values()]
+    """Reads as the loader does, and checks that no more than ``kept_bytes`` stay from layer to layer."""
+
+    def check_kept() -> None:
+        kept = [block.nbytes for reader in readers for block in of_units(reader)._on_device.values()]
         assert sum(kept) <= kept_bytes
+
+    read_tails(lease, readers, head_ends, slots, pool, KeptRoom(kept_bytes), check_kept)
+
+
+def of_units(reader: SegmentReader) -> UnitReader:
+    assert isinstance(reader, UnitReader)
+    return reader
 
 
 def tail_num_bytes(reader: SegmentReader, head_ends: Heads) -> int:
@@ -114,16 +113,7 @@ def tail_num_bytes(reader: SegmentReader, head_ends: Heads) -> int:
 def check_restored(
     kind: str, before: list[LayerKV], pool: TensorPool, slots: torch.Tensor, head_ends: Heads
 ) -> None:
-    """Rows from the head's end on are those of the whole decode; every other row of the pool is as before."""
-    expected = whole_decode(kind)
-    positions = torch.arange(DEVICE_TOKENS, DEVICE_TOKENS + len(slots))
-    for layer, old in enumerate(before):
-        is_tail = positions >= head_ends[layer]
-        new = pool.buffers(layer)
-        for now, was, wanted in zip(new, (old.k, old.v), (expected[layer].k, expected[layer].v), strict=True):
-            should_be = was.clone()
-            should_be[slots[is_tail]] = wanted[positions[is_tail]]
-            assert torch.equal(now, should_be)
+    check_tails(whole_decode(kind), DEVICE_TOKENS, head_ends, slots, before, pool)
 
 
 @settings(max_examples=40, deadline=None)
@@ -230,22 +220,23 @@ def test_each_block_is_copied_once_and_dropped_after_its_last_use(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[int] = []
-    copy_tail = SegmentReader._copy_tail
+    copy_tail = UnitReader._copy_tail
 
-    def counted(reader: SegmentReader, source: int, layer: int, device: Device) -> torch.Tensor:
+    def counted(reader: UnitReader, source: int, layer: int, device: Device) -> torch.Tensor:
         copied.append(source)
         return copy_tail(reader, source, layer, device)
 
-    monkeypatch.setattr(SegmentReader, "_copy_tail", counted)
+    monkeypatch.setattr(UnitReader, "_copy_tail", counted)
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
-    (reader,) = open_segments(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), CODEC, 16)
+    (opened,) = open_segments(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), CODEC, 16)
+    reader = of_units(opened)
     reader.begin((16, 12, 8, 8), KeptRoom())
     for layer in range(NUM_LAYERS):
         reader.fetch(layer, pool.streams)
         reader.fetch(layer, pool.streams)
         needed_later = {source for source in copied if reader.decoder.last_use[source] >= layer}
         assert set(reader._on_device) == needed_later
-        reader.restore(layer, pool, torch.arange(16)[reader.num_head_rows(layer) :])  # type: ignore[arg-type]
+        reader.restore(layer, pool, torch.arange(16))  # type: ignore[arg-type]
     assert sorted(copied) == list(range(NUM_LAYERS))
     assert reader._on_device == {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,26 +11,32 @@ import numpy as np
 import pytest
 import torch
 
+from krul_backend.attention.rows import QueryRows, ReadKeys
+from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.codec.coefficients.coders import RansCoder
+from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.daemon.client.client_session import DaemonConnection
 from krul_backend.daemon.protocol.messages import MAX_MODELS
 from krul_backend.segment import ModelIdentity
-from krul_backend.strategy.sensitivity import DamageKind, LayerError, SensitivityTable
+from krul_backend.strategy.strategy import LayerGroups, Strategy
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.attach.factory import change_weights
-from krul_sglang.engine.budget.error_budget import table_path
 from krul_sglang.engine.cache.linker import KrulLinker
 from krul_sglang.engine.cache.runtime import KrulRuntime
+from krul_sglang.engine.capture.turn_capture import CapturedTurn
 from krul_sglang.engine.common import hook_targets
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
-from krul_sglang.engine.save.turn import StoredPath, TurnOwner
+from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
 from tests.support.engine_builders import make_store
 from tests.support.segment_builders import MODEL
 from tests.support.sglang_pool import NUM_LAYERS, PAGE_SIZE, make_pool
+from tests.support.subspace_builders import make_bases
 
 EPOCH, OTHER_EPOCH = b"\1" * 16, b"\2" * 16
 NUM_PAGES = 3
+NUM_TOKENS = NUM_PAGES * PAGE_SIZE
 
 
 # ---- the identity ----
@@ -73,33 +78,33 @@ def test_kv_is_of_one_model_again_when_the_pool_was_empty_after_the_change() -> 
 class Rank:
     """A linker with its threads, on a pool and a store in this process."""
 
-    def __init__(self, cache_dir: Path, *, is_lasting: bool, strategy: str) -> None:
+    def __init__(self, *, is_lasting: bool, strategy: str) -> None:
         pool = make_pool()
         self.store = make_store(1 << 20)
         self.start = ModelIdentity("m", "d" * 64, "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
         self.model = ServedModel(self.start, is_lasting=is_lasting)
-        self.cache_dir = cache_dir
         alone = RankAgreement(None, 1)
         connection: Any = SimpleNamespace(store=self.store, close=self.store.close, as_dict=dict)
         allocator = SimpleNamespace(get_kvcache=lambda: pool)
-        runtime = KrulRuntime(KrulConfig(strategy=strategy, cache_dir=str(cache_dir)))
+        runtime = KrulRuntime(KrulConfig(strategy=strategy, probe_share=1.0))
         runtime.model_runner = SimpleNamespace()
         runtime.model, runtime.pool, runtime.connection = self.model, DevicePool(pool), connection
+        if strategy == "subspace":
+            bases = make_bases(runtime.pool.shape, [2, 1])
+            runtime.subspace = SubspaceCodec(bases, None, [RansCoder()])
         runtime.agreement = runtime.restore_agreement = alone
         params = SimpleNamespace(token_to_kv_pool_allocator=allocator, tp_cache_group=None)
         runtime.attach_to(params)
         self.linker = KrulLinker(None, params, components=(), extra_config=None)
 
     def store_turn(self, name: str) -> None:
-        num_tokens = NUM_PAGES * PAGE_SIZE
-        tokens, slots = np.arange(num_tokens, dtype=np.int32), torch.arange(num_tokens)
+        tokens, slots = np.arange(NUM_TOKENS, dtype=np.int32), torch.arange(NUM_TOKENS)
         self.linker.offload_turn(StoredPath(keys_of(name), tokens, slots), TurnOwner("r", 0))
         self.linker.wait_for_offloads()
         assert self.linker.pop_completed_offload()
 
     def lookup(self, name: str, rid: str = "r") -> int:
-        num_tokens = NUM_PAGES * PAGE_SIZE
-        self.linker.expect_tokens(rid, lambda: np.arange(num_tokens, dtype=np.int32))
+        self.linker.expect_tokens(rid, lambda: np.arange(NUM_TOKENS, dtype=np.int32))
         transfer: Any = SimpleNamespace(keys=keys_of(name))
         return len(self.linker.lookup(rid, [transfer]))
 
@@ -107,16 +112,30 @@ class Rank:
         return sum(map(len, self.store.find_missing(model, keys_of(name))))
 
 
+class Recorded(CapturedTurn):
+    """The query of a turn's last token."""
+
+    def statistics(self, read_keys: ReadKeys, num_tokens: int) -> AttentionStatistics | None:
+        raise AssertionError("nobody needs statistics")
+
+    def rows(self, num_tokens: int) -> QueryRows:
+        queries, kv_heads = torch.ones(NUM_LAYERS, 1, 2, 16), torch.arange(2)
+        return QueryRows(queries, torch.tensor([num_tokens - 1]), kv_heads, 0.25)
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
 def keys_of(name: str) -> list[str]:
     return [f"{name}-{page}" for page in range(NUM_PAGES)]
 
 
 @pytest.fixture
-def make_rank(tmp_path: Path) -> Iterator[Any]:
+def make_rank() -> Iterator[Any]:
     ranks: list[Rank] = []
 
     def make(*, is_lasting: bool = True, strategy: str = "none") -> Rank:
-        ranks.append(Rank(tmp_path, is_lasting=is_lasting, strategy=strategy))
+        ranks.append(Rank(is_lasting=is_lasting, strategy=strategy))
         return ranks[-1]
 
     yield make
@@ -190,25 +209,16 @@ def test_updates_before_the_pool_was_emptied_share_one_name(make_rank: Any) -> N
     assert rank.model.identity.fingerprint != name
 
 
-def test_what_probes_taught_of_the_old_weights_is_forgotten_and_not_overwritten(
-    make_rank: Any, tmp_path: Path
-) -> None:
-    start = ModelIdentity("m", "d" * 64, "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
-    path = table_path(str(tmp_path), start)
-    path.parent.mkdir(parents=True)
-    table = SensitivityTable(path.stem, NUM_LAYERS)
-    for layer in range(NUM_LAYERS):
-        for kind in DamageKind:
-            table.update([LayerError(layer, kind, 0.01)], 0.01)
-    table.save(path)
-    content = path.read_bytes()
-    rank = make_rank(strategy="budget")
-    budget: Any = rank.linker._budget
-    assert not budget._is_model_unknown()
+def test_turns_stay_native_when_the_bases_are_of_other_weights(make_rank: Any) -> None:
+    rank = make_rank(strategy="subspace")
+    turn = Turn(keys_of("a"), np.arange(NUM_TOKENS, dtype=np.int32), torch.arange(NUM_TOKENS), (), Recorded())
+    chooser = rank.linker._chooser
+    assert chooser.choose(turn, [range(NUM_PAGES)]).stored_as == LayerGroups((2, 3), "rans")
+    assert rank.linker.wants_probe()
     rank.linker.begin_weights_change()
-    assert budget._is_model_unknown()
-    budget._save_table()
-    assert path.read_bytes() == content
+    rank.linker.end_weights_change(is_pool_empty=True)
+    assert chooser.choose(turn, [range(NUM_PAGES)]).stored_as == Strategy.from_pairs(NUM_LAYERS)
+    assert not rank.linker.wants_probe(), "a probe would teach the bases about other weights"
 
 
 def test_ranks_take_the_name_that_they_agree_on(make_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:

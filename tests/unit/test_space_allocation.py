@@ -20,6 +20,7 @@ from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
 from krul_sglang.engine.save.offload import TurnOffloader
 from krul_sglang.engine.save.turn import Turn
+from krul_sglang.engine.save.turn_encoding import TurnEncoding
 from tests.support.engine_builders import make_store
 
 GROUP = 8
@@ -33,16 +34,10 @@ class FixedAllocation(SpaceAllocation):
 
     def __init__(self) -> None:
         self.heads: tuple[int, ...] | None = None
-        self.asked: list[tuple[int, tuple[float, ...], tuple[int, ...], Strategy]] = []
+        self.asked: list[tuple[int, TurnEncoding]] = []
 
-    def head_ends(
-        self,
-        num_tokens: int,
-        layer_token_bytes: tuple[float, ...],
-        last_use: tuple[int, ...],
-        strategy: Strategy,
-    ) -> tuple[int, ...] | None:
-        self.asked.append((num_tokens, layer_token_bytes, last_use, strategy))
+    def head_ends(self, num_tokens: int, encoding: TurnEncoding) -> tuple[int, ...] | None:
+        self.asked.append((num_tokens, encoding))
         return self.heads
 
 
@@ -68,7 +63,7 @@ class AllocatingBench:
         self.codec = SegmentCodec(
             self.pool.shape, NUM_LAYERS, rotary=None, options=CodecOptions(group_size=GROUP)
         )
-        self.chooser: Any = FixedChooser(NATIVE)
+        self.chooser: Any = FixedChooser(self.codec, NATIVE)
         self.allocation = FixedAllocation()
         self.offloader = TurnOffloader(
             self.store,
@@ -229,12 +224,13 @@ def test_an_allocation_is_told_what_a_token_takes(bench: AllocatingBench) -> Non
     assert bench.store_turn(bench.turn(6), None)
     bench.chooser.strategy = PAIRED
     assert bench.store_turn(bench.turn(10), None)
-    (native, paired) = bench.allocation.asked
-    assert native == (24, (LAYER_TOKEN_BYTES,) * NUM_LAYERS, (0, 1, 2), NATIVE)
+    (num_native, native), (num_paired, paired) = bench.allocation.asked
+    assert (num_native, native.stored_as, native.last_use) == (24, NATIVE, (0, 1, 2))
+    assert native.layer_token_bytes == (LAYER_TOKEN_BYTES,) * NUM_LAYERS
     # Layer 2 needs the direction in layer 0's block.
-    assert (paired[0], paired[2], paired[3]) == (40, (2, 1, 2), PAIRED)
+    assert (num_paired, paired.stored_as, paired.last_use) == (40, PAIRED, (2, 1, 2))
     # Layer 2 has two norms of half precision for each of two heads.
-    assert paired[1][1:] == (
+    assert paired.layer_token_bytes[1:] == (
         bench.codec.layer_token_bytes(Strategy.from_pairs(NUM_LAYERS, [], Precision.INT4))[1],
         8.0,
     )

@@ -9,20 +9,25 @@ import torch
 
 from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.codec.interface import LayerShape
 from krul_backend.strategy.interface import Evidence, StrategySelector
-from krul_backend.strategy.strategy import Strategy
+from krul_backend.strategy.strategy import LayerGroups, Precision, Strategy
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.save.strategy_choice import (
-    Choice,
+    ChoiceCounters,
     ConversationStatistics,
     SelectorDecision,
     StrategyChooser,
 )
 from krul_sglang.engine.save.turn import Turn
+from krul_sglang.engine.save.turn_encoding import LayerEncoding
 from tests.support.attention_builders import Sequence
+from tests.support.codec_builders import make_codec
 
 SEQUENCE = Sequence.random(num_layers=3, num_tokens=32, num_heads=2)
+CODEC = make_codec(LayerShape(1, 8, 8, torch.float32), 3)
+SHARED = Strategy.from_pairs(3, [(0, 2)])
 
 
 class Pool:
@@ -61,20 +66,24 @@ class Remember(StrategySelector):
 
     def select(self, evidence: Evidence) -> Strategy:
         self.seen.append(evidence.statistics)
-        return Strategy.from_pairs(3, [(0, 2)])
+        return SHARED
 
 
 def choose(*attentions: tuple[int, CapturedTurn | None]) -> list[AttentionStatistics | None]:
     """What the selector saw of turns of one conversation: tokens stored, and what was captured."""
     selector = Remember()
     pool: Any = Pool()
-    chooser = StrategyChooser(SelectorDecision(selector, pool, RankAgreement(None, 1), num_heads=2))
+    chooser = StrategyChooser(SelectorDecision(selector, CODEC, pool, RankAgreement(None, 1), num_heads=2))
     for num_tokens, attention in attentions:
         keys = [f"page {page}" for page in range(num_tokens // 8)]
         slots = 31 - torch.arange(num_tokens)
         turn = Turn(keys, np.zeros(num_tokens, dtype=np.int32), slots, (), attention)
-        choice = chooser.choose(turn, [range(1), range(2, 3)])
-        assert choice == Choice(Strategy.from_pairs(3, [(0, 2)]), (None, None))
+        encoding = chooser.choose(turn, [range(1), range(2, 3)])
+        assert isinstance(encoding, LayerEncoding)
+        assert (encoding.stored_as, encoding.damages) == (SHARED, (None, None))
+        assert encoding.layer_token_bytes == CODEC.layer_token_bytes(SHARED)
+        # The last layer is decoded from the block of the first one, too.
+        assert encoding.last_use == (2, 1, 2)
     assert chooser.counters.as_dict()["pairs"] == {"0-2": len(attentions)}
     return selector.seen
 
@@ -106,3 +115,16 @@ def test_conversations_are_forgotten_by_the_bytes_of_their_statistics() -> None:
     # The third time of "a", the second of "d"; of "b" nothing is known any more.
     assert num_rows == {"a": 3 * 32, "d": 2 * 32}
     assert conversations.extend(["b"], statistics).num_rows == 32
+
+
+def test_turns_are_counted_by_how_they_are_stored() -> None:
+    counters = ChoiceCounters()
+    counters.add(SHARED)
+    counters.add(Strategy.from_pairs(3, [], [Precision.NATIVE, Precision.INT4, Precision.INT4]))
+    counters.add(LayerGroups((2, 3), "rans"))
+    assert counters.as_dict() == {
+        "turns": 3,
+        "subspace_turns": 1,
+        "pairs": {"0-2": 1},
+        "precisions": {"native": 4, "int4": 2},
+    }
