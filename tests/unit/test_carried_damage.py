@@ -134,11 +134,14 @@ def test_segments_that_were_computed_and_stored_again_count_once(server: Budgete
 def test_segments_that_left_dram_for_a_lower_tier_count(
     server: BudgetedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.compute(FIRST_PAGES)
-    first = server.store_turn()["last_damage"]
+    """With all that they have lost, also before they were stored."""
+    return_without_segments(server)
+    server.compute(MORE_PAGES)
+    server.store_turn()
+    (noted,) = server.noted_damage()
     monkeypatch.setattr(server.store, "path_segments", lambda model, page_keys: [])
     server.compute(MORE_PAGES)
-    assert server.store_turn()["last_spent"] == pytest.approx(first * FIRST_PAGES / 40)
+    assert server.store_turn()["last_spent"] == pytest.approx(noted * 40 / 48)
 
 
 def unobserved(server: BudgetedServer) -> None:
