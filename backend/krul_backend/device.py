@@ -98,6 +98,17 @@ class Device:
             finally:
                 torch.set_num_threads(num_threads)
 
+    @contextmanager
+    def on_cores(self, num_cores: int) -> Iterator[None]:
+        """On a CPU, let a thread that ``bind_thread`` has bound use so many cores for the time of the block."""
+        if self.shares_cores:
+            torch.set_num_threads(num_cores)
+        try:
+            yield
+        finally:
+            if self.shares_cores:
+                torch.set_num_threads(1)
+
     # ---- streams and events ----
 
     def new_stream(self) -> Any:

@@ -22,7 +22,7 @@ from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors
 from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
-from krul_backend.codec.subspace.decoder import SubspaceDecoder
+from krul_backend.codec.subspace.decoder import SegmentTokens, SubspaceDecoder
 from krul_backend.codec.subspace.parameters import GroupParameters, SubspaceParameters
 from krul_backend.codec.subspace.quantizer import (
     COARSEST_SHIFT,
@@ -34,6 +34,7 @@ from krul_backend.codec.subspace.quantizer import (
     step_shifts,
     token_steps,
 )
+from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from tests.support.codec_builders import rotary_table
 from tests.support.subspace_builders import SHARE, make_bases, make_layers
@@ -136,7 +137,7 @@ def test_what_comes_back_is_within_the_step_of_each_token(data: st.DataObject) -
     # Groups of equal size, and what is left over.
     size, num_layers = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 6)), "layers of a group, layers")
     sizes = [min(size, num_layers - first) for first in range(0, num_layers, size)]
-    bases = make_bases(shape, sizes, rank=data.draw(st.sampled_from([1, 15, 16, 40]), "rank"))
+    bases = make_bases(shape, sizes, rank=data.draw(st.sampled_from([1, 15, 16, 40, 70]), "rank"))
     case = make_case(
         bases,
         num_tokens=data.draw(st.one_of(st.integers(1, 140), st.sampled_from([63, 64, 65, 128])), "tokens"),
@@ -165,6 +166,29 @@ def test_what_comes_back_is_within_the_step_of_each_token(data: st.DataObject) -
         rounded = 2 * torch.finfo(dtype).eps * (decoded_vectors + 1) @ basis.encoder.abs().double()
         step = case.encoded.params["step"]
         assert (case.errors(group).abs() <= LARGEST_ERROR * step + 2 * rounded + 1e-5).all()
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_products_in_bf16_leave_the_largest_coefficients_exact(
+    monkeypatch: pytest.MonkeyPatch, is_fast: bool
+) -> None:
+    monkeypatch.setattr(Device, "multiplies_bf16_fast", is_fast)
+    bases = make_bases(LayerShape(2, 32, 32, torch.bfloat16), [2], rank=128)
+    rotary = rotary_table(32)
+    layers = make_layers(bases, 150, rotary)
+    codec = SubspaceCodec(bases, rotary, CODERS)
+    segment = SegmentTokens(0, 150, 1)
+    found = codec._coefficients(0, layers.__getitem__, slice(0, 150), segment)
+    bare = [LayerKV(rotary.unrotate(kv.k, torch.arange(150)), kv.v) for kv in layers]
+    basis = bases.groups[0]
+    exact = (group_vectors(bare).double() - basis.mean.double()) @ basis.encoder.double()
+    errors = (found - exact).abs()
+    assert errors[:, :64].max() < 3e-6
+    assert errors[:, 64:].max() < (3e-3 if is_fast else 3e-6)
+    assert (errors[:, 64:].max() > 1e-5) == is_fast
+    rows = torch.tensor([0, 3, 77])
+    sampled = codec._coefficients(0, layers.__getitem__, rows, segment)
+    torch.testing.assert_close(sampled, found[rows], rtol=0, atol=2e-3 if is_fast else 3e-6)
 
 
 @pytest.mark.parametrize("coder", ["rans", "fixed-width"])

@@ -189,11 +189,12 @@ def test_expected_damage_is_half_of_the_quadratic_form_of_the_error(seed: int, s
         coefficients = coefficients_of(basis, planted(seed, 0.1)[group][:50]).float()
         worth = torch.rand(50, generator=generator) * 3
         shifts, step = step_shifts(worth), 2**step_log2
-        errors = dequantize(quantize(coefficients, step, shifts), step, shifts) - coefficients
+        levels = quantize(coefficients, step, shifts)
+        errors = dequantize(levels, step, shifts) - coefficients
         vector_errors = errors.double() @ basis.decoder.double()
         costs = ((vector_errors @ used) * vector_errors).sum(1) / 2
         expected = float(costs @ worth.double())
-        assert expected_damage(coefficients, step, shifts, worth) == pytest.approx(expected, rel=2e-3)
+        assert expected_damage(coefficients, levels, step, shifts, worth) == pytest.approx(expected, rel=2e-3)
 
 
 def _correlated_bases() -> ModelBases:

@@ -73,13 +73,12 @@ class RotaryTable:
         return self.cos[index].unsqueeze(1).to(x.device), self.sin[index].unsqueeze(1).to(x.device)
 
     def _turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        turned = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        turned[..., self.rotary_dim :] = x[..., self.rotary_dim :]
+        x = x.float()
+        turned = x.clone(memory_format=torch.contiguous_format)
         first, second = self._channel_pairs(x)
-        first, second = first.float(), second.float()
         turned_first, turned_second = self._channel_pairs(turned)
-        torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=turned_second).addcmul_(first, sin)
+        turned_first.mul_(cos).addcmul_(second, sin, value=-1)
+        turned_second.mul_(cos).addcmul_(first, sin)
         return turned
 
     def _channel_pairs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -100,6 +100,7 @@ class SubspaceEncoding(TurnEncoding):
         blocks = [
             (group.start, block[block.numel() - kept[group.start] :])
             for group, block in zip(self._groups, encoded.blocks, strict=True)
+            if kept[group.start]
         ]
         return EncodedRun(SUBSPACE, encoded.params, first, kept, encoded.num_bytes - sum(kept), blocks)
 

@@ -87,7 +87,7 @@ class LoadBatch:
         self.load_times: list[LayerTimes] = []
         self.wait_times: dict[int, LayerTimes] = {}
         self.num_layers = num_layers
-        self._lands_whole = lands_whole
+        self.lands_whole = lands_whole
         self._device = device
         self.timeout_s = timeout_s + sum(load.forecast.load_s for load in loads.values())
         self.agreement = RankAgreement(None, num_ranks=1)
@@ -122,7 +122,7 @@ class LoadBatch:
             self._landed.append(event)
             self._progress_s = time.monotonic()
             # To wake the forward in vain would take the lock of all Python threads from the loader.
-            if not self._lands_whole or len(self._landed) == self.num_layers:
+            if not self.lands_whole or len(self._landed) == self.num_layers:
                 self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -162,7 +162,7 @@ class LoadBatch:
         self.wait_times[layer] = LayerTimes(begin, self.clock.mark())
 
     def _wait_landed(self, layer: int) -> Event:
-        last = self.num_layers - 1 if self._lands_whole else layer
+        last = self.num_layers - 1 if self.lands_whole else layer
         with self._changed:
             while len(self._landed) <= last and self._error is None:
                 left_s = self._progress_s + self.timeout_s - time.monotonic()

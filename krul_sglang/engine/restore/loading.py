@@ -11,6 +11,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from krul_backend.errors import KrulError
 from krul_backend.store.interface import KVStore
 from krul_sglang.config import KrulConfig
@@ -18,7 +20,7 @@ from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.block_checks import BlockChecks
 from krul_sglang.engine.restore.load_batch import LayerTimes, Load, LoadBatch
-from krul_sglang.engine.restore.segment_reader import KeptRoom
+from krul_sglang.engine.restore.segment_reader import GroupReader, KeptRoom
 from krul_sglang.engine.restore.tail_groups import TailGroup, TailGroups
 
 logger = logging.getLogger(__name__)
@@ -109,6 +111,7 @@ class LayerWiseLoader:
         self._running: dict[int, Future[None]] = {}
         self._next_index = 0
         self._device = pool.streams
+        self._num_cores = torch.get_num_threads()
         self._stream = self._device.new_stream()
         self._worker = self._new_worker()
 
@@ -223,6 +226,8 @@ class LayerWiseLoader:
             closing(checks),
             self._gate.restoring(lambda: not batch.is_abandoned),
             self._device.working_on(self._stream, ready),
+            # A forward that waits for the whole load leaves its cores to decoders that can use them.
+            self._device.on_cores(self._num_cores if batch.lands_whole and _any_decoded(loads) else 1),
         ):
             for load in loads:
                 self._begin(load, room)
@@ -269,3 +274,8 @@ class LayerWiseLoader:
         self.counters.requests += len(loads)
         self.counters.tokens += sum(len(load.slots) for load in loads)
         self.counters.num_bytes += sum(reader.num_bytes for load in loads for reader in load.readers)
+
+
+def _any_decoded(loads: Sequence[Load]) -> bool:
+    """Whether any segment is more than copied."""
+    return any(isinstance(reader, GroupReader) for load in loads for reader in load.readers)

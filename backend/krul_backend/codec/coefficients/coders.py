@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +19,8 @@ from krul_backend.codec.coefficients.tables import CoderTables, standard_tables
 from krul_backend.errors import CodecError
 
 LARGEST_SHIFT = 7
+
+_LEAST_RECORDS_OF_THREAD = 2
 
 _FACTORS = np.exp2(np.arange(SMALLEST_SHIFT, LARGEST_SHIFT + 1) / 2).astype(np.float32)
 
@@ -86,13 +92,14 @@ class CoefficientCoder:
         out: Levels | Values,
         *,
         shrink: float = 0.0,
+        num_threads: int = 1,
     ) -> Shifts:
         """Write the levels of a block, or of its tail from any record on, into ``out [T, R]``, which is
         contiguous, and return the shifts of its tokens, int8 ``[T]``.
 
         An int16 ``out`` gets the levels ``q``, and float32 gets ``sign(q) * (|q| - shrink) * 2^(shift / 2)``,
         ``0 <= shrink < 0.5``. ``T``, ``data`` and ``record_num_bytes`` are those of the tail; ``scales`` are
-        those it was encoded with.
+        those it was encoded with. ``num_threads`` share the records.
 
         Raises ``CodecError`` if sizes contradict each other or bytes are not what ``encode`` writes. ``out``
         is undefined then. Damage that happens to make another valid block is not seen: that needs a checksum.
@@ -111,21 +118,34 @@ class CoefficientCoder:
         shifts = np.empty(len(out), np.int8)
         as_values = out.dtype == np.float32
         places = self._places(scales)
-        good = decode_block(
-            np.require(data, requirements=["C", "W"]),
-            starts,
-            places,
-            scales[places].astype(np.int64),
-            shifts,
-            None if self._tables is None else self._tables.decoding,
-            np.empty(_most_words(len(scales)) + 2 * RECORD_TOKENS, np.uint16),
-            # Levels are values that neither shrink nor grow.
-            np.float32(shrink if as_values else 0),
-            _FACTORS if as_values else np.ones_like(_FACTORS),
-            out,
-        )
-        if good < len(record_num_bytes):
-            raise CodecError(f"record {good} of {len(record_num_bytes)} is damaged")
+        source = np.require(data, requirements=["C", "W"])
+        scales_of_places = scales[places].astype(np.int64)
+
+        def decode_records(first: int, end: int) -> int:
+            """Decode records ``[first, end)``; the first damaged one, or ``end``."""
+            rows = slice(first * RECORD_TOKENS, end * RECORD_TOKENS)
+            return first + decode_block(
+                source,
+                starts[first : end + 1],
+                places,
+                scales_of_places,
+                shifts[rows],
+                None if self._tables is None else self._tables.decoding,
+                np.empty(_most_words(len(scales)) + 2 * RECORD_TOKENS, np.uint16),
+                # Levels are values that neither shrink nor grow.
+                np.float32(shrink if as_values else 0),
+                _FACTORS if as_values else np.ones_like(_FACTORS),
+                out[rows],
+            )
+
+        count = len(record_num_bytes)
+        num_parts = max(1, min(num_threads, count // _LEAST_RECORDS_OF_THREAD))
+        bounds = [count * part // num_parts for part in range(num_parts + 1)]
+        others = [_threads().submit(decode_records, *part) for part in pairwise(bounds[1:])]
+        ends = [decode_records(0, bounds[1]), *(other.result() for other in others)]
+        for good, end in zip(ends, bounds[1:], strict=True):
+            if good < end:
+                raise CodecError(f"record {good} of {count} is damaged")
         return shifts
 
     def _places(self, scales: Scales) -> Integers:
@@ -163,6 +183,12 @@ def num_records(num_tokens: int) -> int:
 def _most_words(num_coefficients: int) -> int:
     """The most 16-bit words that a record can take: two per level, one per band, and those of its shifts."""
     return 64 + -(-num_coefficients // BAND) * (1 + 2 * RECORD_TOKENS * BAND)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Threads that decode records beside the one that asks."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="krul-decode")
 
 
 def _check_scales(scales: Scales) -> None:

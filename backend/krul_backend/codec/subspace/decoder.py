@@ -27,6 +27,10 @@ _LEAST_ROWS = 64
 would depend on where the tail that it is decoded with begins."""
 
 
+_CHUNK_TOKENS = 1024
+"""Tokens whose vectors are held in fp32 at a time."""
+
+
 @dataclass(frozen=True)
 class SegmentTokens:
     """The tokens of a segment: ``[start_token, start_token + num_tokens)`` of its conversation. The first
@@ -131,7 +135,7 @@ class SubspaceDecoder(SegmentLayout):
         # Coefficients matter less and less: with a large step all from some place on are zero.
         num_used = int(scales.nonzero()[0].max(initial=-1)) + 1
         first_row, end_row = (token - record * RECORD_TOKENS for token in (first_token, num_tokens))
-        values = np.empty((max(end_row, first_row + _LEAST_ROWS), num_used), np.float32)
+        values = np.empty((end_row + _LEAST_ROWS, num_used), np.float32)
         values[end_row:] = 0
         self._coder.decode(
             block[num_raw_bytes:].numpy(),
@@ -139,24 +143,40 @@ class SubspaceDecoder(SegmentLayout):
             scales[:num_used],
             values[:end_row],
             shrink=SHRINK,
+            num_threads=torch.get_num_threads(),
         )
-        mean, decoder = self._reconstructions[group].mean, self._reconstructions[group].decoder
-        coefficients = torch.from_numpy(values[first_row:]).to(mean.device, mean.dtype)
-        vectors = torch.addmm(mean, coefficients, decoder[:num_used], alpha=self._parameters.step)
-        vectors = vectors[: num_tokens - first_token]
-        layers = split_vectors(vectors, self._bases.shape, len(basis.layers))
-        positions = torch.arange(first_token, num_tokens, device=vectors.device) + self._segment.start_token
-        dtype = self._bases.shape.dtype
-        decoded = [
-            LayerKV(
-                (kv.k if self._rotary is None else self._rotary.rotate(kv.k, positions)).to(dtype),
-                kv.v.to(dtype),
-            )
-            for kv in layers
-        ]
+        decoded = self._reconstruct(group, torch.from_numpy(values[first_row:]), first_token)
         if num_raw_bytes:
             self._put_first_tokens(block[:num_raw_bytes], first_token, decoded)
         return decoded
+
+    def _reconstruct(self, group: int, values: torch.Tensor, first_token: int) -> list[LayerKV]:
+        """The KV of the tokens from ``first_token`` on. ``values``: their coefficients in steps, fp32 ``[T +
+        _LEAST_ROWS, R]``, zeros at the end."""
+        shape, layers = self._bases.shape, self._bases.groups[group].layers
+        mean, decoder = self._reconstructions[group].mean, self._reconstructions[group].decoder
+        num_tokens = self._segment.num_tokens - first_token
+        keys = torch.empty(
+            (num_tokens, len(layers) * shape.num_kv_heads, shape.k_head_dim),
+            dtype=shape.dtype,
+            device=mean.device,
+        )
+        values_of_layers = keys.new_empty((len(layers), num_tokens, shape.num_kv_heads, shape.v_head_dim))
+        for start in range(0, num_tokens, _CHUNK_TOKENS):
+            end = min(start + _CHUNK_TOKENS, num_tokens)
+            coefficients = values[start : max(end, start + _LEAST_ROWS)].to(mean.device, mean.dtype)
+            vectors = torch.addmm(mean, coefficients, decoder[: values.shape[1]], alpha=self._parameters.step)
+            split = split_vectors(vectors[: end - start], shape, len(layers))
+            # Rotating the keys of all layers at once is faster.
+            chunk = torch.cat([kv.k for kv in split], dim=1)
+            if self._rotary is not None:
+                positions = torch.arange(start, end, device=mean.device)
+                chunk = self._rotary.rotate(chunk, positions + self._segment.start_token + first_token)
+            keys[start:end] = chunk
+            for layer, kv in enumerate(split):
+                values_of_layers[layer, start:end] = kv.v
+        of_layers = torch.split(keys, shape.num_kv_heads, dim=1)
+        return [LayerKV(k, v) for k, v in zip(of_layers, values_of_layers, strict=True)]
 
     def decode_all(self, blocks: Sequence[torch.Tensor]) -> list[LayerKV]:
         """Decode all layers of the whole segment, in order. ``blocks``: the whole block of each group.

@@ -40,7 +40,7 @@ def token_steps(step: float, shifts: torch.Tensor) -> torch.Tensor:
 def quantize(coefficients: torch.Tensor, step: float, shifts: torch.Tensor) -> torch.Tensor:
     """Levels of ``coefficients [T, R]``: fp32 whole numbers of the same shape."""
     scaled = coefficients / token_steps(step, shifts)
-    magnitudes = (scaled.abs() + ROUNDING).floor_().clamp_(max=_LARGEST_LEVEL)
+    magnitudes = scaled.abs().add_(ROUNDING).floor_().clamp_(max=_LARGEST_LEVEL)
     return magnitudes.copysign_(scaled)
 
 
@@ -53,13 +53,13 @@ def smallest_unclipped_step(coefficients: torch.Tensor, shifts: torch.Tensor, wo
 
 def dequantize(levels: torch.Tensor, step: float, shifts: torch.Tensor) -> torch.Tensor:
     """The coefficients that levels stand for: fp32 ``[T, R]``."""
-    return (levels - SHRINK * levels.sign()) * token_steps(step, shifts)
+    return levels.sub(levels.sign(), alpha=SHRINK).mul_(token_steps(step, shifts))
 
 
 def expected_damage(
-    coefficients: torch.Tensor, step: float, shifts: torch.Tensor, worth: torch.Tensor
+    coefficients: torch.Tensor, levels: torch.Tensor, step: float, shifts: torch.Tensor, worth: torch.Tensor
 ) -> float:
-    """The divergence in nats per predicted token that rounding ``coefficients [T, R]`` is expected to
-    cause."""
-    errors = dequantize(quantize(coefficients, step, shifts), step, shifts).sub_(coefficients)
+    """The divergence in nats per predicted token that rounding ``coefficients [T, R]`` to ``levels`` is
+    expected to cause."""
+    errors = dequantize(levels, step, shifts).sub_(coefficients)
     return float(errors.square_().sum(1) @ worth) / 2
