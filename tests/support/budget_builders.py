@@ -1,38 +1,41 @@
-"""A small model, its pool and what a capture hands over, for tests of the error budget."""
+"""One conversation at a time in a pool that is stored with an error budget, without an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from krul_backend.attention.rows import QueryRows
-from krul_backend.segment import ModelIdentity
+from krul_backend.codec.coefficients.coders import RansCoder
+from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.segment import ModelIdentity, SegmentHeader
+from krul_sglang.engine.budget.error_budget import ErrorBudget
+from krul_sglang.engine.budget.probing import ProbeOutcome
+from krul_sglang.engine.budget.provenance import KvProvenance
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore.loading import LayerWiseLoader
+from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, TurnOffloader
+from krul_sglang.engine.save.strategy_choice import Decision, StrategyChooser
+from krul_sglang.engine.save.turn import StoredPath, Turn
 from tests.support.codec_builders import rotary_table
+from tests.support.engine_builders import PATIENCE_S, TensorPool, make_load, make_store
+from tests.support.forward_builders import Batch, Mode
+from tests.support.subspace_builders import make_bases, make_layers
 
 PAGE_SIZE, NUM_LAYERS, NUM_SLOTS, HEAD_DIM = 4, 4, 512, 8
+SHAPE = LayerShape(1, HEAD_DIM, HEAD_DIM, torch.float32)
+PAGE_BYTES = PAGE_SIZE * (SHAPE.k_token_bytes + SHAPE.v_token_bytes)
+"""Of one layer of a page, as the pool holds it."""
 MODEL = ModelIdentity("m", "d" * 64, "float32", NUM_LAYERS, 1, HEAD_DIM, HEAD_DIM, PAGE_SIZE, 0, 1)
 ROTARY = rotary_table(HEAD_DIM)
-
-
-def make_pool() -> DevicePool:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    return DevicePool(
-        MHATokenToKVPool(
-            size=NUM_SLOTS,
-            page_size=PAGE_SIZE,
-            dtype=torch.float32,
-            head_num=1,
-            head_dim=HEAD_DIM,
-            layer_num=NUM_LAYERS,
-            device="cpu",
-            enable_memory_saver=False,
-        )
-    )
+BASES = make_bases(SHAPE, [2, 2])
 
 
 class OtherRank(RankAgreement):
@@ -61,3 +64,164 @@ class RecordedRows:
 
     def release(self) -> None:
         pass
+
+
+class FakeProber:
+    """Has ``outcome`` for every conversation, and remembers which it was asked about and whether its KV is
+    exact."""
+
+    def __init__(self) -> None:
+        self.outcome: ProbeOutcome | None = None
+        self.asked: list[tuple[StoredPath, bool]] = []
+
+    def measure(self, path: StoredPath, *, is_exact: bool) -> ProbeOutcome | None:
+        self.asked.append((path, is_exact))
+        return self.outcome
+
+
+class BudgetedServer:
+    """A conversation that is computed, stored with an error budget, restored and continued."""
+
+    def __init__(
+        self,
+        limit: float,
+        *,
+        agreement: RankAgreement | None = None,
+        probe_share: float = 1.0,
+    ) -> None:
+        self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, NUM_SLOTS)
+        self.store = make_store(1 << 22)
+        self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), PATIENCE_S)
+        self.provenance = KvProvenance(NUM_SLOTS, self.pool.device, self.loader.batch)
+        self.subspace = SubspaceCodec(BASES, ROTARY, [RansCoder()])
+        self.codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY, subspace=self.subspace)
+        self.model = ServedModel(MODEL)
+        self.prober = FakeProber()
+        self.slots = torch.arange(0)
+        self._agreement = RankAgreement(None, 1) if agreement is None else agreement
+        self._probe_share = probe_share
+        self._next_slot = 0
+        self.budget = self.make_budget(limit)
+        self.offloader = self._make_offloader(self.budget, MAX_LAYER_BYTES)
+
+    def make_budget(self, limit: float) -> ErrorBudget:
+        """A budget of this server with another limit."""
+        prober: Any = self.prober
+        return ErrorBudget(
+            limit=limit,
+            probe_share=self._probe_share,
+            store=self.store,
+            provenance=self.provenance,
+            model=self.model,
+            pool=self.pool,
+            codec=self.codec,
+            subspace=self.subspace,
+            prober=prober,
+            agreement=self._agreement,
+        )
+
+    def decide_by(self, decision: Decision, max_layer_bytes: int = MAX_LAYER_BYTES) -> None:
+        """Store turns from here on as this decision says, in segments of at most so many bytes per layer."""
+        self.offloader.close()
+        self.offloader = self._make_offloader(decision, max_layer_bytes)
+
+    def close(self) -> None:
+        self.offloader.close()
+        self.loader.close()
+        self.store.close()
+
+    @property
+    def keys(self) -> list[str]:
+        return [f"page {page}" for page in range(len(self.slots) // PAGE_SIZE)]
+
+    @property
+    def path(self) -> StoredPath:
+        return StoredPath(self.keys, np.arange(len(self.slots), dtype=np.int32), self.slots)
+
+    @property
+    def headers(self) -> list[SegmentHeader]:
+        """Of the conversation's stored segments, from the first on."""
+        return [segment.header for segment in self.store.path_segments(MODEL, self.keys)]
+
+    def noted_damage(self) -> list[float]:
+        """What the segments say that they cost, each at its own end."""
+        return [
+            self.codec.open(
+                header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
+            ).damage
+            for header in self.headers
+        ]
+
+    def damage_now(self) -> list[float]:
+        """What the segments cost now: the attention that they cost is shared among more tokens."""
+        return [
+            damage * header.end_token / len(self.slots)
+            for damage, header in zip(self.noted_damage(), self.headers, strict=True)
+        ]
+
+    def compute(self, num_pages: int) -> None:
+        """A forward appends tokens with KV of their own."""
+        num_tokens, start_token = num_pages * PAGE_SIZE, len(self.slots)
+        slots = self._take_slots(num_tokens)
+        layers = make_layers(BASES, num_tokens, ROTARY, start_token=start_token, seed=self._next_slot)
+        for layer, kv in enumerate(layers):
+            self.pool.write(layer, slots, kv.k, kv.v)
+        self.after_forward("decode", slots)
+        self.slots = torch.cat([self.slots, slots])
+
+    def store_turn(self, *, is_observed: bool = True) -> dict[str, Any]:
+        """Store the conversation as a turn of which attention was recorded, or not; returns what the budget
+        says of it."""
+        path = self.path
+        rows: Any = RecordedRows(len(self.slots)) if is_observed else None
+        self.offloader.submit(Turn(path.page_keys, path.token_ids, path.slots, [], rows))
+        self.offloader.wait()
+        assert self.offloader.pop_completed()
+        return self.budget.as_dict()
+
+    def read_pool(self) -> list[LayerKV]:
+        """The conversation's KV, layer by layer."""
+        return [self.pool.gather(layer, self.slots) for layer in range(NUM_LAYERS)]
+
+    def leave_and_return(self, head_ends: Sequence[int] | None = None, *, is_given_up: bool = False) -> None:
+        """The whole conversation comes back into other slots, with heads that are computed as they were; if
+        the load is given up, all of it is computed."""
+        before = self.read_pool()
+        lease = self.store.lease(MODEL, self.keys, self.path.token_ids)
+        assert lease is not None
+        assert lease.num_pages == len(self.keys)
+        self.slots = self._take_slots(len(self.slots))
+        self.loader.queue("r", make_load(lease, self.codec, self.slots, head_ends))
+        index = self.loader.start()
+        batch = self.loader.batch(index)
+        assert batch is not None
+        batch.wait_layer(NUM_LAYERS - 1)
+        if is_given_up:
+            batch.abandon(is_refilled=True)
+        computed = [len(self.slots)] * NUM_LAYERS if is_given_up else head_ends or [0] * NUM_LAYERS
+        for layer, (kv, end) in enumerate(zip(before, computed, strict=True)):
+            self.pool.write(layer, self.slots[:end], kv.k[:end], kv.v[:end])
+        self.after_forward("extend", torch.arange(0), index)
+        assert self.loader.finish(index)
+
+    def after_forward(self, mode: str, slots: torch.Tensor, index: int = -1) -> None:
+        """A forward has written ``slots``, after the loads of this number."""
+        nothing = torch.arange(0)
+        batch = Batch(Mode(mode), [], nothing, nothing, hicache_consumer_index=index, out_cache_loc=slots)
+        self.provenance.after_forward(batch)
+
+    def _make_offloader(self, decision: Decision, max_layer_bytes: int) -> TurnOffloader:
+        return TurnOffloader(
+            self.store,
+            self.model,
+            self.pool,
+            self.codec,
+            StrategyChooser(decision),
+            max_pending_tokens=NUM_SLOTS,
+            max_layer_bytes=max_layer_bytes,
+        )
+
+    def _take_slots(self, num_tokens: int) -> torch.Tensor:
+        slots = (torch.arange(num_tokens) + self._next_slot) % NUM_SLOTS
+        self._next_slot += num_tokens
+        return slots

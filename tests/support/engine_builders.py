@@ -61,6 +61,9 @@ class TensorPool:
         k, v = self._layers[layer]
         return LayerKV(k[slots], v[slots])
 
+    def gather_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        return self._layers[layer][0][slots]
+
     @property
     def element_type(self) -> torch.dtype:
         return self.shape.dtype

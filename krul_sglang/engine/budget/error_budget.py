@@ -186,6 +186,10 @@ class ErrorBudget(Decision):
             return self._native(())
         page_size = self._model.identity.page_size
         runs = [range(pages.start * page_size, pages.stop * page_size) for pages in missing]
+        for pages in missing:
+            for key in turn.page_keys[pages.start : pages.stop]:
+                # Its segment is not stored any more.
+                self._remembered.pop(key, None)
         history = self._history(turn, runs)
         attention = self._attention(turn, runs)
         spent = self._agreed_spent(None if attention is None else history.spent)
@@ -202,8 +206,8 @@ class ErrorBudget(Decision):
         last_keys = [turn.page_keys[pages.stop - 1] for pages in missing]
 
         def on_encoded(index: int, own: float, total: float) -> None:
-            self._last_damage += own
             run = runs[index]
+            self._last_damage += own * run.stop / num_tokens
             self._remembered[last_keys[index]] = DamagedSpan(run.start, run.stop, run.start, total * run.stop)
             if len(self._remembered) > _MAX_REMEMBERED:
                 del self._remembered[next(iter(self._remembered))]
@@ -218,21 +222,15 @@ class ErrorBudget(Decision):
         num_tokens = len(turn.token_ids)
         try:
             lossy = self._provenance.read(turn.slots)
-            spent = spent_damage(self._stored_damage(turn, runs), lossy, runs, num_tokens)
+            spent = spent_damage(self._stored_damage(turn), lossy, runs, num_tokens)
         except Exception:
             logger.exception("krul: what a conversation has spent of its error budget is not known")
             return _History(math.inf, (math.inf,) * len(runs))
         return _History(spent, tuple(carried_damage(lossy, run) for run in runs))
 
-    def _stored_damage(self, turn: Turn, missing: Sequence[range]) -> list[DamagedSpan]:
-        """The conversation's segments with their damage: those in DRAM, and those that this server stored and
-        that are not ``missing``."""
-        spans = [
-            span
-            for key in turn.page_keys
-            if (span := self._remembered.get(key)) is not None
-            and not any(span.start in run for run in missing)
-        ]
+    def _stored_damage(self, turn: Turn) -> list[DamagedSpan]:
+        """The conversation's segments with their damage: those that this server stored, and those in DRAM."""
+        spans = [self._remembered[key] for key in turn.page_keys if key in self._remembered]
         for segment in self._store.path_segments(self._model.identity, turn.page_keys):
             header = segment.header
             opened = self._codec.open(

@@ -1,0 +1,290 @@
+"""Probes compare the stored history with the true one, leave nothing behind, and correct the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from krul_backend.codec.interface import LayerKV
+from krul_sglang.engine.budget import probing
+from krul_sglang.engine.budget.probing import PROBED_TOKENS, ProbeOutcome, Prober
+from tests.support.budget_builders import NUM_LAYERS, PAGE_SIZE, BudgetedServer
+
+LIMIT = 0.05
+FIRST_PAGES, MORE_PAGES = 8, 32
+HISTORY = (FIRST_PAGES + MORE_PAGES) * PAGE_SIZE - PROBED_TOKENS
+
+
+class FakeForward:
+    """Stands in for the model, whose predictions depend on every element of the history.
+
+    ``histories`` are those that it ran on, ``token_ids`` and ``first_position`` what it ran last.
+    ``is_recorded`` says whether some capture saw it.
+    """
+
+    def __init__(self) -> None:
+        self.histories: list[list[LayerKV]] = []
+        self.is_recorded = False
+        self.error: Exception | None = None
+
+    def __call__(
+        self, model_runner: Any, token_ids: torch.Tensor, first_position: int, attention: Any, unrecorded: Any
+    ) -> torch.Tensor:
+        self.token_ids, self.first_position = token_ids.tolist(), first_position
+        with unrecorded as is_suspended:
+            self.is_recorded |= not is_suspended
+            if self.error is not None:
+                raise self.error
+            self.histories.append([attention._history(layer) for layer in range(NUM_LAYERS)])
+        return predictions(self.histories[-1], token_ids)
+
+
+def predictions(history: Sequence[LayerKV], token_ids: torch.Tensor) -> torch.Tensor:
+    """Logits ``[W, 8]``."""
+    features = torch.stack([kv.k.mean((0, 1)) + 2 * kv.v.mean((0, 1)) for kv in history]).sum(0)
+    return (1 + token_ids[:, None] % 3) * features
+
+
+class Capture:
+    @contextmanager
+    def suspended(self) -> Iterator[bool]:
+        yield True
+
+
+@pytest.fixture
+def forward(monkeypatch: pytest.MonkeyPatch) -> FakeForward:
+    forward = FakeForward()
+    monkeypatch.setattr(probing, "probe_forward", forward)
+    return forward
+
+
+@pytest.fixture
+def server() -> Iterator[BudgetedServer]:
+    server = BudgetedServer(LIMIT)
+    yield server
+    server.close()
+
+
+def make_prober(server: BudgetedServer, group: Any = None) -> Prober:
+    runner = SimpleNamespace(token_to_kv_pool=None)
+    capture: Any = Capture()
+    return Prober(runner, capture, server.pool, server.codec, server.store, server.model, group)
+
+
+def store_two_turns(server: BudgetedServer) -> None:
+    for num_pages in (FIRST_PAGES, MORE_PAGES):
+        server.compute(num_pages)
+        server.store_turn()
+
+
+def measure(server: BudgetedServer, *, is_exact: bool = True, group: Any = None) -> ProbeOutcome | None:
+    """Probe the conversation; whatever comes of it, nothing stays leased."""
+    outcome = make_prober(server, group).measure(server.path, is_exact=is_exact)
+    assert server.store.stats().num_leases == 0
+    return outcome
+
+
+def is_equal(history: Sequence[LayerKV], other: Sequence[LayerKV]) -> bool:
+    """Whether a history has the first tokens of the other one."""
+    return all(
+        torch.equal(one.k, two.k[: len(one.k)]) and torch.equal(one.v, two.v[: len(one.v)])
+        for one, two in zip(history, other, strict=True)
+    )
+
+
+def test_the_last_tokens_run_on_the_true_history_and_on_the_one_that_would_come_back(
+    server: BudgetedServer, forward: FakeForward
+) -> None:
+    store_two_turns(server)
+    outcome = measure(server)
+    before, expected = server.read_pool(), sum(server.damage_now())
+    server.leave_and_return()
+    true, stored = forward.histories
+    assert [len(kv.k) for kv in (*true, *stored)] == [HISTORY] * (2 * NUM_LAYERS)
+    assert is_equal(true, before)
+    assert is_equal(stored, server.read_pool())
+    assert not is_equal(stored, true)
+    assert (forward.token_ids, forward.first_position) == (server.path.token_ids[HISTORY:].tolist(), HISTORY)
+    assert not forward.is_recorded
+    of_true, of_stored = (
+        predictions(history, torch.tensor(forward.token_ids)).double().log_softmax(-1)
+        for history in (true, stored)
+    )
+    divergence = torch.nn.functional.kl_div(of_stored, of_true, reduction="batchmean", log_target=True)
+    assert outcome is not None
+    assert divergence > 1e-6
+    assert outcome.kl == pytest.approx(float(divergence), rel=0.01)
+    assert outcome.expected == pytest.approx(expected)
+
+
+def test_tokens_that_are_not_stored_stay_as_they_are_in_the_pool(
+    server: BudgetedServer, forward: FakeForward
+) -> None:
+    """A restore computes them, from a history that is as exact."""
+    head_ends = (64, 64, 0, 0)
+    allocation: Any = SimpleNamespace(head_ends=lambda num_tokens, encoding: head_ends)
+    server.offloader.allocation = allocation
+    server.compute(FIRST_PAGES + MORE_PAGES)
+    server.store_turn()
+    assert server.headers[0].layer_first_token[0] == 64
+    assert measure(server) is not None
+    server.leave_and_return(head_ends)
+    true, stored = forward.histories
+    assert is_equal(stored, server.read_pool())
+    for layer, head_end in enumerate(head_ends):
+        is_same = (true[layer].k == stored[layer].k).all((1, 2))
+        assert is_same[:head_end].all()
+        assert not is_same[max(head_end, 1) :].any()
+
+
+def cleared(server: BudgetedServer) -> None:
+    store_two_turns(server)
+    server.store.clear()
+
+
+def stored_in_part(server: BudgetedServer) -> None:
+    server.compute(FIRST_PAGES)
+    server.store_turn()
+    server.compute(MORE_PAGES)
+
+
+def damaged(server: BudgetedServer) -> None:
+    store_two_turns(server)
+    lease = server.store.lease(server.model.identity, server.keys, server.path.token_ids)
+    assert lease is not None
+    block = lease.slices[0].blocks[2]
+    memory = np.frombuffer(server.store.host.buffer, np.uint8)
+    memory[block.ctypes.data - memory.ctypes.data] ^= 1
+    server.store.release(lease)
+
+
+def native(server: BudgetedServer) -> None:
+    server.compute(FIRST_PAGES + MORE_PAGES)
+    server.store_turn(is_observed=False)
+
+
+def short(server: BudgetedServer) -> None:
+    server.compute(PROBED_TOKENS // PAGE_SIZE)
+    server.store_turn()
+
+
+@pytest.mark.parametrize("prepare", [cleared, stored_in_part, damaged, native, short])
+def test_what_cannot_be_compared_is_not_probed(
+    server: BudgetedServer, forward: FakeForward, prepare: Callable[[BudgetedServer], None]
+) -> None:
+    prepare(server)
+    assert measure(server) is None
+    assert forward.histories == []
+
+
+def test_without_exact_kv_there_is_nothing_to_compare_with(
+    server: BudgetedServer, forward: FakeForward
+) -> None:
+    store_two_turns(server)
+    assert measure(server, is_exact=False) is None
+    assert forward.histories == []
+
+
+def test_a_forward_that_fails_leaves_nothing_leased(server: BudgetedServer, forward: FakeForward) -> None:
+    store_two_turns(server)
+    forward.error = RuntimeError("no memory")
+    with pytest.raises(RuntimeError, match="no memory"):
+        measure(server)
+    assert server.store.stats().num_leases == 0
+
+
+def other_rank_adds(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
+    """Another rank has these values in the sums of all ranks, one after the other."""
+    remaining = iter(values)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, group: total.add_(next(remaining)))
+
+
+def test_no_rank_probes_unless_all_can(
+    server: BudgetedServer, forward: FakeForward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_two_turns(server)
+    other_rank_adds(monkeypatch, 1.0)
+    assert measure(server, group=object()) is None
+    assert forward.histories == []
+
+
+def test_what_all_ranks_lose_is_expected_together(
+    server: BudgetedServer, forward: FakeForward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_two_turns(server)
+    other_rank_adds(monkeypatch, 0.0, 3.0)
+    outcome = measure(server, group=object())
+    assert outcome is not None
+    num_tokens = len(server.slots)
+    assert outcome.expected == pytest.approx(sum(server.damage_now()) + 3.0 / num_tokens)
+
+
+def test_a_probe_moves_the_expected_damage_towards_the_truth(server: BudgetedServer) -> None:
+    server.compute(FIRST_PAGES)
+    assert server.subspace.damage_factor == 1.0
+    # A fifth of the way, in logarithms.
+    server.prober.outcome = ProbeOutcome(kl=0.32, expected=0.01)
+    server.budget.probe(server.path)
+    assert server.subspace.damage_factor == pytest.approx(2.0)
+    server.prober.outcome = ProbeOutcome(kl=0.01, expected=0.32)
+    server.budget.probe(server.path)
+    assert server.subspace.damage_factor == pytest.approx(1.0)
+    said = server.budget.as_dict()
+    assert (said["probes"], said["last_kl"], said["last_expected"]) == (2, 0.01, 0.32)
+
+
+@pytest.mark.parametrize(("kl", "bound"), [(100.0, 8.0), (1e-9, 1 / 8)])
+def test_the_correction_is_bounded(server: BudgetedServer, kl: float, bound: float) -> None:
+    server.compute(FIRST_PAGES)
+    server.prober.outcome = ProbeOutcome(kl, expected=0.01)
+    for _ in range(20):
+        server.budget.probe(server.path)
+    assert server.subspace.damage_factor == pytest.approx(bound)
+
+
+def test_turns_are_stored_with_the_corrected_expectation(server: BudgetedServer) -> None:
+    """Errors that cost eight times as much must be smaller, which takes more bytes."""
+    server.compute(MORE_PAGES)
+    server.store_turn()
+    num_bytes = server.store.stats().stored_bytes
+    server.store.clear()
+    server.subspace.damage_factor = 8.0
+    said = server.store_turn()
+    assert said["last_damage"] == pytest.approx(LIMIT, rel=0.06)
+    assert server.store.stats().stored_bytes > 1.2 * num_bytes
+
+
+def test_a_conversation_without_an_outcome_teaches_nothing(server: BudgetedServer) -> None:
+    server.compute(FIRST_PAGES)
+    server.budget.probe(server.path)
+    assert server.subspace.damage_factor == 1.0
+    assert server.budget.as_dict()["probes"] == 0
+
+
+def test_a_probe_says_whether_the_kv_in_the_pool_is_exact(server: BudgetedServer) -> None:
+    server.compute(FIRST_PAGES)
+    server.store_turn()
+    server.budget.probe(server.path)
+    server.leave_and_return()
+    server.budget.probe(server.path)
+    assert [is_exact for _, is_exact in server.prober.asked] == [True, False]
+
+
+def test_the_first_turn_and_then_a_share_of_them_is_probed() -> None:
+    server = BudgetedServer(LIMIT, probe_share=0.25)
+    probed = [turn for turn in range(1, 13) if server.budget.wants_probe()]
+    assert probed == [1, 4, 8, 12]
+    server.budget.stop_probes()
+    assert not any(server.budget.wants_probe() for _ in range(9))
+    server.close()
+
+
+def test_other_weights_are_not_probed(server: BudgetedServer) -> None:
+    server.budget.forget_model()
+    assert not any(server.budget.wants_probe() for _ in range(3))
