@@ -100,7 +100,7 @@ class Device:
 
     @contextmanager
     def on_cores(self, num_cores: int) -> Iterator[None]:
-        """On a CPU, let a thread that ``bind_thread`` has bound use so many cores for the time of the block."""
+        """On a CPU, let a thread that ``bind_thread`` has bound use so many cores inside the block."""
         if self.shares_cores:
             torch.set_num_threads(num_cores)
         try:

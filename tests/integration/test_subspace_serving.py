@@ -75,8 +75,8 @@ def test_a_conversation_has_one_budget_however_often_it_returns(server: ServerPr
         assert budget["last_spent"] == pytest.approx(spent)
         assert budget["last_damage"] > 0
         spent += budget["last_damage"]
-        # The step is chosen by a sample of the tokens.
-        assert 0.9 * ERROR_BUDGET < spent < 1.2 * ERROR_BUDGET
+        # A turn gets nine tenths of what is left, and its step is chosen by a sample of its tokens.
+        assert 0.8 * ERROR_BUDGET < spent <= ERROR_BUDGET
         history += [*answer.output_ids, *random_prompt(("more", turn), 64)]
         push_out(server, num_tokens=POOL_TOKENS, seed=("one budget", turn))
     assert_nothing_left_behind(server)

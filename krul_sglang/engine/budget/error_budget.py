@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 _FIRST_RATIO = 10.0
 """How many times smaller than in the pool KV is expected to be, before the first turn has been encoded."""
 
+_SHARE_OF_LEFT = 0.9
+"""Of what is left for a turn: its step is chosen by a sample of its tokens, and may cost a little more."""
+
 _LEARNING_RATE = 0.2
 _LARGEST_CORRECTION = 8.0
 """Probes change the factor of expected damage by at most this factor."""
@@ -183,38 +186,46 @@ class ErrorBudget(Decision):
     def decide(self, turn: Turn | None, missing: Sequence[range]) -> TurnEncoding:
         if turn is None:
             self._agreed_spent(None)
-            return self._native(())
+            return self._native((), (), ())
         page_size = self._model.identity.page_size
         runs = [range(pages.start * page_size, pages.stop * page_size) for pages in missing]
         for pages in missing:
             for key in turn.page_keys[pages.start : pages.stop]:
                 # Its segment is not stored any more.
                 self._remembered.pop(key, None)
+        last_keys = [turn.page_keys[pages.stop - 1] for pages in missing]
         history = self._history(turn, runs)
         attention = self._attention(turn, runs)
         spent = self._agreed_spent(None if attention is None else history.spent)
         left = 0.0 if spent is None else self._limit - spent
         self._last_spent, self._last_damage = history.spent, 0.0
         if attention is None or left <= 0 or not self._are_weights_known:
-            return self._native(history.carried)
+            return self._native(last_keys, runs, history.carried)
         num_tokens, num_new = len(turn.token_ids), sum(map(len, runs))
         limits = [
             # Each run gets its share of what is left, which is counted at the end of the conversation.
-            _RunLimit(left * len(run) / num_new * num_tokens / run.stop, carried, drawn)
+            _RunLimit(_SHARE_OF_LEFT * left * len(run) / num_new * num_tokens / run.stop, carried, drawn)
             for run, carried, drawn in zip(runs, history.carried, attention, strict=True)
         ]
-        last_keys = [turn.page_keys[pages.stop - 1] for pages in missing]
 
         def on_encoded(index: int, own: float, total: float) -> None:
             run = runs[index]
             self._last_damage += own * run.stop / num_tokens
-            self._remembered[last_keys[index]] = DamagedSpan(run.start, run.stop, run.start, total * run.stop)
-            if len(self._remembered) > _MAX_REMEMBERED:
-                del self._remembered[next(iter(self._remembered))]
+            self._remember(last_keys[index], run, total)
 
         return SubspaceEncoding(self._subspace, limits, self._group_token_bytes, on_encoded)
 
-    def _native(self, carried: Sequence[float]) -> TurnEncoding:
+    def _remember(self, last_key: str, run: range, damage: float) -> None:
+        """Remember what a segment costs at its own end, in nats, by its last page."""
+        self._remembered[last_key] = DamagedSpan(run.start, run.stop, run.start, damage * run.stop)
+        if len(self._remembered) > _MAX_REMEMBERED:
+            del self._remembered[next(iter(self._remembered))]
+
+    def _native(
+        self, last_keys: Sequence[str], runs: Sequence[range], carried: Sequence[float]
+    ) -> TurnEncoding:
+        for of_run in zip(last_keys, runs, carried, strict=True):
+            self._remember(*of_run)
         return LayerEncoding(self._codec, Strategy.from_pairs(self._pool.num_layers), carried)
 
     def _history(self, turn: Turn, runs: Sequence[range]) -> _History:
