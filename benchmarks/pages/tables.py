@@ -28,7 +28,11 @@ ESTIMATOR_RESULT = RESULTS / "estimator-cpu.json"
 RESTORE_RESULT = RESULTS / "restore-cpu.json"
 SEGMENTS_RESULT = RESULTS / "restore-segments-cpu.json"
 TIERS_RESULT = RESULTS / "tiers-cpu.json"
-SERVING_RESULTS = (RESULTS / "serving-cpu.json", RESULTS / "serving-3000-cpu.json")
+SERVING_RESULTS = (
+    RESULTS / "serving-cpu.json",
+    RESULTS / "serving-compressed-cpu.json",
+    RESULTS / "serving-3000-cpu.json",
+)
 """By the length of the history; those that were measured are shown."""
 SERVING_LENGTHS_RESULT = RESULTS / "serving-lengths-cpu.json"
 
