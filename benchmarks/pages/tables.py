@@ -129,6 +129,8 @@ def _serving_heading(result: dict[str, Any]) -> str:
     model, rate = Path(configuration["model_path"]).name, configuration["rate"]
     lengths = ", ".join(map(str, configuration["history_tokens"]))
     load = "one request at a time" if rate is None else f"{rate:g} arrivals per second in a round"
+    if configuration["host_memory"] is not None:
+        load += f", {configuration['host_memory']} of host memory"
     return (
         f"**{model} in {configuration['dtype']}, {configuration['users']} conversations of about "
         f"{lengths} tokens, {configuration['rounds']} turns each, {load}:**"
