@@ -94,9 +94,7 @@ class SubspaceCodec:
         self._rotary = rotary
         self._coders = {coder.name: coder for coder in coders}
         self._num_first_tokens = num_first_tokens
-        # What bf16 rounds away is far below what coefficients lose, also where the pool keeps more.
-        is_fast = Device.of(bases.groups[0].mean).multiplies_bf16_fast
-        dtype = torch.bfloat16 if is_fast else torch.float32
+        dtype = _product_dtype(bases.shape.dtype, Device.of(bases.groups[0].mean))
         # The columns after the exact ones.
         self._encoders = tuple(basis.encoder[:, _EXACT_COEFFICIENTS:].to(dtype) for basis in bases.groups)
         self._reconstructions = tuple(
@@ -289,3 +287,9 @@ class SubspaceCodec:
         vectors = group_vectors(bare).to(basis.mean.device).sub_(basis.mean)
         exact = vectors @ basis.encoder[:, :_EXACT_COEFFICIENTS]
         return torch.cat([exact, vectors.to(encoder.dtype) @ encoder], dim=1)
+
+
+def _product_dtype(pool_dtype: torch.dtype, device: Device) -> torch.dtype:
+    """Choose the element type to multiply in: bf16 if the pool keeps no more and the device is fast at it."""
+    keeps_no_more = pool_dtype is torch.bfloat16 or pool_dtype.itemsize == 1
+    return torch.bfloat16 if device.multiplies_bf16_fast and keeps_no_more else torch.float32
