@@ -28,7 +28,6 @@ from tests.support.scenario import (
     random_prompt,
     settled_stats,
     small_krul_server_args,
-    wait_for_probes,
 )
 from tests.support.server_plugin import SKIPPED_HEADS, WITH_PLUGIN
 from tests.support.tiny_model import build_tiny_model
@@ -198,22 +197,15 @@ def test_the_trace_shows_what_both_streams_did(restored: Restored) -> None:
 
 
 def test_heads_of_a_model_with_experts_are_recomputed(tmp_path: Path) -> None:
-    """It asks its attention backend for SGLang's pool, to write KV itself where it can.
-
-    So it does when probed, for a budget that allows nothing to be lost.
-    """
+    """It asks its attention backend for SGLang's pool, to write KV itself where it can."""
     model = build_tiny_model(tmp_path / "model", num_experts=4)
-    budget = {"strategy": "budget", "error_budget": 1e-9, "probe_share": 1}
-    args = small_krul_server_args(POOL_TOKENS, {**RANDOM, **budget, "cache_dir": str(tmp_path / "cache")})
+    args = small_krul_server_args(POOL_TOKENS, {**RANDOM, "cache_dir": str(tmp_path / "cache")})
     prompt = random_prompt("experts", 611)
     with ForkedServer(model, args=args, env={**STRICT, **WITH_PLUGIN}) as server:
         first = ask(server, prompt, max_new_tokens=12)
-        # What waits to be probed is locked on the device.
-        wait_for_probes(server, 0)
         push_out(server, num_tokens=POOL_TOKENS, seed="experts")
         again = ask(server, prompt, max_new_tokens=12)
         stats = settled_stats(server)
-        assert "a probe failed" not in server.log_text()
     assert_same([first], [again])
     assert again.host_tokens > 500
     assert stats["restore"]["forward"]["head_tokens"] > 0

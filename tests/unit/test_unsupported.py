@@ -86,7 +86,7 @@ def test_it_is_refused_before_anything_starts(rule: Rule, tmp_path: Path) -> Non
     [
         {"dp_size": 2, "krul.endpoint": "/run/krul"},
         {"kv_cache_dtype": "fp8_e5m2"},
-        {"kv_cache_dtype": "bfloat16", "krul.strategy": "budget"},
+        {"kv_cache_dtype": "bfloat16", "krul.strategy": "subspace"},
         {"load_format": "dummy"},
         {"krul.ssd_dir": "/kv"},
         {"offload_group_size": -1},
