@@ -48,7 +48,7 @@ class FakeForward:
 def predictions(history: Sequence[LayerKV], token_ids: torch.Tensor) -> torch.Tensor:
     """Logits ``[W, 8]``."""
     features = torch.stack([kv.k.mean((0, 1)) + 2 * kv.v.mean((0, 1)) for kv in history]).sum(0)
-    return 30 * (1 + token_ids[:, None] % 3) * features
+    return (1 + token_ids[:, None] % 3) * features
 
 
 class Capture:
@@ -118,8 +118,8 @@ def test_the_last_tokens_run_on_the_true_history_and_on_the_one_that_would_come_
     )
     divergence = torch.nn.functional.kl_div(of_stored, of_true, reduction="batchmean", log_target=True)
     assert outcome is not None
-    assert divergence > 1e-6
-    assert outcome.kl == pytest.approx(float(divergence), rel=0.01)
+    assert divergence > 1e-7
+    assert outcome.kl == pytest.approx(float(divergence), rel=0.1)
     assert outcome.expected == pytest.approx(expected)
 
 
