@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import orjson
@@ -16,6 +17,8 @@ from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.hashing import block_checksums
 from tests.crash.conversations import NUM_LAYERS, Turn, model_of, page_keys, tokens_of
 from tests.crash.engine import check_lease
+
+_PATIENCE_S = 30.0
 
 
 def converse(store: DaemonStore, model: ModelIdentity, name: str, num_turns: int) -> list[Turn]:
@@ -28,8 +31,11 @@ def converse(store: DaemonStore, model: ModelIdentity, name: str, num_turns: int
         keys = page_keys(name, 0, first)
         turn = Turn(name, first, first + rng.randint(1, 4))
         assert store.find_missing(model, (*keys, *turn.keys)) == [range(first, turn.end_page)], name
-        reservation = store.reserve(turn.layer_num_bytes)
-        assert reservation is not None, f"{name}: no room"
+        give_up_s = time.monotonic() + _PATIENCE_S
+        # What waits for a busy disk keeps its room.
+        while (reservation := store.reserve(turn.layer_num_bytes)) is None:
+            assert time.monotonic() < give_up_s, f"{name}: no room"
+            time.sleep(0.05)
         for layer in range(NUM_LAYERS):
             reservation.blocks[layer][:] = turn.block(layer)
         store.commit(reservation, turn.manifest(model), block_checksums(reservation.blocks))

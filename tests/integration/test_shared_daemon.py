@@ -36,7 +36,7 @@ def run_engines(runtime_dir: Path, num_at_once: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("arena", "num_at_once"), [("256MiB", NUM_CONVERSATIONS), ("8MiB", 3)], ids=["in DRAM", "mostly on disk"]
+    ("arena", "num_at_once"), [("256MiB", NUM_CONVERSATIONS), ("16MiB", 3)], ids=["in DRAM", "mostly on disk"]
 )
 def test_nothing_is_lost_and_everything_adds_up(arena: str, num_at_once: int, tmp_path: Path) -> None:
     ssd = ("--ssd-dir", str(tmp_path / "ssd"), "--ssd-capacity", "2GiB", "--ssd-timeout", "20")
