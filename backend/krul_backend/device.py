@@ -72,7 +72,7 @@ class Device:
 
     @property
     def multiplies_bf16_fast(self) -> bool:
-        """Whether matrices of bf16 are multiplied faster than those of fp32."""
+        """True if this device multiplies bf16 matrices faster than fp32 ones."""
         return not self.shares_cores or torch.cpu._is_avx512_bf16_supported()
 
     def bind_thread(self) -> None:

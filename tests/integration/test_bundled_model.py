@@ -11,10 +11,9 @@ import pytest
 
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
 from krul_sglang.demo.conversations import load_conversations
-from krul_sglang.demo.player import Player
 from krul_sglang.demo.server import ServerProcess
 from krul_sglang.models.find import REFERENCE_MODEL
-from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind
+from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, recall_facts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_CONVERSATIONS = 6
@@ -58,20 +57,8 @@ def test_greedy_answers_equal_those_of_transformers(server: ServerProcess) -> No
 
 
 def test_facts_are_recalled_from_restored_history(server: ServerProcess) -> None:
-    conversations = load_conversations(BUNDLED_CONVERSATIONS).select(
-        num_conversations=NUM_CONVERSATIONS, turns=None
-    )
-    expected = {
-        (conversation.conversation_id, number): turn.expected
-        for conversation in conversations
-        for number, turn in enumerate(conversation.turns, start=1)
-        if number > 1 and turn.expected is not None
-    }
-    with Player(server.url, max_tokens=48) as player:
-        results = {(turn.conversation, turn.turn): turn for turn in player.play(conversations, None)}
-    restored = [key for key in expected if results[key].host_tokens > results[key].prompt_tokens // 2]
-    assert len(restored) > len(expected) // 2
-    right = [expected[key] in results[key].answer for key in restored]
+    right, num_asked = recall_facts(server, NUM_CONVERSATIONS)
+    assert len(right) > num_asked // 2
     # The model card says 95% and more on one-fact questions; some here need two facts or a count.
     assert sum(right) / len(right) > 0.8
     assert_nothing_left_behind(server)

@@ -22,6 +22,7 @@ from tests.support.scenario import (
     krul_stats,
     push_out,
     random_prompt,
+    recall_facts,
     settled_stats,
     small_krul_server_args,
     wait_for_probes,
@@ -95,18 +96,8 @@ def test_an_idle_server_measures_what_compression_costs(server: ServerProcess) -
 
 
 def test_facts_are_recalled_from_compressed_history(server: ServerProcess) -> None:
-    conversations = load_conversations(BUNDLED_CONVERSATIONS).select(num_conversations=10, turns=None)
-    expected = {
-        (conversation.conversation_id, number): turn.expected
-        for conversation in conversations
-        for number, turn in enumerate(conversation.turns, start=1)
-        if number > 1 and turn.expected is not None
-    }
-    with Player(server.url, max_tokens=48) as player:
-        results = {(turn.conversation, turn.turn): turn for turn in player.play(conversations, None)}
-    restored = [key for key in expected if results[key].host_tokens > results[key].prompt_tokens // 2]
-    assert len(restored) > len(expected) // 3
-    right = [expected[key] in results[key].answer for key in restored]
+    right, num_asked = recall_facts(server, num_conversations=10)
+    assert len(right) > num_asked // 3
     # The same bound as for the lossless server (test_bundled_model.py).
     assert sum(right) / len(right) > 0.8
     stats = settled_stats(server)

@@ -8,7 +8,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
+from krul_sglang.demo.conversations import load_conversations
 from krul_sglang.demo.krul_state import wait_for_saves
+from krul_sglang.demo.player import Player
 from krul_sglang.demo.server import ServerProcess
 
 KRUL = ("--radix-cache-backend", "krul")
@@ -91,6 +94,26 @@ def partial_hit(server: ServerProcess, *, evict: bool) -> Answer:
         push_out(server, num_tokens=POOL_TOKENS, seed="partial")
         ask(server, prompt[:300], max_new_tokens=1)
     return ask(server, [*prompt, *random_prompt("more", 20)], max_new_tokens=12)
+
+
+def recall_facts(server: ServerProcess, num_conversations: int) -> tuple[list[bool], int]:
+    """Play bundled conversations; for each asked fact whose history came from the host, whether it was right.
+
+    Also the number of facts that were asked for after the first turn.
+    """
+    conversations = load_conversations(BUNDLED_CONVERSATIONS).select(
+        num_conversations=num_conversations, turns=None
+    )
+    expected = {
+        (conversation.conversation_id, number): turn.expected
+        for conversation in conversations
+        for number, turn in enumerate(conversation.turns, start=1)
+        if number > 1 and turn.expected is not None
+    }
+    with Player(server.url, max_tokens=48) as player:
+        results = {(turn.conversation, turn.turn): turn for turn in player.play(conversations, None)}
+    restored = [key for key in expected if results[key].host_tokens > results[key].prompt_tokens // 2]
+    return [expected[key] in results[key].answer for key in restored], len(expected)
 
 
 def krul_stats(server: ServerProcess) -> dict[str, Any]:

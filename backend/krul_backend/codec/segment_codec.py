@@ -272,7 +272,7 @@ class SegmentCodec:
         return self._subspace.open(params, start_token=start_token, num_tokens=num_tokens)
 
     def open_units(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SegmentDecoder:
-        """As ``open``, of a segment that was stored unit by unit, and always a new decoder."""
+        """Open a segment that was stored unit by unit. A new decoder each time; errors as for ``open``."""
         parameters = self._parse(params, num_tokens)
         if parameters.are_keys_unrotated and self._rotary is None:
             raise CodecError("keys were stored without rotary embedding, and this model's is not known")

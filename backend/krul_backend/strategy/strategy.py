@@ -1,4 +1,4 @@
-"""How the layers of a segment are stored: alone or in pairs, at some precision, or in groups of layers."""
+"""Describes how layers are stored: alone or in pairs, at some precision, or in groups of layers."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class LayerGroups:
 
 
 StoredAs = Strategy | LayerGroups
-"""How all layers of a segment are stored."""
+"""Describes how all layers of a segment are stored."""
 
 
 def parse_precision(name: object) -> Precision:

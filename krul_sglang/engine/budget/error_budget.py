@@ -16,7 +16,7 @@ from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.store.interface import KVStore
-from krul_backend.strategy.strategy import SUBSPACE, LayerGroups, Strategy
+from krul_backend.strategy.strategy import SUBSPACE, Strategy
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carried_damage, spent_damage
 from krul_sglang.engine.common.agreement import RankAgreement
@@ -29,7 +29,7 @@ from krul_sglang.engine.save.turn_encoding import EncodedRun, LayerEncoding, Tok
 logger = logging.getLogger(__name__)
 
 _FIRST_RATIO = 10.0
-"""How many times smaller than in the pool KV is expected to be, before the first turn has been encoded."""
+"""Until the first turn has been encoded, blocks are expected to be smaller than the KV by this factor."""
 
 _SHARE_OF_LEFT = 0.9
 """Of what is left for a turn: its step is chosen by a sample of its tokens, and may cost a little more."""
@@ -44,7 +44,8 @@ _MAX_REMEMBERED = 100_000
 
 @dataclass(frozen=True, eq=False)
 class _RunLimit:
-    """What one run of tokens may lose, and has lost before, in nats at its own end; see ``DamagedSpan``.
+    """The limit of one run of tokens. ``max_damage`` may be added by storing it, ``carried`` was lost before:
+    both in nats at the run's own end, see ``DamagedSpan``.
 
     ``attention [L, Hkv, tokens of the run]``: see ``GroupBasis.token_worth``.
     """
@@ -65,9 +66,8 @@ class SubspaceEncoding(TurnEncoding):
         group_token_bytes: list[float],
         on_encoded: Callable[[int, float, float], None],
     ) -> None:
-        ends = tuple(basis.end_layer for basis in codec.bases.groups)
-        self.stored_as = layers = LayerGroups(ends, RansCoder.name)
-        self._groups = groups = layers.groups
+        self.stored_as = codec.bases.layer_groups(RansCoder.name)
+        self._groups = groups = self.stored_as.groups
         self.last_use = tuple(
             group[-1] if layer == group[0] else layer for group in groups for layer in group
         )
@@ -280,7 +280,7 @@ class ErrorBudget(Decision):
         return None if of_ranks is None else max(float(of_rank) for of_rank in of_ranks)
 
     def wants_probe(self) -> bool:
-        """Whether to probe after this turn: the first one, then a share of them. Call it once per turn."""
+        """True if this turn is to be probed: the first one, then a share of them. Call it once per turn."""
         self._probes_due += self._probe_share
         if self._probes_due < 1.0 or self._probe_share == 0:
             return False

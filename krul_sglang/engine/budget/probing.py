@@ -75,11 +75,13 @@ class Prober:
         if num_pages < 1:
             return None
         num_history = num_pages * page_size
-        lease = self._store.lease(
-            self._model.identity, path.page_keys[:num_pages], path.token_ids[:num_history]
-        )
+        lease: Lease | None = None
+        if is_exact:
+            lease = self._store.lease(
+                self._model.identity, path.page_keys[:num_pages], path.token_ids[:num_history]
+            )
         try:
-            readers = self._readers(lease, num_history) if is_exact else None
+            readers = self._readers(lease, num_history)
             if self._sum_of_ranks(float(readers is None)) or readers is None:
                 return None
             expected = self._sum_of_ranks(
@@ -87,10 +89,8 @@ class Prober:
             ) / len(path.token_ids)
             if not expected > 0:
                 return None
-            true, stored = (
-                self._run(path, num_history, history)
-                for history in (self._true_history(path, num_history), _StoredHistory(self, path, readers))
-            )
+            true = self._run(path, num_history, self._true_history(path, num_history))
+            stored = self._run(path, num_history, _StoredHistory(self._pool, path, readers))
             kl = (true.exp() * (true - stored)).sum(-1).mean().item()
             return ProbeOutcome(max(kl, _LEAST_DIVERGENCE), expected)
         finally:
@@ -143,8 +143,8 @@ class _StoredHistory:
     Tokens that a layer does not hold stay as they are in the pool: a restore recomputes them.
     """
 
-    def __init__(self, prober: Prober, path: StoredPath, readers: Sequence[SegmentReader]) -> None:
-        self._pool = prober._pool
+    def __init__(self, pool: DevicePool, path: StoredPath, readers: Sequence[SegmentReader]) -> None:
+        self._pool = pool
         self._slots = path.slots[: readers[-1].end_token]
         self._readers = readers
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -18,6 +18,7 @@ import torch
 from krul_backend.atomic_file import replacing
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.errors import CodecError
+from krul_backend.strategy.strategy import LayerGroups
 
 FORMAT = "krul-bases"
 FORMAT_VERSION = 1
@@ -118,6 +119,10 @@ class ModelBases:
     @property
     def num_layers(self) -> int:
         return self.groups[-1].end_layer
+
+    def layer_groups(self, coder: str) -> LayerGroups:
+        """The groups of layers, as a segment that ``coder`` writes is stored."""
+        return LayerGroups(tuple(group.end_layer for group in self.groups), coder)
 
     @cached_property
     def digest(self) -> str:

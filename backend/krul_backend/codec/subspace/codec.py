@@ -17,6 +17,7 @@ from krul_backend.codec.interface import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
 from krul_backend.codec.subspace.decoder import (
+    CHUNK_TOKENS,
     Reconstruction,
     SegmentTokens,
     SubspaceDecoder,
@@ -36,9 +37,6 @@ from krul_backend.codec.subspace.quantizer import (
 )
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
-
-_CHUNK_TOKENS = 1024
-"""The most tokens whose vectors are held in fp32 at a time."""
 
 _SAMPLE_TOKENS = 128
 """The step is chosen with the coefficients of this many tokens of a segment."""
@@ -251,8 +249,8 @@ class SubspaceCodec:
         levels = np.empty((segment.num_tokens, basis.rank), np.int16)
         magnitudes = torch.zeros(basis.rank, device=basis.mean.device)
         damage = 0.0
-        for first in range(0, segment.num_tokens, _CHUNK_TOKENS):
-            end = min(first + _CHUNK_TOKENS, segment.num_tokens)
+        for first in range(0, segment.num_tokens, CHUNK_TOKENS):
+            end = min(first + CHUNK_TOKENS, segment.num_tokens)
             coefficients = self._coefficients(group, read, slice(first, end), segment)
             chunk = quantize(coefficients, step, shifts[first:end])
             # Zeros cost least where nothing is read.

@@ -20,15 +20,13 @@ from krul_backend.codec.subspace.bases import ModelBases, split_vectors
 from krul_backend.codec.subspace.parameters import SubspaceParameters
 from krul_backend.codec.subspace.quantizer import SHRINK
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import LayerGroups
 
 _LEAST_ROWS = 64
 """At least so many rows are multiplied at a time. Products of fewer rows add up in another order, and a token
 would depend on where the tail that it is decoded with begins."""
 
-
-_CHUNK_TOKENS = 1024
-"""Tokens whose vectors are held in fp32 at a time."""
+CHUNK_TOKENS = 1024
+"""The most tokens whose vectors are held in fp32 at a time."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class SubspaceDecoder(SegmentLayout):
         segment: SegmentTokens,
     ) -> None:
         super().__init__(bases.num_layers, segment.start_token, segment.num_tokens, RECORD_TOKENS)
-        self.stored_as = LayerGroups(tuple(basis.end_layer for basis in bases.groups), coder.name)
+        self.stored_as = bases.layer_groups(coder.name)
         self.damage = parameters.damage
         self._bases = bases
         self._reconstructions = reconstructions
@@ -81,7 +79,7 @@ class SubspaceDecoder(SegmentLayout):
 
     @cached_property
     def native_units(self) -> tuple[None, ...]:
-        """As those of a ``SegmentDecoder``: no layer is stored natively and alone."""
+        """``[L]``, all None: no layer is stored natively and alone. See ``SegmentDecoder.native_units``."""
         return (None,) * self._num_layers
 
     def group_of(self, layer: int) -> int:
@@ -162,8 +160,8 @@ class SubspaceDecoder(SegmentLayout):
             device=mean.device,
         )
         values_of_layers = keys.new_empty((len(layers), num_tokens, shape.num_kv_heads, shape.v_head_dim))
-        for start in range(0, num_tokens, _CHUNK_TOKENS):
-            end = min(start + _CHUNK_TOKENS, num_tokens)
+        for start in range(0, num_tokens, CHUNK_TOKENS):
+            end = min(start + CHUNK_TOKENS, num_tokens)
             coefficients = values[start : max(end, start + _LEAST_ROWS)].to(mean.device, mean.dtype)
             vectors = torch.addmm(mean, coefficients, decoder[: values.shape[1]], alpha=self._parameters.step)
             split = split_vectors(vectors[: end - start], shape, len(layers))
