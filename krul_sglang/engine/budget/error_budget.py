@@ -36,7 +36,7 @@ _SHARE_OF_LEFT = 0.9
 
 _LEARNING_RATE = 0.2
 _LARGEST_CORRECTION = 8.0
-"""Probes change the factor of expected damage by at most this factor."""
+"""Probes correct expected damage by at most this factor, up or down."""
 
 _MAX_REMEMBERED = 100_000
 """Segments whose damage is remembered: those that have left DRAM for a lower tier are not asked for it."""
@@ -133,7 +133,9 @@ class ErrorBudget(Decision):
     its attention, or if the weights are no longer those that the bases were learned from.
 
     On idle servers a stored conversation is decoded and compared with the truth, after a share of the turns,
-    ``probe_share``. That corrects the factor of expected damage.
+    ``probe_share``. That moves the correction of expected damage. What is noted of a segment, in its
+    parameters and here, is what the bases expect of it; the correction in force is applied to all notes alike
+    when they are read. So old segments cost what they would be expected to cost today.
 
     ``decide`` runs on the thread that stores turns. ``wants_probe`` and ``probe`` run on the scheduler's, the
     latter only while no turn is being stored.
@@ -157,6 +159,7 @@ class ErrorBudget(Decision):
         self.last_kl: float | None = None
         self.last_expected: float | None = None
         self._last_spent, self._last_damage = 0.0, 0.0
+        self._correction = 1.0
         # By the last page of a segment, the oldest first.
         self._remembered: dict[str, DamagedSpan] = {}
         self._limit = limit / agreement.num_ranks
@@ -197,8 +200,9 @@ class ErrorBudget(Decision):
         history = self._history(turn, runs)
         attention = self._attention(turn, runs)
         spent = self._agreed_spent(None if attention is None else history.spent)
-        left = 0.0 if spent is None else self._limit - spent
-        self._last_spent, self._last_damage = history.spent, 0.0
+        # As the bases expect damage, like all that is noted.
+        left = 0.0 if spent is None else self._limit / self._correction - spent
+        self._last_spent, self._last_damage = self._correction * history.spent, 0.0
         if attention is None or left <= 0 or not self._are_weights_known:
             return self._native(last_keys, runs, history.carried)
         num_tokens, num_new = len(turn.token_ids), sum(map(len, runs))
@@ -210,7 +214,7 @@ class ErrorBudget(Decision):
 
         def on_encoded(index: int, own: float, total: float) -> None:
             run = runs[index]
-            self._last_damage += own * run.stop / num_tokens
+            self._last_damage += self._correction * own * run.stop / num_tokens
             self._remember(last_keys[index], run, total)
 
         return SubspaceEncoding(self._subspace, limits, self._group_token_bytes, on_encoded)
@@ -296,12 +300,9 @@ class ErrorBudget(Decision):
         if outcome is None:
             return
         self.num_probes += 1
-        self.last_kl, self.last_expected = outcome.kl, outcome.expected
-        factor = self._subspace.damage_factor * (outcome.kl / outcome.expected) ** _LEARNING_RATE
-        learned = self._subspace.bases.damage_factor
-        self._subspace.damage_factor = min(
-            max(factor, learned / _LARGEST_CORRECTION), learned * _LARGEST_CORRECTION
-        )
+        self.last_kl, self.last_expected = outcome.kl, self._correction * outcome.noted
+        correction = self._correction * (self.last_kl / self.last_expected) ** _LEARNING_RATE
+        self._correction = min(max(correction, 1 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
 
     def stop_probes(self) -> None:
         """Stop probing. What was learned stays."""
@@ -310,7 +311,7 @@ class ErrorBudget(Decision):
     def as_dict(self) -> dict[str, Any]:
         return {
             "bases": self._subspace.bases.digest[:16],
-            "damage_factor": self._subspace.damage_factor,
+            "damage_factor": self._correction * self._subspace.bases.damage_factor,
             "probes": self.num_probes,
             "last_kl": self.last_kl,
             "last_expected": self.last_expected,

@@ -71,7 +71,7 @@ class SubspaceCodec:
 
     ``rotary`` is taken off keys before they are encoded; None for a model without it. ``num_first_tokens``:
     so many tokens at the start of a conversation are stored as they are. The first one draws attention from
-    all others, and is like no other. ``damage_factor`` is that of the bases, and may be set to a better one.
+    all others, and is like no other.
 
     Raises:
         CodecError: fewer first tokens than none, or more than a record has.
@@ -88,7 +88,6 @@ class SubspaceCodec:
         if not 0 <= num_first_tokens <= RECORD_TOKENS:
             raise CodecError(f"{num_first_tokens} first tokens are not 0 to {RECORD_TOKENS}")
         self.bases = bases
-        self.damage_factor = bases.damage_factor
         self._rotary = rotary
         self._coders = {coder.name: coder for coder in coders}
         self._num_first_tokens = num_first_tokens
@@ -139,7 +138,7 @@ class SubspaceCodec:
             groups.append(parameters)
             blocks.append(block)
             damage += lost
-        damage *= self.damage_factor
+        damage *= self.bases.damage_factor
         params = SubspaceParameters(
             self.bases.digest, coder, segment.num_first_tokens, step, carried_damage + damage, tuple(groups)
         ).to_json()
@@ -220,7 +219,7 @@ class SubspaceCodec:
         for group, worth in enumerate(worths):
             sampled = worth[rows]
             samples.append((self._coefficients(group, read, rows, segment), step_shifts(sampled), sampled))
-        limit = max_damage / self.damage_factor * num_sampled / segment.num_tokens
+        limit = max_damage / self.bases.damage_factor * num_sampled / segment.num_tokens
         # Below, damage would rise again, and the search would end at a step that clips nearly everything.
         unclipped = max(smallest_unclipped_step(*sample) for sample in samples)
         low, high = log2(max(SMALLEST_STEP, min(unclipped, LARGEST_STEP))), log2(LARGEST_STEP)
