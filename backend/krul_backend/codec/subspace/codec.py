@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2, pi, sqrt
 from typing import Any
@@ -16,6 +16,7 @@ from krul_backend.codec.coefficients.scales import base_scales, best_offsets, sc
 from krul_backend.codec.interface import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
+from krul_backend.codec.subspace.damage import GroupErrors
 from krul_backend.codec.subspace.decoder import (
     CHUNK_TOKENS,
     Reconstruction,
@@ -30,7 +31,7 @@ from krul_backend.codec.subspace.parameters import (
     SubspaceParameters,
 )
 from krul_backend.codec.subspace.quantizer import (
-    expected_damage,
+    dequantize,
     quantize,
     smallest_unclipped_step,
     step_shifts,
@@ -53,17 +54,30 @@ class EncodedSegment:
     """All blocks of a segment, one per group, and the plain JSON values that decoding needs.
 
     ``damage``: the divergence in nats per predicted token that the errors are expected to cause, without what
-    the KV had lost before. In ``params`` are both together.
+    the KV had lost before. In ``params`` are both together. ``shift_damage``: the part of it that comes from
+    what all tokens are off by together.
     """
 
     params: dict[str, Any]
     blocks: tuple[torch.Tensor, ...]
     damage: float
+    shift_damage: float
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks; ``params`` are not counted."""
         return sum(block.numel() for block in self.blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    """Some tokens of a segment in one group: ``vectors [T, D]`` less the mean, their ``coefficients [T, R]``,
+    and ``shifts`` and ``worth`` of the tokens ``[T]``."""
+
+    vectors: torch.Tensor
+    coefficients: torch.Tensor
+    shifts: torch.Tensor
+    worth: torch.Tensor
 
 
 class SubspaceCodec:
@@ -112,7 +126,8 @@ class SubspaceCodec:
     ) -> EncodedSegment:
         """Encode tokens ``[start_token, start_token + num_tokens)`` of a conversation with the largest step
         whose damage is expected to stay within ``max_damage`` nats per predicted token. If that takes larger
-        levels than there are, the damage is larger: that of the smallest step without it.
+        levels than there are, or if what lies outside of the bases costs as much, the damage is larger: that
+        of the smallest step. ``outside`` says so before.
 
         ``attention [L, Hkv, num_tokens]``: see ``GroupBasis.token_worth``; None counts all tokens alike.
         ``carried_damage`` (nats) is what the KV has lost before: it is added in the parameters.
@@ -122,27 +137,37 @@ class SubspaceCodec:
             CodecError: no tokens, a limit that is not positive, an unknown coder, or positions beyond the
             model's.
         """
-        self._check_place(start_token, num_tokens)
+        segment = self._segment(start_token, num_tokens)
         if not max_damage > 0:
             raise CodecError(f"a limit of {max_damage} nats leaves nothing to encode within")
         chosen = self._coder(coder)
-        segment = SegmentTokens(
-            start_token, num_tokens, max(0, min(num_tokens, self._num_first_tokens - start_token))
-        )
         worths = [self._worth(basis, attention, segment) for basis in self.bases.groups]
         step = self._choose_step(read, worths, segment, max_damage)
-        groups, blocks, damage = [], [], 0.0
+        groups, blocks, own, shift = [], [], 0.0, 0.0
         for group, worth in enumerate(worths):
             before_group()
-            parameters, block, lost = self._encode_group(group, read, worth, segment, step, chosen)
+            parameters, block, errors = self._encode_group(group, read, worth, segment, step, chosen)
             groups.append(parameters)
             blocks.append(block)
-            damage += lost
-        damage *= self.bases.damage_factor
+            own += errors.own_damage
+            shift += errors.shift_damage
+        shift *= _share(segment)
+        damage = self.bases.damage_factor * own + shift
         params = SubspaceParameters(
             self.bases.digest, coder, segment.num_first_tokens, step, carried_damage + damage, tuple(groups)
         ).to_json()
-        return EncodedSegment(params, tuple(blocks), damage)
+        return EncodedSegment(params, tuple(blocks), damage, shift)
+
+    def outside(
+        self, read: ReadLayer, *, start_token: int, num_tokens: int, attention: torch.Tensor | None
+    ) -> float:
+        """The damage, in nats per predicted token, of these tokens' KV outside of the bases, which no step
+        keeps. It is estimated from a sample of the tokens. Arguments and errors as for ``encode``.
+        """
+        segment = self._segment(start_token, num_tokens)
+        worths = [self._worth(basis, attention, segment) for basis in self.bases.groups]
+        samples = self._samples(read, worths, segment)
+        return self._sampled_damage(samples, [sample.coefficients for sample in samples], segment)
 
     def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SubspaceDecoder:
         """A decoder for blocks that were encoded with these parameters at this place.
@@ -196,6 +221,13 @@ class SubspaceCodec:
                 f"{self._rotary.max_positions}"
             )
 
+    def _segment(self, start_token: int, num_tokens: int) -> SegmentTokens:
+        """These tokens, with the first ones that are stored as they are."""
+        self._check_place(start_token, num_tokens)
+        return SegmentTokens(
+            start_token, num_tokens, max(0, min(num_tokens, self._num_first_tokens - start_token))
+        )
+
     def _worth(
         self, basis: GroupBasis, attention: torch.Tensor | None, segment: SegmentTokens
     ) -> torch.Tensor:
@@ -211,28 +243,48 @@ class SubspaceCodec:
     def _choose_step(
         self, read: ReadLayer, worths: Sequence[torch.Tensor], segment: SegmentTokens, max_damage: float
     ) -> float:
-        """The largest step with which a sample of the tokens is expected to lose no more than its share, or
-        else the smallest one with which none of its levels is clipped."""
+        """The largest step with which a sample of the tokens is expected to stay within the limit, or else
+        the smallest one with which none of its levels is clipped."""
+        samples = self._samples(read, worths, segment)
+        # Below, damage would rise again, and the search would end at a step that clips nearly everything.
+        unclipped = max(
+            smallest_unclipped_step(sample.coefficients, sample.shifts, sample.worth) for sample in samples
+        )
+        low, high = log2(max(SMALLEST_STEP, min(unclipped, LARGEST_STEP))), log2(LARGEST_STEP)
+        for _ in range(_STEP_HALVINGS):
+            middle = (low + high) / 2
+            restored = (
+                dequantize(quantize(sample.coefficients, 2**middle, sample.shifts), 2**middle, sample.shifts)
+                for sample in samples
+            )
+            is_within = self._sampled_damage(samples, restored, segment) <= max_damage
+            low, high = (middle, high) if is_within else (low, middle)
+        return float(2**low)
+
+    def _samples(
+        self, read: ReadLayer, worths: Sequence[torch.Tensor], segment: SegmentTokens
+    ) -> list[_Sample]:
+        """A sample of the segment's tokens in each group."""
         num_sampled = min(segment.num_tokens, _SAMPLE_TOKENS)
         rows = torch.arange(num_sampled) * segment.num_tokens // num_sampled
         samples = []
         for group, worth in enumerate(worths):
-            sampled = worth[rows]
-            samples.append((self._coefficients(group, read, rows, segment), step_shifts(sampled), sampled))
-        limit = max_damage / self.bases.damage_factor * num_sampled / segment.num_tokens
-        # Below, damage would rise again, and the search would end at a step that clips nearly everything.
-        unclipped = max(smallest_unclipped_step(*sample) for sample in samples)
-        low, high = log2(max(SMALLEST_STEP, min(unclipped, LARGEST_STEP))), log2(LARGEST_STEP)
-        for _ in range(_STEP_HALVINGS):
-            middle = (low + high) / 2
-            expected = (
-                expected_damage(
-                    coefficients, quantize(coefficients, 2**middle, shifts), 2**middle, shifts, worth
-                )
-                for coefficients, shifts, worth in samples
-            )
-            low, high = (middle, high) if sum(expected) <= limit else (low, middle)
-        return float(2**low)
+            vectors, sampled = self._vectors(group, read, rows, segment), worth[rows]
+            coefficients = self._coefficients(group, vectors)
+            samples.append(_Sample(vectors, coefficients, step_shifts(sampled), sampled))
+        return samples
+
+    def _sampled_damage(
+        self, samples: Sequence[_Sample], restored: Iterable[torch.Tensor], segment: SegmentTokens
+    ) -> float:
+        """The damage of a segment, in nats, if these coefficients come back of each group's sample."""
+        own = shift = 0.0
+        for basis, sample, coefficients in zip(self.bases.groups, samples, restored, strict=True):
+            errors = GroupErrors(basis)
+            errors.add(sample.vectors, sample.coefficients, coefficients, sample.worth)
+            own += errors.own_damage * segment.num_tokens / len(sample.worth)
+            shift += errors.shift_damage
+        return self.bases.damage_factor * own + _share(segment) * shift
 
     def _encode_group(
         self,
@@ -242,20 +294,19 @@ class SubspaceCodec:
         segment: SegmentTokens,
         step: float,
         coder: CoefficientCoder,
-    ) -> tuple[GroupParameters, torch.Tensor, float]:
-        """The parameters, the block and the expected damage of one group."""
+    ) -> tuple[GroupParameters, torch.Tensor, GroupErrors]:
+        """The parameters, the block and the errors of one group."""
         basis, shifts = self.bases.groups[group], step_shifts(worth)
         levels = np.empty((segment.num_tokens, basis.rank), np.int16)
         magnitudes = torch.zeros(basis.rank, device=basis.mean.device)
-        damage = 0.0
+        errors = GroupErrors(basis)
         for first in range(0, segment.num_tokens, CHUNK_TOKENS):
             end = min(first + CHUNK_TOKENS, segment.num_tokens)
-            coefficients = self._coefficients(group, read, slice(first, end), segment)
+            vectors = self._vectors(group, read, slice(first, end), segment)
+            coefficients = self._coefficients(group, vectors)
             chunk = quantize(coefficients, step, shifts[first:end])
-            # Zeros cost least where nothing is read.
-            chunk[: max(0, segment.num_first_tokens - first)] = 0
             levels[first:end] = chunk.to(torch.int16).cpu().numpy()
-            damage += expected_damage(coefficients, chunk, step, shifts[first:end], worth[first:end])
+            errors.add(vectors, coefficients, dequantize(chunk, step, shifts[first:end]), worth[first:end])
             magnitudes += coefficients.abs_().sum(0)
         base = base_scales(basis.magnitudes.cpu().numpy(), step)
         offsets = best_offsets(base, (magnitudes / (segment.num_tokens * step)).cpu().numpy(), levels)
@@ -266,14 +317,15 @@ class SubspaceCodec:
             for part in tensors_of(read(layer))
         ]
         block = torch.cat([*first_tokens, torch.from_numpy(encoded.data)])
-        return GroupParameters(offsets, encoded.record_num_bytes), block, damage
+        return GroupParameters(offsets, encoded.record_num_bytes), block, errors
 
-    def _coefficients(
+    def _vectors(
         self, group: int, read: ReadLayer, rows: slice | torch.Tensor, segment: SegmentTokens
     ) -> torch.Tensor:
-        """Coefficients fp32 ``[number of rows, R]`` of these tokens of the segment."""
-        basis, encoder = self.bases.groups[group], self._encoders[group]
-        positions = torch.arange(segment.start_token, segment.start_token + segment.num_tokens)[rows]
+        """The vectors of these tokens of the segment, less the basis' mean: fp32 ``[number of rows, D]``.
+        They are 0 for the first tokens, of which nothing is lost."""
+        basis, places = self.bases.groups[group], torch.arange(segment.num_tokens)[rows]
+        positions = places + segment.start_token
         layers = [read(layer) for layer in basis.layers]
         # [T, layers * Hkv, D]: rotating the keys of all layers at once is faster.
         keys = torch.cat([kv.k[rows] for kv in layers], dim=1)
@@ -282,8 +334,19 @@ class SubspaceCodec:
         split = torch.split(keys, self.bases.shape.num_kv_heads, dim=1)
         bare = [LayerKV(k, kv.v[rows]) for k, kv in zip(split, layers, strict=True)]
         vectors = group_vectors(bare).to(basis.mean.device).sub_(basis.mean)
-        exact = vectors @ basis.encoder[:, :_EXACT_COEFFICIENTS]
+        vectors[(places < segment.num_first_tokens).to(vectors.device)] = 0
+        return vectors
+
+    def _coefficients(self, group: int, vectors: torch.Tensor) -> torch.Tensor:
+        """Coefficients fp32 ``[T, R]`` of ``vectors [T, D]``."""
+        encoder = self._encoders[group]
+        exact = vectors @ self.bases.groups[group].encoder[:, :_EXACT_COEFFICIENTS]
         return torch.cat([exact, vectors.to(encoder.dtype) @ encoder], dim=1)
+
+
+def _share(segment: SegmentTokens) -> float:
+    """The share that the segment's tokens have in their conversation when it ends."""
+    return segment.num_tokens / (segment.start_token + segment.num_tokens)
 
 
 def _product_dtype(pool_dtype: torch.dtype, device: Device) -> torch.dtype:

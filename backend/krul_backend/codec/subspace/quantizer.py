@@ -54,12 +54,3 @@ def smallest_unclipped_step(coefficients: torch.Tensor, shifts: torch.Tensor, wo
 def dequantize(levels: torch.Tensor, step: float, shifts: torch.Tensor) -> torch.Tensor:
     """The coefficients that levels stand for: fp32 ``[T, R]``."""
     return levels.sub(levels.sign(), alpha=SHRINK).mul_(token_steps(step, shifts))
-
-
-def expected_damage(
-    coefficients: torch.Tensor, levels: torch.Tensor, step: float, shifts: torch.Tensor, worth: torch.Tensor
-) -> float:
-    """The divergence in nats per predicted token that rounding ``coefficients [T, R]`` to ``levels`` is
-    expected to cause."""
-    errors = dequantize(levels, step, shifts).sub_(coefficients)
-    return float(errors.square_().sum(1) @ worth) / 2
