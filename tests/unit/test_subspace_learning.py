@@ -183,13 +183,11 @@ def test_expected_damage_is_half_of_the_quadratic_form_of_the_error(seed: int, s
         coefficients = (vectors.double() @ basis.encoder.double()).float()
         worth = torch.rand(50, generator=generator) * 3
         shifts, step = step_shifts(worth), 2**step_log2
-        restored = dequantize(quantize(coefficients, step, shifts), step, shifts)
-        errors = restored - coefficients
+        errors = dequantize(quantize(coefficients, step, shifts), step, shifts) - coefficients
         vector_errors = errors.double() @ basis.decoder.double()
         costs = ((vector_errors @ used) * vector_errors).sum(1) / 2
         expected = float(costs @ worth.double())
-        found = GroupErrors(basis)
-        found.add(vectors, coefficients, restored, worth)
+        found = GroupErrors.none(basis).with_tokens(vectors, coefficients, worth).with_rounding(errors, worth)
         assert found.own_damage == pytest.approx(expected, rel=2e-3)
 
 

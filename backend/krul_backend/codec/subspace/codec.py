@@ -71,13 +71,19 @@ class EncodedSegment:
 
 @dataclass(frozen=True, eq=False)
 class _Sample:
-    """Some tokens of a segment in one group: ``vectors [T, D]`` less the mean, their ``coefficients [T, R]``,
-    and ``shifts`` and ``worth`` of the tokens ``[T]``."""
+    """Some tokens of a segment in one group: their ``coefficients [T, R]``, ``shifts [T]`` and ``worth [T]``,
+    and the errors that they have without rounding."""
 
-    vectors: torch.Tensor
     coefficients: torch.Tensor
     shifts: torch.Tensor
     worth: torch.Tensor
+    outside: GroupErrors
+
+    def rounded(self, step: float) -> GroupErrors:
+        """The errors with this step."""
+        levels = quantize(self.coefficients, step, self.shifts)
+        errors = dequantize(levels, step, self.shifts).sub_(self.coefficients)
+        return self.outside.with_rounding(errors, self.worth)
 
 
 class SubspaceCodec:
@@ -143,16 +149,14 @@ class SubspaceCodec:
         chosen = self._coder(coder)
         worths = [self._worth(basis, attention, segment) for basis in self.bases.groups]
         step = self._choose_step(read, worths, segment, max_damage)
-        groups, blocks, own, shift = [], [], 0.0, 0.0
+        groups, blocks, errors = [], [], []
         for group, worth in enumerate(worths):
             before_group()
-            parameters, block, errors = self._encode_group(group, read, worth, segment, step, chosen)
+            parameters, block, made = self._encode_group(group, read, worth, segment, step, chosen)
             groups.append(parameters)
             blocks.append(block)
-            own += errors.own_damage
-            shift += errors.shift_damage
-        shift *= _share(segment)
-        damage = self.bases.damage_factor * own + shift
+            errors.append(made)
+        damage, shift = self._damage(errors, segment)
         params = SubspaceParameters(
             self.bases.digest, coder, segment.num_first_tokens, step, carried_damage + damage, tuple(groups)
         ).to_json()
@@ -167,7 +171,7 @@ class SubspaceCodec:
         segment = self._segment(start_token, num_tokens)
         worths = [self._worth(basis, attention, segment) for basis in self.bases.groups]
         samples = self._samples(read, worths, segment)
-        return self._sampled_damage(samples, [sample.coefficients for sample in samples], segment)
+        return self._damage((sample.outside for sample in samples), segment)[0]
 
     def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SubspaceDecoder:
         """A decoder for blocks that were encoded with these parameters at this place.
@@ -253,12 +257,8 @@ class SubspaceCodec:
         low, high = log2(max(SMALLEST_STEP, min(unclipped, LARGEST_STEP))), log2(LARGEST_STEP)
         for _ in range(_STEP_HALVINGS):
             middle = (low + high) / 2
-            restored = (
-                dequantize(quantize(sample.coefficients, 2**middle, sample.shifts), 2**middle, sample.shifts)
-                for sample in samples
-            )
-            is_within = self._sampled_damage(samples, restored, segment) <= max_damage
-            low, high = (middle, high) if is_within else (low, middle)
+            damage, _ = self._damage((sample.rounded(2**middle) for sample in samples), segment)
+            low, high = (middle, high) if damage <= max_damage else (low, middle)
         return float(2**low)
 
     def _samples(
@@ -271,20 +271,19 @@ class SubspaceCodec:
         for group, worth in enumerate(worths):
             vectors, sampled = self._vectors(group, read, rows, segment), worth[rows]
             coefficients = self._coefficients(group, vectors)
-            samples.append(_Sample(vectors, coefficients, step_shifts(sampled), sampled))
+            errors = GroupErrors.none(self.bases.groups[group]).with_tokens(vectors, coefficients, sampled)
+            samples.append(_Sample(coefficients, step_shifts(sampled), sampled, errors))
         return samples
 
-    def _sampled_damage(
-        self, samples: Sequence[_Sample], restored: Iterable[torch.Tensor], segment: SegmentTokens
-    ) -> float:
-        """The damage of a segment, in nats, if these coefficients come back of each group's sample."""
+    def _damage(self, groups: Iterable[GroupErrors], segment: SegmentTokens) -> tuple[float, float]:
+        """What a segment is expected to lose, in nats, if all its tokens have such errors in each group; and
+        the part of it that is due to what they have in common."""
         own = shift = 0.0
-        for basis, sample, coefficients in zip(self.bases.groups, samples, restored, strict=True):
-            errors = GroupErrors(basis)
-            errors.add(sample.vectors, sample.coefficients, coefficients, sample.worth)
-            own += errors.own_damage * segment.num_tokens / len(sample.worth)
+        for errors in groups:
+            own += errors.own_damage * segment.num_tokens / errors.num_tokens
             shift += errors.shift_damage
-        return self.bases.damage_factor * own + _share(segment) * shift
+        shift *= segment.num_tokens / (segment.start_token + segment.num_tokens)
+        return self.bases.damage_factor * own + shift, shift
 
     def _encode_group(
         self,
@@ -299,14 +298,16 @@ class SubspaceCodec:
         basis, shifts = self.bases.groups[group], step_shifts(worth)
         levels = np.empty((segment.num_tokens, basis.rank), np.int16)
         magnitudes = torch.zeros(basis.rank, device=basis.mean.device)
-        errors = GroupErrors(basis)
+        errors = GroupErrors.none(basis)
         for first in range(0, segment.num_tokens, CHUNK_TOKENS):
             end = min(first + CHUNK_TOKENS, segment.num_tokens)
             vectors = self._vectors(group, read, slice(first, end), segment)
             coefficients = self._coefficients(group, vectors)
             chunk = quantize(coefficients, step, shifts[first:end])
             levels[first:end] = chunk.to(torch.int16).cpu().numpy()
-            errors.add(vectors, coefficients, dequantize(chunk, step, shifts[first:end]), worth[first:end])
+            errors = errors.with_tokens(vectors, coefficients, worth[first:end])
+            rounding = dequantize(chunk, step, shifts[first:end]).sub_(coefficients)
+            errors = errors.with_rounding(rounding, worth[first:end])
             magnitudes += coefficients.abs_().sum(0)
         base = base_scales(basis.magnitudes.cpu().numpy(), step)
         offsets = best_offsets(base, (magnitudes / (segment.num_tokens * step)).cpu().numpy(), levels)
@@ -342,11 +343,6 @@ class SubspaceCodec:
         encoder = self._encoders[group]
         exact = vectors @ self.bases.groups[group].encoder[:, :_EXACT_COEFFICIENTS]
         return torch.cat([exact, vectors.to(encoder.dtype) @ encoder], dim=1)
-
-
-def _share(segment: SegmentTokens) -> float:
-    """The share that the segment's tokens have in their conversation when it ends."""
-    return segment.num_tokens / (segment.start_token + segment.num_tokens)
 
 
 def _product_dtype(pool_dtype: torch.dtype, device: Device) -> torch.dtype:

@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from krul_backend.codec.subspace.bases import GroupBasis
 
 
+@dataclass(frozen=True, eq=False)
 class GroupErrors:
-    """The errors of some tokens' KV in one group, added part by part.
+    """The errors that were made in the KV of some tokens in one group.
 
-    Errors that differ from token to token cost each for itself, the more the more attention the token draws.
-    What all tokens are off by together costs on top: attention averages everything else away, but not that.
-    It is how text that is unlike the one learned from is lost, since its KV lies elsewhere.
+    Errors that differ from token to token cost each for itself, the more the more attention its token draws:
+    ``own_damage`` is their cost in nats, before the model's factor. What all tokens are off by together costs
+    on top, since attention does not average it away. It is most of what text loses that is unlike the text
+    learned from, because its KV lies elsewhere. ``total [D]`` is the sum of the errors of ``num_tokens``.
     """
 
-    def __init__(self, basis: GroupBasis) -> None:
-        self._basis = basis
-        self._num_tokens = 0
-        self._own = 0.0
-        self._shift = torch.zeros_like(basis.mean)
+    basis: GroupBasis
+    own_damage: float
+    total: torch.Tensor
+    num_tokens: int
 
-    def add(
-        self,
-        vectors: torch.Tensor,
-        coefficients: torch.Tensor,
-        restored: torch.Tensor,
-        worth: torch.Tensor,
-    ) -> None:
-        """Add tokens whose ``vectors [T, D]``, less the mean, have these ``coefficients [T, R]``, and come
-        back with those that are ``restored``. ``worth [T]``: see ``GroupBasis.token_worth``."""
-        basis = self._basis
-        costs = (restored - coefficients).square_().sum(1) + (vectors @ basis.outside).square_().sum(1)
-        self._own += float(costs @ worth) / 2
-        self._shift += restored.sum(0) @ basis.decoder - vectors.sum(0)
-        self._num_tokens += len(vectors)
+    @classmethod
+    def none(cls, basis: GroupBasis) -> GroupErrors:
+        return cls(basis, 0.0, torch.zeros_like(basis.mean), 0)
 
-    @property
-    def own_damage(self) -> float:
-        """What the tokens' own errors are expected to cost, in nats, before the model's factor."""
-        return self._own
+    def with_tokens(
+        self, vectors: torch.Tensor, coefficients: torch.Tensor, worth: torch.Tensor
+    ) -> GroupErrors:
+        """These and those of tokens whose ``vectors [T, D]``, less the mean, come back as exactly these
+        ``coefficients [T, R]`` say. ``worth [T]``: see ``GroupBasis.token_worth``."""
+        own = (vectors @ self.basis.outside).square_().sum(1) @ worth
+        total = coefficients.sum(0) @ self.basis.decoder - vectors.sum(0)
+        return GroupErrors(
+            self.basis, self.own_damage + float(own) / 2, self.total + total, self.num_tokens + len(vectors)
+        )
+
+    def with_rounding(self, errors: torch.Tensor, worth: torch.Tensor) -> GroupErrors:
+        """These and ``errors [T, R]`` of coefficients, of tokens that count already."""
+        own = errors.square().sum(1) @ worth
+        total = errors.sum(0) @ self.basis.decoder
+        return GroupErrors(self.basis, self.own_damage + float(own) / 2, self.total + total, self.num_tokens)
 
     @property
     def shift_damage(self) -> float:
         """What the tokens' mean error is expected to cost, in nats, if a whole conversation is like them."""
-        mean = self._shift / max(1, self._num_tokens)
-        return float(mean.square() @ self._basis.shift_costs) / 2
+        mean = self.total / max(1, self.num_tokens)
+        return float(mean.square() @ self.basis.shift_costs) / 2

@@ -30,8 +30,8 @@ LOST_NATS = 5e-5
 predicted token, in a text as long as those that the bases were learned from."""
 
 _OUTSIDE_COLUMNS = 64
-"""What lies outside of a basis is measured in so many random directions. The cost of one token is off by about
-a sixth, that of many unlike ones by less."""
+"""What lies outside of a basis is measured in so many random directions. The cost of one token is off by
+about a sixth, that of many unlike ones by less."""
 
 _LARGEST_SLOPE = 2.0
 _LEAST = 1e-14
