@@ -9,7 +9,7 @@ import orjson
 from benchmarks.quality.methods import Method, Stored, StoreTurn, Turn
 from krul_backend.attention.drawn import attention_drawn
 from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
-from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
 
 LIMITS = (0.001, 0.003, 0.01, 0.03, 0.1)
 """Nats per predicted token."""
@@ -41,7 +41,7 @@ class Subspace(Method):
         read = turn.segment.__getitem__
         max_damage = self.limit * num_tokens / (start + num_tokens)
         outside = self.codec.outside(read, start_token=start, num_tokens=num_tokens, attention=attention)
-        if outside >= max_damage:
+        if outside > MOST_OUTSIDE * max_damage:
             num_bytes = sum(part.nbytes for kv in turn.segment for part in (kv.k, kv.v))
             return Stored(turn.segment, num_bytes, damage=0.0)
         encoded = self.codec.encode(

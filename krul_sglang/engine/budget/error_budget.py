@@ -15,7 +15,7 @@ from krul_backend.attention.drawn import attention_drawn
 from krul_backend.attention.rows import QueryRows
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import SUBSPACE, Strategy
 from krul_sglang.engine.budget.probing import Prober
@@ -143,7 +143,7 @@ class ErrorBudget(Decision):
 
     Tokens that came back lossy count with what they have lost, also when their segment has left the store
     and they are stored again. A turn is stored natively if nothing is left for it, if what the bases cannot
-    represent of it costs more than what is left, if nothing was recorded of its attention, or if the weights
+    represent of it costs nearly all of that, if nothing was recorded of its attention, or if the weights
     are no longer those that the bases were learned from.
 
     On idle servers a stored conversation is decoded and compared with the truth, after a share of the turns,
@@ -217,13 +217,12 @@ class ErrorBudget(Decision):
         agreed = self._agreed(None if measured is None else (history.spent, sum(measured.outside)))
         # As the bases expect damage, like all that is noted.
         left = 0.0 if agreed is None else self._limit / self._correction - agreed[0]
-        self._last_spent, self._last_damage = self._correction * history.spent, 0.0
-        outside = 0.0 if measured is None else sum(measured.outside)
-        self._last_outside = self._correction * outside
+        self._last_spent, self._last_damage = history.spent, 0.0
+        self._last_outside = outside = 0.0 if measured is None else sum(measured.outside)
         if measured is None or agreed is None or left <= 0 or not self._are_weights_known:
             return self._native(last_keys, runs, history.carried)
         usable = _SHARE_OF_LEFT * left
-        if agreed[1] >= usable:
+        if agreed[1] > MOST_OUTSIDE * usable:
             self._count_unfamiliar()
             return self._native(last_keys, runs, history.carried)
         num_tokens, num_new = len(turn.token_ids), sum(map(len, runs))
@@ -239,7 +238,7 @@ class ErrorBudget(Decision):
 
         def on_encoded(index: int, own: float, total: float) -> None:
             run = runs[index]
-            self._last_damage += self._correction * own * run.stop / num_tokens
+            self._last_damage += own * run.stop / num_tokens
             self._remember(last_keys[index], run, total)
 
         return SubspaceEncoding(self._subspace, limits, self._group_token_bytes, on_encoded)
@@ -328,7 +327,7 @@ class ErrorBudget(Decision):
             logger.warning(
                 "krul: a turn is unlike the text that the bases were learned from, and is stored natively: "
                 "they would lose %.3g nats of it. Learn bases from such text if this is frequent",
-                self._last_outside,
+                self._correction * self._last_outside,
             )
         self._num_unfamiliar += 1
 
@@ -358,15 +357,17 @@ class ErrorBudget(Decision):
         self._probe_share = 0.0
 
     def as_dict(self) -> dict[str, Any]:
+        """Plain values. What was last spent and lost is as expected with the correction that is in force."""
+        correction, spent = self._correction, self._last_spent
         return {
             "bases": self._subspace.bases.digest[:16],
-            "damage_factor": self._correction * self._subspace.bases.damage_factor,
+            "damage_factor": correction * self._subspace.bases.damage_factor,
             "probes": self.num_probes,
             "last_kl": self.last_kl,
             "last_expected": self.last_expected,
-            "last_spent": self._last_spent if math.isfinite(self._last_spent) else None,
-            "last_damage": self._last_damage,
-            "last_outside": self._last_outside,
+            "last_spent": correction * spent if math.isfinite(spent) else None,
+            "last_damage": correction * self._last_damage,
+            "last_outside": correction * self._last_outside,
             "unfamiliar_turns": self._num_unfamiliar,
         }
 

@@ -42,6 +42,10 @@ from krul_backend.errors import CodecError
 _SAMPLE_TOKENS = 128
 """The step is chosen with the coefficients of this many tokens of a segment."""
 
+MOST_OUTSIDE = 0.9
+"""What lies outside of the bases may take so much of a limit. With less left for rounding, levels would
+become too large to be coded: such a segment is better stored in another way."""
+
 _STEP_HALVINGS = 12
 
 _EXACT_COEFFICIENTS = 64
@@ -132,8 +136,8 @@ class SubspaceCodec:
     ) -> EncodedSegment:
         """Encode tokens ``[start_token, start_token + num_tokens)`` of a conversation with the largest step
         whose damage is expected to stay within ``max_damage`` nats per predicted token. If that takes larger
-        levels than there are, or if what lies outside of the bases costs as much, the damage is larger: that
-        of the smallest step. ``outside`` says so before.
+        levels than there are, or if what lies outside of the bases costs about as much, the damage is larger:
+        that of the smallest step. Ask ``outside`` before, and see ``MOST_OUTSIDE``.
 
         ``attention [L, Hkv, num_tokens]``: see ``GroupBasis.token_worth``; None counts all tokens alike.
         ``carried_damage`` (nats) is what the KV has lost before: it is added in the parameters.
