@@ -118,6 +118,9 @@ def test_two_ranks_choose_probe_and_restore_together(tiny_models: dict[str, Path
     learn(tiny_models["float32"], tmp_path, tp_size=2)
     options = {
         "strategy": "subspace",
+        # The bases know little of random tokens: they are off by almost a nat, and a small budget leaves them
+        # native.
+        "error_budget": 4,
         "probe_share": 1,
         "cache_dir": str(tmp_path),
         "planner": "full-load",
