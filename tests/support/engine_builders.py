@@ -118,6 +118,8 @@ def read_tails(
             group.fetch(of_pool.streams)
             group.restore(of_pool)
         after_layer()
+    for reader in readers:
+        reader.check()
 
 
 def check_tails(

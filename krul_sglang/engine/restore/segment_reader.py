@@ -8,9 +8,8 @@ from typing import Protocol
 
 import torch
 
-from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.native_tails import NativeTail
-from krul_backend.codec.restore import restore_layer
+from krul_backend.codec.restore import DecodedGroup, decode_group, restore_layer
 from krul_backend.codec.segment_codec import OpenedSegment, SegmentCodec, SegmentDecoder
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.device import Device
@@ -150,6 +149,15 @@ class SegmentReader(ABC):
             CodecError: blocks that the codec cannot have written.
         """
 
+    def check(self) -> None:
+        """Raise what ``restore`` could not know yet, because a GPU found it. Called once, after the last layer.
+
+        The calling thread waits for the current stream if the segment was decoded on a GPU.
+
+        Raises:
+            CodecError: as for ``restore``.
+        """
+
     def _tail(self, source: int, layer: int) -> Block:
         """The part of a block from the record on in which the tail of ``layer`` begins."""
         header = self._fetched.header
@@ -224,19 +232,19 @@ class UnitReader(SegmentReader):
 class GroupReader(SegmentReader):
     """Reads a segment whose groups of layers share a subspace.
 
-    The first layer of a group that has a tail brings the tails of the whole group. The coder's loops run on
-    the host, where the block lies; coefficients become KV on the device.
+    The first layer of a group that has a tail brings the tails of the whole group: see ``decode_group``.
     """
 
     decoder: SubspaceDecoder
 
     def __init__(self, source: SegmentSlice, decoder: SubspaceDecoder, num_tokens: int) -> None:
         super().__init__(source, decoder, num_tokens)
-        self._decoded: dict[int, list[LayerKV]] = {}
-        self._written: set[int] = set()
+        self._decoded: dict[int, DecodedGroup] = {}
+        self._written: dict[int, DecodedGroup] = {}
 
     def end(self) -> None:
         self._decoded.clear()
+        self._written.clear()
 
     def fetch(self, layer: int, device: Device) -> None:
         group = self.decoder.group_of(layer)
@@ -246,20 +254,26 @@ class GroupReader(SegmentReader):
         (source,) = self.decoder.sources(layer)
         tail = self._tail(source, last)
         self.num_bytes += tail.nbytes
-        self._decoded[group] = self.decoder.decode(group, torch.from_numpy(tail), self._first_rows[last])
+        self._decoded[group] = decode_group(
+            self.decoder, group, torch.from_numpy(tail), self._first_rows[last], self._end_row, device
+        )
 
     def restore(self, layer: int, pool: KVBuffers, slots: torch.Tensor) -> None:
         group = self.decoder.group_of(layer)
         if group in self._written:
             return
-        self._written.add(group)
         layers = self.decoder.stored_as.groups[group]
+        self._written[group] = self._decoded.pop(group)
         # Heads never grow: what was decoded begins with the tail of the last layer.
-        first, num_rows = self._first_rows[layers[-1]], self._end_row - self._first_rows[layers[-1]]
-        for each, kv in zip(layers, self._decoded.pop(group), strict=True):
-            rows = slice(self._first_rows[each] - first, num_rows)
-            for buffer, decoded in zip(pool.buffers(each), (kv.k, kv.v), strict=True):
-                buffer.index_copy_(0, slots[self.num_head_rows(each) :], decoded[rows])
+        self._written[group].write(
+            [pool.buffers(each) for each in layers],
+            [self._first_rows[each] for each in layers],
+            slots[self.num_head_rows(layers[-1]) :],
+        )
+
+    def check(self) -> None:
+        for decoded in self._written.values():
+            decoded.check()
 
 
 def open_segments(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[SegmentReader]:

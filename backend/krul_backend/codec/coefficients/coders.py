@@ -165,7 +165,7 @@ class RansCoder(CoefficientCoder):
     version = 1
 
     def __init__(self, tables: CoderTables | None = None) -> None:
-        self._tables = standard_tables() if tables is None else tables
+        self.tables = self._tables = standard_tables() if tables is None else tables
 
 
 class FixedWidthCoder(CoefficientCoder):

@@ -96,7 +96,8 @@ class SubspaceCodec:
         # The columns after the exact ones.
         self._encoders = tuple(basis.encoder[:, _EXACT_COEFFICIENTS:].to(dtype) for basis in bases.groups)
         self._reconstructions = tuple(
-            Reconstruction(basis.mean.to(dtype), basis.decoder.to(dtype)) for basis in bases.groups
+            Reconstruction(basis.mean.to(dtype), basis.decoder.to(dtype), basis.magnitudes.cpu().numpy())
+            for basis in bases.groups
         )
 
     def encode(

@@ -9,14 +9,15 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients.coders import CoefficientCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import base_scales, scales_of
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_layout import SegmentLayout
-from krul_backend.codec.subspace.bases import ModelBases, split_vectors
+from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, split_vectors
 from krul_backend.codec.subspace.parameters import SubspaceParameters
 from krul_backend.codec.subspace.quantizer import SHRINK
 from krul_backend.errors import CodecError
@@ -44,18 +45,45 @@ class Reconstruction:
     """Reconstructs the vectors of a group as ``mean + coefficients @ decoder``.
 
     ``mean [D]`` and ``decoder [R, D]`` are those of the group's basis, in the element type in which they are
-    multiplied.
+    multiplied. ``magnitudes [R]`` are the basis's, on the host.
     """
 
     mean: torch.Tensor
     decoder: torch.Tensor
+    magnitudes: NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class CodedTail:
+    """A group's block from the record of ``first_token`` on, and all that is needed to decode it.
+
+    The block begins with ``num_raw_bytes`` of the segment's first tokens; one record of each of
+    ``record_num_bytes`` uint32 follows. ``scales`` uint8 ``[R]``: of all coefficients. ``step``: the segment's.
+    """
+
+    first_token: int
+    block: torch.Tensor
+    num_raw_bytes: int
+    record_num_bytes: NDArray[np.uint32]
+    scales: NDArray[np.uint8]
+    step: float
+    coder: CoefficientCoder
+    basis: GroupBasis
+    reconstruction: Reconstruction
+    rotary: RotaryTable | None
+    shape: LayerShape
+    segment: SegmentTokens
+
+    @property
+    def first_record(self) -> int:
+        return self.first_token // RECORD_TOKENS
 
 
 class SubspaceDecoder(SegmentLayout):
     """Decodes the blocks of one segment. ``SubspaceCodec.open`` makes it.
 
     The block of a group is that of its first layer; the other layers of the group have none of their own.
-    ``stored_as``: the groups. ``damage``: see ``EncodedSegment``.
+    ``stored_as``: the groups. ``damage``: see ``EncodedSegment``. ``shape``: of each layer's KV in the pool.
     """
 
     def __init__(
@@ -70,6 +98,7 @@ class SubspaceDecoder(SegmentLayout):
         super().__init__(bases.num_layers, segment.start_token, segment.num_tokens, RECORD_TOKENS)
         self.stored_as = bases.layer_groups(coder.name)
         self.damage = parameters.damage
+        self.shape = bases.shape
         self._bases = bases
         self._reconstructions = reconstructions
         self._rotary = rotary
@@ -117,6 +146,33 @@ class SubspaceDecoder(SegmentLayout):
         Raises:
             CodecError: no such token, a block of another size, or a damaged one.
         """
+        tail = self.tail(group, block, first_token)
+        scales = tail.scales
+        # Coefficients matter less and less: with a large step all from some place on are zero.
+        num_used = int(scales.nonzero()[0].max(initial=-1)) + 1
+        first_row, end_row = (
+            token - tail.first_record * RECORD_TOKENS for token in (first_token, self._segment.num_tokens)
+        )
+        values = np.empty((end_row + _LEAST_ROWS, num_used), np.float32)
+        values[end_row:] = 0
+        self._coder.decode(
+            block[tail.num_raw_bytes :].numpy(),
+            tail.record_num_bytes,
+            scales[:num_used],
+            values[:end_row],
+            shrink=SHRINK,
+            num_threads=torch.get_num_threads(),
+        )
+        decoded = self._reconstruct(group, torch.from_numpy(values[first_row:]), first_token)
+        if tail.num_raw_bytes:
+            self._put_first_tokens(block[: tail.num_raw_bytes], first_token, decoded)
+        return decoded
+
+    def tail(self, group: int, block: torch.Tensor, first_token: int) -> CodedTail:
+        """Take apart what ``decode`` decodes: the same arguments, and the same errors but for damage.
+
+        ``block`` may lie on any device.
+        """
         num_tokens = self._segment.num_tokens
         if not 0 <= first_token < num_tokens:
             raise CodecError(f"token {first_token} of a segment of {num_tokens} tokens")
@@ -124,29 +180,22 @@ class SubspaceDecoder(SegmentLayout):
         expected = self.group_num_bytes[group] - self.tail_start(first_layer, first_token)
         if block.dtype is not torch.uint8 or block.ndim != 1 or block.numel() != expected:
             raise CodecError(f"a block of {expected} bytes is needed, got {block.dtype} {tuple(block.shape)}")
-        basis, parameters = self._bases.groups[group], self._parameters.groups[group]
-        record = first_token // RECORD_TOKENS
-        num_raw_bytes = self._first_tokens_num_bytes(group) if record == 0 else 0
-        scales = scales_of(
-            base_scales(basis.magnitudes.cpu().numpy(), self._parameters.step), parameters.offsets
-        )
-        # Coefficients matter less and less: with a large step all from some place on are zero.
-        num_used = int(scales.nonzero()[0].max(initial=-1)) + 1
-        first_row, end_row = (token - record * RECORD_TOKENS for token in (first_token, num_tokens))
-        values = np.empty((end_row + _LEAST_ROWS, num_used), np.float32)
-        values[end_row:] = 0
-        self._coder.decode(
-            block[num_raw_bytes:].numpy(),
+        parameters, record = self._parameters.groups[group], first_token // RECORD_TOKENS
+        reconstruction, step = self._reconstructions[group], self._parameters.step
+        return CodedTail(
+            first_token,
+            block,
+            self._first_tokens_num_bytes(group) if record == 0 else 0,
             parameters.record_num_bytes[record:],
-            scales[:num_used],
-            values[:end_row],
-            shrink=SHRINK,
-            num_threads=torch.get_num_threads(),
+            scales_of(base_scales(reconstruction.magnitudes, step), parameters.offsets),
+            step,
+            self._coder,
+            self._bases.groups[group],
+            reconstruction,
+            self._rotary,
+            self._bases.shape,
+            self._segment,
         )
-        decoded = self._reconstruct(group, torch.from_numpy(values[first_row:]), first_token)
-        if num_raw_bytes:
-            self._put_first_tokens(block[:num_raw_bytes], first_token, decoded)
-        return decoded
 
     def _reconstruct(self, group: int, values: torch.Tensor, first_token: int) -> list[LayerKV]:
         """The KV of the tokens from ``first_token`` on. ``values``: their coefficients in steps, fp32 ``[T +
