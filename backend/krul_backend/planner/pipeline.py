@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from krul_backend.errors import RestoreError
-from krul_backend.planner.problem import RestoreProblem
+from krul_backend.planner.interface import RestoreProblem
 from krul_backend.planner.timing import Floats, RestoreTiming, Tokens
 
 

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from krul_backend.errors import RestoreError
 from krul_backend.planner.costs import TierCost
-from krul_backend.planner.interface import RestorePlan
-from krul_backend.planner.problem import RestoreProblem
+from krul_backend.planner.interface import RestorePlan, RestoreProblem
 
 Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]

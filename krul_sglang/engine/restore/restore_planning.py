@@ -16,9 +16,8 @@ from krul_backend.errors import CodecError
 from krul_backend.memory import is_out_of_memory
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.costs import TierCost
-from krul_backend.planner.interface import RestorePlan, RestorePlanner
+from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem, StoredRun
 from krul_backend.planner.pipeline import simulate
-from krul_backend.planner.problem import RestoreProblem, StoredRun
 from krul_backend.strategy.strategy import LayerGroups, Precision, StoredAs
 from krul_backend.tiers.common.interface import DRAM_TIER, Lease
 from krul_sglang.engine.common.agreement import RankAgreement
