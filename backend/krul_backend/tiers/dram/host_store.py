@@ -264,11 +264,6 @@ class HostStore:
             segment = books.segments.get(segment_id)
             return segment.manifest if segment is not None else None
 
-    def manifests(self) -> dict[int, SegmentManifest]:
-        """The manifests of all indexed segments, by segment id."""
-        with self._locked.open() as books:
-            return {segment_id: held.manifest for segment_id, held in books.segments.items()}
-
     def _quarantine(self, segment: StoredSegment) -> bool:
         with self._locked.open() as books:
             return books.quarantine(segment)
