@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from krul_backend.errors import ConfigError
-from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
 from krul_backend.tiers.common.eviction import EvictionPolicy, make_policy
 from krul_backend.tiers.common.interface import (
     DRAM_TIER,
@@ -23,13 +24,14 @@ from krul_backend.tiers.common.interface import (
     SegmentSlice,
     StoreStats,
 )
+from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram.arrivals import Arrival, Arrivals
-from krul_backend.tiers.dram.dram_books import DramBooks
-from krul_backend.tiers.dram.leases import Leases
-from krul_backend.tiers.dram.locked_books import LockedBooks
+from krul_backend.tiers.dram.dram_books import DramBooks, LockedBooks
 from krul_backend.tiers.dram.reservations import Allocator, Reservations
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 from krul_backend.tiers.dram.trimming import trim_segment
+
+logger = logging.getLogger(__name__)
 
 
 class HostStore:
@@ -68,7 +70,6 @@ class HostStore:
         self._locked = LockedBooks(DramBooks(capacity_bytes, policy, clock, tenant_quota))
         allocator = Allocator(self._locked)
         self._reservations = Reservations(self._locked, allocator)
-        self._leases = Leases(self._locked)
         self._arrivals = Arrivals(self._locked, allocator)
 
     @property
@@ -122,18 +123,55 @@ class HostStore:
 
         A segment that is arriving is leased as one of the tier that it comes from, until all of it is there.
         """
-        return self._leases.lease(model, page_keys, token_ids, next_token)
+        keys = tuple(page_keys)
+        token_ids = checked_token_ids(token_ids, len(keys), model.page_size)
+        lease_id = self.next_id()
+        with self._locked.open() as books:
+            match = books.index.match_prefix(model, keys, token_ids, next_token)
+            num_pages = sum(run.num_pages for run in match.runs)
+            books.counters.lookups += 1
+            books.counters.token_mismatches += match.is_contradicted
+            books.counters.hit_pages += num_pages
+            books.counters.missed_pages += len(keys) - num_pages
+            if match.runs:
+                _grant(books, lease_id, match.runs)
+                first, *others = (run.segment for run in match.runs)
+                books.touch([*books.index.path_to(first), *others])
+        if match.is_contradicted:
+            logger.warning(
+                "a stored page has the key, but not the tokens or the position, of a request's page"
+            )
+        return Lease(lease_id, num_pages, _slices(match.runs)) if match.runs else None
 
     def lease_arrival(self, arrival: Arrival, first_page: int, end_page: int) -> Lease:
         """A lease on pages ``[first_page, end_page)`` of a segment that is arriving, or has arrived."""
-        return self._leases.lease_arrival(arrival, first_page, end_page)
+        run = PageRun(arrival.segment, first_page, end_page)
+        lease_id = self.next_id()
+        with self._locked.open() as books:
+            _grant(books, lease_id, (run,))
+            books.touch(books.index.path_to(run.segment))
+        return Lease(lease_id, run.num_pages, _slices((run,)))
 
     def fetch(self, lease: Lease) -> tuple[SegmentSlice, ...]:
-        """As ``KVStore.fetch``; raises TierReadError if the arrival of a leased segment has failed."""
-        return self._leases.fetch(lease)
+        """As ``KVStore.fetch``. DRAM has all of these segments, but some may still be arriving.
+
+        Raises:
+            TierReadError: the arrival of one has failed.
+        """
+        with self._locked.open() as books:
+            runs = books.leases.get(lease.lease_id)
+        if runs is None:
+            raise KeyError(f"lease {lease.lease_id} is unknown or was released")
+        return _slices(runs, is_fetched=True)
 
     def release(self, lease: Lease) -> None:
-        self._leases.release(lease)
+        with self._locked.open_unless_closed() as books:
+            if books is None:
+                return
+            segments = [run.segment for run in books.leases.pop(lease.lease_id)]
+            for segment in segments:
+                segment.num_leases -= 1
+            books.unpin(segments)
 
     def admit(
         self,
@@ -267,6 +305,18 @@ class HostStore:
     def _quarantine(self, segment: StoredSegment) -> bool:
         with self._locked.open() as books:
             return books.quarantine(segment)
+
+
+def _grant(books: DramBooks, lease_id: int, runs: Sequence[PageRun[StoredSegment]]) -> None:
+    """Pin runs under a lease."""
+    for run in runs:
+        run.segment.num_leases += 1
+    books.pin(run.segment for run in runs)
+    books.leases[lease_id] = tuple(runs)
+
+
+def _slices(runs: Sequence[PageRun[StoredSegment]], *, is_fetched: bool = False) -> tuple[SegmentSlice, ...]:
+    return tuple(run.segment.pages(run.first_page, run.end_page, is_fetched=is_fetched) for run in runs)
 
 
 def _num_pinned(books: DramBooks, model: ModelIdentity, page_keys: Sequence[str]) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from krul_backend.errors import TierReadError
 from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.hashing import Checksums, block_checksum
-from krul_backend.tiers.common.interface import DRAM_TIER, Block, LayerStatus, Span
+from krul_backend.tiers.common.interface import DRAM_TIER, FAILED, Block, LayerStatus, SegmentSlice, Span
 from krul_backend.tiers.dram.arena import Arena, Extent
 
 
@@ -86,6 +87,33 @@ class StoredSegment:
         """
         known = [seconds for seconds in (self.manifest.recompute_s, self.lower_load_s) if seconds]
         return min(known, default=0.0)
+
+    def pages(self, first_page: int, end_page: int, *, is_fetched: bool) -> SegmentSlice:
+        """Pages ``[first_page, end_page)`` as a lease on them shows them.
+
+        While the segment arrives, they belong to the tier that it comes from, and have blocks only if the
+        lease ``is_fetched``. Call it with the segment pinned.
+
+        Raises:
+            TierReadError: fetched pages of a segment whose arrival has failed.
+        """
+        # Read once: an arrival may end at any moment.
+        status = self.status
+        if is_fetched and status is not None and (status.flags == FAILED).any():
+            raise TierReadError(f"segment {self.segment_id} could not be read from {self.origin}")
+        has_blocks = is_fetched or status is None
+        return SegmentSlice(
+            segment_id=self.segment_id,
+            header=self.manifest.header,
+            tier=DRAM_TIER if status is None else self.origin,
+            blocks=self.blocks if has_blocks else (),
+            spans=self.spans if has_blocks else (),
+            checksums=self.checksums,
+            first_page=first_page,
+            end_page=end_page,
+            status=status if has_blocks else None,
+            status_span=self.status_span if has_blocks and status is not None else None,
+        )
 
     def num_damaged(self) -> int:
         """Count the landed blocks whose checksums differ from the committed ones.

@@ -11,7 +11,7 @@ from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.hashing import Checksums, block_checksum
 from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.dram.arena import Arena, Extent
-from krul_backend.tiers.dram.locked_books import LockedBooks
+from krul_backend.tiers.dram.dram_books import LockedBooks
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from krul_backend.errors import TierReadError
 from krul_backend.planner.costs import TierCost
-from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.lower_tier import LowerTier, MeasuredCost, Suspension, TierCounters
@@ -96,8 +96,7 @@ class MooncakeTier(LowerTier):
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
     ) -> tuple[PageRun[StoredObject], ...]:
-        if len(token_ids) != len(page_keys) * model.page_size:
-            raise ValueError(f"{len(token_ids)} token ids for {len(page_keys)} pages of {model.page_size}")
+        token_ids = checked_token_ids(token_ids, len(page_keys), model.page_size)
         # While an answer is late no further lookup waits: a scheduler asks again and again.
         if not page_keys or self._suspension.is_active:
             return ()
