@@ -156,7 +156,7 @@ class MooncakeTier(LowerTier):
 
     def discard(self, manifest: SegmentManifest) -> None:
         """As ``LowerTier.discard``: forgotten at once, removed from the cluster in the background."""
-        self._writer.drop(lambda item: item.manifest.shares_encoded_pages(manifest))
+        self._writer.queue.give_up(lambda item: item.manifest.shares_encoded_pages(manifest))
         known = self._forget_like(manifest)
         # In the background, because it may take long when the master is gone.
         self._calls.begin(lambda: self._remove_like(manifest, known))
@@ -166,7 +166,7 @@ class MooncakeTier(LowerTier):
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything that was put before is in the cluster's memory, or given up."""
-        return self._writer.flush(timeout_s)
+        return self._writer.queue.flush(timeout_s)
 
     def clear(self, model: ModelIdentity | None = None) -> None:
         """As ``LowerTier.clear``. If the cluster does not answer, only this daemon has forgotten the model.
@@ -176,7 +176,7 @@ class MooncakeTier(LowerTier):
         fingerprint = model.fingerprint if model is not None else None
         self._epochs.clear(fingerprint)
         self._known.clear(fingerprint)
-        self._writer.drop(lambda item: fingerprint in (None, item.manifest.model.fingerprint))
+        self._writer.queue.give_up(lambda item: fingerprint in (None, item.manifest.model.fingerprint))
         if not self._calls.run(self._settle, _CLEAR_TIMEOUT_S):
             self._suspension.failed("slow to clear", f"more than {_CLEAR_TIMEOUT_S:g} s")
 
@@ -223,7 +223,7 @@ class MooncakeTier(LowerTier):
         stored_bytes = sum(segment.manifest.num_bytes for segment in segments)
         capacity_bytes = self._options.segment_bytes
         used_bytes = min(stored_bytes, capacity_bytes)
-        queued_segments, queued_bytes = self._writer.queued()
+        queued_segments, queued_bytes = self._writer.queue.sizes()
         return TierStats(
             name=NAME,
             capacity_bytes=capacity_bytes,

@@ -15,10 +15,9 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.eviction import EvictionPolicy, LruPolicy
 from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import LowerTier, Suspension
+from krul_backend.tiers.common.lower_tier import LowerTier, QueuedSegment, Suspension
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.record import RECORD_ALIGN, encode_metadata
-from krul_backend.tiers.common.write_queue import QueuedSegment
 from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment, TierState
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.log_writer import LogWriter
@@ -173,7 +172,7 @@ class SsdTier(LowerTier):
 
     def discard(self, manifest: SegmentManifest) -> None:
         """As ``LowerTier.discard``. At the next start, segments that were stored later replace the record."""
-        self._writes.drop(lambda item: item.manifest.shares_encoded_pages(manifest))
+        self._writes.queue.give_up(lambda item: item.manifest.shares_encoded_pages(manifest))
         with self._state.lock:
             for segment in self._state.catalog.segments_of(manifest.model, manifest.page_keys):
                 if segment.manifest.shares_encoded_pages(manifest):
@@ -183,7 +182,7 @@ class SsdTier(LowerTier):
         return self._reads.cost
 
     def flush(self, timeout_s: float) -> bool:
-        return self._writes.flush(timeout_s)
+        return self._writes.queue.flush(timeout_s)
 
     def clear(self, model: ModelIdentity | None = None) -> None:
         """As ``LowerTier.clear``.
@@ -230,7 +229,7 @@ class SsdTier(LowerTier):
         return DamageReport(num_blocks, num_bytes, tuple(bad))
 
     def stats(self) -> TierStats:
-        queued_segments, queued_bytes = self._writes.queued()
+        queued_segments, queued_bytes = self._writes.queue.sizes()
         with self._state.lock:
             used_bytes = self._writer.used_bytes
             return TierStats(
