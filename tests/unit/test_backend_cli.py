@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from krul_backend.daemon.cli import commands as cli
 from krul_backend.daemon.cli.reports import bits_per_value, format_seconds
 from krul_backend.daemon.client.endpoints import find_runtime_dirs, load_client_keys, resolve_endpoint
-from krul_backend.daemon.protocol.admin_messages import DaemonStats
+from krul_backend.daemon.protocol.messages import DaemonStats
 from krul_backend.errors import ConfigError, DaemonError
 from krul_backend.memory import format_bytes
 from krul_backend.strategy.strategy import Precision, Strategy

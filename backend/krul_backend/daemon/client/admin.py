@@ -9,17 +9,18 @@ import zmq
 
 from krul_backend.daemon.client.endpoints import CurveKeys, runtime_dir_of
 from krul_backend.daemon.client.request_channel import RequestChannels
-from krul_backend.daemon.protocol.admin_messages import (
+from krul_backend.daemon.protocol.messages import (
     DaemonStats,
     FlushRequest,
     InspectRequest,
     ListRequest,
     PingRequest,
+    R,
+    Request,
     ShutdownRequest,
     StatsRequest,
     VerifyRequest,
 )
-from krul_backend.daemon.protocol.messages import R, Request
 from krul_backend.daemon.protocol.runtime_dir import CONTROL_SOCKET, check_served
 from krul_backend.errors import DaemonError
 from krul_backend.tiers.common.interface import DamageReport, SegmentDetails, SegmentInfo, StoreStats

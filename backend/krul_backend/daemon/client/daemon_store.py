@@ -18,7 +18,6 @@ from krul_backend.daemon.client.daemon_link import UNANSWERED, DaemonLink, LinkC
 from krul_backend.daemon.client.endpoints import runtime_dir_of
 from krul_backend.daemon.client.request_channel import SessionEndedError
 from krul_backend.daemon.client.views import view_in, with_views
-from krul_backend.daemon.protocol.admin_messages import PingRequest, StatsRequest
 from krul_backend.daemon.protocol.messages import (
     AbortRequest,
     CommitRequest,
@@ -27,6 +26,7 @@ from krul_backend.daemon.protocol.messages import (
     LeaseRequest,
     ManifestFields,
     PathSegmentsRequest,
+    PingRequest,
     PinRequest,
     PrefetchRequest,
     R,
@@ -34,6 +34,7 @@ from krul_backend.daemon.protocol.messages import (
     ReportDamageRequest,
     Request,
     ReserveRequest,
+    StatsRequest,
     TierCostsRequest,
     TrimRequest,
     op_of,
