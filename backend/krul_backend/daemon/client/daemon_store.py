@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from krul_backend.daemon.client.client_session import DaemonConnection
 from krul_backend.daemon.client.daemon_link import UNANSWERED, DaemonLink, LinkCounters
-from krul_backend.daemon.client.endpoints import runtime_dir_of
 from krul_backend.daemon.client.request_channel import SessionEndedError
 from krul_backend.daemon.client.views import view_in, with_views
 from krul_backend.daemon.protocol.messages import (
@@ -39,6 +38,7 @@ from krul_backend.daemon.protocol.messages import (
     TrimRequest,
     op_of,
 )
+from krul_backend.daemon.protocol.runtime_dir import runtime_dir_of
 from krul_backend.errors import ManifestError, ProtocolError, StoreClosedError, TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids

@@ -73,6 +73,23 @@ class RuntimeDir:
             self._lock = None
 
 
+def runtime_dir_of(endpoint: str | Path) -> Path:
+    """The runtime directory that an endpoint means: the directory itself, or ``ipc://<dir>/control.sock``.
+
+    Raises:
+        DaemonError: the endpoint names no directory; that of TCP does not.
+    """
+    text = str(endpoint)
+    if "://" not in text:
+        return Path(text)
+    path = Path(text.removeprefix("ipc://"))
+    if not text.startswith("ipc://") or path.name != CONTROL_SOCKET:
+        raise DaemonError(
+            f"{text} shares no memory: give the daemon's runtime directory, or ipc://<directory>/{CONTROL_SOCKET}"
+        )
+    return path.parent
+
+
 def check_socket_path(directory: Path) -> None:
     """Raises DaemonError if a socket in this directory would have too long a path."""
     longest = max(len(os.fsencode(directory / name)) for name in (SESSION_SOCKET, CONTROL_SOCKET))
