@@ -162,7 +162,7 @@ def demo(
 
     from krul_backend.strategy.strategy import SUBSPACE
     from krul_sglang.config import KrulConfig
-    from krul_sglang.demo.report import make_reporter, print_result
+    from krul_sglang.demo.report import draw_demo, make_reporter, print_result
     from krul_sglang.demo.run import DemoConfig, default_dtype, run_demo
     from krul_sglang.json_file import write_result
 
@@ -200,8 +200,6 @@ def demo(
     kept = result.to_json()
     write_result({**kept, "turns": result.turns_to_json()}, kept, json=json_file, raw=raw_file)
     if figure is not None:
-        from krul_sglang.demo.figure import draw_demo
-
         draw_demo(kept, figure)
     raise typer.Exit(0 if result.summary.passed else EXIT_FAILED)
 
@@ -304,9 +302,7 @@ def trace(
         if output is not None:
             _write_json(tracing.chrome_trace(restores), output)
         if gantt is not None:
-            from krul_sglang.cli.trace_figure import draw_restore
-
-            draw_restore(restores[-1 if index is None else index], gantt)
+            tracing.draw_restore(restores[-1 if index is None else index], gantt)
     except CannotRunError as error:
         raise UsageError(str(error)) from error
 

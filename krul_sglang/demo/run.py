@@ -20,7 +20,6 @@ from krul_backend.errors import KrulError
 from krul_sglang.config import KrulConfig
 from krul_sglang.demo import environment
 from krul_sglang.demo.conversations import Conversation
-from krul_sglang.demo.krul_state import KrulState, stored_amounts, wait_for_saves
 from krul_sglang.demo.player import Answers, Player, PlayError, TurnResult, play_order
 from krul_sglang.demo.result import (
     SERVERS,
@@ -32,7 +31,15 @@ from krul_sglang.demo.result import (
     summarize,
     verdict,
 )
-from krul_sglang.demo.server import ServerProcess, default_device_args, start_servers, stop_servers
+from krul_sglang.demo.server import (
+    KrulState,
+    ServerProcess,
+    default_device_args,
+    start_servers,
+    stop_servers,
+    stored_amounts,
+    wait_for_saves,
+)
 from krul_sglang.demo.sizing import PoolSizes, needed_pool_tokens
 
 _LOG_INTERVAL_S = 0.3

@@ -1,4 +1,4 @@
-"""Runs one real SGLang server as a child process, which ends when this process ends."""
+"""Runs a real SGLang server as a child process, which ends when this process ends; reads krul's counters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -32,7 +33,11 @@ CPU_ARGS = (
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _STOP_TIMEOUT_S = 30.0
 _POLL_INTERVAL_S = 0.25
+_POLL_SAVES_S = 0.02
 _PORTS = range(20_000, 32_000)
+
+KrulState = dict[str, Any]
+"""krul's counters of one data-parallel replica, those of its rank 0."""
 
 
 class ServerError(KrulError):
@@ -321,3 +326,47 @@ def _kill_tree(root: subprocess.Popen[bytes]) -> None:
             process.kill()
     root.wait()
     psutil.wait_procs(processes, timeout=_STOP_TIMEOUT_S)
+
+
+@dataclass(frozen=True)
+class StoredAmounts:
+    """The bytes that krul stores on all ranks together, and the number of tokens whose KV they are."""
+
+    num_bytes: int
+    num_tokens: int
+
+
+def krul_states(server_info: Mapping[str, Any]) -> list[KrulState]:
+    """krul's counters in SGLang's ``/server_info``: one entry per data-parallel replica."""
+    return [state["krul"] for state in server_info["internal_states"] if "krul" in state]
+
+
+def stored_amounts(states: Sequence[KrulState]) -> StoredAmounts:
+    """The amounts that are stored; every other rank of a replica holds as much as its rank 0."""
+    return StoredAmounts(
+        num_bytes=sum(state["stored_bytes"] * state["tp_size"] for state in states),
+        num_tokens=sum(state["stored_tokens"] for state in states),
+    )
+
+
+def wait_for_saves(server: ServerProcess, *, timeout_s: float = 60.0) -> list[KrulState]:
+    """Wait until a server with krul has nothing more to do for the requests that it answered.
+
+    Turns are saved on every tier, loads have ended, and no probe runs. Returns the
+    counters then.
+
+    Raises:
+        ServerError: the server does not answer, or is not done in ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    while any(_num_pending(state) for state in krul_states(server.server_info())):
+        if time.monotonic() > deadline:
+            raise server.error(f"krul was still saving or loading after {timeout_s:.0f} s")
+        time.sleep(_POLL_SAVES_S)
+    # An idle scheduler probes when everything is saved, and answers when that has ended.
+    return krul_states(server.server_info())
+
+
+def _num_pending(state: KrulState) -> int:
+    queued = sum(tier["queued_segments"] for tier in state["tiers"])
+    return int(state["offload"]["pending"] + state["load"]["pending"] + queued)

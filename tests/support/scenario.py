@@ -10,9 +10,8 @@ from typing import Any
 
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
 from krul_sglang.demo.conversations import load_conversations
-from krul_sglang.demo.krul_state import wait_for_saves
 from krul_sglang.demo.player import Player
-from krul_sglang.demo.server import ServerProcess
+from krul_sglang.demo.server import ServerProcess, wait_for_saves
 
 KRUL = ("--radix-cache-backend", "krul")
 PAGE_SIZE = 16
