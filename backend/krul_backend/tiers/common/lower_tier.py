@@ -103,7 +103,8 @@ class LowerTier(ABC):
         """Queue a committed segment for writing; False (and counted) if the tier is behind or suspended.
 
         If True, the caller keeps ``blocks`` unchanged until the tier calls ``done``: once, whether it was
-        written or not. A segment whose pages are all here already is not written again.
+        written or not; the manifest never changes. A segment whose pages are all here already is not written
+        again.
         """
 
     @abstractmethod

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from krul_backend.errors import TierReadError
+from krul_backend.free_extents import joined
 from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.hashing import Checksums, block_checksum
 from krul_backend.tiers.common.interface import DRAM_TIER, FAILED, Block, LayerStatus, SegmentSlice, Span
@@ -61,7 +61,8 @@ class StoredSegment:
             Span(0 if extent is None else extent.offset + extent.num_bytes - block.nbytes, block.nbytes)
             for extent, block in zip(extents, blocks, strict=True)
         )
-        self.ranges = tuple(_joined(self.all_extents))
+        taken = ((extent.offset, extent.taken_bytes) for extent in self.all_extents)
+        self.ranges = tuple(Span(*each) for each in joined(taken))
         self.taken_bytes = sum(span.num_bytes for span in self.ranges)
 
     @property
@@ -126,19 +127,6 @@ class StoredSegment:
             for layer, (block, checksum) in enumerate(zip(self.blocks, self.checksums, strict=True))
             if status is None or status.has_landed(layer)
         )
-
-
-def _joined(extents: Sequence[Extent]) -> Iterator[Span]:
-    """The ranges that extents take, those that touch joined to one."""
-    start = end = 0
-    for offset, num_bytes in sorted((extent.offset, extent.taken_bytes) for extent in extents):
-        if offset != end:
-            if end > start:
-                yield Span(start, end - start)
-            start = offset
-        end = offset + num_bytes
-    if end > start:
-        yield Span(start, end - start)
 
 
 def block_in(arena: Arena, extent: Extent | None) -> Block:

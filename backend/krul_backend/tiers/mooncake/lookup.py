@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.tiers.common.page_index import PageRun
+from krul_backend.tiers.common.page_index import PageRun, num_equal_keys, num_equal_pages
 from krul_backend.tiers.mooncake.epochs import Epochs
 from krul_backend.tiers.mooncake.known_segments import KnownSegments
 from krul_backend.tiers.mooncake.object_store import ObjectStore
@@ -158,10 +158,5 @@ class Lookup:
 def _num_leading_pages(manifest: SegmentManifest, page_keys: tuple[str, ...], token_ids: TokenIds) -> int:
     """How many leading pages a segment holds with the same tokens."""
     page_size = manifest.model.page_size
-    num_pages = 0
-    for own, asked in zip(manifest.page_keys, page_keys, strict=False):
-        tokens = slice(num_pages * page_size, (num_pages + 1) * page_size)
-        if own != asked or (manifest.token_ids[tokens] != token_ids[tokens]).any():
-            break
-        num_pages += 1
-    return num_pages
+    num_tokens = num_equal_keys(manifest.page_keys, 0, page_keys, 0) * page_size
+    return num_equal_pages(manifest.token_ids[:num_tokens], token_ids[:num_tokens], page_size)

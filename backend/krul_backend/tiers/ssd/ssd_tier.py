@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import numpy as np
 
 from krul_backend.errors import ConfigError, RecordError, TierReadError
 from krul_backend.planner.costs import TierCost
@@ -94,15 +91,7 @@ class SsdTier(LowerTier):
         self._reader = PieceReader(disk, read_timeout_s)
         self._writer = LogWriter(disk, self._directory, self._state.lock, file_bytes, recovered)
         self._reads = SegmentReads(self._state, self._writer, self._reader)
-        room = Room(
-            capacity_bytes,
-            file_bytes,
-            self._state.lock,
-            catalog,
-            self._writer,
-            self._read_to_move,
-            self._count_eviction,
-        )
+        room = Room(capacity_bytes, file_bytes, self._state, self._writer, self._reads)
         for found in recovered.records:
             segment = self._found_segment(found)
             catalog.remove_superseded(segment)
@@ -163,10 +152,6 @@ class SsdTier(LowerTier):
         checksums: Sequence[int],
         done: Callable[[], None],
     ) -> bool:
-        # A copy that nobody else can change: later hits are confirmed by these tokens.
-        token_ids = np.array(manifest.token_ids, dtype=np.int32)
-        token_ids.flags.writeable = False
-        manifest = dataclasses.replace(manifest, token_ids=token_ids)
         metadata = encode_metadata(manifest, tuple(checksums))
         return self._writes.put(QueuedSegment(manifest, tuple(blocks), tuple(checksums), metadata, done))
 
@@ -273,9 +258,3 @@ class SsdTier(LowerTier):
             offset=found.offset,
             last_used_s=self._state.clock(),
         )
-
-    def _read_to_move(self, segment: SsdSegment, blocks: Sequence[Block]) -> None:
-        self._reads.read(segment, blocks, lambda layer: None)
-
-    def _count_eviction(self, segment: SsdSegment) -> None:
-        self._state.counters.add(evicted_segments=1, evicted_bytes=segment.manifest.num_bytes)
