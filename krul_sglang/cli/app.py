@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -131,8 +131,9 @@ def demo(
     _check_writable("--raw", raw_file)
     _check_drawable("--figure", figure)
     if conversations is None:
-        of_model = BUNDLED_CONVERSATIONS if model_path == BUNDLED else CHATS
-        conversations = _bundled(of_model, "--conversations")
+        conversations = BUNDLED_CONVERSATIONS if model_path == BUNDLED else CHATS
+        if not conversations.exists():
+            raise ConfigError(f"this installation comes without {conversations.name}; give --conversations")
 
     from krul_sglang.demo.conversations import load_conversations
     from krul_sglang.demo.sizing import load_token_counter, plan_pools
@@ -233,6 +234,7 @@ def selftest(
     _check_writable("--json", json_file)
 
     from krul_sglang.cli import selftest as probe
+    from krul_sglang.json_file import write_json
 
     config = probe.SelftestConfig(
         url=url.rstrip("/"),
@@ -244,7 +246,7 @@ def selftest(
     result = probe.run_selftest(config, api_key=api_key)
     typer.echo(result.verdict)
     if json_file is not None:
-        _write_json(result.to_json(), json_file)
+        write_json(result.to_json(), json_file)
     raise typer.Exit(0 if result.passed else EXIT_FAILED)
 
 
@@ -283,13 +285,14 @@ def trace(
         raise ConfigError("--index chooses the restore to draw: give --gantt FILE.png, too")
 
     from krul_sglang.cli import trace as tracing
+    from krul_sglang.json_file import write_json
 
     restores = tracing.fetch_restores(url.rstrip("/"), api_key=api_key, timeout_s=timeout_s)
     typer.echo(tracing.format_table(restores))
     if index is not None and not 0 <= index < len(restores):
         raise ConfigError(f"--index {index}: there are restores 0 to {len(restores) - 1}")
     if output is not None:
-        _write_json(tracing.chrome_trace(restores), output)
+        write_json(tracing.chrome_trace(restores), output)
     if gantt is not None:
         tracing.draw_restore(restores[-1 if index is None else index], gantt)
 
@@ -389,16 +392,3 @@ def _check_drawable(option: str, path: Path | None) -> None:
     _check_writable(option, path)
     if path is not None and find_spec("matplotlib") is None:
         raise ConfigError(f"{option} needs matplotlib, which is not installed: pip install matplotlib")
-
-
-def _write_json(value: Any, path: Path) -> None:
-    # Imported late: ``--help`` needs no JSON library.
-    from krul_sglang.json_file import write_json
-
-    write_json(value, path)
-
-
-def _bundled(path: Path, option: str) -> Path:
-    if not path.exists():
-        raise ConfigError(f"this installation comes without {path.name}; give {option}")
-    return path
