@@ -6,12 +6,11 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol
 
 import orjson
@@ -152,7 +151,7 @@ def run_demo(
     with ExitStack() as stack:
         if verbose:
             for name, server in servers.items():
-                stack.enter_context(_LogFollower(server, partial(reporter.log_line, name)))
+                stack.enter_context(_following_log(server, partial(reporter.log_line, name)))
         reporter.servers_starting(servers)
         stack.callback(stop_servers, list(servers.values()))
         names = {server: name for name, server in servers.items()}
@@ -259,33 +258,24 @@ def _check_length(result: TurnResult, config: DemoConfig, pools: PoolSizes) -> N
         )
 
 
-class _LogFollower:
-    """Calls ``on_line`` from a thread for each line that the server prints, while the context is open."""
+@contextmanager
+def _following_log(server: ServerProcess, on_line: Callable[[str], None]) -> Iterator[None]:
+    """Call ``on_line`` from a thread for each line that the server prints, until the block ends."""
+    is_over = threading.Event()
 
-    def __init__(self, server: ServerProcess, on_line: Callable[[str], None]) -> None:
-        self._server = server
-        self._on_line = on_line
-        self._num_lines_seen = 0
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="krul-log-follower", daemon=True)
-
-    def __enter__(self) -> _LogFollower:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _follow(self) -> None:
-        while not self._stopped.wait(_LOG_INTERVAL_S):
+    def follow() -> None:
+        num_seen = 0
+        while not is_over.wait(_LOG_INTERVAL_S):
             # The last piece has no newline yet: it may still grow.
-            *lines, _ = self._server.log_text().split("\n")
-            for line in lines[self._num_lines_seen :]:
-                self._on_line(line)
-            self._num_lines_seen = max(self._num_lines_seen, len(lines))
+            *lines, _ = server.log_text().split("\n")
+            for line in lines[num_seen:]:
+                on_line(line)
+            num_seen = max(num_seen, len(lines))
+
+    thread = threading.Thread(target=follow, name="krul-log-follower", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 
 from krul_backend.attention import similarity_worker
 from krul_backend.attention.rows import Phase, accumulate
-from krul_backend.attention.shared_job import JobLayout
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.attention.worker_process import WorkerGoneError, WorkerProcess, serve
+from krul_backend.attention.worker_process import JobLayout, WorkerGoneError, WorkerProcess, serve
 from tests.support.attention_builders import Sequence
 from tests.support.strict_device import StrictDevice
 

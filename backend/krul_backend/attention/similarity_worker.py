@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate
-from krul_backend.attention.shared_job import JobLayout
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.attention.worker_process import WorkerGoneError, WorkerProcess
+from krul_backend.attention.worker_process import JobLayout, WorkerGoneError, WorkerProcess
 from krul_backend.device import Device, Event
 from krul_backend.free_extents import FreeExtents
 

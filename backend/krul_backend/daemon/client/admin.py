@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import zmq
 import zmq.auth
@@ -77,9 +76,7 @@ class AdminClient:
     def __enter__(self) -> AdminClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def ping(self) -> None:

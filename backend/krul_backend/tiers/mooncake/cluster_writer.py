@@ -11,8 +11,7 @@ from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.common.lower_tier import QueuedSegment, Suspension, TierCounters, WriteQueue
 from krul_backend.tiers.mooncake.cluster_connection import ClusterConnection
 from krul_backend.tiers.mooncake.epochs import Epochs
-from krul_backend.tiers.mooncake.known_segments import KnownSegments
-from krul_backend.tiers.mooncake.lookup import Lookup
+from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
 from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError, StoreFullError
 from krul_backend.tiers.mooncake.stored_object import StoredObject, encode_object
 
