@@ -17,7 +17,7 @@ from krul_backend.daemon.protocol.frames import encode
 from krul_backend.daemon.protocol.messages import PROTOCOL_VERSION, SessionGreeting
 from krul_backend.daemon.protocol.runtime_dir import peer_of
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
-from krul_backend.tiers.common.interface import Lease, Reservation
+from krul_backend.tiers.common.interface import Clock, Lease, Reservation
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,6 @@ class SessionTable:
         arena_fileno: the descriptor that each client is sent; not owned.
         capacity_bytes: the arena's size.
         on_end: called with each session that has ended, when it is no longer in the table.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class SessionTable:
         arena_fileno: int,
         capacity_bytes: int,
         on_end: Callable[[Session], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._arena_fileno = arena_fileno
         self._capacity_bytes = capacity_bytes

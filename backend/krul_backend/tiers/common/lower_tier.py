@@ -17,7 +17,7 @@ from typing import Any
 
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
+from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.page_index import PageRun
 
 logger = logging.getLogger(__name__)
@@ -190,10 +190,9 @@ class Suspension:
 
     Args:
         name: the tier, for the log.
-        clock: seconds, monotonic.
     """
 
-    def __init__(self, name: str, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
         self._clock = clock
         self._lock = threading.Lock()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from krul_backend.errors import StoreClosedError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.eviction import EvictionPolicy
-from krul_backend.tiers.common.interface import FAILED, PENDING, LayerStatus, Reservation
+from krul_backend.tiers.common.interface import FAILED, PENDING, Clock, LayerStatus, Reservation
 from krul_backend.tiers.common.page_index import PageIndex, PageRun
 from krul_backend.tiers.dram.arena import Arena, Extent, aligned_num_bytes
 from krul_backend.tiers.dram.eviction_plan import Candidate, EvictionSearch
@@ -94,12 +94,11 @@ class DramBooks:
     Args:
         capacity_bytes: size of the arena in bytes.
         policy: order of eviction, owned by these books.
-        clock: seconds, monotonic.
         tenant_quota: share of the arena, in (0, 1], that one tenant may take.
     """
 
     def __init__(
-        self, capacity_bytes: int, policy: EvictionPolicy, clock: Callable[[], float], tenant_quota: float
+        self, capacity_bytes: int, policy: EvictionPolicy, clock: Clock, tenant_quota: float
     ) -> None:
         self.arena = Arena(capacity_bytes)
         self.index: PageIndex[StoredSegment] = PageIndex()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, check
 from krul_backend.tiers.common.eviction import EvictionPolicy, make_policy
 from krul_backend.tiers.common.interface import (
     DRAM_TIER,
+    Clock,
     DamageReport,
     Lease,
     PathSegment,
@@ -61,7 +62,7 @@ class HostStore:
         self,
         capacity_bytes: int,
         policy: EvictionPolicy | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         tenant_quota: float = 1.0,
     ) -> None:
         if not 0 < tenant_quota <= 1:

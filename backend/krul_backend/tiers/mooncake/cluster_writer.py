@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from krul_backend.errors import ManifestError
 from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.common.interface import Block, Clock
 from krul_backend.tiers.common.lower_tier import QueuedSegment, Suspension, TierCounters, WriteQueue
 from krul_backend.tiers.mooncake.cluster_connection import ClusterConnection
 from krul_backend.tiers.mooncake.epochs import Epochs
@@ -33,7 +33,7 @@ class ClusterWriter:
         epochs: Epochs,
         known: KnownSegments,
         lookup: Lookup,
-        clock: Callable[[], float],
+        clock: Clock,
         queue_bytes: int,
     ) -> None:
         self._connection = connection

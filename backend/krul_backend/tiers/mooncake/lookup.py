@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.page_index import (
     PageIndex,
     PageRun,
@@ -38,12 +39,9 @@ class KnownSegments:
 
     A known segment may have been evicted since; see ``StoredObject.confirmed_at_s``. Segments of at most
     ``max_tokens`` tokens are remembered; the least recently matched ones are forgotten first.
-
-    Args:
-        clock: seconds, monotonic.
     """
 
-    def __init__(self, clock: Callable[[], float], max_tokens: int = 8 << 20) -> None:
+    def __init__(self, clock: Clock, max_tokens: int = 8 << 20) -> None:
         self._clock = clock
         self._max_tokens = max_tokens
         self._lock = threading.Lock()
@@ -150,12 +148,11 @@ class Lookup:
     """Finds segments in the cluster, and remembers them as known segments. Thread-safe.
 
     Args:
-        clock: seconds, monotonic.
         on_damage: called for each object whose content does not belong to its name.
     """
 
     def __init__(
-        self, known: KnownSegments, epochs: Epochs, clock: Callable[[], float], on_damage: Callable[[], None]
+        self, known: KnownSegments, epochs: Epochs, clock: Clock, on_damage: Callable[[], None]
     ) -> None:
         self._known = known
         self._epochs = epochs

@@ -12,7 +12,7 @@ from krul_backend.errors import TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
 from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
+from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.lower_tier import LowerTier, MeasuredCost, Suspension, TierCounters
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.mooncake.cluster_connection import (
@@ -42,7 +42,6 @@ class MooncakeTier(LowerTier):
         arena: the memory that blocks are views of, uint8; it is registered for transfers without a copy.
             None: blocks are copied once.
         connect: makes the client; another one than Mooncake's in tests.
-        clock: seconds, monotonic.
 
     Raises:
         DaemonError: Mooncake's client is not installed.
@@ -56,7 +55,7 @@ class MooncakeTier(LowerTier):
         arena: npt.NDArray[np.uint8] | None,
         *,
         connect: Callable[[MooncakeOptions, Block | None], ObjectStore] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         if connect is None:
             require_mooncake()

@@ -11,7 +11,7 @@ from krul_backend.errors import ConfigError, RecordError, TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.eviction import EvictionPolicy, LruPolicy
-from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
+from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.lower_tier import LowerTier, QueuedSegment, Suspension
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.record import RECORD_ALIGN, encode_metadata
@@ -63,7 +63,7 @@ class SsdTier(LowerTier):
         read_timeout_s: float = 1.0,
         policy: EvictionPolicy | None = None,
         disk: Disk | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         max_queued_bytes: int = 256 * _MIB,
         file_bytes: int | None = None,
         patience_s: float = 0.0,
