@@ -138,7 +138,7 @@ class PlainReporter:
         self._print(f"{name} | {line}")
 
     def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        _print_line(self._console, text)
 
 
 def make_reporter(console: Console, num_turns: int) -> LiveReporter | PlainReporter:

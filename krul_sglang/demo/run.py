@@ -50,12 +50,16 @@ class DemoError(KrulError):
     """The demo cannot go on; the message says why, and what to change."""
 
 
+def default_dtype() -> str:
+    """float32 without a GPU (bfloat16 is slower on a CPU), else what the model's config says."""
+    return "float32" if default_device_args() else "auto"
+
+
 @dataclass(frozen=True)
 class DemoConfig:
     """The settings that all three servers share, and those of the requests.
 
-    ``krul_options`` are further keys of ``KrulConfig`` for the krul server. ``dtype`` None: see
-    ``default_dtype``.
+    ``krul_options`` are further keys of ``KrulConfig`` for the krul server.
     """
 
     model_path: str
@@ -64,7 +68,7 @@ class DemoConfig:
     page_size: int = 16
     host_memory: str = "512MiB"
     krul_options: dict[str, str] = field(default_factory=dict)
-    dtype: str | None = None
+    dtype: str = field(default_factory=default_dtype)
     server_args: tuple[str, ...] = ()
     ready_timeout_s: float = 600.0
 
@@ -200,7 +204,7 @@ def _rotated(names: tuple[ServerName, ...], number: int) -> tuple[ServerName, ..
 def _answers_must_be_same(config: DemoConfig) -> bool:
     """In 16 bits, two right ways to compute a token can differ."""
     krul_config = KrulConfig.from_mapping(krul_values(config), "the demo's options")
-    return krul_config.is_lossless and _dtype(config) == "float32"
+    return krul_config.is_lossless and config.dtype == "float32"
 
 
 def server_args(name: ServerName, config: DemoConfig, pools: PoolSizes) -> list[str]:
@@ -208,7 +212,7 @@ def server_args(name: ServerName, config: DemoConfig, pools: PoolSizes) -> list[
     num_tokens = pools.reference_tokens if name == "device" else pools.device_tokens
     args = [
         *("--page-size", str(config.page_size)),
-        *("--dtype", _dtype(config)),
+        *("--dtype", config.dtype),
         *(_MEMORY_SHARE if default_device_args() else ()),
         *config.server_args,
         *("--max-total-tokens", str(num_tokens)),
@@ -222,15 +226,6 @@ def server_args(name: ServerName, config: DemoConfig, pools: PoolSizes) -> list[
 def krul_values(config: DemoConfig) -> dict[str, str]:
     """The krul server's configuration, as ``KrulConfig.from_mapping`` takes it."""
     return {"host_memory": config.host_memory, **config.krul_options}
-
-
-def default_dtype() -> str:
-    """float32 without a GPU (bfloat16 is slower on a CPU), else what the model's config says."""
-    return "float32" if default_device_args() else "auto"
-
-
-def _dtype(config: DemoConfig) -> str:
-    return default_dtype() if config.dtype is None else config.dtype
 
 
 def _check_pool(name: ServerName, server: ServerProcess, pools: PoolSizes) -> None:
