@@ -49,7 +49,7 @@ class ServerProcess:
     ::
 
         with ServerProcess(model_path, args=["--page-size", "16"]) as server:
-            server.generate({"text": "Hello", "sampling_params": {"max_new_tokens": 8}})
+            server.post_json("/generate", {"text": "Hello", "sampling_params": {"max_new_tokens": 8}})
 
     The server and everything it starts live in their own session, so that Ctrl-C in a terminal reaches only
     the caller, and under a supervisor (``supervisor.py``) that ends them when the caller ends, in any way.
@@ -143,11 +143,6 @@ class ServerProcess:
         """``GET /server_info``: the resolved arguments and, per data-parallel rank, ``internal_states``."""
         info: dict[str, Any] = self.get_json("/server_info")
         return info
-
-    def generate(self, payload: Mapping[str, Any], *, timeout_s: float = 600.0) -> dict[str, Any]:
-        """``POST /generate``: SGLang's own endpoint, with ``meta_info`` in the answer."""
-        answer: dict[str, Any] = self.post_json("/generate", payload, timeout_s=timeout_s)
-        return answer
 
     def error(self, problem: str, *, num_log_lines: int = 20) -> ServerError:
         """An error that says what is wrong and quotes the end of the log."""
