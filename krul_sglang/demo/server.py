@@ -33,6 +33,7 @@ _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _STOP_TIMEOUT_S = 30.0
 _POLL_INTERVAL_S = 0.25
 _POLL_SAVES_S = 0.02
+_NUM_QUOTED_LINES = 20
 _PORTS = range(20_000, 32_000)
 
 KrulState = dict[str, Any]
@@ -56,7 +57,6 @@ class ServerProcess:
 
     Args:
         model_path: a checkpoint directory or a hub name. For a directory the hub is switched off.
-        port: TCP port on 127.0.0.1; None takes a free one.
         args: further arguments of the server. A flag given here comes after the defaults, so it wins.
         env: variables on top of this process's environment.
         log_path: where stdout and stderr go; None takes a temporary file, deleted by a ``stop`` after a
@@ -68,13 +68,12 @@ class ServerProcess:
         self,
         model_path: str | Path,
         *,
-        port: int | None = None,
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
         ready_timeout_s: float = 300.0,
     ) -> None:
-        self.port = find_free_port() if port is None else port
+        self.port = find_free_port()
         self.command = [
             *(sys.executable, "-m", "sglang.launch_server"),
             *("--model-path", str(model_path)),
@@ -144,9 +143,9 @@ class ServerProcess:
         info: dict[str, Any] = self.get_json("/server_info")
         return info
 
-    def error(self, problem: str, *, num_log_lines: int = 20) -> ServerError:
+    def error(self, problem: str) -> ServerError:
         """An error that says what is wrong and quotes the end of the log."""
-        lines = self.log_text().splitlines()[-num_log_lines:]
+        lines = self.log_text().splitlines()[-_NUM_QUOTED_LINES:]
         quoted = "\n".join(f"  | {line}" for line in lines) or "  | (empty)"
         return ServerError(f"{problem}\n  command: {self.command_line}\n  log {self._log_path}:\n{quoted}")
 
