@@ -29,8 +29,7 @@ from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram.arrivals import Arrival, Arrivals
 from krul_backend.tiers.dram.dram_books import DramBooks, LockedBooks
 from krul_backend.tiers.dram.reservations import Allocator, Reservations
-from krul_backend.tiers.dram.stored_segment import StoredSegment
-from krul_backend.tiers.dram.trimming import trim_segment
+from krul_backend.tiers.dram.stored_segment import StoredSegment, plan_trim
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +192,30 @@ class HostStore:
             return [PathSegment(segment.segment_id, segment.manifest.header) for segment in segments]
 
     def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
-        return trim_segment(self._locked, segment_id, layer_first_token, layer_num_bytes)
+        """As ``KVStore.trim``: plan under the lock, take checksums outside of it, apply under it again."""
+        with self._locked.open() as books:
+            segment = books.segments.get(segment_id)
+            if segment is None:
+                return 0
+            trim = plan_trim(segment.manifest, layer_first_token, layer_num_bytes)
+            if trim is None or segment.num_pins or books.index.is_shared(segment):
+                return 0
+            segment.num_pins += 1
+        try:
+            # Somebody who pins the segment meanwhile is handed the old blocks: then the trim gives up.
+            checksums = trim.checksums(segment)
+            with self._locked.open() as books:
+                if checksums is None:
+                    books.quarantine(segment)
+                    return 0
+                if not segment.is_indexed or segment.num_pins > 1 or books.index.is_shared(segment):
+                    return 0
+                taken_before = segment.taken_bytes
+                trim.apply(segment, books.arena, checksums)
+                books.note_trim(segment, taken_before, trim.num_bytes)
+                return trim.num_bytes
+        finally:
+            self._locked.unhold(segment)
 
     def report_damage(self, segment_id: int) -> bool:
         """Take a segment out of use if a check here finds it damaged, too; see ``KVStore.report_damage``."""
