@@ -209,10 +209,10 @@ def test_serving_answers_every_job_and_ends_with_its_input() -> None:
     layout = JobLayout.of(rows, SEQUENCE.keys[0], SEQUENCE.num_tokens)
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     views = layout.views(memory)
-    views.queries.copy_(rows.queries)
+    views.rows.queries.copy_(rows.queries)
     views.keys.copy_(SEQUENCE.keys)
-    views.positions.copy_(rows.positions)
-    views.kv_heads.copy_(rows.kv_heads)
+    views.rows.positions.copy_(rows.positions)
+    views.rows.kv_heads.copy_(rows.kv_heads)
     good = layout.to_json()
     jobs = [{**good, "offset": 64}, good, {**good, "keys_dtype": "int8"}]
     client, pipe = multiprocessing.Pipe()

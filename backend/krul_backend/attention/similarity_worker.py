@@ -145,14 +145,14 @@ class SimilarityWorker:
 
     def _copy_in(self, layout: JobLayout, rows: QueryRows, read_keys: ReadKeys) -> _Copied:
         views = layout.views(self._memory)
-        views.positions.copy_(rows.positions)
-        views.kv_heads.copy_(rows.kv_heads)
+        views.rows.positions.copy_(rows.positions)
+        views.rows.kv_heads.copy_(rows.kv_heads)
         device, stream = self._open_device(rows.queries)
         # The caller may overwrite its rows as soon as this returns.
         queries = rows.queries if device.shares_cores else rows.queries.clone()
         device.wait_for(device.record(), stream)
         with device.on_stream(stream):
-            device.download(views.queries, queries)
+            device.download(views.rows.queries, queries)
             for layer in range(layout.num_layers):
                 device.download(views.keys[layer], read_keys(layer)[: layout.num_tokens])
             return _Copied(device.record(), [queries, read_keys])
@@ -208,7 +208,7 @@ class SimilarityWorker:
             break
         with self._lock:
             self._stats = replace(self._stats, reduced_here=self._stats.reduced_here + 1)
-        return accumulate(views.rows(), views.read_keys)
+        return accumulate(views.rows, views.read_keys)
 
     def _on_death(self, gone: WorkerGoneError) -> None:
         if self._process is not None:

@@ -112,7 +112,8 @@ class JobLayout:
             views.append(memory[offset : offset + num_bytes].view(dtype).view(shape))
             offset += _aligned_num_bytes(shape, dtype)
         queries, keys, positions, kv_heads, squared_distance, ir_mass = views
-        return JobViews(queries, keys, positions, kv_heads, squared_distance, ir_mass, self.scaling)
+        rows = QueryRows(queries, positions, kv_heads, self.scaling)
+        return JobViews(rows, keys, squared_distance, ir_mass)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -138,16 +139,10 @@ class JobLayout:
 class JobViews:
     """The tensors of a job, as views of the shared memory."""
 
-    queries: torch.Tensor
+    rows: QueryRows
     keys: torch.Tensor
-    positions: torch.Tensor
-    kv_heads: torch.Tensor
     squared_distance: torch.Tensor
     ir_mass: torch.Tensor
-    scaling: float
-
-    def rows(self) -> QueryRows:
-        return QueryRows(self.queries, self.positions, self.kv_heads, self.scaling)
 
     def read_keys(self, layer: int) -> torch.Tensor:
         return self.keys[layer]
@@ -158,7 +153,7 @@ class JobViews:
 
     def result(self) -> AttentionStatistics:
         """What ``write_result`` wrote, copied out of the shared memory."""
-        return AttentionStatistics(self.squared_distance.clone(), self.ir_mass.clone(), self.queries.shape[1])
+        return AttentionStatistics(self.squared_distance.clone(), self.ir_mass.clone(), self.rows.num_rows)
 
 
 def _aligned_num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -259,7 +254,7 @@ def serve(memory: torch.Tensor, client: Connection) -> None:
         error = None
         try:
             views = JobLayout.from_json(request["job"]).views(memory)
-            views.write_result(accumulate(views.rows(), views.read_keys))
+            views.write_result(accumulate(views.rows, views.read_keys))
         except Exception as failure:
             # The client reduces the job itself; the next one may well succeed.
             error = f"{type(failure).__name__}: {failure}"
