@@ -13,7 +13,7 @@ from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_backend.codec.subspace.decoder import SegmentTokens
+from krul_backend.codec.subspace.coded_tail import SegmentTokens
 from krul_backend.codec.subspace.quantizer import (
     COARSEST_SHIFT,
     FINEST_SHIFT,
@@ -30,8 +30,8 @@ from tests.support.codec_builders import rotary_table
 from tests.support.subspace_builders import SHARE, make_bases, make_layers
 from tests.support.subspace_cases import CODERS, Case, make_case, standard_bases, standard_case
 
-LARGEST_ERROR = max(ROUNDING + SHRINK, 1 - ROUNDING) + SHRINK
-"""Of a coefficient, in steps of its token, unless it is clipped."""
+LARGEST_ERROR = max(ROUNDING + SHRINK, 1 - ROUNDING) + SHRINK + 0.1
+"""Of a coefficient, in steps of its token, unless it is clipped. A tenth is for products in bf16."""
 
 
 @settings(max_examples=40, deadline=None)
@@ -74,8 +74,12 @@ def test_what_comes_back_is_within_the_step_of_each_token(data: st.DataObject) -
         # embedding turns and rounds keys again.
         decoded_vectors = group_vectors(decoded).abs().double()
         rounded = 2 * torch.finfo(dtype).eps * (decoded_vectors + 1) @ basis.encoder.abs().double()
-        step = case.encoded.params["step"]
-        assert (case.errors(group).abs() <= LARGEST_ERROR * step + 2 * rounded + 1e-5).all()
+        bound = LARGEST_ERROR * case.encoded.params["step"] + 2 * rounded + 1e-5
+        num_kept = case.num_kept(group)
+        assert (case.errors(group).abs() <= bound)[:, :num_kept].all()
+        # The others come back as the mean.
+        left_out = case.coefficients(group, decoded)[num_first_tokens:, num_kept:]
+        assert (left_out.abs() <= bound[num_first_tokens:, num_kept:]).all()
 
 
 @pytest.mark.parametrize("is_fast", [False, True])
@@ -89,8 +93,8 @@ def test_products_in_bf16_leave_the_largest_coefficients_exact(
     codec = SubspaceCodec(bases, rotary, CODERS)
     segment = SegmentTokens(0, 150, 0)
 
-    def coefficients(rows: slice | torch.Tensor) -> torch.Tensor:
-        return codec._coefficients(0, codec._vectors(0, layers.__getitem__, rows, segment))
+    def coefficients(rows: slice | torch.Tensor, num_kept: int = 128) -> torch.Tensor:
+        return codec._coefficients(0, codec._vectors(0, layers.__getitem__, rows, segment), num_kept)
 
     found = coefficients(slice(0, 150))
     bare = [LayerKV(rotary.unrotate(kv.k, torch.arange(150)), kv.v) for kv in layers]
@@ -102,12 +106,34 @@ def test_products_in_bf16_leave_the_largest_coefficients_exact(
     assert (errors[:, 64:].max() > 1e-5) == is_fast
     rows = torch.tensor([0, 3, 77])
     torch.testing.assert_close(coefficients(rows), found[rows], rtol=0, atol=2e-3 if is_fast else 3e-6)
+    few = coefficients(rows, 80)
+    torch.testing.assert_close(few, found[rows, :80], rtol=0, atol=2e-3 if is_fast else 3e-6)
+
+
+def test_small_coefficients_are_left_out_and_counted() -> None:
+    bases = make_bases(LayerShape(2, 32, 32, torch.float32), [2], rank=128)
+    some_kept = make_case(bases, max_damage=3.0)
+    assert 16 <= some_kept.num_kept(0) < make_case(bases, max_damage=1e-3).num_kept(0)
+    errors = some_kept.errors(0)
+    lost = float(errors[:, some_kept.num_kept(0) :].square().sum()) / 2 * bases.damage_factor
+    assert lost > 0.1
+    # The first token loses nothing. What is left out is measured in a sample of the tokens.
+    expected = float(errors.square().sum()) / 2 * bases.damage_factor
+    assert some_kept.encoded.damage == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("coder", ["rans", "fixed-width"])
-@pytest.mark.parametrize(("num_tokens", "num_first_tokens"), [(1, 0), (5, 3), (70, 3), (193, 0)])
+@pytest.mark.parametrize(("num_tokens", "num_first_tokens"), [(1, 0), (5, 3), (70, 3), (193, 0), (1100, 1)])
 def test_any_tail_is_the_end_of_everything(coder: str, num_tokens: int, num_first_tokens: int) -> None:
-    case = make_case(standard_bases(), num_tokens=num_tokens, coder=coder, num_first_tokens=num_first_tokens)
+    bases = make_bases(LayerShape(2, 32, 32, torch.float32), [2, 1], rank=100)
+    case = make_case(
+        bases,
+        num_tokens=num_tokens,
+        # The table ends at position 1024.
+        with_rotary=num_tokens < 1024,
+        coder=coder,
+        num_first_tokens=num_first_tokens,
+    )
     for group in range(2):
         everything = case.decode(group)
         # Around the ends of records and of the segment.
@@ -200,9 +226,9 @@ def test_what_all_tokens_are_off_by_together_costs_on_top(start_token: int) -> N
         true = group_vectors([layers[layer] for layer in basis.layers])
         mean = (group_vectors(case.decode(group)) - true).mean(0)
         shift += share * 3.0 * float(mean.square().sum()) / 2
-    assert case.encoded.shift_damage == pytest.approx(shift, rel=1e-3)
+    assert case.encoded.shift_damage == pytest.approx(shift, rel=1e-2)
     lost = shift + damage_of(case) + lost_outside(case)
-    assert case.encoded.damage == pytest.approx(lost, rel=1e-3)
+    assert case.encoded.damage == pytest.approx(lost, rel=1e-2)
     assert 0.95 * 5.0 < case.encoded.damage <= 5.0 * (1 + 1e-5)
 
 

@@ -12,30 +12,26 @@ import torch
 
 from krul_backend.codec.coefficients.coders import CoefficientCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.coefficients.scales import base_scales, best_offsets, scales_of
+from krul_backend.codec.coefficients.scales import base_scales, best_offsets, num_bands, scales_of
 from krul_backend.codec.interface import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
-from krul_backend.codec.subspace.damage import GroupErrors
-from krul_backend.codec.subspace.decoder import (
+from krul_backend.codec.subspace.coded_tail import (
     CHUNK_TOKENS,
-    Reconstruction,
+    GroupTransform,
+    KeptMemory,
     SegmentTokens,
-    SubspaceDecoder,
     tensors_of,
 )
+from krul_backend.codec.subspace.damage import GroupErrors, Sample
+from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.codec.subspace.parameters import (
     LARGEST_STEP,
     SMALLEST_STEP,
     GroupParameters,
     SubspaceParameters,
 )
-from krul_backend.codec.subspace.quantizer import (
-    dequantize,
-    quantize,
-    smallest_unclipped_step,
-    step_shifts,
-)
+from krul_backend.codec.subspace.quantizer import dequantize, quantize, step_shifts
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
@@ -73,23 +69,6 @@ class EncodedSegment:
         return sum(block.numel() for block in self.blocks)
 
 
-@dataclass(frozen=True, eq=False)
-class _Sample:
-    """Some tokens of a segment in one group: their ``coefficients [T, R]``, ``shifts [T]`` and ``worth [T]``,
-    and the errors that they have without rounding."""
-
-    coefficients: torch.Tensor
-    shifts: torch.Tensor
-    worth: torch.Tensor
-    outside: GroupErrors
-
-    def rounded(self, step: float) -> GroupErrors:
-        """The errors with this step."""
-        levels = quantize(self.coefficients, step, self.shifts)
-        errors = dequantize(levels, step, self.shifts).sub_(self.coefficients)
-        return self.outside.with_rounding(errors, self.worth)
-
-
 class SubspaceCodec:
     """Encodes and decodes the segments of one model on one rank, on the device of the bases.
 
@@ -115,11 +94,15 @@ class SubspaceCodec:
         self._rotary = rotary
         self._coders = {coder.name: coder for coder in coders}
         self._num_first_tokens = num_first_tokens
-        dtype = _product_dtype(bases.shape.dtype, Device.of(bases.groups[0].mean))
+        is_fast = Device.of(bases.groups[0].mean).multiplies_bf16_fast
+        keeps_no_more = bases.shape.dtype is torch.bfloat16 or bases.shape.dtype.itemsize == 1
+        encoding = torch.bfloat16 if is_fast and keeps_no_more else torch.float32
         # The columns after the exact ones.
-        self._encoders = tuple(basis.encoder[:, _EXACT_COEFFICIENTS:].to(dtype) for basis in bases.groups)
-        self._reconstructions = tuple(
-            Reconstruction(basis.mean.to(dtype), basis.decoder.to(dtype)) for basis in bases.groups
+        self._encoders = tuple(basis.encoder[:, _EXACT_COEFFICIENTS:].to(encoding) for basis in bases.groups)
+        decoding, memory = torch.bfloat16 if is_fast else torch.float32, KeptMemory()
+        self._transforms = tuple(
+            GroupTransform(basis, basis.decoder.to(decoding), rotary, bases.shape, memory)
+            for basis in bases.groups
         )
 
     def encode(
@@ -152,14 +135,17 @@ class SubspaceCodec:
             raise CodecError(f"a limit of {max_damage} nats leaves nothing to encode within")
         chosen = self._coder(coder)
         worths = [self._worth(basis, attention, segment) for basis in self.bases.groups]
-        step = self._choose_step(read, worths, segment, max_damage)
+        samples = [self._sample(group, read, worth, segment) for group, worth in enumerate(worths)]
+        step = self._choose_step(samples, segment, max_damage)
         groups, blocks, errors = [], [], []
-        for group, worth in enumerate(worths):
+        for group, (worth, sample) in enumerate(zip(worths, samples, strict=True)):
             before_group()
-            parameters, block, made = self._encode_group(group, read, worth, segment, step, chosen)
+            num_kept = sample.num_kept(step)
+            parameters, block, made = self._encode_group(group, read, worth, segment, step, num_kept, chosen)
             groups.append(parameters)
             blocks.append(block)
-            errors.append(made)
+            left_out = sample.left_out_damage(num_kept) * segment.num_tokens / sample.num_tokens
+            errors.append(made.with_left_out(left_out))
         damage, shift = self._damage(errors, segment)
         params = SubspaceParameters(
             self.bases.digest, coder, segment.num_first_tokens, step, carried_damage + damage, tuple(groups)
@@ -174,7 +160,7 @@ class SubspaceCodec:
         """
         segment = self._segment(start_token, num_tokens)
         worths = [self._worth(basis, attention, segment) for basis in self.bases.groups]
-        samples = self._samples(read, worths, segment)
+        samples = [self._sample(group, read, worth, segment) for group, worth in enumerate(worths)]
         return self._damage((sample.outside for sample in samples), segment)[0]
 
     def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SubspaceDecoder:
@@ -187,12 +173,7 @@ class SubspaceCodec:
         parameters = SubspaceParameters.parse(params, self.bases, num_tokens)
         segment = SegmentTokens(start_token, num_tokens, parameters.num_first_tokens)
         return SubspaceDecoder(
-            self.bases,
-            self._reconstructions,
-            self._rotary,
-            self._coder(parameters.coder),
-            parameters,
-            segment,
+            self.bases, self._transforms, self._coder(parameters.coder), parameters, segment
         )
 
     def draw(self, num_tokens: int) -> list[LayerKV]:
@@ -248,36 +229,24 @@ class SubspaceCodec:
         worth[: segment.num_first_tokens] = 0
         return worth
 
-    def _choose_step(
-        self, read: ReadLayer, worths: Sequence[torch.Tensor], segment: SegmentTokens, max_damage: float
-    ) -> float:
+    def _sample(self, group: int, read: ReadLayer, worth: torch.Tensor, segment: SegmentTokens) -> Sample:
+        """Some of the segment's tokens in a group."""
+        num_sampled = min(segment.num_tokens, _SAMPLE_TOKENS)
+        rows = torch.arange(num_sampled) * segment.num_tokens // num_sampled
+        basis, vectors = self.bases.groups[group], self._vectors(group, read, rows, segment)
+        return Sample(basis, vectors, self._coefficients(group, vectors, basis.rank), worth[rows])
+
+    def _choose_step(self, samples: Sequence[Sample], segment: SegmentTokens, max_damage: float) -> float:
         """The largest step with which a sample of the tokens is expected to stay within the limit, or else
         the smallest one with which none of its levels is clipped."""
-        samples = self._samples(read, worths, segment)
         # Below, damage would rise again, and the search would end at a step that clips nearly everything.
-        unclipped = max(
-            smallest_unclipped_step(sample.coefficients, sample.shifts, sample.worth) for sample in samples
-        )
+        unclipped = max(sample.smallest_unclipped_step for sample in samples)
         low, high = log2(max(SMALLEST_STEP, min(unclipped, LARGEST_STEP))), log2(LARGEST_STEP)
         for _ in range(_STEP_HALVINGS):
             middle = (low + high) / 2
             damage, _ = self._damage((sample.rounded(2**middle) for sample in samples), segment)
             low, high = (middle, high) if damage <= max_damage else (low, middle)
         return float(2**low)
-
-    def _samples(
-        self, read: ReadLayer, worths: Sequence[torch.Tensor], segment: SegmentTokens
-    ) -> list[_Sample]:
-        """A sample of the segment's tokens in each group."""
-        num_sampled = min(segment.num_tokens, _SAMPLE_TOKENS)
-        rows = torch.arange(num_sampled) * segment.num_tokens // num_sampled
-        samples = []
-        for group, worth in enumerate(worths):
-            vectors, sampled = self._vectors(group, read, rows, segment), worth[rows]
-            coefficients = self._coefficients(group, vectors)
-            errors = GroupErrors.none(self.bases.groups[group]).with_tokens(vectors, coefficients, sampled)
-            samples.append(_Sample(coefficients, step_shifts(sampled), sampled, errors))
-        return samples
 
     def _damage(self, groups: Iterable[GroupErrors], segment: SegmentTokens) -> tuple[float, float]:
         """What a segment is expected to lose, in nats, if all its tokens have such errors in each group; and
@@ -296,24 +265,26 @@ class SubspaceCodec:
         worth: torch.Tensor,
         segment: SegmentTokens,
         step: float,
+        num_kept: int,
         coder: CoefficientCoder,
     ) -> tuple[GroupParameters, torch.Tensor, GroupErrors]:
-        """The parameters, the block and the errors of one group."""
+        """The parameters and the block of one group, and its errors. What coefficients cost that are left out
+        is not in their own damage."""
         basis, shifts = self.bases.groups[group], step_shifts(worth)
-        levels = np.empty((segment.num_tokens, basis.rank), np.int16)
-        magnitudes = torch.zeros(basis.rank, device=basis.mean.device)
+        levels = np.empty((segment.num_tokens, num_kept), np.int16)
+        magnitudes = torch.zeros(num_kept, device=basis.mean.device)
         errors = GroupErrors.none(basis)
         for first in range(0, segment.num_tokens, CHUNK_TOKENS):
             end = min(first + CHUNK_TOKENS, segment.num_tokens)
             vectors = self._vectors(group, read, slice(first, end), segment)
-            coefficients = self._coefficients(group, vectors)
+            coefficients = self._coefficients(group, vectors, num_kept)
             chunk = quantize(coefficients, step, shifts[first:end])
             levels[first:end] = chunk.to(torch.int16).cpu().numpy()
             errors = errors.with_tokens(vectors, coefficients, worth[first:end])
             rounding = dequantize(chunk, step, shifts[first:end]).sub_(coefficients)
             errors = errors.with_rounding(rounding, worth[first:end])
             magnitudes += coefficients.abs_().sum(0)
-        base = base_scales(basis.magnitudes.cpu().numpy(), step)
+        base = base_scales(basis.magnitudes[:num_kept].cpu().numpy(), step)
         offsets = best_offsets(base, (magnitudes / (segment.num_tokens * step)).cpu().numpy(), levels)
         encoded = coder.encode(levels, scales_of(base, offsets), shifts.cpu().numpy())
         first_tokens = [
@@ -322,7 +293,9 @@ class SubspaceCodec:
             for part in tensors_of(read(layer))
         ]
         block = torch.cat([*first_tokens, torch.from_numpy(encoded.data)])
-        return GroupParameters(offsets, encoded.record_num_bytes), block, errors
+        all_offsets = np.zeros(num_bands(basis.rank), np.uint8)
+        all_offsets[: len(offsets)] = offsets
+        return GroupParameters(all_offsets, encoded.record_num_bytes), block, errors
 
     def _vectors(
         self, group: int, read: ReadLayer, rows: slice | torch.Tensor, segment: SegmentTokens
@@ -342,14 +315,9 @@ class SubspaceCodec:
         vectors[(places < segment.num_first_tokens).to(vectors.device)] = 0
         return vectors
 
-    def _coefficients(self, group: int, vectors: torch.Tensor) -> torch.Tensor:
-        """Coefficients fp32 ``[T, R]`` of ``vectors [T, D]``."""
-        encoder = self._encoders[group]
-        exact = vectors @ self.bases.groups[group].encoder[:, :_EXACT_COEFFICIENTS]
-        return torch.cat([exact, vectors.to(encoder.dtype) @ encoder], dim=1)
-
-
-def _product_dtype(pool_dtype: torch.dtype, device: Device) -> torch.dtype:
-    """Choose the element type to multiply in: bf16 if the pool keeps no more and the device is fast at it."""
-    keeps_no_more = pool_dtype is torch.bfloat16 or pool_dtype.itemsize == 1
-    return torch.bfloat16 if device.multiplies_bf16_fast and keeps_no_more else torch.float32
+    def _coefficients(self, group: int, vectors: torch.Tensor, num_kept: int) -> torch.Tensor:
+        """The first coefficients, fp32 ``[T, num_kept]``, of ``vectors [T, D]``."""
+        basis, encoder = self.bases.groups[group], self._encoders[group]
+        exact = vectors @ basis.encoder[:, : min(num_kept, _EXACT_COEFFICIENTS)]
+        rest = vectors.to(encoder.dtype) @ encoder[:, : max(0, num_kept - _EXACT_COEFFICIENTS)]
+        return torch.cat([exact, rest], dim=1)

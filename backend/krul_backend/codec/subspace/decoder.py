@@ -1,68 +1,36 @@
-"""Decodes the blocks of one segment: any tail of any group of layers."""
+"""The blocks of one segment: where tails of them begin, and how they are decoded."""
 
 from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 
 from krul_backend.codec.coefficients.coders import CoefficientCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import base_scales, scales_of
 from krul_backend.codec.interface import LayerKV
-from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_layout import SegmentLayout
-from krul_backend.codec.subspace.bases import ModelBases, split_vectors
+from krul_backend.codec.subspace.bases import ModelBases
+from krul_backend.codec.subspace.coded_tail import CodedTail, GroupTransform, SegmentTokens, decode_tails
 from krul_backend.codec.subspace.parameters import SubspaceParameters
-from krul_backend.codec.subspace.quantizer import SHRINK
 from krul_backend.errors import CodecError
-
-_LEAST_ROWS = 64
-"""At least so many rows are multiplied at a time. Products of fewer rows add up in another order, and a token
-would depend on where the tail that it is decoded with begins."""
-
-CHUNK_TOKENS = 1024
-"""The most tokens whose vectors are held in fp32 at a time."""
-
-
-@dataclass(frozen=True)
-class SegmentTokens:
-    """The tokens of a segment: ``[start_token, start_token + num_tokens)`` of its conversation. The first
-    ``num_first_tokens`` of them are stored as in the pool."""
-
-    start_token: int
-    num_tokens: int
-    num_first_tokens: int
-
-
-@dataclass(frozen=True, eq=False)
-class Reconstruction:
-    """Reconstructs the vectors of a group as ``mean + coefficients @ decoder``.
-
-    ``mean [D]`` and ``decoder [R, D]`` are those of the group's basis, in the element type in which they are
-    multiplied.
-    """
-
-    mean: torch.Tensor
-    decoder: torch.Tensor
 
 
 class SubspaceDecoder(SegmentLayout):
     """Decodes the blocks of one segment. ``SubspaceCodec.open`` makes it.
 
     The block of a group is that of its first layer; the other layers of the group have none of their own.
-    ``stored_as``: the groups. ``damage``: see ``EncodedSegment``.
+    ``transforms``: of each group. ``stored_as``: the groups. ``damage``: see ``EncodedSegment``. ``shape``:
+    of each layer's KV in the pool.
     """
 
     def __init__(
         self,
         bases: ModelBases,
-        reconstructions: Sequence[Reconstruction],
-        rotary: RotaryTable | None,
+        transforms: Sequence[GroupTransform],
         coder: CoefficientCoder,
         parameters: SubspaceParameters,
         segment: SegmentTokens,
@@ -70,9 +38,9 @@ class SubspaceDecoder(SegmentLayout):
         super().__init__(bases.num_layers, segment.start_token, segment.num_tokens, RECORD_TOKENS)
         self.stored_as = bases.layer_groups(coder.name)
         self.damage = parameters.damage
+        self.shape = bases.shape
         self._bases = bases
-        self._reconstructions = reconstructions
-        self._rotary = rotary
+        self._transforms = transforms
         self._coder = coder
         self._parameters = parameters
         self._segment = segment
@@ -117,64 +85,52 @@ class SubspaceDecoder(SegmentLayout):
         Raises:
             CodecError: no such token, a block of another size, or a damaged one.
         """
-        num_tokens = self._segment.num_tokens
-        if not 0 <= first_token < num_tokens:
-            raise CodecError(f"token {first_token} of a segment of {num_tokens} tokens")
+        tail = self.tail(group, block, first_token, self._segment.num_tokens)
+        device = tail.transform.basis.mean.device
+        sizes = [
+            (tail.num_tokens, self.shape.num_kv_heads, head_dim)
+            for head_dim in (self.shape.k_head_dim, self.shape.v_head_dim)
+        ]
+        decoded = [
+            LayerKV(*(torch.empty(size, dtype=self.shape.dtype, device=device) for size in sizes))
+            for _ in tail.transform.basis.layers
+        ]
+        for rows, chunk in decode_tails([tail]):
+            for of_layer, part in zip(decoded, chunk, strict=True):
+                of_layer.k[rows], of_layer.v[rows] = part.k, part.v
+        return decoded
+
+    def tail(self, group: int, block: torch.Tensor, first_token: int, end_token: int) -> CodedTail:
+        """Tokens ``[first_token, end_token)`` of a group of layers, to be decoded with those of other
+        segments.
+
+        ``block``: as for ``decode``, but on any device.
+
+        Raises:
+            CodecError: no such tokens, or a block of another size.
+        """
+        if not 0 <= first_token < end_token <= self._segment.num_tokens:
+            raise CodecError(
+                f"tokens {first_token} to {end_token - 1} of a segment of {self._segment.num_tokens} tokens"
+            )
         first_layer = self._bases.groups[group].first_layer
         expected = self.group_num_bytes[group] - self.tail_start(first_layer, first_token)
         if block.dtype is not torch.uint8 or block.ndim != 1 or block.numel() != expected:
             raise CodecError(f"a block of {expected} bytes is needed, got {block.dtype} {tuple(block.shape)}")
-        basis, parameters = self._bases.groups[group], self._parameters.groups[group]
-        record = first_token // RECORD_TOKENS
-        num_raw_bytes = self._first_tokens_num_bytes(group) if record == 0 else 0
-        scales = scales_of(
-            base_scales(basis.magnitudes.cpu().numpy(), self._parameters.step), parameters.offsets
-        )
-        # Coefficients matter less and less: with a large step all from some place on are zero.
-        num_used = int(scales.nonzero()[0].max(initial=-1)) + 1
-        first_row, end_row = (token - record * RECORD_TOKENS for token in (first_token, num_tokens))
-        values = np.empty((end_row + _LEAST_ROWS, num_used), np.float32)
-        values[end_row:] = 0
-        self._coder.decode(
-            block[num_raw_bytes:].numpy(),
+        parameters, record = self._parameters.groups[group], first_token // RECORD_TOKENS
+        magnitudes = self._bases.groups[group].magnitudes.cpu().numpy()
+        return CodedTail(
+            first_token,
+            end_token,
+            block,
+            self._first_tokens_num_bytes(group) if record == 0 else 0,
             parameters.record_num_bytes[record:],
-            scales[:num_used],
-            values[:end_row],
-            shrink=SHRINK,
-            num_threads=torch.get_num_threads(),
+            scales_of(base_scales(magnitudes, self._parameters.step), parameters.offsets),
+            self._parameters.step,
+            self._coder,
+            self._transforms[group],
+            self._segment,
         )
-        decoded = self._reconstruct(group, torch.from_numpy(values[first_row:]), first_token)
-        if num_raw_bytes:
-            self._put_first_tokens(block[:num_raw_bytes], first_token, decoded)
-        return decoded
-
-    def _reconstruct(self, group: int, values: torch.Tensor, first_token: int) -> list[LayerKV]:
-        """The KV of the tokens from ``first_token`` on. ``values``: their coefficients in steps, fp32 ``[T +
-        _LEAST_ROWS, R]``, zeros at the end."""
-        shape, layers = self._bases.shape, self._bases.groups[group].layers
-        mean, decoder = self._reconstructions[group].mean, self._reconstructions[group].decoder
-        num_tokens = self._segment.num_tokens - first_token
-        keys = torch.empty(
-            (num_tokens, len(layers) * shape.num_kv_heads, shape.k_head_dim),
-            dtype=shape.dtype,
-            device=mean.device,
-        )
-        values_of_layers = keys.new_empty((len(layers), num_tokens, shape.num_kv_heads, shape.v_head_dim))
-        for start in range(0, num_tokens, CHUNK_TOKENS):
-            end = min(start + CHUNK_TOKENS, num_tokens)
-            coefficients = values[start : max(end, start + _LEAST_ROWS)].to(mean.device, mean.dtype)
-            vectors = torch.addmm(mean, coefficients, decoder[: values.shape[1]], alpha=self._parameters.step)
-            split = split_vectors(vectors[: end - start], shape, len(layers))
-            # Rotating the keys of all layers at once is faster.
-            chunk = torch.cat([kv.k for kv in split], dim=1)
-            if self._rotary is not None:
-                positions = torch.arange(start, end, device=mean.device)
-                chunk = self._rotary.rotate(chunk, positions + self._segment.start_token + first_token)
-            keys[start:end] = chunk
-            for layer, kv in enumerate(split):
-                values_of_layers[layer, start:end] = kv.v
-        of_layers = torch.split(keys, shape.num_kv_heads, dim=1)
-        return [LayerKV(k, v) for k, v in zip(of_layers, values_of_layers, strict=True)]
 
     def decode_all(self, blocks: Sequence[torch.Tensor]) -> list[LayerKV]:
         """Decode all layers of the whole segment, in order. ``blocks``: the whole block of each group.
@@ -190,17 +146,3 @@ class SubspaceDecoder(SegmentLayout):
         shape = self._bases.shape
         token_bytes = len(self._bases.groups[group].layers) * (shape.k_token_bytes + shape.v_token_bytes)
         return self._segment.num_first_tokens * token_bytes
-
-    def _put_first_tokens(self, raw: torch.Tensor, first_token: int, decoded: Sequence[LayerKV]) -> None:
-        """Write the first tokens' own KV over what was decoded for them."""
-        num_first_tokens = self._segment.num_first_tokens
-        parts = [part for kv in decoded for part in tensors_of(kv)]
-        sizes = [part[0].numel() * part.dtype.itemsize * num_first_tokens for part in parts]
-        for part, stored in zip(parts, torch.split(raw, sizes), strict=True):
-            rows = stored.clone().view(part.dtype).view(num_first_tokens, *part.shape[1:])[first_token:]
-            part[: len(rows)] = rows.to(part.device)
-
-
-def tensors_of(kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, in the order in which they are stored."""
-    return kv.k, kv.v

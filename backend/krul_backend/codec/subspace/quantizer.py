@@ -23,7 +23,7 @@ WORTH_EXPONENT = -0.25
 token if attention predicted worth exactly. But attention tells of the past only: a fact that nobody has asked
 for yet has drawn none. Half of that exponent compresses nearly as well, and is safer."""
 
-_LARGEST_LEVEL = 32767
+LARGEST_LEVEL = 32767
 
 
 def step_shifts(worth: torch.Tensor) -> torch.Tensor:
@@ -40,15 +40,8 @@ def token_steps(step: float, shifts: torch.Tensor) -> torch.Tensor:
 def quantize(coefficients: torch.Tensor, step: float, shifts: torch.Tensor) -> torch.Tensor:
     """Levels of ``coefficients [T, R]``: fp32 whole numbers of the same shape."""
     scaled = coefficients / token_steps(step, shifts)
-    magnitudes = scaled.abs().add_(ROUNDING).floor_().clamp_(max=_LARGEST_LEVEL)
+    magnitudes = scaled.abs().add_(ROUNDING).floor_().clamp_(max=LARGEST_LEVEL)
     return magnitudes.copysign_(scaled)
-
-
-def smallest_unclipped_step(coefficients: torch.Tensor, shifts: torch.Tensor, worth: torch.Tensor) -> float:
-    """Return the smallest step with which no level of ``coefficients [T, R]`` is clipped, but for tokens of
-    worth 0."""
-    scaled = coefficients.abs().amax(1) / token_steps(1, shifts)[:, 0]
-    return float((scaled * (worth > 0)).amax()) / _LARGEST_LEVEL
 
 
 def dequantize(levels: torch.Tensor, step: float, shifts: torch.Tensor) -> torch.Tensor:
