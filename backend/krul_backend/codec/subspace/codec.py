@@ -312,8 +312,8 @@ class SubspaceCodec:
         split = torch.split(keys, self.bases.shape.num_kv_heads, dim=1)
         bare = [LayerKV(k, kv.v[rows]) for k, kv in zip(split, layers, strict=True)]
         vectors = group_vectors(bare).to(basis.mean.device).sub_(basis.mean)
-        vectors[(places < segment.num_first_tokens).to(vectors.device)] = 0
-        return vectors
+        is_first = (places < segment.num_first_tokens).to(vectors.device)
+        return vectors.masked_fill_(is_first[:, None], 0)
 
     def _coefficients(self, group: int, vectors: torch.Tensor, num_kept: int) -> torch.Tensor:
         """The first coefficients, fp32 ``[T, num_kept]``, of ``vectors [T, D]``."""
