@@ -21,12 +21,13 @@ def make_bases(
     layers_of_groups: Sequence[int],
     *,
     rank: int = 20,
+    decay: float = 0.85,
     slope: float = 1.0,
     damage_factor: float = 1.0,
     seed: int = 0,
 ) -> ModelBases:
     """Random orthogonal directions with a metric of their own, variances that fall, and means that are not
-    zero. ``rank``: at most so many coefficients per group."""
+    zero. ``rank``: at most so many coefficients per group. ``decay``: of their magnitudes, from one to the next."""
     generator = torch.Generator().manual_seed(seed)
     ends = list(itertools.accumulate(layers_of_groups))
     groups = []
@@ -42,7 +43,7 @@ def make_bases(
                 mean=torch.randn(dim, generator=generator),
                 encoder=(directions * metric).contiguous(),
                 decoder=(directions / metric).T.contiguous(),
-                magnitudes=0.5 * 0.85 ** torch.arange(used),
+                magnitudes=0.5 * decay ** torch.arange(used),
                 attention_means=torch.full(heads, math.log(SHARE)),
                 attention_slopes=torch.full(heads, slope),
                 attention_levels=torch.full(heads, 1 / math.prod(heads)),

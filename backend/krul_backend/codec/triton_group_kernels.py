@@ -158,13 +158,12 @@ def _place_channels(
 
     Otherwise columns are channels, and ``2 p`` and ``2 p + 1`` turn together.
     """
+    # By arithmetic, without remainders and choices: the compiler then knows which channels are neighbours.
     if are_halves:
         half: tl.constexpr = (dim + 1) // 2
         is_second = column // num_pairs
-        pair = column % num_pairs
-        head = pair // padded_half
-        pair = pair % padded_half
-        # By arithmetic and not by a choice: the compiler then knows which channels are neighbours.
+        head = column // padded_half - is_second * (num_pairs // padded_half)
+        pair = column - is_second * num_pairs - head * padded_half
         channel = pair + is_second * half
         if rotary_half < half:
             is_rotated = (pair < rotary_half).to(tl.int32)
@@ -173,7 +172,7 @@ def _place_channels(
         is_channel = (pair < half) & (channel < dim)
     else:
         head = column // (2 * padded_half)
-        channel = column % (2 * padded_half)
+        channel = column - head * (2 * padded_half)
         is_channel = channel < dim
     return head, channel, is_channel
 
@@ -265,7 +264,7 @@ def _restore_channels(
     is_column = is_channel & (head < num_heads)
     element = head * dim + channel
     record = row // RECORD
-    in_record = row % RECORD
+    in_record = row - record * RECORD
     is_row = row < num_rows
     x = tl.zeros([row.shape[0], 2 * num_pairs], tl.float32)
     x = _multiply(
@@ -278,7 +277,8 @@ def _restore_channels(
     )  # fmt: skip
     x = x * step + tl.load(mean + vector_at + element, mask=is_column, other=0)[None, :]
     if rotary_half > 0:
-        pair = tl.arange(0, num_pairs) % padded_half
+        pair = tl.arange(0, num_pairs)
+        pair -= pair // padded_half * padded_half
         is_angle = is_token[:, None] & (pair < rotary_half)[None, :]
         angle_at = (start_token + token)[:, None] * angle_stride + pair[None, :]
         cos = tl.load(cos_table + angle_at, mask=is_angle, other=1)
