@@ -106,7 +106,7 @@ def unknown_units_are_decoded(setting: Setting) -> str:
 
 
 def groups_equal_the_reference(setting: Setting) -> dict[str, int]:
-    """Groups in shared subspaces, of every element type, head size, rotation and length, from any token on."""
+    """Groups in shared subspaces: every element type, head size, rotation, length and first token."""
     cases = [
         GroupCase(LayerShape(8, 128, 128, dtype), rank, rotary_dim=128, num_tokens=length, max_damage=0.01)
         for dtype, rank, length in itertools.product(
@@ -147,9 +147,7 @@ def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
     for num_tokens in lengths:
         decoder, block = encode_drawn(codec, num_tokens, device)
         buffers = [
-            tuple(
-                torch.zeros(num_tokens, 8, 128, dtype=shape.dtype, device=setting.device) for _ in range(2)
-            )
+            tuple(torch.zeros(num_tokens, 8, 128, dtype=shape.dtype, device=setting.device) for _ in range(2))
             for _ in range(layers_of_group)
         ]
         slots = torch.randperm(num_tokens).to(setting.device)
@@ -165,7 +163,9 @@ def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
                 "gbs": round(num_bytes / seconds / 1e9, 1),
             }
         )
-        print(f"groups of {num_tokens} tokens: {rows[-1]['gbs']} GB of bf16 KV written per second", flush=True)
+        print(
+            f"groups of {num_tokens} tokens: {rows[-1]['gbs']} GB of bf16 KV written per second", flush=True
+        )
     return rows
 
 

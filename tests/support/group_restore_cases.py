@@ -31,7 +31,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-7}
 class GroupCase:
     """A segment of one group of two layers, and tokens ``[first_token, end_token)`` of it; all by default.
 
-    Layers before the last one are wanted from ``head_tokens`` later on. ``rotary_dim`` 0: keys are not rotated.
+    Layers before the last one are wanted from ``head_tokens`` later on. ``rotary_dim`` 0: keys are not
+    rotated.
     """
 
     shape: LayerShape
@@ -59,7 +60,9 @@ def check_group(case: GroupCase, decode: Decode, device: Device, num_layers: int
     slots = torch.randperm(num_slots, generator=generator)[: end - case.first_token]
     buffers = [
         tuple(
-            torch.full((num_slots, shape.num_kv_heads, dim), 7.0, dtype=shape.dtype, device=device.torch_device)
+            torch.full(
+                (num_slots, shape.num_kv_heads, dim), 7.0, dtype=shape.dtype, device=device.torch_device
+            )
             for dim in (shape.k_head_dim, shape.v_head_dim)
         )
         for _ in range(num_layers)
@@ -116,10 +119,15 @@ def encode_case(
 def encode_drawn(
     codec: SubspaceCodec, num_tokens: int, device: Device
 ) -> tuple[SubspaceDecoder, torch.Tensor]:
-    """The decoder and the block, in page-locked memory, of random KV in the first group of a codec's bases."""
+    """The decoder and the page-locked block of random KV in the first group of a codec's bases."""
     layers = codec.draw(num_tokens)
     encoded = codec.encode(
-        layers.__getitem__, start_token=0, num_tokens=num_tokens, attention=None, max_damage=0.01, coder="rans"
+        layers.__getitem__,
+        start_token=0,
+        num_tokens=num_tokens,
+        attention=None,
+        max_damage=0.01,
+        coder="rans",
     )
     block = device.host_empty(encoded.blocks[0].shape, torch.uint8).copy_(encoded.blocks[0])
     return codec.open(encoded.params, start_token=0, num_tokens=num_tokens), block

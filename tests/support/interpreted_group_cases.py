@@ -1,7 +1,7 @@
 """The kernels for groups of layers in triton's interpreter, on the CPU.
 
-Not collected by itself: ``test_group_restore`` runs it in a process of its own, because triton decides when it is
-imported whether it interprets.
+Not collected by itself: ``test_group_restore`` runs it in a process of its own, because triton decides when
+it is imported whether it interprets.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _convert_float
-import triton.language as tl
 
 from krul_backend.codec.coefficients.coders import EncodedLevels, RansCoder
 from krul_backend.codec.interface import LayerShape
@@ -42,7 +42,7 @@ CPU = InterpretedDevice(torch.device("cpu"))
 
 @pytest.fixture(autouse=True, scope="module")
 def products_of_bf16() -> Iterator[None]:
-    """Triton 3.8 interprets the bits of bf16 as whole numbers when it multiplies; here they are what they mean."""
+    """Multiplies bf16 as what it means: the interpreter of triton 3.8 takes its bits for whole numbers."""
     create_dot = InterpreterBuilder.create_dot
 
     def as_fp32(handle: Any) -> Any:
@@ -134,9 +134,7 @@ def test_damage_is_what_the_coder_calls_damage(seed: int, kind: str) -> None:
     for filling in (0x00, 0xFF, 0x81):
         around = np.full(len(data) + 2048, filling, np.uint8)
         around[1024:-1024] = data
-        tail = replace(
-            coded_tail(around, sizes, scales, num_tokens), num_raw_bytes=1024
-        )
+        tail = replace(coded_tail(around, sizes, scales, num_tokens), num_raw_bytes=1024)
         found.append(values_of(TritonGroup(tail, num_tokens, CPU)))
     for values, damaged in found:
         assert torch.equal(damaged, found[0][1])

@@ -27,7 +27,8 @@ def make_bases(
     seed: int = 0,
 ) -> ModelBases:
     """Random orthogonal directions with a metric of their own, variances that fall, and means that are not
-    zero. ``rank``: at most so many coefficients per group. ``decay``: of their magnitudes, from one to the next."""
+    zero. ``rank``: at most so many coefficients per group. ``decay``: of their magnitudes, from one to the
+    next."""
     generator = torch.Generator().manual_seed(seed)
     ends = list(itertools.accumulate(layers_of_groups))
     groups = []

@@ -1,4 +1,4 @@
-"""Groups of layers from their blocks into the pool: on a CPU, in triton's interpreter, and compiled for GPUs."""
+"""Groups of layers from blocks into the pool: on a CPU, in triton's interpreter, compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_slots_and_buffers_that_do_not_fit_are_refused(
 def test_the_kernels_compile_to_whole_stores(
     shape: LayerShape, rotary_dim: int, is_neox: bool, compute_capability: int
 ) -> None:
-    """No GPU is needed to see that every lane writes 16 bytes of the pool at a time, and which products it does."""
+    """No GPU is needed to see that lanes write 16 bytes at a time, and what kinds of products they use."""
     from krul_backend.codec.triton_group_kernels import decode_rans, restore_group_layer
     from krul_backend.codec.triton_group_restore import Coefficients, decode_launch, layer_launch
 

@@ -20,6 +20,9 @@ from krul_backend.errors import CodecError
 FusedUnit = NativeLayer | CodedLayer | SharedPair
 """What ``triton_restore`` can decode."""
 
+GroupBuffers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of each layer of a group in the pool."""
+
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -80,8 +83,8 @@ def can_fuse(found: UnitBlocks, k_buffer: torch.Tensor, v_buffer: torch.Tensor, 
 class DecodedGroup(ABC):
     """Tokens ``[first_token, end_token)`` of a segment in all layers of a group, ready to be written.
 
-    ``decode_group`` makes it. On a GPU decoding is only queued then, on the stream that was current: ``write`` is
-    called on the same one.
+    ``decode_group`` makes it. On a GPU decoding is only queued then, on the stream that was current:
+    ``write`` is called on the same one.
     """
 
     def __init__(self, shape: LayerShape, first_token: int, end_token: int) -> None:
@@ -90,12 +93,15 @@ class DecodedGroup(ABC):
         self._end_token = end_token
 
     def write(
-        self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], first_tokens: Sequence[int], slots: torch.Tensor
+        self,
+        buffers: GroupBuffers,
+        first_tokens: Sequence[int],
+        slots: torch.Tensor,
     ) -> None:
-        """Write each layer of the group from its own first token on; once, since what was decoded is freed then.
+        """Write each layer of the group from its own first token on, and free what was decoded: once.
 
-        ``buffers``: keys and values of each layer, as for ``restore_layer``. ``first_tokens``: of each layer, from
-        ``first_token`` to ``end_token``. ``slots``: int64 ``[end_token - first_token]``, all different.
+        ``buffers``: keys and values of each layer, as for ``restore_layer``. ``first_tokens``: of each layer,
+        from ``first_token`` to ``end_token``. ``slots``: int64 ``[end_token - first_token]``, all different.
 
         Raises:
             CodecError: slots and tokens differ in number, or buffers are not of the codec's shape and dtype.
@@ -106,7 +112,10 @@ class DecodedGroup(ABC):
 
     @abstractmethod
     def _write(
-        self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], first_tokens: Sequence[int], slots: torch.Tensor
+        self,
+        buffers: GroupBuffers,
+        first_tokens: Sequence[int],
+        slots: torch.Tensor,
     ) -> None: ...
 
     @abstractmethod
@@ -126,7 +135,10 @@ class _DecodedRows(DecodedGroup):
         self._rows = rows
 
     def _write(
-        self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], first_tokens: Sequence[int], slots: torch.Tensor
+        self,
+        buffers: GroupBuffers,
+        first_tokens: Sequence[int],
+        slots: torch.Tensor,
     ) -> None:
         for of_layer, kv, token in zip(buffers, self._rows, first_tokens, strict=True):
             wanted = slice(token - self._first_token, self._end_token - self._first_token)
@@ -139,16 +151,22 @@ class _DecodedRows(DecodedGroup):
 
 
 def decode_group(
-    decoder: SubspaceDecoder, group: int, block: torch.Tensor, first_token: int, end_token: int, device: Device
+    decoder: SubspaceDecoder,
+    group: int,
+    block: torch.Tensor,
+    first_token: int,
+    end_token: int,
+    device: Device,
 ) -> DecodedGroup:
     """Decode tokens ``[first_token, end_token)`` of a group of layers, for a pool on ``device``.
 
     ``block``: uint8 on the host, the group's from the ``tail_start`` of ``first_token`` on. Where
-    ``can_fuse_groups`` holds, it is copied to the device and decoded there, both on the current stream, and this
-    returns at once: the block must not change until that has run. Otherwise it is decoded now.
+    ``can_fuse_groups`` holds, it is copied to the device and decoded there, both on the current stream, and
+    this returns at once: the block must not change until that has run. Otherwise it is decoded now.
 
     Raises:
-        CodecError: see ``SubspaceDecoder.decode``. Damage that a GPU finds is raised by ``DecodedGroup.check``.
+        CodecError: see ``SubspaceDecoder.decode``. Damage that a GPU finds is raised by
+        ``DecodedGroup.check``.
     """
     if can_fuse_groups(decoder, device):
         from krul_backend.codec.triton_group_restore import TritonGroup
@@ -163,7 +181,11 @@ def can_fuse_groups(decoder: SubspaceDecoder, device: Device) -> bool:
 
     They do not on a CPU, if elements of the pool are not bf16, fp16 or fp32, or for a coder other than rANS.
     """
-    return device.runs_triton and decoder.shape.dtype in _FUSED_DTYPES and decoder.stored_as.coder == RansCoder.name
+    return (
+        device.runs_triton
+        and decoder.shape.dtype in _FUSED_DTYPES
+        and decoder.stored_as.coder == RansCoder.name
+    )
 
 
 def _check_target(

@@ -1,10 +1,10 @@
-"""GPU code that decodes a group of layers in a shared subspace: levels first, then their product with the basis.
+"""GPU code that decodes a group of layers: first its coefficients, then their product with the basis.
 
 ``decode_rans`` has one program of one warp for each record of 64 tokens. A lane of the coder is a lane of the
-warp. All lanes take a step together: which of them read a word, and which one, follows from a running sum over
-the lanes. The steps of a record follow each other, so the time is that of the longest record; records run side
-by side. Where a record lies comes from the caller and is checked by it. Whatever the bytes in between are,
-nothing outside of the record is read, and nothing outside of its own coefficients is written.
+warp. All lanes take a step together: which of them read a word, and which one, follows from a running sum
+over the lanes. The steps of a record follow each other, so the time is that of the longest record; records
+run side by side. Where a record lies comes from the caller and is checked by it. Whatever the bytes in
+between are, nothing outside of the record is read, and nothing outside of its own coefficients is written.
 
 ``restore_group_layer`` has one program for some tokens and some channels of a layer's keys, or of its values.
 It multiplies coefficients and basis tile by tile, adds the mean, rotates keys and writes to the slots.
@@ -66,13 +66,13 @@ def decode_rans(
 ):
     """Decode one record of ``block`` uint8 into the values of its coefficients, for each program.
 
-    Record ``i`` has bytes ``[record_starts[i], record_starts[i + 1])`` of the block, whole words of 16 bits, and
-    64 of the ``num_tokens``; the last one may have fewer. ``scales [num_coded]``: those of the coefficients that
-    are coded. ``tables``: ``CoderTables.decoding``.
+    Record ``i`` has bytes ``[record_starts[i], record_starts[i + 1])`` of the block, whole words of 16 bits,
+    and 64 of the ``num_tokens``; the last one may have fewer. ``scales [num_coded]``: those of the
+    coefficients that are coded. ``tables``: ``CoderTables.decoding``.
 
     Coefficients before ``num_exact`` go to ``exact [records, num_exact, 64]``, the others to ``rest [records,
-    num_coded - num_exact, 64]``, as ``sign(q) * (|q| - shrink) * 2 ** (shift / 2)``. ``damaged [records]`` is set
-    to 1 if the bytes are not what the coder writes, otherwise to 0.
+    num_coded - num_exact, 64]``, as ``sign(q) * (|q| - shrink) * 2 ** (shift / 2)``. ``damaged [records]`` is
+    set to 1 if the bytes are not what the coder writes, otherwise to 0.
     """
     record = tl.program_id(0)
     size = tl.minimum(num_tokens - record * RECORD, RECORD)
@@ -90,10 +90,14 @@ def decode_rans(
     moves = ()
     factors = ()
     for index in tl.static_range(ROUNDS):
-        shift = _read_shifts(words, num_shift_words, num_words, lane + index * LANES).to(tl.int32) + SMALLEST_SHIFT
-        moves = moves + (2 * shift,)
+        shift = (
+            _read_shifts(words, num_shift_words, num_words, lane + index * LANES).to(tl.int32)
+            + SMALLEST_SHIFT
+        )
+        moves = moves + (2 * shift,)  # noqa: RUF005 - triton does not unpack
         # Powers of whole numbers are exact on every device.
-        factors = factors + (tl.exp2((shift >> 1).to(tl.float32)) * tl.where((shift & 1) != 0, SQRT_2, 1.0),)
+        factor = tl.exp2((shift >> 1).to(tl.float32)) * tl.where((shift & 1) != 0, SQRT_2, 1.0)
+        factors = factors + (factor,)  # noqa: RUF005
     low = _read_words(words, num_shift_words + 2 * lane, num_words, is_lane)
     high = _read_words(words, num_shift_words + 2 * lane + 1, num_words, is_lane)
     state = low | high << 16
@@ -148,10 +152,10 @@ def _place_channels(
     rotary_half: tl.constexpr,
     are_halves: tl.constexpr,
 ):
-    """The head, counted from the program's first one, and the channel that a program's ``column [C]`` stands for.
+    """Which head, counted from the program's first one, and which channel each of ``column [C]`` is.
 
-    ``are_halves``: the first ``num_pairs`` columns are the first channels of the pairs that turn together, of one
-    head after the other, and the others are the second ones::
+    ``are_halves``: the first ``num_pairs`` columns are the first channels of the pairs that turn together, of
+    one head after the other, and the others are the second ones::
 
         [0, rotary_half)     p                p + rotary_half
         [rotary_half, half)  p + rotary_half  p + half    what is not rotated, in two halves too
@@ -195,10 +199,10 @@ def _multiply(
     precision: tl.constexpr,
     num_program_values: tl.constexpr,
 ):
-    """Add the product of the coefficients ``values [records, num_values, 64]`` with their rows of ``decoder``.
+    """Add the product of coefficients ``values [records, num_values, 64]`` and rows of ``decoder``.
 
-    Row ``r`` of the result is token ``in_record[r]`` of record ``record[r]``; ``places`` from ``first_place`` on
-    are the rows of ``decoder [R, vector_size]``. Both are multiplied as ``dtype``.
+    Row ``r`` of the result is token ``in_record[r]`` of record ``record[r]``; ``places`` from ``first_place``
+    on are the rows of ``decoder [R, vector_size]``. Both are multiplied as ``dtype``.
     """
     of_rows = values + (record.to(tl.int64) * num_values * RECORD + in_record)
     for start in range(0, num_values, num_program_values):
@@ -364,10 +368,11 @@ def restore_group_layer(
 ):
     """Write tokens ``[first_token, end_token)`` of a segment to their slots of one layer.
 
-    ``exact``, ``rest``: what ``decode_rans`` wrote of ``num_rows`` tokens from ``first_row_token`` on. ``places
-    [num_coded]``: the rows of the decoders ``[R, vector_size]`` that the coefficients belong to; a token's vector
-    has the layer's keys from ``k_at`` and its values from ``v_at`` on. ``slots``: of the tokens from
-    ``first_slot_token`` on. ``first_tokens``: bytes of tokens before ``num_first_tokens``, as in the pool.
+    ``exact``, ``rest``: what ``decode_rans`` wrote of ``num_rows`` tokens from ``first_row_token`` on.
+    ``places [num_coded]``: the rows of the decoders ``[R, vector_size]`` that the coefficients belong to; a
+    token's vector has the layer's keys from ``k_at`` and its values from ``v_at`` on. ``slots``: of the
+    tokens from ``first_slot_token`` on. ``first_tokens``: bytes of tokens before ``num_first_tokens``, as in
+    the pool.
     """
     head_blocks: tl.constexpr = (num_heads + num_program_heads - 1) // num_program_heads
     first_head = tl.program_id(0) % head_blocks * num_program_heads

@@ -16,7 +16,7 @@ import triton
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.tables import CoderTables
-from krul_backend.codec.restore import DecodedGroup
+from krul_backend.codec.restore import DecodedGroup, GroupBuffers
 from krul_backend.codec.subspace.decoder import CodedTail
 from krul_backend.codec.subspace.quantizer import SHRINK
 from krul_backend.codec.triton_group_kernels import decode_rans, restore_group_layer
@@ -26,7 +26,8 @@ from krul_backend.errors import CodecError
 
 EXACT_COEFFICIENTS = 64
 """For pools of 16 bits so many coefficients, which are the largest, are multiplied as well as in fp32 (three
-products of tf32 parts), and the others in bf16. A value of ``q`` steps is rounded by at most ``q / 256`` then."""
+products of tf32 parts), and the others in bf16. A value of ``q`` steps is rounded by at most ``q / 256``
+then."""
 
 _PAIR_TILE = 64
 """Channel pairs of a program, unless a head has more."""
@@ -53,7 +54,10 @@ class TritonGroup(DecodedGroup):
             decode_rans[grid](**arguments)
 
     def _write(
-        self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], first_tokens: Sequence[int], slots: torch.Tensor
+        self,
+        buffers: GroupBuffers,
+        first_tokens: Sequence[int],
+        slots: torch.Tensor,
     ) -> None:
         block, coefficients = self._block, self._coefficients
         assert block is not None
@@ -139,7 +143,10 @@ def layer_launch(
     buffers: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid and arguments of ``restore_group_layer`` for ``tokens`` from, to, of layer number ``layer`` of a group."""
+    """Grid and arguments of ``restore_group_layer``, for layer number ``layer`` of a group.
+
+    ``tokens``: the first one, and the one after the last.
+    """
     shape, (k_buffer, v_buffer) = tail.shape, buffers
     first_token, end_token = tokens
     first_row_token = tail.first_record * RECORD_TOKENS

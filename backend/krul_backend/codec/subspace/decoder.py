@@ -58,7 +58,8 @@ class CodedTail:
     """A group's block from the record of ``first_token`` on, and all that is needed to decode it.
 
     The block begins with ``num_raw_bytes`` of the segment's first tokens; one record of each of
-    ``record_num_bytes`` uint32 follows. ``scales`` uint8 ``[R]``: of all coefficients. ``step``: the segment's.
+    ``record_num_bytes`` uint32 follows. ``scales`` uint8 ``[R]``: of all coefficients. ``step``: the
+    segment's.
     """
 
     first_token: int
