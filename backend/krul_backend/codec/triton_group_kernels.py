@@ -16,7 +16,7 @@ Importing this module imports triton.
 """
 
 # What triton compiles has no Python types.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
 from __future__ import annotations
 
@@ -90,10 +90,8 @@ def decode_rans(
     moves = ()
     factors = ()
     for index in tl.static_range(ROUNDS):
-        shift = (
-            _read_shifts(words, num_shift_words, num_words, lane + index * LANES).to(tl.int32)
-            + SMALLEST_SHIFT
-        )
+        shift = _read_shifts(words, num_shift_words, num_words, lane + index * LANES).to(tl.int32)
+        shift += SMALLEST_SHIFT
         moves = moves + (2 * shift,)  # noqa: RUF005 - triton does not unpack
         # Powers of whole numbers are exact on every device.
         factor = tl.exp2((shift >> 1).to(tl.float32)) * tl.where((shift & 1) != 0, SQRT_2, 1.0)
@@ -127,8 +125,8 @@ def decode_rans(
             position += tl.sum(num_read)
             sign = (level > 0).to(tl.float32) - (level < 0).to(tl.float32)
             value = (level.to(tl.float32) - shrink * sign) * factors[index]
-            is_exact = place < num_exact
-            tl.store(exact_values + place * RECORD + token, value, mask=is_token & is_exact)
+            is_exact = is_token & (place < num_exact)
+            tl.store(exact_values + place * RECORD + token, value, mask=is_exact)
             tl.store(
                 rest_values + (place - num_exact) * RECORD + token,
                 value.to(rest.dtype.element_ty),
@@ -137,7 +135,7 @@ def decode_rans(
 
     # A word of zero may follow, so that records are a multiple of 4 bytes long.
     is_wrong |= (position > num_words) | (position + (position & 1) != num_words)
-    padding = _read_words(words, position + lane, num_words, (lane == 0) & (position >= 0))
+    padding = _read_words(words, position + lane, num_words, lane == 0)
     is_wrong |= tl.sum(padding.to(tl.int32)) > 0
     is_wrong |= tl.sum((is_lane & (state != LOWER_BOUND)).to(tl.int32)) > 0
     tl.store(damaged + record, is_wrong.to(tl.int32))
