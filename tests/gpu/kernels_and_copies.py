@@ -108,7 +108,7 @@ def unknown_units_are_decoded(setting: Setting) -> str:
 def groups_equal_the_reference(setting: Setting) -> dict[str, int]:
     """Groups in shared subspaces: every element type, head size, rotation, length and first token."""
     cases = [
-        GroupCase(LayerShape(8, 128, 128, dtype), rank, rotary_dim=128, num_tokens=length, max_damage=0.01)
+        GroupCase(LayerShape(8, 128, 128, dtype), rank, decay=0.99, rotary_dim=128, num_tokens=length)
         for dtype, rank, length in itertools.product(
             (torch.bfloat16, torch.float16, torch.float32), (20, 90), (1, 63, 64, 65, 1100)
         )

@@ -37,6 +37,7 @@ class GroupCase:
 
     shape: LayerShape
     rank: int = 20
+    decay: float = 0.85
     coder: str = "rans"
     rotary_dim: int = 0
     is_neox: bool = True
@@ -98,7 +99,7 @@ def encode_case(
     case: GroupCase, device: Device, num_layers: int = 2
 ) -> tuple[SubspaceDecoder, torch.Tensor, Sequence[LayerKV]]:
     """The decoder of a case, on ``device``, the group's whole block and the KV that it was encoded from."""
-    bases = make_bases(case.shape, [num_layers], rank=case.rank)
+    bases = make_bases(case.shape, [num_layers], rank=case.rank, decay=case.decay)
     rotary = rotary_table(case.rotary_dim, 8192, case.is_neox) if case.rotary_dim > 0 else None
     layers = make_layers(bases, case.num_tokens, rotary, start_token=case.start_token)
     codec = SubspaceCodec(
