@@ -7,7 +7,7 @@ import mmap
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,20 @@ import torch
 
 from benchmarks.restore.configuration import Configuration, TierSpec
 from benchmarks.restore.run import run as run_benchmark
+from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.interface import LayerShape
-from krul_backend.codec.restore import can_fuse, restore_layer
+from krul_backend.codec.restore import GroupTarget, can_fuse, group_tail, restore_layer, write_tails
 from krul_backend.codec.segment_codec import UnitBlocks
 from krul_backend.codec.single_layer import CodedLayer
+from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.coded_tail import CodedTail
 from krul_backend.device import Device
 from krul_backend.strategy.strategy import Precision
 from tests.gpu.stage import LeftOut, Setting, Stage
+from tests.support.codec_builders import rotary_table
+from tests.support.group_restore_cases import GroupCase, check_group, encode_drawn
 from tests.support.restore_oracle import RestoreCase, check_restored, encode_case
+from tests.support.subspace_builders import make_bases
 
 REPEATS = 20
 HEADS = ((1, 32, 32), (7, 64, 64), (4, 80, 96), (2, 256, 256), (3, 50, 31))
@@ -99,6 +105,77 @@ def unknown_units_are_decoded(setting: Setting) -> str:
     return "decoded without the kernels"
 
 
+def groups_equal_the_reference(setting: Setting) -> dict[str, int]:
+    """Groups in shared subspaces: every element type, head size, rotation, length and first token."""
+    cases = [
+        GroupCase(LayerShape(8, 128, 128, dtype), rank, decay=0.99, rotary_dim=128, num_tokens=length)
+        for dtype, rank, length in itertools.product(
+            (torch.bfloat16, torch.float16, torch.float32), (20, 90), (1, 63, 64, 65, 1100)
+        )
+    ]
+    cases += [
+        GroupCase(
+            LayerShape(*heads, dtype),
+            rotary_dim=2 * int(heads[1] * share / 2),
+            is_neox=is_neox,
+            start_token=1000,
+            num_tokens=333,
+            first_token=120,
+            end_token=331,
+            head_tokens=50,
+        )
+        for heads, dtype, share, is_neox in itertools.product(
+            HEADS, (torch.bfloat16, torch.float32), (0, 0.25, 0.5, 1), (True, False)
+        )
+    ]
+    cases = cases[::11] if setting.is_dry else cases
+    for case in cases:
+        check_group(case, group_tail, setting.on_device)
+    return {"cases": len(cases)}
+
+
+def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
+    """GB of bf16 KV written per second: 5 layers of 8 heads of 128, upload, coder and product together."""
+    lengths, rank = ((100,), 20) if setting.is_dry else ((512, 2048, 8192), 1024)
+    shape = LayerShape(8, 128, 128, torch.bfloat16)
+    layers_of_group = 1 if setting.is_dry else 5
+    bases = make_bases(shape, [layers_of_group], rank=rank, decay=0.005 ** (1 / rank))
+    codec = SubspaceCodec(
+        bases.to(torch.device(setting.device)), rotary_table(128, max(lengths)), [RansCoder()]
+    )
+    device, rows = setting.on_device, []
+    for num_tokens in lengths:
+        decoder, block = encode_drawn(codec, num_tokens, device)
+        buffers = [
+            tuple(torch.zeros(num_tokens, 8, 128, dtype=shape.dtype, device=setting.device) for _ in range(2))
+            for _ in range(layers_of_group)
+        ]
+        slots = torch.randperm(num_tokens).to(setting.device)
+        tail = decoder.tail(0, block, 0, num_tokens)
+        coder_s = _seconds(device, group_tail, tail, device)
+        seconds = _seconds(device, _restore_group, tail, device, buffers, slots)
+        num_bytes = sum(buffer.nbytes for of_layer in buffers for buffer in of_layer)
+        rows.append(
+            {
+                "tokens": num_tokens,
+                "ratio": round(num_bytes / block.nbytes, 1),
+                "upload_and_coder_us": round(coder_s * 1e6, 1),
+                "us": round(seconds * 1e6, 1),
+                "gbs": round(num_bytes / seconds / 1e9, 1),
+            }
+        )
+        print(
+            f"groups of {num_tokens} tokens: {rows[-1]['gbs']} GB of bf16 KV written per second", flush=True
+        )
+    return rows
+
+
+def _restore_group(
+    tail: CodedTail, device: Device, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: torch.Tensor
+) -> None:
+    write_tails([GroupTarget(group_tail(tail, device), [0] * len(buffers), slots)], buffers)
+
+
 def kernel_bandwidth(setting: Setting) -> list[dict[str, Any]]:
     """Bytes that one layer's restore reads and writes, by the time it takes: 8 heads of 128, bf16."""
     num_tokens = 256 if setting.is_dry else 8064
@@ -148,9 +225,14 @@ def restoring_waits_for_nothing(setting: Setting) -> str:
     )
     slots = torch.arange(500, device=setting.device)
     restore_layer(decoder, 1, blocks, 0, 500, k_buffer, v_buffer, slots)
+    bases = make_bases(shape, [1]).to(torch.device(setting.device))
+    codec = SubspaceCodec(bases, rotary_table(128), [RansCoder()])
+    decoder_of_group, block = encode_drawn(codec, 500, setting.on_device)
+    _restore_group(decoder_of_group, block, 500, setting.on_device, [(k_buffer, v_buffer)], slots)
     torch.cuda.set_sync_debug_mode("error")
     try:
         restore_layer(decoder, 1, blocks, 0, 500, k_buffer, v_buffer, slots)
+        _restore_group(decoder_of_group, block, 500, setting.on_device, [(k_buffer, v_buffer)], slots)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return "no synchronization"
@@ -272,8 +354,10 @@ def _mapped_arena(num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 CHECKS: Stage = (
     ("kernels equal the reference", kernels_equal_the_reference),
+    ("groups equal the reference", groups_equal_the_reference),
     ("unknown units are decoded", unknown_units_are_decoded),
     ("kernel bandwidth", kernel_bandwidth),
+    ("group bandwidth", group_bandwidth),
     ("restoring waits for nothing", restoring_waits_for_nothing),
     ("copies", copies),
     ("copies run beside compute", copies_run_beside_compute),

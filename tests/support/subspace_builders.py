@@ -23,6 +23,7 @@ def make_bases(
     layers_of_groups: Sequence[int],
     *,
     rank: int = 20,
+    decay: float = 0.85,
     slope: float = 1.0,
     damage_factor: float = 1.0,
     shift_cost: float = 0.0,
@@ -30,7 +31,7 @@ def make_bases(
 ) -> ModelBases:
     """Random orthogonal directions with a metric of their own, variances that fall, and means that are not
     zero. ``rank``: at most so many coefficients per group. What is orthogonal to all of them lies outside.
-    ``shift_cost``: of each channel."""
+    ``decay``: of their magnitudes, from one to the next. ``shift_cost``: of each channel."""
     generator = torch.Generator().manual_seed(seed)
     others = torch.Generator().manual_seed(seed + 1000)
     ends = list(itertools.accumulate(layers_of_groups))
@@ -50,7 +51,7 @@ def make_bases(
                 decoder=(directions / metric).T.contiguous(),
                 outside=outside - directions @ (directions.T @ outside),
                 shift_costs=torch.full((dim,), shift_cost),
-                magnitudes=0.5 * 0.85 ** torch.arange(used),
+                magnitudes=0.5 * decay ** torch.arange(used),
                 attention_means=torch.full(heads, math.log(SHARE)),
                 attention_slopes=torch.full(heads, slope),
                 attention_levels=torch.full(heads, 1 / math.prod(heads)),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.device import Device
@@ -143,24 +143,28 @@ def test_units_in_use_follow_the_strategy() -> None:
     assert units_in_use("subspace", Precision.INT4, 8) == []
 
 
-def test_decoding_of_groups_is_measured_by_their_coder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock by which every decoding takes 3 s."""
-    engine, decoded = FakeEngine(1e-6), list[torch.Tensor]()
+def test_groups_are_measured_as_they_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which every restore takes 3 s, of which the copies of two groups take 1 s each."""
+    engine, written = FakeEngine(1e-6), list[list[LayerKV]]()
     subspace = SubspaceCodec(make_bases(SHAPE, [1, 1], rank=4), None, [RansCoder()])
 
     def timed(device: Device, run: Callable[[], object]) -> float:
-        layers: Any = run()
-        decoded.extend(kv.k for kv in layers)
+        run()
+        written.append(engine.pool.copy())
         return 3.0
 
+    before = engine.pool.copy()
     monkeypatch.setattr(cost_calibration, "timed", timed)
     codec = SegmentCodec(SHAPE, NUM_LAYERS, None)
-    costs = engine.calibration().decode_costs(codec, [], TierCost(0.0, 0.0), subspace)
-    num_tokens = len(decoded[0])
-    assert num_tokens == min(cost_calibration._DECODED_TOKENS, NUM_SLOTS // 2)
-    # All groups of the model are decoded each time.
-    assert [len(k) for k in decoded] == [num_tokens] * NUM_LAYERS * cost_calibration._REPEATS
-    assert costs.group_s == {"rans": 3.0 / num_tokens / NUM_LAYERS}
+    costs = engine.calibration().decode_costs(codec, [], TierCost(1.0, 0.0), subspace)
+    assert len(written) == cost_calibration._REPEATS
+    num_tokens = min(cost_calibration._DECODED_TOKENS, NUM_SLOTS // 2)
+    # All groups of the model are written each time, to their slots alone.
+    for now, old, drawn in zip(written[0], before, subspace.draw(num_tokens), strict=True):
+        assert float((now.k[1 : num_tokens + 1] - drawn.k).square().mean()) < 0.1 * float(drawn.k.var())
+        assert torch.equal(now.v[num_tokens + 1 :], old.v[num_tokens + 1 :])
+        assert torch.equal(now.v[0], old.v[0])
+    assert costs.group_s == {"rans": 1.0 / num_tokens / NUM_LAYERS}
     assert engine.calibration().decode_costs(codec, [], TierCost(0.0, 0.0)).group_s == {}
 
 

@@ -14,15 +14,18 @@ from hypothesis import strategies as st
 
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.restore import GroupTail, group_tail
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.coded_tail import CodedTail
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
+from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import SUBSPACE, Strategy
 from krul_backend.tiers.common.hashing import block_checksums
 from krul_backend.tiers.common.interface import Lease
+from krul_sglang.engine.restore import segment_reader
 from krul_sglang.engine.restore.segment_reader import GroupReader, SegmentReader, UnitReader, open_segments
 from krul_sglang.engine.save.allocation import trim_path
 from tests.support.codec_builders import rotary_table
@@ -259,6 +262,29 @@ def test_a_group_is_decoded_once_by_the_first_layer_with_a_tail(monkeypatch: pyt
     assert decoded == [(0, 70), (1, 70), (2, 4)]
     assert isinstance(reader, GroupReader)
     assert reader._fetched_tails == {}
+
+
+@pytest.mark.parametrize("group", range(len(GROUPS)))
+def test_what_is_found_damaged_late_is_an_error_of_the_reader(
+    group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where blocks are only queued when they are read and written."""
+
+    def begin_late(coded: CodedTail, device: Device) -> GroupTail:
+        tail = group_tail(coded, device)
+        if coded.transform.basis.layers == GROUPS[group]:
+            monkeypatch.setattr(tail, "check", refuse)
+        return tail
+
+    def refuse() -> None:
+        raise CodecError("record 0 of a group is damaged")
+
+    monkeypatch.setattr(segment_reader, "group_tail", begin_late)
+    pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=END)
+    lease = lease_of(whole_segments()[:1], 0)
+    readers = open_segments(lease, CODEC, 136)
+    with pytest.raises(CodecError, match="record 0 of a group"):
+        read_tails(lease, readers, NO_HEADS, torch.arange(136), pool)
 
 
 def test_a_conversation_may_be_stored_in_both_ways() -> None:

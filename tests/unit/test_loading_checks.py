@@ -13,12 +13,13 @@ import torch
 from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
-from krul_backend.errors import TierReadError
+from krul_backend.errors import CodecError, TierReadError
 from krul_backend.tiers.common.interface import DRAM_TIER, Block, Lease, SegmentSlice
 from krul_backend.tiers.common.page_index import PageRun
 from krul_sglang.engine.restore import loading
 from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
+from krul_sglang.engine.restore.segment_reader import UnitReader
 from tests.support.engine_builders import PATIENCE_S, make_load
 from tests.support.fake_tier import FakeTier
 from tests.support.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, SHAPE, Rig, is_equal
@@ -102,6 +103,16 @@ def test_a_damaged_block_fails_the_load_and_never_reaches_the_pool(rig: Rig, lay
     # It is found no more, and stored again when the conversation next ends a turn.
     assert rig.store.lease(rig.model, rig.page_keys, rig.token_ids) is None
     assert rig.store.find_missing(rig.model, rig.page_keys) == [range(NUM_PAGES)]
+
+
+def test_damage_that_a_gpu_finds_fails_the_load_before_the_last_layer_lands(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(reader: UnitReader) -> None:
+        raise CodecError("record 3 of a group is damaged")
+
+    monkeypatch.setattr(UnitReader, "check", refuse)
+    assert_load_fails(rig, rig.load(SLOTS), "record 3 of a group", first_wrong=NUM_LAYERS)
 
 
 def test_damage_is_one_line_in_the_log_and_an_error_of_the_code_has_its_place(

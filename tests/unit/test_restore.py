@@ -1,11 +1,6 @@
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +11,8 @@ from krul_backend.codec.shared_pair import SharedPair
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision
 from tests.support.restore_oracle import RestoreCase, check_restored, encode_case
+from tests.support.triton_runs import compiled_ptx, run_interpreted, run_python
 
-ROOT = Path(__file__).parents[2]
 SHAPE = LayerShape(2, 32, 16, torch.bfloat16)
 
 
@@ -64,41 +59,6 @@ def test_the_block_of_the_partner_must_be_there() -> None:
         restore_layer(decoder, 1, {1: blocks[1]}, 0, 37, *pool(SHAPE), torch.arange(37))
 
 
-def compiled_ptx(kernel: Any, arguments: dict[str, Any], compute_capability: int) -> str:
-    """What triton compiles for these arguments and an NVIDIA GPU, which need not be there."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    pointers = {
-        torch.uint8: "*u8",
-        torch.int16: "*i16",
-        torch.int32: "*i32",
-        torch.int64: "*i64",
-        torch.float16: "*fp16",
-        torch.bfloat16: "*bf16",
-        torch.float32: "*fp32",
-    }
-    signature, constants, attributes = {}, {}, {}
-    for place, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        if parameter.is_constexpr:
-            signature[parameter.name] = "constexpr"
-            constants[(place,)] = value
-            continue
-        is_tensor = isinstance(value, torch.Tensor)
-        signature[parameter.name] = pointers[value.dtype] if is_tensor else "i32"
-        # As triton's launcher says it: pointers are aligned, and what is a multiple of 16 is known to be one.
-        if is_tensor or (value % 16 == 0 and not parameter.do_not_specialize):
-            attributes[(place,)] = [["tt.divisibility", 16]]
-    ptx: str = triton.compile(
-        ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes),
-        target=GPUTarget("cuda", compute_capability, 32),
-        options={"num_warps": arguments["num_warps"]},
-    ).asm["ptx"]
-    return ptx
-
-
 @pytest.mark.parametrize(
     ("shape", "rotary_dim", "compute_capability"),
     [
@@ -129,16 +89,6 @@ def test_the_kernels_compile_to_whole_stores(
         assert set(stores) == {"st.global.v4.b32"}
 
 
-def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-
-
 def test_the_kernels_are_not_imported_on_the_cpu() -> None:
     code = """
 import sys, torch
@@ -158,7 +108,4 @@ print([name for name in sys.modules if name.startswith(("krul_backend.codec.trit
 
 
 def test_the_kernels_in_the_interpreter() -> None:
-    cases = "tests/support/interpreted_restore_cases.py"
-    result = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "skipped" not in result.stdout
+    run_interpreted("tests/support/interpreted_restore_cases.py")

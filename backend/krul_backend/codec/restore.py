@@ -21,6 +21,9 @@ from krul_backend.errors import CodecError
 FusedUnit = NativeLayer | CodedLayer | SharedPair
 """What ``triton_restore`` can decode."""
 
+GroupBuffers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of each layer of a group in the pool."""
+
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

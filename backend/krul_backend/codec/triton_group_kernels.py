@@ -1,10 +1,10 @@
-"""GPU code that decodes a group of layers in a shared subspace: levels first, then their product with the basis.
+"""GPU code that decodes a group of layers: first its coefficients, then their product with the basis.
 
 ``decode_rans`` has one program of one warp for each record of 64 tokens. A lane of the coder is a lane of the
-warp. All lanes take a step together: which of them read a word, and which one, follows from a running sum over
-the lanes. The steps of a record follow each other, so the time is that of the longest record; records run side
-by side. Where a record lies comes from the caller and is checked by it. Whatever the bytes in between are,
-nothing outside of the record is read, and nothing outside of its own coefficients is written.
+warp. All lanes take a step together: which of them read a word, and which one, follows from a running sum
+over the lanes. The steps of a record follow each other, so the time is that of the longest record; records
+run side by side. Where a record lies comes from the caller and is checked by it. Whatever the bytes in
+between are, nothing outside of the record is read, and nothing outside of its own coefficients is written.
 
 ``restore_group_layer`` has one program for some tokens and some channels of a layer's keys, or of its values.
 It multiplies coefficients and basis tile by tile, adds the mean, rotates keys and writes to the slots.
@@ -16,7 +16,7 @@ Importing this module imports triton.
 """
 
 # What triton compiles has no Python types.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def decode_rans(
 ):
     """Decode one record of ``block`` uint8 into the values of its coefficients, for each program.
 
-    Record ``i`` has bytes ``[record_starts[i], record_starts[i + 1])`` of the block, whole words of 16 bits, and
-    64 of the ``num_tokens``; the last one may have fewer. ``scales [num_coded]``: those of the coefficients that
-    are coded. ``tables``: ``CoderTables.decoding``.
+    Record ``i`` has bytes ``[record_starts[i], record_starts[i + 1])`` of the block, whole words of 16 bits,
+    and 64 of the ``num_tokens``; the last one may have fewer. ``scales [num_coded]``: those of the
+    coefficients that are coded. ``tables``: ``CoderTables.decoding``.
 
     Coefficients before ``num_exact`` go to ``exact [records, num_exact, 64]``, the others to ``rest [records,
-    num_coded - num_exact, 64]``, as ``sign(q) * (|q| - shrink) * 2 ** (shift / 2)``. ``damaged [records]`` is set
-    to 1 if the bytes are not what the coder writes, otherwise to 0.
+    num_coded - num_exact, 64]``, as ``sign(q) * (|q| - shrink) * 2 ** (shift / 2)``. ``damaged [records]`` is
+    set to 1 if the bytes are not what the coder writes, otherwise to 0.
     """
     record = tl.program_id(0)
     size = tl.minimum(num_tokens - record * RECORD, RECORD)
@@ -90,13 +90,12 @@ def decode_rans(
     moves = ()
     factors = ()
     for index in tl.static_range(ROUNDS):
-        shift = (
-            _read_shifts(words, num_shift_words, num_words, lane + index * LANES).to(tl.int32)
-            + SMALLEST_SHIFT
-        )
-        moves = moves + (2 * shift,)
+        shift = _read_shifts(words, num_shift_words, num_words, lane + index * LANES).to(tl.int32)
+        shift += SMALLEST_SHIFT
+        moves = moves + (2 * shift,)  # noqa: RUF005 - triton does not unpack
         # Powers of whole numbers are exact on every device.
-        factors = factors + (tl.exp2((shift >> 1).to(tl.float32)) * tl.where((shift & 1) != 0, SQRT_2, 1.0),)
+        factor = tl.exp2((shift >> 1).to(tl.float32)) * tl.where((shift & 1) != 0, SQRT_2, 1.0)
+        factors = factors + (factor,)  # noqa: RUF005
     low = _read_words(words, num_shift_words + 2 * lane, num_words, is_lane)
     high = _read_words(words, num_shift_words + 2 * lane + 1, num_words, is_lane)
     state = low | high << 16
@@ -126,8 +125,8 @@ def decode_rans(
             position += tl.sum(num_read)
             sign = (level > 0).to(tl.float32) - (level < 0).to(tl.float32)
             value = (level.to(tl.float32) - shrink * sign) * factors[index]
-            is_exact = place < num_exact
-            tl.store(exact_values + place * RECORD + token, value, mask=is_token & is_exact)
+            is_exact = is_token & (place < num_exact)
+            tl.store(exact_values + place * RECORD + token, value, mask=is_exact)
             tl.store(
                 rest_values + (place - num_exact) * RECORD + token,
                 value.to(rest.dtype.element_ty),
@@ -136,7 +135,7 @@ def decode_rans(
 
     # A word of zero may follow, so that records are a multiple of 4 bytes long.
     is_wrong |= (position > num_words) | (position + (position & 1) != num_words)
-    padding = _read_words(words, position + lane, num_words, (lane == 0) & (position >= 0))
+    padding = _read_words(words, position + lane, num_words, lane == 0)
     is_wrong |= tl.sum(padding.to(tl.int32)) > 0
     is_wrong |= tl.sum((is_lane & (state != LOWER_BOUND)).to(tl.int32)) > 0
     tl.store(damaged + record, is_wrong.to(tl.int32))
@@ -151,23 +150,22 @@ def _place_channels(
     rotary_half: tl.constexpr,
     are_halves: tl.constexpr,
 ):
-    """The head, counted from the program's first one, and the channel that a program's ``column [C]`` stands for.
+    """Which head, counted from the program's first one, and which channel each of ``column [C]`` is.
 
-    ``are_halves``: the first ``num_pairs`` columns are the first channels of the pairs that turn together, of one
-    head after the other, and the others are the second ones::
+    ``are_halves``: the first ``num_pairs`` columns are the first channels of the pairs that turn together, of
+    one head after the other, and the others are the second ones::
 
         [0, rotary_half)     p                p + rotary_half
         [rotary_half, half)  p + rotary_half  p + half    what is not rotated, in two halves too
 
     Otherwise columns are channels, and ``2 p`` and ``2 p + 1`` turn together.
     """
+    # By arithmetic, without remainders and choices: the compiler then knows which channels are neighbours.
     if are_halves:
         half: tl.constexpr = (dim + 1) // 2
         is_second = column // num_pairs
-        pair = column % num_pairs
-        head = pair // padded_half
-        pair = pair % padded_half
-        # By arithmetic and not by a choice: the compiler then knows which channels are neighbours.
+        head = column // padded_half - is_second * (num_pairs // padded_half)
+        pair = column - is_second * num_pairs - head * padded_half
         channel = pair + is_second * half
         if rotary_half < half:
             is_rotated = (pair < rotary_half).to(tl.int32)
@@ -176,7 +174,7 @@ def _place_channels(
         is_channel = (pair < half) & (channel < dim)
     else:
         head = column // (2 * padded_half)
-        channel = column % (2 * padded_half)
+        channel = column - head * (2 * padded_half)
         is_channel = channel < dim
     return head, channel, is_channel
 
@@ -199,10 +197,10 @@ def _multiply(
     precision: tl.constexpr,
     num_program_values: tl.constexpr,
 ):
-    """Add the product of the coefficients ``values [records, num_values, 64]`` with their rows of ``decoder``.
+    """Add the product of coefficients ``values [records, num_values, 64]`` and rows of ``decoder``.
 
-    Row ``r`` of the result is token ``in_record[r]`` of record ``record[r]``; ``places`` from ``first_place`` on
-    are the rows of ``decoder [R, vector_size]``. Both are multiplied as ``dtype``.
+    Row ``r`` of the result is token ``in_record[r]`` of record ``record[r]``; ``places`` from ``first_place``
+    on are the rows of ``decoder [R, vector_size]``. Both are multiplied as ``dtype``.
     """
     of_rows = values + (record.to(tl.int64) * num_values * RECORD + in_record)
     for start in range(0, num_values, num_program_values):
@@ -268,7 +266,7 @@ def _restore_channels(
     is_column = is_channel & (head < num_heads)
     element = head * dim + channel
     record = row // RECORD
-    in_record = row % RECORD
+    in_record = row - record * RECORD
     is_row = row < num_rows
     x = tl.zeros([row.shape[0], 2 * num_pairs], tl.float32)
     x = _multiply(
@@ -281,7 +279,8 @@ def _restore_channels(
     )  # fmt: skip
     x = x * step + tl.load(mean + vector_at + element, mask=is_column, other=0)[None, :]
     if rotary_half > 0:
-        pair = tl.arange(0, num_pairs) % padded_half
+        pair = tl.arange(0, num_pairs)
+        pair -= pair // padded_half * padded_half
         is_angle = is_token[:, None] & (pair < rotary_half)[None, :]
         angle_at = (start_token + token)[:, None] * angle_stride + pair[None, :]
         cos = tl.load(cos_table + angle_at, mask=is_angle, other=1)
@@ -367,10 +366,11 @@ def restore_group_layer(
 ):
     """Write tokens ``[first_token, end_token)`` of a segment to their slots of one layer.
 
-    ``exact``, ``rest``: what ``decode_rans`` wrote of ``num_rows`` tokens from ``first_row_token`` on. ``places
-    [num_coded]``: the rows of the decoders ``[R, vector_size]`` that the coefficients belong to; a token's vector
-    has the layer's keys from ``k_at`` and its values from ``v_at`` on. ``slots``: of the tokens from
-    ``first_slot_token`` on. ``first_tokens``: bytes of tokens before ``num_first_tokens``, as in the pool.
+    ``exact``, ``rest``: what ``decode_rans`` wrote of ``num_rows`` tokens from ``first_row_token`` on.
+    ``places [num_coded]``: the rows of the decoders ``[R, vector_size]`` that the coefficients belong to; a
+    token's vector has the layer's keys from ``k_at`` and its values from ``v_at`` on. ``slots``: of the
+    tokens from ``first_slot_token`` on. ``first_tokens``: bytes of tokens before ``num_first_tokens``, as in
+    the pool.
     """
     head_blocks: tl.constexpr = (num_heads + num_program_heads - 1) // num_program_heads
     first_head = tl.program_id(0) % head_blocks * num_program_heads

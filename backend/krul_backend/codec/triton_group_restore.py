@@ -25,14 +25,14 @@ from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
 _PAIR_TILE = 64
-"""Channel pairs of a program."""
-_PROGRAM_TOKENS = 128
-_EXACT_TILE = 32
-_REST_TILE = 64
+"""Channel pairs of a program, unless a head has more."""
+_TILE = 128 * 128
+_EXACT_POOL_TILE = 64 * 128
+"""Elements of a program. Products without tensor cores take more registers."""
+_EXACT_VALUES = 16
+_REST_VALUES = 64
 """Coefficients that a program multiplies at a time."""
 _NUM_WARPS = 8
-_EXACT_POOL = {"num_program_tokens": 64, "num_warps": 4}
-"""Products without tensor cores take more registers."""
 
 
 class TritonTail(GroupTail):
@@ -153,6 +153,10 @@ def layer_launch(
     padded_half = triton.next_power_of_2(-(-max(shape.k_head_dim, shape.v_head_dim) // 2))
     num_program_heads = max(1, _PAIR_TILE // padded_half)
     is_exact_pool = shape.dtype is torch.float32
+    num_columns = 2 * num_program_heads * padded_half
+    num_program_tokens = max(16, (_EXACT_POOL_TILE if is_exact_pool else _TILE) // num_columns)
+    first_block = (first_token - first_row_token) // num_program_tokens
+    num_blocks = triton.cdiv(end_token - first_row_token, num_program_tokens) - first_block
     arguments = {
         "exact": coefficients.exact,
         "rest": coefficients.rest,
@@ -192,15 +196,11 @@ def layer_launch(
         "rotary_half": 0 if tail.transform.rotary is None else tail.transform.rotary.rotary_dim // 2,
         "is_neox": tail.transform.rotary is None or tail.transform.rotary.is_neox,
         "precision": "ieee" if is_exact_pool else "tf32x3",
-        "num_program_tokens": _PROGRAM_TOKENS,
-        "num_exact_values": _EXACT_TILE,
-        "num_rest_values": _REST_TILE,
+        "num_program_tokens": num_program_tokens,
+        "num_exact_values": _EXACT_VALUES,
+        "num_rest_values": _REST_VALUES,
         "num_warps": _NUM_WARPS,
-        **(_EXACT_POOL if is_exact_pool else {}),
     }
-    num_program_tokens = arguments["num_program_tokens"]
-    first_block = (first_token - first_row_token) // num_program_tokens
-    num_blocks = triton.cdiv(end_token - first_row_token, num_program_tokens) - first_block
     return (num_blocks * triton.cdiv(shape.num_kv_heads, num_program_heads), 2), arguments
 
 

@@ -149,9 +149,9 @@ class SegmentReader(ABC):
             CodecError: blocks that the codec cannot have written.
         """
 
-    def check(self) -> None:  # noqa: B027 (readers that are not on a GPU know at once)
-        """Raise what ``restore`` could not know yet, because a GPU found it. Called once, after the last
-        layer.
+    @abstractmethod
+    def check(self) -> None:
+        """After the last layer: raise what ``restore`` could not know yet, because a GPU finds it.
 
         The calling thread waits for the current stream if the segment was decoded on a GPU.
 
@@ -216,6 +216,9 @@ class UnitReader(SegmentReader):
                 block = self._on_device.pop(source)
                 if source in self._kept:
                     self._room.give_back(block.nbytes)
+
+    def check(self) -> None:
+        """Everything was checked when it was restored."""
 
     def _copy_tail(self, source: int, layer: int, device: Device) -> torch.Tensor:
         """Copy what the last layer that needs the block reads; without room for it, what ``layer`` reads."""

@@ -1,0 +1,177 @@
+"""What a group of layers must be in the pool after it was decoded there: the sums of its basis, in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.restore import GroupTail, GroupTarget, write_tails
+from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.subspace.bases import split_vectors
+from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.coded_tail import CodedTail
+from krul_backend.codec.subspace.decoder import SubspaceDecoder
+from krul_backend.codec.subspace.quantizer import SHRINK
+from krul_backend.device import Device
+from tests.support.codec_builders import rotary_table
+from tests.support.subspace_builders import make_bases, make_layers
+from tests.support.subspace_cases import CODERS
+
+Begin = Callable[[CodedTail, Device], GroupTail]
+"""As ``group_tail``."""
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-7}
+"""Of the largest element: sums in another order, coefficients in bf16, and rounding to the pool's type."""
+
+
+@dataclass(frozen=True)
+class GroupCase:
+    """A segment of one group of two layers, and tokens ``[first_token, end_token)`` of it; all by default.
+
+    Layers before the last one are wanted from ``head_tokens`` later on. ``rotary_dim`` 0: keys are not
+    rotated.
+    """
+
+    shape: LayerShape
+    rank: int = 20
+    decay: float = 0.85
+    coder: str = "rans"
+    rotary_dim: int = 0
+    is_neox: bool = True
+    start_token: int = 0
+    num_tokens: int = 90
+    num_first_tokens: int = 1
+    first_token: int = 0
+    end_token: int | None = None
+    head_tokens: int = 0
+    max_damage: float = 0.05
+
+
+def check_group(case: GroupCase, begin: Begin, device: Device, num_layers: int = 2) -> None:
+    """Decode and write a group of random KV into random slots; compare all slots of all layers."""
+    shape, end = case.shape, case.num_tokens if case.end_token is None else case.end_token
+    decoder, block, layers = encode_case(case, device, num_layers)
+    tail_bytes = block[decoder.tail_start(0, case.first_token) :].cpu()
+    host = device.host_empty(tail_bytes.shape, torch.uint8).copy_(tail_bytes)
+    generator = torch.Generator().manual_seed(case.num_tokens)
+    num_slots = case.num_tokens + 9
+    slots = torch.randperm(num_slots, generator=generator)[: end - case.first_token]
+    k_size, v_size = ((num_slots, shape.num_kv_heads, dim) for dim in (shape.k_head_dim, shape.v_head_dim))
+    options: dict[str, Any] = {"dtype": shape.dtype, "device": device.torch_device}
+    buffers = [
+        (torch.full(k_size, 7.0, **options), torch.full(v_size, 7.0, **options)) for _ in range(num_layers)
+    ]
+    firsts = [min(end, case.first_token + case.head_tokens)] * (num_layers - 1) + [case.first_token]
+    tail = begin(decoder.tail(0, host, case.first_token, end), device)
+    write_tails([GroupTarget(tail, firsts, slots.to(device.torch_device))], buffers)
+    tail.check()
+    expected = exact_rows(decoder.tail(0, tail_bytes, case.first_token, case.num_tokens))
+    num_raw = tail.tail.segment.num_first_tokens
+    for layer, (first, of_layer) in enumerate(zip(firsts, buffers, strict=True)):
+        for buffer, rows, true in zip(
+            of_layer,
+            (expected[layer].k, expected[layer].v),
+            (layers[layer].k, layers[layer].v),
+            strict=True,
+        ):
+            written = slots[first - case.first_token :]
+            is_untouched = torch.ones(num_slots, dtype=torch.bool).index_fill_(0, written, False)
+            now = buffer.cpu()
+            assert bool((now[is_untouched] == 7).all())
+            found, wanted = now[written], rows[first - case.first_token : end - case.first_token]
+            # Tokens that are stored as in the pool are there to the bit.
+            num_stored = max(0, num_raw - first)
+            assert torch.equal(found[:num_stored], true[first:end][:num_stored])
+            size = float(rows.abs().max())
+            torch.testing.assert_close(
+                found[num_stored:].double(), wanted[num_stored:], rtol=0, atol=size * TOLERANCE[shape.dtype]
+            )
+
+
+def encode_case(
+    case: GroupCase, device: Device, num_layers: int = 2
+) -> tuple[SubspaceDecoder, torch.Tensor, Sequence[LayerKV]]:
+    """The decoder of a case, on ``device``, the group's whole block and the KV that it was encoded from."""
+    bases = make_bases(case.shape, [num_layers], rank=case.rank, decay=case.decay)
+    rotary = rotary_table(case.rotary_dim, 8192, case.is_neox) if case.rotary_dim > 0 else None
+    layers = make_layers(bases, case.num_tokens, rotary, start_token=case.start_token)
+    codec = SubspaceCodec(
+        bases.to(device.torch_device), rotary, CODERS, num_first_tokens=case.num_first_tokens
+    )
+    encoded = codec.encode(
+        layers.__getitem__,
+        start_token=case.start_token,
+        num_tokens=case.num_tokens,
+        attention=_attention(case, num_layers),
+        max_damage=case.max_damage,
+        coder=case.coder,
+    )
+    decoder = codec.open(encoded.params, start_token=case.start_token, num_tokens=case.num_tokens)
+    return decoder, encoded.blocks[0], layers
+
+
+def encode_drawn(
+    codec: SubspaceCodec, num_tokens: int, device: Device
+) -> tuple[SubspaceDecoder, torch.Tensor]:
+    """The decoder and the page-locked block of random KV in the first group of a codec's bases."""
+    layers = codec.draw(num_tokens)
+    encoded = codec.encode(
+        layers.__getitem__,
+        start_token=0,
+        num_tokens=num_tokens,
+        attention=None,
+        max_damage=0.01,
+        coder="rans",
+    )
+    block = device.host_empty(encoded.blocks[0].shape, torch.uint8).copy_(encoded.blocks[0])
+    return codec.open(encoded.params, start_token=0, num_tokens=num_tokens), block
+
+
+def exact_rows(tail: CodedTail) -> list[LayerKV]:
+    """The KV of the tokens of a tail from its first one on, in fp64 on the host. Its block is on the host."""
+    first_row = tail.first_token - 64 * tail.first_record
+    basis, rotary = tail.transform.basis, tail.transform.rotary
+    vectors = basis.mean.cpu().double() + tail.step * (
+        exact_values(tail).double()[first_row:] @ basis.decoder.cpu().double()
+    )
+    rows = split_vectors(vectors, tail.transform.shape, len(basis.layers))
+    if rotary is None:
+        return rows
+    first = tail.segment.start_token + tail.first_token
+    return [LayerKV(_rotated(kv.k, rotary, first), kv.v) for kv in rows]
+
+
+def exact_values(tail: CodedTail) -> torch.Tensor:
+    """The coefficients of all tokens of a tail's records, in steps: fp32 ``[T, R]``."""
+    num_tokens = tail.segment.num_tokens - 64 * tail.first_record
+    values = np.empty((num_tokens, len(tail.scales)), np.float32)
+    records = tail.block[tail.num_raw_bytes :].numpy()
+    tail.coder.decode(records, tail.record_num_bytes, tail.scales, values, shrink=SHRINK)
+    return torch.from_numpy(values)
+
+
+def _rotated(keys: torch.Tensor, rotary: RotaryTable, first: int) -> torch.Tensor:
+    """Keys fp64 ``[T, H, D]`` with their rotary embedding, from position ``first`` on."""
+    cos, sin = (table[first : first + len(keys)].double()[:, None] for table in (rotary.cos, rotary.sin))
+    half = rotary.rotary_dim // 2
+    one, other = (
+        (slice(half), slice(half, 2 * half))
+        if rotary.is_neox
+        else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    )
+    turned = keys.clone()
+    turned[..., one] = keys[..., one] * cos - keys[..., other] * sin
+    turned[..., other] = keys[..., other] * cos + keys[..., one] * sin
+    return turned
+
+
+def _attention(case: GroupCase, num_layers: int) -> torch.Tensor:
+    """What tokens draw: very different, so that their steps are."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.rand(num_layers, case.shape.num_kv_heads, case.num_tokens, generator=generator)
+    return 0.1 * drawn**8

@@ -1,0 +1,272 @@
+"""The kernels for groups of layers in triton's interpreter, on the CPU.
+
+Not collected by itself: ``test_group_restore`` runs it in a process of its own, because triton decides when
+it is imported whether it interprets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _convert_float
+
+from krul_backend.codec.coefficients.coders import EncodedLevels, RansCoder
+from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.restore import GroupTail, GroupTarget, group_tail, write_tails
+from krul_backend.codec.subspace.coded_tail import CodedTail, GroupTransform, KeptMemory, SegmentTokens
+from krul_backend.codec.triton_group_restore import TritonTail
+from krul_backend.device import Device
+from krul_backend.errors import CodecError
+from tests.support.group_restore_cases import GroupCase, check_group, encode_case, exact_values
+
+FP32 = LayerShape(2, 16, 8, torch.float32)
+BF16 = replace(FP32, dtype=torch.bfloat16)
+
+
+class InterpretedDevice(Device):
+    """A CPU that claims to run kernels: the interpreter does."""
+
+    runs_triton = True
+
+
+CPU = InterpretedDevice(torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def products_of_bf16() -> Iterator[None]:
+    """Multiplies bf16 as what it means: the interpreter of triton 3.8 takes its bits for whole numbers."""
+    create_dot = InterpreterBuilder.create_dot
+
+    def as_fp32(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        data = _convert_float(handle.data, tl.bfloat16, tl.float32, None).view(np.float32)
+        return TensorHandle(data.reshape(handle.data.shape), tl.float32)
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(self, as_fp32(a), as_fp32(b), *rest)
+
+    InterpreterBuilder.create_dot = dot
+    yield
+    InterpreterBuilder.create_dot = create_dot
+
+
+# ---- the coder ----
+
+
+def coded_tail(data: np.ndarray, sizes: np.ndarray, scales: np.ndarray, num_tokens: int) -> CodedTail:
+    """A tail of records alone: the basis is not needed for its coefficients."""
+    unused = cast(Any, None)
+    transform = GroupTransform(unused, unused, None, FP32, KeptMemory())
+    segment = SegmentTokens(0, num_tokens, 0)
+    block = torch.from_numpy(data)
+    return CodedTail(0, num_tokens, block, 0, sizes, scales, 1.0, RansCoder(), transform, segment)
+
+
+def encoded_levels(
+    num_tokens: int, num_coefficients: int, seed: int, spread: float
+) -> tuple[EncodedLevels, np.ndarray]:
+    """Levels whose spread may be far from what their scales say, so that many are escaped."""
+    generator = np.random.default_rng(seed)
+    scales = generator.integers(0, 48, num_coefficients).astype(np.uint8)
+    levels = generator.laplace(size=(num_tokens, num_coefficients)) * np.exp2((scales - 21.0) / 4) * spread
+    levels = np.clip(np.rint(levels), -32768, 32767).astype(np.int16)
+    levels[:, scales == 0] = 0
+    shifts = generator.integers(-8, 8, num_tokens).astype(np.int8)
+    return RansCoder().encode(levels, scales, shifts), scales
+
+
+def values_of(group: TritonTail) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values fp32 ``[T, num_coded]`` that the kernel wrote, and which records are damaged."""
+    room = group.coefficients
+    assert room is not None
+    parts = [room.exact.view(room.num_records, room.num_exact, 64)]
+    if room.num_exact < room.num_coded:
+        parts.append(room.rest.view(room.num_records, room.num_coded - room.num_exact, 64).float())
+    values = torch.cat(parts, dim=1).transpose(1, 2).reshape(room.num_records * 64, room.num_coded)
+    return values[: room.num_tokens], group._damaged != 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 15, 16, 17, 63, 64, 65, 100])
+@pytest.mark.parametrize("spread", [0.5, 20.0])
+def test_values_are_those_of_the_coder_to_the_bit(num_tokens: int, spread: float) -> None:
+    encoded, scales = encoded_levels(num_tokens, 9, num_tokens, spread)
+    tail = coded_tail(encoded.data, encoded.record_num_bytes, scales, num_tokens)
+    values, damaged = values_of(TritonTail(tail, CPU))
+    assert torch.equal(values, exact_values(tail)[:, torch.from_numpy(scales) != 0])
+    assert not bool(damaged.any())
+
+
+def test_of_a_tail_no_more_than_what_is_wanted_is_decoded() -> None:
+    encoded, scales = encoded_levels(200, 4, 0, 1.0)
+    tail = coded_tail(encoded.data, encoded.record_num_bytes, scales, 200)
+    values, damaged = values_of(TritonTail(replace(tail, end_token=100), CPU))
+    assert len(damaged) == 2
+    assert torch.equal(values, exact_values(tail)[:100, torch.from_numpy(scales) != 0])
+
+
+@settings(max_examples=25, deadline=None, database=None, derandomize=True)
+@given(seed=st.integers(0, 1000), kind=st.sampled_from(["flip", "random", "cut", "moved"]))
+def test_damage_is_what_the_coder_calls_damage(seed: int, kind: str) -> None:
+    """Whatever lies around the records: nothing else is read."""
+    generator = np.random.default_rng(seed)
+    num_tokens = int(generator.integers(65, 129))
+    encoded, scales = encoded_levels(num_tokens, 5, seed, 2.0)
+    data, sizes = encoded.data.copy(), encoded.record_num_bytes.copy()
+    if kind == "flip":
+        data[generator.integers(len(data))] ^= np.uint8(1 << generator.integers(8))
+    elif kind == "random":
+        data = generator.integers(0, 256, len(data), np.uint8)
+    elif kind == "cut":
+        data, sizes[1] = data[:-4], sizes[1] - 4
+    else:
+        sizes += np.array([4, -4], np.int64).astype(np.uint32)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    found = []
+    for filling in (0x00, 0xFF, 0x81):
+        around = np.full(len(data) + 2048, filling, np.uint8)
+        around[1024:-1024] = data
+        tail = replace(coded_tail(around, sizes, scales, num_tokens), num_raw_bytes=1024)
+        found.append(values_of(TritonTail(tail, CPU)))
+    for values, damaged in found:
+        assert torch.equal(damaged, found[0][1])
+        for record, is_damaged in enumerate(damaged.tolist()):
+            rows = slice(64 * record, min(num_tokens, 64 * record + 64))
+            out = np.empty((rows.stop - rows.start, len(scales)), np.float32)
+            alone = data[ends[record] - sizes[record] : ends[record]]
+            try:
+                RansCoder().decode(alone, sizes[record : record + 1], scales, out, shrink=0.04)
+            except CodecError:
+                assert is_damaged
+                continue
+            assert not is_damaged
+            assert torch.equal(values[rows], torch.from_numpy(out[:, scales != 0]))
+
+
+def test_damage_is_an_error_when_it_is_asked_for() -> None:
+    decoder, block, _ = encode_case(GroupCase(FP32, num_tokens=140), CPU)
+    tail = block[decoder.tail_start(0, 70) :].clone()
+    tail[decoder.tail_start(0, 128) - decoder.tail_start(0, 70) + 9] ^= 4
+    decoded = group_tail(decoder.tail(0, tail, 70, 140), CPU)
+    buffers = [(torch.zeros(70, 2, 16), torch.zeros(70, 2, 8)) for _ in range(2)]
+    write_tails([GroupTarget(decoded, [70, 70], torch.arange(70))], buffers)
+    with pytest.raises(CodecError, match="record 2 of a group is damaged"):
+        decoded.check()
+    # Other records are not touched by it.
+    good = decoder.decode(0, block[decoder.tail_start(0, 70) :], 70)[1]
+    torch.testing.assert_close(buffers[1][0][:58], good.k[:58], rtol=1e-5, atol=1e-4)
+
+
+# ---- the product, and where it goes ----
+
+
+def begin(tail: CodedTail, device: Device) -> GroupTail:
+    begun = group_tail(tail, device)
+    assert isinstance(begun, TritonTail)
+    return begun
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rank", [20, 80])
+def test_every_dtype(dtype: torch.dtype, rank: int) -> None:
+    """Small coefficients are multiplied in bf16, unless the pool is in fp32."""
+    shape, seen = LayerShape(2, 32, 16, dtype), []
+
+    def begin_parts(tail: CodedTail, device: Device) -> GroupTail:
+        begun = begin(tail, device)
+        room = cast(TritonTail, begun).coefficients
+        assert room is not None
+        seen.append((room.num_exact, room.num_coded))
+        return begun
+
+    case = GroupCase(shape, rank, decay=0.99, rotary_dim=32, num_tokens=16, max_damage=0.01)
+    check_group(case, begin_parts, CPU)
+    ((num_exact, num_coded),) = seen
+    assert num_exact == num_coded if dtype is torch.float32 else num_exact < num_coded
+
+
+@pytest.mark.parametrize(
+    ("k_head_dim", "v_head_dim", "rotary_dim"),
+    [(64, 64, 64), (128, 128, 128), (256, 256, 256), (80, 96, 32), (33, 31, 20), (5, 3, 0)],
+)
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_every_head(k_head_dim: int, v_head_dim: int, rotary_dim: int, is_neox: bool) -> None:
+    shape = LayerShape(3, k_head_dim, v_head_dim, torch.float32)
+    case = GroupCase(shape, 8, rotary_dim=rotary_dim, is_neox=is_neox, start_token=700, num_tokens=20)
+    check_group(case, begin, CPU)
+
+
+@pytest.mark.parametrize(
+    ("first_token", "end_token", "head_tokens"),
+    [(0, 200, 0), (0, 200, 5), (3, 199, 61), (63, 64, 0), (64, 130, 70), (100, 101, 1), (199, 200, 1)],
+)
+def test_any_tail_up_to_any_token(first_token: int, end_token: int, head_tokens: int) -> None:
+    """Also where the last layer alone has a tail."""
+    case = GroupCase(
+        FP32,
+        6,
+        rotary_dim=16,
+        start_token=2,
+        num_tokens=200,
+        num_first_tokens=7,
+        first_token=first_token,
+        end_token=end_token,
+        head_tokens=head_tokens,
+    )
+    check_group(case, begin, CPU)
+
+
+@pytest.mark.parametrize("num_first_tokens", [0, 1, 40])
+def test_first_tokens_are_exact(num_first_tokens: int) -> None:
+    check_group(GroupCase(BF16, 6, num_tokens=40, num_first_tokens=num_first_tokens), begin, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_so_large_a_step_that_nothing_is_coded_the_mean_remains(dtype: torch.dtype) -> None:
+    check_group(GroupCase(replace(FP32, dtype=dtype), num_tokens=70, max_damage=1e6), begin, CPU)
+
+
+@settings(max_examples=8, deadline=None, database=None, derandomize=True)
+@given(data=st.data())
+def test_any_shape_and_any_range(data: st.DataObject) -> None:
+    k_head_dim = data.draw(st.integers(1, 40), "k_head_dim")
+    shape = LayerShape(
+        data.draw(st.integers(1, 3), "heads"),
+        k_head_dim,
+        data.draw(st.integers(1, 40), "v_head_dim"),
+        data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), "dtype"),
+    )
+    num_tokens = data.draw(st.integers(1, 140), "tokens")
+    first_token = data.draw(st.integers(0, num_tokens - 1), "first")
+    case = GroupCase(
+        shape,
+        data.draw(st.integers(1, 12), "rank"),
+        rotary_dim=2 * data.draw(st.integers(0, k_head_dim // 2), "rotary pairs"),
+        is_neox=data.draw(st.booleans(), "neox"),
+        start_token=data.draw(st.sampled_from([0, 1, 1000]), "start"),
+        num_tokens=num_tokens,
+        num_first_tokens=data.draw(st.integers(0, 5), "first tokens"),
+        first_token=first_token,
+        end_token=data.draw(st.integers(first_token + 1, num_tokens), "end"),
+        head_tokens=data.draw(st.integers(0, 50), "head"),
+    )
+    check_group(case, begin, CPU)
+
+
+def test_fixed_widths_are_decoded_on_the_host() -> None:
+    case = GroupCase(FP32, 6, coder="fixed-width", num_tokens=70)
+
+    def begin_on_host(tail: CodedTail, device: Device) -> GroupTail:
+        begun = group_tail(tail, device)
+        assert not isinstance(begun, TritonTail)
+        return begun
+
+    check_group(case, begin_on_host, CPU)
