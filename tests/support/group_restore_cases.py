@@ -24,8 +24,9 @@ Decode = Callable[[SubspaceDecoder, int, torch.Tensor, int, int, Device], Decode
 """As ``decode_group``."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-7}
-"""Of the largest element: sums in another order, coefficients in bf16, and rounding to the pool's type. Triton's
-interpreter cuts bits off where a GPU rounds, so that its coefficients in bf16 are off by twice as much."""
+"""Of the largest element: sums in another order, coefficients in bf16, and rounding to the pool's type.
+Triton's interpreter cuts bits off where a GPU rounds, so that its coefficients in bf16 are off by twice as
+much."""
 
 
 @dataclass(frozen=True)
