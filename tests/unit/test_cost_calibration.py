@@ -154,14 +154,12 @@ def test_decoding_of_groups_is_measured_by_their_coder(monkeypatch: pytest.Monke
         return 3.0
 
     monkeypatch.setattr(cost_calibration, "timed", timed)
-    codec = SegmentCodec(SHAPE, NUM_LAYERS, None)
-    costs = engine.calibration().decode_costs(codec, [], TierCost(0.0, 0.0), subspace)
+    costs = engine.calibration().group_costs(subspace)
     num_tokens = len(decoded[0])
     assert num_tokens == min(cost_calibration._DECODED_TOKENS, NUM_SLOTS // 2)
     # All groups of the model are decoded each time.
     assert [len(k) for k in decoded] == [num_tokens] * NUM_LAYERS * cost_calibration._REPEATS
-    assert costs.group_s == {"rans": 3.0 / num_tokens / NUM_LAYERS}
-    assert engine.calibration().decode_costs(codec, [], TierCost(0.0, 0.0)).group_s == {}
+    assert costs == {"rans": 3.0 / num_tokens / NUM_LAYERS}
 
 
 def test_loads_are_measured_as_restores_copy() -> None:

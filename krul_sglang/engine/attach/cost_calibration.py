@@ -157,10 +157,8 @@ class CostCalibration:
         codec: SegmentCodec,
         units: Iterable[CodedUnit],
         tier: TierCost,
-        subspace: SubspaceCodec | None = None,
     ) -> DecodeCosts:
-        """Seconds per token and layer beyond the copy: of layers alone and in pairs, by precision, and of
-        groups by coder."""
+        """Seconds per token and layer beyond the copy: of layers alone and in pairs, by precision."""
         single_s = {Precision.NATIVE: 0.0}
         pair_s: dict[Precision, float] = {}
         num_tokens = min(_DECODED_TOKENS, self._pool.num_tokens // 2)
@@ -170,11 +168,12 @@ class CostCalibration:
             num_bytes, seconds = self._restore_s(codec, unit, precision, num_tokens)
             beyond_s = max(0.0, seconds - tier.load_s(num_bytes)) / num_tokens
             (single_s if len(unit) == 1 else pair_s)[precision] = beyond_s
-        group_s = {} if subspace is None else {RansCoder.name: self._group_layer_s(subspace, num_tokens)}
-        return DecodeCosts(single_s, pair_s, group_s)
+        return DecodeCosts(single_s, pair_s)
 
-    def _group_layer_s(self, subspace: SubspaceCodec, num_tokens: int) -> float:
-        """Seconds per token and layer to decode groups of KV like that which the bases were learned from."""
+    def group_costs(self, subspace: SubspaceCodec) -> dict[str, float]:
+        """Seconds per token and layer to decode groups, by coder, of KV like that which the bases were
+        learned from."""
+        num_tokens = min(_DECODED_TOKENS, self._pool.num_tokens // 2)
         layers = subspace.draw(num_tokens)
         encoded = subspace.encode(
             layers.__getitem__,
@@ -187,7 +186,7 @@ class CostCalibration:
         decoder = subspace.open(encoded.params, start_token=0, num_tokens=num_tokens)
         device = self._pool.streams
         seconds = min(timed(device, lambda: decoder.decode_all(encoded.blocks)) for _ in range(_REPEATS))
-        return seconds / num_tokens / self._pool.num_layers
+        return {RansCoder.name: seconds / num_tokens / self._pool.num_layers}
 
     def _restore_s(
         self, codec: SegmentCodec, unit: tuple[int, ...], precision: Precision, num_tokens: int

@@ -14,11 +14,14 @@ from krul_backend.attention.drawn import attention_drawn
 from krul_backend.attention.rows import QueryRows
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
+from krul_backend.errors import CodecError
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import SUBSPACE, Strategy
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carried_damage, spent_damage
+from krul_sglang.engine.budget.served_bases import ServedBases
+from krul_sglang.engine.budget.text_drift import TextDrift
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
@@ -56,15 +59,14 @@ class _RunLimit:
 
 
 class SubspaceEncoding(TurnEncoding):
-    """Stores a turn in the model's bases. ``on_encoded(index, own, total)`` is told what each run should
-    cost, in nats at its own end: by this encoding, and with what it had lost before."""
+    """Stores a turn in the model's bases. ``on_encoded(index, encoded)`` is told of each run."""
 
     def __init__(
         self,
         codec: SubspaceCodec,
         limits: Sequence[_RunLimit],
         group_token_bytes: list[float],
-        on_encoded: Callable[[int, float, float], None],
+        on_encoded: Callable[[int, EncodedSegment], None],
     ) -> None:
         self.stored_as = codec.bases.layer_groups(RansCoder.name)
         self._groups = groups = self.stored_as.groups
@@ -93,7 +95,7 @@ class SubspaceEncoding(TurnEncoding):
             carried_damage=limit.carried,
             before_group=pause,
         )
-        self._on_encoded(index, encoded.damage, encoded.damage + limit.carried)
+        self._on_encoded(index, encoded)
         for group, block in enumerate(encoded.blocks):
             here = block.numel() / run.num_tokens
             self._group_token_bytes[group] += _LEARNING_RATE * (here - self._group_token_bytes[group])
@@ -130,7 +132,8 @@ class ErrorBudget(Decision):
 
     Tokens that came back lossy count with what they have lost, also when their segment has left the store
     and they are stored again. A turn is stored natively if nothing is left for it, if nothing was recorded of
-    its attention, or if the weights are no longer those that the bases were learned from.
+    its attention, until every rank has its bases, or if the weights are no longer those that the bases were
+    learned from.
 
     On idle servers a stored conversation is decoded and compared with the truth, after a share of the turns,
     ``probe_share``. That corrects the factor of expected damage.
@@ -149,7 +152,7 @@ class ErrorBudget(Decision):
         model: ServedModel,
         pool: DevicePool,
         codec: SegmentCodec,
-        subspace: SubspaceCodec,
+        bases: ServedBases,
         prober: Prober,
         agreement: RankAgreement,
     ) -> None:
@@ -167,15 +170,14 @@ class ErrorBudget(Decision):
         self._model = model
         self._pool = pool
         self._codec = codec
-        self._subspace = subspace
+        self._bases = bases
+        # Those that turns are stored in: None until every rank has its own.
+        self._subspace: SubspaceCodec | None = None
+        self._group_token_bytes: list[float] = []
+        self._drift = TextDrift(model.identity.name, model.identity.tp_rank)
         self._prober = prober
         self._agreement = agreement
         self._are_weights_known = True
-        shape = pool.shape
-        self._group_token_bytes = [
-            len(basis.layers) * (shape.k_token_bytes + shape.v_token_bytes) / _FIRST_RATIO
-            for basis in subspace.bases.groups
-        ]
 
     def forget_model(self) -> None:
         """Store natively from here on: the bases belong to other weights."""
@@ -184,6 +186,7 @@ class ErrorBudget(Decision):
         logger.warning("krul: the weights are not those that the bases were learned from: turns stay native")
 
     def decide(self, turn: Turn | None, missing: Sequence[range]) -> TurnEncoding:
+        subspace = self._agreed_subspace()
         if turn is None:
             self._agreed_spent(None)
             return self._native((), (), ())
@@ -199,7 +202,7 @@ class ErrorBudget(Decision):
         spent = self._agreed_spent(None if attention is None else history.spent)
         left = 0.0 if spent is None else self._limit - spent
         self._last_spent, self._last_damage = history.spent, 0.0
-        if attention is None or left <= 0 or not self._are_weights_known:
+        if subspace is None or attention is None or left <= 0 or not self._are_weights_known:
             return self._native(last_keys, runs, history.carried)
         num_tokens, num_new = len(turn.token_ids), sum(map(len, runs))
         limits = [
@@ -208,12 +211,28 @@ class ErrorBudget(Decision):
             for run, carried, drawn in zip(runs, history.carried, attention, strict=True)
         ]
 
-        def on_encoded(index: int, own: float, total: float) -> None:
+        def on_encoded(index: int, encoded: EncodedSegment) -> None:
             run = runs[index]
-            self._last_damage += own * run.stop / num_tokens
-            self._remember(last_keys[index], run, total)
+            self._last_damage += encoded.damage * run.stop / num_tokens
+            self._remember(last_keys[index], run, encoded.damage + limits[index].carried)
+            self._drift.add(encoded.mean_offset, len(run))
 
-        return SubspaceEncoding(self._subspace, limits, self._group_token_bytes, on_encoded)
+        return SubspaceEncoding(subspace, limits, self._group_token_bytes, on_encoded)
+
+    def _agreed_subspace(self) -> SubspaceCodec | None:
+        """The bases to store in from here on; None as long as some rank has none."""
+        if self._subspace is None and self._are_weights_known:
+            mine = self._bases.subspace
+            is_there = None if mine is None else torch.ones(1, dtype=torch.float64)
+            if self._agreement.gather(is_there, (1,)) is not None and mine is not None:
+                shape = self._pool.shape
+                self._group_token_bytes = [
+                    len(basis.layers) * (shape.k_token_bytes + shape.v_token_bytes) / _FIRST_RATIO
+                    for basis in mine.bases.groups
+                ]
+                self._subspace = mine
+                logger.info("krul: turns are stored in bases %s from here on", mine.bases.digest[:16])
+        return self._subspace
 
     def _remember(self, last_key: str, run: range, damage: float) -> None:
         """Remember what a segment costs at its own end, in nats, by its last page."""
@@ -244,9 +263,15 @@ class ErrorBudget(Decision):
         spans = [self._remembered[key] for key in turn.page_keys if key in self._remembered]
         for segment in self._store.path_segments(self._model.identity, turn.page_keys):
             header = segment.header
-            opened = self._codec.open(
-                header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
-            )
+            try:
+                opened = self._codec.open(
+                    header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
+                )
+            except CodecError as error:
+                # It would be a miss. Once it is dropped, the next turn stores its tokens again.
+                logger.debug("krul: a stored segment cannot be decoded here: %s", error)
+                self._store.report_damage(segment.segment_id, "undecodable")
+                continue
             spans.append(
                 DamagedSpan(
                     header.start_token,
@@ -290,8 +315,13 @@ class ErrorBudget(Decision):
     def probe(self, path: StoredPath) -> None:
         """Compare what a stored conversation would cost if it came back with what was expected.
 
-        A conversation that came back lossy is skipped: its true answers are not known.
+        A conversation that came back lossy is skipped: its true answers are not known. Before turns are
+        stored in bases there is nothing to compare, and the next turn is wanted instead. All ranks have
+        decided on the same turns by now, so they do the same.
         """
+        if self._subspace is None:
+            self._probes_due = 1.0
+            return
         outcome = self._prober.measure(path, is_exact=not self._provenance.read(path.slots))
         if outcome is None:
             return
@@ -308,14 +338,17 @@ class ErrorBudget(Decision):
         self._probe_share = 0.0
 
     def as_dict(self) -> dict[str, Any]:
+        subspace = self._bases.subspace
         return {
-            "bases": self._subspace.bases.digest[:16],
-            "damage_factor": self._subspace.damage_factor,
+            "bases": None if subspace is None else subspace.bases.digest[:16],
+            "bases_state": self._bases.state,
+            "damage_factor": None if subspace is None else subspace.damage_factor,
             "probes": self.num_probes,
             "last_kl": self.last_kl,
             "last_expected": self.last_expected,
             "last_spent": self._last_spent if math.isfinite(self._last_spent) else None,
             "last_damage": self._last_damage,
+            "text": self._drift.as_dict(),
         }
 
 

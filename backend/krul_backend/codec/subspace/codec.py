@@ -53,12 +53,13 @@ class EncodedSegment:
     """All blocks of a segment, one per group, and the plain JSON values that decoding needs.
 
     ``damage``: the divergence in nats per predicted token that the errors are expected to cause, without what
-    the KV had lost before. In ``params`` are both together.
+    the KV had lost before. In ``params`` are both together. ``mean_offset``: see ``SubspaceParameters``.
     """
 
     params: dict[str, Any]
     blocks: tuple[torch.Tensor, ...]
     damage: float
+    mean_offset: float
 
     @property
     def num_bytes(self) -> int:
@@ -140,10 +141,10 @@ class SubspaceCodec:
             blocks.append(block)
             damage += lost
         damage *= self.damage_factor
-        params = SubspaceParameters(
+        of_segment = SubspaceParameters(
             self.bases.digest, coder, segment.num_first_tokens, step, carried_damage + damage, tuple(groups)
-        ).to_json()
-        return EncodedSegment(params, tuple(blocks), damage)
+        )
+        return EncodedSegment(of_segment.to_json(), tuple(blocks), damage, of_segment.mean_offset)
 
     def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SubspaceDecoder:
         """A decoder for blocks that were encoded with these parameters at this place.
