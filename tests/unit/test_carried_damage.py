@@ -263,13 +263,13 @@ def test_ranks_share_the_limit_and_count_the_most_that_any_has_spent() -> None:
     def answer(values: torch.Tensor | None) -> torch.Tensor:
         assert values is not None
         asked.append(values.tolist())
-        return torch.tensor([0.01], dtype=torch.float64)
+        return torch.tensor([0.01, 1.0], dtype=torch.float64)
 
     server = BudgetedServer(LIMIT, agreement=OtherRank(answer))
     server.compute(FIRST_PAGES)
     said = server.store_turn()
     server.close()
-    assert asked == [[0.0]]
+    assert asked == [[0.0, 1.0]]
     assert said["last_spent"] == 0
     assert said["last_damage"] == pytest.approx(USED * (LIMIT / 2 - 0.01), rel=STEPS)
 

@@ -227,6 +227,7 @@ def test_what_all_ranks_lose_is_expected_together(
 
 def test_a_probe_moves_the_expected_damage_towards_the_truth(server: BudgetedServer) -> None:
     server.compute(FIRST_PAGES)
+    server.store_turn()
     assert server.subspace.damage_factor == 1.0
     # A fifth of the way, in logarithms.
     server.prober.outcome = ProbeOutcome(kl=0.32, expected=0.01)
@@ -242,6 +243,7 @@ def test_a_probe_moves_the_expected_damage_towards_the_truth(server: BudgetedSer
 @pytest.mark.parametrize(("kl", "bound"), [(100.0, 8.0), (1e-9, 1 / 8)])
 def test_the_correction_is_bounded(server: BudgetedServer, kl: float, bound: float) -> None:
     server.compute(FIRST_PAGES)
+    server.store_turn()
     server.prober.outcome = ProbeOutcome(kl, expected=0.01)
     for _ in range(20):
         server.budget.probe(server.path)
@@ -262,6 +264,7 @@ def test_turns_are_stored_with_the_corrected_expectation(server: BudgetedServer)
 
 def test_a_conversation_without_an_outcome_teaches_nothing(server: BudgetedServer) -> None:
     server.compute(FIRST_PAGES)
+    server.store_turn()
     server.budget.probe(server.path)
     assert server.subspace.damage_factor == 1.0
     assert server.budget.as_dict()["probes"] == 0

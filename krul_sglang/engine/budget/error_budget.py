@@ -186,7 +186,6 @@ class ErrorBudget(Decision):
         logger.warning("krul: the weights are not those that the bases were learned from: turns stay native")
 
     def decide(self, turn: Turn | None, missing: Sequence[range]) -> TurnEncoding:
-        subspace = self._agreed_subspace()
         if turn is None:
             self._agreed_spent(None)
             return self._native((), (), ())
@@ -202,7 +201,7 @@ class ErrorBudget(Decision):
         spent = self._agreed_spent(None if attention is None else history.spent)
         left = 0.0 if spent is None else self._limit - spent
         self._last_spent, self._last_damage = history.spent, 0.0
-        if subspace is None or attention is None or left <= 0 or not self._are_weights_known:
+        if self._subspace is None or attention is None or left <= 0:
             return self._native(last_keys, runs, history.carried)
         num_tokens, num_new = len(turn.token_ids), sum(map(len, runs))
         limits = [
@@ -217,22 +216,7 @@ class ErrorBudget(Decision):
             self._remember(last_keys[index], run, encoded.damage + limits[index].carried)
             self._drift.add(encoded.mean_offset, len(run))
 
-        return SubspaceEncoding(subspace, limits, self._group_token_bytes, on_encoded)
-
-    def _agreed_subspace(self) -> SubspaceCodec | None:
-        """The bases to store in from here on; None as long as some rank has none."""
-        if self._subspace is None and self._are_weights_known:
-            mine = self._bases.subspace
-            is_there = None if mine is None else torch.ones(1, dtype=torch.float64)
-            if self._agreement.gather(is_there, (1,)) is not None and mine is not None:
-                shape = self._pool.shape
-                self._group_token_bytes = [
-                    len(basis.layers) * (shape.k_token_bytes + shape.v_token_bytes) / _FIRST_RATIO
-                    for basis in mine.bases.groups
-                ]
-                self._subspace = mine
-                logger.info("krul: turns are stored in bases %s from here on", mine.bases.digest[:16])
-        return self._subspace
+        return SubspaceEncoding(self._subspace, limits, self._group_token_bytes, on_encoded)
 
     def _remember(self, last_key: str, run: range, damage: float) -> None:
         """Remember what a segment costs at its own end, in nats, by its last page."""
@@ -299,10 +283,24 @@ class ErrorBudget(Decision):
         return [drawn[..., run.start - start : run.stop - start] for run in runs]
 
     def _agreed_spent(self, spent: float | None) -> float | None:
-        """The most that any rank has spent, since each evicts on its own; None if one passed None."""
-        mine = None if spent is None else torch.tensor([spent], dtype=torch.float64)
-        of_ranks = self._agreement.gather(mine, (1,))
-        return None if of_ranks is None else max(float(of_rank) for of_rank in of_ranks)
+        """The most that any rank has spent, since each evicts on its own; None if one passed None, or has no
+        bases of these weights. Once all have, turns are stored in them."""
+        bases = self._bases.subspace
+        has_bases = bases is not None and self._are_weights_known
+        mine = None if spent is None else torch.tensor([spent, float(has_bases)], dtype=torch.float64)
+        of_ranks = self._agreement.gather(mine, (2,))
+        if of_ranks is None or not all(of_rank[1] for of_rank in of_ranks):
+            return None
+        if self._subspace is None:
+            assert bases is not None
+            shape = self._pool.shape
+            self._group_token_bytes = [
+                len(basis.layers) * (shape.k_token_bytes + shape.v_token_bytes) / _FIRST_RATIO
+                for basis in bases.bases.groups
+            ]
+            self._subspace = bases
+            logger.info("krul: turns are stored in bases %s from here on", bases.bases.digest[:16])
+        return max(float(of_rank[0]) for of_rank in of_ranks)
 
     def wants_probe(self) -> bool:
         """True if this turn is to be probed: the first one, then a share of them. Call it once per turn."""
