@@ -97,6 +97,7 @@ def build_cache(ctx: Any) -> Any:
     from krul_sglang.engine.attach.model_bases import BasesFile
     from krul_sglang.engine.attach.model_identity import checkpoint_of, identify_model
     from krul_sglang.engine.attach.rotary import read_rotary_table
+    from krul_sglang.engine.attach.shared_bases import SharedBases
     from krul_sglang.engine.cache.radix_cache import KrulRadixCache
     from krul_sglang.engine.cache.store_connection import connect_store
     from krul_sglang.engine.common.agreement import RankAgreement
@@ -164,8 +165,17 @@ def build_cache(ctx: Any) -> Any:
     runtime.rotary = read_rotary_table(runner.model)
     file: BasesFile | None = None
     if config.strategy == SUBSPACE:
-        checkpoint = checkpoint_of(ctx.model_config, resolved)
-        file = BasesFile(checkpoint, cache_dir, runtime.model.identity, pool, runtime.rotary)
+        store = runtime.connection.store
+        # A store that is this server's alone, and ends with it, has nobody to share them with.
+        can_share = runtime.model.is_lasting and (config.endpoint or store.stats().tiers)
+        file = BasesFile(
+            checkpoint_of(ctx.model_config, resolved),
+            cache_dir,
+            runtime.model.identity,
+            pool,
+            runtime.rotary,
+            SharedBases(store, runtime.model.identity) if can_share else None,
+        )
         runtime.bases = file.served
     runtime.agreement = agreement
     runtime.restore_agreement = RankAgreement.create(ctx.tp_size)

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 
+from krul_backend.atomic_file import replacing
 from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.errors import CodecError, ConfigError
 from krul_backend.segment import ModelIdentity
+from krul_sglang.engine.attach.shared_bases import SharedBases
 from krul_sglang.engine.budget.served_bases import ServedBases
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
@@ -31,7 +33,8 @@ _POLL_S = 1.0
 class BasesFile:
     """The file of one rank's bases. One rank of each host has them learned for all, if one lacks its own.
 
-    ``served`` holds the bases, which are read here if the file is there and sound.
+    ``served`` holds the bases, which are read here if the file is there and sound; if there is none, that of
+    ``shared`` is taken. What is read is put there.
 
     Raises:
         ConfigError: the weights cannot be identified, so no file is theirs.
@@ -45,6 +48,7 @@ class BasesFile:
         model: ModelIdentity,
         pool: DevicePool,
         rotary: RotaryTable | None,
+        shared: SharedBases | None = None,
     ) -> None:
         if rotary is None:
             raise FOREIGN_ROTARY.error(model.name)
@@ -53,6 +57,7 @@ class BasesFile:
         self._model = model
         self._pool = pool
         self._rotary = rotary
+        self._shared = shared
         try:
             self.path = bases_path(checkpoint, cache_dir, model.tp_rank, model.tp_size)
         except (UnknownWeightsError, OSError) as error:
@@ -61,12 +66,15 @@ class BasesFile:
         self._num_cores = torch.get_num_threads()
         self._process: LearningProcess | None = None
         self._is_closed = threading.Event()
-        self._stamp = _stamp(self.path)
         self.served = ServedBases(end=self._end)
+        state = "read at the start"
+        if not self.path.exists() and self._copy_shared():
+            state = "found in the store"
+        self._stamp = _stamp(self.path)
         if self._stamp is None:
             return
         try:
-            self.served.have(self._load(), "read at the start")
+            self.served.have(self._load(), state)
         except CodecError as error:
             logger.warning("krul: %s", error)
 
@@ -98,6 +106,20 @@ class BasesFile:
 
         self.served.follow(self._learn() if is_leader else self._wait_for_leader(), load)
 
+    def _copy_shared(self) -> bool:
+        """Write the store's bases to the file; False if there are none."""
+        content = None if self._shared is None else self._shared.get()
+        if content is None:
+            return False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self.path) as file:
+                file.write(content)
+        except OSError as error:
+            logger.warning("krul: the store's bases cannot be written to %s: %s", self.path, error)
+            return False
+        return True
+
     def _learn(self) -> Iterator[str]:
         self._process = LearningProcess(self._checkpoint, self._cache_dir, self._model.tp_size)
         if self._is_closed.is_set():
@@ -127,6 +149,8 @@ class BasesFile:
                 f"the bases in {self.path} are for {bases.num_layers} layers of {bases.shape}, the model has "
                 f"{pool.num_layers} of {pool.shape}"
             )
+        if self._shared is not None:
+            self._shared.put(self.path.read_bytes(), bases.digest)
         of_pool = ModelBases(pool.shape, bases.groups, bases.damage_factor)
         return SubspaceCodec(of_pool.to(pool.device), self._rotary, (RansCoder(), FixedWidthCoder()))
 

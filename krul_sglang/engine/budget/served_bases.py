@@ -34,6 +34,7 @@ class ServedBases:
 
         If one of both fails, there will be no bases: that is logged once, with the cause.
         """
+        self.state = "learning"
         threading.Thread(target=self._follow, args=(steps, load), name="krul-bases", daemon=True).start()
 
     def close(self) -> None:
