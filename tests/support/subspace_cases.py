@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import orjson
 import torch
 
 from krul_backend.codec.coefficients.coders import CoefficientCoder, FixedWidthCoder, RansCoder
+from krul_backend.codec.coefficients.scales import BAND, unpack_offsets
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import ModelBases, group_vectors
@@ -54,6 +57,13 @@ class Case:
         ]
         basis = self.bases.groups[group]
         return (group_vectors(bare).double() - basis.mean.double()) @ basis.encoder.double()
+
+    def num_kept(self, group: int) -> int:
+        """How many coefficients are stored, those of bands between them that are all zero included."""
+        packed = np.frombuffer(b64decode(self.encoded.params["groups"][group]["offsets"]), np.uint8)
+        rank = self.bases.groups[group].rank
+        bands = unpack_offsets(packed, rank).nonzero()[0]
+        return min(int(bands.max(initial=0) + 1) * BAND, rank)
 
     def errors(self, group: int) -> torch.Tensor:
         """What was lost of each coefficient, fp64 ``[T, R]``."""

@@ -72,8 +72,12 @@ def test_what_comes_back_is_within_the_step_of_each_token(data: st.DataObject) -
         # embedding turns and rounds keys again.
         decoded_vectors = group_vectors(decoded).abs().double()
         rounded = 2 * torch.finfo(dtype).eps * (decoded_vectors + 1) @ basis.encoder.abs().double()
-        step = case.encoded.params["step"]
-        assert (case.errors(group).abs() <= LARGEST_ERROR * step + 2 * rounded + 1e-5).all()
+        bound = LARGEST_ERROR * case.encoded.params["step"] + 2 * rounded + 1e-5
+        num_kept = case.num_kept(group)
+        assert (case.errors(group).abs() <= bound)[:, :num_kept].all()
+        # The others come back as the mean.
+        left_out = case.coefficients(group, decoded)[num_first_tokens:, num_kept:]
+        assert (left_out.abs() <= bound[num_first_tokens:, num_kept:]).all()
 
 
 @pytest.mark.parametrize("is_fast", [False, True])
@@ -86,7 +90,7 @@ def test_products_in_bf16_leave_the_largest_coefficients_exact(
     layers = make_layers(bases, 150, rotary)
     codec = SubspaceCodec(bases, rotary, CODERS)
     segment = SegmentTokens(0, 150, 1)
-    found = codec._coefficients(0, layers.__getitem__, slice(0, 150), segment)
+    found = codec._coefficients(0, layers.__getitem__, slice(0, 150), segment, 128)
     bare = [LayerKV(rotary.unrotate(kv.k, torch.arange(150)), kv.v) for kv in layers]
     basis = bases.groups[0]
     exact = (group_vectors(bare).double() - basis.mean.double()) @ basis.encoder.double()
@@ -95,8 +99,24 @@ def test_products_in_bf16_leave_the_largest_coefficients_exact(
     assert errors[:, 64:].max() < (3e-3 if is_fast else 3e-6)
     assert (errors[:, 64:].max() > 1e-5) == is_fast
     rows = torch.tensor([0, 3, 77])
-    sampled = codec._coefficients(0, layers.__getitem__, rows, segment)
+    sampled = codec._coefficients(0, layers.__getitem__, rows, segment, 128)
     torch.testing.assert_close(sampled, found[rows], rtol=0, atol=2e-3 if is_fast else 3e-6)
+    few = codec._coefficients(0, layers.__getitem__, rows, segment, 80)
+    torch.testing.assert_close(few, sampled[:, :80], rtol=0, atol=2e-3 if is_fast else 3e-6)
+
+
+def test_small_coefficients_are_left_out_and_counted() -> None:
+    bases = make_bases(LayerShape(2, 32, 32, torch.float32), [2], rank=128)
+    all_kept = make_case(bases, max_damage=1e-6)
+    some_kept = make_case(bases, max_damage=3.0)
+    assert all_kept.num_kept(0) == 128
+    assert 16 <= some_kept.num_kept(0) < 100
+    errors = some_kept.errors(0)
+    lost = float(errors[:, some_kept.num_kept(0) :].square().sum()) / 2 * bases.damage_factor
+    assert lost > 0.1
+    # The first token loses nothing. What is left out is measured in a sample of the tokens.
+    expected = float(errors.square().sum()) / 2 * bases.damage_factor
+    assert some_kept.encoded.damage == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("coder", ["rans", "fixed-width"])

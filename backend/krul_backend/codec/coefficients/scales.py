@@ -68,7 +68,7 @@ def scales_of(base: NDArray[np.uint8], offsets: NDArray[np.uint8]) -> NDArray[np
     each band.
     """
     _check_base(base)
-    _check_offsets(offsets, _num_bands(len(base)))
+    _check_offsets(offsets, num_bands(len(base)))
     numbers = np.repeat(offsets, BAND)[: len(base)].astype(np.int64)
     moved = np.clip(base + numbers - NO_OFFSET, 1, _LARGEST_SCALE)
     return np.where(numbers == 0, 0, moved).astype(np.uint8)
@@ -87,17 +87,18 @@ def unpack_offsets(data: NDArray[np.uint8], num_coefficients: int) -> NDArray[np
 
     Raises ``CodecError`` if ``data`` has another size, or an unused half that is not 0.
     """
-    num_bands = _num_bands(num_coefficients)
+    count = num_bands(num_coefficients)
     _check(data, np.uint8, "packed offsets")
-    if len(data) != -(-num_bands // 2):
-        raise CodecError(f"{num_bands} offsets take {-(-num_bands // 2)} bytes, not {len(data)}")
+    if len(data) != -(-count // 2):
+        raise CodecError(f"{count} offsets take {-(-count // 2)} bytes, not {len(data)}")
     halves = np.stack([data & 15, data >> 4], axis=1).reshape(-1)
-    if bool(halves[num_bands:].any()):
+    if bool(halves[count:].any()):
         raise CodecError("the unused half of the last byte of offsets is not 0")
-    return halves[:num_bands]
+    return halves[:count]
 
 
-def _num_bands(num_coefficients: int) -> int:
+def num_bands(num_coefficients: int) -> int:
+    """Bands of so many coefficients."""
     return -(-num_coefficients // BAND)
 
 

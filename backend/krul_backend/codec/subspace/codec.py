@@ -12,13 +12,13 @@ import torch
 
 from krul_backend.codec.coefficients.coders import CoefficientCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.coefficients.scales import base_scales, best_offsets, scales_of
+from krul_backend.codec.coefficients.scales import base_scales, best_offsets, num_bands, scales_of
 from krul_backend.codec.interface import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
 from krul_backend.codec.subspace.decoder import (
     CHUNK_TOKENS,
-    Reconstruction,
+    EXACT_COEFFICIENTS,
     SegmentTokens,
     SubspaceDecoder,
     tensors_of,
@@ -29,12 +29,7 @@ from krul_backend.codec.subspace.parameters import (
     GroupParameters,
     SubspaceParameters,
 )
-from krul_backend.codec.subspace.quantizer import (
-    expected_damage,
-    quantize,
-    smallest_unclipped_step,
-    step_shifts,
-)
+from krul_backend.codec.subspace.quantizer import Sample, expected_damage, quantize, step_shifts
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
@@ -42,10 +37,6 @@ _SAMPLE_TOKENS = 128
 """The step is chosen with the coefficients of this many tokens of a segment."""
 
 _STEP_HALVINGS = 12
-
-_EXACT_COEFFICIENTS = 64
-"""The first coefficients, which are the largest, are always computed in fp32. In bf16 their errors would come
-near to the step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,12 +84,11 @@ class SubspaceCodec:
         self._rotary = rotary
         self._coders = {coder.name: coder for coder in coders}
         self._num_first_tokens = num_first_tokens
-        dtype = _product_dtype(bases.shape.dtype, Device.of(bases.groups[0].mean))
-        # The columns after the exact ones.
-        self._encoders = tuple(basis.encoder[:, _EXACT_COEFFICIENTS:].to(dtype) for basis in bases.groups)
-        self._reconstructions = tuple(
-            Reconstruction(basis.mean.to(dtype), basis.decoder.to(dtype)) for basis in bases.groups
-        )
+        # What bf16 rounds away is far below what coefficients lose.
+        is_fast = Device.of(bases.groups[0].mean).multiplies_bf16_fast
+        dtype = torch.bfloat16 if is_fast else torch.float32
+        self._encoders = tuple(basis.encoder[:, EXACT_COEFFICIENTS:].to(dtype) for basis in bases.groups)
+        self._decoders = tuple(basis.decoder[EXACT_COEFFICIENTS:].to(dtype) for basis in bases.groups)
 
     def encode(
         self,
@@ -132,14 +122,16 @@ class SubspaceCodec:
             start_token, num_tokens, max(0, min(num_tokens, self._num_first_tokens - start_token))
         )
         worths = [self._worth(basis, attention, segment) for basis in self.bases.groups]
-        step = self._choose_step(read, worths, segment, max_damage)
+        samples = [self._sample(group, read, worth, segment) for group, worth in enumerate(worths)]
+        step = self._choose_step(samples, segment, max_damage)
         groups, blocks, damage = [], [], 0.0
-        for group, worth in enumerate(worths):
+        for group, (worth, sample) in enumerate(zip(worths, samples, strict=True)):
             before_group()
-            parameters, block, lost = self._encode_group(group, read, worth, segment, step, chosen)
+            num_kept = sample.num_kept(step)
+            parameters, block, lost = self._encode_group(group, read, worth, segment, step, num_kept, chosen)
             groups.append(parameters)
             blocks.append(block)
-            damage += lost
+            damage += lost + sample.left_out_damage(num_kept) * segment.num_tokens / sample.num_tokens
         damage *= self.damage_factor
         of_segment = SubspaceParameters(
             self.bases.digest, coder, segment.num_first_tokens, step, carried_damage + damage, tuple(groups)
@@ -157,7 +149,7 @@ class SubspaceCodec:
         segment = SegmentTokens(start_token, num_tokens, parameters.num_first_tokens)
         return SubspaceDecoder(
             self.bases,
-            self._reconstructions,
+            self._decoders,
             self._rotary,
             self._coder(parameters.coder),
             parameters,
@@ -210,30 +202,24 @@ class SubspaceCodec:
         worth[: segment.num_first_tokens] = 0
         return worth
 
-    def _choose_step(
-        self, read: ReadLayer, worths: Sequence[torch.Tensor], segment: SegmentTokens, max_damage: float
-    ) -> float:
-        """The largest step with which a sample of the tokens is expected to lose no more than its share, or
-        else the smallest one with which none of its levels is clipped."""
+    def _sample(self, group: int, read: ReadLayer, worth: torch.Tensor, segment: SegmentTokens) -> Sample:
+        """The coefficients of a group in some of the segment's tokens."""
         num_sampled = min(segment.num_tokens, _SAMPLE_TOKENS)
         rows = torch.arange(num_sampled) * segment.num_tokens // num_sampled
-        samples = []
-        for group, worth in enumerate(worths):
-            sampled = worth[rows]
-            samples.append((self._coefficients(group, read, rows, segment), step_shifts(sampled), sampled))
-        limit = max_damage / self.damage_factor * num_sampled / segment.num_tokens
+        rank = self.bases.groups[group].rank
+        return Sample(self._coefficients(group, read, rows, segment, rank), worth[rows])
+
+    def _choose_step(self, samples: Sequence[Sample], segment: SegmentTokens, max_damage: float) -> float:
+        """The largest step with which a sample of the tokens is expected to lose no more than its share, or
+        else the smallest one with which none of its levels is clipped."""
+        limit = max_damage / self.damage_factor * samples[0].num_tokens / segment.num_tokens
         # Below, damage would rise again, and the search would end at a step that clips nearly everything.
-        unclipped = max(smallest_unclipped_step(*sample) for sample in samples)
+        unclipped = max(sample.smallest_unclipped_step for sample in samples)
         low, high = log2(max(SMALLEST_STEP, min(unclipped, LARGEST_STEP))), log2(LARGEST_STEP)
         for _ in range(_STEP_HALVINGS):
             middle = (low + high) / 2
-            expected = (
-                expected_damage(
-                    coefficients, quantize(coefficients, 2**middle, shifts), 2**middle, shifts, worth
-                )
-                for coefficients, shifts, worth in samples
-            )
-            low, high = (middle, high) if sum(expected) <= limit else (low, middle)
+            expected = sum(sample.damage(2**middle) for sample in samples)
+            low, high = (middle, high) if expected <= limit else (low, middle)
         return float(2**low)
 
     def _encode_group(
@@ -243,23 +229,24 @@ class SubspaceCodec:
         worth: torch.Tensor,
         segment: SegmentTokens,
         step: float,
+        num_kept: int,
         coder: CoefficientCoder,
     ) -> tuple[GroupParameters, torch.Tensor, float]:
-        """The parameters, the block and the expected damage of one group."""
+        """The parameters and the block of one group, and the expected damage of its kept coefficients."""
         basis, shifts = self.bases.groups[group], step_shifts(worth)
-        levels = np.empty((segment.num_tokens, basis.rank), np.int16)
-        magnitudes = torch.zeros(basis.rank, device=basis.mean.device)
+        levels = np.empty((segment.num_tokens, num_kept), np.int16)
+        magnitudes = torch.zeros(num_kept, device=basis.mean.device)
         damage = 0.0
         for first in range(0, segment.num_tokens, CHUNK_TOKENS):
             end = min(first + CHUNK_TOKENS, segment.num_tokens)
-            coefficients = self._coefficients(group, read, slice(first, end), segment)
+            coefficients = self._coefficients(group, read, slice(first, end), segment, num_kept)
             chunk = quantize(coefficients, step, shifts[first:end])
             # Zeros cost least where nothing is read.
             chunk[: max(0, segment.num_first_tokens - first)] = 0
             levels[first:end] = chunk.to(torch.int16).cpu().numpy()
             damage += expected_damage(coefficients, chunk, step, shifts[first:end], worth[first:end])
             magnitudes += coefficients.abs_().sum(0)
-        base = base_scales(basis.magnitudes.cpu().numpy(), step)
+        base = base_scales(basis.magnitudes[:num_kept].cpu().numpy(), step)
         offsets = best_offsets(base, (magnitudes / (segment.num_tokens * step)).cpu().numpy(), levels)
         encoded = coder.encode(levels, scales_of(base, offsets), shifts.cpu().numpy())
         first_tokens = [
@@ -268,12 +255,19 @@ class SubspaceCodec:
             for part in tensors_of(read(layer))
         ]
         block = torch.cat([*first_tokens, torch.from_numpy(encoded.data)])
-        return GroupParameters(offsets, encoded.record_num_bytes), block, damage
+        all_offsets = np.zeros(num_bands(basis.rank), np.uint8)
+        all_offsets[: len(offsets)] = offsets
+        return GroupParameters(all_offsets, encoded.record_num_bytes), block, damage
 
     def _coefficients(
-        self, group: int, read: ReadLayer, rows: slice | torch.Tensor, segment: SegmentTokens
+        self,
+        group: int,
+        read: ReadLayer,
+        rows: slice | torch.Tensor,
+        segment: SegmentTokens,
+        num_kept: int,
     ) -> torch.Tensor:
-        """Coefficients fp32 ``[number of rows, R]`` of these tokens of the segment."""
+        """The first coefficients, fp32 ``[number of rows, num_kept]``, of these tokens of the segment."""
         basis, encoder = self.bases.groups[group], self._encoders[group]
         positions = torch.arange(segment.start_token, segment.start_token + segment.num_tokens)[rows]
         layers = [read(layer) for layer in basis.layers]
@@ -284,11 +278,6 @@ class SubspaceCodec:
         split = torch.split(keys, self.bases.shape.num_kv_heads, dim=1)
         bare = [LayerKV(k, kv.v[rows]) for k, kv in zip(split, layers, strict=True)]
         vectors = group_vectors(bare).to(basis.mean.device).sub_(basis.mean)
-        exact = vectors @ basis.encoder[:, :_EXACT_COEFFICIENTS]
-        return torch.cat([exact, vectors.to(encoder.dtype) @ encoder], dim=1)
-
-
-def _product_dtype(pool_dtype: torch.dtype, device: Device) -> torch.dtype:
-    """Choose the element type to multiply in: bf16 if the pool keeps no more and the device is fast at it."""
-    keeps_no_more = pool_dtype is torch.bfloat16 or pool_dtype.itemsize == 1
-    return torch.bfloat16 if device.multiplies_bf16_fast and keeps_no_more else torch.float32
+        exact = vectors @ basis.encoder[:, : min(num_kept, EXACT_COEFFICIENTS)]
+        rest = vectors.to(encoder.dtype) @ encoder[:, : max(0, num_kept - EXACT_COEFFICIENTS)]
+        return torch.cat([exact, rest], dim=1)

@@ -25,6 +25,10 @@ _LEAST_ROWS = 64
 """At least so many rows are multiplied at a time. Products of fewer rows add up in another order, and a token
 would depend on where the tail that it is decoded with begins."""
 
+EXACT_COEFFICIENTS = 64
+"""The first coefficients, which are the largest, are always multiplied in fp32. In bf16 their errors would
+come near to the step."""
+
 CHUNK_TOKENS = 1024
 """The most tokens whose vectors are held in fp32 at a time."""
 
@@ -39,29 +43,18 @@ class SegmentTokens:
     num_first_tokens: int
 
 
-@dataclass(frozen=True, eq=False)
-class Reconstruction:
-    """Reconstructs the vectors of a group as ``mean + coefficients @ decoder``.
-
-    ``mean [D]`` and ``decoder [R, D]`` are those of the group's basis, in the element type in which they are
-    multiplied.
-    """
-
-    mean: torch.Tensor
-    decoder: torch.Tensor
-
-
 class SubspaceDecoder(SegmentLayout):
     """Decodes the blocks of one segment. ``SubspaceCodec.open`` makes it.
 
     The block of a group is that of its first layer; the other layers of the group have none of their own.
-    ``stored_as``: the groups. ``damage``: see ``EncodedSegment``.
+    ``decoders``: for each group the rows of its basis' decoder after the exact ones, in the element type that
+    they are multiplied in. ``stored_as``: the groups. ``damage``: see ``EncodedSegment``.
     """
 
     def __init__(
         self,
         bases: ModelBases,
-        reconstructions: Sequence[Reconstruction],
+        decoders: Sequence[torch.Tensor],
         rotary: RotaryTable | None,
         coder: CoefficientCoder,
         parameters: SubspaceParameters,
@@ -71,7 +64,7 @@ class SubspaceDecoder(SegmentLayout):
         self.stored_as = bases.layer_groups(coder.name)
         self.damage = parameters.damage
         self._bases = bases
-        self._reconstructions = reconstructions
+        self._decoders = decoders
         self._rotary = rotary
         self._coder = coder
         self._parameters = parameters
@@ -152,8 +145,9 @@ class SubspaceDecoder(SegmentLayout):
         """The KV of the tokens from ``first_token`` on. ``values``: their coefficients in steps, fp32 ``[T +
         _LEAST_ROWS, R]``, zeros at the end."""
         shape, layers = self._bases.shape, self._bases.groups[group].layers
-        mean, decoder = self._reconstructions[group].mean, self._reconstructions[group].decoder
-        num_tokens = self._segment.num_tokens - first_token
+        basis, decoder = self._bases.groups[group], self._decoders[group]
+        mean, exact = basis.mean, basis.decoder[: min(values.shape[1], EXACT_COEFFICIENTS)]
+        num_tokens, step = self._segment.num_tokens - first_token, self._parameters.step
         keys = torch.empty(
             (num_tokens, len(layers) * shape.num_kv_heads, shape.k_head_dim),
             dtype=shape.dtype,
@@ -162,8 +156,11 @@ class SubspaceDecoder(SegmentLayout):
         values_of_layers = keys.new_empty((len(layers), num_tokens, shape.num_kv_heads, shape.v_head_dim))
         for start in range(0, num_tokens, CHUNK_TOKENS):
             end = min(start + CHUNK_TOKENS, num_tokens)
-            coefficients = values[start : max(end, start + _LEAST_ROWS)].to(mean.device, mean.dtype)
-            vectors = torch.addmm(mean, coefficients, decoder[: values.shape[1]], alpha=self._parameters.step)
+            coefficients = values[start : max(end, start + _LEAST_ROWS)].to(mean.device)
+            vectors = torch.addmm(mean, coefficients[:, : len(exact)], exact, alpha=step)
+            if coefficients.shape[1] > len(exact):
+                rest = coefficients[:, len(exact) :].to(decoder.dtype)
+                vectors.add_(rest @ decoder[: rest.shape[1]], alpha=step)
             split = split_vectors(vectors[: end - start], shape, len(layers))
             # Rotating the keys of all layers at once is faster.
             chunk = torch.cat([kv.k for kv in split], dim=1)
