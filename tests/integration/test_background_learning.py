@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from krul_sglang.learning.background import BackgroundLearningError, LearningPro
 from krul_sglang.learning.command import ensure_bases, learn_to_files
 from krul_sglang.models.checkpoint import Checkpoint, bases_path
 from krul_sglang.models.find import REFERENCE_MODEL
+from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     STRICT,
     ask,
@@ -26,6 +27,7 @@ from tests.support.scenario import (
     random_prompt,
     settled_stats,
     small_krul_server_args,
+    wait_for_probes,
     wait_until,
 )
 
@@ -162,3 +164,33 @@ def test_a_server_stores_natively_until_it_has_bases_and_then_in_them(tmp_path: 
         assert "turns are stored in bases" in server.log_text()
     finally:
         server.stop()
+
+
+def test_two_ranks_begin_to_store_in_bases_at_the_same_turn(tiny: Checkpoint, tmp_path: Path) -> None:
+    learned = [bases_path(tiny, tmp_path / "elsewhere", rank, 2) for rank in range(2)]
+    assert list(learn_to_files(tiny, None, num_pieces=4, tp_size=2, cache_dir=tmp_path / "elsewhere"))
+    paths = [bases_path(tiny, tmp_path, rank, 2) for rank in range(2)]
+    options = {"strategy": "subspace", "probe_share": 1, "cache_dir": str(tmp_path), "planner": "full-load"}
+    args = (*small_krul_server_args(2048, options), "--tp", "2")
+    env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with ExitStack() as elsewhere:
+        elsewhere.enter_context(learning_elsewhere(paths[0]))
+        with ForkedServer(tiny.path, args=args, env=env) as server:
+            native = random_prompt("native", 320)
+            ask(server, native)
+            # One rank has its bases before the other.
+            learned[1].rename(paths[1])
+            ask(server, random_prompt("also native", 320))
+            assert settled_stats(server)["compression"]["subspace_turns"] == 0
+            learned[0].rename(paths[0])
+            elsewhere.close()
+            state = "learned while serving"
+            wait_until(lambda: krul_stats(server)["compression"]["budget"]["bases_state"] == state, state)
+            compressed = random_prompt("compressed", 320)
+            ask(server, compressed)
+            wait_for_probes(server, 0)
+            assert settled_stats(server)["compression"]["subspace_turns"] > 0
+            push_out(server, num_tokens=2048, seed="two ranks")
+            for prompt in (native, compressed):
+                assert ask(server, prompt).host_tokens > 300
+            assert_nothing_left_behind(server)
