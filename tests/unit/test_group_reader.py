@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -240,20 +241,22 @@ def test_heads_before_what_is_stored_are_an_error_and_never_wrong_kv() -> None:
 
 def test_a_group_is_decoded_once_by_the_first_layer_with_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[tuple[int, int]] = []
-    decode = SubspaceDecoder.decode
+    chunks = SubspaceDecoder.chunks
 
-    def counted(decoder: SubspaceDecoder, group: int, block: torch.Tensor, first_token: int) -> list[LayerKV]:
+    def counted(
+        decoder: SubspaceDecoder, group: int, block: torch.Tensor, first_token: int
+    ) -> Iterator[tuple[slice, list[LayerKV]]]:
         decoded.append((group, first_token))
-        return decode(decoder, group, block, first_token)
+        return chunks(decoder, group, block, first_token)
 
-    monkeypatch.setattr(SubspaceDecoder, "decode", counted)
+    monkeypatch.setattr(SubspaceDecoder, "chunks", counted)
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=END)
     lease = lease_of(whole_segments()[:1], 0)
     (reader,) = open_segments(lease, CODEC, 136)
     read_tails(lease, [reader], (136, 80, 70, 70, 8, 4), torch.arange(136), pool)
     assert decoded == [(0, 70), (1, 70), (2, 4)]
     assert isinstance(reader, GroupReader)
-    assert reader._decoded == {}
+    assert reader._tails == {}
 
 
 def test_a_conversation_may_be_stored_in_both_ways() -> None:

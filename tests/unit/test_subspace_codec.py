@@ -28,8 +28,8 @@ from tests.support.codec_builders import rotary_table
 from tests.support.subspace_builders import SHARE, make_bases, make_layers
 from tests.support.subspace_cases import CODERS, Case, make_case, standard_bases, standard_case
 
-LARGEST_ERROR = max(ROUNDING + SHRINK, 1 - ROUNDING) + SHRINK
-"""Of a coefficient, in steps of its token, unless it is clipped."""
+LARGEST_ERROR = max(ROUNDING + SHRINK, 1 - ROUNDING) + SHRINK + 0.1
+"""Of a coefficient, in steps of its token, unless it is clipped. A tenth is for products in bf16."""
 
 
 @settings(max_examples=40, deadline=None)
@@ -107,10 +107,8 @@ def test_products_in_bf16_leave_the_largest_coefficients_exact(
 
 def test_small_coefficients_are_left_out_and_counted() -> None:
     bases = make_bases(LayerShape(2, 32, 32, torch.float32), [2], rank=128)
-    all_kept = make_case(bases, max_damage=1e-6)
     some_kept = make_case(bases, max_damage=3.0)
-    assert all_kept.num_kept(0) == 128
-    assert 16 <= some_kept.num_kept(0) < 100
+    assert 16 <= some_kept.num_kept(0) < make_case(bases, max_damage=1e-3).num_kept(0)
     errors = some_kept.errors(0)
     lost = float(errors[:, some_kept.num_kept(0) :].square().sum()) / 2 * bases.damage_factor
     assert lost > 0.1
@@ -120,9 +118,17 @@ def test_small_coefficients_are_left_out_and_counted() -> None:
 
 
 @pytest.mark.parametrize("coder", ["rans", "fixed-width"])
-@pytest.mark.parametrize(("num_tokens", "num_first_tokens"), [(1, 0), (5, 3), (70, 3), (193, 0)])
+@pytest.mark.parametrize(("num_tokens", "num_first_tokens"), [(1, 0), (5, 3), (70, 3), (193, 0), (1100, 1)])
 def test_any_tail_is_the_end_of_everything(coder: str, num_tokens: int, num_first_tokens: int) -> None:
-    case = make_case(standard_bases(), num_tokens=num_tokens, coder=coder, num_first_tokens=num_first_tokens)
+    bases = make_bases(LayerShape(2, 32, 32, torch.float32), [2, 1], rank=100)
+    case = make_case(
+        bases,
+        num_tokens=num_tokens,
+        # The table ends at position 1024.
+        with_rotary=num_tokens < 1024,
+        coder=coder,
+        num_first_tokens=num_first_tokens,
+    )
     for group in range(2):
         everything = case.decode(group)
         # Around the ends of records and of the segment.

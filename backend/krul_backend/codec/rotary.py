@@ -49,6 +49,10 @@ class RotaryTable:
         cos, sin = self._angles(x, positions)
         return self._turn(x, cos, sin)
 
+    def rotate_in_place(self, x: torch.Tensor, positions: torch.Tensor) -> None:
+        """Put the embedding on ``x [T, H, D]`` fp32 itself; see ``rotate``."""
+        self._turn_in_place(x, *self._angles(x, positions))
+
     def unrotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Inverse of ``rotate``: the same shapes, dtypes and errors.
 
@@ -73,13 +77,15 @@ class RotaryTable:
         return self.cos[index].unsqueeze(1).to(x.device), self.sin[index].unsqueeze(1).to(x.device)
 
     def _turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x.float()
-        turned = x.clone(memory_format=torch.contiguous_format)
-        first, second = self._channel_pairs(x)
-        turned_first, turned_second = self._channel_pairs(turned)
-        turned_first.mul_(cos).addcmul_(second, sin, value=-1)
-        turned_second.mul_(cos).addcmul_(first, sin)
+        turned = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        self._turn_in_place(turned, cos, sin)
         return turned
+
+    def _turn_in_place(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        first, second = self._channel_pairs(x)
+        from_first = first * sin
+        first.mul_(cos).addcmul_(second, sin, value=-1)
+        second.mul_(cos).add_(from_first)
 
     def _channel_pairs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views ``[T, H, rotary_dim / 2]`` of the two channels of each pair."""

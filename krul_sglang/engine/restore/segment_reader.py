@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.native_tails import NativeTail
 from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.segment_codec import OpenedSegment, SegmentCodec, SegmentDecoder
@@ -232,11 +231,11 @@ class GroupReader(SegmentReader):
 
     def __init__(self, source: SegmentSlice, decoder: SubspaceDecoder, num_tokens: int) -> None:
         super().__init__(source, decoder, num_tokens)
-        self._decoded: dict[int, list[LayerKV]] = {}
+        self._tails: dict[int, torch.Tensor] = {}
         self._written: set[int] = set()
 
     def end(self) -> None:
-        self._decoded.clear()
+        self._tails.clear()
 
     def fetch(self, layer: int, device: Device) -> None:
         group = self.decoder.group_of(layer)
@@ -246,7 +245,7 @@ class GroupReader(SegmentReader):
         (source,) = self.decoder.sources(layer)
         tail = self._tail(source, last)
         self.num_bytes += tail.nbytes
-        self._decoded[group] = self.decoder.decode(group, torch.from_numpy(tail), self._first_rows[last])
+        self._tails[group] = torch.from_numpy(tail)
 
     def restore(self, layer: int, pool: KVBuffers, slots: torch.Tensor) -> None:
         group = self.decoder.group_of(layer)
@@ -254,12 +253,18 @@ class GroupReader(SegmentReader):
             return
         self._written.add(group)
         layers = self.decoder.stored_as.groups[group]
-        # Heads never grow: what was decoded begins with the tail of the last layer.
+        # Heads never grow: what is decoded begins with the tail of the last layer.
         first, num_rows = self._first_rows[layers[-1]], self._end_row - self._first_rows[layers[-1]]
-        for each, kv in zip(layers, self._decoded.pop(group), strict=True):
-            rows = slice(self._first_rows[each] - first, num_rows)
-            for buffer, decoded in zip(pool.buffers(each), (kv.k, kv.v), strict=True):
-                buffer.index_copy_(0, slots[self.num_head_rows(each) :], decoded[rows])
+        buffers = [pool.buffers(each) for each in layers]
+        tail_slots = slots[self.num_head_rows(layers[-1]) :]
+        for rows, chunk in self.decoder.chunks(group, self._tails.pop(group), first):
+            for each, kv, (k_buffer, v_buffer) in zip(layers, chunk, buffers, strict=True):
+                # Rows of this chunk that are tail in this layer.
+                start, end = max(rows.start, self._first_rows[each] - first), min(rows.stop, num_rows)
+                if start < end:
+                    part = slice(start - rows.start, end - rows.start)
+                    k_buffer.index_copy_(0, tail_slots[start:end], kv.k[part].to(k_buffer.dtype))
+                    v_buffer.index_copy_(0, tail_slots[start:end], kv.v[part].to(v_buffer.dtype))
 
 
 def open_segments(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[SegmentReader]:

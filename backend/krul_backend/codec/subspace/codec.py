@@ -18,7 +18,7 @@ from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
 from krul_backend.codec.subspace.decoder import (
     CHUNK_TOKENS,
-    EXACT_COEFFICIENTS,
+    KeptMemory,
     SegmentTokens,
     SubspaceDecoder,
     tensors_of,
@@ -37,6 +37,10 @@ _SAMPLE_TOKENS = 128
 """The step is chosen with the coefficients of this many tokens of a segment."""
 
 _STEP_HALVINGS = 12
+
+_EXACT_COEFFICIENTS = 64
+"""The first coefficients, which are the largest, are always computed in fp32. In bf16 their errors would come
+near to the step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +88,14 @@ class SubspaceCodec:
         self._rotary = rotary
         self._coders = {coder.name: coder for coder in coders}
         self._num_first_tokens = num_first_tokens
-        # What bf16 rounds away is far below what coefficients lose.
+        self._memory = KeptMemory()
         is_fast = Device.of(bases.groups[0].mean).multiplies_bf16_fast
-        dtype = torch.bfloat16 if is_fast else torch.float32
-        self._encoders = tuple(basis.encoder[:, EXACT_COEFFICIENTS:].to(dtype) for basis in bases.groups)
-        self._decoders = tuple(basis.decoder[EXACT_COEFFICIENTS:].to(dtype) for basis in bases.groups)
+        keeps_no_more = bases.shape.dtype is torch.bfloat16 or bases.shape.dtype.itemsize == 1
+        encoding = torch.bfloat16 if is_fast and keeps_no_more else torch.float32
+        # The columns after the exact ones.
+        self._encoders = tuple(basis.encoder[:, _EXACT_COEFFICIENTS:].to(encoding) for basis in bases.groups)
+        decoding = torch.bfloat16 if is_fast else torch.float32
+        self._decoders = tuple(basis.decoder.to(decoding) for basis in bases.groups)
 
     def encode(
         self,
@@ -154,6 +161,7 @@ class SubspaceCodec:
             self._coder(parameters.coder),
             parameters,
             segment,
+            self._memory,
         )
 
     def draw(self, num_tokens: int) -> list[LayerKV]:
@@ -278,6 +286,6 @@ class SubspaceCodec:
         split = torch.split(keys, self.bases.shape.num_kv_heads, dim=1)
         bare = [LayerKV(k, kv.v[rows]) for k, kv in zip(split, layers, strict=True)]
         vectors = group_vectors(bare).to(basis.mean.device).sub_(basis.mean)
-        exact = vectors @ basis.encoder[:, : min(num_kept, EXACT_COEFFICIENTS)]
-        rest = vectors.to(encoder.dtype) @ encoder[:, : max(0, num_kept - EXACT_COEFFICIENTS)]
+        exact = vectors @ basis.encoder[:, : min(num_kept, _EXACT_COEFFICIENTS)]
+        rest = vectors.to(encoder.dtype) @ encoder[:, : max(0, num_kept - _EXACT_COEFFICIENTS)]
         return torch.cat([exact, rest], dim=1)

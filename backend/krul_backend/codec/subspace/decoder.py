@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients.coders import CoefficientCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
@@ -21,15 +24,19 @@ from krul_backend.codec.subspace.parameters import SubspaceParameters
 from krul_backend.codec.subspace.quantizer import SHRINK
 from krul_backend.errors import CodecError
 
+_CPU = torch.device("cpu")
+
 _LEAST_ROWS = 64
 """At least so many rows are multiplied at a time. Products of fewer rows add up in another order, and a token
 would depend on where the tail that it is decoded with begins."""
 
-EXACT_COEFFICIENTS = 64
-"""The first coefficients, which are the largest, are always multiplied in fp32. In bf16 their errors would
-come near to the step."""
+_LEAST_EXACT_SCALE = 33
+"""Coefficients up to the last one of this scale, a mean magnitude of 8 steps, are multiplied in fp32. In bf16
+their errors would come near to those of their levels."""
 
-CHUNK_TOKENS = 1024
+_CHUNK_RECORDS = 16
+
+CHUNK_TOKENS = _CHUNK_RECORDS * RECORD_TOKENS
 """The most tokens whose vectors are held in fp32 at a time."""
 
 
@@ -43,12 +50,33 @@ class SegmentTokens:
     num_first_tokens: int
 
 
+class KeptMemory(threading.local):
+    """The memory in which each thread decodes. It is kept, since the system is slow to give new pages."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def tensor(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device = _CPU,
+    ) -> torch.Tensor:
+        """A tensor with undefined values, in the memory of the last one with this name."""
+        size = math.prod(shape)
+        kept = self._kept.get(name)
+        if kept is None or len(kept) < size or (kept.dtype, kept.device) != (dtype, device):
+            kept = self._kept[name] = torch.empty(size, dtype=dtype, device=device)
+        return kept[:size].view(*shape)
+
+
 class SubspaceDecoder(SegmentLayout):
     """Decodes the blocks of one segment. ``SubspaceCodec.open`` makes it.
 
     The block of a group is that of its first layer; the other layers of the group have none of their own.
-    ``decoders``: for each group the rows of its basis' decoder after the exact ones, in the element type that
-    they are multiplied in. ``stored_as``: the groups. ``damage``: see ``EncodedSegment``.
+    ``decoders``: those of the bases, in the element type in which small coefficients are multiplied.
+    ``stored_as``: the groups. ``damage``: see ``EncodedSegment``.
     """
 
     def __init__(
@@ -59,6 +87,7 @@ class SubspaceDecoder(SegmentLayout):
         coder: CoefficientCoder,
         parameters: SubspaceParameters,
         segment: SegmentTokens,
+        memory: KeptMemory,
     ) -> None:
         super().__init__(bases.num_layers, segment.start_token, segment.num_tokens, RECORD_TOKENS)
         self.stored_as = bases.layer_groups(coder.name)
@@ -69,6 +98,7 @@ class SubspaceDecoder(SegmentLayout):
         self._coder = coder
         self._parameters = parameters
         self._segment = segment
+        self._memory = memory
 
     @cached_property
     def native_units(self) -> tuple[None, ...]:
@@ -110,6 +140,33 @@ class SubspaceDecoder(SegmentLayout):
         Raises:
             CodecError: no such token, a block of another size, or a damaged one.
         """
+        shape, device = self._bases.shape, self._bases.groups[group].mean.device
+        num_rows = max(0, self._segment.num_tokens - first_token)
+        decoded = [
+            LayerKV(
+                *(
+                    torch.empty((num_rows, shape.num_kv_heads, dim), dtype=shape.dtype, device=device)
+                    for dim in (shape.k_head_dim, shape.v_head_dim)
+                )
+            )
+            for _ in self._bases.groups[group].layers
+        ]
+        for rows, chunk in self.chunks(group, block, first_token):
+            for of_layer, part in zip(decoded, chunk, strict=True):
+                of_layer.k[rows], of_layer.v[rows] = part.k, part.v
+        return decoded
+
+    def chunks(
+        self, group: int, block: torch.Tensor, first_token: int
+    ) -> Iterator[tuple[slice, list[LayerKV]]]:
+        """Decode like ``decode``, but a part of the tokens at a time, and in fp32.
+
+        Yields the rows of a part, counted from ``first_token``, and the KV of each layer. It lies in memory
+        that this thread decodes the next part or block into.
+
+        Raises:
+            CodecError: as for ``decode``. What was yielded before is undefined then.
+        """
         num_tokens = self._segment.num_tokens
         if not 0 <= first_token < num_tokens:
             raise CodecError(f"token {first_token} of a segment of {num_tokens} tokens")
@@ -117,61 +174,77 @@ class SubspaceDecoder(SegmentLayout):
         expected = self.group_num_bytes[group] - self.tail_start(first_layer, first_token)
         if block.dtype is not torch.uint8 or block.ndim != 1 or block.numel() != expected:
             raise CodecError(f"a block of {expected} bytes is needed, got {block.dtype} {tuple(block.shape)}")
-        basis, parameters = self._bases.groups[group], self._parameters.groups[group]
-        record = first_token // RECORD_TOKENS
-        num_raw_bytes = self._first_tokens_num_bytes(group) if record == 0 else 0
-        scales = scales_of(
-            base_scales(basis.magnitudes.cpu().numpy(), self._parameters.step), parameters.offsets
-        )
+        parameters, first_record = self._parameters.groups[group], first_token // RECORD_TOKENS
+        num_raw_bytes = self._first_tokens_num_bytes(group) if first_record == 0 else 0
+        magnitudes = self._bases.groups[group].magnitudes.cpu().numpy()
+        scales = scales_of(base_scales(magnitudes, self._parameters.step), parameters.offsets)
         # Coefficients matter less and less: with a large step all from some place on are zero.
-        num_used = int(scales.nonzero()[0].max(initial=-1)) + 1
-        first_row, end_row = (token - record * RECORD_TOKENS for token in (first_token, num_tokens))
-        values = np.empty((end_row + _LEAST_ROWS, num_used), np.float32)
+        scales = scales[: _end_of(scales > 0)]
+        num_exact = _end_of(scales >= _LEAST_EXACT_SCALE)
+        coded = block[num_raw_bytes:].numpy()
+        for record in range(first_record, len(parameters.record_num_bytes), _CHUNK_RECORDS):
+            sizes = parameters.record_num_bytes[record : record + _CHUNK_RECORDS]
+            data, coded = np.split(coded, [int(sizes.sum())])
+            first, start = max(first_token, record * RECORD_TOKENS), record * RECORD_TOKENS
+            end = min(start + CHUNK_TOKENS, num_tokens)
+            values = self._values(data, sizes, scales, first - start, end - start)
+            layers = self._reconstruct(group, values, num_exact, first, end)
+            if first < self._segment.num_first_tokens:
+                self._put_first_tokens(block[:num_raw_bytes], first, layers)
+            yield slice(first - first_token, end - first_token), layers
+
+    def _values(
+        self,
+        data: NDArray[np.uint8],
+        record_num_bytes: NDArray[np.uint32],
+        scales: NDArray[np.uint8],
+        first_row: int,
+        end_row: int,
+    ) -> torch.Tensor:
+        """The coefficients of some records, in steps: fp32, those of rows ``[first_row, end_row)``, and then
+        zeros up to the least number of rows that are multiplied."""
+        num_rows = max(end_row, first_row + _LEAST_ROWS)
+        values = self._memory.tensor("values", (num_rows, len(scales)), torch.float32)
         values[end_row:] = 0
         self._coder.decode(
-            block[num_raw_bytes:].numpy(),
-            parameters.record_num_bytes[record:],
-            scales[:num_used],
-            values[:end_row],
+            data,
+            record_num_bytes,
+            scales,
+            values[:end_row].numpy(),
             shrink=SHRINK,
             num_threads=torch.get_num_threads(),
         )
-        decoded = self._reconstruct(group, torch.from_numpy(values[first_row:]), first_token)
-        if num_raw_bytes:
-            self._put_first_tokens(block[:num_raw_bytes], first_token, decoded)
-        return decoded
+        return values[first_row:]
 
-    def _reconstruct(self, group: int, values: torch.Tensor, first_token: int) -> list[LayerKV]:
-        """The KV of the tokens from ``first_token`` on. ``values``: their coefficients in steps, fp32 ``[T +
-        _LEAST_ROWS, R]``, zeros at the end."""
-        shape, layers = self._bases.shape, self._bases.groups[group].layers
-        basis, decoder = self._bases.groups[group], self._decoders[group]
-        mean, exact = basis.mean, basis.decoder[: min(values.shape[1], EXACT_COEFFICIENTS)]
-        num_tokens, step = self._segment.num_tokens - first_token, self._parameters.step
-        keys = torch.empty(
-            (num_tokens, len(layers) * shape.num_kv_heads, shape.k_head_dim),
-            dtype=shape.dtype,
-            device=mean.device,
-        )
-        values_of_layers = keys.new_empty((len(layers), num_tokens, shape.num_kv_heads, shape.v_head_dim))
-        for start in range(0, num_tokens, CHUNK_TOKENS):
-            end = min(start + CHUNK_TOKENS, num_tokens)
-            coefficients = values[start : max(end, start + _LEAST_ROWS)].to(mean.device)
-            vectors = torch.addmm(mean, coefficients[:, : len(exact)], exact, alpha=step)
-            if coefficients.shape[1] > len(exact):
-                rest = coefficients[:, len(exact) :].to(decoder.dtype)
-                vectors.add_(rest @ decoder[: rest.shape[1]], alpha=step)
-            split = split_vectors(vectors[: end - start], shape, len(layers))
-            # Rotating the keys of all layers at once is faster.
-            chunk = torch.cat([kv.k for kv in split], dim=1)
-            if self._rotary is not None:
-                positions = torch.arange(start, end, device=mean.device)
-                chunk = self._rotary.rotate(chunk, positions + self._segment.start_token + first_token)
-            keys[start:end] = chunk
-            for layer, kv in enumerate(split):
-                values_of_layers[layer, start:end] = kv.v
+    def _reconstruct(
+        self, group: int, values: torch.Tensor, num_exact: int, first: int, end: int
+    ) -> list[LayerKV]:
+        """The KV of tokens ``[first, end)`` in the layers of a group. ``values``: see ``_values``."""
+        basis, decoder, shape = self._bases.groups[group], self._decoders[group], self._bases.shape
+        num_layers, device = len(basis.layers), basis.mean.device
+        values = values.to(device)
+        vectors = self._memory.tensor("vectors", (len(values), len(basis.mean)), torch.float32, device)
+        step, num_used = self._parameters.step, values.shape[1]
+        torch.addmm(basis.mean, values[:, :num_exact], basis.decoder[:num_exact], alpha=step, out=vectors)
+        if num_exact < num_used:
+            factors = self._memory.tensor(
+                "factors", (len(values), num_used - num_exact), decoder.dtype, device
+            )
+            factors.copy_(values[:, num_exact:])
+            product = self._memory.tensor("product", vectors.shape, decoder.dtype, device)
+            torch.mm(factors, decoder[num_exact:num_used], out=product)
+            vectors.add_(product, alpha=step)
+        layers = split_vectors(vectors[: end - first], shape, num_layers)
+        if self._rotary is None:
+            return layers
+        # Rotating the keys of all layers at once is faster.
+        size = (end - first, num_layers * shape.num_kv_heads, shape.k_head_dim)
+        keys = self._memory.tensor("keys", size, torch.float32, device)
+        torch.cat([kv.k for kv in layers], dim=1, out=keys)
+        positions = torch.arange(first, end, device=device) + self._segment.start_token
+        self._rotary.rotate_in_place(keys, positions)
         of_layers = torch.split(keys, shape.num_kv_heads, dim=1)
-        return [LayerKV(k, v) for k, v in zip(of_layers, values_of_layers, strict=True)]
+        return [LayerKV(k, kv.v) for k, kv in zip(of_layers, layers, strict=True)]
 
     def decode_all(self, blocks: Sequence[torch.Tensor]) -> list[LayerKV]:
         """Decode all layers of the whole segment, in order. ``blocks``: the whole block of each group.
@@ -192,10 +265,16 @@ class SubspaceDecoder(SegmentLayout):
         """Write the first tokens' own KV over what was decoded for them."""
         num_first_tokens = self._segment.num_first_tokens
         parts = [part for kv in decoded for part in tensors_of(kv)]
-        sizes = [part[0].numel() * part.dtype.itemsize * num_first_tokens for part in parts]
+        dtype = self._bases.shape.dtype
+        sizes = [part[0].numel() * dtype.itemsize * num_first_tokens for part in parts]
         for part, stored in zip(parts, torch.split(raw, sizes), strict=True):
-            rows = stored.clone().view(part.dtype).view(num_first_tokens, *part.shape[1:])[first_token:]
+            rows = stored.clone().view(dtype).view(num_first_tokens, *part.shape[1:])[first_token:]
             part[: len(rows)] = rows.to(part.device)
+
+
+def _end_of(is_wanted: NDArray[np.bool_]) -> int:
+    """The place after the last one that is wanted; 0 if none is."""
+    return int(is_wanted.nonzero()[0].max(initial=-1)) + 1
 
 
 def tensors_of(kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:

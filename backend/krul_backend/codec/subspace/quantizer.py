@@ -67,7 +67,8 @@ def expected_damage(
 class Sample:
     """Some tokens of a segment. They show what a step costs, and which coefficients are worth keeping.
 
-    ``coefficients [T, R]`` of one group, ``worth [T]`` of the tokens, 0 for those that are stored as they are.
+    ``coefficients [T, R]`` of one group. ``worth [T]`` of the tokens: 0 for those that are stored
+    as they are.
     """
 
     def __init__(self, coefficients: torch.Tensor, worth: torch.Tensor) -> None:
