@@ -12,7 +12,6 @@ import pytest
 
 from krul_backend.codec.interface import LayerShape
 from krul_backend.daemon.client.daemon_store import DaemonStore
-from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.dram.host_store import HostStore
@@ -32,30 +31,35 @@ CONTENT = bytes(range(256)) * 40
 class Rig:
     """``engine`` is the store as an engine sees it; what it commits goes to a tier below DRAM, too."""
 
-    def __init__(self, tiered: TieredStore, engine: KVStore) -> None:
-        self.tiered, self.engine = tiered, engine
+    def __init__(self, tiered: TieredStore, engine: KVStore, folder: Path) -> None:
+        self.tiered, self.engine, self.folder = tiered, engine, folder
 
-    def shared(self, model: ModelIdentity = MODEL) -> SharedBases:
-        return SharedBases(self.engine, model)
+    def shared(self) -> SharedBases:
+        return SharedBases(self.engine, MODEL)
+
+    def put(self, content: bytes, digest: str) -> None:
+        path = self.folder / "bases"
+        path.write_bytes(content)
+        self.shared().put(path, digest)
 
 
 @pytest.fixture(params=["in process", "daemon"])
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     tiered = TieredStore(HostStore(CAPACITY), (FakeTier(),))
     if request.param == "in process":
-        yield Rig(tiered, tiered)
+        yield Rig(tiered, tiered, tmp_path)
         tiered.close()
         return
     with serving(tiered) as runtime_dir:
         engine = DaemonStore(runtime_dir, model=MODEL, request_timeout_s=10.0)
-        yield Rig(tiered, engine)
+        yield Rig(tiered, engine, tmp_path)
         engine.close()
 
 
 @pytest.mark.parametrize("is_in_dram", [True, False])
 def test_what_one_engine_puts_another_gets_from_any_tier(rig: Rig, is_in_dram: bool) -> None:
     assert rig.shared().get() is None
-    rig.shared().put(CONTENT, "a" * 64)
+    rig.put(CONTENT, "a" * 64)
     assert rig.tiered.flush(PATIENCE_S)
     if not is_in_dram:
         rig.tiered.host.clear()
@@ -66,16 +70,16 @@ def test_what_one_engine_puts_another_gets_from_any_tier(rig: Rig, is_in_dram: b
 
 
 def test_other_identities_have_others(rig: Rig) -> None:
-    rig.shared().put(CONTENT, "a" * 64)
+    rig.put(CONTENT, "a" * 64)
     assert SharedBases(rig.tiered, replace(MODEL, config_digest="e" * 64)).get() is None
 
 
 def test_they_are_put_once_and_replaced_by_those_of_another_digest(rig: Rig) -> None:
     for content, digest in ((CONTENT, "a"), (CONTENT[::-1], "a")):
-        rig.shared().put(content, digest * 64)
+        rig.put(content, digest * 64)
         assert rig.shared().get() == CONTENT, "known ones are not written again"
         assert rig.tiered.flush(PATIENCE_S)
-    rig.shared().put(CONTENT[::-1], "b" * 64)
+    rig.put(CONTENT[::-1], "b" * 64)
     assert rig.tiered.flush(PATIENCE_S)
     assert rig.shared().get() == CONTENT[::-1]
     rig.tiered.host.clear()
@@ -83,13 +87,13 @@ def test_they_are_put_once_and_replaced_by_those_of_another_digest(rig: Rig) -> 
 
 
 def test_those_that_would_fill_the_store_are_not_put(rig: Rig) -> None:
-    rig.shared().put(bytes(CAPACITY // 16 + 1), "a" * 64)
+    rig.put(bytes(CAPACITY // 16 + 1), "a" * 64)
     assert rig.shared().get() is None
     assert rig.tiered.stats().committed_segments == 0
 
 
 def test_damaged_ones_are_dropped(rig: Rig) -> None:
-    rig.shared().put(CONTENT, "a" * 64)
+    rig.put(CONTENT, "a" * 64)
     lease = rig.tiered.lease(MODEL, PAGE_KEYS, rig.shared()._token_ids)
     assert lease is not None
     rig.tiered.release(lease)
@@ -145,6 +149,6 @@ def test_bases_of_another_shape_in_the_store_are_not_used(rig: Rig, engines: lis
     path.parent.mkdir(parents=True)
     other = make_bases(LayerShape(2, 4, 4, SHAPE.dtype), [2, 2])
     other.save(path)
-    rig.shared().put(path.read_bytes(), other.digest)
+    rig.shared().put(path, other.digest)
     path.unlink()
     assert engines[0].start().served.subspace is None

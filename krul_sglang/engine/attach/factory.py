@@ -182,10 +182,10 @@ def build_cache(ctx: Any) -> Any:
     # The linker is made by SGLang, which hands on nothing of ours but these parameters.
     runtime.attach_to(ctx.params)
     runtime.cache = create_unified_radix_cache(ctx, cache_class=KrulRadixCache)
-    measure_decoding = attach_restore(runtime, resolved["chunked_prefill_size"])
+    make_ready = attach_restore(runtime, resolved["chunked_prefill_size"])
     if file is not None:
         # Last, so that it disturbs no measurement.
-        file.learn(runtime.restore_agreement, ranks_per_host, measure_decoding)
+        file.learn(runtime.restore_agreement, ranks_per_host, make_ready)
     return runtime.cache
 
 

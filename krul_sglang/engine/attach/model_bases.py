@@ -127,7 +127,7 @@ class BasesFile:
         yield from self._process.lines()
 
     def _wait_for_leader(self) -> Iterator[str]:
-        yield "another rank of this host has it done"
+        yield "by the first rank of this host"
         while _stamp(self.path) in (None, self._stamp) and not self._is_closed.wait(_POLL_S):
             pass
 
@@ -150,7 +150,7 @@ class BasesFile:
                 f"{pool.num_layers} of {pool.shape}"
             )
         if self._shared is not None:
-            self._shared.put(self.path.read_bytes(), bases.digest)
+            self._shared.put(self.path, bases.digest)
         of_pool = ModelBases(pool.shape, bases.groups, bases.damage_factor)
         return SubspaceCodec(of_pool.to(pool.device), self._rotary, (RansCoder(), FixedWidthCoder()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 
@@ -55,9 +56,15 @@ class SharedBases:
         finally:
             self._store.release(lease)
 
-    def put(self, content: bytes, digest: str) -> None:
-        """Store the bytes of a file of bases with this digest, in place of others; not if it is too large."""
-        if len(content) > _LARGEST_SHARE * self._store.stats().capacity_bytes:
+    def put(self, path: Path, digest: str) -> None:
+        """Store a file of bases with this digest, in place of others; not if it is too large."""
+        try:
+            self._put(path, digest)
+        except (KrulError, OSError) as error:
+            logger.warning("krul: the bases cannot be shared: %s", error)
+
+    def _put(self, path: Path, digest: str) -> None:
+        if path.stat().st_size > _LARGEST_SHARE * self._store.stats().capacity_bytes:
             logger.info("krul: the bases are too large to share them in host memory")
             return
         params = {"codec": CODEC, "bases": digest}
@@ -69,6 +76,7 @@ class SharedBases:
             self._store.release(lease)
             if is_known:
                 return
+        content = path.read_bytes()
         num_layers, page_size = self._model.num_layers, self._model.page_size
         layer_num_bytes = (len(content), *(0,) * (num_layers - 1))
         reservation = self._store.reserve(layer_num_bytes)
