@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,17 @@ from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.dram.host_store import HostStore
+from krul_backend.tiers.mooncake.options import MooncakeOptions
+from krul_backend.tiers.mooncake.tier import MooncakeTier
 from krul_sglang.engine.attach.model_bases import BasesFile
 from krul_sglang.engine.attach.shared_bases import PAGE_KEYS, SharedBases
 from krul_sglang.models.checkpoint import Checkpoint, bases_path
 from tests.support.budget_builders import BASES, MODEL, NUM_LAYERS, ROTARY, SHAPE
 from tests.support.daemon_builders import serving
 from tests.support.engine_builders import PATIENCE_S, TensorPool
+from tests.support.fake_object_store import FakeCluster, FakeObjectStore
 from tests.support.fake_tier import FakeTier
+from tests.support.ssd_builders import open_tier
 from tests.support.subspace_builders import make_bases
 
 CAPACITY = 4 << 20
@@ -100,6 +105,35 @@ def test_damaged_ones_are_dropped(rig: Rig) -> None:
     spans = lease.slices[0].spans
     rig.tiered.host.buffer[spans[0].offset] ^= 1
     assert rig.shared().get() is None
+
+
+def test_other_hosts_of_a_cluster_get_them(tmp_path: Path) -> None:
+    cluster, path = FakeCluster(), tmp_path / "bases"
+    path.write_bytes(CONTENT)
+
+    def on_host() -> TieredStore:
+        options = MooncakeOptions("127.0.0.1:1", segment_bytes=1 << 20, lookup_timeout_s=5.0)
+        tier = MooncakeTier(options, None, connect=lambda options, arena: FakeObjectStore(cluster))
+        return TieredStore(HostStore(CAPACITY), (tier,))
+
+    with closing(on_host()) as first, closing(on_host()) as second:
+        SharedBases(first, MODEL).put(path, "a" * 64)
+        assert first.flush(PATIENCE_S)
+        assert SharedBases(second, MODEL).get() == CONTENT
+
+
+def test_an_ssd_keeps_them_for_the_next_daemon(tmp_path: Path) -> None:
+    path = tmp_path / "bases"
+    path.write_bytes(CONTENT)
+
+    def on_disk() -> TieredStore:
+        return TieredStore(HostStore(CAPACITY), (open_tier(tmp_path / "ssd"),))
+
+    with closing(on_disk()) as store:
+        SharedBases(store, MODEL).put(path, "a" * 64)
+        assert store.flush(PATIENCE_S)
+    with closing(on_disk()) as store:
+        assert SharedBases(store, MODEL).get() == CONTENT
 
 
 # ---- with the file ----
