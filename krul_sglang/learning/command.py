@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.device import Device
@@ -80,11 +80,12 @@ def ensure_bases(
 def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, TextReader]:
     """The tokenizer and the model of a checkpoint."""
     path, revision = checkpoint.path, checkpoint.revision
-    # As SGLang does: only weights are in the download directory.
+    # As SGLang does: only weights are in the download directory, so nothing else is looked for there.
     tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
     model: Any = AutoModelForCausalLM.from_pretrained(
         path,
         config=AutoConfig.from_pretrained(path, revision=revision),
+        generation_config=GenerationConfig(),
         revision=revision,
         cache_dir=checkpoint.download_dir,
         # Few CPUs compute fast in the 16-bit types that checkpoints have.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_sglang.demo.server import ServerProcess
@@ -77,6 +79,26 @@ def test_bases_are_learned_only_where_there_are_no_sound_ones(
     # What was stored in them before can be decoded again.
     assert learn().digest == first.digest
     assert len(loaded) == 2
+
+
+def test_a_hub_name_is_learned_of_where_the_server_keeps_its_weights(
+    tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang keeps weights in the download directory, and all else in the hub's own cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(command, "NUM_PIECES", 3)
+    for file in Path(tiny.path).iterdir():
+        root = tmp_path / ("weights" if file.suffix == ".safetensors" else "hub") / "models--org--tiny"
+        (root / "refs").mkdir(parents=True, exist_ok=True)
+        (root / "refs" / "v2").write_text("b" * 40)
+        (root / "snapshots" / ("b" * 40)).mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, root / "snapshots" / ("b" * 40))
+    named = Checkpoint("org/tiny", "v2", str(tmp_path / "weights"))
+    assert named.num_weight_bytes() == tiny.num_weight_bytes() > 0
+    (path,) = ensure_bases(named, tmp_path, lambda line: None)
+    assert path == bases_path(named, tmp_path)
+    (same,) = ensure_bases(tiny, tmp_path, lambda line: None)
+    assert ModelBases.load(path).digest == ModelBases.load(same).digest
 
 
 def test_a_process_takes_what_another_one_of_the_host_has_learned(tiny: Checkpoint, tmp_path: Path) -> None:
