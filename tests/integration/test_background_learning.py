@@ -13,6 +13,7 @@ import pytest
 from huggingface_hub import constants
 
 from krul_backend.codec.subspace.bases import ModelBases
+from krul_backend.daemon.client.admin import AdminClient
 from krul_sglang.demo.server import ServerProcess
 from krul_sglang.learning import command
 from krul_sglang.learning.background import BackgroundLearningError, LearningProcess, check_memory
@@ -145,6 +146,8 @@ def test_a_server_stores_natively_until_it_has_bases_and_then_in_them(tmp_path: 
         "strategy": "subspace",
         "error_budget": 0.002,
         "cache_dir": str(tmp_path),
+        "ssd_dir": str(tmp_path / "ssd"),
+        "ssd_capacity": "2GiB",
         "planner": "full-load",
     }
     args = (*small_krul_server_args(POOL_TOKENS, options), "--enable-metrics")
@@ -182,6 +185,9 @@ def test_a_server_stores_natively_until_it_has_bases_and_then_in_them(tmp_path: 
             metrics = page.read().decode()
         text = settled_stats(server)["compression"]["budget"]["text"]
         assert f'krul_text_offset_mean{{tp_rank="0"}} {text["mean_offset"]}' in metrics
+        with AdminClient(krul_stats(server)["daemon"]["endpoint"]) as daemon:
+            shared = [info for info in daemon.list_segments() if info.codec == "bases"]
+        assert [info.num_bytes for info in shared] == [path.stat().st_size]
         assert_nothing_left_behind(server)
         assert "turns are stored in bases" in server.log_text()
     finally:
