@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from benchmarks.quality.methods import Method, Stored, StoreTurn, Turn
-from krul_backend.attention.drawn import attention_drawn
+from krul_backend.attention.rows import attention_drawn
 from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
 from krul_backend.codec.subspace.codec import SubspaceCodec
 

@@ -21,6 +21,7 @@ from tests.support.scenario import (
     ask,
     assert_nothing_left_behind,
     krul_stats,
+    play_chats,
     push_out,
     random_prompt,
     recall_facts,
@@ -87,7 +88,7 @@ def test_an_idle_server_measures_what_compression_costs(server: ServerProcess) -
     num_probes = krul_stats(server)["compression"]["budget"]["probes"]
     for conversation in conversations:
         with Player(server.url, max_tokens=48) as player:
-            list(player.play([conversation], None))
+            list(play_chats(player, [conversation]))
         num_probes = wait_for_probes(server, num_probes)
         budget = krul_stats(server)["compression"]["budget"]
         assert 0 < budget["last_kl"] < math.inf

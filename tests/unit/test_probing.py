@@ -90,10 +90,11 @@ def measure(server: BudgetedServer, *, is_exact: bool = True, group: Any = None)
     return outcome
 
 
-def is_equal(history: Sequence[LayerKV], other: Sequence[LayerKV]) -> bool:
+def is_equal(history: Sequence[LayerKV], other: Sequence[LayerKV], tolerance: float = 0.0) -> bool:
     """Whether a history has the first tokens of the other one."""
     return all(
-        torch.equal(one.k, two.k[: len(one.k)]) and torch.equal(one.v, two.v[: len(one.v)])
+        torch.allclose(one.k, two.k[: len(one.k)], rtol=tolerance, atol=tolerance)
+        and torch.allclose(one.v, two.v[: len(one.v)], rtol=tolerance, atol=tolerance)
         for one, two in zip(history, other, strict=True)
     )
 
@@ -108,8 +109,9 @@ def test_the_last_tokens_run_on_the_true_history_and_on_the_one_that_would_come_
     true, stored = forward.histories
     assert [len(kv.k) for kv in (*true, *stored)] == [HISTORY] * (2 * NUM_LAYERS)
     assert is_equal(true, before)
-    assert is_equal(stored, server.read_pool())
-    assert not is_equal(stored, true)
+    # A restore decodes both segments together, which rounds products in another way.
+    assert is_equal(stored, server.read_pool(), tolerance=0.01)
+    assert not is_equal(stored, true, tolerance=0.02)
     assert (forward.token_ids, forward.first_position) == (server.path.token_ids[HISTORY:].tolist(), HISTORY)
     assert not forward.is_recorded
     of_true, of_stored = (

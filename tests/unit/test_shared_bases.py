@@ -16,7 +16,7 @@ from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.dram.host_store import HostStore
-from krul_backend.tiers.mooncake.options import MooncakeOptions
+from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
 from krul_backend.tiers.mooncake.tier import MooncakeTier
 from krul_sglang.engine.attach.model_bases import BasesFile
 from krul_sglang.engine.attach.shared_bases import PAGE_KEYS, SharedBases

@@ -11,7 +11,7 @@ from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_backend.codec.subspace.decoder import SegmentTokens
+from krul_backend.codec.subspace.coded_tail import SegmentTokens
 from krul_backend.codec.subspace.quantizer import (
     COARSEST_SHIFT,
     FINEST_SHIFT,

@@ -10,8 +10,7 @@ import torch
 
 from benchmarks.quality.methods import Turn
 from benchmarks.quality.subspace import FIXED_WIDTH_LIMIT, LIMITS, Subspace, subspace_methods
-from krul_backend.attention.drawn import attention_drawn
-from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.rows import QueryRows, attention_drawn
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
 from krul_backend.codec.interface import LayerKV, LayerShape

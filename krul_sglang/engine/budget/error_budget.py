@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.attention.drawn import attention_drawn
-from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.rows import QueryRows, attention_drawn
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec

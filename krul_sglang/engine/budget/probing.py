@@ -91,6 +91,8 @@ class Prober:
                 return None
             true = self._run(path, num_history, self._true_history(path, num_history))
             stored = self._run(path, num_history, _StoredHistory(self._pool, path, readers))
+            for reader in readers:
+                reader.check()
             kl = (true.exp() * (true - stored)).sum(-1).mean().item()
             return ProbeOutcome(max(kl, _LEAST_DIVERGENCE), expected)
         finally:

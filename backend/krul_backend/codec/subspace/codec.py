@@ -16,13 +16,14 @@ from krul_backend.codec.coefficients.scales import base_scales, best_offsets, nu
 from krul_backend.codec.interface import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
-from krul_backend.codec.subspace.decoder import (
+from krul_backend.codec.subspace.coded_tail import (
     CHUNK_TOKENS,
+    GroupTransform,
     KeptMemory,
     SegmentTokens,
-    SubspaceDecoder,
     tensors_of,
 )
+from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.codec.subspace.parameters import (
     LARGEST_STEP,
     SMALLEST_STEP,
@@ -88,14 +89,16 @@ class SubspaceCodec:
         self._rotary = rotary
         self._coders = {coder.name: coder for coder in coders}
         self._num_first_tokens = num_first_tokens
-        self._memory = KeptMemory()
         is_fast = Device.of(bases.groups[0].mean).multiplies_bf16_fast
         keeps_no_more = bases.shape.dtype is torch.bfloat16 or bases.shape.dtype.itemsize == 1
         encoding = torch.bfloat16 if is_fast and keeps_no_more else torch.float32
         # The columns after the exact ones.
         self._encoders = tuple(basis.encoder[:, _EXACT_COEFFICIENTS:].to(encoding) for basis in bases.groups)
-        decoding = torch.bfloat16 if is_fast else torch.float32
-        self._decoders = tuple(basis.decoder.to(decoding) for basis in bases.groups)
+        decoding, memory = torch.bfloat16 if is_fast else torch.float32, KeptMemory()
+        self._transforms = tuple(
+            GroupTransform(basis, basis.decoder.to(decoding), rotary, bases.shape, memory)
+            for basis in bases.groups
+        )
 
     def encode(
         self,
@@ -155,13 +158,7 @@ class SubspaceCodec:
         parameters = SubspaceParameters.parse(params, self.bases, num_tokens)
         segment = SegmentTokens(start_token, num_tokens, parameters.num_first_tokens)
         return SubspaceDecoder(
-            self.bases,
-            self._decoders,
-            self._rotary,
-            self._coder(parameters.coder),
-            parameters,
-            segment,
-            self._memory,
+            self.bases, self._transforms, self._coder(parameters.coder), parameters, segment
         )
 
     def draw(self, num_tokens: int) -> list[LayerKV]:
