@@ -217,8 +217,9 @@ class KrulConfig:
         "none",
         (*SELECTOR_NAMES, SUBSPACE),
         'Which layers share their KV. "none" shares nothing, and at native precision loses nothing. '
-        '"subspace" stores groups of layers in bases of the model, as small as error_budget allows; it needs '
-        "`krul-sglang learn` once per model. The others put r_l of the layers into pairs, as in the papers.",
+        '"subspace" stores groups of layers in bases of the model, as small as error_budget allows; they '
+        "are learned at a model's first start, unless `krul-sglang learn` did it before. The others put r_l "
+        "of the layers into pairs, as in the papers.",
     )
     precision: str = _choice(
         "native",

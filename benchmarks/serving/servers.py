@@ -131,9 +131,10 @@ def make_server(name: str, configuration: Configuration, pools: PoolSizes, folde
 
 def _bring_bases(model_path: str, cache_dir: Path) -> None:
     from krul_sglang.learning.command import ensure_bases
+    from krul_sglang.models.checkpoint import Checkpoint
 
     own = Path(KrulConfig.load(None).cache_dir).expanduser()
-    path = ensure_bases(model_path, own, logger.info)
+    (path,) = ensure_bases(Checkpoint(model_path), own, logger.info)
     target = cache_dir / path.relative_to(own)
     target.parent.mkdir(parents=True)
     shutil.copyfile(path, target)

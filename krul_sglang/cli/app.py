@@ -187,9 +187,10 @@ def demo(
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     if options.get("strategy") == SUBSPACE:
         from krul_sglang.learning.command import ensure_bases
+        from krul_sglang.models.checkpoint import Checkpoint
 
         cache_dir = KrulConfig.load(options).cache_dir
-        ensure_bases(model, Path(cache_dir).expanduser(), _tell)
+        ensure_bases(Checkpoint(model), Path(cache_dir).expanduser(), _tell)
     with make_reporter(console, num_turns) as reporter:
         result = run_demo(config, pools, chosen, reporter, verbose=verbose)
     print_result(console, result)
@@ -332,13 +333,19 @@ def learn(
     ] = 1,
     pieces: Annotated[int, typer.Option(help="Pieces of 1,024 tokens to learn from at most.", min=2)] = 24,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
+    revision: Annotated[str | None, typer.Option(help="Of a hub name, as the server's --revision.")] = None,
+    download_dir: Annotated[
+        str | None, typer.Option(help="Of a hub name, as the server's --download-dir.")
+    ] = None,
 ) -> None:
     """Learn the bases that a model's KV is compressed in, from some text.
 
-    Servers with `strategy=subspace` need it once per model. It takes the memory of the model once more.
+    The first server of a model with `strategy=subspace` does it by itself, on the CPU and without --text. It
+    takes the memory of the model once more.
     """
     from krul_sglang.config import KrulConfig
     from krul_sglang.learning.command import learn_to_files
+    from krul_sglang.models.checkpoint import Checkpoint
 
     _check_writable("--out", out)
     if out is not None and tp_size > 1:
@@ -346,7 +353,7 @@ def learn(
     path = find_model(model_path, _tell, option="--model-path")
     cache_dir = Path(KrulConfig.load(None).cache_dir).expanduser()
     for line in learn_to_files(
-        path,
+        Checkpoint(path, revision, download_dir),
         out,
         texts=text or (),
         num_pieces=pieces,

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.device import Device
+from krul_backend.errors import CodecError
 from krul_sglang.learning.bases import LearningError, LearningPlan, learn_bases
 from krul_sglang.learning.reader import TextReader
 from krul_sglang.learning.texts import cut_pieces, own_texts, read_texts
-from krul_sglang.models.checkpoint import UnknownWeightsError, bases_path
+from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 
 NUM_PIECES = 24
 """Pieces of text that are enough: more of them gain little."""
 
 
 def learn_to_files(
-    model_path: str,
+    checkpoint: Checkpoint,
     out: Path | None,
     *,
     cache_dir: Path,
@@ -32,25 +36,76 @@ def learn_to_files(
 ) -> Iterator[str]:
     """Learn and write the bases of each rank; yields what was done, line by line.
 
-    ``out`` is the file of a single rank, None for the files in ``cache_dir`` that servers look for.
+    ``out`` is the file of a single rank, None for the files in ``cache_dir`` that servers look for: then it
+    waits for other processes that learn the same.
 
     Raises:
         LearningError: text that cannot be read, too little of it, heads that ``tp_size`` ranks cannot share,
             or weights that cannot be identified.
         CodecError: a model whose KV has no such bases.
     """
+    # First of all: it downloads what is not here yet.
+    model = _load(checkpoint, device)
+    if out is not None:
+        yield from _learn(model, [out], texts, num_pieces)
+        return
+    paths = _paths_of_servers(checkpoint, cache_dir, tp_size)
+    with _only_one(paths):
+        yield from _learn(model, paths, texts, num_pieces)
+
+
+def ensure_bases(
+    checkpoint: Checkpoint,
+    cache_dir: Path,
+    tell: Callable[[str], None],
+    *,
+    tp_size: int = 1,
+    before_loading: Callable[[], None] = lambda: None,
+) -> list[Path]:
+    """The files in which a server of so many ranks looks for the bases of a model; they are learned unless
+    all of them are there and sound. ``tell`` is given a line about each step.
+
+    It waits for other processes that learn the same. ``before_loading`` is called if the model is to be read.
+    Errors as for ``learn_to_files``.
+    """
+    paths = _paths_of_servers(checkpoint, cache_dir, tp_size)
+    with _only_one(paths):
+        if not all(map(_is_sound, paths)):
+            before_loading()
+            for line in _learn(_load(checkpoint, "cpu"), paths, (), NUM_PIECES):
+                tell(line)
+    return paths
+
+
+def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, TextReader]:
+    """The tokenizer and the model of a checkpoint."""
+    path, revision = checkpoint.path, checkpoint.revision
+    # As SGLang does: only weights are in the download directory, so nothing else is looked for there.
+    tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=AutoConfig.from_pretrained(path, revision=revision),
+        generation_config=GenerationConfig(),
+        revision=revision,
+        cache_dir=checkpoint.download_dir,
+        # Few CPUs compute fast in the 16-bit types that checkpoints have.
+        dtype=torch.float32 if Device(torch.device(device)).shares_cores else "auto",
+        attn_implementation="sdpa",
+    )
+    return tokenizer, TextReader(model.to(device).train(False))
+
+
+def _learn(
+    model: tuple[Any, TextReader], paths: Sequence[Path], texts: Sequence[Path], num_pieces: int
+) -> Iterator[str]:
+    """Learn the bases of as many ranks as there are paths."""
     started = time.monotonic()
     plan = LearningPlan()
-    tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-    # Few CPUs compute fast in the 16-bit types that checkpoints have.
-    dtype = torch.float32 if Device(torch.device(device)).shares_cores else "auto"
-    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa")
-    reader = TextReader(model.to(device).train(False))
-    paths = [out] if out is not None else _paths_of_servers(model_path, cache_dir, tp_size)
+    tokenizer, reader = model
     chosen = [text for path in texts for text in read_texts(path)] or own_texts()
     pieces = cut_pieces(tokenizer, chosen, plan.text_tokens, num_pieces)
     yield f"learning from {len(pieces)} pieces of {plan.text_tokens} tokens"
-    for path, bases in zip(paths, learn_bases(reader, pieces, plan, tp_size), strict=True):
+    for path, bases in zip(paths, learn_bases(reader, pieces, plan, len(paths)), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         bases.save(path)
         ranks = ", ".join(
@@ -62,19 +117,27 @@ def learn_to_files(
     yield f"done in {time.monotonic() - started:.0f} s"
 
 
-def ensure_bases(model_path: str, cache_dir: Path, tell: Callable[[str], None]) -> Path:
-    """The file in which a server of one rank looks for the bases of a model; they are learned if it is not
-    there. ``tell`` is given a line about each step. Errors as for ``learn_to_files``."""
-    (path,) = _paths_of_servers(model_path, cache_dir, 1)
-    if not path.exists():
-        for line in learn_to_files(model_path, None, cache_dir=cache_dir):
-            tell(line)
-    return path
+def _is_sound(path: Path) -> bool:
+    try:
+        ModelBases.load(path)
+    except CodecError:
+        return False
+    return True
 
 
-def _paths_of_servers(model_path: str, cache_dir: Path, tp_size: int) -> list[Path]:
+@contextmanager
+def _only_one(paths: Sequence[Path]) -> Iterator[None]:
+    """Hold a lock that one process at a time has for these files. It ends with the process."""
+    lock = paths[0].with_suffix(".lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _paths_of_servers(checkpoint: Checkpoint, cache_dir: Path, tp_size: int) -> list[Path]:
     """The files in which a server of so many ranks looks for the bases of this model."""
     try:
-        return [bases_path(model_path, cache_dir, rank, tp_size) for rank in range(tp_size)]
+        return [bases_path(checkpoint, cache_dir, rank, tp_size) for rank in range(tp_size)]
     except (UnknownWeightsError, OSError) as error:
         raise LearningError(f"a server could not find bases of these weights: {error}") from error

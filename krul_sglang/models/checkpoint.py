@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,37 +41,71 @@ class UnknownWeightsError(Exception):
     """The files may not be what was loaded, although they are there."""
 
 
-def bases_path(model_path: str, cache_dir: Path, tp_rank: int = 0, tp_size: int = 1) -> Path:
-    """The file of the bases that were learned, or are to be learned, from the weights of a checkpoint.
+@dataclass(frozen=True)
+class Checkpoint:
+    """The model that a server is started with: a local folder, or a hub name.
 
-    ``model_path``: a local folder or a hub name, whose weights have been loaded by now. ``tp_rank`` of
-    ``tp_size`` has bases of its own heads.
+    ``revision`` and ``download_dir`` are the server's arguments of these names, for a hub name.
+    """
+
+    path: str
+    revision: str | None = None
+    download_dir: str | None = None
+
+    def weights_digest(self, cache_dir: Path, loaded_s: float | None = None) -> str:
+        """A text that identifies the weights: the commit of a hub name, a hash of the files of a folder.
+
+        For ``loaded_s`` see ``files_digest``.
+
+        Raises:
+            UnknownWeightsError: there are no such weights, or they may not be what was loaded.
+            OSError: they cannot be read.
+        """
+        folder = Path(self.path).expanduser()
+        if folder.exists():
+            return files_digest(folder, cache_dir, loaded_s)
+        snapshot = self._snapshot()
+        if snapshot is None:
+            raise UnknownWeightsError(f"{self.path} is no local folder, and not in the local hub cache")
+        return f"commit {snapshot.name}"
+
+    def num_weight_bytes(self) -> int:
+        """The size of the files with weights; 0 if there are none here."""
+        folder = Path(self.path).expanduser()
+        found = folder if folder.exists() else self._snapshot()
+        files = [] if found is None else [found] if found.is_file() else [*found.iterdir()]
+        return sum(file.stat().st_size for file in files if file.suffix in _WEIGHT_SUFFIXES)
+
+    def _snapshot(self) -> Path | None:
+        """The folder of this revision in the hub's local cache; None if it is not there."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        for cache_dir in dict.fromkeys((self.download_dir, None)):
+            try:
+                found = snapshot_download(
+                    self.path, revision=self.revision, cache_dir=cache_dir, local_files_only=True
+                )
+            except (HFValidationError, LocalEntryNotFoundError):
+                continue
+            return Path(found)
+        return None
+
+
+def bases_path(checkpoint: Checkpoint, cache_dir: Path, tp_rank: int = 0, tp_size: int = 1) -> Path:
+    """The file of the bases that were learned, or are to be learned, from the weights of a checkpoint, which
+    have been loaded by now.
+
+    ``tp_rank`` of ``tp_size`` has bases of its own heads.
 
     Raises:
         UnknownWeightsError: there are no such weights.
         OSError: they cannot be read.
     """
-    path = Path(model_path).expanduser()
-    digest = files_digest(path, cache_dir, loaded_s=time.time()) if path.exists() else hub_commit(model_path)
-    if digest is None:
-        raise UnknownWeightsError(f"{model_path} is no local folder, and not in the local hub cache")
+    digest = checkpoint.weights_digest(cache_dir, loaded_s=time.time())
     name = xxhash.xxh3_64_hexdigest(digest.encode())
     rank = "" if tp_size == 1 else f"-{tp_rank}-of-{tp_size}"
     return cache_dir / "bases" / f"{name}{rank}.safetensors"
-
-
-def hub_commit(name: str, revision: str | None = None, download_dir: str | None = None) -> str | None:
-    """The commit of the snapshot that the engine has loaded; None if the hub's local cache has none."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    for cache_dir in dict.fromkeys((download_dir, None)):
-        try:
-            snapshot = snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True)
-        except (HFValidationError, LocalEntryNotFoundError):
-            continue
-        return f"commit {Path(snapshot).name}"
-    return None
 
 
 def files_digest(path: Path, cache_dir: Path, loaded_s: float | None = None) -> str:

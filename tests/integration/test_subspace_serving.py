@@ -13,6 +13,7 @@ from krul_sglang.demo.conversations import load_conversations
 from krul_sglang.demo.player import Player
 from krul_sglang.demo.server import ServerProcess
 from krul_sglang.learning.command import learn_to_files
+from krul_sglang.models.checkpoint import Checkpoint
 from krul_sglang.models.find import REFERENCE_MODEL
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
@@ -37,9 +38,7 @@ TINY_TOKEN_BYTES = 4 * 2 * 64 * 2 * 4
 
 def learn(model: Path, cache_dir: Path, tp_size: int = 1) -> None:
     """Learn few bases, which is fast, to where a server with this cache looks for them."""
-    lines = learn_to_files(
-        str(model), None, texts=(), num_pieces=4, tp_size=tp_size, device="cpu", cache_dir=cache_dir
-    )
+    lines = learn_to_files(Checkpoint(str(model)), None, num_pieces=4, tp_size=tp_size, cache_dir=cache_dir)
     assert sum(line.startswith("wrote ") for line in lines) == tp_size
 
 

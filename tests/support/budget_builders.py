@@ -17,6 +17,7 @@ from krul_backend.segment import ModelIdentity, SegmentHeader
 from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.probing import ProbeOutcome
 from krul_sglang.engine.budget.provenance import KvProvenance
+from krul_sglang.engine.budget.served_bases import ServedBases
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
@@ -88,13 +89,17 @@ class BudgetedServer:
         *,
         agreement: RankAgreement | None = None,
         probe_share: float = 1.0,
+        has_bases: bool = True,
     ) -> None:
         self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, NUM_SLOTS)
         self.store = make_store(1 << 22)
         self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), PATIENCE_S)
         self.provenance = KvProvenance(NUM_SLOTS, self.pool.device, self.loader.batch)
         self.subspace = SubspaceCodec(BASES, ROTARY, [RansCoder()])
-        self.codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY, subspace=self.subspace)
+        self.bases = ServedBases()
+        self.codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY)
+        if has_bases:
+            self.learn()
         self.model = ServedModel(MODEL)
         self.prober = FakeProber()
         self.slots = torch.arange(0)
@@ -103,6 +108,11 @@ class BudgetedServer:
         self._next_slot = 0
         self.budget = self.make_budget(limit)
         self.offloader = self._make_offloader(self.budget, MAX_LAYER_BYTES)
+
+    def learn(self) -> None:
+        """The bases are there."""
+        self.codec.add_subspace(self.subspace)
+        self.bases.have(self.subspace, "learned")
 
     def make_budget(self, limit: float) -> ErrorBudget:
         """A budget of this server with another limit."""
@@ -115,7 +125,7 @@ class BudgetedServer:
             model=self.model,
             pool=self.pool,
             codec=self.codec,
-            subspace=self.subspace,
+            bases=self.bases,
             prober=prober,
             agreement=self._agreement,
         )

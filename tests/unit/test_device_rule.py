@@ -21,7 +21,7 @@ MAY_MOVE_TENSORS = {
     "krul_sglang/learning/command.py": "before anything is served",
     "krul_sglang/learning/hf_attention.py": "before anything is served",
     "krul_sglang/learning/reader.py": "before anything is served",
-    "krul_sglang/engine/attach/model_bases.py": "at start only",
+    "krul_sglang/engine/attach/model_bases.py": "once, when bases are loaded",
     "krul_sglang/engine/attach/ordinary_prefill.py": "at start only",
     "krul_sglang/engine/attach/rotary.py": "at start only",
 }

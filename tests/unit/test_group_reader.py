@@ -308,5 +308,5 @@ def test_a_conversation_may_be_stored_in_both_ways() -> None:
 
 def test_segments_in_bases_that_are_not_here_cannot_be_opened() -> None:
     without_bases = SegmentCodec(SHAPE, NUM_LAYERS, TABLE)
-    with pytest.raises(CodecError, match="none here"):
+    with pytest.raises(CodecError, match="which are not here"):
         open_segments(lease_of(whole_segments(), 0), without_bases, END)

@@ -1,11 +1,15 @@
-"""Which file has a model's bases, and what a server says when it cannot use it."""
+"""Which file has a model's bases, and what a server does without one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +20,12 @@ from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.errors import ConfigError
 from krul_backend.segment import ModelIdentity
-from krul_sglang.config import KrulConfig
-from krul_sglang.engine.attach.model_bases import load_subspace
+from krul_sglang.engine.attach import model_bases
+from krul_sglang.engine.attach.model_bases import BasesFile
+from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError
-from krul_sglang.models.checkpoint import UnknownWeightsError, bases_path
+from krul_sglang.learning.background import BackgroundLearningError, LearningProcess
+from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 from tests.support.codec_builders import rotary_table
 from tests.support.engine_builders import TensorPool
 from tests.support.subspace_builders import make_bases
@@ -49,23 +55,23 @@ def cache_dir(tmp_path: Path) -> Path:
 
 
 def test_the_same_weights_have_the_same_file_wherever_they_are(model: Path, cache_dir: Path) -> None:
-    path = bases_path(str(model), cache_dir)
+    path = bases_path(Checkpoint(str(model)), cache_dir)
     assert path.parent == cache_dir / "bases"
     assert path.suffix == ".safetensors"
     write_weights(model.with_name("a copy"), b"weights", mtime_s=1_100_000_000)
-    assert bases_path(str(model.with_name("a copy")), cache_dir) == path
-    assert bases_path(str(model), cache_dir) == path
+    assert bases_path(Checkpoint(str(model.with_name("a copy"))), cache_dir) == path
+    assert bases_path(Checkpoint(str(model)), cache_dir) == path
 
 
 def test_other_weights_have_another_file(model: Path, cache_dir: Path) -> None:
-    path = bases_path(str(model), cache_dir)
+    path = bases_path(Checkpoint(str(model)), cache_dir)
     write_weights(model, b"trained", mtime_s=1_100_000_000)
-    assert bases_path(str(model), cache_dir) != path
+    assert bases_path(Checkpoint(str(model)), cache_dir) != path
 
 
 def test_each_rank_has_a_file_of_its_own(model: Path, cache_dir: Path) -> None:
     ranks = [(0, 1), (0, 2), (1, 2), (0, 4), (1, 4), (2, 4), (3, 4)]
-    assert len({bases_path(str(model), cache_dir, *rank) for rank in ranks}) == len(ranks)
+    assert len({bases_path(Checkpoint(str(model)), cache_dir, *rank) for rank in ranks}) == len(ranks)
 
 
 @pytest.mark.parametrize("name", ["no/such-model", "empty"])
@@ -73,44 +79,96 @@ def test_a_model_without_weights_here_has_no_file(tmp_path: Path, name: str) -> 
     (tmp_path / "empty").mkdir()
     path = str(tmp_path / "empty") if name == "empty" else name
     with pytest.raises(UnknownWeightsError, match=path):
-        bases_path(path, tmp_path / "cache")
+        bases_path(Checkpoint(path), tmp_path / "cache")
 
 
 def test_weights_that_were_written_after_the_process_started_have_a_file(
     model: Path, cache_dir: Path
 ) -> None:
     """They have just been downloaded: bases are learned from what is there now."""
-    path = bases_path(str(model), cache_dir)
+    path = bases_path(Checkpoint(str(model)), cache_dir)
     for file in model.iterdir():
         os.utime(file)
-    assert bases_path(str(model), cache_dir) == path
+    assert bases_path(Checkpoint(str(model)), cache_dir) == path
+
+
+def test_a_hub_name_has_the_file_of_its_revision_in_the_servers_own_download_folder(tmp_path: Path) -> None:
+    hub, cache_dir = tmp_path / "hub", tmp_path / "cache"
+    repository = hub / "models--org--name"
+    for revision, commit in (("main", "a" * 40), ("v2", "b" * 40)):
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(commit)
+    newest, older = (Checkpoint("org/name", revision, str(hub)) for revision in (None, "v2"))
+    assert bases_path(newest, cache_dir) != bases_path(older, cache_dir)
+    assert bases_path(older, cache_dir) == bases_path(replace(older, revision="b" * 40), cache_dir)
+    with pytest.raises(UnknownWeightsError, match="org/name"):
+        bases_path(Checkpoint("org/name"), cache_dir)
+
+
+class LearningInAThread(LearningProcess):
+    """Stands for the process: calls what ``learning`` holds, and fails if that does."""
+
+    learning: Callable[[Checkpoint, Path, int], Iterator[str]]
+
+    def __init__(self, checkpoint: Checkpoint, cache_dir: Path, tp_size: int) -> None:
+        self._lines = self.learning(checkpoint, cache_dir, tp_size)
+        self.is_closed = False
+
+    def lines(self) -> Iterator[str]:
+        return self._lines
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Rank:
     """A rank of a server with the strategy ``subspace`` for ``model``."""
 
     def __init__(self, model: Path, cache_dir: Path, *, tp_rank: int = 0, tp_size: int = 1) -> None:
-        self.path = bases_path(str(model), cache_dir, tp_rank, tp_size)
-        self._config = replace(KrulConfig(), strategy="subspace", cache_dir=str(cache_dir))
-        self._identity = ModelIdentity(
+        self.checkpoint = Checkpoint(str(model))
+        self.path = bases_path(self.checkpoint, cache_dir, tp_rank, tp_size)
+        self.identity = ModelIdentity(
             str(model), "d" * 64, "float32", NUM_LAYERS, 2, 8, 8, 4, tp_rank, tp_size
         )
+        self._cache_dir = cache_dir
+        self.prepared: list[SubspaceCodec] = []
 
-    def learn(self, bases: ModelBases) -> None:
+    def have_learned(self, bases: ModelBases) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         bases.save(self.path)
 
-    def start(self, dtype: torch.dtype = torch.float32, **changed: Any) -> SubspaceCodec:
+    def start(self, dtype: torch.dtype = torch.float32, **changed: Any) -> BasesFile:
         pool: Any = TensorPool(replace(SHAPE, dtype=dtype), NUM_LAYERS, num_slots=4)
-        return load_subspace(self._config, self._identity, pool, **{"rotary": ROTARY, **changed})
+        return BasesFile(
+            self.checkpoint, self._cache_dir, self.identity, pool, **{"rotary": ROTARY, **changed}
+        )
+
+    def learn(self, file: BasesFile) -> None:
+        """Go on with the start of the only rank."""
+        file.learn(RankAgreement(None, 1), 1, self.prepared.append)
+
+    def serve(self) -> SubspaceCodec:
+        """Start where the bases are there."""
+        subspace = self.start().served.subspace
+        assert subspace is not None
+        return subspace
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bases_serve_a_pool_of_another_type(model: Path, cache_dir: Path, dtype: torch.dtype) -> None:
     """They are learned for bf16; numbers of the pool's own type come back."""
     rank = Rank(model, cache_dir)
-    rank.learn(make_bases(SHAPE, [2, 1], damage_factor=1.5))
-    codec = rank.start(dtype)
+    rank.have_learned(make_bases(SHAPE, [2, 1], damage_factor=1.5))
+    codec = rank.start(dtype).served.subspace
+    assert codec is not None
     assert codec.bases.damage_factor == 1.5
     assert codec.bases.shape.dtype is dtype
     assert {kv.k.dtype for kv in codec.draw(4)} == {dtype}
@@ -119,20 +177,21 @@ def test_bases_serve_a_pool_of_another_type(model: Path, cache_dir: Path, dtype:
 def test_each_rank_reads_its_own_bases(model: Path, cache_dir: Path) -> None:
     ranks = [Rank(model, cache_dir, tp_rank=rank, tp_size=2) for rank in range(2)]
     for factor, rank in zip((1.0, 2.0), ranks, strict=True):
-        rank.learn(make_bases(SHAPE, [2, 1], damage_factor=factor))
-    assert [rank.start().bases.damage_factor for rank in ranks] == [1.0, 2.0]
+        rank.have_learned(make_bases(SHAPE, [2, 1], damage_factor=factor))
+    assert [rank.serve().bases.damage_factor for rank in ranks] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(("tp_size", "options"), [(1, ""), (2, " --tp-size 2")])
-def test_a_model_that_nothing_was_learned_of_is_refused_with_the_command(
-    model: Path, cache_dir: Path, tp_size: int, options: str
+def test_a_server_with_bases_learns_nothing(
+    model: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = Rank(model, cache_dir, tp_size=tp_size)
-    with pytest.raises(ConfigError) as error:
-        rank.start()
-    assert f"`krul-sglang learn --model-path {model}{options}`" in str(error.value)
-    assert str(rank.path) in str(error.value)
-    assert "\n" not in str(error.value)
+    monkeypatch.setattr(model_bases, "LearningProcess", None)
+    rank = Rank(model, cache_dir)
+    rank.have_learned(make_bases(SHAPE, [2, 1]))
+    file = rank.start()
+    before = file.served.subspace
+    rank.learn(file)
+    assert file.served.subspace is before is not None
+    assert file.served.state == "read at the start"
 
 
 def truncate(path: Path) -> None:
@@ -150,33 +209,119 @@ def make_a_folder(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, make_a_folder])
-def test_a_damaged_file_is_refused_with_the_command(
-    model: Path, cache_dir: Path, damage: Callable[[Path], None]
+@pytest.mark.parametrize("damage", [None, Path.unlink, truncate, flip_a_bit])
+def test_missing_and_damaged_bases_are_learned_while_the_server_serves(
+    model: Path, cache_dir: Path, damage: Callable[[Path], None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = Rank(model, cache_dir)
-    rank.learn(make_bases(SHAPE, [2, 1]))
-    damage(rank.path)
-    with pytest.raises(ConfigError, match=f"`krul-sglang learn --model-path {model}`") as error:
-        rank.start()
-    assert str(rank.path) in str(error.value)
+    rank, bases, may_end = Rank(model, cache_dir), make_bases(SHAPE, [2, 1]), threading.Event()
+    if damage is not None:
+        rank.have_learned(make_bases(SHAPE, [2, 1], seed=1))
+        damage(rank.path)
+
+    def learning(self: object, checkpoint: Checkpoint, learn_in: Path, tp_size: int) -> Iterator[str]:
+        assert (checkpoint, learn_in, tp_size) == (rank.checkpoint, cache_dir, 1)
+        yield "3 of 5"
+        may_end.wait(60)
+        rank.have_learned(bases)
+
+    monkeypatch.setattr(LearningInAThread, "learning", learning, raising=False)
+    monkeypatch.setattr(model_bases, "LearningProcess", LearningInAThread)
+    file = rank.start()
+    assert file.served.subspace is None
+    rank.learn(file)
+    wait_until(lambda: file.served.state == "learning: 3 of 5")
+    assert file.served.subspace is None
+    may_end.set()
+    wait_until(lambda: file.served.state == "learned while serving")
+    assert file.served.subspace is not None
+    assert rank.prepared == [file.served.subspace]
+    assert torch.equal(file.served.subspace.bases.groups[0].mean, bases.groups[0].mean)
 
 
-@pytest.mark.parametrize(
-    ("shape", "groups"), [(replace(SHAPE, num_kv_heads=1), [2, 1]), (SHAPE, [2, 2])], ids=["heads", "layers"]
-)
-def test_bases_of_another_shape_are_refused(
-    model: Path, cache_dir: Path, shape: LayerShape, groups: list[int]
+@pytest.mark.parametrize("cause", ["process", "another shape", "a folder", "nothing"])
+def test_a_server_goes_on_without_bases_if_none_can_be_learned(
+    model: Path,
+    cache_dir: Path,
+    cause: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     rank = Rank(model, cache_dir)
-    rank.learn(make_bases(shape, groups))
-    with pytest.raises(ConfigError, match=f"{sum(groups)} layers of .* the model has 3 of"):
-        rank.start()
+    expected = {
+        "process": "no memory",
+        "another shape": "4 layers of .* the model has 3 of",
+        "a folder": "no bases in",
+        "nothing": "no bases in",
+    }[cause]
+    rank.have_learned(make_bases(SHAPE, [2, 2]))
+    if cause == "a folder":
+        make_a_folder(rank.path)
+    elif cause != "another shape":
+        rank.path.unlink()
+
+    def learning(self: object, *given: object) -> Iterator[str]:
+        yield "begins"
+        if cause == "process":
+            raise BackgroundLearningError("no memory")
+
+    monkeypatch.setattr(LearningInAThread, "learning", learning, raising=False)
+    monkeypatch.setattr(model_bases, "LearningProcess", LearningInAThread)
+    file = rank.start()
+    assert file.served.subspace is None
+    caplog.clear()
+    rank.learn(file)
+    wait_until(lambda: file.served.state.startswith("failed: "))
+    assert re.search(expected, file.served.state)
+    assert file.served.subspace is None
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert re.search(expected, warning.getMessage())
+    assert rank.prepared == []
+
+
+def test_a_rank_that_does_not_lead_waits_for_its_file(
+    model: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_bases, "LearningProcess", None)
+    monkeypatch.setattr(model_bases, "_POLL_S", 0.01)
+    rank = Rank(model, cache_dir, tp_rank=1, tp_size=2)
+    rank.have_learned(make_bases(SHAPE, [2, 1], seed=1))
+    truncate(rank.path)
+    file = rank.start()
+    agreement: Any = SimpleNamespace(gather=lambda mine, shape: [torch.ones(1), mine])
+    file.learn(agreement, 2, rank.prepared.append)
+    wait_until(lambda: file.served.state.startswith("learning: "))
+    time.sleep(0.1)
+    assert file.served.subspace is None, "the damaged file is still there"
+    rank.have_learned(make_bases(SHAPE, [2, 1]))
+    wait_until(lambda: file.served.subspace is not None)
+
+
+def test_learning_ends_with_the_server(
+    model: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    was_closed = threading.Event()
+
+    def learning(self: object, *given: object) -> Iterator[str]:
+        yield "begins"
+        was_closed.wait(60)
+        raise BackgroundLearningError("ended by SIGKILL")
+
+    monkeypatch.setattr(LearningInAThread, "learning", learning, raising=False)
+    monkeypatch.setattr(LearningInAThread, "close", lambda self: was_closed.set())
+    monkeypatch.setattr(model_bases, "LearningProcess", LearningInAThread)
+    rank = Rank(model, cache_dir)
+    file = rank.start()
+    rank.learn(file)
+    wait_until(lambda: file.served.state == "learning: begins")
+    file.served.close()
+    wait_until(lambda: not any(thread.name == "krul-bases" for thread in threading.enumerate()))
+    assert was_closed.is_set()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_weights_that_left_are_refused(model: Path, cache_dir: Path) -> None:
     rank = Rank(model, cache_dir)
-    rank.learn(make_bases(SHAPE, [2, 1]))
+    rank.have_learned(make_bases(SHAPE, [2, 1]))
     (model / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="there are no weights in"):
         rank.start()
@@ -184,6 +329,6 @@ def test_weights_that_left_are_refused(model: Path, cache_dir: Path) -> None:
 
 def test_a_model_whose_rotary_embedding_is_unknown_is_refused(model: Path, cache_dir: Path) -> None:
     rank = Rank(model, cache_dir)
-    rank.learn(make_bases(SHAPE, [2, 1]))
+    rank.have_learned(make_bases(SHAPE, [2, 1]))
     with pytest.raises(UnsupportedSetupError, match="rotary embedding"):
         rank.start(rotary=None)

@@ -229,6 +229,7 @@ def test_what_all_ranks_lose_is_expected_together(
 
 def test_a_probe_moves_the_expected_damage_towards_the_truth(server: BudgetedServer) -> None:
     server.compute(FIRST_PAGES)
+    server.store_turn()
     assert server.budget.as_dict()["damage_factor"] == 1.0
     # A fifth of the way, in logarithms.
     server.prober.outcome = ProbeOutcome(kl=0.32, noted=0.01)
@@ -241,6 +242,7 @@ def test_a_probe_moves_the_expected_damage_towards_the_truth(server: BudgetedSer
 def test_probes_of_one_conversation_end_at_the_truth(server: BudgetedServer) -> None:
     """Its segments were noted before the first probe, and are compared as they would be expected now."""
     server.compute(FIRST_PAGES)
+    server.store_turn()
     server.prober.outcome = ProbeOutcome(kl=0.05, noted=0.01)
     factors = []
     for _ in range(40):
@@ -254,6 +256,7 @@ def test_probes_of_one_conversation_end_at_the_truth(server: BudgetedServer) -> 
 @pytest.mark.parametrize(("kl", "bound"), [(100.0, 8.0), (1e-9, 1 / 8)])
 def test_the_correction_is_bounded(server: BudgetedServer, kl: float, bound: float) -> None:
     server.compute(FIRST_PAGES)
+    server.store_turn()
     correct(server, kl / 0.01)
     assert server.budget.as_dict()["damage_factor"] == pytest.approx(bound)
 
@@ -305,6 +308,7 @@ def test_a_conversation_that_cost_more_than_was_noted_has_nothing_left(server: B
 
 def test_a_conversation_without_an_outcome_teaches_nothing(server: BudgetedServer) -> None:
     server.compute(FIRST_PAGES)
+    server.store_turn()
     server.budget.probe(server.path)
     said = server.budget.as_dict()
     assert (said["damage_factor"], said["probes"]) == (1.0, 0)

@@ -21,6 +21,7 @@ from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.strategy import LayerGroups, Strategy
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.attach.factory import change_weights
+from krul_sglang.engine.budget.served_bases import ServedBases
 from krul_sglang.engine.cache.linker import KrulLinker
 from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
@@ -91,7 +92,8 @@ class Rank:
         runtime.model, runtime.pool, runtime.connection = self.model, DevicePool(pool), connection
         if strategy == "subspace":
             bases = make_bases(runtime.pool.shape, [2, 1])
-            runtime.subspace = SubspaceCodec(bases, None, [RansCoder()])
+            runtime.bases = ServedBases()
+            runtime.bases.have(SubspaceCodec(bases, None, [RansCoder()]), "learned")
         runtime.agreement = runtime.restore_agreement = alone
         params = SimpleNamespace(token_to_kv_pool_allocator=allocator, tp_cache_group=None)
         runtime.attach_to(params)

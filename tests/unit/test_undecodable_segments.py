@@ -109,6 +109,7 @@ def test_they_are_a_miss_and_the_next_turn_stores_them_again(rig: Rig, is_in_dra
     load, restore = rig.plan_load()
     assert load is None
     assert restore.planning.counters.undecodable == 2
+    assert rig.tiered.stats().undecodable_segments == 2
     # In no tier, so that no tier brings them back.
     assert rig.missing() == [FIRST, THIRD]
     assert rig.tier.find_missing(MODEL, KEYS) == [FIRST, THIRD]

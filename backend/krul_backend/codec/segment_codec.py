@@ -121,7 +121,7 @@ class SegmentCodec:
 
     ``rotary`` is the model's table. None if its rotation cannot be taken off (unknown or not invertible):
     then compressed keys keep it, and the parameters say so. ``subspace`` opens segments whose groups of
-    layers share a subspace; without it they cannot be opened.
+    layers share a subspace, if they are stored in its bases; so does each that ``add_subspace`` is given.
     """
 
     def __init__(
@@ -134,12 +134,17 @@ class SegmentCodec:
     ) -> None:
         self._shape = shape
         self.num_layers = num_layers
-        self._subspace = subspace
+        # By the digest of their bases.
+        self._subspaces = {} if subspace is None else {subspace.bases.digest: subspace}
         self._rotary = rotary
         self._options = CodecOptions() if options is None else options
         # The least recently used first.
         self._opened: dict[tuple[int, int, bytes], OpenedSegment] = {}
         self._opened_lock = threading.Lock()
+
+    def add_subspace(self, subspace: SubspaceCodec) -> None:
+        """Open segments that are stored in its bases, too, from here on. Any thread may call it."""
+        self._subspaces[subspace.bases.digest] = subspace
 
     def prepare(
         self,
@@ -267,9 +272,11 @@ class SegmentCodec:
     def _open(self, params: Mapping[str, Any], start_token: int, num_tokens: int) -> OpenedSegment:
         if not isinstance(params, Mapping) or params.get("codec") != SUBSPACE:
             return self.open_units(params, start_token=start_token, num_tokens=num_tokens)
-        if self._subspace is None:
-            raise CodecError("stored in a model's bases, of which there are none here")
-        return self._subspace.open(params, start_token=start_token, num_tokens=num_tokens)
+        digest = params.get("bases")
+        subspace = self._subspaces.get(digest) if isinstance(digest, str) else None
+        if subspace is None:
+            raise CodecError(f"stored in bases {digest!r:.80}, which are not here")
+        return subspace.open(params, start_token=start_token, num_tokens=num_tokens)
 
     def open_units(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SegmentDecoder:
         """Open a segment that was stored unit by unit. A new decoder each time; errors as for ``open``."""

@@ -99,7 +99,8 @@ class KVStore(Protocol):
 
     @abstractmethod
     def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
-        """Report that a segment of a held lease cannot be used; returns whether it left the store for that.
+        """Report that a segment of a held lease, or one in DRAM, cannot be used; returns whether it left the
+        store for that.
 
         ``checksum``: a block had a wrong one. The store checks this itself before it drops the segment.
         ``undecodable``: the engine lacks something that the codec parameters name, such as a map that another

@@ -63,6 +63,7 @@ class TieredStore(KVStore):
         self._is_closed = False
         self._lookups = 0
         self._missed_pages = 0
+        self._undecodable_segments = 0
         self._tier_hit_pages = Counter(dict.fromkeys((DRAM_TIER, *(tier.name for tier in tiers)), 0))
 
     @property
@@ -196,6 +197,8 @@ class TieredStore(KVStore):
         manifest = self._manifest_of(segment_id)
         if manifest is None:
             return False
+        with self._lock:
+            self._undecodable_segments += 1
         self._host.discard(manifest)
         # After this no tier is given a segment that has left DRAM's index; earlier ones the tiers drop.
         self._write_behind.settle()
@@ -234,6 +237,7 @@ class TieredStore(KVStore):
                 tier_hit_pages=dict(self._tier_hit_pages),
                 fetched_segments=self._fetcher.num_fetched,
                 failed_fetches=self._fetcher.num_failed,
+                undecodable_segments=self._undecodable_segments,
                 tiers=tuple(tier.stats() for tier in self._tiers),
             )
 

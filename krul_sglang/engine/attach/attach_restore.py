@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.errors import KrulError
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.costs import RestoreCosts, load_costs, save_costs
@@ -34,8 +36,11 @@ WHOLE_LOADS = "full-load"
 """The planner that recomputes nothing, unless a load fails."""
 
 
-def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> None:
+def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> Callable[[SubspaceCodec], None]:
     """Give the linker all it needs to restore. Called by every rank at the same point of its start.
+
+    Returns what makes it ready for bases that come later: measures what decoding costs in them, and lets
+    segments in them be opened.
 
     Raises:
         UnsupportedSetupError: the planner needs heads, and this model's cannot be recomputed.
@@ -49,7 +54,14 @@ def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> No
     costs = replace(_costs(calibration, runtime), serial_tiers=serial_tiers)
     linker = runtime.linker
     units = units_in_use(config.strategy, Precision(config.precision), pool.num_layers)
-    decode_costs = calibration.decode_costs(linker.codec, units, costs.tiers[DRAM_TIER], runtime.subspace)
+    decode_costs = calibration.decode_costs(linker.codec, units, costs.tiers[DRAM_TIER])
+
+    def make_ready(subspace: SubspaceCodec) -> None:
+        decode_costs.group_s = calibration.group_costs(subspace, costs.tiers[DRAM_TIER])
+        linker.codec.add_subspace(subspace)
+
+    if runtime.bases is not None and runtime.bases.subspace is not None:
+        make_ready(runtime.bases.subspace)
     online = OnlineCosts(costs)
     planner = make_planner(config.planner)
     chunk_tokens = _chunk_tokens(chunked_prefill_size)
@@ -98,6 +110,7 @@ def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> No
         )
     if runtime.model.identity.tp_rank == 0:
         _log(config, costs)
+    return make_ready
 
 
 def _proven_heads(runtime: KrulRuntime) -> tuple[HeadRecompute, HeadProof] | tuple[None, None]:

@@ -157,10 +157,8 @@ class CostCalibration:
         codec: SegmentCodec,
         units: Iterable[CodedUnit],
         tier: TierCost,
-        subspace: SubspaceCodec | None = None,
     ) -> DecodeCosts:
-        """Seconds per token and layer beyond the copy: of layers alone and in pairs, by precision, and of
-        groups by coder."""
+        """Seconds per token and layer beyond the copy: of layers alone and in pairs, by precision."""
         single_s = {Precision.NATIVE: 0.0}
         pair_s: dict[Precision, float] = {}
         num_tokens = min(_DECODED_TOKENS, self._pool.num_tokens // 2)
@@ -170,17 +168,20 @@ class CostCalibration:
             num_bytes, seconds = self._restore_s(codec, unit, precision, num_tokens)
             beyond_s = max(0.0, seconds - tier.load_s(num_bytes)) / num_tokens
             (single_s if len(unit) == 1 else pair_s)[precision] = beyond_s
-        group_s = {}
-        if subspace is not None:
-            sizes, seconds = self._restore_groups_s(subspace, num_tokens)
-            beyond_s = max(0.0, seconds - sum(map(tier.load_s, sizes)))
-            group_s[RansCoder.name] = beyond_s / num_tokens / self._pool.num_layers
-        return DecodeCosts(single_s, pair_s, group_s)
+        return DecodeCosts(single_s, pair_s)
+
+    def group_costs(self, subspace: SubspaceCodec, tier: TierCost) -> dict[str, float]:
+        """Seconds per token and layer to decode groups, beyond those of ``tier``, by coder: of KV like that
+        which the bases were learned from."""
+        num_tokens = min(_DECODED_TOKENS, self._pool.num_tokens // 2)
+        sizes, seconds = self._restore_groups_s(subspace, num_tokens)
+        beyond_s = max(0.0, seconds - sum(map(tier.load_s, sizes)))
+        return {RansCoder.name: beyond_s / num_tokens / self._pool.num_layers}
 
     def _restore_groups_s(self, subspace: SubspaceCodec, num_tokens: int) -> tuple[list[int], float]:
         """Bytes of each group of KV like that which the bases were learned from, and seconds to restore all.
 
-        The pool is unused yet.
+        It goes to memory of its own, since the pool may be in use when bases have been learned.
         """
         device, layers = self._pool.streams, subspace.draw(num_tokens)
         encoded = subspace.encode(
@@ -194,13 +195,17 @@ class CostCalibration:
         decoder = subspace.open(encoded.params, start_token=0, num_tokens=num_tokens)
         # Page-locked, as the arena is.
         on_host = [device.host_empty(block.shape, block.dtype).copy_(block) for block in encoded.blocks]
-        slots = torch.arange(1, num_tokens + 1, device=self._pool.device)
+        slots = torch.arange(num_tokens, device=self._pool.device)
+        buffers = [
+            (k.new_empty((num_tokens, *k.shape[1:])), v.new_empty((num_tokens, *v.shape[1:])))
+            for k, v in map(self._pool.buffers, range(self._pool.num_layers))
+        ]
 
         def restore() -> None:
             for group, (of_group, block) in enumerate(zip(decoder.stored_as.groups, on_host, strict=True)):
                 tail = group_tail(decoder.tail(group, block, 0, num_tokens), device)
-                buffers = [self._pool.buffers(layer) for layer in of_group]
-                write_tails([GroupTarget(tail, [0] * len(of_group), slots)], buffers)
+                of_layers = [buffers[layer] for layer in of_group]
+                write_tails([GroupTarget(tail, [0] * len(of_group), slots)], of_layers)
 
         seconds = min(timed(device, restore) for _ in range(_REPEATS))
         return [block.numel() for block in on_host], seconds

@@ -94,9 +94,10 @@ def build_cache(ctx: Any) -> Any:
     from sglang.srt.runtime_context import get_context, get_memory
 
     from krul_sglang.engine.attach.attach_restore import attach_restore
-    from krul_sglang.engine.attach.model_bases import load_subspace
-    from krul_sglang.engine.attach.model_identity import identify_model
+    from krul_sglang.engine.attach.model_bases import BasesFile
+    from krul_sglang.engine.attach.model_identity import checkpoint_of, identify_model
     from krul_sglang.engine.attach.rotary import read_rotary_table
+    from krul_sglang.engine.attach.shared_bases import SharedBases
     from krul_sglang.engine.cache.radix_cache import KrulRadixCache
     from krul_sglang.engine.cache.store_connection import connect_store
     from krul_sglang.engine.common.agreement import RankAgreement
@@ -136,12 +137,13 @@ def build_cache(ctx: Any) -> Any:
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     agreement = RankAgreement.create(ctx.tp_size)
     ranks_per_host = max(1, ctx.tp_size // num_hosts)
+    cache_dir = Path(config.cache_dir).expanduser()
     runtime.model = identify_model(
         ctx.model_config,
         resolved,
         pool.shape,
         agreement,
-        cache_dir=Path(config.cache_dir).expanduser(),
+        cache_dir=cache_dir,
         kv_format=pool.format,
         page_size=ctx.params.page_size,
         num_layers=pool.num_layers,
@@ -161,14 +163,29 @@ def build_cache(ctx: Any) -> Any:
     )
     runtime.pool = pool
     runtime.rotary = read_rotary_table(runner.model)
+    file: BasesFile | None = None
     if config.strategy == SUBSPACE:
-        runtime.subspace = load_subspace(config, runtime.model.identity, pool, runtime.rotary)
+        store = runtime.connection.store
+        # A store that is this server's alone, and ends with it, has nobody to share them with.
+        can_share = runtime.model.is_lasting and (config.endpoint or store.stats().tiers)
+        file = BasesFile(
+            checkpoint_of(ctx.model_config, resolved),
+            cache_dir,
+            runtime.model.identity,
+            pool,
+            runtime.rotary,
+            SharedBases(store, runtime.model.identity) if can_share else None,
+        )
+        runtime.bases = file.served
     runtime.agreement = agreement
     runtime.restore_agreement = RankAgreement.create(ctx.tp_size)
     # The linker is made by SGLang, which hands on nothing of ours but these parameters.
     runtime.attach_to(ctx.params)
     runtime.cache = create_unified_radix_cache(ctx, cache_class=KrulRadixCache)
-    attach_restore(runtime, resolved["chunked_prefill_size"])
+    make_ready = attach_restore(runtime, resolved["chunked_prefill_size"])
+    if file is not None:
+        # Last, so that it disturbs no measurement.
+        file.learn(runtime.restore_agreement, ranks_per_host, make_ready)
     return runtime.cache
 
 

@@ -13,7 +13,7 @@ from krul_backend.codec.interface import LayerShape
 from krul_backend.segment import ModelIdentity
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.served_model import ServedModel
-from krul_sglang.models.checkpoint import UnknownWeightsError, files_digest, hub_commit
+from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError
 
 logger = logging.getLogger(__name__)
 
@@ -105,17 +105,16 @@ def weights_digest(model_config: Any, settings: Mapping[str, Any], cache_dir: Pa
     try:
         unknown = _why_unknown(model_config, settings)
         if unknown is None:
-            path = Path(model_config.model_path).expanduser()
-            if path.exists():
-                return files_digest(path, cache_dir)
-            commit = hub_commit(str(model_config.model_path), model_config.revision, settings["download_dir"])
-            if commit is not None:
-                return commit
-            unknown = f"{model_config.model_path} is no local folder, and not in the local hub cache"
+            return checkpoint_of(model_config, settings).weights_digest(cache_dir)
     except (OSError, UnknownWeightsError) as error:
         unknown = str(error)
     logger.warning("krul: KV of this server will not be found after a restart, nor by others: %s", unknown)
     return None
+
+
+def checkpoint_of(model_config: Any, settings: Mapping[str, Any]) -> Checkpoint:
+    """The files that SGLang has loaded. Arguments as for ``identify_model``."""
+    return Checkpoint(str(model_config.model_path), model_config.revision, settings["download_dir"])
 
 
 def _why_unknown(model_config: Any, settings: Mapping[str, Any]) -> str | None:

@@ -14,11 +14,14 @@ import torch
 from krul_backend.attention.rows import QueryRows, attention_drawn
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
+from krul_backend.codec.subspace.codec import MOST_OUTSIDE, EncodedSegment, SubspaceCodec
+from krul_backend.errors import CodecError
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import SUBSPACE, Strategy
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carried_damage, spent_damage
+from krul_sglang.engine.budget.served_bases import ServedBases
+from krul_sglang.engine.budget.text_drift import TextDrift
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
@@ -56,15 +59,14 @@ class _RunLimit:
 
 
 class SubspaceEncoding(TurnEncoding):
-    """Stores a turn in the model's bases. ``on_encoded(index, own, total)`` is told what each run should
-    cost, in nats at its own end: by this encoding, and with what it had lost before."""
+    """Stores a turn in the model's bases. ``on_encoded(index, encoded)`` is told of each run."""
 
     def __init__(
         self,
         codec: SubspaceCodec,
         limits: Sequence[_RunLimit],
         group_token_bytes: list[float],
-        on_encoded: Callable[[int, float, float], None],
+        on_encoded: Callable[[int, EncodedSegment], None],
     ) -> None:
         self.stored_as = codec.bases.layer_groups(RansCoder.name)
         self._groups = groups = self.stored_as.groups
@@ -93,7 +95,7 @@ class SubspaceEncoding(TurnEncoding):
             carried_damage=limit.carried,
             before_group=pause,
         )
-        self._on_encoded(index, encoded.damage, encoded.damage + limit.carried)
+        self._on_encoded(index, encoded)
         for group, block in enumerate(encoded.blocks):
             here = block.numel() / run.num_tokens
             self._group_token_bytes[group] += _LEARNING_RATE * (here - self._group_token_bytes[group])
@@ -142,8 +144,8 @@ class ErrorBudget(Decision):
 
     Tokens that came back lossy count with what they have lost, also when their segment has left the store
     and they are stored again. A turn is stored natively if nothing is left for it, if what the bases cannot
-    represent of it costs nearly all of that, if nothing was recorded of its attention, or if the weights
-    are no longer those that the bases were learned from.
+    represent of it costs nearly all of that, if nothing was recorded of its attention, until every rank has
+    its bases, or if the weights are no longer those that the bases were learned from.
 
     On idle servers a stored conversation is decoded and compared with the truth, after a share of the turns,
     ``probe_share``. That moves the correction of expected damage. What is noted of a segment, in its
@@ -164,7 +166,7 @@ class ErrorBudget(Decision):
         model: ServedModel,
         pool: DevicePool,
         codec: SegmentCodec,
-        subspace: SubspaceCodec,
+        bases: ServedBases,
         prober: Prober,
         agreement: RankAgreement,
     ) -> None:
@@ -184,15 +186,14 @@ class ErrorBudget(Decision):
         self._model = model
         self._pool = pool
         self._codec = codec
-        self._subspace = subspace
+        self._bases = bases
+        # Those that turns are stored in: None until every rank has its own.
+        self._subspace: SubspaceCodec | None = None
+        self._group_token_bytes: list[float] = []
+        self._drift = TextDrift(model.identity.name, model.identity.tp_rank)
         self._prober = prober
         self._agreement = agreement
         self._are_weights_known = True
-        shape = pool.shape
-        self._group_token_bytes = [
-            len(basis.layers) * (shape.k_token_bytes + shape.v_token_bytes) / _FIRST_RATIO
-            for basis in subspace.bases.groups
-        ]
 
     def forget_model(self) -> None:
         """Store natively from here on: the bases belong to other weights."""
@@ -218,7 +219,7 @@ class ErrorBudget(Decision):
         left = 0.0 if agreed is None else self._limit / self._correction - agreed[0]
         self._last_spent, self._last_damage = history.spent, 0.0
         self._last_outside = outside = 0.0 if measured is None else sum(measured.outside)
-        if measured is None or agreed is None or left <= 0 or not self._are_weights_known:
+        if self._subspace is None or measured is None or agreed is None or left <= 0:
             return self._native(last_keys, runs, history.carried)
         usable = _SHARE_OF_LEFT * left
         if agreed[1] > MOST_OUTSIDE * usable:
@@ -235,10 +236,11 @@ class ErrorBudget(Decision):
             )
         ]
 
-        def on_encoded(index: int, own: float, total: float) -> None:
+        def on_encoded(index: int, encoded: EncodedSegment) -> None:
             run = runs[index]
-            self._last_damage += own * run.stop / num_tokens
-            self._remember(last_keys[index], run, total)
+            self._last_damage += encoded.damage * run.stop / num_tokens
+            self._remember(last_keys[index], run, encoded.damage + limits[index].carried)
+            self._drift.add(encoded.mean_offset, len(run))
 
         return SubspaceEncoding(self._subspace, limits, self._group_token_bytes, on_encoded)
 
@@ -271,9 +273,15 @@ class ErrorBudget(Decision):
         spans = [self._remembered[key] for key in turn.page_keys if key in self._remembered]
         for segment in self._store.path_segments(self._model.identity, turn.page_keys):
             header = segment.header
-            opened = self._codec.open(
-                header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
-            )
+            try:
+                opened = self._codec.open(
+                    header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
+                )
+            except CodecError as error:
+                # It would be a miss. Once it is dropped, the next turn stores its tokens again.
+                logger.debug("krul: a stored segment cannot be decoded here: %s", error)
+                self._store.report_damage(segment.segment_id, "undecodable")
+                continue
             spans.append(
                 DamagedSpan(
                     header.start_token,
@@ -285,9 +293,9 @@ class ErrorBudget(Decision):
         return spans
 
     def _measured(self, turn: Turn, runs: Sequence[range]) -> _Measured | None:
-        """Measure the runs of a turn; None if nothing was recorded of its attention."""
-        rows = _rows_of(turn)
-        if rows is None or not runs:
+        """Measure the runs of a turn; None without bases, or if nothing was recorded of its attention."""
+        rows, subspace = _rows_of(turn), self._bases.subspace
+        if rows is None or not runs or subspace is None or not self._are_weights_known:
             return None
         start, end, num_tokens = runs[0].start, runs[-1].stop, len(turn.token_ids)
         try:
@@ -296,7 +304,7 @@ class ErrorBudget(Decision):
             )
             attention = [drawn[..., run.start - start : run.stop - start] for run in runs]
             outside = [
-                self._subspace.outside(
+                subspace.outside(
                     partial(self._pool.gather, slots=turn.slots[run.start : run.stop]),
                     start_token=run.start,
                     num_tokens=len(run),
@@ -313,11 +321,21 @@ class ErrorBudget(Decision):
 
     def _agreed(self, mine: tuple[float, float] | None) -> tuple[float, float] | None:
         """The most that any rank has spent, since each evicts on its own, and the most that any would lose
-        outside of its bases; None if one passed None."""
+        outside of its bases; None if one passed None. Before, each has its bases: they are in use from then
+        on."""
         values = None if mine is None else torch.tensor(mine, dtype=torch.float64)
         of_ranks = self._agreement.gather(values, (2,))
         if of_ranks is None:
             return None
+        if self._subspace is None:
+            subspace, shape = self._bases.subspace, self._pool.shape
+            assert subspace is not None
+            self._group_token_bytes = [
+                len(basis.layers) * (shape.k_token_bytes + shape.v_token_bytes) / _FIRST_RATIO
+                for basis in subspace.bases.groups
+            ]
+            self._subspace = subspace
+            logger.info("krul: turns are stored in bases %s from here on", subspace.bases.digest[:16])
         spent, outside = torch.stack(of_ranks).amax(0).tolist()
         return spent, outside
 
@@ -341,8 +359,13 @@ class ErrorBudget(Decision):
     def probe(self, path: StoredPath) -> None:
         """Compare what a stored conversation would cost if it came back with what was expected.
 
-        A conversation that came back lossy is skipped: its true answers are not known.
+        A conversation that came back lossy is skipped: its true answers are not known. Before turns are
+        stored in bases there is nothing to compare, and the next turn is wanted instead. All ranks have
+        decided on the same turns by now, so they do the same.
         """
+        if self._subspace is None:
+            self._probes_due = 1.0
+            return
         outcome = self._prober.measure(path, is_exact=not self._provenance.read(path.slots))
         if outcome is None:
             return
@@ -357,10 +380,11 @@ class ErrorBudget(Decision):
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values. What was last spent and lost is as expected with the correction that is in force."""
-        correction, spent = self._correction, self._last_spent
+        subspace, correction, spent = self._bases.subspace, self._correction, self._last_spent
         return {
-            "bases": self._subspace.bases.digest[:16],
-            "damage_factor": correction * self._subspace.bases.damage_factor,
+            "bases": None if subspace is None else subspace.bases.digest[:16],
+            "bases_state": self._bases.state,
+            "damage_factor": None if subspace is None else correction * subspace.bases.damage_factor,
             "probes": self.num_probes,
             "last_kl": self.last_kl,
             "last_expected": self.last_expected,
@@ -368,6 +392,7 @@ class ErrorBudget(Decision):
             "last_damage": correction * self._last_damage,
             "last_outside": correction * self._last_outside,
             "unfamiliar_turns": self._num_unfamiliar,
+            "text": self._drift.as_dict(),
         }
 
 

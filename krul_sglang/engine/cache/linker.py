@@ -59,15 +59,19 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._store = runtime.connection.store
         self._capture = runtime.capture
         self._gate = TransferGate()
+        self._bases = runtime.bases
         self.codec = SegmentCodec(
-            self._pool.shape, self._pool.num_layers, runtime.rotary, subspace=runtime.subspace
+            self._pool.shape,
+            self._pool.num_layers,
+            runtime.rotary,
+            subspace=None if self._bases is None else self._bases.subspace,
         )
         self._budget: ErrorBudget | None = None
-        if runtime.subspace is not None:
+        if self._bases is not None:
             keys, _ = self._pool.buffers(0)
             runtime.provenance = KvProvenance(len(keys), keys.device, lambda index: self.loader.batch(index))
             group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
-            self._budget = make_budget(runtime, self.codec, runtime.subspace, runtime.provenance, group)
+            self._budget = make_budget(runtime, self.codec, self._bases, runtime.provenance, group)
         self._chooser = StrategyChooser(
             make_selector_decision(runtime, self.codec) if self._budget is None else self._budget
         )
@@ -281,6 +285,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             )
 
     def close(self) -> None:
+        if self._bases is not None:
+            self._bases.close()
         self._offloader.close()
         self.loader.close()
         self._waiting.release_all()

@@ -10,9 +10,9 @@ from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
 if TYPE_CHECKING:
     # Hooks are registered in every process of SGLang, where these modules need not be imported.
     from krul_backend.codec.rotary import RotaryTable
-    from krul_backend.codec.subspace.codec import SubspaceCodec
     from krul_sglang.config import KrulConfig
     from krul_sglang.engine.budget.provenance import KvProvenance
+    from krul_sglang.engine.budget.served_bases import ServedBases
     from krul_sglang.engine.cache.linker import KrulLinker
     from krul_sglang.engine.cache.radix_cache import KrulRadixCache
     from krul_sglang.engine.cache.store_connection import StoreConnection
@@ -33,7 +33,7 @@ class KrulRuntime:
     the fields in this order; a field that is read before it is set raises AttributeError.
 
     ``connection`` is this rank's way to the daemon; the linker closes it. ``capture`` is None if no attention
-    is recorded, ``rotary`` if keys are stored with their rotary embedding, ``subspace`` and ``provenance``
+    is recorded, ``rotary`` if keys are stored with their rotary embedding, ``bases`` and ``provenance``
     unless turns are stored within an error budget. ``agreement`` joins the threads of all ranks that store
     turns, ``restore_agreement`` their scheduler threads.
     ``restore_forward`` is None until forwards may restore.
@@ -49,7 +49,7 @@ class KrulRuntime:
     pool: DevicePool = field(init=False)
     connection: StoreConnection = field(init=False)
     rotary: RotaryTable | None = None
-    subspace: SubspaceCodec | None = None
+    bases: ServedBases | None = None
     agreement: RankAgreement = field(init=False)
     restore_agreement: RankAgreement = field(init=False)
     # By the linker, which SGLang makes together with the cache.

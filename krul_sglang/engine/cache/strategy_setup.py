@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.strategy.registry import SelectorOptions, make_selector
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import KvProvenance
+from krul_sglang.engine.budget.served_bases import ServedBases
 from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.save.strategy_choice import SelectorDecision
 
@@ -33,7 +33,7 @@ def make_selector_decision(runtime: KrulRuntime, codec: SegmentCodec) -> Selecto
 def make_budget(
     runtime: KrulRuntime,
     codec: SegmentCodec,
-    subspace: SubspaceCodec,
+    bases: ServedBases,
     provenance: KvProvenance,
     group: Any | None,
 ) -> ErrorBudget:
@@ -47,7 +47,7 @@ def make_budget(
         model=runtime.model,
         pool=pool,
         codec=codec,
-        subspace=subspace,
+        bases=bases,
         prober=Prober(runtime.model_runner, runtime.capture, pool, codec, store, runtime.model, group),
         agreement=runtime.agreement,
     )

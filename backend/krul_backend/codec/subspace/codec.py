@@ -55,13 +55,14 @@ class EncodedSegment:
 
     ``damage``: the divergence in nats per predicted token that the errors are expected to cause, without what
     the KV had lost before. In ``params`` are both together. ``shift_damage``: the part of it that comes from
-    what all tokens are off by together.
+    what all tokens are off by together. ``mean_offset``: see ``SubspaceParameters``.
     """
 
     params: dict[str, Any]
     blocks: tuple[torch.Tensor, ...]
     damage: float
     shift_damage: float
+    mean_offset: float
 
     @property
     def num_bytes(self) -> int:
@@ -147,10 +148,10 @@ class SubspaceCodec:
             left_out = sample.left_out_damage(num_kept) * segment.num_tokens / sample.num_tokens
             errors.append(made.with_left_out(left_out))
         damage, shift = self._damage(errors, segment)
-        params = SubspaceParameters(
+        of_segment = SubspaceParameters(
             self.bases.digest, coder, segment.num_first_tokens, step, carried_damage + damage, tuple(groups)
-        ).to_json()
-        return EncodedSegment(params, tuple(blocks), damage, shift)
+        )
+        return EncodedSegment(of_segment.to_json(), tuple(blocks), damage, shift, of_segment.mean_offset)
 
     def outside(
         self, read: ReadLayer, *, start_token: int, num_tokens: int, attention: torch.Tensor | None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients.coders import num_records
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.coefficients.scales import pack_offsets, unpack_offsets
+from krul_backend.codec.coefficients.scales import NO_OFFSET, pack_offsets, unpack_offsets
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import SUBSPACE
@@ -78,6 +78,14 @@ class SubspaceParameters:
     step: float
     damage: float
     groups: tuple[GroupParameters, ...]
+
+    @property
+    def mean_offset(self) -> float:
+        """How much larger coefficients are than in the text that the bases were learned from, in quarter
+        octaves: the mean over all bands whose levels are not all zero; 0 if there is none."""
+        offsets = np.concatenate([group.offsets for group in self.groups])
+        offsets = offsets[offsets > 0]
+        return float(offsets.mean()) - NO_OFFSET if len(offsets) else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values that ``parse`` accepts."""

@@ -163,7 +163,8 @@ def _store_lines(store: StoreStats) -> str:
     return "\n".join(
         (
             f"hit rate {hit_rate}: {store.hit_pages} of {asked} pages in {store.lookups} lookups; "
-            f"{store.token_mismatches} contradicted, {store.failed_fetches} failed fetches",
+            f"{store.token_mismatches} contradicted, {store.failed_fetches} failed fetches, "
+            f"{store.undecodable_segments} undecodable",
             f"leases {store.num_leases}, reservations {store.num_reservations} "
             f"({store.rejected_reservations} rejected), pinned {format_bytes(store.pinned_bytes)}",
             f"free space in {store.num_free_ranges} pieces, the largest "

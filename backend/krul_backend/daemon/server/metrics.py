@@ -127,6 +127,7 @@ def _lookups(stats: StoreStats) -> Iterator[Metric]:
         "contradicted": stats.token_mismatches,
         "damaged": stats.corrupted_segments,
         "failed_fetch": stats.failed_fetches,
+        "undecodable": stats.undecodable_segments,
     }
     yield _counter("krul_failed_hits", "Hits that became misses: times, by cause.", causes, "cause")
     yield _counter("krul_fetched_segments", "Segments brought up from lower tiers.", stats.fetched_segments)

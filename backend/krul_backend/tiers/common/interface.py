@@ -179,7 +179,8 @@ class StoreStats:
     segments hold it. ``trimmed_segments`` counts the calls of ``trim`` that dropped bytes, ``trimmed_bytes``
     those bytes, without alignment. ``lookups`` counts calls of ``lease``, ``hit_pages`` and ``missed_pages``
     the pages that they asked for; ``tier_hit_pages`` the hits by tier. ``fetched_segments`` came from a lower
-    tier; ``failed_fetches`` were asked for, but did not come. ``pinned_bytes`` are kept by ``pin``.
+    tier; ``failed_fetches`` were asked for, but did not come. ``undecodable_segments`` were dropped because
+    an engine could not decode them. ``pinned_bytes`` are kept by ``pin``.
 
     The free space lies in ``num_free_ranges`` pieces, the largest of which has ``largest_free_bytes``.
     """
@@ -210,6 +211,7 @@ class StoreStats:
     tier_hit_pages: Mapping[str, int]
     fetched_segments: int
     failed_fetches: int
+    undecodable_segments: int
     tiers: tuple[TierStats, ...]
 
 

@@ -295,6 +295,7 @@ class HostStore:
                 tier_hit_pages={DRAM_TIER: books.counters.hit_pages},
                 fetched_segments=0,
                 failed_fetches=0,
+                undecodable_segments=0,
                 tiers=(),
                 **vars(books.counters),
             )

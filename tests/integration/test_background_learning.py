@@ -1,0 +1,224 @@
+"""Bases that are learned beside a running server: the process that does it, and the server that switches."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from krul_backend.codec.subspace.bases import ModelBases
+from krul_backend.daemon.client.admin import AdminClient
+from krul_sglang.demo.server import ServerProcess
+from krul_sglang.learning import command
+from krul_sglang.learning.background import BackgroundLearningError, LearningProcess, check_memory
+from krul_sglang.learning.command import ensure_bases, learn_to_files
+from krul_sglang.models.checkpoint import Checkpoint, bases_path
+from krul_sglang.models.find import REFERENCE_MODEL
+from tests.support.forked_server import ForkedServer
+from tests.support.scenario import (
+    STRICT,
+    ask,
+    assert_nothing_left_behind,
+    krul_stats,
+    push_out,
+    random_prompt,
+    settled_stats,
+    small_krul_server_args,
+    wait_for_probes,
+    wait_until,
+)
+
+POOL_TOKENS = 4096
+
+
+@contextmanager
+def learning_elsewhere(path: Path) -> Iterator[None]:
+    """Another process of the host has begun to learn these bases, and goes on until the block ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def learn_few(model: Path, path: Path) -> None:
+    """Learn from little text, which is fast."""
+    assert list(learn_to_files(Checkpoint(str(model)), path, num_pieces=4, cache_dir=path.parent))
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_models: dict[str, Path]) -> Checkpoint:
+    return Checkpoint(str(tiny_models["float32"]))
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_bases_are_learned_only_where_there_are_no_sound_ones(
+    tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "NUM_PIECES", 3)
+    loaded, said = list[str](), list[str]()
+
+    def learn() -> ModelBases:
+        (path,) = ensure_bases(tiny, tmp_path, said.append, before_loading=lambda: loaded.append("once"))
+        assert path == bases_path(tiny, tmp_path)
+        return ModelBases.load(path)
+
+    first = learn()
+    assert len(loaded) == 1
+    assert any(line.startswith("wrote ") for line in said)
+    assert learn().digest == first.digest
+    assert len(loaded) == 1
+    cut_short(bases_path(tiny, tmp_path))
+    # What was stored in them before can be decoded again.
+    assert learn().digest == first.digest
+    assert len(loaded) == 2
+
+
+def test_a_hub_name_is_learned_of_where_the_server_keeps_its_weights(
+    tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang keeps weights in the download directory, and all else in the hub's own cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(command, "NUM_PIECES", 3)
+    for file in Path(tiny.path).iterdir():
+        root = tmp_path / ("weights" if file.suffix == ".safetensors" else "hub") / "models--org--tiny"
+        (root / "refs").mkdir(parents=True, exist_ok=True)
+        (root / "refs" / "v2").write_text("b" * 40)
+        (root / "snapshots" / ("b" * 40)).mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, root / "snapshots" / ("b" * 40))
+    named = Checkpoint("org/tiny", "v2", str(tmp_path / "weights"))
+    assert named.num_weight_bytes() == tiny.num_weight_bytes() > 0
+    (path,) = ensure_bases(named, tmp_path, lambda line: None)
+    assert path == bases_path(named, tmp_path)
+    (same,) = ensure_bases(tiny, tmp_path, lambda line: None)
+    assert ModelBases.load(path).digest == ModelBases.load(same).digest
+
+
+def test_a_process_takes_what_another_one_of_the_host_has_learned(tiny: Checkpoint, tmp_path: Path) -> None:
+    path = bases_path(tiny, tmp_path)
+    with learning_elsewhere(path):
+        process = LearningProcess(tiny, tmp_path, 1)
+        learn_few(Path(tiny.path), path)
+        content = path.read_bytes()
+    assert list(process.lines()) == []
+    assert path.read_bytes() == content
+    process.close()
+
+
+def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
+    process = LearningProcess(Checkpoint(str(tmp_path)), tmp_path / "cache", 1)
+    with pytest.raises(BackgroundLearningError, match="there are no weights in"):
+        list(process.lines())
+    process.close()
+
+
+@pytest.mark.parametrize("end", [LearningProcess.close, lambda process: process._process.stdin.close()])
+def test_a_process_ends_with_its_server(
+    tiny: Checkpoint, tmp_path: Path, end: Callable[[LearningProcess], None]
+) -> None:
+    """The other end of its standard input is closed when the server is gone, however it ended."""
+    with learning_elsewhere(bases_path(tiny, tmp_path)):
+        process = LearningProcess(tiny, tmp_path, 1)
+        end(process)
+        with pytest.raises(BackgroundLearningError, match="said nothing"):
+            list(process.lines())
+    process.close()
+
+
+def test_what_could_take_the_servers_memory_is_not_learned() -> None:
+    check_memory(1 << 20)
+    with pytest.raises(BackgroundLearningError, match=r"about 3072.0 TiB .* `krul-sglang learn`"):
+        check_memory(1 << 50)
+
+
+def test_a_server_stores_natively_until_it_has_bases_and_then_in_them(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(str(REFERENCE_MODEL))
+    path = bases_path(checkpoint, tmp_path)
+    options = {
+        "strategy": "subspace",
+        "error_budget": 0.002,
+        "cache_dir": str(tmp_path),
+        "ssd_dir": str(tmp_path / "ssd"),
+        "ssd_capacity": "2GiB",
+        "planner": "full-load",
+    }
+    args = (*small_krul_server_args(POOL_TOKENS, options), "--enable-metrics")
+    with learning_elsewhere(path):
+        server = ServerProcess(REFERENCE_MODEL, args=args, env=STRICT)
+        server.start()
+        try:
+            native = random_prompt("native", 320)
+            ask(server, native)
+            stats = settled_stats(server)["compression"]
+            assert stats["budget"]["bases"] is None
+            assert stats["budget"]["bases_state"].startswith("learning")
+            assert stats["turns"] > 0
+            assert stats["subspace_turns"] == 0
+            learn_few(REFERENCE_MODEL, path)
+        except BaseException:
+            server.stop()
+            raise
+    try:
+        wait_until(lambda: krul_stats(server)["compression"]["budget"]["bases"] is not None, "bases")
+        compressed = random_prompt("compressed", 320)
+        ask(server, compressed)
+        stats = settled_stats(server)["compression"]
+        assert stats["subspace_turns"] == 1
+        assert stats["budget"]["bases_state"] == "learned while serving"
+        prompts = (native, compressed)
+        computed = [ask(server, prompt) for prompt in prompts]
+        assert min(answer.device_tokens for answer in computed) > 300
+        push_out(server, num_tokens=POOL_TOKENS, seed="restored")
+        for prompt, before, tolerance in zip(prompts, computed, (1e-3, 0.3), strict=True):
+            after = ask(server, prompt)
+            assert after.host_tokens > 300
+            assert after.logprobs[0] == pytest.approx(before.logprobs[0], abs=tolerance)
+        with urllib.request.urlopen(f"{server.url}/metrics") as page:
+            metrics = page.read().decode()
+        text = settled_stats(server)["compression"]["budget"]["text"]
+        assert f'krul_text_offset_mean{{tp_rank="0"}} {text["mean_offset"]}' in metrics
+        with AdminClient(krul_stats(server)["daemon"]["endpoint"]) as daemon:
+            shared = [info for info in daemon.list_segments() if info.codec == "bases"]
+        assert [info.num_bytes for info in shared] == [path.stat().st_size]
+        assert_nothing_left_behind(server)
+        assert "turns are stored in bases" in server.log_text()
+    finally:
+        server.stop()
+
+
+def test_two_ranks_begin_to_store_in_bases_at_the_same_turn(tiny: Checkpoint, tmp_path: Path) -> None:
+    learned = [bases_path(tiny, tmp_path / "elsewhere", rank, 2) for rank in range(2)]
+    assert list(learn_to_files(tiny, None, num_pieces=4, tp_size=2, cache_dir=tmp_path / "elsewhere"))
+    paths = [bases_path(tiny, tmp_path, rank, 2) for rank in range(2)]
+    options = {"strategy": "subspace", "probe_share": 1, "cache_dir": str(tmp_path), "planner": "full-load"}
+    args = (*small_krul_server_args(2048, options), "--tp", "2")
+    env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with ExitStack() as elsewhere:
+        elsewhere.enter_context(learning_elsewhere(paths[0]))
+        with ForkedServer(tiny.path, args=args, env=env) as server:
+            native = random_prompt("native", 320)
+            ask(server, native)
+            # One rank has its bases before the other.
+            learned[1].rename(paths[1])
+            ask(server, random_prompt("also native", 320))
+            assert settled_stats(server)["compression"]["subspace_turns"] == 0
+            learned[0].rename(paths[0])
+            elsewhere.close()
+            state = "learned while serving"
+            wait_until(lambda: krul_stats(server)["compression"]["budget"]["bases_state"] == state, state)
+            compressed = random_prompt("compressed", 320)
+            ask(server, compressed)
+            wait_for_probes(server, 0)
+            assert settled_stats(server)["compression"]["subspace_turns"] > 0
+            push_out(server, num_tokens=2048, seed="two ranks")
+            for prompt in (native, compressed):
+                assert ask(server, prompt).host_tokens > 300
+            assert_nothing_left_behind(server)

@@ -1,0 +1,188 @@
+"""Bases in a store: the next engine with the same identity needs no learning."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from krul_backend.codec.interface import LayerShape
+from krul_backend.daemon.client.daemon_store import DaemonStore
+from krul_backend.store.interface import KVStore
+from krul_backend.store.tiered_store import TieredStore
+from krul_backend.tiers.dram.host_store import HostStore
+from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
+from krul_backend.tiers.mooncake.tier import MooncakeTier
+from krul_sglang.engine.attach.model_bases import BasesFile
+from krul_sglang.engine.attach.shared_bases import PAGE_KEYS, SharedBases
+from krul_sglang.models.checkpoint import Checkpoint, bases_path
+from tests.support.budget_builders import BASES, MODEL, NUM_LAYERS, ROTARY, SHAPE
+from tests.support.daemon_builders import serving
+from tests.support.engine_builders import PATIENCE_S, TensorPool
+from tests.support.fake_object_store import FakeCluster, FakeObjectStore
+from tests.support.fake_tier import FakeTier
+from tests.support.ssd_builders import open_tier
+from tests.support.subspace_builders import make_bases
+
+CAPACITY = 4 << 20
+CONTENT = bytes(range(256)) * 40
+
+
+class Rig:
+    """``engine`` is the store as an engine sees it; what it commits goes to a tier below DRAM, too."""
+
+    def __init__(self, tiered: TieredStore, engine: KVStore, folder: Path) -> None:
+        self.tiered, self.engine, self.folder = tiered, engine, folder
+
+    def shared(self) -> SharedBases:
+        return SharedBases(self.engine, MODEL)
+
+    def put(self, content: bytes, digest: str) -> None:
+        path = self.folder / "bases"
+        path.write_bytes(content)
+        self.shared().put(path, digest)
+
+
+@pytest.fixture(params=["in process", "daemon"])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    tiered = TieredStore(HostStore(CAPACITY), (FakeTier(),))
+    if request.param == "in process":
+        yield Rig(tiered, tiered, tmp_path)
+        tiered.close()
+        return
+    with serving(tiered) as runtime_dir:
+        engine = DaemonStore(runtime_dir, model=MODEL, request_timeout_s=10.0)
+        yield Rig(tiered, engine, tmp_path)
+        engine.close()
+
+
+@pytest.mark.parametrize("is_in_dram", [True, False])
+def test_what_one_engine_puts_another_gets_from_any_tier(rig: Rig, is_in_dram: bool) -> None:
+    assert rig.shared().get() is None
+    rig.put(CONTENT, "a" * 64)
+    assert rig.tiered.flush(PATIENCE_S)
+    if not is_in_dram:
+        rig.tiered.host.clear()
+    assert rig.shared().get() == CONTENT
+    deadline_s = time.monotonic() + PATIENCE_S
+    while rig.tiered.stats().num_leases:  # a daemon is told, and not waited for
+        assert time.monotonic() < deadline_s
+
+
+def test_other_identities_have_others(rig: Rig) -> None:
+    rig.put(CONTENT, "a" * 64)
+    assert SharedBases(rig.tiered, replace(MODEL, config_digest="e" * 64)).get() is None
+
+
+def test_they_are_put_once_and_replaced_by_those_of_another_digest(rig: Rig) -> None:
+    for content, digest in ((CONTENT, "a"), (CONTENT[::-1], "a")):
+        rig.put(content, digest * 64)
+        assert rig.shared().get() == CONTENT, "known ones are not written again"
+        assert rig.tiered.flush(PATIENCE_S)
+    rig.put(CONTENT[::-1], "b" * 64)
+    assert rig.tiered.flush(PATIENCE_S)
+    assert rig.shared().get() == CONTENT[::-1]
+    rig.tiered.host.clear()
+    assert rig.shared().get() == CONTENT[::-1]
+
+
+def test_those_that_would_fill_the_store_are_not_put(rig: Rig) -> None:
+    rig.put(bytes(CAPACITY // 16 + 1), "a" * 64)
+    assert rig.shared().get() is None
+    assert rig.tiered.stats().committed_segments == 0
+
+
+def test_damaged_ones_are_dropped(rig: Rig) -> None:
+    rig.put(CONTENT, "a" * 64)
+    lease = rig.tiered.lease(MODEL, PAGE_KEYS, rig.shared()._token_ids)
+    assert lease is not None
+    rig.tiered.release(lease)
+    spans = lease.slices[0].spans
+    rig.tiered.host.buffer[spans[0].offset] ^= 1
+    assert rig.shared().get() is None
+
+
+def test_other_hosts_of_a_cluster_get_them(tmp_path: Path) -> None:
+    cluster, path = FakeCluster(), tmp_path / "bases"
+    path.write_bytes(CONTENT)
+
+    def on_host() -> TieredStore:
+        options = MooncakeOptions("127.0.0.1:1", segment_bytes=1 << 20, lookup_timeout_s=5.0)
+        tier = MooncakeTier(options, None, connect=lambda options, arena: FakeObjectStore(cluster))
+        return TieredStore(HostStore(CAPACITY), (tier,))
+
+    with closing(on_host()) as first, closing(on_host()) as second:
+        SharedBases(first, MODEL).put(path, "a" * 64)
+        assert first.flush(PATIENCE_S)
+        assert SharedBases(second, MODEL).get() == CONTENT
+
+
+def test_an_ssd_keeps_them_for_the_next_daemon(tmp_path: Path) -> None:
+    path = tmp_path / "bases"
+    path.write_bytes(CONTENT)
+
+    def on_disk() -> TieredStore:
+        return TieredStore(HostStore(CAPACITY), (open_tier(tmp_path / "ssd"),))
+
+    with closing(on_disk()) as store:
+        SharedBases(store, MODEL).put(path, "a" * 64)
+        assert store.flush(PATIENCE_S)
+    with closing(on_disk()) as store:
+        assert SharedBases(store, MODEL).get() == CONTENT
+
+
+# ---- with the file ----
+
+
+class Engine:
+    """An engine with a cache of its own that joins the store."""
+
+    def __init__(self, rig: Rig, model: Path, cache_dir: Path) -> None:
+        checkpoint = Checkpoint(str(model))
+        self.path = bases_path(checkpoint, cache_dir)
+        pool: Any = TensorPool(SHAPE, NUM_LAYERS, num_slots=4)
+        self.start: Callable[[], BasesFile] = lambda: BasesFile(
+            checkpoint, cache_dir, MODEL, pool, ROTARY, rig.shared()
+        )
+
+
+@pytest.fixture
+def engines(rig: Rig, tmp_path: Path) -> list[Engine]:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    return [Engine(rig, model, tmp_path / name) for name in ("first", "second", "third")]
+
+
+def test_an_engine_without_a_file_takes_the_bases_of_one_that_has_one(engines: list[Engine]) -> None:
+    first, second, third = engines
+    first.path.parent.mkdir(parents=True)
+    BASES.save(first.path)
+    assert first.start().served.state == "read at the start"
+    served = second.start().served
+    assert served.state == "found in the store"
+    assert served.subspace is not None
+    assert served.subspace.bases.digest == BASES.digest
+    assert second.path.read_bytes() == first.path.read_bytes()
+    # Learned again by hand: the next one without a file gets the newest.
+    other = make_bases(SHAPE, [2, 2], seed=1)
+    other.save(second.path)
+    second.start()
+    found = third.start().served.subspace
+    assert found is not None
+    assert found.bases.digest == other.digest
+
+
+def test_bases_of_another_shape_in_the_store_are_not_used(rig: Rig, engines: list[Engine]) -> None:
+    path = engines[0].path
+    path.parent.mkdir(parents=True)
+    other = make_bases(LayerShape(2, 4, 4, SHAPE.dtype), [2, 2])
+    other.save(path)
+    rig.shared().put(path, other.digest)
+    path.unlink()
+    assert engines[0].start().served.subspace is None

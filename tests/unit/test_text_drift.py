@@ -1,0 +1,70 @@
+"""How unlike the text is that a server stores to the text that its bases were learned from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from krul_backend.codec.coefficients.coders import RansCoder
+from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.subspace.bases import group_vectors, split_vectors
+from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_sglang.engine.budget.text_drift import TextDrift
+from tests.support.budget_builders import BudgetedServer
+from tests.support.subspace_builders import make_bases, make_layers
+
+SHAPE = LayerShape(2, 16, 16, torch.float32)
+BASES = make_bases(SHAPE, [2, 1])
+
+
+@pytest.mark.parametrize(("factor", "offset"), [(1.0, 0.0), (1.41, 2.0), (2.0, 4.0)])
+def test_the_offset_says_how_much_larger_coefficients_are(factor: float, offset: float) -> None:
+    """In quarter octaves: twice as large is four of them."""
+    layers: list[LayerKV] = []
+    for basis in BASES.groups:
+        kv = make_layers(BASES, 600, None)[basis.first_layer : basis.end_layer]
+        vectors = basis.mean + factor * (group_vectors(kv) - basis.mean)
+        layers += split_vectors(vectors, SHAPE, len(kv))
+    codec = SubspaceCodec(BASES, None, [RansCoder()])
+    encoded = codec.encode(
+        layers.__getitem__, start_token=0, num_tokens=600, attention=None, max_damage=0.001, coder="rans"
+    )
+    assert encoded.mean_offset == pytest.approx(offset, abs=0.5)
+
+
+def test_the_mean_is_over_the_tokens_that_were_stored_last() -> None:
+    drift = TextDrift("org/name", 0)
+    assert drift.as_dict() == {"last_offset": None, "mean_offset": None}
+    drift.add(1.0, 100)
+    drift.add(4.0, 50)
+    assert drift.as_dict() == {"last_offset": 4.0, "mean_offset": pytest.approx(2.0)}
+    for _ in range(2000):
+        drift.add(0.5, 200)
+    assert drift.as_dict() == {"last_offset": 0.5, "mean_offset": pytest.approx(0.5)}
+
+
+def test_unlike_text_is_warned_of_once_and_not_too_early(caplog: pytest.LogCaptureFixture) -> None:
+    drift = TextDrift("org/name", 0)
+    drift.add(3.0, 1000)
+    assert caplog.records == []
+    for _ in range(9):
+        drift.add(3.0, 1000)
+    (warning,) = caplog.messages
+    assert "krul-sglang learn --model-path org/name --text" in warning
+    assert "3.0" in warning
+
+
+def test_familiar_text_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    drift = TextDrift("org/name", 0)
+    for offset in (1.9, 2.5, 1.2) * 10:
+        drift.add(offset, 1000)
+    assert caplog.records == []
+
+
+def test_the_budget_notes_what_it_stores() -> None:
+    server = BudgetedServer(0.05)
+    server.compute(64)
+    assert server.budget.as_dict()["text"]["last_offset"] is None
+    text = server.store_turn()["text"]
+    assert text["mean_offset"] == text["last_offset"] == pytest.approx(0, abs=1.5)
+    server.close()
