@@ -51,8 +51,8 @@ class ComparedTurn:
 
     Of the ``history_tokens`` before them ``device_tokens`` and ``host_tokens`` were found. ``kl``, in nats,
     is from below, see ``divergences``; ``unlisted``: the probability of all that the reference did not list.
-    ``expected``: what the server expects its history to cost, in nats; ``spent``: the same once it has
-    stored this turn, too. Both are None without an error budget.
+    ``expected``: what the server expects its history to cost at the turn's end, in nats; ``spent``: the same
+    with what storing this turn costs. Both are None without an error budget.
     """
 
     conversation: str
