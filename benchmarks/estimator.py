@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.estimator_accuracy import Agreement, agreements, summarise
 from benchmarks.estimator_cost import DECODE_ARMS, CostBenchmark, decode_rounds
+from benchmarks.samples import without_samples
 from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_sglang.demo import environment
-from krul_sglang.json_file import without_samples, write_result
+from krul_sglang.json_file import write_result
 from krul_sglang.learning.hf_attention import capture_attention
 from reference_model.evaluation_items import make_item
 from reference_model.facts import KINDS

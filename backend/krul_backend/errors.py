@@ -23,10 +23,6 @@ class StoreClosedError(KrulError):
     """The store was closed: nothing can be stored or restored any more."""
 
 
-class SensitivityError(KrulError):
-    """A file of learned sensitivities is damaged, of another format, or of another model."""
-
-
 class StrategyError(KrulError):
     """A compression strategy is unknown, or does not fit a model of this many layers."""
 

@@ -107,15 +107,8 @@ class FreeExtents:
 
     def give_all(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Give taken ranges ``(offset, num_bytes)`` back; those that touch each other are given as one."""
-        start = end = -1
-        for offset, num_bytes in sorted(ranges):
-            if offset != end:
-                if end > start:
-                    self.give(start, end - start)
-                start = offset
-            end = offset + num_bytes
-        if end > start:
-            self.give(start, end - start)
+        for offset, num_bytes in joined(ranges):
+            self.give(offset, num_bytes)
 
     def give(self, offset: int, num_bytes: int) -> tuple[int, int]:
         """Give a taken range back and join it with the free ranges that touch it.
@@ -175,3 +168,16 @@ class FreeTrial:
                 self._free._insert(start, offset - start)
             if end < joined_end:
                 self._free._insert(end, joined_end - end)
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Disjoint ranges ``(offset, num_bytes)`` in ascending order, those that touch each other as one."""
+    start = end = -1
+    for offset, num_bytes in sorted(ranges):
+        if offset != end:
+            if end > start:
+                yield start, end - start
+            start = offset
+        end = offset + num_bytes
+    if end > start:
+        yield start, end - start

@@ -200,3 +200,18 @@ def check_codec_params_num_bytes(num_bytes: int) -> None:
         raise ManifestError(
             f"codec parameters of {num_bytes} bytes as JSON: a segment may have {MAX_CODEC_PARAMS_BYTES}"
         )
+
+
+def checked_token_ids(token_ids: TokenIds, num_pages: int, page_size: int) -> TokenIds:
+    """The tokens of ``num_pages`` pages as an array.
+
+    Raises:
+        ValueError: they have another shape than ``[num_pages * page_size]``.
+    """
+    token_ids = np.asarray(token_ids)
+    if token_ids.shape != (num_pages * page_size,):
+        raise ValueError(
+            f"{num_pages} pages of {page_size} tokens need token ids of shape ({num_pages * page_size},), "
+            f"got {token_ids.shape}"
+        )
+    return token_ids

@@ -11,7 +11,7 @@ import orjson
 from benchmarks import support
 from benchmarks.pages import ROOT, configuration
 from benchmarks.pages.tables import DEMO_FIGURE, DEMO_RESULT, tables
-from krul_sglang.demo.figure import draw_demo
+from krul_sglang.demo.report import draw_demo
 
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"

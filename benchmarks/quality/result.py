@@ -112,9 +112,9 @@ def _columns(outcomes: Sequence[Outcome], uncompressed: Sequence[Samples]) -> di
             ]
     expected = [outcome.expected_kl for outcome in outcomes if outcome.expected_kl is not None]
     if expected:
-        # Above 1: the damage was larger than expected.
+        # Above 1: the damage was larger than expected. It is as expected where everything is native.
         columns["kl_over_expected"] = [
-            true / value for true, value in zip(columns["kl"], expected, strict=True)
+            true / value if value else 1.0 for true, value in zip(columns["kl"], expected, strict=True)
         ]
     return {**columns, "num_bytes": [outcome.num_bytes for outcome in outcomes]}
 

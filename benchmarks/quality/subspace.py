@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import orjson
 
 from benchmarks.quality.methods import Method, Stored, StoreTurn, Turn
-from krul_backend.attention.drawn import attention_drawn
+from krul_backend.attention.rows import attention_drawn
 from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
-from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
 
 LIMITS = (0.001, 0.003, 0.01, 0.03, 0.1)
 """Nats per predicted token."""
@@ -22,7 +22,8 @@ class Subspace(Method):
     """Groups of layers in a common subspace, with the largest steps that a limit in nats allows.
 
     Each turn may lose the share of the limit that its tokens have in the conversation so far: what older
-    turns have lost weighs less, the more tokens there are to attend to.
+    turns have lost weighs less, the more tokens there are to attend to. As in a server, a turn is stored
+    natively if the bases cannot represent it within its share.
     """
 
     name: str
@@ -37,12 +38,18 @@ class Subspace(Method):
     def _store(self, turn: Turn) -> Stored:
         start, num_tokens = turn.start_token, len(turn.segment[0].k)
         attention = attention_drawn(turn.rows, lambda layer: turn.kv[layer].k, start, num_tokens)
+        read = turn.segment.__getitem__
+        max_damage = self.limit * num_tokens / (start + num_tokens)
+        outside = self.codec.outside(read, start_token=start, num_tokens=num_tokens, attention=attention)
+        if outside > MOST_OUTSIDE * max_damage:
+            num_bytes = sum(part.nbytes for kv in turn.segment for part in (kv.k, kv.v))
+            return Stored(turn.segment, num_bytes, damage=0.0)
         encoded = self.codec.encode(
-            turn.segment.__getitem__,
+            read,
             start_token=start,
             num_tokens=num_tokens,
             attention=attention,
-            max_damage=self.limit * num_tokens / (start + num_tokens),
+            max_damage=max_damage,
             coder=self.coder,
         )
         decoder = self.codec.open(encoded.params, start_token=start, num_tokens=num_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from krul_sglang.json_file import without_samples
+from benchmarks.samples import without_samples
 
 Row = dict[str, Any]
 

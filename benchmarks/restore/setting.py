@@ -15,9 +15,8 @@ from benchmarks.restore.result import median_sample, row, timeline
 from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
 from krul_backend.planner.costs import RestoreCosts
-from krul_backend.planner.interface import RestorePlan
+from krul_backend.planner.interface import RestorePlan, RestoreProblem, StoredRun
 from krul_backend.planner.planners import make_planner
-from krul_backend.planner.problem import RestoreProblem, StoredRun
 
 WARM_UPS = 1
 """Restores of each method before the first one that counts."""

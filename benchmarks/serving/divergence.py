@@ -153,9 +153,9 @@ def _ask(server: Server, ids: list[int], *, start: int | None, max_new_tokens: i
     if start is not None:
         wanted = {"logprob_start_len": start, "top_logprobs_num": TOP_TOKENS}
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
-    return server.process.generate(
-        {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, **wanted}
-    )
+    asked = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, **wanted}
+    said: dict[str, Any] = server.process.post_json("/generate", asked)
+    return said
 
 
 def _predictions(said: Mapping[str, Any], *, with_output: bool) -> Predictions:

@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.samples import without_samples
 from benchmarks.tiers.timing import percentile
 from krul_sglang.demo.conversations import Conversation
 from krul_sglang.demo.player import TurnResult, play_order
 from krul_sglang.demo.sizing import EncodeMessages
-from krul_sglang.json_file import quantiles, without_samples
+from krul_sglang.json_file import quantiles
 
 
 def row(

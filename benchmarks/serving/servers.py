@@ -18,9 +18,8 @@ from benchmarks.serving.configuration import KRUL_SERVERS, Configuration, Servin
 from krul_backend.memory import parse_bytes
 from krul_backend.strategy.strategy import SUBSPACE
 from krul_sglang.config import KrulConfig
-from krul_sglang.demo.krul_state import KrulState, krul_states, stored_amounts, wait_for_saves
 from krul_sglang.demo.run import default_dtype
-from krul_sglang.demo.server import ServerProcess
+from krul_sglang.demo.server import KrulState, ServerProcess, krul_states, stored_amounts, wait_for_saves
 from krul_sglang.demo.sizing import PoolSizes
 
 logger = logging.getLogger(__name__)

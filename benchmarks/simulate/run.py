@@ -12,11 +12,10 @@ from benchmarks.simulate import hardware
 from benchmarks.simulate.codecs import Codec, decode_token_s, last_use, layer_token_bytes, make_codecs
 from benchmarks.simulate.hardware import Gpu, Link, Model, restore_costs
 from benchmarks.simulate.oracle.optimal import OptimalPlanner
+from benchmarks.simulate.pipeline import simulate
 from benchmarks.simulate.summary import summarize
-from krul_backend.planner.interface import RestorePlan, RestorePlanner
-from krul_backend.planner.pipeline import simulate
+from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem, StoredRun
 from krul_backend.planner.planners import PLANNERS, LocalSearchPlanner, make_planner
-from krul_backend.planner.problem import RestoreProblem, StoredRun
 
 PAGE_SIZE = 16
 HISTORY_TOKENS = (1024, 2048, 4096, 8192, 32768, 131072)

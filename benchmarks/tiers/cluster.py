@@ -40,7 +40,7 @@ def mooncake_rows(configuration: Configuration, folder: Path) -> list[dict[str, 
 def _rows(
     configuration: Configuration, address: str, block_bytes: int, num_blocks: int
 ) -> list[dict[str, Any]]:
-    from krul_backend.tiers.mooncake.options import MooncakeOptions
+    from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
     from krul_backend.tiers.mooncake.tier import MooncakeTier
 
     segment_bytes = block_bytes * num_blocks * (configuration.disk_repeats + 3) + (256 << 20)

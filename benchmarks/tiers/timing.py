@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from krul_sglang.json_file import without_samples
+from benchmarks.samples import without_samples
 
 
 def interleaved(operations: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:

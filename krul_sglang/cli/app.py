@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,11 +15,6 @@ from krul_sglang.models.find import BUNDLED, SMOLLM2, find_model, smollm2_folder
 _ASSETS = Path(__file__).parents[1] / "assets"
 BUNDLED_CONVERSATIONS = _ASSETS / "conversations.json"
 CHATS = _ASSETS / "chats.json"
-
-
-class UsageError(ConfigError):
-    """A value on the command line that cannot be used."""
-
 
 app = typer.Typer(
     name="krul-sglang",
@@ -127,42 +122,43 @@ def demo(
     _check_positive("--page-size", page_size)
     _check_positive("--max-tokens", max_tokens)
     options = _parse_options(option or [])
-    _check_krul_values({"host_memory": host_memory}, "--host-memory")
-    _check_krul_values(options, "--option")
+
+    from krul_sglang.config import KrulConfig
+
+    KrulConfig.from_mapping({"host_memory": host_memory}, "--host-memory")
+    KrulConfig.from_mapping(options, "--option")
     _check_writable("--json", json_file)
     _check_writable("--raw", raw_file)
     _check_drawable("--figure", figure)
     if conversations is None:
-        of_model = BUNDLED_CONVERSATIONS if model_path == BUNDLED else CHATS
-        conversations = _bundled(of_model, "--conversations")
+        conversations = BUNDLED_CONVERSATIONS if model_path == BUNDLED else CHATS
+        if not conversations.exists():
+            raise ConfigError(f"this installation comes without {conversations.name}; give --conversations")
 
-    from krul_sglang.demo.conversations import ConversationError, load_conversations
-    from krul_sglang.demo.sizing import SizingError, load_token_counter, plan_pools
+    from krul_sglang.demo.conversations import load_conversations
+    from krul_sglang.demo.sizing import load_token_counter, plan_pools
     from krul_sglang.models.smollm2 import ModelError
 
     try:
         model = find_model(SMOLLM2 if model_path is None else model_path, _tell, option="--model-path")
-        loaded = load_conversations(conversations)
-        chosen = loaded.select(num_conversations=num_conversations, turns=turns)
-        count_tokens, context_length = load_token_counter(model)
-        pools = plan_pools(
-            chosen,
-            count_tokens,
-            max_tokens=max_tokens,
-            page_size=page_size,
-            device_tokens=device_tokens,
-            context_length=context_length,
-        )
-    except (ConversationError, SizingError) as error:
-        raise UsageError(str(error)) from error
     except ModelError as error:
-        raise UsageError(f"{error}; --model-path {BUNDLED} needs no network") from error
+        raise ConfigError(f"{error}; --model-path {BUNDLED} needs no network") from error
+    loaded = load_conversations(conversations)
+    chosen = loaded.select(num_conversations=num_conversations, turns=turns)
+    count_tokens, context_length = load_token_counter(model)
+    pools = plan_pools(
+        chosen,
+        count_tokens,
+        max_tokens=max_tokens,
+        page_size=page_size,
+        device_tokens=device_tokens,
+        context_length=context_length,
+    )
 
     from rich.console import Console
 
     from krul_backend.strategy.strategy import SUBSPACE
-    from krul_sglang.config import KrulConfig
-    from krul_sglang.demo.report import make_reporter, print_result
+    from krul_sglang.demo.report import draw_demo, make_reporter, print_result
     from krul_sglang.demo.run import DemoConfig, default_dtype, run_demo
     from krul_sglang.json_file import write_result
 
@@ -200,8 +196,6 @@ def demo(
     kept = result.to_json()
     write_result({**kept, "turns": result.turns_to_json()}, kept, json=json_file, raw=raw_file)
     if figure is not None:
-        from krul_sglang.demo.figure import draw_demo
-
         draw_demo(kept, figure)
     raise typer.Exit(0 if result.summary.passed else EXIT_FAILED)
 
@@ -235,12 +229,12 @@ def selftest(
     _check_positive("--max-noise-tokens", max_noise_tokens)
     _check_positive("--timeout", timeout_s)
     if not 0.0 < min_host_share <= 1.0:
-        raise UsageError(f"--min-host-share {min_host_share} is out of range; expected a number in (0, 1]")
+        raise ConfigError(f"--min-host-share {min_host_share} is out of range; expected a number in (0, 1]")
     _check_url(url)
     _check_writable("--json", json_file)
 
     from krul_sglang.cli import selftest as probe
-    from krul_sglang.cli.server_client import CannotRunError
+    from krul_sglang.json_file import write_json
 
     config = probe.SelftestConfig(
         url=url.rstrip("/"),
@@ -249,13 +243,10 @@ def selftest(
         max_noise_tokens=max_noise_tokens,
         timeout_s=timeout_s,
     )
-    try:
-        result = probe.run_selftest(config, api_key=api_key)
-    except CannotRunError as error:
-        raise UsageError(str(error)) from error
+    result = probe.run_selftest(config, api_key=api_key)
     typer.echo(result.verdict)
     if json_file is not None:
-        _write_json(result.to_json(), json_file)
+        write_json(result.to_json(), json_file)
     raise typer.Exit(0 if result.passed else EXIT_FAILED)
 
 
@@ -291,24 +282,19 @@ def trace(
     _check_writable("--output", output)
     _check_drawable("--gantt", gantt)
     if index is not None and gantt is None:
-        raise UsageError("--index chooses the restore to draw: give --gantt FILE.png, too")
+        raise ConfigError("--index chooses the restore to draw: give --gantt FILE.png, too")
 
     from krul_sglang.cli import trace as tracing
-    from krul_sglang.cli.server_client import CannotRunError
+    from krul_sglang.json_file import write_json
 
-    try:
-        restores = tracing.fetch_restores(url.rstrip("/"), api_key=api_key, timeout_s=timeout_s)
-        typer.echo(tracing.format_table(restores))
-        if index is not None and not 0 <= index < len(restores):
-            raise UsageError(f"--index {index}: there are restores 0 to {len(restores) - 1}")
-        if output is not None:
-            _write_json(tracing.chrome_trace(restores), output)
-        if gantt is not None:
-            from krul_sglang.cli.trace_figure import draw_restore
-
-            draw_restore(restores[-1 if index is None else index], gantt)
-    except CannotRunError as error:
-        raise UsageError(str(error)) from error
+    restores = tracing.fetch_restores(url.rstrip("/"), api_key=api_key, timeout_s=timeout_s)
+    typer.echo(tracing.format_table(restores))
+    if index is not None and not 0 <= index < len(restores):
+        raise ConfigError(f"--index {index}: there are restores 0 to {len(restores) - 1}")
+    if output is not None:
+        write_json(tracing.chrome_trace(restores), output)
+    if gantt is not None:
+        tracing.draw_restore(restores[-1 if index is None else index], gantt)
 
 
 @app.command()
@@ -321,7 +307,7 @@ def model(
     checked each time: --model-path "$(krul-sglang model smollm2)".
     """
     if name != SMOLLM2:
-        raise UsageError(f"there is no model {name!r}: only {SMOLLM2}")
+        raise ConfigError(f"there is no model {name!r}: only {SMOLLM2}")
 
     typer.echo(smollm2_folder(_tell))
 
@@ -356,7 +342,7 @@ def learn(
 
     _check_writable("--out", out)
     if out is not None and tp_size > 1:
-        raise UsageError(f"--out is one file, and --tp-size {tp_size} has one for each rank: leave it out")
+        raise ConfigError(f"--out is one file, and --tp-size {tp_size} has one for each rank: leave it out")
     path = find_model(model_path, _tell, option="--model-path")
     cache_dir = Path(KrulConfig.load(None).cache_dir).expanduser()
     for line in learn_to_files(
@@ -377,54 +363,32 @@ def _tell(line: str) -> None:
 
 def _check_positive(option: str, value: float | None) -> None:
     if value is not None and not value > 0:
-        raise UsageError(f"{option} {value} is not possible; expected a number greater than 0")
+        raise ConfigError(f"{option} {value} is not possible; expected a number greater than 0")
 
 
 def _parse_options(options: list[str]) -> dict[str, str]:
     pairs = [option.partition("=") for option in options]
     for name, equals, _ in pairs:
         if not name or not equals:
-            raise UsageError(f"--option {name!r}: give KEY=VALUE")
+            raise ConfigError(f"--option {name!r}: give KEY=VALUE")
     return {name: value for name, _, value in pairs}
-
-
-def _check_krul_values(values: dict[str, str], source: str) -> None:
-    from krul_sglang.config import KrulConfig
-
-    try:
-        KrulConfig.from_mapping(values, source)
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
 
 
 def _check_url(url: str) -> None:
     if not url.startswith(("http://", "https://")):
-        raise UsageError(f"--url {url!r} is not an address; expected something like http://127.0.0.1:30000")
+        raise ConfigError(f"--url {url!r} is not an address; expected something like http://127.0.0.1:30000")
 
 
 def _check_writable(option: str, path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise UsageError(f"{option} {path} is a directory; expected a file name")
+        raise ConfigError(f"{option} {path} is a directory; expected a file name")
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"{option} {path}: the directory {path.absolute().parent} does not exist")
+        raise ConfigError(f"{option} {path}: the directory {path.absolute().parent} does not exist")
 
 
 def _check_drawable(option: str, path: Path | None) -> None:
     _check_writable(option, path)
     if path is not None and find_spec("matplotlib") is None:
-        raise UsageError(f"{option} needs matplotlib, which is not installed: pip install matplotlib")
-
-
-def _write_json(value: Any, path: Path) -> None:
-    # Imported late: ``--help`` needs no JSON library.
-    from krul_sglang.json_file import write_json
-
-    write_json(value, path)
-
-
-def _bundled(path: Path, option: str) -> Path:
-    if not path.exists():
-        raise UsageError(f"this installation comes without {path.name}; give {option}")
-    return path
+        raise ConfigError(f"{option} needs matplotlib, which is not installed: pip install matplotlib")

@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx
 
-from krul_backend.errors import KrulError
+from krul_backend.errors import ConfigError
 
 
-class CannotRunError(KrulError):
+class CannotRunError(ConfigError):
     """A command cannot be run against this server; the message says why, and what would help."""
 
 

@@ -1,4 +1,4 @@
-"""``krul-sglang trace``: the last restores of a running server, as a table and as a Chrome trace.
+"""``krul-sglang trace``: the last restores of a running server, as a table, a Chrome trace and a figure.
 
 The trace opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing: a process for each
 data-parallel rank, in it a row for each stream. Restores follow each other with a gap in between, because the
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from krul_backend.atomic_file import replacing
 from krul_sglang.cli.server_client import CannotRunError, open_client, request, states_with_krul
 from krul_sglang.traced_restore import RESTORES, Part, TracedRestore
 
@@ -27,6 +29,9 @@ _COLUMNS = (
     "load busy",
     "compute busy",
 )
+_COLORS = {"load": "tab:blue", "head": "tab:orange", "own layers": "tab:green", "wait": "lightgray"}
+_LABELLED_SHARE = 0.02
+"""A layer's number is written into bars that take at least this share of the picture's width."""
 
 
 def fetch_restores(url: str, *, api_key: str | None = None, timeout_s: float = 30.0) -> list[TracedRestore]:
@@ -67,6 +72,55 @@ def chrome_trace(restores: Sequence[TracedRestore]) -> dict[str, Any]:
                 events += _events(restore, offset_s)
                 offset_s += (1 + _GAP_SHARE) * _last_s(restore)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def draw_restore(restore: TracedRestore, path: Path) -> None:
+    """Write a PNG with matplotlib: both streams over time, and below what each layer recomputes and loads.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: ``path`` cannot be written.
+    """
+    # Without pyplot no display and no global state is needed.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    streams, layers = figure.subplots(2, 1, height_ratios=(1, 1.2))
+    bars = (
+        (1, "load", restore.loads),
+        (0, "head", restore.heads),
+        (0, "own layers", restore.own),
+        (0, "wait", restore.waits),
+    )
+    for row, name, parts in bars:
+        spans = [(1e3 * part.begin_s, 1e3 * part.seconds) for part in parts]
+        streams.broken_barh(
+            spans, (row - 0.4, 0.8), color=_COLORS[name], edgecolor="white", linewidth=0.5, label=name
+        )
+        for part in parts if name != "wait" else ():
+            if part.seconds >= _LABELLED_SHARE * restore.end_s:
+                streams.text(_middle_ms(part), row, str(part.layer), ha="center", va="center", fontsize=7)
+    if restore.planned_s > 0:
+        streams.axvline(1e3 * restore.planned_s, color="black", linestyle=":", label="planned end")
+    streams.set_yticks([0, 1], ["compute stream", "load stream"])
+    streams.set_xlim(left=0)
+    streams.set_xlabel("ms")
+    streams.legend(fontsize=8, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+
+    numbers = range(restore.num_layers)
+    recomputed = [restore.head_tokens(layer) for layer in numbers]
+    loaded = [restore.tail_tokens(layer) for layer in numbers]
+    layers.bar(numbers, recomputed, color=_COLORS["head"], label="recomputed")
+    layers.bar(numbers, loaded, bottom=recomputed, color=_COLORS["load"], label="loaded")
+    layers.set_xlabel("layer (numbers in the bars above)")
+    layers.set_ylabel("tokens, as planned")
+    layers.legend(fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    figure.suptitle(
+        f"restore {restore.index}: {restore.prefix_tokens} tokens in {1e3 * restore.end_s:.1f} ms"
+        + (", load failed" if restore.was_rescued else "")
+    )
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=120)
 
 
 def format_table(restores: Iterable[TracedRestore]) -> str:
@@ -177,3 +231,7 @@ def _last_s(restore: TracedRestore) -> float:
 
 def _microseconds(seconds: float) -> float:
     return round(1e6 * seconds, 3)
+
+
+def _middle_ms(part: Part) -> float:
+    return 1e3 * (part.begin_s + part.end_s) / 2

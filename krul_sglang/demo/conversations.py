@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from krul_backend.errors import KrulError
+from krul_backend.errors import ConfigError
 
 Message = dict[str, str]
 """One message of the OpenAI chat format: ``role`` and ``content``."""
@@ -20,7 +20,7 @@ _SYSTEM_ROLES = frozenset({"system"})
 _ROLES = "human, user, gpt, assistant or system"
 
 
-class ConversationError(KrulError):
+class ConversationError(ConfigError):
     """A conversation file cannot be used; the message names the file, the entry and the turn."""
 
 

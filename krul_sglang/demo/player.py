@@ -153,22 +153,6 @@ class Player:
         for _ in range(2):
             self._send("warm-up", 1, [{"role": "user", "content": numbers}])
 
-    def play(
-        self, conversations: Sequence[Conversation], reference_answers: Mapping[tuple[str, int], str] | None
-    ) -> Iterator[TurnResult]:
-        """Yield each turn as soon as it is answered, in ``play_order``.
-
-        The history of a prompt holds ``reference_answers``, whatever this server answered before, so that
-        several servers see identical prompts; None takes this server's own answers.
-        """
-        own_answers: Answers = {}
-        history = own_answers if reference_answers is None else reference_answers
-        for conversation, turn in play_order(conversations):
-            name = conversation.conversation_id
-            result = self.ask(conversation, turn, history)
-            own_answers[name, turn] = result.answer
-            yield result
-
     def ask(
         self, conversation: Conversation, turn: int, answers: Mapping[tuple[str, int], str]
     ) -> TurnResult:

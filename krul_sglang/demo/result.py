@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from krul_sglang.demo.conversations import Conversation
-from krul_sglang.demo.krul_state import StoredAmounts
 from krul_sglang.demo.player import TurnResult
+from krul_sglang.demo.server import StoredAmounts
 from krul_sglang.json_file import quantiles
 
 ServerName = Literal["device", "recompute", "krul"]

@@ -6,12 +6,11 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol
 
 import orjson
@@ -20,7 +19,6 @@ from krul_backend.errors import KrulError
 from krul_sglang.config import KrulConfig
 from krul_sglang.demo import environment
 from krul_sglang.demo.conversations import Conversation
-from krul_sglang.demo.krul_state import KrulState, stored_amounts, wait_for_saves
 from krul_sglang.demo.player import Answers, Player, PlayError, TurnResult, play_order
 from krul_sglang.demo.result import (
     SERVERS,
@@ -32,7 +30,15 @@ from krul_sglang.demo.result import (
     summarize,
     verdict,
 )
-from krul_sglang.demo.server import ServerProcess, default_device_args, start_servers, stop_servers
+from krul_sglang.demo.server import (
+    KrulState,
+    ServerProcess,
+    default_device_args,
+    start_servers,
+    stop_servers,
+    stored_amounts,
+    wait_for_saves,
+)
 from krul_sglang.demo.sizing import PoolSizes, needed_pool_tokens
 
 _LOG_INTERVAL_S = 0.3
@@ -44,12 +50,16 @@ class DemoError(KrulError):
     """The demo cannot go on; the message says why, and what to change."""
 
 
+def default_dtype() -> str:
+    """float32 without a GPU (bfloat16 is slower on a CPU), else what the model's config says."""
+    return "float32" if default_device_args() else "auto"
+
+
 @dataclass(frozen=True)
 class DemoConfig:
     """The settings that all three servers share, and those of the requests.
 
-    ``krul_options`` are further keys of ``KrulConfig`` for the krul server. ``dtype`` None: see
-    ``default_dtype``.
+    ``krul_options`` are further keys of ``KrulConfig`` for the krul server.
     """
 
     model_path: str
@@ -58,7 +68,7 @@ class DemoConfig:
     page_size: int = 16
     host_memory: str = "512MiB"
     krul_options: dict[str, str] = field(default_factory=dict)
-    dtype: str | None = None
+    dtype: str = field(default_factory=default_dtype)
     server_args: tuple[str, ...] = ()
     ready_timeout_s: float = 600.0
 
@@ -145,7 +155,7 @@ def run_demo(
     with ExitStack() as stack:
         if verbose:
             for name, server in servers.items():
-                stack.enter_context(_LogFollower(server, partial(reporter.log_line, name)))
+                stack.enter_context(_following_log(server, partial(reporter.log_line, name)))
         reporter.servers_starting(servers)
         stack.callback(stop_servers, list(servers.values()))
         names = {server: name for name, server in servers.items()}
@@ -194,7 +204,7 @@ def _rotated(names: tuple[ServerName, ...], number: int) -> tuple[ServerName, ..
 def _answers_must_be_same(config: DemoConfig) -> bool:
     """In 16 bits, two right ways to compute a token can differ."""
     krul_config = KrulConfig.from_mapping(krul_values(config), "the demo's options")
-    return krul_config.is_lossless and _dtype(config) == "float32"
+    return krul_config.is_lossless and config.dtype == "float32"
 
 
 def server_args(name: ServerName, config: DemoConfig, pools: PoolSizes) -> list[str]:
@@ -202,7 +212,7 @@ def server_args(name: ServerName, config: DemoConfig, pools: PoolSizes) -> list[
     num_tokens = pools.reference_tokens if name == "device" else pools.device_tokens
     args = [
         *("--page-size", str(config.page_size)),
-        *("--dtype", _dtype(config)),
+        *("--dtype", config.dtype),
         *(_MEMORY_SHARE if default_device_args() else ()),
         *config.server_args,
         *("--max-total-tokens", str(num_tokens)),
@@ -216,15 +226,6 @@ def server_args(name: ServerName, config: DemoConfig, pools: PoolSizes) -> list[
 def krul_values(config: DemoConfig) -> dict[str, str]:
     """The krul server's configuration, as ``KrulConfig.from_mapping`` takes it."""
     return {"host_memory": config.host_memory, **config.krul_options}
-
-
-def default_dtype() -> str:
-    """float32 without a GPU (bfloat16 is slower on a CPU), else what the model's config says."""
-    return "float32" if default_device_args() else "auto"
-
-
-def _dtype(config: DemoConfig) -> str:
-    return default_dtype() if config.dtype is None else config.dtype
 
 
 def _check_pool(name: ServerName, server: ServerProcess, pools: PoolSizes) -> None:
@@ -252,33 +253,24 @@ def _check_length(result: TurnResult, config: DemoConfig, pools: PoolSizes) -> N
         )
 
 
-class _LogFollower:
-    """Calls ``on_line`` from a thread for each line that the server prints, while the context is open."""
+@contextmanager
+def _following_log(server: ServerProcess, on_line: Callable[[str], None]) -> Iterator[None]:
+    """Call ``on_line`` from a thread for each line that the server prints, until the block ends."""
+    is_over = threading.Event()
 
-    def __init__(self, server: ServerProcess, on_line: Callable[[str], None]) -> None:
-        self._server = server
-        self._on_line = on_line
-        self._num_lines_seen = 0
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="krul-log-follower", daemon=True)
-
-    def __enter__(self) -> _LogFollower:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _follow(self) -> None:
-        while not self._stopped.wait(_LOG_INTERVAL_S):
+    def follow() -> None:
+        num_seen = 0
+        while not is_over.wait(_LOG_INTERVAL_S):
             # The last piece has no newline yet: it may still grow.
-            *lines, _ = self._server.log_text().split("\n")
-            for line in lines[self._num_lines_seen :]:
-                self._on_line(line)
-            self._num_lines_seen = max(self._num_lines_seen, len(lines))
+            *lines, _ = server.log_text().split("\n")
+            for line in lines[num_seen:]:
+                on_line(line)
+            num_seen = max(num_seen, len(lines))
+
+    thread = threading.Thread(target=follow, name="krul-log-follower", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

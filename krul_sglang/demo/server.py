@@ -1,4 +1,4 @@
-"""Runs one real SGLang server as a child process, which ends when this process ends."""
+"""Runs a real SGLang server as a child process, which ends when this process ends; reads krul's counters."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import httpx
@@ -32,7 +32,12 @@ CPU_ARGS = (
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _STOP_TIMEOUT_S = 30.0
 _POLL_INTERVAL_S = 0.25
+_POLL_SAVES_S = 0.02
+_NUM_QUOTED_LINES = 20
 _PORTS = range(20_000, 32_000)
+
+KrulState = dict[str, Any]
+"""krul's counters of one data-parallel replica, those of its rank 0."""
 
 
 class ServerError(KrulError):
@@ -45,14 +50,13 @@ class ServerProcess:
     ::
 
         with ServerProcess(model_path, args=["--page-size", "16"]) as server:
-            server.generate({"text": "Hello", "sampling_params": {"max_new_tokens": 8}})
+            server.post_json("/generate", {"text": "Hello", "sampling_params": {"max_new_tokens": 8}})
 
     The server and everything it starts live in their own session, so that Ctrl-C in a terminal reaches only
     the caller, and under a supervisor (``supervisor.py``) that ends them when the caller ends, in any way.
 
     Args:
         model_path: a checkpoint directory or a hub name. For a directory the hub is switched off.
-        port: TCP port on 127.0.0.1; None takes a free one.
         args: further arguments of the server. A flag given here comes after the defaults, so it wins.
         env: variables on top of this process's environment.
         log_path: where stdout and stderr go; None takes a temporary file, deleted by a ``stop`` after a
@@ -64,13 +68,12 @@ class ServerProcess:
         self,
         model_path: str | Path,
         *,
-        port: int | None = None,
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
         ready_timeout_s: float = 300.0,
     ) -> None:
-        self.port = find_free_port() if port is None else port
+        self.port = find_free_port()
         self.command = [
             *(sys.executable, "-m", "sglang.launch_server"),
             *("--model-path", str(model_path)),
@@ -140,14 +143,9 @@ class ServerProcess:
         info: dict[str, Any] = self.get_json("/server_info")
         return info
 
-    def generate(self, payload: Mapping[str, Any], *, timeout_s: float = 600.0) -> dict[str, Any]:
-        """``POST /generate``: SGLang's own endpoint, with ``meta_info`` in the answer."""
-        answer: dict[str, Any] = self.post_json("/generate", payload, timeout_s=timeout_s)
-        return answer
-
-    def error(self, problem: str, *, num_log_lines: int = 20) -> ServerError:
+    def error(self, problem: str) -> ServerError:
         """An error that says what is wrong and quotes the end of the log."""
-        lines = self.log_text().splitlines()[-num_log_lines:]
+        lines = self.log_text().splitlines()[-_NUM_QUOTED_LINES:]
         quoted = "\n".join(f"  | {line}" for line in lines) or "  | (empty)"
         return ServerError(f"{problem}\n  command: {self.command_line}\n  log {self._log_path}:\n{quoted}")
 
@@ -155,12 +153,7 @@ class ServerProcess:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _launch(self) -> None:
@@ -321,3 +314,47 @@ def _kill_tree(root: subprocess.Popen[bytes]) -> None:
             process.kill()
     root.wait()
     psutil.wait_procs(processes, timeout=_STOP_TIMEOUT_S)
+
+
+@dataclass(frozen=True)
+class StoredAmounts:
+    """The bytes that krul stores on all ranks together, and the number of tokens whose KV they are."""
+
+    num_bytes: int
+    num_tokens: int
+
+
+def krul_states(server_info: Mapping[str, Any]) -> list[KrulState]:
+    """krul's counters in SGLang's ``/server_info``: one entry per data-parallel replica."""
+    return [state["krul"] for state in server_info["internal_states"] if "krul" in state]
+
+
+def stored_amounts(states: Sequence[KrulState]) -> StoredAmounts:
+    """The amounts that are stored; every other rank of a replica holds as much as its rank 0."""
+    return StoredAmounts(
+        num_bytes=sum(state["stored_bytes"] * state["tp_size"] for state in states),
+        num_tokens=sum(state["stored_tokens"] for state in states),
+    )
+
+
+def wait_for_saves(server: ServerProcess, *, timeout_s: float = 60.0) -> list[KrulState]:
+    """Wait until a server with krul has nothing more to do for the requests that it answered.
+
+    Turns are saved on every tier, loads have ended, and no probe runs. Returns the
+    counters then.
+
+    Raises:
+        ServerError: the server does not answer, or is not done in ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    while any(_num_pending(state) for state in krul_states(server.server_info())):
+        if time.monotonic() > deadline:
+            raise server.error(f"krul was still saving or loading after {timeout_s:.0f} s")
+        time.sleep(_POLL_SAVES_S)
+    # An idle scheduler probes when everything is saved, and answers when that has ended.
+    return krul_states(server.server_info())
+
+
+def _num_pending(state: KrulState) -> int:
+    queued = sum(tier["queued_segments"] for tier in state["tiers"])
+    return int(state["offload"]["pending"] + state["load"]["pending"] + queued)

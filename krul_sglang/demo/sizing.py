@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from krul_backend.errors import KrulError
+from krul_backend.errors import ConfigError
 from krul_sglang.demo.conversations import Conversation, Message
 
 CountTokens = Callable[[list[Message]], int]
@@ -23,7 +23,7 @@ _MARGIN_PAGES = 4
 _MIN_MARGIN_TOKENS = 64
 
 
-class SizingError(KrulError):
+class SizingError(ConfigError):
     """A device pool or a context does not fit the conversations; the message says what is needed."""
 
 

@@ -19,7 +19,11 @@ from krul_sglang.learning.reader import TextReader
 logger = logging.getLogger(__name__)
 
 LAYERS_OF_GROUP = 5
+_LEAST_SHARE = 0.1
+"""Of a divergence, at least so much is put down to errors of the tokens' own."""
+
 _LEAST_DIVERGENCE = 1e-9
+"""A model that its KV does not matter to has no divergence, and a factor must be positive."""
 
 
 class LearningError(KrulError):
@@ -115,7 +119,7 @@ def damage_ratio(
     reader: TextReader, bases: ModelBases, heads: range, ids: Sequence[int], plan: LearningPlan
 ) -> float:
     """The divergence that one text's compression causes over the one that ``bases``, those of ``heads``,
-    expect."""
+    expect; less, on both sides, what is expected of errors that all tokens have in common."""
     text = reader.read_history(ids[: plan.read_tokens])
     codec = SubspaceCodec(bases, reader.rotary, [FixedWidthCoder()])
     encoded = codec.encode(
@@ -133,8 +137,8 @@ def damage_ratio(
         k[:, _slice(heads)], v[:, _slice(heads)] = decoded.k, decoded.v
         restored.append(LayerKV(k, v))
     divergence = reader.divergence(ids[plan.read_tokens :], text.layers, restored)
-    # A model that its KV does not matter to has no divergence, and a factor must be positive.
-    return max(divergence, _LEAST_DIVERGENCE) / encoded.damage
+    own = max(divergence - encoded.shift_damage, _LEAST_SHARE * divergence, _LEAST_DIVERGENCE)
+    return own / (encoded.damage - encoded.shift_damage)
 
 
 def _of_heads(layers: Sequence[LayerKV], heads: range) -> list[LayerKV]:

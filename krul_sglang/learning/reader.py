@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from krul_backend.attention.drawn import attention_drawn
-from krul_backend.attention.rows import sample_positions
+from krul_backend.attention.rows import attention_drawn, sample_positions
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.learning import LearningText

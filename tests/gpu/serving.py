@@ -17,7 +17,7 @@ from krul_sglang.demo.player import Player
 from krul_sglang.demo.server import ServerProcess
 from krul_sglang.models.find import REFERENCE_MODEL
 from tests.gpu.stage import LeftOut, Setting, Stage
-from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, settled_stats
+from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, play_chats, settled_stats
 from tests.support.server_plugin import WITH_PLUGIN
 
 _SHOWN_FLAGS = (
@@ -63,7 +63,7 @@ def queries_are_recorded_inside_graphs(setting: Setting) -> dict[str, Any]:
     conversations = load_conversations(BUNDLED_CONVERSATIONS).select(num_conversations=4, turns=3)
     with _server(setting, options) as server:
         with Player(server.url, max_tokens=32) as player:
-            played = list(player.play(conversations, None))
+            played = list(play_chats(player, conversations))
         stats = settled_stats(server)
         compression = stats["compression"]
         assert stats["offload"]["failed_turns"] == 0, stats["offload"]

@@ -49,8 +49,9 @@ def test_greedy_answers_equal_those_of_transformers(server: ServerProcess) -> No
         with torch.no_grad():
             output = model.generate(ids, max_new_tokens=32, do_sample=False)
         wanted = output[0, ids.shape[1] :].tolist()
-        answer = server.generate(
-            {"input_ids": ids[0].tolist(), "sampling_params": {"max_new_tokens": 32, "temperature": 0}}
+        answer = server.post_json(
+            "/generate",
+            {"input_ids": ids[0].tolist(), "sampling_params": {"max_new_tokens": 32, "temperature": 0}},
         )
         assert answer["output_ids"] == wanted
         assert len(wanted) > 2

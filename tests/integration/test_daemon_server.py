@@ -20,15 +20,6 @@ import pytest
 import zmq
 import zmq.auth
 
-from krul_backend.daemon.protocol.admin_messages import (
-    FlushRequest,
-    InspectRequest,
-    ListRequest,
-    PingRequest,
-    ShutdownRequest,
-    StatsRequest,
-    VerifyRequest,
-)
 from krul_backend.daemon.protocol.frames import decode_reply, encode
 from krul_backend.daemon.protocol.messages import (
     MAX_FRAME_BYTES,
@@ -39,18 +30,25 @@ from krul_backend.daemon.protocol.messages import (
     ErrorReply,
     FetchRequest,
     FindMissingRequest,
+    FlushRequest,
     HelloRequest,
+    InspectRequest,
     LeaseRequest,
+    ListRequest,
     ManifestFields,
     PathSegmentsRequest,
+    PingRequest,
     PinRequest,
     PrefetchRequest,
     ReleaseRequest,
     Reply,
     ReportDamageRequest,
     ReserveRequest,
+    ShutdownRequest,
+    StatsRequest,
     TierCostsRequest,
     TrimRequest,
+    VerifyRequest,
 )
 from krul_backend.daemon.server.server import NEVER_USED_S, UNUSED_S
 from krul_backend.segment import FORMAT_VERSION

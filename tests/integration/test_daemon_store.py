@@ -26,8 +26,8 @@ import zmq.auth
 
 from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
-from krul_backend.daemon.client.endpoints import CurveKeys
 from krul_backend.daemon.client.launcher import MAX_RESTARTS, EmbeddedDaemon
+from krul_backend.daemon.client.request_channel import CurveKeys
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ManifestError, TierReadError
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_sglang.engine.cache.store_connection import lock_arena

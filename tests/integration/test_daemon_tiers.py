@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from krul_backend.daemon.protocol.admin_messages import FlushRequest, StatsRequest
 from krul_backend.daemon.protocol.messages import (
     FetchRequest,
+    FlushRequest,
     PrefetchRequest,
     ReleaseRequest,
+    StatsRequest,
     TierCostsRequest,
 )
 from krul_backend.tiers.common.hashing import block_checksum

@@ -11,7 +11,7 @@ from krul_sglang.demo.conversations import load_conversations
 from krul_sglang.demo.player import Player
 from krul_sglang.models.find import REFERENCE_MODEL
 from tests.support.forked_server import ForkedServer
-from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, settled_stats
+from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, play_chats, settled_stats
 
 
 @pytest.mark.timeout(600)
@@ -36,7 +36,7 @@ def test_the_heterogeneous_estimator_serves_conversations() -> None:
     conversations = load_conversations(BUNDLED_CONVERSATIONS).select(num_conversations=4, turns=3)
     with ForkedServer(REFERENCE_MODEL, args=args, env=STRICT) as server:
         with Player(server.url, max_tokens=32) as player:
-            played = list(player.play(conversations, None))
+            played = list(play_chats(player, conversations))
         stats = settled_stats(server)
         assert stats["offload"]["failed_turns"] == 0
         estimator = stats["compression"]["estimator"]

@@ -20,6 +20,7 @@ from krul_sglang.cli.server_client import CannotRunError
 from krul_sglang.demo.conversations import Conversation, UserTurn
 from krul_sglang.demo.player import Player, PlayError
 from krul_sglang.demo.server import ServerError, ServerProcess, find_free_port, start_servers
+from tests.support.scenario import play_chats
 from tests.support.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.server
@@ -58,7 +59,7 @@ def test_generates_deterministically_and_reports_its_pool(server: ServerProcess)
         "input_ids": list(range(100, 300)),
         "sampling_params": {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True},
     }
-    first, second = server.generate(request), server.generate(request)
+    first, second = server.post_json("/generate", request), server.post_json("/generate", request)
     assert first["meta_info"]["prompt_tokens"] == 200
     assert first["output_ids"] == second["output_ids"]
     assert len(set(first["output_ids"])) > 6, (
@@ -101,8 +102,8 @@ def test_the_player_reads_where_the_prompt_came_from(server: ServerProcess) -> N
     )
     with Player(server.url, max_tokens=8) as player:
         player.warm_up()
-        first, second = player.play([conversation], {("a", 1): "The number is 4821."})
-        repeated, _ = player.play([conversation], None)
+        first, second = play_chats(player, [conversation], {("a", 1): "The number is 4821."})
+        repeated, _ = play_chats(player, [conversation])
     assert (first.turn, first.device_tokens, first.host_tokens) == (1, 0, 0)
     assert first.computed_tokens == first.prompt_tokens > 64
     # The second prompt begins with the first one, whose whole pages are on the device.
@@ -119,7 +120,7 @@ def test_a_player_without_a_server_names_the_turn() -> None:
         Player(f"http://127.0.0.1:{find_free_port()}", max_tokens=8) as player,
         pytest.raises(PlayError, match=r"no answer to conversation 'a', turn 1"),
     ):
-        list(player.play([Conversation("a", (UserTurn("Hello"),))], None))
+        list(play_chats(player, [Conversation("a", (UserTurn("Hello"),))]))
 
 
 def test_the_probe_refuses_a_server_without_krul(server: ServerProcess) -> None:

@@ -20,6 +20,7 @@ from tests.support.scenario import (
     ask,
     assert_nothing_left_behind,
     krul_stats,
+    play_chats,
     push_out,
     random_prompt,
     recall_facts,
@@ -60,11 +61,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def test_a_conversation_has_one_budget_however_often_it_returns(server: ServerProcess) -> None:
-    """Each turn starts from what the segments that came back lossy cost now, and adds its own damage."""
+    """Each turn starts from what the segments that came back lossy cost now, and adds its own damage.
+
+    Probes move the factor by which all damage is expected, so damage is compared without it.
+    """
     history = random_prompt("one budget", 320)
     spent, num_tokens = 0.0, 0
     for turn in range(4):
-        num_stored = settled_stats(server)["offload"]["tokens"]
+        before = settled_stats(server)
+        num_stored = before["offload"]["tokens"]
         answer = ask(server, history)
         assert turn == 0 or answer.host_tokens > 300
         stats = settled_stats(server)
@@ -73,11 +78,15 @@ def test_a_conversation_has_one_budget_however_often_it_returns(server: ServerPr
         spent *= num_tokens / (num_tokens + num_new)
         num_tokens += num_new
         budget = stats["compression"]["budget"]
-        assert budget["last_spent"] == pytest.approx(spent)
+        factor = budget["damage_factor"]
+        assert budget["last_spent"] / factor == pytest.approx(spent)
         assert budget["last_damage"] > 0
-        spent += budget["last_damage"]
-        # A turn gets nine tenths of what is left, and its step is chosen by a sample of its tokens.
-        assert 0.8 * ERROR_BUDGET < spent <= ERROR_BUDGET
+        spent += budget["last_damage"] / factor
+        # A turn gets nine tenths of what is left, and its step is chosen by a sample of its tokens. Probes
+        # may have come between.
+        factors = factor, before["compression"]["budget"]["damage_factor"]
+        assert spent * max(factors) * 1.3 > 0.8 * ERROR_BUDGET
+        assert spent * min(factors) / 1.3 <= ERROR_BUDGET
         history += [*answer.output_ids, *random_prompt(("more", turn), 64)]
         push_out(server, num_tokens=POOL_TOKENS, seed=("one budget", turn))
     assert_nothing_left_behind(server)
@@ -88,7 +97,7 @@ def test_an_idle_server_measures_what_compression_costs(server: ServerProcess) -
     num_probes = krul_stats(server)["compression"]["budget"]["probes"]
     for conversation in conversations:
         with Player(server.url, max_tokens=48) as player:
-            list(player.play([conversation], None))
+            list(play_chats(player, [conversation]))
         num_probes = wait_for_probes(server, num_probes)
         budget = krul_stats(server)["compression"]["budget"]
         assert 0 < budget["last_kl"] < math.inf
@@ -110,6 +119,9 @@ def test_two_ranks_choose_probe_and_restore_together(tiny_models: dict[str, Path
     learn(tiny_models["float32"], tmp_path, tp_size=2)
     options = {
         "strategy": "subspace",
+        # The bases know little of random tokens: they are off by almost a nat, and a small budget leaves them
+        # native.
+        "error_budget": 4,
         "probe_share": 1,
         "cache_dir": str(tmp_path),
         "planner": "full-load",

@@ -159,11 +159,13 @@ class BudgetedServer:
             for damage, header in zip(self.noted_damage(), self.headers, strict=True)
         ]
 
-    def compute(self, num_pages: int) -> None:
-        """A forward appends tokens with KV of their own."""
+    def compute(self, num_pages: int, *, outside: float = 0.0) -> None:
+        """A forward appends tokens with KV of their own; ``outside`` as for ``make_layers``."""
         num_tokens, start_token = num_pages * PAGE_SIZE, len(self.slots)
         slots = self._take_slots(num_tokens)
-        layers = make_layers(BASES, num_tokens, ROTARY, start_token=start_token, seed=self._next_slot)
+        layers = make_layers(
+            BASES, num_tokens, ROTARY, start_token=start_token, seed=self._next_slot, outside=outside
+        )
         for layer, kv in enumerate(layers):
             self.pool.write(layer, slots, kv.k, kv.v)
         self.after_forward("decode", slots)

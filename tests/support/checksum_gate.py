@@ -30,8 +30,7 @@ class ChecksumGate:
 
 def install_gate(monkeypatch: pytest.MonkeyPatch) -> ChecksumGate:
     gate = ChecksumGate()
-    for module in ("stored_segment", "trimming"):
-        monkeypatch.setattr(f"krul_backend.tiers.dram.{module}.block_checksum", gate)
+    monkeypatch.setattr("krul_backend.tiers.dram.stored_segment.block_checksum", gate)
     return gate
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from krul_backend.daemon.protocol.admin_messages import PingRequest
 from krul_backend.daemon.protocol.frames import decode_greeting, decode_reply, encode, encode_token_ids
 from krul_backend.daemon.protocol.messages import (
     CommitRequest,
@@ -26,6 +25,7 @@ from krul_backend.daemon.protocol.messages import (
     HelloRequest,
     LeaseRequest,
     ManifestFields,
+    PingRequest,
     R,
     Reply,
     Request,

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import zmq
 
-from krul_backend.daemon.protocol.admin_messages import PingRequest
 from krul_backend.daemon.protocol.frames import decode_request, encode
 from krul_backend.daemon.protocol.messages import (
     PROTOCOL_VERSION,
@@ -22,6 +21,7 @@ from krul_backend.daemon.protocol.messages import (
     FindMissingRequest,
     HelloRequest,
     LeaseRequest,
+    PingRequest,
     ReleaseRequest,
     Reply,
     Request,

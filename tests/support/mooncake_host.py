@@ -18,7 +18,7 @@ from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.dram.arena import Arena
-from krul_backend.tiers.mooncake.options import MooncakeOptions
+from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
 from krul_backend.tiers.mooncake.tier import MooncakeTier
 from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
 

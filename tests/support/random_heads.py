@@ -6,8 +6,7 @@ import random
 
 import numpy as np
 
-from krul_backend.planner.interface import RestorePlan, RestorePlanner
-from krul_backend.planner.problem import RestoreProblem
+from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem
 from krul_backend.planner.timing import RestoreTiming
 
 

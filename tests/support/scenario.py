@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
-from krul_sglang.demo.conversations import load_conversations
-from krul_sglang.demo.krul_state import wait_for_saves
-from krul_sglang.demo.player import Player
-from krul_sglang.demo.server import ServerProcess
+from krul_sglang.demo.conversations import Conversation, load_conversations
+from krul_sglang.demo.player import Player, TurnResult, play_order
+from krul_sglang.demo.server import ServerProcess, wait_for_saves
 
 KRUL = ("--radix-cache-backend", "krul")
 PAGE_SIZE = 16
@@ -56,7 +56,7 @@ def request_payload(input_ids: list[int], *, max_new_tokens: int = 16, **fields:
 
 
 def ask(server: ServerProcess, input_ids: list[int], **fields: Any) -> Answer:
-    result = server.generate(request_payload(input_ids, **fields))
+    result = server.post_json("/generate", request_payload(input_ids, **fields))
     meta = result["meta_info"]
     cached = meta.get("cached_tokens_details") or {"device": 0, "host": 0}
     return Answer(
@@ -111,9 +111,26 @@ def recall_facts(server: ServerProcess, num_conversations: int) -> tuple[list[bo
         if number > 1 and turn.expected is not None
     }
     with Player(server.url, max_tokens=48) as player:
-        results = {(turn.conversation, turn.turn): turn for turn in player.play(conversations, None)}
+        results = {(turn.conversation, turn.turn): turn for turn in play_chats(player, conversations)}
     restored = [key for key in expected if results[key].host_tokens > results[key].prompt_tokens // 2]
     return [expected[key] in results[key].answer for key in restored], len(expected)
+
+
+def play_chats(
+    player: Player,
+    conversations: Sequence[Conversation],
+    reference_answers: Mapping[tuple[str, int], str] | None = None,
+) -> Iterator[TurnResult]:
+    """Ask every turn in the demo's order.
+
+    The history of a prompt holds ``reference_answers``; None takes this server's own answers.
+    """
+    own_answers: dict[tuple[str, int], str] = {}
+    history = own_answers if reference_answers is None else reference_answers
+    for conversation, turn in play_order(conversations):
+        result = player.ask(conversation, turn, history)
+        own_answers[conversation.conversation_id, turn] = result.answer
+        yield result
 
 
 def krul_stats(server: ServerProcess) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from typing import Any
 
-from krul_backend.daemon.protocol.admin_messages import DaemonStats
+from krul_backend.daemon.protocol.messages import DaemonStats
 from krul_backend.tiers.common.interface import DRAM_TIER, SegmentInfo, StoreStats, TierStats
 
 

@@ -15,6 +15,8 @@ from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, split_vect
 SHARE = 0.01
 """The attention that makes a token of ``make_bases`` an average one."""
 
+OUTSIDE_COLUMNS = 8
+
 
 def make_bases(
     shape: LayerShape,
@@ -23,11 +25,14 @@ def make_bases(
     rank: int = 20,
     slope: float = 1.0,
     damage_factor: float = 1.0,
+    shift_cost: float = 0.0,
     seed: int = 0,
 ) -> ModelBases:
     """Random orthogonal directions with a metric of their own, variances that fall, and means that are not
-    zero. ``rank``: at most so many coefficients per group."""
+    zero. ``rank``: at most so many coefficients per group. What is orthogonal to all of them lies outside.
+    ``shift_cost``: of each channel."""
     generator = torch.Generator().manual_seed(seed)
+    others = torch.Generator().manual_seed(seed + 1000)
     ends = list(itertools.accumulate(layers_of_groups))
     groups = []
     for first, end in zip([0, *ends[:-1]], ends, strict=True):
@@ -35,6 +40,7 @@ def make_bases(
         used = min(rank, dim)
         directions = torch.linalg.qr(torch.randn(dim, used, generator=generator)).Q
         metric = 0.05 + 0.1 * torch.rand(used, generator=generator)
+        outside = 0.1 * torch.randn(dim, OUTSIDE_COLUMNS, generator=others) / OUTSIDE_COLUMNS**0.5
         groups.append(
             GroupBasis(
                 first,
@@ -42,6 +48,8 @@ def make_bases(
                 mean=torch.randn(dim, generator=generator),
                 encoder=(directions * metric).contiguous(),
                 decoder=(directions / metric).T.contiguous(),
+                outside=outside - directions @ (directions.T @ outside),
+                shift_costs=torch.full((dim,), shift_cost),
                 magnitudes=0.5 * 0.85 ** torch.arange(used),
                 attention_means=torch.full(heads, math.log(SHARE)),
                 attention_slopes=torch.full(heads, slope),
@@ -52,15 +60,25 @@ def make_bases(
 
 
 def make_layers(
-    bases: ModelBases, num_tokens: int, rotary: RotaryTable | None, *, start_token: int = 0, seed: int = 0
+    bases: ModelBases,
+    num_tokens: int,
+    rotary: RotaryTable | None,
+    *,
+    start_token: int = 0,
+    seed: int = 0,
+    outside: float = 0.0,
 ) -> list[LayerKV]:
-    """KV of all layers in the pool's dtype, whose coefficients have the magnitudes that the bases state."""
+    """KV of all layers in the pool's dtype, whose coefficients have the magnitudes that the bases state.
+
+    ``outside``: the length of a part of each vector that changes no coefficient.
+    """
     generator = torch.Generator().manual_seed(seed)
     positions = torch.arange(start_token, start_token + num_tokens)
     layers = []
     for basis in bases.groups:
         normal = torch.randn(num_tokens, basis.rank, generator=generator)
         vectors = basis.mean + normal * basis.magnitudes * math.sqrt(math.pi / 2) @ basis.decoder
+        vectors += outside * torch.nn.functional.normalize(basis.outside[:, 0], dim=0)
         for kv in split_vectors(vectors, bases.shape, len(basis.layers)):
             k = kv.k if rotary is None else rotary.rotate(kv.k, positions)
             layers.append(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.attention.drawn import PRIOR_ROWS, attention_drawn
+from krul_backend.attention.rows import PRIOR_ROWS, attention_drawn
 from tests.support.attention_builders import Sequence
 
 

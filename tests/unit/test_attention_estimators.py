@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.baselines import Estimator, ExactEstimator, SampledEstimator
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate, sample_positions
-from krul_backend.attention.shared_job import JobLayout
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.attention.worker_process import JobLayout
 from tests.support.attention_builders import Sequence
 
 CAPACITY_BYTES = 1 << 20

@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 
 from krul_backend.daemon.cli import commands as cli
 from krul_backend.daemon.cli.reports import bits_per_value, format_seconds
-from krul_backend.daemon.client.endpoints import find_runtime_dirs, load_client_keys, resolve_endpoint
-from krul_backend.daemon.protocol.admin_messages import DaemonStats
+from krul_backend.daemon.client.admin import find_runtime_dirs, load_client_keys, resolve_endpoint
+from krul_backend.daemon.protocol.messages import DaemonStats
 from krul_backend.errors import ConfigError, DaemonError
 from krul_backend.memory import format_bytes
 from krul_backend.strategy.strategy import Precision, Strategy
@@ -298,7 +298,7 @@ def test_the_daemon_is_looked_for_where_the_user_keeps_sockets(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(listening.parent))
     found = find_runtime_dirs()
     assert listening in found
-    monkeypatch.setattr("krul_backend.daemon.client.endpoints.default_parents", lambda: (listening.parent,))
+    monkeypatch.setattr("krul_backend.daemon.client.admin.default_parents", lambda: (listening.parent,))
     assert run("stats").exit_code == 0
     assert daemon.endpoints == [(str(listening), None)]
 

@@ -180,6 +180,57 @@ def test_what_cannot_be_compressed_is_native_and_keeps_what_it_has_lost(
     assert span.damage == pytest.approx(lost * num_tokens)
 
 
+UNFAMILIAR = 0.1
+"""The length of what the bases cannot represent: in a turn of ``FIRST_PAGES`` it costs half of the limit."""
+
+
+def test_rounding_gets_what_is_left_beside_what_the_bases_cannot_represent(server: BudgetedServer) -> None:
+    server.compute(FIRST_PAGES, outside=UNFAMILIAR)
+    said = server.store_turn()
+    assert 0.3 * LIMIT < said["last_outside"] < 0.8 * LIMIT
+    assert not is_native(server)
+    assert said["unfamiliar_turns"] == 0
+    assert said["last_damage"] == pytest.approx(USED * LIMIT, rel=STEPS)
+
+
+def test_a_turn_that_the_bases_cannot_represent_is_native(
+    server: BudgetedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says so once. What follows it is stored as if it were exact, which it is."""
+    for turn in range(2):
+        server.compute(MORE_PAGES, outside=8 * UNFAMILIAR)
+        said = server.store_turn()
+        assert said["last_outside"] > LIMIT
+        assert (said["unfamiliar_turns"], said["last_damage"], said["last_spent"]) == (turn + 1, 0, 0)
+        assert is_native(server)
+    assert len([record for record in caplog.records if "unlike the text" in record.message]) == 1
+    server.compute(FIRST_PAGES)
+    assert server.store_turn()["last_damage"] == pytest.approx(USED * LIMIT, rel=STEPS)
+    assert not is_native(server)
+
+
+def test_runs_get_equal_rounding_beside_what_each_loses_anyway(server: BudgetedServer) -> None:
+    server.decide_by(server.budget, max_layer_bytes=MORE_PAGES * PAGE_BYTES)
+    server.compute(MORE_PAGES, outside=UNFAMILIAR)
+    server.compute(3 * MORE_PAGES)
+    said = server.store_turn()
+    costs, outside = server.damage_now(), said["last_outside"]
+    assert outside > 0.02 * LIMIT
+    rounding = (USED * LIMIT - outside) / 4
+    assert costs == pytest.approx([rounding + outside] + [rounding] * 3, rel=STEPS)
+
+
+def test_a_turn_that_another_ranks_bases_cannot_represent_is_native() -> None:
+    agreement = OtherRank(lambda values: torch.tensor([0.0, LIMIT], dtype=torch.float64))
+    server = BudgetedServer(2 * LIMIT, agreement=agreement)
+    server.compute(FIRST_PAGES)
+    said = server.store_turn()
+    assert is_native(server)
+    assert said["unfamiliar_turns"] == 1
+    assert said["last_outside"] < 1e-6
+    server.close()
+
+
 def test_native_segments_come_back_exact(server: BudgetedServer) -> None:
     server.compute(FIRST_PAGES)
     server.store_turn(is_observed=False)
@@ -263,13 +314,13 @@ def test_ranks_share_the_limit_and_count_the_most_that_any_has_spent() -> None:
     def answer(values: torch.Tensor | None) -> torch.Tensor:
         assert values is not None
         asked.append(values.tolist())
-        return torch.tensor([0.01], dtype=torch.float64)
+        return torch.tensor([0.01, 0.0], dtype=torch.float64)
 
     server = BudgetedServer(LIMIT, agreement=OtherRank(answer))
     server.compute(FIRST_PAGES)
     said = server.store_turn()
     server.close()
-    assert asked == [[0.0]]
+    assert asked == [[0.0, pytest.approx(0, abs=1e-9)]]
     assert said["last_spent"] == 0
     assert said["last_damage"] == pytest.approx(USED * (LIMIT / 2 - 0.01), rel=STEPS)
 

@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 import zmq
 
-from krul_backend.daemon.protocol.admin_messages import (
+from krul_backend.daemon.protocol.messages import (
     InspectRequest,
     PingRequest,
-    StatsRequest,
-    VerifyRequest,
-)
-from krul_backend.daemon.protocol.messages import (
     Reply,
     ReserveRequest,
+    StatsRequest,
     TrimRequest,
+    VerifyRequest,
     error_code,
 )
 from krul_backend.daemon.protocol.runtime_dir import RuntimeDir

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from krul_backend.daemon.protocol.admin_messages import DaemonStats
+from krul_backend.daemon.protocol.messages import DaemonStats
 from krul_backend.daemon.server.metrics import DaemonMetrics
 from krul_backend.errors import StoreClosedError
 from krul_backend.tiers.common.interface import StoreStats

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.daemon.protocol.admin_messages import PingRequest
 from krul_backend.daemon.protocol.frames import (
     REQUESTS,
     decode_envelope,
@@ -32,6 +31,7 @@ from krul_backend.daemon.protocol.messages import (
     LeaseRequest,
     ManifestFields,
     PathSegmentsRequest,
+    PingRequest,
     PinRequest,
     Reply,
     Request,

@@ -12,8 +12,7 @@ import pytest
 from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.client_session import DaemonConnection
 from krul_backend.daemon.client.daemon_store import DaemonStore
-from krul_backend.daemon.protocol.admin_messages import ListRequest
-from krul_backend.daemon.protocol.messages import ErrorReply, Request
+from krul_backend.daemon.protocol.messages import ErrorReply, ListRequest, Request
 from krul_backend.errors import (
     DaemonError,
     DaemonUnreachableError,

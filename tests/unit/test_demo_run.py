@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from krul_sglang.demo import krul_state, run
+from krul_sglang.demo import run
 from krul_sglang.demo.conversations import Conversation, UserTurn
 from krul_sglang.demo.player import PlayError, TurnResult
 from krul_sglang.demo.run import DemoConfig, DemoError, DemoResult, run_demo
-from krul_sglang.demo.server import ServerError
+from krul_sglang.demo.server import ServerError, wait_for_saves
 from krul_sglang.demo.sizing import PoolSizes
 
 CHATS = [Conversation(name, (UserTurn(f"{name} one?"), UserTurn(f"{name} two?"))) for name in ("ada", "bob")]
@@ -122,14 +122,14 @@ class Run:
 
 def test_counters_are_read_again_when_nothing_is_pending_any_more() -> None:
     server: Any = SavingServer(2, 1, 0)
-    (state,) = krul_state.wait_for_saves(server)
+    (state,) = wait_for_saves(server)
     assert state["asked"] == server.num_asked == 4
 
 
 def test_a_server_that_never_ends_saving_is_an_error() -> None:
     server: Any = SavingServer(1)
     with pytest.raises(ServerError, match="still saving or loading after 0 s"):
-        krul_state.wait_for_saves(server, timeout_s=0.05)
+        wait_for_saves(server, timeout_s=0.05)
 
 
 def test_every_server_is_asked_each_turn_in_rotating_order_and_after_krul_has_saved(

@@ -14,7 +14,6 @@ MAY_MOVE_TENSORS = {
     "backend/krul_backend/attention/rows.py": "rows that a caller hands in may lie on another device",
     "backend/krul_backend/codec/rotary.py": "nothing moves if the table lies where the keys do",
     "backend/krul_backend/codec/triton_restore.py": "the same table, once",
-    "backend/krul_backend/attention/drawn.py": "as in rows.py",
     "backend/krul_backend/codec/subspace/bases.py": "once, when bases are loaded",
     "backend/krul_backend/codec/subspace/codec.py": "the reference implementation: nothing moves on a CPU",
     "backend/krul_backend/codec/subspace/decoder.py": "the reference implementation: nothing moves on a CPU",

@@ -347,7 +347,7 @@ def test_a_reservation_fits_while_half_of_the_arena_is_leased(seed: int, policy:
     capacity_bytes = 1024 * 1024
     sizes = np.exp(rng.uniform(np.log(160), np.log(32_768), 1000)).astype(int)
     store, _ = churn(policy, rng, sizes, capacity_bytes)
-    manifests = list(store.manifests().values())
+    manifests = [store.manifest_of(info.segment_id) for info in store.list_segments()]
     leased_bytes, wanted_bytes, limit_bytes = 0, capacity_bytes // 32, capacity_bytes // 2
     for position in rng.permutation(len(manifests)):
         manifest = manifests[position]

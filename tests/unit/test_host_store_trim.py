@@ -399,7 +399,7 @@ def test_an_error_while_hashing_leaves_the_segment_as_it_was(
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("krul_backend.tiers.dram.trimming.block_checksum", fail)
+        patched.setattr("krul_backend.tiers.dram.stored_segment.block_checksum", fail)
         with pytest.raises(MemoryError):
             store.trim(segment_id, (8, 8), (30, 20))
     assert leased_bytes(store, "c", 0, 3) == [written]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from krul_sglang.json_file import LINE_WIDTH, quantiles, without_samples, write_result
+from benchmarks.samples import without_samples
+from krul_sglang.json_file import LINE_WIDTH, quantiles, write_result
 
 
 def test_quantiles_are_those_of_all_samples() -> None:

@@ -111,7 +111,7 @@ def test_bases_serve_a_pool_of_another_type(model: Path, cache_dir: Path, dtype:
     rank = Rank(model, cache_dir)
     rank.learn(make_bases(SHAPE, [2, 1], damage_factor=1.5))
     codec = rank.start(dtype)
-    assert codec.damage_factor == 1.5
+    assert codec.bases.damage_factor == 1.5
     assert codec.bases.shape.dtype is dtype
     assert {kv.k.dtype for kv in codec.draw(4)} == {dtype}
 
@@ -120,7 +120,7 @@ def test_each_rank_reads_its_own_bases(model: Path, cache_dir: Path) -> None:
     ranks = [Rank(model, cache_dir, tp_rank=rank, tp_size=2) for rank in range(2)]
     for factor, rank in zip((1.0, 2.0), ranks, strict=True):
         rank.learn(make_bases(SHAPE, [2, 1], damage_factor=factor))
-    assert [rank.start().damage_factor for rank in ranks] == [1.0, 2.0]
+    assert [rank.start().bases.damage_factor for rank in ranks] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(("tp_size", "options"), [(1, ""), (2, " --tp-size 2")])

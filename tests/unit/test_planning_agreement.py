@@ -6,8 +6,7 @@ import orjson
 import pytest
 import torch
 
-from krul_backend.planner.interface import RestorePlan, RestorePlanner
-from krul_backend.planner.problem import RestoreProblem
+from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem
 from tests.support.engine_builders import PATIENCE_S, MeetingPoint, ThreadAgreement, in_threads
 from tests.support.planning_builders import (
     FakeAgreement,

@@ -90,10 +90,11 @@ def measure(server: BudgetedServer, *, is_exact: bool = True, group: Any = None)
     return outcome
 
 
-def is_equal(history: Sequence[LayerKV], other: Sequence[LayerKV]) -> bool:
+def is_equal(history: Sequence[LayerKV], other: Sequence[LayerKV], tolerance: float = 0.0) -> bool:
     """Whether a history has the first tokens of the other one."""
     return all(
-        torch.equal(one.k, two.k[: len(one.k)]) and torch.equal(one.v, two.v[: len(one.v)])
+        torch.allclose(one.k, two.k[: len(one.k)], rtol=tolerance, atol=tolerance)
+        and torch.allclose(one.v, two.v[: len(one.v)], rtol=tolerance, atol=tolerance)
         for one, two in zip(history, other, strict=True)
     )
 
@@ -103,13 +104,14 @@ def test_the_last_tokens_run_on_the_true_history_and_on_the_one_that_would_come_
 ) -> None:
     store_two_turns(server)
     outcome = measure(server)
-    before, expected = server.read_pool(), sum(server.damage_now())
+    before, noted = server.read_pool(), sum(server.damage_now())
     server.leave_and_return()
     true, stored = forward.histories
     assert [len(kv.k) for kv in (*true, *stored)] == [HISTORY] * (2 * NUM_LAYERS)
     assert is_equal(true, before)
-    assert is_equal(stored, server.read_pool())
-    assert not is_equal(stored, true)
+    # A restore decodes both segments together, which rounds products in another way.
+    assert is_equal(stored, server.read_pool(), tolerance=0.01)
+    assert not is_equal(stored, true, tolerance=0.02)
     assert (forward.token_ids, forward.first_position) == (server.path.token_ids[HISTORY:].tolist(), HISTORY)
     assert not forward.is_recorded
     of_true, of_stored = (
@@ -120,7 +122,7 @@ def test_the_last_tokens_run_on_the_true_history_and_on_the_one_that_would_come_
     assert outcome is not None
     assert divergence > 1e-7
     assert outcome.kl == pytest.approx(float(divergence), rel=0.1)
-    assert outcome.expected == pytest.approx(expected)
+    assert outcome.noted == pytest.approx(noted)
 
 
 def test_tokens_that_are_not_stored_stay_as_they_are_in_the_pool(
@@ -222,30 +224,45 @@ def test_what_all_ranks_lose_is_expected_together(
     outcome = measure(server, group=object())
     assert outcome is not None
     num_tokens = len(server.slots)
-    assert outcome.expected == pytest.approx(sum(server.damage_now()) + 3.0 / num_tokens)
+    assert outcome.noted == pytest.approx(sum(server.damage_now()) + 3.0 / num_tokens)
 
 
 def test_a_probe_moves_the_expected_damage_towards_the_truth(server: BudgetedServer) -> None:
     server.compute(FIRST_PAGES)
-    assert server.subspace.damage_factor == 1.0
+    assert server.budget.as_dict()["damage_factor"] == 1.0
     # A fifth of the way, in logarithms.
-    server.prober.outcome = ProbeOutcome(kl=0.32, expected=0.01)
+    server.prober.outcome = ProbeOutcome(kl=0.32, noted=0.01)
     server.budget.probe(server.path)
-    assert server.subspace.damage_factor == pytest.approx(2.0)
-    server.prober.outcome = ProbeOutcome(kl=0.01, expected=0.32)
-    server.budget.probe(server.path)
-    assert server.subspace.damage_factor == pytest.approx(1.0)
     said = server.budget.as_dict()
-    assert (said["probes"], said["last_kl"], said["last_expected"]) == (2, 0.01, 0.32)
+    assert said["damage_factor"] == pytest.approx(2.0)
+    assert (said["probes"], said["last_kl"], said["last_expected"]) == (1, 0.32, 0.01)
+
+
+def test_probes_of_one_conversation_end_at_the_truth(server: BudgetedServer) -> None:
+    """Its segments were noted before the first probe, and are compared as they would be expected now."""
+    server.compute(FIRST_PAGES)
+    server.prober.outcome = ProbeOutcome(kl=0.05, noted=0.01)
+    factors = []
+    for _ in range(40):
+        server.budget.probe(server.path)
+        factors.append(server.budget.as_dict()["damage_factor"])
+    assert factors == sorted(factors)
+    assert factors[-1] == pytest.approx(5.0, rel=1e-3)
+    assert server.budget.as_dict()["last_expected"] == pytest.approx(0.05, rel=1e-3)
 
 
 @pytest.mark.parametrize(("kl", "bound"), [(100.0, 8.0), (1e-9, 1 / 8)])
 def test_the_correction_is_bounded(server: BudgetedServer, kl: float, bound: float) -> None:
     server.compute(FIRST_PAGES)
-    server.prober.outcome = ProbeOutcome(kl, expected=0.01)
-    for _ in range(20):
+    correct(server, kl / 0.01)
+    assert server.budget.as_dict()["damage_factor"] == pytest.approx(bound)
+
+
+def correct(server: BudgetedServer, ratio: float) -> None:
+    """Probe until damage is taken for ``ratio`` times what was noted, if that is within the bounds."""
+    server.prober.outcome = ProbeOutcome(kl=0.01 * ratio, noted=0.01)
+    for _ in range(60):
         server.budget.probe(server.path)
-    assert server.subspace.damage_factor == pytest.approx(bound)
 
 
 def test_turns_are_stored_with_the_corrected_expectation(server: BudgetedServer) -> None:
@@ -254,17 +271,43 @@ def test_turns_are_stored_with_the_corrected_expectation(server: BudgetedServer)
     server.store_turn()
     num_bytes = server.store.stats().stored_bytes
     server.store.clear()
-    server.subspace.damage_factor = 8.0
+    correct(server, 8.0)
     said = server.store_turn()
     assert said["last_damage"] == pytest.approx(0.9 * LIMIT, rel=0.06)
     assert server.store.stats().stored_bytes > 1.2 * num_bytes
 
 
+@pytest.mark.parametrize("is_decoded", [True, False], ids=["came back", "on the device"])
+def test_older_segments_cost_what_they_would_be_expected_to_cost_now(
+    server: BudgetedServer, is_decoded: bool
+) -> None:
+    server.compute(FIRST_PAGES + MORE_PAGES)
+    before = server.store_turn()["last_damage"]
+    if is_decoded:
+        server.leave_and_return()
+    correct(server, 0.5)
+    server.compute(FIRST_PAGES)
+    share = (FIRST_PAGES + MORE_PAGES) / (2 * FIRST_PAGES + MORE_PAGES)
+    said = server.store_turn()
+    assert said["last_spent"] == pytest.approx(0.5 * before * share, rel=1e-3)
+    assert said["last_damage"] == pytest.approx(0.9 * (LIMIT - said["last_spent"]), rel=0.06)
+
+
+def test_a_conversation_that_cost_more_than_was_noted_has_nothing_left(server: BudgetedServer) -> None:
+    server.compute(FIRST_PAGES + MORE_PAGES)
+    server.store_turn()
+    correct(server, 4.0)
+    server.compute(FIRST_PAGES)
+    said = server.store_turn()
+    assert said["last_spent"] > LIMIT
+    assert said["last_damage"] == 0
+
+
 def test_a_conversation_without_an_outcome_teaches_nothing(server: BudgetedServer) -> None:
     server.compute(FIRST_PAGES)
     server.budget.probe(server.path)
-    assert server.subspace.damage_factor == 1.0
-    assert server.budget.as_dict()["probes"] == 0
+    said = server.budget.as_dict()
+    assert (said["damage_factor"], said["probes"]) == (1.0, 0)
 
 
 def test_a_probe_says_whether_the_kv_in_the_pool_is_exact(server: BudgetedServer) -> None:

@@ -14,13 +14,13 @@ from benchmarks.simulate.codecs import make_codecs
 from benchmarks.simulate.oracle.dual import DualTables, make_levels
 from benchmarks.simulate.oracle.layer_counts import best_layer_counts
 from benchmarks.simulate.oracle.optimal import OptimalPlanner
+from benchmarks.simulate.pipeline import simulate
 from benchmarks.simulate.run import HISTORY_TOKENS, NEW_TOKENS
 from benchmarks.simulate.run import make_problem as simulated_problem
 from krul_backend.errors import RestoreError
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.planner.head_shapes import limit_lengths
-from krul_backend.planner.interface import RestorePlanner
-from krul_backend.planner.pipeline import simulate
+from krul_backend.planner.interface import RestorePlanner, RestoreProblem, StoredRun
 from krul_backend.planner.planners import (
     PLANNERS,
     FullLoadPlanner,
@@ -30,7 +30,6 @@ from krul_backend.planner.planners import (
     allocate,
     make_planner,
 )
-from krul_backend.planner.problem import RestoreProblem, StoredRun
 from krul_backend.planner.timing import RestoreTiming
 from tests.support.random_heads import RandomPlanner
 from tests.support.restore_builders import HOST, check, is_allowed, make_problem, problems, stored_run

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from krul_backend.planner.interface import RestorePlan
+from krul_backend.planner.interface import RestorePlan, RestoreProblem
 from krul_backend.planner.planners import FullLoadPlanner, FullRecomputePlanner, LocalSearchPlanner
-from krul_backend.planner.problem import RestoreProblem
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.restore import restore_planning

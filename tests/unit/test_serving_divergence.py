@@ -85,7 +85,8 @@ class FakeProcess:
         }
         return {"internal_states": [{"krul": state}]}
 
-    def generate(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+    def post_json(self, path: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        assert path == "/generate"
         self.asked.append(dict(payload))
         start = payload.get("logprob_start_len", len(payload["input_ids"]))
         num_inputs = len(payload["input_ids"]) - start

@@ -19,8 +19,8 @@ from krul_backend.daemon.protocol.messages import (
     ReleaseRequest,
     ReserveRequest,
 )
+from krul_backend.daemon.server.handlers import SessionHandlers
 from krul_backend.daemon.server.lanes import Deferred
-from krul_backend.daemon.server.session_handlers import SessionHandlers
 from krul_backend.daemon.server.sessions import Session
 from krul_backend.errors import ProtocolError, TierReadError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 
 from krul_backend.attention import similarity_worker
 from krul_backend.attention.rows import Phase, accumulate
-from krul_backend.attention.shared_job import JobLayout
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.attention.worker_process import WorkerGoneError, WorkerProcess, serve
+from krul_backend.attention.worker_process import JobLayout, WorkerGoneError, WorkerProcess, serve
 from tests.support.attention_builders import Sequence
 from tests.support.strict_device import StrictDevice
 
@@ -210,10 +209,10 @@ def test_serving_answers_every_job_and_ends_with_its_input() -> None:
     layout = JobLayout.of(rows, SEQUENCE.keys[0], SEQUENCE.num_tokens)
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     views = layout.views(memory)
-    views.queries.copy_(rows.queries)
+    views.rows.queries.copy_(rows.queries)
     views.keys.copy_(SEQUENCE.keys)
-    views.positions.copy_(rows.positions)
-    views.kv_heads.copy_(rows.kv_heads)
+    views.rows.positions.copy_(rows.positions)
+    views.rows.kv_heads.copy_(rows.kv_heads)
     good = layout.to_json()
     jobs = [{**good, "offset": 64}, good, {**good, "keys_dtype": "int8"}]
     client, pipe = multiprocessing.Pipe()

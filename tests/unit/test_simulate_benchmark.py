@@ -17,8 +17,8 @@ from benchmarks.simulate.hardware import (
     network,
     restore_costs,
 )
+from benchmarks.simulate.pipeline import simulate
 from benchmarks.simulate.run import make_problem, winner
-from krul_backend.planner.pipeline import simulate
 from krul_backend.planner.planners import make_planner
 
 CODECS = {codec.name: codec for codec in make_codecs(32)}

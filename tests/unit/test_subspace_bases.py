@@ -24,6 +24,8 @@ TENSORS = (
     "mean",
     "encoder",
     "decoder",
+    "outside",
+    "shift_costs",
     "magnitudes",
     "attention_means",
     "attention_slopes",
@@ -108,7 +110,7 @@ def test_each_bit_of_a_tensor_counts(file: Path) -> None:
     ("changes", "message"),
     [
         ({"format": "other"}, "no file of bases"),
-        ({"version": 2}, "version 2"),
+        ({"version": 1}, "version 1, and this program reads version 2: learn them again"),
         ({"heads": 4}, "not float32"),
         ({"group_ends": [3]}, "not float32"),
         ({"group_ends": [2, 2]}, "begins at layer"),

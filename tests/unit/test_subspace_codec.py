@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_backend.codec.subspace.decoder import SegmentTokens
+from krul_backend.codec.subspace.coded_tail import SegmentTokens
 from krul_backend.codec.subspace.quantizer import (
     COARSEST_SHIFT,
     FINEST_SHIFT,
@@ -89,8 +91,12 @@ def test_products_in_bf16_leave_the_largest_coefficients_exact(
     rotary = rotary_table(32)
     layers = make_layers(bases, 150, rotary)
     codec = SubspaceCodec(bases, rotary, CODERS)
-    segment = SegmentTokens(0, 150, 1)
-    found = codec._coefficients(0, layers.__getitem__, slice(0, 150), segment, 128)
+    segment = SegmentTokens(0, 150, 0)
+
+    def coefficients(rows: slice | torch.Tensor, num_kept: int = 128) -> torch.Tensor:
+        return codec._coefficients(0, codec._vectors(0, layers.__getitem__, rows, segment), num_kept)
+
+    found = coefficients(slice(0, 150))
     bare = [LayerKV(rotary.unrotate(kv.k, torch.arange(150)), kv.v) for kv in layers]
     basis = bases.groups[0]
     exact = (group_vectors(bare).double() - basis.mean.double()) @ basis.encoder.double()
@@ -99,10 +105,9 @@ def test_products_in_bf16_leave_the_largest_coefficients_exact(
     assert errors[:, 64:].max() < (3e-3 if is_fast else 3e-6)
     assert (errors[:, 64:].max() > 1e-5) == is_fast
     rows = torch.tensor([0, 3, 77])
-    sampled = codec._coefficients(0, layers.__getitem__, rows, segment, 128)
-    torch.testing.assert_close(sampled, found[rows], rtol=0, atol=2e-3 if is_fast else 3e-6)
-    few = codec._coefficients(0, layers.__getitem__, rows, segment, 80)
-    torch.testing.assert_close(few, sampled[:, :80], rtol=0, atol=2e-3 if is_fast else 3e-6)
+    torch.testing.assert_close(coefficients(rows), found[rows], rtol=0, atol=2e-3 if is_fast else 3e-6)
+    few = coefficients(rows, 80)
+    torch.testing.assert_close(few, found[rows, :80], rtol=0, atol=2e-3 if is_fast else 3e-6)
 
 
 def test_small_coefficients_are_left_out_and_counted() -> None:
@@ -168,6 +173,83 @@ def test_damage_is_what_was_expected_and_just_within_the_limit(num_tokens: int) 
         assert damage_of(case) == pytest.approx(case.encoded.damage, rel=1e-2)
 
 
+OUTSIDE = 0.3
+"""The length of what the bases cannot represent."""
+
+
+def lost_outside(case: Case) -> float:
+    """What the difference between the true KV and what comes back costs outside of the bases."""
+    lost = 0.0
+    for group, basis in enumerate(case.bases.groups):
+        true = group_vectors([case.layers[layer] for layer in basis.layers])
+        off = (group_vectors(case.decode(group)) - true).double() @ basis.outside.double()
+        lost += float(off.square().sum()) / 2
+    return lost
+
+
+@pytest.mark.parametrize("num_tokens", [100, 1000])
+def test_what_the_bases_cannot_represent_counts(num_tokens: int) -> None:
+    layers = make_layers(standard_bases(), num_tokens, None, outside=OUTSIDE)
+    codec, place = SubspaceCodec(standard_bases(), None, CODERS), {"start_token": 0, "num_tokens": num_tokens}
+    outside = codec.outside(layers.__getitem__, attention=None, **place)
+    familiar = make_layers(standard_bases(), num_tokens, None)
+    assert codec.outside(familiar.__getitem__, attention=None, **place) < 1e-6 * outside
+    limit = 2 * outside
+    before, case = (
+        make_case(standard_bases(), num_tokens=num_tokens, with_rotary=False, layers=each, max_damage=limit)
+        for each in (familiar, layers)
+    )
+    # All tokens but the first lose as much.
+    assert lost_outside(case) == pytest.approx(outside, rel=0.01)
+    # Rounding is given the other half of the limit, and both are noted.
+    assert case.encoded.damage == pytest.approx(limit, rel=0.08)
+    assert case.encoded.damage == pytest.approx(damage_of(case) + outside, rel=0.01)
+    assert case.encoded.params["step"] < 0.8 * before.encoded.params["step"]
+
+
+@pytest.mark.parametrize("start_token", [0, 300])
+def test_what_all_tokens_are_off_by_together_costs_on_top(start_token: int) -> None:
+    bases = make_bases(standard_bases().shape, [2, 1], rank=20, shift_cost=3.0)
+    layers = make_layers(bases, 100, None, outside=OUTSIDE)
+    place = {"start_token": start_token, "num_tokens": 100, "attention": None}
+    outside = SubspaceCodec(bases, None, CODERS).outside(layers.__getitem__, **place)
+    without = SubspaceCodec(standard_bases(), None, CODERS).outside(layers.__getitem__, **place)
+    # The first token of the conversation is stored as it is. A later turn has a quarter of the attention.
+    off, share = (OUTSIDE * 0.99, 1.0) if start_token == 0 else (OUTSIDE, 0.25)
+    # Of two groups.
+    assert outside - without == pytest.approx(2 * share * 3.0 * off**2 / 2, rel=1e-3)
+    case = make_case(
+        bases, start_token=start_token, num_tokens=100, with_rotary=False, layers=layers, max_damage=5.0
+    )
+    shift = 0.0
+    for group, basis in enumerate(bases.groups):
+        true = group_vectors([layers[layer] for layer in basis.layers])
+        mean = (group_vectors(case.decode(group)) - true).mean(0)
+        shift += share * 3.0 * float(mean.square().sum()) / 2
+    assert case.encoded.shift_damage == pytest.approx(shift, rel=1e-2)
+    lost = shift + damage_of(case) + lost_outside(case)
+    assert case.encoded.damage == pytest.approx(lost, rel=1e-2)
+    assert 0.95 * 5.0 < case.encoded.damage <= 5.0 * (1 + 1e-5)
+
+
+def test_a_limit_below_what_is_lost_anyway_is_not_promised() -> None:
+    layers = make_layers(standard_bases(), 100, None, outside=OUTSIDE)
+    case = make_case(standard_bases(), num_tokens=100, with_rotary=False, layers=layers, max_damage=0.01)
+    outside = case.codec.outside(layers.__getitem__, start_token=0, num_tokens=100, attention=None)
+    assert outside > 0.01
+    assert case.encoded.damage == pytest.approx(outside, rel=1e-3)
+
+
+def test_attention_says_what_is_lost_outside_of_the_bases() -> None:
+    layers = make_layers(standard_bases(), 100, None, outside=OUTSIDE)
+    codec, place = SubspaceCodec(standard_bases(), None, CODERS), {"start_token": 0, "num_tokens": 100}
+    plain, dwelt_on = (
+        codec.outside(layers.__getitem__, attention=torch.full((3, 2, 100), SHARE * share), **place)
+        for share in (1, 3)
+    )
+    assert dwelt_on == pytest.approx(3 * plain, rel=1e-4)
+
+
 def test_damage_of_a_long_segment_is_near_the_limit() -> None:
     case = make_case(standard_bases(), num_tokens=1000, max_damage=0.3)
     # 127 tokens with errors in 40 coefficients are the sample: its mean is off by 2 to 3 %.
@@ -186,7 +268,9 @@ def test_damage_of_a_long_segment_is_near_the_limit() -> None:
 def test_a_smaller_limit_costs_bytes_and_gives_a_smaller_error(
     limit: float, factor: float, num_tokens: int, spread: float
 ) -> None:
-    bases = standard_bases()
+    # Without a mean, KV stays in the subspace when it is scaled.
+    groups = (replace(group, mean=torch.zeros_like(group.mean)) for group in standard_bases().groups)
+    bases = ModelBases(standard_bases().shape, tuple(groups))
     layers = [
         LayerKV(kv.k * spread, kv.v * spread) for kv in make_layers(bases, num_tokens, rotary_table(32))
     ]

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
+from krul_backend.codec.subspace.damage import GroupErrors
 from krul_backend.codec.subspace.learning import DIAGONAL_SHARE, LEAST_TOKENS, BasisLearner, LearningText
-from krul_backend.codec.subspace.quantizer import dequantize, expected_damage, quantize, step_shifts
+from krul_backend.codec.subspace.quantizer import dequantize, quantize, step_shifts
 from krul_backend.errors import CodecError
 
 SHAPE = LayerShape(2, 4, 4, torch.float32)
@@ -132,7 +133,7 @@ def test_a_direction_that_costs_nothing_is_left_out() -> None:
 
 
 def correlated_texts(noise: float = 0.1) -> list[LearningText]:
-    """Texts with a metric that is far from the identity, and of which every coefficient costs something."""
+    """Texts whose metric is far from the identity. With this noise every coefficient costs something."""
     texts = []
     for seed in range(2):
         generator = torch.Generator().manual_seed(200)
@@ -177,24 +178,56 @@ def test_expected_damage_is_half_of_the_quadratic_form_of_the_error(seed: int, s
     texts, bases = correlated_texts(), _correlated_bases()
     generator = torch.Generator().manual_seed(seed)
     for group, basis in enumerate(bases.groups):
-        gradients = torch.cat(
-            [
-                group_vectors([each.gradients[layer] for layer in basis.layers])[FIRST_TOKENS:]
-                for each in texts
-            ]
-        ).double()
-        metric = gradients.T @ gradients / len(gradients)
-        diagonal = metric.diagonal()
-        used = (1 - DIAGONAL_SHARE) * metric + torch.diag(DIAGONAL_SHARE * diagonal + 1e-3 * diagonal.mean())
-        coefficients = coefficients_of(basis, planted(seed, 0.1)[group][:50]).float()
+        used = metric_of(texts, basis)
+        vectors = planted(seed, 0.1)[group][:50] - basis.mean
+        coefficients = (vectors.double() @ basis.encoder.double()).float()
         worth = torch.rand(50, generator=generator) * 3
         shifts, step = step_shifts(worth), 2**step_log2
-        levels = quantize(coefficients, step, shifts)
-        errors = dequantize(levels, step, shifts) - coefficients
+        errors = dequantize(quantize(coefficients, step, shifts), step, shifts) - coefficients
         vector_errors = errors.double() @ basis.decoder.double()
         costs = ((vector_errors @ used) * vector_errors).sum(1) / 2
         expected = float(costs @ worth.double())
-        assert expected_damage(coefficients, levels, step, shifts, worth) == pytest.approx(expected, rel=2e-3)
+        found = GroupErrors.none(basis).with_tokens(vectors, coefficients, worth).with_rounding(errors, worth)
+        assert found.own_damage == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0])
+def test_a_direction_that_the_text_did_not_have_costs_what_the_metric_says(size: float) -> None:
+    """The bases keep four directions. Another one, along which errors matter, has no coefficient."""
+    texts = correlated_texts(noise=1e-5)
+    bases = fitted(texts)
+    for group, (basis, dim) in enumerate(zip(bases.groups, DIMS, strict=True)):
+        assert basis.rank == 4
+        used = metric_of(texts, basis)
+        known, generator = planted(7, noise=0.0)[group][:20], torch.Generator().manual_seed(1)
+        strange = known + size * torch.randn(20, dim, generator=generator)
+        residual = strange - basis.mean - coefficients_of(basis, strange).float() @ basis.decoder
+        cost = ((residual.double() @ used) * residual.double()).sum(1) / 2
+        seen = ((strange - basis.mean) @ basis.outside).square().sum(1) / 2
+        assert float(seen.sum()) == pytest.approx(float(cost.sum()), rel=0.2)
+        # Nothing of what the coefficients carry is seen.
+        assert ((known - basis.mean) @ basis.outside).square().sum() < 1e-4 * seen.sum() / size**2
+
+
+def test_a_shift_of_all_tokens_costs_what_the_sums_of_gradients_say() -> None:
+    """Gradients of one text that all point the same way add up; those of the other cancel each other."""
+    gradients = white_gradients(0)
+    alternating = [(-1.0) ** torch.arange(NUM_TOKENS)[:, None] * part[FIRST_TOKENS] for part in gradients]
+    equal = [part[FIRST_TOKENS].expand(NUM_TOKENS, -1) for part in gradients]
+    bases = fitted([text(0, equal), text(1, alternating)])
+    for basis, part in zip(bases.groups, gradients, strict=True):
+        total = part[FIRST_TOKENS] * (NUM_TOKENS - FIRST_TOKENS)
+        torch.testing.assert_close(basis.shift_costs, total.square() / 2, rtol=1e-4, atol=1e-9)
+
+
+def metric_of(texts: Sequence[LearningText], basis: GroupBasis) -> torch.Tensor:
+    """The metric of a group, fp64 ``[D, D]``: gradients' outer products, with a share of their diagonal."""
+    gradients = torch.cat(
+        [group_vectors([each.gradients[layer] for layer in basis.layers])[FIRST_TOKENS:] for each in texts]
+    ).double()
+    metric = gradients.T @ gradients / len(gradients)
+    diagonal = metric.diagonal()
+    return (1 - DIAGONAL_SHARE) * metric + torch.diag(DIAGONAL_SHARE * diagonal + 1e-3 * diagonal.mean())
 
 
 def _correlated_bases() -> ModelBases:

@@ -225,7 +225,7 @@ def test_blocks_of_another_size_or_kind_are_refused() -> None:
     with pytest.raises(CodecError, match="a block of"):
         case.decoder.decode(0, tail, 20)
     for token in (-1, 150):
-        with pytest.raises(CodecError, match=f"token {token} of a segment of 150"):
+        with pytest.raises(CodecError, match=f"tokens {token} to 149 of a segment of 150"):
             case.decoder.decode(0, block, token)
     for blocks in (case.encoded.blocks[:1], (*case.encoded.blocks, block)):
         with pytest.raises(CodecError, match=f"2 groups have as many blocks, got {len(blocks)}"):

@@ -10,8 +10,7 @@ import torch
 
 from benchmarks.quality.methods import Turn
 from benchmarks.quality.subspace import FIXED_WIDTH_LIMIT, LIMITS, Subspace, subspace_methods
-from krul_backend.attention.drawn import attention_drawn
-from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.rows import QueryRows, attention_drawn
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
 from krul_backend.codec.interface import LayerKV, LayerShape
@@ -30,9 +29,9 @@ def codec() -> SubspaceCodec:
 
 
 @cache
-def turn() -> Turn:
+def turn(outside: float = 0.0) -> Turn:
     end = START + NUM_TOKENS
-    kv = tuple(make_layers(codec().bases, end, rotary_table(16)))
+    kv = tuple(make_layers(codec().bases, end, rotary_table(16), outside=outside))
     segment = tuple(LayerKV(each.k[START:].contiguous(), each.v[START:].contiguous()) for each in kv)
     generator = torch.Generator().manual_seed(1)
     positions = torch.arange(START, end, 8)
@@ -67,6 +66,17 @@ def test_a_row_is_the_codec_with_the_turns_share_of_the_limit(coder: str) -> Non
         assert torch.equal(found.k, expected.k)
         assert torch.equal(found.v, expected.v)
         assert 0 < (found.v.float() - true.v.float()).abs().max() < 5
+
+
+def test_a_turn_that_the_bases_cannot_represent_is_native() -> None:
+    strange = turn(outside=3.0)
+    stored = Subspace("row", codec(), 0.1, "rans").start()(strange)
+    assert stored.damage == 0
+    # Keys and values of two heads, 16 elements of bf16 each.
+    assert stored.num_bytes == NUM_LAYERS * NUM_TOKENS * 2 * 2 * 16 * 2
+    for found, true in zip(stored.segment, strange.segment, strict=True):
+        assert torch.equal(found.k, true.k)
+        assert torch.equal(found.v, true.v)
 
 
 def test_there_is_a_row_for_each_limit_and_one_that_decodes_faster() -> None:

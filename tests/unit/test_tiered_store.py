@@ -13,7 +13,7 @@ import xxhash
 from krul_backend.errors import StoreClosedError, TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import SegmentManifest
-from krul_backend.store.fetching import NUM_THREADS
+from krul_backend.store.between_tiers import NUM_THREADS
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.interface import SegmentSlice
 from krul_backend.tiers.dram.stored_segment import StoredSegment

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate
-from krul_backend.attention.shared_job import JobLayout
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.attention.worker_process import WorkerGoneError, WorkerProcess
+from krul_backend.attention.worker_process import JobLayout, WorkerGoneError, WorkerProcess
 from krul_backend.device import Device, Event
 from krul_backend.free_extents import FreeExtents
 
@@ -146,14 +145,14 @@ class SimilarityWorker:
 
     def _copy_in(self, layout: JobLayout, rows: QueryRows, read_keys: ReadKeys) -> _Copied:
         views = layout.views(self._memory)
-        views.positions.copy_(rows.positions)
-        views.kv_heads.copy_(rows.kv_heads)
+        views.rows.positions.copy_(rows.positions)
+        views.rows.kv_heads.copy_(rows.kv_heads)
         device, stream = self._open_device(rows.queries)
         # The caller may overwrite its rows as soon as this returns.
         queries = rows.queries if device.shares_cores else rows.queries.clone()
         device.wait_for(device.record(), stream)
         with device.on_stream(stream):
-            device.download(views.queries, queries)
+            device.download(views.rows.queries, queries)
             for layer in range(layout.num_layers):
                 device.download(views.keys[layer], read_keys(layer)[: layout.num_tokens])
             return _Copied(device.record(), [queries, read_keys])
@@ -209,7 +208,7 @@ class SimilarityWorker:
             break
         with self._lock:
             self._stats = replace(self._stats, reduced_here=self._stats.reduced_here + 1)
-        return accumulate(views.rows(), views.read_keys)
+        return accumulate(views.rows, views.read_keys)
 
     def _on_death(self, gone: WorkerGoneError) -> None:
         if self._process is not None:

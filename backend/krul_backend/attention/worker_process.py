@@ -1,4 +1,4 @@
-"""The similarity worker process: what runs in it, and its client's end, which starts it and sends it jobs.
+"""The similarity worker process: its jobs in shared memory, what runs in it, and its client's end.
 
 ``python -m krul_backend.attention.worker_process MEMORY_FD PIPE_FD CAPACITY_BYTES THREADS`` reads jobs from
 the pipe, writes their statistics into the shared memory, and answers on the pipe. Both descriptors are
@@ -15,20 +15,150 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import orjson
 import torch
 
-from krul_backend.attention.rows import accumulate
-from krul_backend.attention.shared_job import JobLayout
+from krul_backend.attention.rows import QueryRows, accumulate
+from krul_backend.attention.statistics import AttentionStatistics
 
 logger = logging.getLogger(__name__)
 
 _IMPORT_ROOT = Path(__file__).parents[2]
 _EXIT_TIMEOUT_S = 5.0
 _MAX_MESSAGE_BYTES = 64 << 10
+_ALIGNMENT_BYTES = 64
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class JobLayout:
+    """The shapes of a job's tensors, which lie one after the other from ``offset`` on, 64-byte aligned.
+
+    ::
+
+        | queries [L, R, H, D] | keys [L, T, Hkv, D] | positions [R] | kv_heads [H] |
+        | squared_distance [H, L, L] | ir_mass [L] |
+
+    The client writes the first four, the worker the last two. Keys are those of ``T`` tokens, enough for the
+    last row.
+
+    Raises:
+        ValueError: if a size is negative or the dtype is not one that KV pools have.
+    """
+
+    offset: int
+    num_layers: int
+    num_rows: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_tokens: int
+    queries_dtype: str
+    keys_dtype: str
+    scaling: float
+
+    def __post_init__(self) -> None:
+        for name in ("queries_dtype", "keys_dtype"):
+            if getattr(self, name) not in _DTYPES:
+                raise ValueError(
+                    f"{name} {getattr(self, name)!r} is unknown (accepted: {', '.join(_DTYPES)})"
+                )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("queries_dtype", "keys_dtype", "scaling") and (
+                type(value) is not int or value < 0
+            ):
+                raise ValueError(f"{field.name} is a count, got {value!r}")
+
+    @classmethod
+    def of(cls, rows: QueryRows, keys: torch.Tensor, num_tokens: int, offset: int = 0) -> JobLayout:
+        """Layout of ``rows``; ``keys [T', Hkv, D]`` are one layer's, of which ``num_tokens`` are stored."""
+        return cls(
+            offset=offset,
+            num_layers=rows.num_layers,
+            num_rows=rows.num_rows,
+            num_heads=rows.num_heads,
+            num_kv_heads=keys.shape[1],
+            head_dim=keys.shape[2],
+            num_tokens=num_tokens,
+            queries_dtype=str(rows.queries.dtype).removeprefix("torch."),
+            keys_dtype=str(keys.dtype).removeprefix("torch."),
+            scaling=float(rows.scaling),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes from ``offset`` to the end of the job, a multiple of 64."""
+        return sum(_aligned_num_bytes(shape, dtype) for shape, dtype in self._tensors())
+
+    def views(self, memory: torch.Tensor) -> JobViews:
+        """The job's tensors in ``memory``, uint8 ``[capacity]``, without a copy.
+
+        Raises:
+            ValueError: if the job does not lie inside of the memory.
+        """
+        if self.offset + self.num_bytes > len(memory):
+            raise ValueError(f"{self} ends behind the {len(memory)} bytes of shared memory")
+        views = []
+        offset = self.offset
+        for shape, dtype in self._tensors():
+            num_bytes = torch.Size(shape).numel() * dtype.itemsize
+            views.append(memory[offset : offset + num_bytes].view(dtype).view(shape))
+            offset += _aligned_num_bytes(shape, dtype)
+        queries, keys, positions, kv_heads, squared_distance, ir_mass = views
+        rows = QueryRows(queries, positions, kv_heads, self.scaling)
+        return JobViews(rows, keys, squared_distance, ir_mass)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> JobLayout:
+        """The layout that ``to_json`` gave. Raises ValueError or TypeError for anything else."""
+        return cls(**values)
+
+    def _tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        layers, heads = self.num_layers, self.num_heads
+        return (
+            ((layers, self.num_rows, heads, self.head_dim), _DTYPES[self.queries_dtype]),
+            ((layers, self.num_tokens, self.num_kv_heads, self.head_dim), _DTYPES[self.keys_dtype]),
+            ((self.num_rows,), torch.int64),
+            ((heads,), torch.int64),
+            ((heads, layers, layers), torch.float64),
+            ((layers,), torch.float64),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class JobViews:
+    """The tensors of a job, as views of the shared memory."""
+
+    rows: QueryRows
+    keys: torch.Tensor
+    squared_distance: torch.Tensor
+    ir_mass: torch.Tensor
+
+    def read_keys(self, layer: int) -> torch.Tensor:
+        return self.keys[layer]
+
+    def write_result(self, statistics: AttentionStatistics) -> None:
+        self.squared_distance.copy_(statistics.squared_distance)
+        self.ir_mass.copy_(statistics.ir_mass)
+
+    def result(self) -> AttentionStatistics:
+        """What ``write_result`` wrote, copied out of the shared memory."""
+        return AttentionStatistics(self.squared_distance.clone(), self.ir_mass.clone(), self.rows.num_rows)
+
+
+def _aligned_num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class WorkerGoneError(Exception):
@@ -124,7 +254,7 @@ def serve(memory: torch.Tensor, client: Connection) -> None:
         error = None
         try:
             views = JobLayout.from_json(request["job"]).views(memory)
-            views.write_result(accumulate(views.rows(), views.read_keys))
+            views.write_result(accumulate(views.rows, views.read_keys))
         except Exception as failure:
             # The client reduces the job itself; the next one may well succeed.
             error = f"{type(failure).__name__}: {failure}"

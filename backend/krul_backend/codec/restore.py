@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
 
+from krul_backend.codec.coefficients.coders import RansCoder
+from krul_backend.codec.interface import LayerShape
 from krul_backend.codec.segment_codec import SegmentDecoder, UnitBlocks
 from krul_backend.codec.shared_pair import SharedPair
 from krul_backend.codec.single_layer import CodedLayer, NativeLayer
+from krul_backend.codec.subspace.coded_tail import CodedTail, decode_tails
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
@@ -44,7 +49,7 @@ def restore_layer(
             are not of the codec's shape and dtype.
     """
     found = decoder.unit_blocks(layer, blocks, first_token, end_token)
-    _check_target(found, end_token - first_token, k_buffer, v_buffer, slots)
+    _check_target(found.codec.place.shape, end_token - first_token, k_buffer, v_buffer, slots)
     if can_fuse(found, k_buffer, v_buffer, slots):
         from krul_backend.codec.triton_restore import restore_fused
 
@@ -73,14 +78,120 @@ def can_fuse(found: UnitBlocks, k_buffer: torch.Tensor, v_buffer: torch.Tensor, 
     )
 
 
+class GroupTail(ABC):
+    """Tokens ``[first_token, end_token)`` of a segment in all layers of a group, on their way to the pool.
+
+    ``group_tail`` makes it, and ``write_tails`` writes it; on a GPU both on the same stream.
+    """
+
+    def __init__(self, tail: CodedTail) -> None:
+        self.tail = tail
+
+    @abstractmethod
+    def check(self) -> None:
+        """Wait until the tail is written, if that is only queued, and see whether it worked.
+
+        Raises:
+            CodecError: the block is damaged. What was written is undefined.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class GroupTarget:
+    """Where a tail goes. ``first_tokens``: of each layer, not before that of the tail; ``slots``: int64,
+    those of all tokens of the tail, all different."""
+
+    tail: GroupTail
+    first_tokens: Sequence[int]
+    slots: torch.Tensor
+
+
+class HostTail(GroupTail):
+    """A tail that is decoded on the host when it is written, together with those of other segments."""
+
+    def check(self) -> None:
+        """Damage is an error when the tail is written."""
+
+
+def group_tail(tail: CodedTail, device: Device) -> GroupTail:
+    """Begin to decode a tail for a pool on ``device``.
+
+    Where ``can_fuse_groups`` holds, its block is copied to the device and decoded there, both on the current
+    stream, and this returns at once: the block must not change until that has run.
+    """
+    if can_fuse_groups(tail, device):
+        from krul_backend.codec.triton_group_restore import TritonTail
+
+        return TritonTail(tail, device)
+    return HostTail(tail)
+
+
+def write_tails(targets: Sequence[GroupTarget], buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write tails of one group of layers, those of several segments of a model together.
+
+    ``buffers``: keys and values of each layer of the group, as for ``restore_layer``.
+
+    Raises:
+        CodecError: slots and tokens differ in number, buffers are not of the codec's shape and dtype, or a
+            block is damaged. Damage that a GPU finds is raised by ``GroupTail.check``.
+    """
+    for target in targets:
+        coded = target.tail.tail
+        for k_buffer, v_buffer in buffers:
+            _check_target(coded.transform.shape, coded.num_tokens, k_buffer, v_buffer, target.slots)
+    on_host = []
+    for target in targets:
+        if isinstance(target.tail, HostTail):
+            on_host.append(target)
+        else:
+            from krul_backend.codec.triton_group_restore import write_fused
+
+            write_fused(target, buffers)
+    if not on_host:
+        return
+    slots = torch.cat([target.slots for target in on_host])
+    for rows, chunk in decode_tails([target.tail.tail for target in on_host]):
+        for layer, (kv, (k_buffer, v_buffer)) in enumerate(zip(chunk, buffers, strict=True)):
+            for part in _wanted(on_host, layer, rows):
+                of_chunk = slice(part.start - rows.start, part.stop - rows.start)
+                k_buffer.index_copy_(0, slots[part], kv.k[of_chunk].to(k_buffer.dtype))
+                v_buffer.index_copy_(0, slots[part], kv.v[of_chunk].to(v_buffer.dtype))
+
+
+def _wanted(targets: Sequence[GroupTarget], layer: int, rows: slice) -> list[slice]:
+    """The runs of ``rows`` that are written in a layer of the group. Rows are tokens of one tail after the
+    other."""
+    runs: list[slice] = []
+    first_row = 0
+    for target in targets:
+        coded = target.tail.tail
+        start = first_row + target.first_tokens[layer] - coded.first_token
+        first_row += coded.num_tokens
+        start, end = max(start, rows.start), min(first_row, rows.stop)
+        if start >= end:
+            continue
+        if runs and runs[-1].stop == start:
+            start = runs.pop().start
+        runs.append(slice(start, end))
+    return runs
+
+
+def can_fuse_groups(tail: CodedTail, device: Device) -> bool:
+    """Whether kernels decode a tail on ``device``.
+
+    They do not on a CPU, if elements of the pool are not bf16, fp16 or fp32, or for a coder other than rANS.
+    """
+    is_known = tail.transform.shape.dtype in _FUSED_DTYPES and tail.coder.name == RansCoder.name
+    return device.runs_triton and is_known
+
+
 def _check_target(
-    found: UnitBlocks, num_tokens: int, k_buffer: torch.Tensor, v_buffer: torch.Tensor, slots: torch.Tensor
+    shape: LayerShape, num_tokens: int, k_buffer: torch.Tensor, v_buffer: torch.Tensor, slots: torch.Tensor
 ) -> None:
     if slots.shape != (num_tokens,) or slots.dtype is not torch.int64:
         raise CodecError(
             f"{num_tokens} tokens need as many int64 slots, got {slots.dtype} {tuple(slots.shape)}"
         )
-    shape = found.codec.place.shape
     for name, buffer, head_dim in (
         ("k_buffer", k_buffer, shape.k_head_dim),
         ("v_buffer", v_buffer, shape.v_head_dim),

@@ -76,7 +76,7 @@ def group_launch(
     lower, own = unit.layouts[_LOWER], unit.layouts[found.index]
     rotary = None if isinstance(unit, NativeLayer) else place.rotary
     # Without rotation the tables are never read.
-    cos, sin = (blocks[0], blocks[0]) if rotary is None else _tables_on(rotary, k_buffer.device)
+    cos, sin = (blocks[0], blocks[0]) if rotary is None else rotary_on(rotary, k_buffer.device)
     k_padded_half, v_padded_half = (
         triton.next_power_of_2(-(-dim // 2)) for dim in (shape.k_head_dim, shape.v_head_dim)
     )
@@ -212,7 +212,7 @@ def _elements(part: VectorFormat) -> _Elements:
 
 
 @lru_cache(maxsize=4)
-def _tables_on(rotary: RotaryTable, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_on(rotary: RotaryTable, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines on ``device``, with equal strides and angles next to each other; copied once.
 
     The copy comes from pageable memory and has ended when this returns, so any stream may read it.

@@ -9,9 +9,8 @@ from typing import ClassVar
 from krul_backend.errors import RestoreError
 from krul_backend.planner.costs import RestoreCosts
 from krul_backend.planner.head_shapes import full_load_heads, pyramid_heads, uniform_heads
-from krul_backend.planner.interface import RestorePlan, RestorePlanner
+from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem, StoredRun
 from krul_backend.planner.local_search import search_heads
-from krul_backend.planner.problem import RestoreProblem, StoredRun
 from krul_backend.planner.timing import RestoreTiming
 
 

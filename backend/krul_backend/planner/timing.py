@@ -1,4 +1,15 @@
-"""How long many plans of one problem take, at once: what planners search with."""
+"""How long many plans of one problem take, at once: what planners search with.
+
+A plan is judged by a model of the restore::
+
+    compute stream   head 0 | head 1 | ... | head L-1 | own 0 | own 1 | ... | own L-1
+    load stream      load 0 | load 1 | ... | load L-1
+
+Both streams start at 0 and never pause by themselves, but for one rule: own layer ``l``, of the request's own
+forward, starts when load ``l`` has ended. Head ``l`` computes tokens ``[device_tokens, h_l)`` of layer ``l``.
+Load ``l`` copies block ``l`` of each run, one copy each, and decodes the rows ``[h_l, total_tokens)``. If
+the problem ``is_serial``, loads start when all heads have ended, and own layers when all loads have.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +21,7 @@ from numpy.typing import NDArray
 
 from krul_backend.errors import RestoreError
 from krul_backend.planner.costs import TierCost
-from krul_backend.planner.interface import RestorePlan
-from krul_backend.planner.problem import RestoreProblem
+from krul_backend.planner.interface import RestorePlan, RestoreProblem
 
 Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]
@@ -63,7 +73,7 @@ class LoadPart:
 
 
 class RestoreTiming:
-    """Times of the head ends of one problem, and which are allowed; see ``krul_backend.planner.pipeline``.
+    """Times of the head ends of one problem, and which are allowed.
 
     ``lowest`` [L]: the smallest head ends that are stored, non-increasing. ``highest``: the largest head end.
     ``is_possible``: whether any head ends are allowed.
@@ -149,6 +159,11 @@ class RestoreTiming:
         """The plan with head ends [L]."""
         end_s = self.evaluate(head_ends[None]).end_s[0]
         return RestorePlan(tuple(int(end) for end in head_ends), float(end_s))
+
+    def work_s(self, head_ends: Sequence[int]) -> tuple[float, float]:
+        """Seconds of all heads, and of all loads, for head ends [L]: each without waits for the other."""
+        ends = np.array([head_ends], np.int64)
+        return float(self.head_s(ends).sum()), float(self.load_layer_s(ends).sum())
 
     def _load_parts(self, copy_s: Floats, token_s: Floats, decode_s: Floats) -> Iterator[LoadPart]:
         """A part for each way in which layers are paired; rows are decoded from their own layer's head on."""

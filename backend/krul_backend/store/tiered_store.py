@@ -15,11 +15,9 @@ import numpy as np
 from krul_backend.errors import StoreClosedError, TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.store.fetching import Fetcher
+from krul_backend.store.between_tiers import Fetcher, WriteBehind
 from krul_backend.store.interface import KVStore
-from krul_backend.store.segment_listing import inspect_segment, list_all_segments
 from krul_backend.store.tiered_lease import LowerPart, Part, PrefixWalk, TieredLease, release_parts
-from krul_backend.store.write_behind import WriteBehind
 from krul_backend.tiers.common.interface import (
     DRAM_TIER,
     DamageReason,
@@ -268,11 +266,34 @@ class TieredStore(KVStore):
 
     def list_segments(self) -> list[SegmentInfo]:
         """Every segment once, those in DRAM first; ids of the others are those of their tier."""
-        return list_all_segments(self._host, self._tiers)
+        lines = [self._with_lower_tiers(info) for info in self._host.list_segments()]
+        for tier in self._tiers:
+            # A line does not name its pages: a line of the tier is matched with any equal line of DRAM.
+            listed = Counter(_line_key(info) for info in lines if tier.name in info.tiers)
+            for info in tier.list_segments():
+                key = _line_key(info)
+                if listed[key]:
+                    listed[key] -= 1
+                else:
+                    lines.append(info)
+        return lines
 
     def inspect(self, segment_id: int) -> SegmentDetails | None:
         """One segment in DRAM, in full; None if it is not there (any more)."""
-        return inspect_segment(self._host, self._tiers, segment_id)
+        details = self._host.inspect(segment_id)
+        if details is None:
+            return None
+        return dataclasses.replace(details, info=self._with_lower_tiers(details.info))
+
+    def _with_lower_tiers(self, info: SegmentInfo) -> SegmentInfo:
+        """The line of a segment in DRAM, with the lower tiers that hold all of its pages, too."""
+        manifest = self._host.manifest_of(info.segment_id)
+        if manifest is None:
+            # It has left DRAM meanwhile.
+            return info
+        model, page_keys = manifest.model, manifest.page_keys
+        holders = (tier.name for tier in self._tiers if not tier.find_missing(model, page_keys))
+        return dataclasses.replace(info, tiers=(*info.tiers, *holders))
 
     def verify(self) -> DamageReport:
         """Check every block of every local tier; take bad segments out of their tier's index.
@@ -293,3 +314,8 @@ class TieredStore(KVStore):
         for tier in self._tiers:
             is_flushed &= tier.flush(max(0.0, deadline_s - time.monotonic()))
         return is_flushed
+
+
+def _line_key(info: SegmentInfo) -> tuple[str, str, int, int]:
+    """The fields that are equal in all tiers: a trim in DRAM changes the number of bytes."""
+    return info.fingerprint, info.tenant, info.start_token, info.num_tokens

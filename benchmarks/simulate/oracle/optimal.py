@@ -11,8 +11,7 @@ from benchmarks.simulate.oracle.branch_and_bound import LayerSearch, search_weig
 from benchmarks.simulate.oracle.dual import DualTables, make_levels
 from benchmarks.simulate.oracle.staircase import BestHeads, move_steps, offer_between
 from krul_backend.planner.head_shapes import full_load_heads, pyramid_heads, uniform_heads
-from krul_backend.planner.interface import RestorePlan, RestorePlanner
-from krul_backend.planner.problem import RestoreProblem
+from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem
 from krul_backend.planner.timing import RestoreTiming
 
 _MAX_PAGES = 96

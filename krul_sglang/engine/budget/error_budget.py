@@ -6,15 +6,15 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from krul_backend.attention.drawn import attention_drawn
-from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.rows import QueryRows, attention_drawn
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import SUBSPACE, Strategy
 from krul_sglang.engine.budget.probing import Prober
@@ -36,7 +36,7 @@ _SHARE_OF_LEFT = 0.9
 
 _LEARNING_RATE = 0.2
 _LARGEST_CORRECTION = 8.0
-"""Probes change the factor of expected damage by at most this factor."""
+"""Probes correct expected damage by at most this factor, up or down."""
 
 _MAX_REMEMBERED = 100_000
 """Segments whose damage is remembered: those that have left DRAM for a lower tier are not asked for it."""
@@ -108,6 +108,18 @@ class SubspaceEncoding(TurnEncoding):
         return EncodedRun(SUBSPACE, encoded.params, first, kept, encoded.num_bytes - sum(kept), blocks)
 
 
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """What was measured of each run of tokens that is to be stored.
+
+    ``attention [L, Hkv, tokens of the run]``: see ``GroupBasis.token_worth``. ``outside``: the damage of what
+    the bases cannot represent, in nats at the end of the conversation.
+    """
+
+    attention: tuple[torch.Tensor, ...]
+    outside: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class _History:
     """The damage of a conversation so far, at the time when a turn of it is stored.
@@ -129,11 +141,14 @@ class ErrorBudget(Decision):
     Each rank stores its own heads, and gets an equal share of the limit.
 
     Tokens that came back lossy count with what they have lost, also when their segment has left the store
-    and they are stored again. A turn is stored natively if nothing is left for it, if nothing was recorded of
-    its attention, or if the weights are no longer those that the bases were learned from.
+    and they are stored again. A turn is stored natively if nothing is left for it, if what the bases cannot
+    represent of it costs nearly all of that, if nothing was recorded of its attention, or if the weights
+    are no longer those that the bases were learned from.
 
     On idle servers a stored conversation is decoded and compared with the truth, after a share of the turns,
-    ``probe_share``. That corrects the factor of expected damage.
+    ``probe_share``. That moves the correction of expected damage. What is noted of a segment, in its
+    parameters and here, is what the bases expect of it; the correction in force is applied to all notes alike
+    when they are read. So old segments cost what they would be expected to cost today.
 
     ``decide`` runs on the thread that stores turns. ``wants_probe`` and ``probe`` run on the scheduler's, the
     latter only while no turn is being stored.
@@ -156,7 +171,9 @@ class ErrorBudget(Decision):
         self.num_probes = 0
         self.last_kl: float | None = None
         self.last_expected: float | None = None
-        self._last_spent, self._last_damage = 0.0, 0.0
+        self._last_spent, self._last_damage, self._last_outside = 0.0, 0.0, 0.0
+        self._num_unfamiliar = 0
+        self._correction = 1.0
         # By the last page of a segment, the oldest first.
         self._remembered: dict[str, DamagedSpan] = {}
         self._limit = limit / agreement.num_ranks
@@ -185,7 +202,7 @@ class ErrorBudget(Decision):
 
     def decide(self, turn: Turn | None, missing: Sequence[range]) -> TurnEncoding:
         if turn is None:
-            self._agreed_spent(None)
+            self._agreed(None)
             return self._native((), (), ())
         page_size = self._model.identity.page_size
         runs = [range(pages.start * page_size, pages.stop * page_size) for pages in missing]
@@ -195,17 +212,27 @@ class ErrorBudget(Decision):
                 self._remembered.pop(key, None)
         last_keys = [turn.page_keys[pages.stop - 1] for pages in missing]
         history = self._history(turn, runs)
-        attention = self._attention(turn, runs)
-        spent = self._agreed_spent(None if attention is None else history.spent)
-        left = 0.0 if spent is None else self._limit - spent
+        measured = self._measured(turn, runs)
+        agreed = self._agreed(None if measured is None else (history.spent, sum(measured.outside)))
+        # As the bases expect damage, like all that is noted.
+        left = 0.0 if agreed is None else self._limit / self._correction - agreed[0]
         self._last_spent, self._last_damage = history.spent, 0.0
-        if attention is None or left <= 0 or not self._are_weights_known:
+        self._last_outside = outside = 0.0 if measured is None else sum(measured.outside)
+        if measured is None or agreed is None or left <= 0 or not self._are_weights_known:
+            return self._native(last_keys, runs, history.carried)
+        usable = _SHARE_OF_LEFT * left
+        if agreed[1] > MOST_OUTSIDE * usable:
+            self._count_unfamiliar()
             return self._native(last_keys, runs, history.carried)
         num_tokens, num_new = len(turn.token_ids), sum(map(len, runs))
         limits = [
-            # Each run gets its share of what is left, which is counted at the end of the conversation.
-            _RunLimit(_SHARE_OF_LEFT * left * len(run) / num_new * num_tokens / run.stop, carried, drawn)
-            for run, carried, drawn in zip(runs, history.carried, attention, strict=True)
+            # What rounding may cost is shared by length. It is counted at the end of the conversation.
+            _RunLimit(
+                (lost + (usable - outside) * len(run) / num_new) * num_tokens / run.stop, carried, drawn
+            )
+            for run, carried, drawn, lost in zip(
+                runs, history.carried, measured.attention, measured.outside, strict=True
+            )
         ]
 
         def on_encoded(index: int, own: float, total: float) -> None:
@@ -257,27 +284,51 @@ class ErrorBudget(Decision):
             )
         return spans
 
-    def _attention(self, turn: Turn, runs: Sequence[range]) -> list[torch.Tensor] | None:
-        """The attention that the tokens of each run draw; None if nothing was recorded of the turn."""
+    def _measured(self, turn: Turn, runs: Sequence[range]) -> _Measured | None:
+        """Measure the runs of a turn; None if nothing was recorded of its attention."""
         rows = _rows_of(turn)
         if rows is None or not runs:
             return None
-        start, end = runs[0].start, runs[-1].stop
+        start, end, num_tokens = runs[0].start, runs[-1].stop, len(turn.token_ids)
         try:
             drawn = attention_drawn(
                 rows, lambda layer: self._pool.gather_keys(layer, turn.slots), start, end - start
             )
+            attention = [drawn[..., run.start - start : run.stop - start] for run in runs]
+            outside = [
+                self._subspace.outside(
+                    partial(self._pool.gather, slots=turn.slots[run.start : run.stop]),
+                    start_token=run.start,
+                    num_tokens=len(run),
+                    attention=of_run,
+                )
+                for run, of_run in zip(runs, attention, strict=True)
+            ]
         except Exception:
             # The other ranks wait for this one: without its heads, all store the turn natively.
-            logger.exception("krul: the attention that a turn draws could not be measured")
+            logger.exception("krul: what a turn would lose could not be measured")
             return None
-        return [drawn[..., run.start - start : run.stop - start] for run in runs]
+        at_end = [lost * run.stop / num_tokens for lost, run in zip(outside, runs, strict=True)]
+        return _Measured(tuple(attention), tuple(at_end))
 
-    def _agreed_spent(self, spent: float | None) -> float | None:
-        """The most that any rank has spent, since each evicts on its own; None if one passed None."""
-        mine = None if spent is None else torch.tensor([spent], dtype=torch.float64)
-        of_ranks = self._agreement.gather(mine, (1,))
-        return None if of_ranks is None else max(float(of_rank) for of_rank in of_ranks)
+    def _agreed(self, mine: tuple[float, float] | None) -> tuple[float, float] | None:
+        """The most that any rank has spent, since each evicts on its own, and the most that any would lose
+        outside of its bases; None if one passed None."""
+        values = None if mine is None else torch.tensor(mine, dtype=torch.float64)
+        of_ranks = self._agreement.gather(values, (2,))
+        if of_ranks is None:
+            return None
+        spent, outside = torch.stack(of_ranks).amax(0).tolist()
+        return spent, outside
+
+    def _count_unfamiliar(self) -> None:
+        if not self._num_unfamiliar:
+            logger.warning(
+                "krul: a turn is unlike the text that the bases were learned from, and is stored natively: "
+                "they would lose %.3g nats of it. Learn bases from such text if this is frequent",
+                self._correction * self._last_outside,
+            )
+        self._num_unfamiliar += 1
 
     def wants_probe(self) -> bool:
         """True if this turn is to be probed: the first one, then a share of them. Call it once per turn."""
@@ -296,26 +347,27 @@ class ErrorBudget(Decision):
         if outcome is None:
             return
         self.num_probes += 1
-        self.last_kl, self.last_expected = outcome.kl, outcome.expected
-        factor = self._subspace.damage_factor * (outcome.kl / outcome.expected) ** _LEARNING_RATE
-        learned = self._subspace.bases.damage_factor
-        self._subspace.damage_factor = min(
-            max(factor, learned / _LARGEST_CORRECTION), learned * _LARGEST_CORRECTION
-        )
+        self.last_kl, self.last_expected = outcome.kl, self._correction * outcome.noted
+        correction = self._correction * (self.last_kl / self.last_expected) ** _LEARNING_RATE
+        self._correction = min(max(correction, 1 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
 
     def stop_probes(self) -> None:
         """Stop probing. What was learned stays."""
         self._probe_share = 0.0
 
     def as_dict(self) -> dict[str, Any]:
+        """Plain values. What was last spent and lost is as expected with the correction that is in force."""
+        correction, spent = self._correction, self._last_spent
         return {
             "bases": self._subspace.bases.digest[:16],
-            "damage_factor": self._subspace.damage_factor,
+            "damage_factor": correction * self._subspace.bases.damage_factor,
             "probes": self.num_probes,
             "last_kl": self.last_kl,
             "last_expected": self.last_expected,
-            "last_spent": self._last_spent if math.isfinite(self._last_spent) else None,
-            "last_damage": self._last_damage,
+            "last_spent": correction * spent if math.isfinite(spent) else None,
+            "last_damage": correction * self._last_damage,
+            "last_outside": correction * self._last_outside,
+            "unfamiliar_turns": self._num_unfamiliar,
         }
 
 

@@ -33,10 +33,11 @@ _LEAST_DIVERGENCE = 1e-9
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """The divergence in nats, mean over the probed tokens: as it is, and as it was expected."""
+    """The divergence in nats, mean over the probed tokens: ``kl`` as it is, and ``noted`` as the bases
+    expected it when the segments were stored."""
 
     kl: float
-    expected: float
+    noted: float
 
 
 class Prober:
@@ -84,15 +85,17 @@ class Prober:
             readers = self._readers(lease, num_history)
             if self._sum_of_ranks(float(readers is None)) or readers is None:
                 return None
-            expected = self._sum_of_ranks(
+            noted = self._sum_of_ranks(
                 sum(reader.decoder.damage * reader.source.header.end_token for reader in readers)
             ) / len(path.token_ids)
-            if not expected > 0:
+            if not noted > 0:
                 return None
             true = self._run(path, num_history, self._true_history(path, num_history))
             stored = self._run(path, num_history, _StoredHistory(self._pool, path, readers))
+            for reader in readers:
+                reader.check()
             kl = (true.exp() * (true - stored)).sum(-1).mean().item()
-            return ProbeOutcome(max(kl, _LEAST_DIVERGENCE), expected)
+            return ProbeOutcome(max(kl, _LEAST_DIVERGENCE), noted)
         finally:
             if lease is not None:
                 self._store.release(lease)

@@ -243,6 +243,11 @@ class LayerWiseLoader:
                 begin = batch.clock.mark()
                 if not self._load_layer(batch, groups.popleft(), checks):
                     return
+                if layer == self._pool.num_layers - 1:
+                    # Before the last layer lands: a failed load fails the forward, and it runs again.
+                    for load in loads:
+                        for reader in load.readers:
+                            reader.check()
                 with batch.writing() as is_wanted:
                     if not is_wanted:
                         return

@@ -16,9 +16,8 @@ from krul_backend.errors import CodecError
 from krul_backend.memory import is_out_of_memory
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.costs import TierCost
-from krul_backend.planner.interface import RestorePlan, RestorePlanner
-from krul_backend.planner.pipeline import simulate
-from krul_backend.planner.problem import RestoreProblem, StoredRun
+from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem, StoredRun
+from krul_backend.planner.timing import RestoreTiming
 from krul_backend.strategy.strategy import LayerGroups, Precision, StoredAs
 from krul_backend.tiers.common.interface import DRAM_TIER, Lease
 from krul_sglang.engine.common.agreement import RankAgreement
@@ -193,9 +192,7 @@ class RestorePlanning:
         self.counters.loads += 1
         self.counters.head_tokens += head_tokens
         self.counters.prefix_tokens += total_tokens - device_tokens
-        pipeline = simulate(problem, plan.head_ends)
-        own_s = problem.num_layers * problem.own_layer_s
-        return PlannedRestore(plan, Forecast(pipeline.compute_s - own_s, pipeline.load_s))
+        return PlannedRestore(plan, Forecast(*RestoreTiming(problem).work_s(plan.head_ends)))
 
     def start_batch(self) -> None:
         """Begin another batch: what was planned so far runs now."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from krul_backend.codec.native_tails import NativeTail
-from krul_backend.codec.restore import restore_layer
+from krul_backend.codec.restore import GroupTail, GroupTarget, group_tail, restore_layer, write_tails
 from krul_backend.codec.segment_codec import OpenedSegment, SegmentCodec, SegmentDecoder
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.device import Device
@@ -149,6 +149,16 @@ class SegmentReader(ABC):
             CodecError: blocks that the codec cannot have written.
         """
 
+    def check(self) -> None:  # noqa: B027 (readers that are not on a GPU know at once)
+        """Raise what ``restore`` could not know yet, because a GPU found it. Called once, after the last
+        layer.
+
+        The calling thread waits for the current stream if the segment was decoded on a GPU.
+
+        Raises:
+            CodecError: as for ``restore``.
+        """
+
     def _tail(self, source: int, layer: int) -> Block:
         """The part of a block from the record on in which the tail of ``layer`` begins."""
         header = self._fetched.header
@@ -223,48 +233,60 @@ class UnitReader(SegmentReader):
 class GroupReader(SegmentReader):
     """Reads a segment whose groups of layers share a subspace.
 
-    The first layer of a group that has a tail brings the tails of the whole group. The coder's loops run on
-    the host, where the block lies; coefficients become KV on the device.
+    The first layer of a group that has a tail brings the tails of the whole group. ``TailGroups`` writes
+    those of several segments together.
     """
 
     decoder: SubspaceDecoder
 
     def __init__(self, source: SegmentSlice, decoder: SubspaceDecoder, num_tokens: int) -> None:
         super().__init__(source, decoder, num_tokens)
-        self._tails: dict[int, torch.Tensor] = {}
-        self._written: set[int] = set()
+        self._fetched_tails: dict[int, GroupTail] = {}
+        self._written: dict[int, GroupTail] = {}
 
     def end(self) -> None:
-        self._tails.clear()
+        self._fetched_tails.clear()
+        self._written.clear()
 
     def fetch(self, layer: int, device: Device) -> None:
         group = self.decoder.group_of(layer)
         if group in self._written:
             return
+        # Heads never grow: what is decoded begins with the tail of the last layer.
         last = self.decoder.stored_as.groups[group][-1]
         (source,) = self.decoder.sources(layer)
-        tail = self._tail(source, last)
-        self.num_bytes += tail.nbytes
-        self._tails[group] = torch.from_numpy(tail)
+        block = self._tail(source, last)
+        self.num_bytes += block.nbytes
+        tail = self.decoder.tail(group, torch.from_numpy(block), self._first_rows[last], self._end_row)
+        self._fetched_tails[group] = group_tail(tail, device)
 
-    def restore(self, layer: int, pool: KVBuffers, slots: torch.Tensor) -> None:
+    def target(self, layer: int, slots: torch.Tensor) -> GroupTarget | None:
+        """Where the fetched tail of a layer's group goes; None if it is written already. ``slots``: as for
+        ``restore``. It is asked for once, and then written."""
         group = self.decoder.group_of(layer)
         if group in self._written:
-            return
-        self._written.add(group)
+            return None
+        self._written[group] = self._fetched_tails.pop(group)
         layers = self.decoder.stored_as.groups[group]
-        # Heads never grow: what is decoded begins with the tail of the last layer.
-        first, num_rows = self._first_rows[layers[-1]], self._end_row - self._first_rows[layers[-1]]
-        buffers = [pool.buffers(each) for each in layers]
-        tail_slots = slots[self.num_head_rows(layers[-1]) :]
-        for rows, chunk in self.decoder.chunks(group, self._tails.pop(group), first):
-            for each, kv, (k_buffer, v_buffer) in zip(layers, chunk, buffers, strict=True):
-                # Rows of this chunk that are tail in this layer.
-                start, end = max(rows.start, self._first_rows[each] - first), min(rows.stop, num_rows)
-                if start < end:
-                    part = slice(start - rows.start, end - rows.start)
-                    k_buffer.index_copy_(0, tail_slots[start:end], kv.k[part].to(k_buffer.dtype))
-                    v_buffer.index_copy_(0, tail_slots[start:end], kv.v[part].to(v_buffer.dtype))
+        first_tokens = [self._first_rows[each] for each in layers]
+        return GroupTarget(self._written[group], first_tokens, slots[self.num_head_rows(layers[-1]) :])
+
+    def restore(self, layer: int, pool: KVBuffers, slots: torch.Tensor) -> None:
+        restore_groups([(self, slots)], layer, pool)
+
+    def check(self) -> None:
+        for tail in self._written.values():
+            tail.check()
+
+
+def restore_groups(parts: Sequence[tuple[GroupReader, torch.Tensor]], layer: int, pool: KVBuffers) -> None:
+    """Write the tails of a layer's group, those of several segments together, each to its slots: see
+    ``SegmentReader.restore``. All readers have the same groups."""
+    found = [target for reader, slots in parts if (target := reader.target(layer, slots)) is not None]
+    if found:
+        decoder = parts[0][0].decoder
+        layers = decoder.stored_as.groups[decoder.group_of(layer)]
+        write_tails(found, [pool.buffers(each) for each in layers])
 
 
 def open_segments(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[SegmentReader]:

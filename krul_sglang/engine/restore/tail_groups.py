@@ -13,7 +13,7 @@ from krul_backend.device import Device
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.block_checks import LayerBlock
 from krul_sglang.engine.restore.load_batch import Load
-from krul_sglang.engine.restore.segment_reader import SegmentReader
+from krul_sglang.engine.restore.segment_reader import GroupReader, SegmentReader, restore_groups
 
 MAX_JOINED_BYTES = 32 << 20
 """Most device memory for the tails that are copied together: that of one long segment's layer."""
@@ -49,7 +49,7 @@ class TailGroups:
                 self._parts.append(_Part(reader, load.slots[first : first + reader.num_tokens]))
                 first += reader.num_tokens
         # Heads have few different lengths, so that most layers are grouped as an earlier one is.
-        self._grouped: dict[object, list[_Part | _Joint]] = {}
+        self._grouped: dict[object, list[_Part | _Joint | _Shared]] = {}
 
     def of_layer(self, layer: int) -> list[TailGroup]:
         """The groups of a layer; none if no load has a tail in it."""
@@ -57,17 +57,21 @@ class TailGroups:
         key = tuple((each.num_head_rows(layer), each.decoder.native_units[layer]) for each in readers)
         if key not in self._grouped:
             self._grouped[key] = self._group(layer)
-        return [
-            _Alone(each, layer) if isinstance(each, _Part) else _Joined(each, layer)
-            for each in self._grouped[key]
-        ]
+        return [_tail_group(each, layer) for each in self._grouped[key]]
 
-    def _group(self, layer: int) -> list[_Part | _Joint]:
-        groups: list[_Part | _Joint] = []
+    def _group(self, layer: int) -> list[_Part | _Joint | _Shared]:
+        groups: list[_Part | _Joint | _Shared] = []
+        shared = [
+            (part.reader, part.slots)
+            for part in self._parts
+            if isinstance(part.reader, GroupReader) and part.reader.has_tail(layer)
+        ]
+        if shared:
+            groups.append(_Shared(shared))
         joined: list[tuple[_Part, NativeTail]] = []
         num_bytes = 0
         for part in self._parts:
-            if not part.reader.has_tail(layer):
+            if isinstance(part.reader, GroupReader) or not part.reader.has_tail(layer):
                 continue
             tail = part.reader.native_tail(layer)
             if tail is None:
@@ -111,6 +115,41 @@ class _Joint:
     tails: Sequence[tuple[SegmentReader, int]]
     rows: NativeTails
     slots: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    """Segments in shared subspaces, and the slots of their tokens."""
+
+    parts: Sequence[tuple[GroupReader, torch.Tensor]]
+
+
+def _tail_group(grouped: _Part | _Joint | _Shared, layer: int) -> TailGroup:
+    match grouped:
+        case _Part():
+            return _Alone(grouped, layer)
+        case _Joint():
+            return _Joined(grouped, layer)
+        case _Shared():
+            return _Subspaces(grouped, layer)
+
+
+class _Subspaces:
+    """Tails in shared subspaces: one product with the basis for all."""
+
+    def __init__(self, shared: _Shared, layer: int) -> None:
+        self.blocks = [
+            reader.block(source) for reader, _ in shared.parts for source in reader.decoder.sources(layer)
+        ]
+        self._parts = shared.parts
+        self._layer = layer
+
+    def fetch(self, device: Device) -> None:
+        for reader, _ in self._parts:
+            reader.fetch(self._layer, device)
+
+    def restore(self, pool: DevicePool) -> None:
+        restore_groups(self._parts, self._layer, pool)
 
 
 class _Joined:

@@ -8,9 +8,8 @@ import orjson
 
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.interface import RestorePlanner
+from krul_backend.planner.interface import RestorePlanner, StoredRun
 from krul_backend.planner.planners import allocate
-from krul_backend.planner.problem import StoredRun
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import StoredAs

@@ -92,14 +92,15 @@ class CoefficientCoder:
         out: Levels | Values,
         *,
         shrink: float = 0.0,
+        step: float = 1.0,
         num_threads: int = 1,
     ) -> Shifts:
         """Write the levels of a block, or of its tail from any record on, into ``out [T, R]``, which is
         contiguous, and return the shifts of its tokens, int8 ``[T]``.
 
-        An int16 ``out`` gets the levels ``q``, and float32 gets ``sign(q) * (|q| - shrink) * 2^(shift / 2)``,
-        ``0 <= shrink < 0.5``. ``T``, ``data`` and ``record_num_bytes`` are those of the tail; ``scales`` are
-        those it was encoded with. ``num_threads`` share the records.
+        An int16 ``out`` gets the levels ``q``, and float32 gets ``sign(q) * (|q| - shrink) * step * 2^(shift
+        / 2)``, ``0 <= shrink < 0.5``. ``T``, ``data`` and ``record_num_bytes`` are those of the tail;
+        ``scales`` are those it was encoded with. ``num_threads`` share the records.
 
         Raises ``CodecError`` if sizes contradict each other or bytes are not what ``encode`` writes. ``out``
         is undefined then. Damage that happens to make another valid block is not seen: that needs a checksum.
@@ -134,7 +135,7 @@ class CoefficientCoder:
                 np.empty(_most_words(len(scales)) + 2 * RECORD_TOKENS, np.uint16),
                 # Levels are values that neither shrink nor grow.
                 np.float32(shrink if as_values else 0),
-                _FACTORS if as_values else np.ones_like(_FACTORS),
+                _FACTORS * np.float32(step) if as_values else np.ones_like(_FACTORS),
                 out[rows],
             )
 
@@ -165,7 +166,7 @@ class RansCoder(CoefficientCoder):
     version = 1
 
     def __init__(self, tables: CoderTables | None = None) -> None:
-        self._tables = standard_tables() if tables is None else tables
+        self.tables = self._tables = standard_tables() if tables is None else tables
 
 
 class FixedWidthCoder(CoefficientCoder):

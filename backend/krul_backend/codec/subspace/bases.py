@@ -21,7 +21,7 @@ from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import LayerGroups
 
 FORMAT = "krul-bases"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 LEAST_ATTENTION = 1e-8
 """Attention below this counts as this much, since its logarithm is taken."""
@@ -38,12 +38,14 @@ class GroupBasis:
     The coefficients are in the metric of the model's output: an error ``e`` in the coefficients of a token
     that draws average attention is expected to cost ``|e|^2 / 2`` nats per predicted token. They are
     uncorrelated over the text that the basis was learned from, those with the largest variance first. Of
-    the ``D`` coefficients the first ``R`` are kept, because leaving out the others costs next to nothing.
+    the ``D`` coefficients the first ``R`` are kept, because leaving out the others costs next to nothing in
+    that text. In another vector it costs ``|(vector - mean) @ outside|^2 / 2`` nats. If all tokens of a
+    conversation are off by the same ``e [D]``, that is expected to cost ``e^2 @ shift_costs / 2`` nats.
 
     ``first_layer``, ``end_layer``: the layers ``[first, end)``. ``mean [D]``, ``encoder [D, R]``,
-    ``decoder [R, D]``. ``magnitudes [R]``: the mean of each coefficient's absolute value.
-    ``attention_slopes``, ``attention_levels`` ``[layers, Hkv]`` and ``attention_means``: how a token's worth
-    follows from the attention that it draws; see ``token_worth``.
+    ``decoder [R, D]``, ``outside [D, any]``, ``shift_costs [D]``. ``magnitudes [R]``: the mean of each
+    coefficient's absolute value. ``attention_slopes``, ``attention_levels`` ``[layers, Hkv]`` and
+    ``attention_means``: how a token's worth follows from the attention that it draws; see ``token_worth``.
     """
 
     first_layer: int
@@ -51,6 +53,8 @@ class GroupBasis:
     mean: torch.Tensor
     encoder: torch.Tensor
     decoder: torch.Tensor
+    outside: torch.Tensor
+    shift_costs: torch.Tensor
     magnitudes: torch.Tensor
     attention_means: torch.Tensor
     attention_slopes: torch.Tensor
@@ -82,6 +86,8 @@ _TENSORS = (
     "mean",
     "encoder",
     "decoder",
+    "outside",
+    "shift_costs",
     "magnitudes",
     "attention_means",
     "attention_slopes",
@@ -93,8 +99,8 @@ _TENSORS = (
 class ModelBases:
     """The bases of all groups of one model on one rank, in the order of their layers. They never change.
 
-    ``damage_factor``: the true cost of errors divided by what the metric expects, measured on text that the
-    bases were not learned from.
+    ``damage_factor``: the true cost of errors of the tokens' own divided by what the metric expects, measured
+    on text that the bases were not learned from.
 
     Raises:
         CodecError: groups that do not follow each other from layer 0 on, or tensors of other shapes.
@@ -170,7 +176,7 @@ class ModelBases:
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise CodecError(f"no bases in {path}: {error}") from error
         try:
-            bases = cls._from_parts(header, tensors)
+            bases = cls._from_parts(path, header, tensors)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CodecError(f"{path} is no file of bases, or a damaged one: {error!r}") from error
         if bases.digest != header.get("digest"):
@@ -178,9 +184,16 @@ class ModelBases:
         return bases
 
     @classmethod
-    def _from_parts(cls, header: dict[str, object], tensors: dict[str, torch.Tensor]) -> ModelBases:
-        if header["format"] != FORMAT or header["version"] != FORMAT_VERSION:
-            raise ValueError(f"format {header['format']!r} version {header['version']!r}")
+    def _from_parts(
+        cls, path: Path, header: dict[str, object], tensors: dict[str, torch.Tensor]
+    ) -> ModelBases:
+        if header["format"] != FORMAT:
+            raise ValueError(f"format {header['format']!r}")
+        if header["version"] != FORMAT_VERSION:
+            raise CodecError(
+                f"the bases in {path} have version {header['version']!r:.80}, and this program reads version "
+                f"{FORMAT_VERSION}: learn them again"
+            )
         heads, k_dim, v_dim = (int(str(size)) for size in (header["heads"], header["k_dim"], header["v_dim"]))
         shape = LayerShape(heads, k_dim, v_dim, getattr(torch, str(header["dtype"])))
         ends = [0, *(int(end) for end in header["group_ends"])]  # type: ignore[attr-defined]
@@ -211,6 +224,8 @@ def _check_shapes(group: GroupBasis, shape: LayerShape) -> None:
         "mean": (dim,),
         "encoder": (dim, rank),
         "decoder": (rank, dim),
+        "outside": (dim, group.outside.shape[-1]),
+        "shift_costs": (dim,),
         "magnitudes": (rank,),
         "attention_means": (len(group.layers), shape.num_kv_heads),
         "attention_slopes": (len(group.layers), shape.num_kv_heads),

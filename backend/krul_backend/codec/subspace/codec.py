@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2, pi, sqrt
 from typing import Any
@@ -16,25 +16,31 @@ from krul_backend.codec.coefficients.scales import base_scales, best_offsets, nu
 from krul_backend.codec.interface import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
-from krul_backend.codec.subspace.decoder import (
+from krul_backend.codec.subspace.coded_tail import (
     CHUNK_TOKENS,
+    GroupTransform,
     KeptMemory,
     SegmentTokens,
-    SubspaceDecoder,
     tensors_of,
 )
+from krul_backend.codec.subspace.damage import GroupErrors, Sample
+from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.codec.subspace.parameters import (
     LARGEST_STEP,
     SMALLEST_STEP,
     GroupParameters,
     SubspaceParameters,
 )
-from krul_backend.codec.subspace.quantizer import Sample, expected_damage, quantize, step_shifts
+from krul_backend.codec.subspace.quantizer import dequantize, quantize, step_shifts
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
 _SAMPLE_TOKENS = 128
 """The step is chosen with the coefficients of this many tokens of a segment."""
+
+MOST_OUTSIDE = 0.9
+"""What lies outside of the bases may take so much of a limit. With less left for rounding, levels would
+become too large to be coded: such a segment is better stored in another way."""
 
 _STEP_HALVINGS = 12
 
@@ -48,12 +54,14 @@ class EncodedSegment:
     """All blocks of a segment, one per group, and the plain JSON values that decoding needs.
 
     ``damage``: the divergence in nats per predicted token that the errors are expected to cause, without what
-    the KV had lost before. In ``params`` are both together.
+    the KV had lost before. In ``params`` are both together. ``shift_damage``: the part of it that comes from
+    what all tokens are off by together.
     """
 
     params: dict[str, Any]
     blocks: tuple[torch.Tensor, ...]
     damage: float
+    shift_damage: float
 
     @property
     def num_bytes(self) -> int:
@@ -66,7 +74,7 @@ class SubspaceCodec:
 
     ``rotary`` is taken off keys before they are encoded; None for a model without it. ``num_first_tokens``:
     so many tokens at the start of a conversation are stored as they are. The first one draws attention from
-    all others, and is like no other. ``damage_factor`` is that of the bases, and may be set to a better one.
+    all others, and is like no other.
 
     Raises:
         CodecError: fewer first tokens than none, or more than a record has.
@@ -83,18 +91,19 @@ class SubspaceCodec:
         if not 0 <= num_first_tokens <= RECORD_TOKENS:
             raise CodecError(f"{num_first_tokens} first tokens are not 0 to {RECORD_TOKENS}")
         self.bases = bases
-        self.damage_factor = bases.damage_factor
         self._rotary = rotary
         self._coders = {coder.name: coder for coder in coders}
         self._num_first_tokens = num_first_tokens
-        self._memory = KeptMemory()
         is_fast = Device.of(bases.groups[0].mean).multiplies_bf16_fast
         keeps_no_more = bases.shape.dtype is torch.bfloat16 or bases.shape.dtype.itemsize == 1
         encoding = torch.bfloat16 if is_fast and keeps_no_more else torch.float32
         # The columns after the exact ones.
         self._encoders = tuple(basis.encoder[:, _EXACT_COEFFICIENTS:].to(encoding) for basis in bases.groups)
-        decoding = torch.bfloat16 if is_fast else torch.float32
-        self._decoders = tuple(basis.decoder.to(decoding) for basis in bases.groups)
+        decoding, memory = torch.bfloat16 if is_fast else torch.float32, KeptMemory()
+        self._transforms = tuple(
+            GroupTransform(basis, basis.decoder.to(decoding), rotary, bases.shape, memory)
+            for basis in bases.groups
+        )
 
     def encode(
         self,
@@ -110,7 +119,8 @@ class SubspaceCodec:
     ) -> EncodedSegment:
         """Encode tokens ``[start_token, start_token + num_tokens)`` of a conversation with the largest step
         whose damage is expected to stay within ``max_damage`` nats per predicted token. If that takes larger
-        levels than there are, the damage is larger: that of the smallest step without it.
+        levels than there are, or if what lies outside of the bases costs about as much, the damage is larger:
+        that of the smallest step. Ask ``outside`` before, and see ``MOST_OUTSIDE``.
 
         ``attention [L, Hkv, num_tokens]``: see ``GroupBasis.token_worth``; None counts all tokens alike.
         ``carried_damage`` (nats) is what the KV has lost before: it is added in the parameters.
@@ -120,29 +130,38 @@ class SubspaceCodec:
             CodecError: no tokens, a limit that is not positive, an unknown coder, or positions beyond the
             model's.
         """
-        self._check_place(start_token, num_tokens)
+        segment = self._segment(start_token, num_tokens)
         if not max_damage > 0:
             raise CodecError(f"a limit of {max_damage} nats leaves nothing to encode within")
         chosen = self._coder(coder)
-        segment = SegmentTokens(
-            start_token, num_tokens, max(0, min(num_tokens, self._num_first_tokens - start_token))
-        )
         worths = [self._worth(basis, attention, segment) for basis in self.bases.groups]
         samples = [self._sample(group, read, worth, segment) for group, worth in enumerate(worths)]
         step = self._choose_step(samples, segment, max_damage)
-        groups, blocks, damage = [], [], 0.0
+        groups, blocks, errors = [], [], []
         for group, (worth, sample) in enumerate(zip(worths, samples, strict=True)):
             before_group()
             num_kept = sample.num_kept(step)
-            parameters, block, lost = self._encode_group(group, read, worth, segment, step, num_kept, chosen)
+            parameters, block, made = self._encode_group(group, read, worth, segment, step, num_kept, chosen)
             groups.append(parameters)
             blocks.append(block)
-            damage += lost + sample.left_out_damage(num_kept) * segment.num_tokens / sample.num_tokens
-        damage *= self.damage_factor
+            left_out = sample.left_out_damage(num_kept) * segment.num_tokens / sample.num_tokens
+            errors.append(made.with_left_out(left_out))
+        damage, shift = self._damage(errors, segment)
         params = SubspaceParameters(
             self.bases.digest, coder, segment.num_first_tokens, step, carried_damage + damage, tuple(groups)
         ).to_json()
-        return EncodedSegment(params, tuple(blocks), damage)
+        return EncodedSegment(params, tuple(blocks), damage, shift)
+
+    def outside(
+        self, read: ReadLayer, *, start_token: int, num_tokens: int, attention: torch.Tensor | None
+    ) -> float:
+        """The damage, in nats per predicted token, of these tokens' KV outside of the bases, which no step
+        keeps. It is estimated from a sample of the tokens. Arguments and errors as for ``encode``.
+        """
+        segment = self._segment(start_token, num_tokens)
+        worths = [self._worth(basis, attention, segment) for basis in self.bases.groups]
+        samples = [self._sample(group, read, worth, segment) for group, worth in enumerate(worths)]
+        return self._damage((sample.outside for sample in samples), segment)[0]
 
     def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SubspaceDecoder:
         """A decoder for blocks that were encoded with these parameters at this place.
@@ -154,13 +173,7 @@ class SubspaceCodec:
         parameters = SubspaceParameters.parse(params, self.bases, num_tokens)
         segment = SegmentTokens(start_token, num_tokens, parameters.num_first_tokens)
         return SubspaceDecoder(
-            self.bases,
-            self._decoders,
-            self._rotary,
-            self._coder(parameters.coder),
-            parameters,
-            segment,
-            self._memory,
+            self.bases, self._transforms, self._coder(parameters.coder), parameters, segment
         )
 
     def draw(self, num_tokens: int) -> list[LayerKV]:
@@ -197,6 +210,13 @@ class SubspaceCodec:
                 f"{self._rotary.max_positions}"
             )
 
+    def _segment(self, start_token: int, num_tokens: int) -> SegmentTokens:
+        """These tokens, with the first ones that are stored as they are."""
+        self._check_place(start_token, num_tokens)
+        return SegmentTokens(
+            start_token, num_tokens, max(0, min(num_tokens, self._num_first_tokens - start_token))
+        )
+
     def _worth(
         self, basis: GroupBasis, attention: torch.Tensor | None, segment: SegmentTokens
     ) -> torch.Tensor:
@@ -210,24 +230,33 @@ class SubspaceCodec:
         return worth
 
     def _sample(self, group: int, read: ReadLayer, worth: torch.Tensor, segment: SegmentTokens) -> Sample:
-        """The coefficients of a group in some of the segment's tokens."""
+        """Some of the segment's tokens in a group."""
         num_sampled = min(segment.num_tokens, _SAMPLE_TOKENS)
         rows = torch.arange(num_sampled) * segment.num_tokens // num_sampled
-        rank = self.bases.groups[group].rank
-        return Sample(self._coefficients(group, read, rows, segment, rank), worth[rows])
+        basis, vectors = self.bases.groups[group], self._vectors(group, read, rows, segment)
+        return Sample(basis, vectors, self._coefficients(group, vectors, basis.rank), worth[rows])
 
     def _choose_step(self, samples: Sequence[Sample], segment: SegmentTokens, max_damage: float) -> float:
-        """The largest step with which a sample of the tokens is expected to lose no more than its share, or
-        else the smallest one with which none of its levels is clipped."""
-        limit = max_damage / self.damage_factor * samples[0].num_tokens / segment.num_tokens
+        """The largest step with which a sample of the tokens is expected to stay within the limit, or else
+        the smallest one with which none of its levels is clipped."""
         # Below, damage would rise again, and the search would end at a step that clips nearly everything.
         unclipped = max(sample.smallest_unclipped_step for sample in samples)
         low, high = log2(max(SMALLEST_STEP, min(unclipped, LARGEST_STEP))), log2(LARGEST_STEP)
         for _ in range(_STEP_HALVINGS):
             middle = (low + high) / 2
-            expected = sum(sample.damage(2**middle) for sample in samples)
-            low, high = (middle, high) if expected <= limit else (low, middle)
+            damage, _ = self._damage((sample.rounded(2**middle) for sample in samples), segment)
+            low, high = (middle, high) if damage <= max_damage else (low, middle)
         return float(2**low)
+
+    def _damage(self, groups: Iterable[GroupErrors], segment: SegmentTokens) -> tuple[float, float]:
+        """What a segment is expected to lose, in nats, if all its tokens have such errors in each group; and
+        the part of it that is due to what they have in common."""
+        own = shift = 0.0
+        for errors in groups:
+            own += errors.own_damage * segment.num_tokens / errors.num_tokens
+            shift += errors.shift_damage
+        shift *= segment.num_tokens / (segment.start_token + segment.num_tokens)
+        return self.bases.damage_factor * own + shift, shift
 
     def _encode_group(
         self,
@@ -238,20 +267,22 @@ class SubspaceCodec:
         step: float,
         num_kept: int,
         coder: CoefficientCoder,
-    ) -> tuple[GroupParameters, torch.Tensor, float]:
-        """The parameters and the block of one group, and the expected damage of its kept coefficients."""
+    ) -> tuple[GroupParameters, torch.Tensor, GroupErrors]:
+        """The parameters and the block of one group, and its errors. What coefficients cost that are left out
+        is not in their own damage."""
         basis, shifts = self.bases.groups[group], step_shifts(worth)
         levels = np.empty((segment.num_tokens, num_kept), np.int16)
         magnitudes = torch.zeros(num_kept, device=basis.mean.device)
-        damage = 0.0
+        errors = GroupErrors.none(basis)
         for first in range(0, segment.num_tokens, CHUNK_TOKENS):
             end = min(first + CHUNK_TOKENS, segment.num_tokens)
-            coefficients = self._coefficients(group, read, slice(first, end), segment, num_kept)
+            vectors = self._vectors(group, read, slice(first, end), segment)
+            coefficients = self._coefficients(group, vectors, num_kept)
             chunk = quantize(coefficients, step, shifts[first:end])
-            # Zeros cost least where nothing is read.
-            chunk[: max(0, segment.num_first_tokens - first)] = 0
             levels[first:end] = chunk.to(torch.int16).cpu().numpy()
-            damage += expected_damage(coefficients, chunk, step, shifts[first:end], worth[first:end])
+            errors = errors.with_tokens(vectors, coefficients, worth[first:end])
+            rounding = dequantize(chunk, step, shifts[first:end]).sub_(coefficients)
+            errors = errors.with_rounding(rounding, worth[first:end])
             magnitudes += coefficients.abs_().sum(0)
         base = base_scales(basis.magnitudes[:num_kept].cpu().numpy(), step)
         offsets = best_offsets(base, (magnitudes / (segment.num_tokens * step)).cpu().numpy(), levels)
@@ -264,19 +295,15 @@ class SubspaceCodec:
         block = torch.cat([*first_tokens, torch.from_numpy(encoded.data)])
         all_offsets = np.zeros(num_bands(basis.rank), np.uint8)
         all_offsets[: len(offsets)] = offsets
-        return GroupParameters(all_offsets, encoded.record_num_bytes), block, damage
+        return GroupParameters(all_offsets, encoded.record_num_bytes), block, errors
 
-    def _coefficients(
-        self,
-        group: int,
-        read: ReadLayer,
-        rows: slice | torch.Tensor,
-        segment: SegmentTokens,
-        num_kept: int,
+    def _vectors(
+        self, group: int, read: ReadLayer, rows: slice | torch.Tensor, segment: SegmentTokens
     ) -> torch.Tensor:
-        """The first coefficients, fp32 ``[number of rows, num_kept]``, of these tokens of the segment."""
-        basis, encoder = self.bases.groups[group], self._encoders[group]
-        positions = torch.arange(segment.start_token, segment.start_token + segment.num_tokens)[rows]
+        """The vectors of these tokens of the segment, less the basis' mean: fp32 ``[number of rows, D]``.
+        They are 0 for the first tokens, of which nothing is lost."""
+        basis, places = self.bases.groups[group], torch.arange(segment.num_tokens)[rows]
+        positions = places + segment.start_token
         layers = [read(layer) for layer in basis.layers]
         # [T, layers * Hkv, D]: rotating the keys of all layers at once is faster.
         keys = torch.cat([kv.k[rows] for kv in layers], dim=1)
@@ -285,6 +312,12 @@ class SubspaceCodec:
         split = torch.split(keys, self.bases.shape.num_kv_heads, dim=1)
         bare = [LayerKV(k, kv.v[rows]) for k, kv in zip(split, layers, strict=True)]
         vectors = group_vectors(bare).to(basis.mean.device).sub_(basis.mean)
+        is_first = (places < segment.num_first_tokens).to(vectors.device)
+        return vectors.masked_fill_(is_first[:, None], 0)
+
+    def _coefficients(self, group: int, vectors: torch.Tensor, num_kept: int) -> torch.Tensor:
+        """The first coefficients, fp32 ``[T, num_kept]``, of ``vectors [T, D]``."""
+        basis, encoder = self.bases.groups[group], self._encoders[group]
         exact = vectors @ basis.encoder[:, : min(num_kept, _EXACT_COEFFICIENTS)]
         rest = vectors.to(encoder.dtype) @ encoder[:, : max(0, num_kept - _EXACT_COEFFICIENTS)]
         return torch.cat([exact, rest], dim=1)

@@ -18,8 +18,7 @@ from krul_backend.daemon.cli.reports import (
     stats_report,
     to_json,
 )
-from krul_backend.daemon.client.admin import AdminClient
-from krul_backend.daemon.client.endpoints import load_client_keys, resolve_endpoint
+from krul_backend.daemon.client.admin import AdminClient, load_client_keys, resolve_endpoint
 from krul_backend.errors import KrulError
 from krul_backend.tiers.common.interface import SegmentInfo
 

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from krul_backend.daemon.protocol.admin_messages import DaemonStats
+from krul_backend.daemon.protocol.messages import DaemonStats
 from krul_backend.errors import StrategyError
 from krul_backend.memory import format_bytes
 from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy

@@ -24,12 +24,12 @@ from krul_backend.daemon.protocol.runtime_dir import (
     SESSION_SOCKET,
     check_served,
     check_socket_path,
+    peer_of,
 )
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
 
 _MAX_GREETING_BYTES = 4096
-_PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _DESCRIPTOR = struct.Struct("i")
 
 
@@ -168,8 +168,7 @@ class DaemonConnection:
 
 def _check_peer(connection: socket.socket, path: Path) -> None:
     """Check that a process of the same user answers: it is going to be handed prompts."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    _, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+    _, uid = peer_of(connection)
     if uid != os.geteuid():
         raise DaemonError(f"the process that serves {path} belongs to user {uid}, not to user {os.geteuid()}")
 

@@ -14,8 +14,7 @@ import zmq
 from krul_backend.daemon.client.client_session import ClientSession, DaemonConnection
 from krul_backend.daemon.client.request_channel import RequestTimeoutError, SessionEndedError
 from krul_backend.daemon.client.views import ArenaBytes
-from krul_backend.daemon.protocol.admin_messages import PingRequest
-from krul_backend.daemon.protocol.messages import PROTOCOL_VERSION, ClearRequest
+from krul_backend.daemon.protocol.messages import PROTOCOL_VERSION, ClearRequest, PingRequest
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError, StoreClosedError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
 

@@ -15,10 +15,8 @@ import numpy.typing as npt
 
 from krul_backend.daemon.client.client_session import DaemonConnection
 from krul_backend.daemon.client.daemon_link import UNANSWERED, DaemonLink, LinkCounters
-from krul_backend.daemon.client.endpoints import runtime_dir_of
 from krul_backend.daemon.client.request_channel import SessionEndedError
 from krul_backend.daemon.client.views import view_in, with_views
-from krul_backend.daemon.protocol.admin_messages import PingRequest, StatsRequest
 from krul_backend.daemon.protocol.messages import (
     AbortRequest,
     CommitRequest,
@@ -27,6 +25,7 @@ from krul_backend.daemon.protocol.messages import (
     LeaseRequest,
     ManifestFields,
     PathSegmentsRequest,
+    PingRequest,
     PinRequest,
     PrefetchRequest,
     R,
@@ -34,13 +33,15 @@ from krul_backend.daemon.protocol.messages import (
     ReportDamageRequest,
     Request,
     ReserveRequest,
+    StatsRequest,
     TierCostsRequest,
     TrimRequest,
     op_of,
 )
+from krul_backend.daemon.protocol.runtime_dir import runtime_dir_of
 from krul_backend.errors import ManifestError, ProtocolError, StoreClosedError, TierReadError
 from krul_backend.planner.costs import TierCost
-from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hashing import checked_checksums
 from krul_backend.tiers.common.interface import (
@@ -183,7 +184,7 @@ class DaemonStore(KVStore):
 
     def lease(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Lease | None:
         keys = tuple(page_keys)
-        token_ids = _checked_tokens(model, keys, token_ids)
+        token_ids = checked_token_ids(token_ids, len(keys), model.page_size)
         self._check_open()
         connection = self._link.current()
         if connection is None:
@@ -230,7 +231,7 @@ class DaemonStore(KVStore):
 
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
         keys = tuple(page_keys)
-        token_ids = _checked_tokens(model, keys, token_ids)
+        token_ids = checked_token_ids(token_ids, len(keys), model.page_size)
         request = PrefetchRequest(fingerprint=model.fingerprint, page_keys=keys)
         return self._try(request, model, token_ids=token_ids) or 0
 
@@ -359,13 +360,3 @@ class DaemonStore(KVStore):
 
     def _post_abort(self, connection: DaemonConnection, reservation_id: int) -> None:
         connection.post(AbortRequest(reservation_id=reservation_id))
-
-
-def _checked_tokens(model: ModelIdentity, keys: Sequence[str], token_ids: TokenIds) -> TokenIds:
-    token_ids = np.asarray(token_ids)
-    if token_ids.shape != (len(keys) * model.page_size,):
-        raise ValueError(
-            f"{len(keys)} pages of {model.page_size} tokens need token ids of shape "
-            f"({len(keys) * model.page_size},), got {token_ids.shape}"
-        )
-    return token_ids

@@ -8,12 +8,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import zmq
 
-from krul_backend.daemon.client.endpoints import CurveKeys
 from krul_backend.daemon.protocol.frames import decode_reply, encode, encode_token_ids
 from krul_backend.daemon.protocol.messages import EXCEPTIONS, MAX_FRAME_BYTES, ErrorReply, R, Reply, Request
 from krul_backend.errors import DaemonUnreachableError, ProtocolError
@@ -29,6 +29,15 @@ class RequestTimeoutError(DaemonUnreachableError):
 
 class SessionEndedError(DaemonUnreachableError):
     """The session that the request belongs to is over."""
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """Z85 text of 40 characters each: the client's own pair, and the public key of the server to trust."""
+
+    public: bytes
+    secret: bytes
+    server: bytes
 
 
 class _Channel:

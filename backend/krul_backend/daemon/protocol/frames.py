@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from krul_backend.daemon.protocol.admin_messages import ADMIN_REQUESTS
 from krul_backend.daemon.protocol.messages import (
+    ADMIN_REQUESTS,
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     SESSION_REQUESTS,

@@ -1,11 +1,11 @@
-"""The messages of sessions: a request for each operation of the store, and the reply with its result.
+"""The messages: a request for each operation of the store, and the reply with its result.
 
 The dataclasses of the store travel as they are. Only a manifest has a class of its own here: its model was
 named before, and its tokens follow in a frame of their own. Every string, list and number of a request has a
 bound, which is checked when the request is decoded.
 
-To add an operation, write its request and enter it in ``SESSION_REQUESTS``; then write the server's handler
-and the client's method.
+To add an operation, write its request and enter it in ``SESSION_REQUESTS``, or, if people and scripts ask it
+without a session, in ``ADMIN_REQUESTS``; then write the server's handler and the client's method.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from msgspec import Meta, Raw, Struct
 
 from krul_backend.errors import DaemonError, ManifestError, ProtocolError, StoreClosedError, TierReadError
 from krul_backend.planner.costs import TierCost
-from krul_backend.segment import (
-    ModelIdentity,
-    SegmentManifest,
-    TokenIds,
-    check_codec_params_num_bytes,
-)
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, check_codec_params_num_bytes
 from krul_backend.tiers.common.interface import (
     DamageReason,
+    DamageReport,
     PathSegment,
+    SegmentDetails,
+    SegmentInfo,
     SegmentSlice,
     Span,
+    StoreStats,
 )
 
 PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 64 << 20
 MAX_PAGES = 1_000_000
 MAX_LAYERS = 1024
+MAX_LISTED_SEGMENTS = 10_000
 MAX_MODELS = 64
 """Of one session the daemon knows this many models, the latest; a client relies on half of them."""
 
@@ -46,11 +46,11 @@ _Token = Annotated[str, Meta(max_length=128)]
 _Key = Annotated[str, Meta(min_length=1, max_length=128)]
 _Word = Annotated[str, Meta(max_length=_MAX_WORD_LENGTH)]
 _Tenant = Annotated[str, Meta(max_length=256)]
-Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Version = Annotated[int, Meta(ge=0, le=1 << 31)]
 _Position = Annotated[int, Meta(ge=0, le=1 << 40)]
 _NumBytes = Annotated[int, Meta(ge=0, le=1 << 48)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+_Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 _PageKeys = Annotated[tuple[_Key, ...], Meta(max_length=MAX_PAGES)]
 _LayerBytes = Annotated[tuple[_NumBytes, ...], Meta(max_length=MAX_LAYERS)]
 _LayerChecksums = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_LAYERS)]
@@ -79,7 +79,7 @@ class Request(Struct, Generic[R], frozen=True, kw_only=True, forbid_unknown_fiel
 
     version: _Version = PROTOCOL_VERSION
     token: _Token = ""
-    id: Id = 0
+    id: _Id = 0
 
 
 class Reply(Struct, Generic[R], frozen=True, kw_only=True, tag_field="op", tag="reply"):
@@ -169,19 +169,19 @@ class LeaseRequest(_PagesRequest[tuple[SegmentSlice, ...]], frozen=True, kw_only
 
     has_token_ids: ClassVar[bool] = True
 
-    lease_id: Id
+    lease_id: _Id
 
 
 class FetchRequest(Request[tuple[SegmentSlice, ...]], frozen=True, kw_only=True, tag="fetch"):
     """Asks for the lease's slices, all with spans."""
 
-    lease_id: Id
+    lease_id: _Id
 
 
 class ReleaseRequest(Request[None], frozen=True, kw_only=True, tag="release"):
     """An unknown lease is no error: after a time-out the client releases what it may have been granted."""
 
-    lease_id: Id
+    lease_id: _Id
 
 
 class ReserveRequest(Request[tuple[Span, ...] | None], frozen=True, kw_only=True, tag="reserve"):
@@ -190,7 +190,7 @@ class ReserveRequest(Request[tuple[Span, ...] | None], frozen=True, kw_only=True
     Without spans there is no space, and no reservation.
     """
 
-    reservation_id: Id
+    reservation_id: _Id
     layer_num_bytes: _LayerBytes
     tenant: _Tenant
 
@@ -210,7 +210,7 @@ class ManifestFields(Struct, frozen=True, forbid_unknown_fields=True):
     layer_num_bytes: _LayerBytes
     layer_first_token: _LayerTokens
     tenant: _Tenant
-    recompute_s: Seconds
+    recompute_s: _Seconds
 
     @classmethod
     def of(cls, manifest: SegmentManifest) -> ManifestFields:
@@ -247,7 +247,7 @@ class CommitRequest(Request[int], frozen=True, kw_only=True, tag="commit"):
 
     has_token_ids: ClassVar[bool] = True
 
-    reservation_id: Id
+    reservation_id: _Id
     fingerprint: _Token
     manifest: ManifestFields
     checksums: _LayerChecksums
@@ -256,7 +256,7 @@ class CommitRequest(Request[int], frozen=True, kw_only=True, tag="commit"):
 class AbortRequest(Request[None], frozen=True, kw_only=True, tag="abort"):
     """An unknown reservation is no error: as for ``release``."""
 
-    reservation_id: Id
+    reservation_id: _Id
 
 
 class PathSegmentsRequest(
@@ -266,7 +266,7 @@ class PathSegmentsRequest(
 
 
 class TrimRequest(Request[int], frozen=True, kw_only=True, tag="trim"):
-    segment_id: Id
+    segment_id: _Id
     layer_first_token: _LayerTokens
     layer_num_bytes: _LayerBytes
 
@@ -276,11 +276,11 @@ class PrefetchRequest(_PagesRequest[int], frozen=True, kw_only=True, tag="prefet
 
 
 class PinRequest(_PagesRequest[int], frozen=True, kw_only=True, tag="pin"):
-    ttl_s: Seconds
+    ttl_s: _Seconds
 
 
 class ReportDamageRequest(Request[bool], frozen=True, kw_only=True, tag="report_damage"):
-    segment_id: Id
+    segment_id: _Id
     reason: DamageReason
 
 
@@ -292,6 +292,56 @@ class ClearRequest(Request[None], frozen=True, kw_only=True, tag="clear"):
     """``fingerprint`` None: every model's segments."""
 
     fingerprint: _Token | None
+
+
+# ---- operations that need no session ----
+
+
+class DaemonStats(Struct, frozen=True):
+    """What the daemon counts beside its store.
+
+    ``failed_requests`` were answered with an error. ``bad_messages`` were no requests, counted by cause.
+    """
+
+    pid: int
+    uptime_s: float
+    num_sessions: int
+    requests: int
+    failed_requests: int
+    bad_messages: dict[str, int]
+
+
+class StatsRequest(Request[tuple[StoreStats, DaemonStats]], frozen=True, kw_only=True, tag="stats"):
+    pass
+
+
+class ListRequest(Request[tuple[tuple[SegmentInfo, ...], int]], frozen=True, kw_only=True, tag="list"):
+    """Asks for ``limit`` segments from the ``offset``-th on, ordered by id, and how many there are in all."""
+
+    offset: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    limit: Annotated[int, Meta(ge=1, le=MAX_LISTED_SEGMENTS)] = MAX_LISTED_SEGMENTS
+
+
+class InspectRequest(Request[SegmentDetails | None], frozen=True, kw_only=True, tag="inspect"):
+    segment_id: _Id
+
+
+class VerifyRequest(Request[DamageReport], frozen=True, kw_only=True, tag="verify"):
+    pass
+
+
+class FlushRequest(Request[bool], frozen=True, kw_only=True, tag="flush"):
+    """The result says whether all is durable."""
+
+    timeout_s: _Seconds
+
+
+class PingRequest(Request[None], frozen=True, kw_only=True, tag="ping"):
+    pass
+
+
+class ShutdownRequest(Request[None], frozen=True, kw_only=True, tag="shutdown"):
+    pass
 
 
 SESSION_REQUESTS: tuple[type[Request[Any]], ...] = (
@@ -311,6 +361,17 @@ SESSION_REQUESTS: tuple[type[Request[Any]], ...] = (
     TierCostsRequest,
     ClearRequest,
 )
+
+ADMIN_REQUESTS: tuple[type[Request[Any]], ...] = (
+    StatsRequest,
+    ListRequest,
+    InspectRequest,
+    VerifyRequest,
+    FlushRequest,
+    PingRequest,
+    ShutdownRequest,
+)
+"""Every request of a client without a session."""
 
 
 def result_type(request: type[Request[Any]]) -> Any:

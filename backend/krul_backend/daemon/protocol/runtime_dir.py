@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import socket
 import stat
+import struct
 from pathlib import Path
 
 from krul_backend.errors import DaemonError, DaemonUnreachableError
@@ -17,6 +19,8 @@ LOG_NAME = "daemon.log"
 """The file in its runtime directory to which a daemon writes its log when an engine started it."""
 
 _LOCK_FILE = "daemon.lock"
+_PEER = struct.Struct("iII")
+"""``struct ucred``: process, user, group."""
 
 MAX_SOCKET_PATH_BYTES = 107
 """What ``sockaddr_un.sun_path`` holds beside its closing zero."""
@@ -73,6 +77,23 @@ class RuntimeDir:
             self._lock = None
 
 
+def runtime_dir_of(endpoint: str | Path) -> Path:
+    """The runtime directory that an endpoint means: the directory itself, or ``ipc://<dir>/control.sock``.
+
+    Raises:
+        DaemonError: the endpoint names no directory; that of TCP does not.
+    """
+    text = str(endpoint)
+    if "://" not in text:
+        return Path(text)
+    path = Path(text.removeprefix("ipc://"))
+    if not text.startswith("ipc://") or path.name != CONTROL_SOCKET:
+        raise DaemonError(
+            f"{text} shares no memory: give the daemon's runtime directory, or ipc://<directory>/{CONTROL_SOCKET}"
+        )
+    return path.parent
+
+
 def check_socket_path(directory: Path) -> None:
     """Raises DaemonError if a socket in this directory would have too long a path."""
     longest = max(len(os.fsencode(directory / name)) for name in (SESSION_SOCKET, CONTROL_SOCKET))
@@ -127,6 +148,12 @@ def check_served(directory: Path) -> None:
         raise DaemonUnreachableError(
             f"no krul daemon serves {directory}: {error.strerror or error}"
         ) from error
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end of a Unix socket. Raises OSError if it is gone."""
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid
 
 
 def remove_if_embedded(directory: Path) -> None:

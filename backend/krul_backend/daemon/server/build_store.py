@@ -61,7 +61,7 @@ def _ssd_tier(config: DaemonConfig, directory: Path) -> LowerTier:
 
 
 def _mooncake_tier(given: Mapping[str, str], host: HostStore) -> LowerTier:
-    from krul_backend.tiers.mooncake.options import MooncakeOptions
+    from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
     from krul_backend.tiers.mooncake.tier import MooncakeTier
 
     return MooncakeTier(parse_options(MooncakeOptions, "mooncake", given), host.buffer)

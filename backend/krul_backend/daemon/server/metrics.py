@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from krul_backend.daemon.protocol.admin_messages import DaemonStats
+from krul_backend.daemon.protocol.messages import DaemonStats
 from krul_backend.errors import KrulError
 from krul_backend.tiers.common.interface import DRAM_TIER, StoreStats, TierStats
 

@@ -14,14 +14,20 @@ from typing import Any
 
 import zmq
 
-from krul_backend.daemon.protocol.admin_messages import DaemonStats, ShutdownRequest
 from krul_backend.daemon.protocol.frames import checked_request, decode_envelope, decode_token_ids, encode
-from krul_backend.daemon.protocol.messages import ErrorReply, Reply, Request, error_code, op_of
+from krul_backend.daemon.protocol.messages import (
+    DaemonStats,
+    ErrorReply,
+    Reply,
+    Request,
+    ShutdownRequest,
+    error_code,
+    op_of,
+)
 from krul_backend.daemon.protocol.runtime_dir import RuntimeDir
-from krul_backend.daemon.server.admin_handlers import AdminHandlers
 from krul_backend.daemon.server.control_socket import bind_router
+from krul_backend.daemon.server.handlers import SessionHandlers, admin_handlers
 from krul_backend.daemon.server.lanes import Deferred, Lanes
-from krul_backend.daemon.server.session_handlers import SessionHandlers
 from krul_backend.daemon.server.sessions import Session, SessionTable
 from krul_backend.errors import ProtocolError
 from krul_backend.store.tiered_store import TieredStore
@@ -86,7 +92,8 @@ class DaemonServer:
         self._exit_when_unused = exit_when_unused
         self._store = store
         self._session_handlers = SessionHandlers(store, may_lookup_wait)
-        self._admin_handlers = AdminHandlers(store, self.daemon_stats)
+        self._admin_handlers = admin_handlers(store, self.daemon_stats)
+        self._admin_handlers[ShutdownRequest] = self._shut_down
         self._start_s = time.monotonic()
         self._num_requests = 0
         self._num_failed = 0
@@ -178,21 +185,19 @@ class DaemonServer:
     def _dispatch(self, socket: zmq.Socket[bytes], request: Request[Any], frames: list[bytes]) -> Any:
         """The result of a request, or ``Deferred``."""
         session = self._sessions.find(request.token) if socket is self._control else None
-        if session is None and (request.token or not self._needs_no_session(request)):
+        answer = self._admin_handlers.get(type(request))
+        if answer is not None and (session is not None or not request.token):
+            return answer(request)
+        if session is None:
             error = ProtocolError(f"there is no session that could ask for {op_of(request)}: connect again")
             self._count_bad("no session", error)
             raise error
-        if isinstance(request, ShutdownRequest):
-            logger.info("asked to shut down")
-            self._is_stopping = True
-            return None
-        if session is None or self._admin_handlers.knows(request):
-            return self._admin_handlers.handle(request)
         token_ids = decode_token_ids(frames[1]) if len(frames) > 1 else None
         return self._session_handlers.handle(session, request, token_ids)
 
-    def _needs_no_session(self, request: Request[Any]) -> bool:
-        return isinstance(request, ShutdownRequest) or self._admin_handlers.knows(request)
+    def _shut_down(self, request: ShutdownRequest) -> None:
+        logger.info("asked to shut down")
+        self._is_stopping = True
 
     def _finish(self, caller: _Caller, deferred: Deferred[Any], future: Future[Any]) -> None:
         try:

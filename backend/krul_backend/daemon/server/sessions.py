@@ -7,7 +7,6 @@ import os
 import secrets
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ from typing import Generic, TypeVar
 
 from krul_backend.daemon.protocol.frames import encode
 from krul_backend.daemon.protocol.messages import PROTOCOL_VERSION, SessionGreeting
+from krul_backend.daemon.protocol.runtime_dir import peer_of
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
-from krul_backend.tiers.common.interface import Lease, Reservation
+from krul_backend.tiers.common.interface import Clock, Lease, Reservation
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,6 @@ T = TypeVar("T")
 MAX_SESSIONS = 1024
 SILENCE_S = 5.0
 """When there are too many sessions, those that are older than this and never sent a request are closed."""
-
-_PEER = struct.Struct("iII")
-"""``struct ucred``: process, user, group."""
 
 
 @dataclass(eq=False)
@@ -76,7 +73,6 @@ class SessionTable:
         arena_fileno: the descriptor that each client is sent; not owned.
         capacity_bytes: the arena's size.
         on_end: called with each session that has ended, when it is no longer in the table.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -85,7 +81,7 @@ class SessionTable:
         arena_fileno: int,
         capacity_bytes: int,
         on_end: Callable[[Session], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._arena_fileno = arena_fileno
         self._capacity_bytes = capacity_bytes
@@ -143,9 +139,7 @@ class SessionTable:
             logger.debug("a connection was lost before it was accepted: %s", error)
             return
         try:
-            pid, uid, _ = _PEER.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-            )
+            pid, uid = peer_of(connection)
             if not is_own_user(uid):
                 logger.warning("refused a client of user %d (process %d)", uid, pid)
                 connection.close()

@@ -7,12 +7,13 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
 from krul_backend.errors import ConfigError
+from krul_backend.tiers.common.interface import Clock
 
 _NUM_FIRST = 256
 
@@ -138,11 +139,10 @@ class ValuePolicy(EvictionPolicy):
     So the cost grows with the number of victims, not with the number of segments.
 
     Args:
-        clock: seconds, monotonic.
         seed: of the random sample.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, seed: int = 0) -> None:
+    def __init__(self, clock: Clock = time.monotonic, seed: int = 0) -> None:
         self._clock = clock
         self._seed = seed
         self._random = random.Random(seed)
@@ -237,7 +237,7 @@ class ValuePolicy(EvictionPolicy):
 POLICIES = ("value", "lru")
 
 
-def make_policy(name: str, clock: Callable[[], float] = time.monotonic) -> EvictionPolicy:
+def make_policy(name: str, clock: Clock = time.monotonic) -> EvictionPolicy:
     """Make a policy by its name in the configuration; it knows no segment. ``clock`` counts seconds.
 
     Raises:

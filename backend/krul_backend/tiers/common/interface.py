@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +19,9 @@ _POLL_S = 0.0002
 
 Block = npt.NDArray[np.uint8]
 """A writable or read-only view of ``[num_bytes]`` bytes inside the arena, or an array of no bytes."""
+
+Clock = Callable[[], float]
+"""Returns seconds that never go back, as ``time.monotonic`` does."""
 
 DRAM_TIER = "dram"
 
@@ -41,14 +44,10 @@ class LayerStatus:
     """
 
     def __init__(self, flags: npt.NDArray[np.uint8]) -> None:
-        self._flags = flags
-
-    @property
-    def flags(self) -> npt.NDArray[np.uint8]:
-        return self._flags
+        self.flags = flags
 
     def has_landed(self, layer: int) -> bool:
-        return bool(self._flags[layer] == LANDED)
+        return bool(self.flags[layer] == LANDED)
 
     def wait(self, layer: int, timeout_s: float) -> None:
         """Block until a layer has landed.
@@ -57,7 +56,7 @@ class LayerStatus:
             TierReadError: it cannot be read, or did not land in time.
         """
         deadline_s = time.monotonic() + timeout_s
-        while (flag := self._flags[layer]) == PENDING:
+        while (flag := self.flags[layer]) == PENDING:
             if time.monotonic() >= deadline_s:
                 raise TierReadError(f"layer {layer} did not arrive from its tier within {timeout_s:g} s")
             time.sleep(_POLL_S)

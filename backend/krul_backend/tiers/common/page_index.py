@@ -178,8 +178,8 @@ class PageIndex(Generic[SegmentT]):
             start_token = manifest.start_token + first_page * page_size
             if next_token is not None and start_token != next_token:
                 return PrefixMatch(tuple(runs), is_contradicted=True)
-            num_pages = _num_equal_keys(page_keys, i, manifest.page_keys, first_page)
-            num_right = _num_equal_pages(
+            num_pages = num_equal_keys(page_keys, i, manifest.page_keys, first_page)
+            num_right = num_equal_pages(
                 token_ids[i * page_size : (i + num_pages) * page_size],
                 manifest.token_ids[first_page * page_size : (first_page + num_pages) * page_size],
                 page_size,
@@ -232,7 +232,7 @@ def _count_down(counts: Counter[tuple[str, str]], key: tuple[str, str]) -> None:
         del counts[key]
 
 
-def _num_equal_keys(left: tuple[str, ...], left_start: int, right: tuple[str, ...], right_start: int) -> int:
+def num_equal_keys(left: tuple[str, ...], left_start: int, right: tuple[str, ...], right_start: int) -> int:
     """How many keys of two sequences are equal, from the given positions on."""
     num_pages = min(len(left) - left_start, len(right) - right_start)
     left_run = left[left_start : left_start + num_pages]
@@ -242,7 +242,7 @@ def _num_equal_keys(left: tuple[str, ...], left_start: int, right: tuple[str, ..
     return next(i for i in range(num_pages) if left_run[i] != right_run[i])
 
 
-def _num_equal_pages(left: TokenIds, right: TokenIds, page_size: int) -> int:
+def num_equal_pages(left: TokenIds, right: TokenIds, page_size: int) -> int:
     """How many leading pages have all token ids equal; both are ``[num_pages * page_size]``."""
     # Comparing memory, with its copies, is several times faster than comparing elements.
     if left.dtype == right.dtype and left.tobytes() == right.tobytes():

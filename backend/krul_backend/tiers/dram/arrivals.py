@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.interface import FAILED, LANDED, PENDING, Block, LayerStatus
-from krul_backend.tiers.dram.dram_books import DramBooks
-from krul_backend.tiers.dram.locked_books import LockedBooks
+from krul_backend.tiers.dram.dram_books import DramBooks, LockedBooks
 from krul_backend.tiers.dram.reservations import Allocator, Extents
 from krul_backend.tiers.dram.stored_segment import StoredSegment, block_in
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from krul_backend.errors import ConfigError
-from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
 from krul_backend.tiers.common.eviction import EvictionPolicy, make_policy
 from krul_backend.tiers.common.interface import (
     DRAM_TIER,
+    Clock,
     DamageReport,
     Lease,
     PathSegment,
@@ -23,13 +25,13 @@ from krul_backend.tiers.common.interface import (
     SegmentSlice,
     StoreStats,
 )
+from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram.arrivals import Arrival, Arrivals
-from krul_backend.tiers.dram.dram_books import DramBooks
-from krul_backend.tiers.dram.leases import Leases
-from krul_backend.tiers.dram.locked_books import LockedBooks
+from krul_backend.tiers.dram.dram_books import DramBooks, LockedBooks
 from krul_backend.tiers.dram.reservations import Allocator, Reservations
-from krul_backend.tiers.dram.stored_segment import StoredSegment
-from krul_backend.tiers.dram.trimming import trim_segment
+from krul_backend.tiers.dram.stored_segment import StoredSegment, plan_trim
+
+logger = logging.getLogger(__name__)
 
 
 class HostStore:
@@ -59,7 +61,7 @@ class HostStore:
         self,
         capacity_bytes: int,
         policy: EvictionPolicy | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         tenant_quota: float = 1.0,
     ) -> None:
         if not 0 < tenant_quota <= 1:
@@ -68,7 +70,6 @@ class HostStore:
         self._locked = LockedBooks(DramBooks(capacity_bytes, policy, clock, tenant_quota))
         allocator = Allocator(self._locked)
         self._reservations = Reservations(self._locked, allocator)
-        self._leases = Leases(self._locked)
         self._arrivals = Arrivals(self._locked, allocator)
 
     @property
@@ -122,18 +123,55 @@ class HostStore:
 
         A segment that is arriving is leased as one of the tier that it comes from, until all of it is there.
         """
-        return self._leases.lease(model, page_keys, token_ids, next_token)
+        keys = tuple(page_keys)
+        token_ids = checked_token_ids(token_ids, len(keys), model.page_size)
+        lease_id = self.next_id()
+        with self._locked.open() as books:
+            match = books.index.match_prefix(model, keys, token_ids, next_token)
+            num_pages = sum(run.num_pages for run in match.runs)
+            books.counters.lookups += 1
+            books.counters.token_mismatches += match.is_contradicted
+            books.counters.hit_pages += num_pages
+            books.counters.missed_pages += len(keys) - num_pages
+            if match.runs:
+                _grant(books, lease_id, match.runs)
+                first, *others = (run.segment for run in match.runs)
+                books.touch([*books.index.path_to(first), *others])
+        if match.is_contradicted:
+            logger.warning(
+                "a stored page has the key, but not the tokens or the position, of a request's page"
+            )
+        return Lease(lease_id, num_pages, _slices(match.runs)) if match.runs else None
 
     def lease_arrival(self, arrival: Arrival, first_page: int, end_page: int) -> Lease:
         """A lease on pages ``[first_page, end_page)`` of a segment that is arriving, or has arrived."""
-        return self._leases.lease_arrival(arrival, first_page, end_page)
+        run = PageRun(arrival.segment, first_page, end_page)
+        lease_id = self.next_id()
+        with self._locked.open() as books:
+            _grant(books, lease_id, (run,))
+            books.touch(books.index.path_to(run.segment))
+        return Lease(lease_id, run.num_pages, _slices((run,)))
 
     def fetch(self, lease: Lease) -> tuple[SegmentSlice, ...]:
-        """As ``KVStore.fetch``; raises TierReadError if the arrival of a leased segment has failed."""
-        return self._leases.fetch(lease)
+        """As ``KVStore.fetch``. DRAM has all of these segments, but some may still be arriving.
+
+        Raises:
+            TierReadError: the arrival of one has failed.
+        """
+        with self._locked.open() as books:
+            runs = books.leases.get(lease.lease_id)
+        if runs is None:
+            raise KeyError(f"lease {lease.lease_id} is unknown or was released")
+        return _slices(runs, is_fetched=True)
 
     def release(self, lease: Lease) -> None:
-        self._leases.release(lease)
+        with self._locked.open_unless_closed() as books:
+            if books is None:
+                return
+            segments = [run.segment for run in books.leases.pop(lease.lease_id)]
+            for segment in segments:
+                segment.num_leases -= 1
+            books.unpin(segments)
 
     def admit(
         self,
@@ -154,7 +192,30 @@ class HostStore:
             return [PathSegment(segment.segment_id, segment.manifest.header) for segment in segments]
 
     def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
-        return trim_segment(self._locked, segment_id, layer_first_token, layer_num_bytes)
+        """As ``KVStore.trim``: plan under the lock, take checksums outside of it, apply under it again."""
+        with self._locked.open() as books:
+            segment = books.segments.get(segment_id)
+            if segment is None:
+                return 0
+            trim = plan_trim(segment.manifest, layer_first_token, layer_num_bytes)
+            if trim is None or segment.num_pins or books.index.is_shared(segment):
+                return 0
+            segment.num_pins += 1
+        try:
+            # Somebody who pins the segment meanwhile is handed the old blocks: then the trim gives up.
+            checksums = trim.checksums(segment)
+            with self._locked.open() as books:
+                if checksums is None:
+                    books.quarantine(segment)
+                    return 0
+                if not segment.is_indexed or segment.num_pins > 1 or books.index.is_shared(segment):
+                    return 0
+                taken_before = segment.taken_bytes
+                trim.apply(segment, books.arena, checksums)
+                books.note_trim(segment, taken_before, trim.num_bytes)
+                return trim.num_bytes
+        finally:
+            self._locked.unhold(segment)
 
     def report_damage(self, segment_id: int) -> bool:
         """Take a segment out of use if a check here finds it damaged, too; see ``KVStore.report_damage``."""
@@ -264,14 +325,21 @@ class HostStore:
             segment = books.segments.get(segment_id)
             return segment.manifest if segment is not None else None
 
-    def manifests(self) -> dict[int, SegmentManifest]:
-        """The manifests of all indexed segments, by segment id."""
-        with self._locked.open() as books:
-            return {segment_id: held.manifest for segment_id, held in books.segments.items()}
-
     def _quarantine(self, segment: StoredSegment) -> bool:
         with self._locked.open() as books:
             return books.quarantine(segment)
+
+
+def _grant(books: DramBooks, lease_id: int, runs: Sequence[PageRun[StoredSegment]]) -> None:
+    """Pin runs under a lease."""
+    for run in runs:
+        run.segment.num_leases += 1
+    books.pin(run.segment for run in runs)
+    books.leases[lease_id] = tuple(runs)
+
+
+def _slices(runs: Sequence[PageRun[StoredSegment]], *, is_fetched: bool = False) -> tuple[SegmentSlice, ...]:
+    return tuple(run.segment.pages(run.first_page, run.end_page, is_fetched=is_fetched) for run in runs)
 
 
 def _num_pinned(books: DramBooks, model: ModelIdentity, page_keys: Sequence[str]) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from krul_backend.tiers.common.eviction import EvictionPolicy
+from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 _NUM_SPARE_ENDS = 64
@@ -19,10 +20,9 @@ class PinBook:
 
     Args:
         limit_bytes: how much of the arena all pinned segments together may take.
-        clock: seconds, monotonic.
     """
 
-    def __init__(self, limit_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, limit_bytes: int, clock: Clock) -> None:
         self._limit_bytes = limit_bytes
         self._clock = clock
         self._until_s: dict[int, float] = {}

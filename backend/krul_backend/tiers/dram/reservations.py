@@ -16,9 +16,8 @@ from krul_backend.segment import SegmentManifest, check_codec_params_num_bytes
 from krul_backend.tiers.common.hashing import checked_checksums
 from krul_backend.tiers.common.interface import Reservation, Span
 from krul_backend.tiers.dram.arena import Extent
-from krul_backend.tiers.dram.dram_books import DramBooks, PendingReservation
+from krul_backend.tiers.dram.dram_books import DramBooks, LockedBooks, PendingReservation
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED, Candidate, EvictionSearch
-from krul_backend.tiers.dram.locked_books import LockedBooks
 from krul_backend.tiers.dram.stored_segment import StoredSegment, block_in
 
 _MAX_SEARCHES = 4

@@ -1,13 +1,16 @@
-"""A segment as the DRAM tier keeps it."""
+"""A segment as the DRAM tier keeps it, and trims of it: dropping the first tokens of its blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from krul_backend.errors import ManifestError, TierReadError
+from krul_backend.free_extents import joined
 from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.hashing import Checksums, block_checksum
-from krul_backend.tiers.common.interface import DRAM_TIER, Block, LayerStatus, Span
+from krul_backend.tiers.common.interface import DRAM_TIER, FAILED, Block, LayerStatus, SegmentSlice, Span
 from krul_backend.tiers.dram.arena import Arena, Extent
 
 
@@ -60,7 +63,8 @@ class StoredSegment:
             Span(0 if extent is None else extent.offset + extent.num_bytes - block.nbytes, block.nbytes)
             for extent, block in zip(extents, blocks, strict=True)
         )
-        self.ranges = tuple(_joined(self.all_extents))
+        taken = ((extent.offset, extent.taken_bytes) for extent in self.all_extents)
+        self.ranges = tuple(Span(*each) for each in joined(taken))
         self.taken_bytes = sum(span.num_bytes for span in self.ranges)
 
     @property
@@ -87,6 +91,33 @@ class StoredSegment:
         known = [seconds for seconds in (self.manifest.recompute_s, self.lower_load_s) if seconds]
         return min(known, default=0.0)
 
+    def pages(self, first_page: int, end_page: int, *, is_fetched: bool) -> SegmentSlice:
+        """Pages ``[first_page, end_page)`` as a lease on them shows them.
+
+        While the segment arrives, they belong to the tier that it comes from, and have blocks only if the
+        lease ``is_fetched``. Call it with the segment pinned.
+
+        Raises:
+            TierReadError: fetched pages of a segment whose arrival has failed.
+        """
+        # Read once: an arrival may end at any moment.
+        status = self.status
+        if is_fetched and status is not None and (status.flags == FAILED).any():
+            raise TierReadError(f"segment {self.segment_id} could not be read from {self.origin}")
+        has_blocks = is_fetched or status is None
+        return SegmentSlice(
+            segment_id=self.segment_id,
+            header=self.manifest.header,
+            tier=DRAM_TIER if status is None else self.origin,
+            blocks=self.blocks if has_blocks else (),
+            spans=self.spans if has_blocks else (),
+            checksums=self.checksums,
+            first_page=first_page,
+            end_page=end_page,
+            status=status if has_blocks else None,
+            status_span=self.status_span if has_blocks and status is not None else None,
+        )
+
     def num_damaged(self) -> int:
         """Count the landed blocks whose checksums differ from the committed ones.
 
@@ -100,19 +131,88 @@ class StoredSegment:
         )
 
 
-def _joined(extents: Sequence[Extent]) -> Iterator[Span]:
-    """The ranges that extents take, those that touch joined to one."""
-    start = end = 0
-    for offset, num_bytes in sorted((extent.offset, extent.taken_bytes) for extent in extents):
-        if offset != end:
-            if end > start:
-                yield Span(start, end - start)
-            start = offset
-        end = offset + num_bytes
-    if end > start:
-        yield Span(start, end - start)
-
-
 def block_in(arena: Arena, extent: Extent | None) -> Block:
     """A writable view of an extent's bytes; of no bytes for None."""
     return arena.buffer[:0] if extent is None else arena.view(extent)
+
+
+@dataclass(frozen=True, eq=False)
+class Trim:
+    """One trim of one segment: its manifest afterwards, and the bytes that each block loses at its front."""
+
+    manifest: SegmentManifest
+    drop_num_bytes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that all blocks lose."""
+        return sum(self.drop_num_bytes)
+
+    def checksums(self, segment: StoredSegment) -> Checksums | None:
+        """The blocks' checksums after the trim; None if a block of which a part stays is damaged.
+
+        Only blocks that change are read. Call it with the segment pinned, and outside the lock.
+        """
+        checksums = []
+        for block, checksum, drop in zip(segment.blocks, segment.checksums, self.drop_num_bytes, strict=True):
+            if drop and drop < block.nbytes and block_checksum(block) != checksum:
+                return None
+            checksums.append(block_checksum(block[drop:]) if drop else checksum)
+        return tuple(checksums)
+
+    def apply(self, segment: StoredSegment, arena: Arena, checksums: Checksums) -> None:
+        """Cut the segment, and free the bytes that its blocks lost.
+
+        Call it with the lock held, and with no pin on the segment but the trim's own.
+        """
+        extents: list[Extent | None] = []
+        blocks: list[Block] = []
+        for extent, block, drop in zip(segment.extents, segment.blocks, self.drop_num_bytes, strict=True):
+            if extent is None or not drop:
+                extents.append(extent)
+            elif drop == block.nbytes:
+                arena.free(extent)
+                extents.append(None)
+            else:
+                # Bytes that an earlier trim could not free for alignment lie before the block.
+                unused = extent.num_bytes - block.nbytes
+                extents.append(arena.free_front(extent, unused + drop))
+            blocks.append(block[drop:])
+        segment.manifest = self.manifest
+        segment.place(tuple(extents), tuple(blocks))
+        segment.checksums = checksums
+
+
+def plan_trim(
+    manifest: SegmentManifest, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]
+) -> Trim | None:
+    """Plan the trim after which layer ``l`` holds no token before ``layer_first_token[l]``.
+
+    ``layer_num_bytes[l]``: size of the block that holds exactly the tokens from there on. Layers that start
+    there or later already stay as they are; None if all do.
+
+    Raises:
+        ManifestError: other numbers of layers, tokens beyond the segment, or sizes that no such blocks have.
+    """
+    num_layers = manifest.model.num_layers
+    if len(layer_first_token) != num_layers or len(layer_num_bytes) != num_layers:
+        raise ManifestError(
+            f"{len(layer_first_token)} first tokens and {len(layer_num_bytes)} sizes "
+            f"for a segment of {num_layers} layers"
+        )
+    first_tokens, sizes = list(manifest.layer_first_token), list(manifest.layer_num_bytes)
+    for layer, (first, size) in enumerate(zip(layer_first_token, layer_num_bytes, strict=True)):
+        if first <= first_tokens[layer]:
+            continue
+        if size >= sizes[layer]:
+            raise ManifestError(
+                f"layer {layer} cannot hold the tokens from {first} on in {size} bytes: "
+                f"those from {first_tokens[layer]} on take {sizes[layer]}"
+            )
+        first_tokens[layer], sizes[layer] = first, size
+    if tuple(first_tokens) == manifest.layer_first_token:
+        return None
+    return Trim(
+        dataclasses.replace(manifest, layer_first_token=tuple(first_tokens), layer_num_bytes=tuple(sizes)),
+        tuple(before - after for before, after in zip(manifest.layer_num_bytes, sizes, strict=True)),
+    )

@@ -7,13 +7,11 @@ from collections.abc import Callable
 
 from krul_backend.errors import ManifestError
 from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.common.interface import Block
-from krul_backend.tiers.common.lower_tier import Suspension, TierCounters
-from krul_backend.tiers.common.write_queue import QueuedSegment, WriteQueue
+from krul_backend.tiers.common.interface import Block, Clock
+from krul_backend.tiers.common.lower_tier import QueuedSegment, Suspension, TierCounters, WriteQueue
 from krul_backend.tiers.mooncake.cluster_connection import ClusterConnection
 from krul_backend.tiers.mooncake.epochs import Epochs
-from krul_backend.tiers.mooncake.known_segments import KnownSegments
-from krul_backend.tiers.mooncake.lookup import Lookup
+from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
 from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError, StoreFullError
 from krul_backend.tiers.mooncake.stored_object import StoredObject, encode_object
 
@@ -23,7 +21,8 @@ _CLOSE_TIMEOUT_S = 5.0
 class ClusterWriter:
     """Writes queued segments in a thread of its own. Thread-safe.
 
-    The blocks of a segment are written first, then its metadata, then the pointer by which it is found.
+    The blocks of a segment are written first, then its metadata, then the pointer by which it is found. What
+    waits is in ``queue``.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class ClusterWriter:
         epochs: Epochs,
         known: KnownSegments,
         lookup: Lookup,
-        clock: Callable[[], float],
+        clock: Clock,
         queue_bytes: int,
     ) -> None:
         self._connection = connection
@@ -44,7 +43,7 @@ class ClusterWriter:
         self._known = known
         self._lookup = lookup
         self._clock = clock
-        self._queue = WriteQueue(queue_bytes)
+        self.queue = WriteQueue(queue_bytes, counters)
         self._is_giving_up = False
         self._thread = threading.Thread(target=self._work, name="krul-mooncake-writer", daemon=True)
         self._thread.start()
@@ -58,39 +57,26 @@ class ClusterWriter:
     ) -> bool:
         """See ``LowerTier.put``."""
         item = QueuedSegment(manifest, blocks, checksums, b"", done)
-        if self._suspension.is_active or not self._queue.put(item):
+        if self._suspension.is_active or not self.queue.put(item):
             self._counters.add(skipped_segments=1)
             return False
         return True
 
-    def queued(self) -> tuple[int, int]:
-        """Number of segments, and their bytes, that wait or are being written."""
-        return self._queue.sizes()
-
-    def flush(self, timeout_s: float) -> bool:
-        return self._queue.flush(timeout_s)
-
-    def drop(self, is_dropped: Callable[[QueuedSegment], bool]) -> None:
-        """Give up the waiting segments for which the predicate is true."""
-        dropped = self._queue.drop(is_dropped)
-        self._counters.add(skipped_segments=len(dropped))
-        self._queue.settle(dropped)
-
     def close(self) -> None:
         """Write waiting segments for some seconds at most, then give up the rest."""
-        self._queue.close()
+        self.queue.close()
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._is_giving_up = True
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
-        while self._queue.wait():
-            # One at a time, so that ``drop`` reaches all others.
-            items = self._queue.take(1)
+        while self.queue.wait():
+            # One at a time, so that ``give_up`` reaches all others.
+            items = self.queue.take(1)
             for item in items:
                 if self._is_giving_up or not self._is_written(item):
                     self._counters.add(skipped_segments=1)
-            self._queue.settle(items)
+            self.queue.settle(items)
 
     def _is_written(self, item: QueuedSegment) -> bool:
         if self._suspension.is_active:

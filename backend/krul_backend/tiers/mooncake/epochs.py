@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import secrets
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from krul_backend.segment import FORMAT_VERSION
+from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.mooncake.object_store import ObjectStore
 
 ROOT = f"krul/{FORMAT_VERSION}"
@@ -34,12 +34,9 @@ class Epochs:
     when two daemons clear at once, nothing was ever stored under either number. If an epoch's object is lost
     (the master was restarted), nothing is found, and the next daemon that stores draws another number: what
     was cleared stays cleared.
-
-    Args:
-        clock: seconds, monotonic.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._known: dict[str, KnownPrefix] = {}

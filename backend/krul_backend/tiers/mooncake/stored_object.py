@@ -11,7 +11,7 @@ import xxhash
 
 from krul_backend.errors import RecordError
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.tiers.common.record import SegmentRecord, decode_header, encode_metadata, encode_segment
+from krul_backend.tiers.common.record import decode_header, encode_metadata, encode_segment
 
 MAX_METADATA_BYTES = 64 << 20
 MAX_POINTER_BYTES = 256
@@ -76,7 +76,7 @@ def decode_object(
         record = decode_header(metadata)
     except RecordError:
         return None
-    if not isinstance(record, SegmentRecord) or record.manifest.model != model:
+    if record.manifest.model != model:
         return None
     return (record.manifest, record.checksums) if _has_right_types(record.manifest) else None
 

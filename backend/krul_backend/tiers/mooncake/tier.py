@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from krul_backend.errors import TierReadError
 from krul_backend.planner.costs import TierCost
-from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
 from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
+from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.lower_tier import LowerTier, MeasuredCost, Suspension, TierCounters
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.mooncake.cluster_connection import (
@@ -23,11 +23,9 @@ from krul_backend.tiers.mooncake.cluster_connection import (
 )
 from krul_backend.tiers.mooncake.cluster_writer import ClusterWriter
 from krul_backend.tiers.mooncake.epochs import Epochs
-from krul_backend.tiers.mooncake.known_segments import KnownSegments
-from krul_backend.tiers.mooncake.lookup import Lookup
-from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, require_mooncake
+from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
+from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, MooncakeOptions, require_mooncake
 from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError
-from krul_backend.tiers.mooncake.options import MooncakeOptions
 from krul_backend.tiers.mooncake.stored_object import StoredObject
 
 NAME = "mooncake"
@@ -44,7 +42,6 @@ class MooncakeTier(LowerTier):
         arena: the memory that blocks are views of, uint8; it is registered for transfers without a copy.
             None: blocks are copied once.
         connect: makes the client; another one than Mooncake's in tests.
-        clock: seconds, monotonic.
 
     Raises:
         DaemonError: Mooncake's client is not installed.
@@ -58,7 +55,7 @@ class MooncakeTier(LowerTier):
         arena: npt.NDArray[np.uint8] | None,
         *,
         connect: Callable[[MooncakeOptions, Block | None], ObjectStore] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         if connect is None:
             require_mooncake()
@@ -96,8 +93,7 @@ class MooncakeTier(LowerTier):
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
     ) -> tuple[PageRun[StoredObject], ...]:
-        if len(token_ids) != len(page_keys) * model.page_size:
-            raise ValueError(f"{len(token_ids)} token ids for {len(page_keys)} pages of {model.page_size}")
+        token_ids = checked_token_ids(token_ids, len(page_keys), model.page_size)
         # While an answer is late no further lookup waits: a scheduler asks again and again.
         if not page_keys or self._suspension.is_active:
             return ()
@@ -157,7 +153,7 @@ class MooncakeTier(LowerTier):
 
     def discard(self, manifest: SegmentManifest) -> None:
         """As ``LowerTier.discard``: forgotten at once, removed from the cluster in the background."""
-        self._writer.drop(lambda item: item.manifest.shares_encoded_pages(manifest))
+        self._writer.queue.give_up(lambda item: item.manifest.shares_encoded_pages(manifest))
         known = self._forget_like(manifest)
         # In the background, because it may take long when the master is gone.
         self._calls.begin(lambda: self._remove_like(manifest, known))
@@ -167,7 +163,7 @@ class MooncakeTier(LowerTier):
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything that was put before is in the cluster's memory, or given up."""
-        return self._writer.flush(timeout_s)
+        return self._writer.queue.flush(timeout_s)
 
     def clear(self, model: ModelIdentity | None = None) -> None:
         """As ``LowerTier.clear``. If the cluster does not answer, only this daemon has forgotten the model.
@@ -177,7 +173,7 @@ class MooncakeTier(LowerTier):
         fingerprint = model.fingerprint if model is not None else None
         self._epochs.clear(fingerprint)
         self._known.clear(fingerprint)
-        self._writer.drop(lambda item: fingerprint in (None, item.manifest.model.fingerprint))
+        self._writer.queue.give_up(lambda item: fingerprint in (None, item.manifest.model.fingerprint))
         if not self._calls.run(self._settle, _CLEAR_TIMEOUT_S):
             self._suspension.failed("slow to clear", f"more than {_CLEAR_TIMEOUT_S:g} s")
 
@@ -224,7 +220,7 @@ class MooncakeTier(LowerTier):
         stored_bytes = sum(segment.manifest.num_bytes for segment in segments)
         capacity_bytes = self._options.segment_bytes
         used_bytes = min(stored_bytes, capacity_bytes)
-        queued_segments, queued_bytes = self._writer.queued()
+        queued_segments, queued_bytes = self._writer.queue.sizes()
         return TierStats(
             name=NAME,
             capacity_bytes=capacity_bytes,

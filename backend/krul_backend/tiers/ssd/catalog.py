@@ -6,11 +6,12 @@ import errno
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.eviction import EvictionPolicy
+from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.lower_tier import Suspension, TierCounters
 from krul_backend.tiers.common.page_index import PageIndex, PageRun
 from krul_backend.tiers.ssd.log_file import LogFile
@@ -54,10 +55,9 @@ class Catalog:
 
     Args:
         policy: order of eviction, owned by the catalog from here on.
-        clock: seconds, monotonic.
     """
 
-    def __init__(self, policy: EvictionPolicy, clock: Callable[[], float]) -> None:
+    def __init__(self, policy: EvictionPolicy, clock: Clock) -> None:
         self._policy = policy
         self._clock = clock
         self._index: PageIndex[SsdSegment] = PageIndex()
@@ -152,7 +152,7 @@ class TierState:
     catalog: Catalog
     suspension: Suspension
     fullness: Suspension
-    clock: Callable[[], float]
+    clock: Clock
     lock: threading.Lock = field(default_factory=threading.Lock)
     counters: TierCounters = field(default_factory=TierCounters)
     is_closed: bool = False

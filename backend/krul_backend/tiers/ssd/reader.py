@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.record import RECORD_ALIGN
 from krul_backend.tiers.ssd.disk import Disk
 
@@ -64,7 +65,6 @@ class PieceReader:
     Args:
         disk: does the system calls.
         timeout_s: how long one piece may take.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PieceReader:
         timeout_s: float,
         num_threads: int = NUM_THREADS,
         piece_num_bytes: int = PIECE_NUM_BYTES,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._disk = disk
         self._timeout_s = timeout_s

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
 from krul_backend.errors import TierReadError
-from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.common.record import encode_metadata
-from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment
+from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
 from krul_backend.tiers.ssd.own_files import FILE_HEADER_NUM_BYTES
+from krul_backend.tiers.ssd.segment_reads import SegmentReads
 
 logger = logging.getLogger(__name__)
 
 MAX_DEAD_SHARE = 0.2
 """The share of the space that may be dead before live records are copied to free it."""
-
-ReadBlocks = Callable[[SsdSegment, Sequence[Block]], None]
 
 
 class Room:
@@ -31,28 +27,22 @@ class Room:
     Args:
         capacity_bytes: how much the files may take at any moment. One file's size of it is reserved for
             compaction, which writes the records to keep before it removes the file that they were in.
-        lock: the tier's; taken here, never held during a system call.
-        read_blocks: reads a segment into writable blocks, or raises TierReadError.
-        on_evicted: called under the lock for each segment that is evicted.
+        state: the tier's; its lock is taken here, never held during a system call.
     """
 
     def __init__(
         self,
         capacity_bytes: int,
         file_bytes: int,
-        lock: threading.Lock,
-        catalog: Catalog,
+        state: TierState,
         writer: LogWriter,
-        read_blocks: ReadBlocks,
-        on_evicted: Callable[[SsdSegment], None],
+        reads: SegmentReads,
     ) -> None:
         self._capacity_bytes = capacity_bytes
         self._limit_bytes = capacity_bytes - file_bytes
-        self._lock = lock
-        self._catalog = catalog
+        self._state = state
         self._writer = writer
-        self._read_blocks = read_blocks
-        self._on_evicted = on_evicted
+        self._reads = reads
 
     @property
     def max_record_bytes(self) -> int:
@@ -67,7 +57,7 @@ class Room:
             OSError: a file could not be written or removed.
         """
         while True:
-            with self._lock:
+            with self._state.lock:
                 grows_by = self._writer.num_bytes_for(record_num_bytes) if record_num_bytes else 0
                 shortfall = self._writer.used_bytes + grows_by - self._limit_bytes
                 if shortfall <= 0:
@@ -96,7 +86,7 @@ class Room:
 
     def remove_dead(self) -> None:
         """Remove the files without live records. Raises OSError."""
-        with self._lock:
+        with self._state.lock:
             dead = [f for f in self._writer.files.values() if self._is_idle(f) and f.live_bytes == 0]
         for file in dead:
             self._writer.remove(file)
@@ -114,14 +104,13 @@ class Room:
         """Evict segments of ``num_bytes`` together, or all that may be evicted; False if there is none."""
         victims: list[SsdSegment] = []
         num_left = num_bytes
-        for segment in self._catalog.victims():
+        for segment in self._state.catalog.victims():
             if num_left <= 0:
                 break
             victims.append(segment)
             num_left -= segment.taken_bytes
         for segment in victims:
-            self._catalog.remove(segment)
-            self._on_evicted(segment)
+            self._evict_one(segment)
         return bool(victims)
 
     def _compact(self, file: LogFile) -> bool:
@@ -132,23 +121,24 @@ class Room:
         """
         # Seal first: if this is the file that is written now, its records would be appended to itself.
         self._writer.seal()
-        with self._lock:
-            segments = [segment for segment in self._catalog.segments if segment.file is file]
+        with self._state.lock:
+            segments = [segment for segment in self._state.catalog.segments if segment.file is file]
         segments.sort(key=lambda segment: segment.offset)
         num_moved = num_unsynced_bytes = 0
         for segment in segments:
             manifest = segment.manifest
             blocks = [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.layer_num_bytes]
             try:
-                self._read_blocks(segment, blocks)
+                self._reads.read(segment, blocks, lambda layer: None)
             except TierReadError as error:
                 cause = error.__cause__
                 if isinstance(cause, OSError):
                     # A record that cannot be read would keep its file forever; a slow one may be read later.
                     if not isinstance(cause, TimeoutError):
-                        self._drop(segment)
+                        with self._state.lock:
+                            self._evict_one(segment)
                     raise cause from error
-                with self._lock:
+                with self._state.lock:
                     has_left = not segment.is_indexed
                 if has_left:
                     # Its bytes were wrong, or it was cleared meanwhile.
@@ -163,14 +153,14 @@ class Room:
                 num_unsynced_bytes = 0
         self._writer.commit()
         logger.debug("compacted %s: moved %d of %d segments", file.path.name, num_moved, len(segments))
-        with self._lock:
+        with self._state.lock:
             return file.live_bytes == 0
 
-    def _drop(self, segment: SsdSegment) -> None:
-        with self._lock:
-            if segment.is_indexed:
-                self._catalog.remove(segment)
-                self._on_evicted(segment)
+    def _evict_one(self, segment: SsdSegment) -> None:
+        """Evict a segment, unless it has left already. Called with the lock held."""
+        if segment.is_indexed:
+            self._state.catalog.remove(segment)
+            self._state.counters.add(evicted_segments=1, evicted_bytes=segment.manifest.num_bytes)
 
 
 def _dead_bytes(file: LogFile) -> int:

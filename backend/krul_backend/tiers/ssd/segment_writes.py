@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from krul_backend.errors import DaemonError
 from krul_backend.segment import ModelIdentity
+from krul_backend.tiers.common.lower_tier import QueuedSegment, WriteQueue
 from krul_backend.tiers.common.record import block_offsets, segment_num_bytes
-from krul_backend.tiers.common.write_queue import QueuedSegment, WriteQueue
 from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
 from krul_backend.tiers.ssd.clear_file import ClearFile
 from krul_backend.tiers.ssd.log_file import LogFile
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class SegmentWrites:
     """Writes queued segments in a thread of its own. Thread-safe.
 
-    ``_log_lock`` is held by the thread that changes files, also during I/O.
+    What waits is in ``queue``. ``_log_lock`` is held by the thread that changes files, also during I/O.
 
     Args:
         next_sequence: the sequence of the first record that will be written.
@@ -44,31 +44,18 @@ class SegmentWrites:
         self._room = room
         self._clears = clears
         self._sequences = itertools.count(next_sequence)
-        self._queue = WriteQueue(max_queued_bytes)
+        self.queue = WriteQueue(max_queued_bytes, state.counters)
         self._log_lock = threading.Lock()
         # A daemon: a disk that never answers must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name="ssd-write", daemon=True)
         self._thread.start()
 
-    def queued(self) -> tuple[int, int]:
-        """Number of segments, and their bytes, that are not written yet."""
-        return self._queue.sizes()
-
     def put(self, item: QueuedSegment) -> bool:
         is_fitting = segment_num_bytes(item.manifest, item.metadata) <= self._room.max_record_bytes
-        if self._state.is_writable and is_fitting and self._queue.put(item):
+        if self._state.is_writable and is_fitting and self.queue.put(item):
             return True
         self._state.counters.add(skipped_segments=1)
         return False
-
-    def flush(self, timeout_s: float) -> bool:
-        return self._queue.flush(timeout_s)
-
-    def drop(self, is_dropped: Callable[[QueuedSegment], bool]) -> None:
-        """Give up the waiting segments for which the predicate is true."""
-        dropped = self._queue.drop(is_dropped)
-        self._state.counters.add(skipped_segments=len(dropped))
-        self._queue.settle(dropped)
 
     def clear(self, model: ModelIdentity | None) -> None:
         """As ``LowerTier.clear``. Raises DaemonError if the clear cannot be made durable."""
@@ -82,7 +69,7 @@ class SegmentWrites:
             with contextlib.suppress(OSError):
                 # Later records go into new files, which the clear does not cover.
                 self._writer.seal()
-            dropped = self._queue.drop(is_cleared)
+            dropped = self.queue.drop(is_cleared)
             with self._state.lock:
                 for segment in self._state.catalog.segments:
                     if is_cleared(segment):
@@ -93,25 +80,25 @@ class SegmentWrites:
             except OSError as error:
                 self._state.failed("failed removal", error)
             finally:
-                self._queue.settle(dropped)
+                self.queue.settle(dropped)
 
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, for ``timeout_s`` at most; False if a write hangs even then."""
-        self._queue.close()
+        self.queue.close()
         self._thread.join(timeout_s)
-        self._queue.settle(self._queue.drop(lambda item: True))
+        self.queue.settle(self.queue.drop(lambda item: True))
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
-        while self._queue.wait():
+        while self.queue.wait():
             with self._log_lock:
-                items = self._queue.take(GROUP_NUM_BYTES)
+                items = self.queue.take(GROUP_NUM_BYTES)
                 try:
                     self._write(items)
                 except Exception:
                     logger.exception("writing to the SSD failed: the segments stay in DRAM only")
-            self._queue.settle(items)
+            self.queue.settle(items)
 
     def _write(self, items: Sequence[QueuedSegment]) -> None:
         """Write a group of segments with one sync. Segments that fail are given up, and counted."""

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from krul_backend.errors import ConfigError, RecordError, TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.eviction import EvictionPolicy, LruPolicy
-from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import LowerTier, Suspension
+from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
+from krul_backend.tiers.common.lower_tier import LowerTier, QueuedSegment, Suspension
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.record import RECORD_ALIGN, encode_metadata
-from krul_backend.tiers.common.write_queue import QueuedSegment
 from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment, TierState
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.log_writer import LogWriter
@@ -67,7 +63,7 @@ class SsdTier(LowerTier):
         read_timeout_s: float = 1.0,
         policy: EvictionPolicy | None = None,
         disk: Disk | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         max_queued_bytes: int = 256 * _MIB,
         file_bytes: int | None = None,
         patience_s: float = 0.0,
@@ -95,15 +91,7 @@ class SsdTier(LowerTier):
         self._reader = PieceReader(disk, read_timeout_s)
         self._writer = LogWriter(disk, self._directory, self._state.lock, file_bytes, recovered)
         self._reads = SegmentReads(self._state, self._writer, self._reader)
-        room = Room(
-            capacity_bytes,
-            file_bytes,
-            self._state.lock,
-            catalog,
-            self._writer,
-            self._read_to_move,
-            self._count_eviction,
-        )
+        room = Room(capacity_bytes, file_bytes, self._state, self._writer, self._reads)
         for found in recovered.records:
             segment = self._found_segment(found)
             catalog.remove_superseded(segment)
@@ -164,16 +152,12 @@ class SsdTier(LowerTier):
         checksums: Sequence[int],
         done: Callable[[], None],
     ) -> bool:
-        # A copy that nobody else can change: later hits are confirmed by these tokens.
-        token_ids = np.array(manifest.token_ids, dtype=np.int32)
-        token_ids.flags.writeable = False
-        manifest = dataclasses.replace(manifest, token_ids=token_ids)
         metadata = encode_metadata(manifest, tuple(checksums))
         return self._writes.put(QueuedSegment(manifest, tuple(blocks), tuple(checksums), metadata, done))
 
     def discard(self, manifest: SegmentManifest) -> None:
         """As ``LowerTier.discard``. At the next start, segments that were stored later replace the record."""
-        self._writes.drop(lambda item: item.manifest.shares_encoded_pages(manifest))
+        self._writes.queue.give_up(lambda item: item.manifest.shares_encoded_pages(manifest))
         with self._state.lock:
             for segment in self._state.catalog.segments_of(manifest.model, manifest.page_keys):
                 if segment.manifest.shares_encoded_pages(manifest):
@@ -183,7 +167,7 @@ class SsdTier(LowerTier):
         return self._reads.cost
 
     def flush(self, timeout_s: float) -> bool:
-        return self._writes.flush(timeout_s)
+        return self._writes.queue.flush(timeout_s)
 
     def clear(self, model: ModelIdentity | None = None) -> None:
         """As ``LowerTier.clear``.
@@ -230,7 +214,7 @@ class SsdTier(LowerTier):
         return DamageReport(num_blocks, num_bytes, tuple(bad))
 
     def stats(self) -> TierStats:
-        queued_segments, queued_bytes = self._writes.queued()
+        queued_segments, queued_bytes = self._writes.queue.sizes()
         with self._state.lock:
             used_bytes = self._writer.used_bytes
             return TierStats(
@@ -274,9 +258,3 @@ class SsdTier(LowerTier):
             offset=found.offset,
             last_used_s=self._state.clock(),
         )
-
-    def _read_to_move(self, segment: SsdSegment, blocks: Sequence[Block]) -> None:
-        self._reads.read(segment, blocks, lambda layer: None)
-
-    def _count_eviction(self, segment: SsdSegment) -> None:
-        self._state.counters.add(evicted_segments=1, evicted_bytes=segment.manifest.num_bytes)

@@ -1,14 +1,6 @@
-"""The pipeline of a restore, step by step: the model by which every plan is judged.
+"""The pipeline of a restore, step by step: when each head, each load and each own layer begins and ends.
 
-::
-
-    compute stream   head 0 | head 1 | ... | head L-1 | own 0 | own 1 | ... | own L-1
-    load stream      load 0 | load 1 | ... | load L-1
-
-Both streams start at 0 and never pause by themselves, but for one rule: own layer ``l``, of the request's own
-forward, starts when load ``l`` has ended. Head ``l`` computes tokens ``[device_tokens, h_l)`` of layer ``l``.
-Load ``l`` copies block ``l`` of each run, one copy each, and decodes the rows ``[h_l, total_tokens)``. If
-the problem ``is_serial``, loads start when all heads have ended, and own layers when all loads have.
+The model is that of ``krul_backend.planner.timing``, whose times planners search with.
 """
 
 from __future__ import annotations
@@ -19,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from krul_backend.errors import RestoreError
-from krul_backend.planner.problem import RestoreProblem
+from krul_backend.planner.interface import RestoreProblem
 from krul_backend.planner.timing import Floats, RestoreTiming, Tokens
 
 

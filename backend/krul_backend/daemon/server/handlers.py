@@ -1,4 +1,4 @@
-"""Answers the operations of a session: each asks the store, and some change what the session holds."""
+"""Answers requests: each asks the store, and some change what a session holds."""
 
 from __future__ import annotations
 
@@ -11,27 +11,43 @@ from krul_backend.daemon.protocol.messages import (
     AbortRequest,
     ClearRequest,
     CommitRequest,
+    DaemonStats,
     FetchRequest,
     FindMissingRequest,
+    FlushRequest,
     HelloRequest,
+    InspectRequest,
     LeaseRequest,
+    ListRequest,
     PathSegmentsRequest,
+    PingRequest,
     PinRequest,
     PrefetchRequest,
     ReleaseRequest,
     ReportDamageRequest,
     Request,
     ReserveRequest,
+    StatsRequest,
     TierCostsRequest,
     TrimRequest,
+    VerifyRequest,
 )
 from krul_backend.daemon.server.lanes import Deferred, Lane
 from krul_backend.daemon.server.sessions import Held, Session
 from krul_backend.errors import ManifestError, ProtocolError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import Lease, PathSegment, Reservation, SegmentSlice, Span
+from krul_backend.store.tiered_store import TieredStore
+from krul_backend.tiers.common.interface import (
+    Lease,
+    PathSegment,
+    Reservation,
+    SegmentInfo,
+    SegmentSlice,
+    Span,
+)
 
+MAX_FLUSH_S = 600.0
 MAX_HELD = 65_536
 """How many leases, and how many reservations, a session may hold."""
 
@@ -204,6 +220,38 @@ class SessionHandlers:
         fingerprint = request.fingerprint
         model = _model_of(session, fingerprint) if fingerprint is not None else None
         return Deferred(lambda: self._store.clear(model))
+
+
+def admin_handlers(
+    store: TieredStore, daemon_stats: Callable[[], DaemonStats]
+) -> dict[type[Request[Any]], Callable[[Any], Any]]:
+    """What answers each of ``ADMIN_REQUESTS`` but ``shutdown``, with its result or ``Deferred``.
+
+    They hand out no memory, and remove only damaged segments. To be called by the server's thread alone.
+    ``daemon_stats`` returns what the server counts, for the answer to ``stats``.
+    """
+
+    def list_segments(request: ListRequest) -> Deferred[list[SegmentInfo]]:
+        def work() -> list[SegmentInfo]:
+            return sorted(store.list_segments(), key=lambda info: info.segment_id)
+
+        def finish(future: Future[list[SegmentInfo]]) -> tuple[list[SegmentInfo], int]:
+            infos = future.result()
+            return infos[request.offset : request.offset + request.limit], len(infos)
+
+        return Deferred(work, finish)
+
+    def flush(request: FlushRequest) -> Deferred[bool]:
+        return Deferred(lambda: store.flush(min(request.timeout_s, MAX_FLUSH_S)), lane=Lane.FLUSH)
+
+    return {
+        PingRequest: lambda request: None,
+        StatsRequest: lambda request: (store.stats(), daemon_stats()),
+        ListRequest: list_segments,
+        InspectRequest: lambda request: Deferred(lambda: store.inspect(request.segment_id)),
+        VerifyRequest: lambda request: Deferred(store.verify, lane=Lane.VERIFY),
+        FlushRequest: flush,
+    }
 
 
 def _ask_for(

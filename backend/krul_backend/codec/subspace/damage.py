@@ -1,0 +1,121 @@
+"""Sums up the errors of a group of layers, and says what they are expected to cost; a sample shows it for any
+step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from krul_backend.codec.coefficients.scales import BAND, num_bands
+from krul_backend.codec.subspace.bases import GroupBasis
+from krul_backend.codec.subspace.quantizer import (
+    LARGEST_LEVEL,
+    dequantize,
+    quantize,
+    step_shifts,
+    token_steps,
+)
+
+LEAST_MAGNITUDE = 0.25
+"""The last bands are left out if their mean magnitude is below this many steps. Nearly all their levels would
+be zero, and the bytes save more in a finer step for the others."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupErrors:
+    """The errors that were made in the KV of some tokens in one group.
+
+    Errors that differ from token to token cost each for itself, the more the more attention its token draws:
+    ``own_damage`` is their cost in nats, before the model's factor. What all tokens are off by together costs
+    on top, since attention does not average it away. It is most of what text loses that is unlike the text
+    learned from, because its KV lies elsewhere. ``total [D]`` is the sum of the errors of ``num_tokens``.
+    """
+
+    basis: GroupBasis
+    own_damage: float
+    total: torch.Tensor
+    num_tokens: int
+
+    @classmethod
+    def none(cls, basis: GroupBasis) -> GroupErrors:
+        return cls(basis, 0.0, torch.zeros_like(basis.mean), 0)
+
+    def with_tokens(
+        self, vectors: torch.Tensor, coefficients: torch.Tensor, worth: torch.Tensor
+    ) -> GroupErrors:
+        """These and those of tokens whose ``vectors [T, D]``, less the mean, come back as exactly these first
+        ``coefficients [T, any]`` say. What the others of the basis cost is not in ``own_damage`` yet.
+        ``worth [T]``: see ``GroupBasis.token_worth``."""
+        own = (vectors @ self.basis.outside).square_().sum(1) @ worth
+        total = coefficients.sum(0) @ self.basis.decoder[: coefficients.shape[1]] - vectors.sum(0)
+        return GroupErrors(
+            self.basis, self.own_damage + float(own) / 2, self.total + total, self.num_tokens + len(vectors)
+        )
+
+    def with_rounding(self, errors: torch.Tensor, worth: torch.Tensor) -> GroupErrors:
+        """These and ``errors [T, any]`` of first coefficients, of tokens that count already."""
+        own = errors.square().sum(1) @ worth
+        total = errors.sum(0) @ self.basis.decoder[: errors.shape[1]]
+        return GroupErrors(self.basis, self.own_damage + float(own) / 2, self.total + total, self.num_tokens)
+
+    def with_left_out(self, damage: float) -> GroupErrors:
+        """These, if coefficients that were left out cost so much more, each for itself."""
+        return GroupErrors(self.basis, self.own_damage + damage, self.total, self.num_tokens)
+
+    @property
+    def shift_damage(self) -> float:
+        """What the tokens' mean error is expected to cost, in nats, if a whole conversation is like them."""
+        mean = self.total / max(1, self.num_tokens)
+        return float(mean.square() @ self.basis.shift_costs) / 2
+
+
+class Sample:
+    """Some tokens of a segment in one group. They show what a step costs, and which coefficients are worth
+    keeping.
+
+    ``vectors [T, D]``, less the mean, have the ``coefficients [T, R]``. ``worth [T]`` of the tokens: 0 for
+    those that are stored as they are. ``outside``: the errors that no step keeps from.
+    """
+
+    def __init__(
+        self, basis: GroupBasis, vectors: torch.Tensor, coefficients: torch.Tensor, worth: torch.Tensor
+    ) -> None:
+        self.num_tokens = len(coefficients)
+        self.outside = GroupErrors.none(basis).with_tokens(vectors, coefficients, worth)
+        self._coefficients = coefficients
+        self._worth = worth
+        self._shifts = step_shifts(worth)
+        coded = coefficients[worth > 0] / token_steps(1, self._shifts[worth > 0])
+        self._magnitudes = _band_means(coded.abs())
+        self._largest = float(coded.abs().amax()) if coded.numel() else 0.0
+
+    @property
+    def smallest_unclipped_step(self) -> float:
+        """The smallest step with which no level is clipped."""
+        return self._largest / LARGEST_LEVEL
+
+    def num_kept(self, step: float) -> int:
+        """How many coefficients are kept: all up to the last band that is not small, at least one band."""
+        kept = (self._magnitudes >= LEAST_MAGNITUDE * step).nonzero()
+        last_band = int(kept.max()) if len(kept) else 0
+        return min((last_band + 1) * BAND, self._coefficients.shape[1])
+
+    def left_out_damage(self, num_kept: int) -> float:
+        """What leaving out the coefficients from ``num_kept`` on costs each of these tokens for itself."""
+        return float(self._coefficients[:, num_kept:].square().sum(1) @ self._worth) / 2
+
+    def rounded(self, step: float) -> GroupErrors:
+        """The errors of these tokens with this step."""
+        num_kept = self.num_kept(step)
+        levels = quantize(self._coefficients[:, :num_kept], step, self._shifts)
+        errors = self._coefficients.neg()
+        errors[:, :num_kept] += dequantize(levels, step, self._shifts)
+        return self.outside.with_rounding(errors, self._worth)
+
+
+def _band_means(magnitudes: torch.Tensor) -> torch.Tensor:
+    """The mean of each band of ``magnitudes [T, R]``: ``[number of bands]``."""
+    if not len(magnitudes):
+        return magnitudes.new_zeros(num_bands(magnitudes.shape[1]))
+    return torch.stack([band.mean() for band in torch.split(magnitudes, BAND, dim=1)])

@@ -1,0 +1,398 @@
+"""GPU code that decodes a group of layers in a shared subspace: levels first, then their product with the basis.
+
+``decode_rans`` has one program of one warp for each record of 64 tokens. A lane of the coder is a lane of the
+warp. All lanes take a step together: which of them read a word, and which one, follows from a running sum over
+the lanes. The steps of a record follow each other, so the time is that of the longest record; records run side
+by side. Where a record lies comes from the caller and is checked by it. Whatever the bytes in between are,
+nothing outside of the record is read, and nothing outside of its own coefficients is written.
+
+``restore_group_layer`` has one program for some tokens and some channels of a layer's keys, or of its values.
+It multiplies coefficients and basis tile by tile, adds the mean, rotates keys and writes to the slots.
+
+Coefficients lie between the two as ``[records, coefficients, 64]``: the lanes of a step are neighbours in
+memory. Those whose scale is 0 are left out.
+
+Importing this module imports triton.
+"""
+
+# What triton compiles has no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+RECORD = tl.constexpr(64)
+"""Tokens of a record."""
+
+LANES = tl.constexpr(16)
+ROUNDS = tl.constexpr(4)
+"""Steps that a lane takes for one coefficient: its tokens of a record."""
+
+SMALLEST_SHIFT = tl.constexpr(-8)
+LARGEST_SCALE = tl.constexpr(47)
+LOWER_BOUND = tl.constexpr(1 << 16)
+ESCAPE = tl.constexpr(-128)
+SQRT_2 = tl.constexpr(2**0.5)
+
+
+@triton.jit
+def _read_words(words, at, num_words, is_wanted):
+    """Words ``at`` of a record, uint32; 0 for those that it does not have or that are not wanted."""
+    return tl.load(words + at, mask=is_wanted & (at < num_words), other=0).to(tl.uint32)
+
+
+@triton.jit
+def _read_shifts(words, num_shift_words, num_words, token):
+    """The shift of each token plus 8."""
+    is_stored = (token >> 2) < num_shift_words
+    return (_read_words(words, token >> 2, num_words, is_stored) >> (4 * (token & 3)).to(tl.uint32)) & 15
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_coded", "num_exact"])
+def decode_rans(
+    block,
+    record_starts,
+    scales,
+    tables,
+    num_tokens,
+    num_coded,
+    num_exact,
+    shrink,
+    exact,
+    rest,
+    damaged,
+):
+    """Decode one record of ``block`` uint8 into the values of its coefficients, for each program.
+
+    Record ``i`` has bytes ``[record_starts[i], record_starts[i + 1])`` of the block, whole words of 16 bits, and
+    64 of the ``num_tokens``; the last one may have fewer. ``scales [num_coded]``: those of the coefficients that
+    are coded. ``tables``: ``CoderTables.decoding``.
+
+    Coefficients before ``num_exact`` go to ``exact [records, num_exact, 64]``, the others to ``rest [records,
+    num_coded - num_exact, 64]``, as ``sign(q) * (|q| - shrink) * 2 ** (shift / 2)``. ``damaged [records]`` is set
+    to 1 if the bytes are not what the coder writes, otherwise to 0.
+    """
+    record = tl.program_id(0)
+    size = tl.minimum(num_tokens - record * RECORD, RECORD)
+    begin = tl.load(record_starts + record)
+    num_words = (tl.load(record_starts + record + 1) - begin) >> 1
+    words = (block + begin).to(tl.pointer_type(tl.uint16), bitcast=True)
+    lane = tl.arange(0, LANES)
+    is_lane = lane < size
+    num_shift_words = (size + 7) // 8 * 2
+    position = num_shift_words + 2 * tl.minimum(size, LANES)
+
+    of_record = tl.arange(0, RECORD)
+    is_unused = (of_record >= size) & (_read_shifts(words, num_shift_words, num_words, of_record) != 0)
+    is_wrong = (position > num_words) | (tl.sum(is_unused.to(tl.int32)) > 0)
+    moves = ()
+    factors = ()
+    for index in tl.static_range(ROUNDS):
+        shift = (
+            _read_shifts(words, num_shift_words, num_words, lane + index * LANES).to(tl.int32)
+            + SMALLEST_SHIFT
+        )
+        moves = moves + (2 * shift,)
+        # Powers of whole numbers are exact on every device.
+        factors = factors + (tl.exp2((shift >> 1).to(tl.float32)) * tl.where((shift & 1) != 0, SQRT_2, 1.0),)
+    low = _read_words(words, num_shift_words + 2 * lane, num_words, is_lane)
+    high = _read_words(words, num_shift_words + 2 * lane + 1, num_words, is_lane)
+    state = low | high << 16
+    is_wrong |= tl.sum((is_lane & (state < LOWER_BOUND)).to(tl.int32)) > 0
+
+    exact_values = exact + record.to(tl.int64) * num_exact * RECORD
+    rest_values = rest + record.to(tl.int64) * (num_coded - num_exact) * RECORD
+    for place in range(num_coded):
+        scale = tl.load(scales + place)
+        for index in tl.static_range(ROUNDS):
+            token = lane + index * LANES
+            is_token = token < size
+            table = tl.minimum(tl.maximum(scale - moves[index], 1), LARGEST_SCALE)
+            slot = (state & 4095).to(tl.int32)
+            entry = tl.load(tables + (table * 4096 + slot)).to(tl.uint32, bitcast=True)
+            symbol = (entry & 255).to(tl.int32)
+            after = (entry >> 20) * (state >> 12) + ((entry >> 8) & 4095)
+            is_short = is_token & (after < LOWER_BOUND)
+            is_escaped = is_token & (symbol == 0)
+            num_read = is_short.to(tl.int32) + is_escaped.to(tl.int32)
+            # A lane's words lie behind those of the lanes before it.
+            at = position + tl.cumsum(num_read, 0) - num_read
+            after = tl.where(is_short, after << 16 | _read_words(words, at, num_words, is_short), after)
+            state = tl.where(is_token, after, state)
+            own = _read_words(words, at + is_short.to(tl.int32), num_words, is_escaped)
+            level = tl.where(is_escaped, own.to(tl.int16).to(tl.int32), symbol + ESCAPE)
+            position += tl.sum(num_read)
+            sign = (level > 0).to(tl.float32) - (level < 0).to(tl.float32)
+            value = (level.to(tl.float32) - shrink * sign) * factors[index]
+            is_exact = place < num_exact
+            tl.store(exact_values + place * RECORD + token, value, mask=is_token & is_exact)
+            tl.store(
+                rest_values + (place - num_exact) * RECORD + token,
+                value.to(rest.dtype.element_ty),
+                mask=is_token & (place >= num_exact),
+            )
+
+    # A word of zero may follow, so that records are a multiple of 4 bytes long.
+    is_wrong |= (position > num_words) | (position + (position & 1) != num_words)
+    padding = _read_words(words, position + lane, num_words, (lane == 0) & (position >= 0))
+    is_wrong |= tl.sum(padding.to(tl.int32)) > 0
+    is_wrong |= tl.sum((is_lane & (state != LOWER_BOUND)).to(tl.int32)) > 0
+    tl.store(damaged + record, is_wrong.to(tl.int32))
+
+
+@triton.jit
+def _place_channels(
+    column,
+    num_pairs: tl.constexpr,
+    padded_half: tl.constexpr,
+    dim: tl.constexpr,
+    rotary_half: tl.constexpr,
+    are_halves: tl.constexpr,
+):
+    """The head, counted from the program's first one, and the channel that a program's ``column [C]`` stands for.
+
+    ``are_halves``: the first ``num_pairs`` columns are the first channels of the pairs that turn together, of one
+    head after the other, and the others are the second ones::
+
+        [0, rotary_half)     p                p + rotary_half
+        [rotary_half, half)  p + rotary_half  p + half    what is not rotated, in two halves too
+
+    Otherwise columns are channels, and ``2 p`` and ``2 p + 1`` turn together.
+    """
+    if are_halves:
+        half: tl.constexpr = (dim + 1) // 2
+        is_second = column // num_pairs
+        pair = column % num_pairs
+        head = pair // padded_half
+        pair = pair % padded_half
+        # By arithmetic and not by a choice: the compiler then knows which channels are neighbours.
+        channel = pair + is_second * half
+        if rotary_half < half:
+            is_rotated = (pair < rotary_half).to(tl.int32)
+            channel += (1 - is_rotated) * (1 - is_second) * rotary_half
+            channel -= is_rotated * is_second * (half - rotary_half)
+        is_channel = (pair < half) & (channel < dim)
+    else:
+        head = column // (2 * padded_half)
+        channel = column % (2 * padded_half)
+        is_channel = channel < dim
+    return head, channel, is_channel
+
+
+@triton.jit
+def _multiply(
+    acc,
+    values,
+    num_values,
+    first_place,
+    places,
+    decoder,
+    vector_size,
+    record,
+    in_record,
+    is_row,
+    column,
+    is_column,
+    dtype: tl.constexpr,
+    precision: tl.constexpr,
+    num_program_values: tl.constexpr,
+):
+    """Add the product of the coefficients ``values [records, num_values, 64]`` with their rows of ``decoder``.
+
+    Row ``r`` of the result is token ``in_record[r]`` of record ``record[r]``; ``places`` from ``first_place`` on
+    are the rows of ``decoder [R, vector_size]``. Both are multiplied as ``dtype``.
+    """
+    of_rows = values + (record.to(tl.int64) * num_values * RECORD + in_record)
+    for start in range(0, num_values, num_program_values):
+        value = start + tl.arange(0, num_program_values)
+        is_value = value < num_values
+        place = tl.load(places + first_place + value, mask=is_value, other=0).to(tl.int64)
+        left = tl.load(
+            of_rows[:, None] + value[None, :] * RECORD, mask=is_row[:, None] & is_value[None, :], other=0
+        )
+        right = tl.load(
+            decoder + place[:, None] * vector_size + column[None, :],
+            mask=is_value[:, None] & is_column[None, :],
+            other=0,
+        )
+        acc = tl.dot(left.to(dtype), right.to(dtype), acc, input_precision=precision)
+    return acc
+
+
+@triton.jit
+def _restore_channels(
+    exact,
+    rest,
+    num_exact,
+    num_coded,
+    places,
+    exact_decoder,
+    decoder,
+    vector_size,
+    vector_at,
+    mean,
+    step,
+    first_tokens,
+    num_first_tokens,
+    cos_table,
+    sin_table,
+    angle_stride,
+    start_token,
+    row,
+    num_rows,
+    token,
+    is_token,
+    slot,
+    first_head,
+    buffer,
+    slot_stride,
+    head_stride,
+    num_heads: tl.constexpr,
+    num_program_heads: tl.constexpr,
+    dim: tl.constexpr,
+    padded_half: tl.constexpr,
+    rotary_half: tl.constexpr,
+    is_neox: tl.constexpr,
+    precision: tl.constexpr,
+    num_exact_values: tl.constexpr,
+    num_rest_values: tl.constexpr,
+):
+    """Reconstruct keys, or values, of the rows ``row [T]`` and write them to ``buffer`` at ``slot [T]``."""
+    num_pairs: tl.constexpr = num_program_heads * padded_half
+    are_halves: tl.constexpr = rotary_half > 0 and is_neox
+    column = tl.arange(0, 2 * num_pairs)
+    head, channel, is_channel = _place_channels(column, num_pairs, padded_half, dim, rotary_half, are_halves)
+    head += first_head
+    is_column = is_channel & (head < num_heads)
+    element = head * dim + channel
+    record = row // RECORD
+    in_record = row % RECORD
+    is_row = row < num_rows
+    x = tl.zeros([row.shape[0], 2 * num_pairs], tl.float32)
+    x = _multiply(
+        x, exact, num_exact, 0, places, exact_decoder, vector_size, record, in_record, is_row,
+        vector_at + element, is_column, tl.float32, precision, num_exact_values,
+    )  # fmt: skip
+    x = _multiply(
+        x, rest, num_coded - num_exact, num_exact, places, decoder, vector_size, record, in_record, is_row,
+        vector_at + element, is_column, rest.dtype.element_ty, precision, num_rest_values,
+    )  # fmt: skip
+    x = x * step + tl.load(mean + vector_at + element, mask=is_column, other=0)[None, :]
+    if rotary_half > 0:
+        pair = tl.arange(0, num_pairs) % padded_half
+        is_angle = is_token[:, None] & (pair < rotary_half)[None, :]
+        angle_at = (start_token + token)[:, None] * angle_stride + pair[None, :]
+        cos = tl.load(cos_table + angle_at, mask=is_angle, other=1)
+        sin = tl.load(sin_table + angle_at, mask=is_angle, other=0)
+        if are_halves:
+            pairs = tl.permute(tl.reshape(x, [x.shape[0], 2, num_pairs]), (0, 2, 1))
+        else:
+            pairs = tl.reshape(x, [x.shape[0], num_pairs, 2])
+        first, second = tl.split(pairs)
+        pairs = tl.join(first * cos - second * sin, second * cos + first * sin)
+        if are_halves:
+            pairs = tl.permute(pairs, (0, 2, 1))
+        x = tl.reshape(pairs, [x.shape[0], 2 * num_pairs])
+    x = x.to(buffer.dtype.element_ty)
+    # Tokens that are stored as in the pool.
+    is_first = is_token & (token < num_first_tokens)
+    stored = first_tokens.to(buffer.dtype, bitcast=True) + num_first_tokens * vector_at
+    stored = tl.load(
+        stored + token[:, None] * (num_heads * dim) + element[None, :],
+        mask=is_first[:, None] & is_column[None, :],
+        other=0,
+    )
+    x = tl.where(is_first[:, None], stored, x)
+    out = buffer + slot[:, None] * slot_stride + (head * head_stride + channel)[None, :]
+    tl.store(out, x, mask=is_token[:, None] & is_column[None, :])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_exact",
+        "num_coded",
+        "num_first_tokens",
+        "num_rows",
+        "first_row_token",
+        "first_slot_token",
+        "first_token",
+        "end_token",
+        "start_token",
+    ]
+)
+def restore_group_layer(
+    exact,
+    rest,
+    num_exact,
+    num_coded,
+    places,
+    exact_decoder,
+    decoder,
+    vector_size,
+    k_at,
+    v_at,
+    mean,
+    step,
+    first_tokens,
+    num_first_tokens,
+    cos_table,
+    sin_table,
+    angle_stride,
+    k_buffer,
+    k_slot_stride,
+    k_head_stride,
+    v_buffer,
+    v_slot_stride,
+    v_head_stride,
+    slots,
+    num_rows,
+    first_row_token,
+    first_slot_token,
+    first_token,
+    end_token,
+    start_token,
+    num_heads: tl.constexpr,
+    num_program_heads: tl.constexpr,
+    k_dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    padded_half: tl.constexpr,
+    rotary_half: tl.constexpr,
+    is_neox: tl.constexpr,
+    precision: tl.constexpr,
+    num_program_tokens: tl.constexpr,
+    num_exact_values: tl.constexpr,
+    num_rest_values: tl.constexpr,
+):
+    """Write tokens ``[first_token, end_token)`` of a segment to their slots of one layer.
+
+    ``exact``, ``rest``: what ``decode_rans`` wrote of ``num_rows`` tokens from ``first_row_token`` on. ``places
+    [num_coded]``: the rows of the decoders ``[R, vector_size]`` that the coefficients belong to; a token's vector
+    has the layer's keys from ``k_at`` and its values from ``v_at`` on. ``slots``: of the tokens from
+    ``first_slot_token`` on. ``first_tokens``: bytes of tokens before ``num_first_tokens``, as in the pool.
+    """
+    head_blocks: tl.constexpr = (num_heads + num_program_heads - 1) // num_program_heads
+    first_head = tl.program_id(0) % head_blocks * num_program_heads
+    # From the block of the layer's first token on.
+    row = (first_token - first_row_token) // num_program_tokens * num_program_tokens
+    row += tl.program_id(0) // head_blocks * num_program_tokens + tl.arange(0, num_program_tokens)
+    token = first_row_token + row
+    is_token = (token >= first_token) & (token < end_token)
+    slot = tl.load(slots + (token - first_slot_token), mask=is_token, other=0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _restore_channels(
+            exact, rest, num_exact, num_coded, places, exact_decoder, decoder, vector_size, k_at, mean, step,
+            first_tokens, num_first_tokens, cos_table, sin_table, angle_stride, start_token, row, num_rows,
+            token, is_token, slot, first_head, k_buffer, k_slot_stride, k_head_stride, num_heads,
+            num_program_heads, k_dim, padded_half, rotary_half, is_neox, precision, num_exact_values,
+            num_rest_values,
+        )  # fmt: skip
+    else:
+        _restore_channels(
+            exact, rest, num_exact, num_coded, places, exact_decoder, decoder, vector_size, v_at, mean, step,
+            first_tokens, num_first_tokens, cos_table, sin_table, angle_stride, start_token, row, num_rows,
+            token, is_token, slot, first_head, v_buffer, v_slot_stride, v_head_stride, num_heads,
+            num_program_heads, v_dim, padded_half, 0, is_neox, precision, num_exact_values,
+            num_rest_values,
+        )  # fmt: skip
