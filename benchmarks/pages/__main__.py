@@ -9,8 +9,8 @@ from pathlib import Path
 import orjson
 
 from benchmarks import support
-from benchmarks.pages import configuration
-from benchmarks.pages.tables import DEMO_FIGURE, DEMO_RESULT, ROOT, tables
+from benchmarks.pages import ROOT, configuration
+from benchmarks.pages.tables import DEMO_FIGURE, DEMO_RESULT, tables
 from krul_sglang.demo.report import draw_demo
 
 README = ROOT / "README.md"

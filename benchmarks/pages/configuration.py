@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from benchmarks.pages.tables import ROOT
+from benchmarks.pages import ROOT
 from krul_sglang.config import CONFIG_FILE_VARIABLE, DAEMON_MARK, ENV_PREFIX, FLAG, KrulConfig
 
 PAGE = ROOT / "docs" / "configuration.md"

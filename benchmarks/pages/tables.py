@@ -9,12 +9,11 @@ from typing import Any
 
 import orjson
 
+from benchmarks.pages import RESULTS, ROOT
+from benchmarks.pages.serving import serving_tables
 from benchmarks.restore.rows import Row, longest, settings
-from benchmarks.serving.rows import COLUMNS, table_cells
 from krul_sglang.demo.report import ratio_text
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 DEMO_RESULT = RESULTS / "demo-cpu.json"
 DEMO_FIGURE = "docs/figures/demo.png"
 QUALITY_RESULTS = (
@@ -28,13 +27,6 @@ ESTIMATOR_RESULT = RESULTS / "estimator-cpu.json"
 RESTORE_RESULT = RESULTS / "restore-cpu.json"
 SEGMENTS_RESULT = RESULTS / "restore-segments-cpu.json"
 TIERS_RESULT = RESULTS / "tiers-cpu.json"
-SERVING_RESULTS = (
-    RESULTS / "serving-cpu.json",
-    RESULTS / "serving-compressed-cpu.json",
-    RESULTS / "serving-3000-cpu.json",
-)
-"""By the length of the history; those that were measured are shown."""
-SERVING_LENGTHS_RESULT = RESULTS / "serving-lengths-cpu.json"
 
 
 def demo_table(result: dict[str, Any]) -> str:
@@ -74,84 +66,6 @@ def _demo_notes(result: dict[str, Any]) -> str:
             f"Machine: {machine['cpu']}, {machine['cores']} cores, no GPU;",
             f"{Path(configuration['model_path']).name} in {configuration['dtype']};",
             f"SGLang {result['versions']['sglang']}. Source: [`{source}`]({source}).",
-        )
-    )
-
-
-def serving_table(results: dict[Path, dict[str, Any]]) -> str:
-    """Returning turns by the servers that were asked, a table for each length of the history."""
-    parts = []
-    for path, result in results.items():
-        lines = [f"| {' | '.join(COLUMNS)} |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
-        lines += [f"| {' | '.join(table_cells(row))} |" for row in result["rows"]]
-        parts += [_serving_heading(result), "\n".join(lines), _serving_notes(path, result)]
-    return "\n\n".join(parts)
-
-
-def serving_lengths_table(result: dict[str, Any]) -> str:
-    """Returning turns of krul's servers by the length of their prompt: where nothing is gained."""
-    lines = [
-        "| prompt of a returning turn | server | turns | restored | times sooner than recompute | smallest |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for row in result["rows"]:
-        for group in row["by_prompt_tokens"] if row["bytes_stored"] is not None else ():
-            ratio = group["times_sooner_than_recompute"]
-            lines.append(
-                f"| {group['up_to'] // 2 + 1} to {group['up_to']} tokens | {row['configuration']} | "
-                f"{group['turns']} | {group['restored']:.0%} | {ratio['median']:.2f} ({ratio['q25']:.2f}-"
-                f"{ratio['q75']:.2f}) | {ratio['min']:.2f} |"
-            )
-    notes = _serving_notes(SERVING_LENGTHS_RESULT, result)
-    return "\n".join([_serving_heading(result), "", *lines, "", notes])
-
-
-SERVING_SUMMARY = ("configuration", "TTFT p50", "times sooner than recompute", "first turn", "answers equal")
-"""Columns of the table in the README."""
-
-
-def serving_summary(results: dict[Path, dict[str, Any]]) -> str:
-    """The least of ``serving_table``: the shortest history, few columns."""
-    if not results:
-        return ""
-    path, result = next(iter(results.items()))
-    places = [COLUMNS.index(name) for name in SERVING_SUMMARY]
-    lines = [f"| {' | '.join(SERVING_SUMMARY)} |", "|---|" + "---:|" * (len(places) - 1)]
-    for row in result["rows"]:
-        cells_of_row = table_cells(row)
-        lines.append(f"| {' | '.join(cells_of_row[place] for place in places)} |")
-    source = path.relative_to(ROOT)
-    return "\n".join([_serving_heading(result), "", *lines, "", f"Source: [`{source}`]({source})."])
-
-
-def _serving_heading(result: dict[str, Any]) -> str:
-    configuration = result["configuration"]
-    model, rate = Path(configuration["model_path"]).name, configuration["rate"]
-    lengths = ", ".join(map(str, configuration["history_tokens"]))
-    load = "one request at a time" if rate is None else f"{rate:g} arrivals per second in a round"
-    if configuration["host_memory"] is not None:
-        load += f", {configuration['host_memory']} of host memory"
-    return (
-        f"**{model} in {configuration['dtype']}, {configuration['users']} conversations of about "
-        f"{lengths} tokens, {configuration['rounds']} turns each, {load}:**"
-    )
-
-
-def _serving_notes(path: Path, result: dict[str, Any]) -> str:
-    configuration, rows, machine = result["configuration"], result["rows"], result["machine"]
-    options = ", ".join(f"{name} = {value}" for name, value in configuration["compressed_options"].items())
-    waited = "waited for" if configuration["settles"] else "not waited for"
-    source = path.relative_to(ROOT)
-    return " ".join(
-        (
-            f"{rows[0]['returning_turns']} returning turns; ratios are of the same turn, median (quartiles).",
-            f"Small pool: {configuration['device_tokens']} tokens; all conversations: at most",
-            f"{configuration['total_tokens']}. compressed: {options}.",
-            f"What a server does after an answer was {waited}.",
-            f"A cache without bounds would find {rows[0]['theoretical_hit_rate']:.0%}",
-            "of the returning turns' tokens.",
-            f"Machine: {machine['cpu']}, {machine['cores']} cores; SGLang {result['versions']['sglang']};",
-            f"{result['duration_s'] / 60:.0f} minutes. Source: [`{source}`]({source}).",
         )
     )
 
@@ -426,14 +340,10 @@ def _mib(num_bytes: int) -> str:
 
 def tables() -> dict[str, str]:
     """The tables of the kept results, by the names of their places."""
-    serving = {path: orjson.loads(path.read_bytes()) for path in SERVING_RESULTS if path.exists()}
     quality = {path: orjson.loads(path.read_bytes()) for path in QUALITY_RESULTS if path.exists()}
-    lengths = orjson.loads(SERVING_LENGTHS_RESULT.read_bytes()) if SERVING_LENGTHS_RESULT.exists() else None
     return {
         "demo": demo_table(orjson.loads(DEMO_RESULT.read_bytes())),
-        "serving": serving_table(serving),
-        "serving-lengths": "" if lengths is None else serving_lengths_table(lengths),
-        "serving-summary": serving_summary(serving),
+        **serving_tables(),
         "quality": quality_tables(quality),
         "codec": codec_table(orjson.loads(CODEC_RESULT.read_bytes())),
         "estimator": estimator_table(orjson.loads(ESTIMATOR_RESULT.read_bytes())),

@@ -17,11 +17,10 @@ from rich.logging import RichHandler
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.serving import divergence, rows
 from benchmarks.serving.configuration import CLIENTS, Configuration, ServingBenchmarkError
-from benchmarks.serving.rows import COLUMNS, summarize, table_cells
 from benchmarks.serving.run import Tell, run
 from krul_backend.errors import KrulError
-from krul_sglang.demo.player import TurnResult
 from krul_sglang.json_file import write_result
 from krul_sglang.models.find import find_model
 
@@ -46,20 +45,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             "server_args": tuple(arguments.server_args),
         }
         configuration = Configuration(**options)
+        if arguments.figure is not None and configuration.client == "divergence":
+            raise ServingBenchmarkError("--figure draws times, which --client divergence does not take")
         with _progress(console) as tell:
             result = run(configuration, tell)
     except KrulError as error:
         print(error, file=sys.stderr)
         return 1
-    summary = summarize(result)
+    summary = rows.summarize(result)
     write_result(result, summary, json=arguments.json, raw=arguments.raw)
     if arguments.figure is not None:
         from benchmarks.figures.serving import draw
 
         draw(summary, arguments.figure)
-    table = Table(*COLUMNS)
+    shown = divergence if configuration.client == "divergence" else rows
+    table = Table(*shown.COLUMNS)
     for row in summary["rows"]:
-        table.add_row(*table_cells(row))
+        table.add_row(*shown.table_cells(row))
     # A file has no width: rich would fold the table into 80 columns.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0
@@ -87,7 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--configurations", "what to compare (" + ",".join(_DEFAULTS.servers) + ")", to="servers", type=_names
     )
-    add("--client", "this benchmark's own, or sglang.bench_serving", choices=CLIENTS)
+    add(
+        "--client",
+        "this benchmark's own, sglang.bench_serving, or one that compares what servers predict",
+        choices=CLIENTS,
+    )
     add("--conversations", "ShareGPT or OpenAI file, JSON or JSONL, instead of generated ones", type=Path)
     add("--data", "folder of JSONL files with session_id, timestamp and input (whole prompts)", type=Path)
     add(
@@ -96,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         to="history_tokens",
         type=_numbers,
     )
+    add("--turn-tokens", "tokens of later messages that are generated, instead of short questions", type=int)
     add("--users", "conversations", type=int)
     add("--rounds", "turns of each", type=int)
     add("--rate", "Poisson arrivals per second in a round, instead of one request at a time", type=float)
@@ -144,8 +151,7 @@ def _progress(console: Console) -> Iterator[Tell]:
     with Progress(console=console, refresh_per_second=2) as progress:
         task = progress.add_task("turns", total=None)
 
-        def tell(name: str, turn: TurnResult, num_answers: int) -> None:
-            text = f"{name}: {turn.conversation}, turn {turn.turn}: {turn.ttft_s * 1e3:.0f} ms"
+        def tell(text: str, num_answers: int) -> None:
             progress.update(task, advance=1, total=num_answers, description=text)
 
         yield tell

@@ -15,7 +15,7 @@ from krul_sglang.demo.environment import without_cwd
 
 SERVERS = ("recompute", "device", "native", "compressed", "full-load")
 KRUL_SERVERS = ("native", "compressed", "full-load")
-CLIENTS = ("krul", "bench_serving")
+CLIENTS = ("krul", "bench_serving", "divergence")
 
 COMPRESSED_OPTIONS = {"strategy": SUBSPACE}
 """Groups of layers in bases of the model, which are learned before if they are not there."""
@@ -36,6 +36,8 @@ class Configuration:
             conversations are generated.
         history_tokens: lengths of the first prompts of generated conversations, which take turns with them;
             of recorded ones prompts up to the longest of these are taken.
+        turn_tokens: about so many tokens has each later message of a generated conversation; None asks a
+            short question.
         users: conversations. ``rounds``: turns of each.
         rate: mean arrivals per second of the turns of a round; None sends one request at a time.
         think_time_s: least time between the answer to a turn and the next turn of the conversation.
@@ -52,6 +54,7 @@ class Configuration:
     conversations: Path | None = None
     data: Path | None = None
     history_tokens: tuple[int, ...] = (1000,)
+    turn_tokens: int | None = None
     users: int = 5
     rounds: int = 4
     rate: float | None = None
@@ -73,15 +76,23 @@ class Configuration:
         _check_names("--client", (self.client,), CLIENTS)
         if self.conversations is not None and self.data is not None:
             raise ServingBenchmarkError("give --conversations or --data, not both")
-        if self.client != "krul" and (self.conversations or self.data or self.think_time_s):
+        if self.client == "bench_serving" and (self.conversations or self.data or self.think_time_s):
             raise ServingBenchmarkError(
                 "bench_serving generates its own prompts and does not think: leave --conversations, --data "
                 "and --think-time out"
+            )
+        if self.client == "divergence" and (
+            self.rate is not None or self.think_time_s or not self.settles or len(self.servers) < 2
+        ):
+            raise ServingBenchmarkError(
+                "divergence compares two or more servers, one request at a time: leave --rate, --think-time "
+                "and --no-settle out"
             )
         if self.rounds < 2:
             raise ServingBenchmarkError(f"--rounds {self.rounds}: turns return from the second round on")
         positive = {
             "--history": min(self.history_tokens, default=0),
+            "--turn-tokens": self.turn_tokens,
             "--users": self.users,
             "--rate": self.rate,
             "--device-tokens": self.device_tokens,
@@ -122,6 +133,12 @@ class Configuration:
             "full-load": {"planner": "full-load"},
         }
         return {**self.krul_options, **own[name]}
+
+    def error_budget_of(self, name: str) -> float | None:
+        """What turns may lose on a server, in nats per predicted token; None where nothing is to be lost."""
+        if name not in KRUL_SERVERS or self.options_of(name).get("strategy") != SUBSPACE:
+            return None
+        return KrulConfig.from_mapping(self.options_of(name), f"options of {name!r}").error_budget
 
     def to_json(self) -> dict[str, Any]:
         names = ("model_path", "conversations", "data")

@@ -70,19 +70,26 @@ def choose_conversations(configuration: Configuration, count_tokens: CountTokens
 def generated_conversation(
     number: int, configuration: Configuration, count_tokens: CountTokens
 ) -> Conversation:
-    """A first turn of ordinary sentences, about as long as asked for, then short questions."""
+    """A first turn of ordinary sentences, about as long as asked for, then questions or more of them."""
     wanted = configuration.history_tokens[number % len(configuration.history_tokens)]
     words = random.Random(f"{configuration.seed} {number}")
+    texts = [_notes(words, wanted, count_tokens)]
+    for _ in range(configuration.rounds - 1):
+        later = configuration.turn_tokens
+        texts.append(_question(words) if later is None else _notes(words, later, count_tokens))
+    return Conversation(f"generated-{number}", tuple(map(UserTurn, texts)))
+
+
+def _notes(words: random.Random, wanted: int, count_tokens: CountTokens) -> str:
+    """Sentences and a question: a prompt of about ``wanted`` tokens, were it the only message."""
     sentences: list[str] = []
     while True:
-        first = f"These are my notes.\n{' '.join(sentences)}\n{_question(words)}"
-        missing = wanted - count_tokens(_as_prompt(first))
+        text = f"These are my notes.\n{' '.join(sentences)}\n{_question(words)}"
+        missing = wanted - count_tokens(_as_prompt(text))
         if missing <= 0:
-            break
+            return text
         # A sentence has at most about 20 tokens: the end is not passed by more than one of them.
         sentences += [_sentence(words) for _ in range(max(1, missing // 20))]
-    questions = [_question(words) for _ in range(configuration.rounds - 1)]
-    return Conversation(f"generated-{number}", tuple(UserTurn(text) for text in (first, *questions)))
 
 
 def recorded_conversations(

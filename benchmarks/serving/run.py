@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.serving.bench_serving import plan_pools_of_groups, rows_of_reports, run_bench_serving
 from benchmarks.serving.configuration import Configuration
 from benchmarks.serving.conversations import choose_conversations
+from benchmarks.serving.divergence import TOP_TOKENS, ask_and_compare, rows_of
 from benchmarks.serving.load import play, schedule
 from benchmarks.serving.rows import row, theoretical_hit_rate
 from benchmarks.serving.servers import Server, check_pool, dtype, host_memory_bytes, make_server
@@ -27,8 +28,8 @@ from krul_sglang.demo.sizing import EncodeMessages, PoolSizes, load_token_encode
 
 logger = logging.getLogger(__name__)
 
-Tell = Callable[[str, TurnResult, int], None]
-"""Is given the name of a server, what it answered, and the number of answers that there will be."""
+Tell = Callable[[str, int], None]
+"""Is given a line about each answer, and the number of answers that there will be."""
 
 
 def run(configuration: Configuration, tell: Tell) -> dict[str, Any]:
@@ -61,6 +62,8 @@ def run(configuration: Configuration, tell: Tell) -> dict[str, Any]:
         servers = _start(configuration, pools, folder, stack)
         if configuration.client == "bench_serving":
             measured = _bench_serving(servers, configuration, folder)
+        elif configuration.client == "divergence":
+            measured = _compare(servers, configuration, conversations, encode, tell)
         else:
             measured = _play(servers, configuration, conversations, encode, tell)
         about = [
@@ -118,9 +121,12 @@ def _play(
     """Rows of this benchmark's own client, and every turn."""
     batches = schedule(conversations, rate=configuration.rate, seed=configuration.seed)
     num_answers = len(servers) * sum(map(len, batches))
-    answers = asyncio.run(
-        play(servers, configuration, batches, lambda name, turn: tell(name, turn, num_answers))
-    )
+
+    def tell_turn(name: str, turn: TurnResult) -> None:
+        text = f"{name}: {turn.conversation}, turn {turn.turn}: {turn.ttft_s * 1e3:.0f} ms"
+        tell(text, num_answers)
+
+    answers = asyncio.run(play(servers, configuration, batches, tell_turn))
     of_reference = answers.turns[configuration.reference]
     hit_rate = theoretical_hit_rate(
         conversations,
@@ -142,6 +148,29 @@ def _play(
     ]
     turns = {name: [asdict(turn) for turn in of_server] for name, of_server in answers.turns.items()}
     return {"rows": rows, "turns": turns}
+
+
+def _compare(
+    servers: Sequence[Server],
+    configuration: Configuration,
+    conversations: Sequence[Conversation],
+    encode: EncodeMessages,
+    tell: Tell,
+) -> dict[str, Any]:
+    """Rows of what each server's predictions are worth, and every turn."""
+    num_answers = len(servers) * sum(len(conversation.turns) for conversation in conversations)
+    turns = ask_and_compare(
+        servers, configuration, conversations, encode, lambda text: tell(text, num_answers)
+    )
+    budgets = {name: configuration.error_budget_of(name) for name in turns}
+    rows = [row for name, compared in turns.items() for row in rows_of(name, compared, budgets[name])]
+    return {
+        "top_tokens": TOP_TOKENS,
+        "error_budgets": budgets,
+        "bytes_stored": {server.name: server.bytes_stored() for server in servers},
+        "rows": rows,
+        "turns": {name: [asdict(turn) for turn in compared] for name, compared in turns.items()},
+    }
 
 
 def _bench_serving(servers: Sequence[Server], configuration: Configuration, folder: Path) -> dict[str, Any]:

@@ -47,3 +47,29 @@ def test_krul_restores_the_turns_that_sglang_alone_recomputes(tmp_path: Path) ->
         turn["prompt_tokens"] for turn in turns["recompute"]
     ]
     assert figure.stat().st_size > 1000
+
+
+def test_krul_predicts_on_restored_turns_what_a_server_that_never_evicts_predicts(tmp_path: Path) -> None:
+    summary = tmp_path / "out.json"
+    command = [
+        *with_forked_servers("benchmarks.serving", "--client", "divergence", "--model", "bundled"),
+        *("--configurations", "device,full-load", "--users", "3", "--rounds", "3", "--history", "300"),
+        *("--turn-tokens", "60", "--max-tokens", "8", "--json", str(summary)),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(summary.read_text())
+    assert [(row["configuration"], row["turn"]) for row in result["rows"]] == [
+        ("full-load", 2),
+        ("full-load", 3),
+    ]
+    for row in result["rows"]:
+        assert row["conversations"] == 3
+        assert row["new_tokens"] > 50
+        # Asking what it predicts takes nothing away from what is restored.
+        assert row["not_restored"] == 0
+        assert row["history_tokens"] * (1 - row["restored"] - row["on_device"]) < 16
+        assert 0 <= row["kl_p95"] < 1e-6
+        assert row["top1"] == 1
+    assert result["error_budgets"] == {"full-load": None}
+    assert "turns" not in result

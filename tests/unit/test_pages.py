@@ -7,9 +7,9 @@ from dataclasses import fields
 
 import pytest
 
+from benchmarks.pages import RESULTS, ROOT
 from benchmarks.pages.__main__ import MEASURED, README, pages, render
 from benchmarks.pages.configuration import PAGE, default_text
-from benchmarks.pages.tables import RESULTS, ROOT
 from krul_sglang.config import KrulConfig
 
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")

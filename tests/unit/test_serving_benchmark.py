@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from benchmarks.figures.serving import draw
-from benchmarks.pages.tables import SERVING_RESULTS, serving_summary, serving_table
+from benchmarks.pages.serving import SERVING_RESULTS, serving_summary, serving_table
 from benchmarks.serving.__main__ import main
 from benchmarks.serving.bench_serving import command, plan_pools_of_groups, rows_of_reports
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
@@ -67,6 +67,14 @@ def test_generated_conversations_have_the_length_and_depend_on_the_seed_alone() 
         assert len(each.turns[1].text.split()) < 20
 
 
+def test_later_turns_are_as_long_as_asked_for() -> None:
+    (short, long) = (
+        choose_conversations(configuration(turn_tokens=tokens), count_words)[0] for tokens in (None, 60)
+    )
+    assert long.turns[0] == short.turns[0]
+    assert 60 <= len(long.turns[1].text.split()) <= 80
+
+
 def test_a_recorded_session_becomes_its_prompts_that_extend_each_other(tmp_path: Path) -> None:
     prompts = ("a b", "a b c d", "x", "a b c d e f", "a b c d e f " + "g " * 200)
     lines = [
@@ -103,6 +111,9 @@ def test_unusable_data_is_refused(tmp_path: Path) -> None:
         (["--compressed-options", "int4"], "is not JSON"),
         (["--compressed-options", '{"precision": "int5"}'], "int5"),
         (["--client", "bench_serving", "--data", "x"], "generates its own"),
+        (["--client", "divergence", "--rate", "2"], "one request at a time"),
+        (["--client", "divergence", "--configurations", "native"], "two or more servers"),
+        (["--turn-tokens", "0"], "--turn-tokens 0"),
         (["--data", "no-such-folder", "--model", "bundled"], "no such folder"),
         (["--device-tokens", "100000", "--model", "bundled"], "nothing would leave it"),
     ],

@@ -1,0 +1,146 @@
+"""Tables of what real servers were seen to do, one from each result file of ``benchmarks.serving``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from benchmarks.pages import RESULTS, ROOT
+from benchmarks.serving import divergence
+from benchmarks.serving.rows import COLUMNS, table_cells
+
+SERVING_RESULTS = (
+    RESULTS / "serving-cpu.json",
+    RESULTS / "serving-compressed-cpu.json",
+    RESULTS / "serving-3000-cpu.json",
+)
+"""By the length of the history; those that were measured are shown."""
+SERVING_LENGTHS_RESULT = RESULTS / "serving-lengths-cpu.json"
+SERVING_TURNS_RESULT = RESULTS / "serving-turns-cpu.json"
+
+
+def serving_table(results: dict[Path, dict[str, Any]]) -> str:
+    """Returning turns by the servers that were asked, a table for each length of the history."""
+    parts = []
+    for path, result in results.items():
+        lines = [f"| {' | '.join(COLUMNS)} |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
+        lines += [f"| {' | '.join(table_cells(row))} |" for row in result["rows"]]
+        parts += [_serving_heading(result), "\n".join(lines), _serving_notes(path, result)]
+    return "\n\n".join(parts)
+
+
+def serving_lengths_table(result: dict[str, Any]) -> str:
+    """Returning turns of krul's servers by the length of their prompt: where nothing is gained."""
+    lines = [
+        "| prompt of a returning turn | server | turns | restored | times sooner than recompute | smallest |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        for group in row["by_prompt_tokens"] if row["bytes_stored"] is not None else ():
+            ratio = group["times_sooner_than_recompute"]
+            lines.append(
+                f"| {group['up_to'] // 2 + 1} to {group['up_to']} tokens | {row['configuration']} | "
+                f"{group['turns']} | {group['restored']:.0%} | {ratio['median']:.2f} ({ratio['q25']:.2f}-"
+                f"{ratio['q75']:.2f}) | {ratio['min']:.2f} |"
+            )
+    notes = _serving_notes(SERVING_LENGTHS_RESULT, result)
+    return "\n".join([_serving_heading(result), "", *lines, "", notes])
+
+
+def serving_turns_table(result: dict[str, Any]) -> str:
+    """What restored turns predict against a server that never evicts, by the number of the turn."""
+    columns = divergence.COLUMNS
+    lines = [f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1)]
+    lines += [f"| {' | '.join(divergence.table_cells(row))} |" for row in result["rows"]]
+    return "\n".join([_serving_heading(result), "", *lines, "", _turns_notes(result)])
+
+
+def _turns_notes(result: dict[str, Any]) -> str:
+    configuration, machine, rows = result["configuration"], result["machine"], result["rows"]
+    budgets = [f"{name} {each:g} nats" for name, each in result["error_budgets"].items() if each is not None]
+    options = [
+        f"{name} = {value}"
+        for given in (configuration["krul_options"], configuration["compressed_options"])
+        for name, value in given.items()
+    ]
+    unlisted = max(row["unlisted"] for row in rows)
+    source = SERVING_TURNS_RESULT.relative_to(ROOT)
+    return " ".join(
+        (
+            f"A turn adds about {rows[0]['new_tokens']:.0f} tokens, an answer of at most",
+            f"{configuration['max_tokens']} among them. KL: in nats, mean over these tokens, a lower bound:",
+            f"each server lists its {result['top_tokens']} most likely tokens, and all that only one or none",
+            f"lists count as one. The reference leaves {unlisted:.1%} of the probability out, or less.",
+            f"Budget: {', '.join(budgets) or 'none'}; kept if the median conversation is within it, and 95%",
+            f"within {divergence.P95_OVER_BUDGET:g} times it. restored: share of the history that came from",
+            "the host (not: conversations of which at most half did); expected: by the server itself.",
+            f"Small pool: {configuration['device_tokens']} tokens. {', '.join(options)}.",
+            f"Machine: {machine['cpu']}, {machine['cores']} cores; SGLang {result['versions']['sglang']};",
+            f"{result['duration_s'] / 60:.0f} minutes. Source: [`{source}`]({source}).",
+        )
+    )
+
+
+SERVING_SUMMARY = ("configuration", "TTFT p50", "times sooner than recompute", "first turn", "answers equal")
+"""Columns of the table in the README."""
+
+
+def serving_summary(results: dict[Path, dict[str, Any]]) -> str:
+    """The least of ``serving_table``: the shortest history, few columns."""
+    if not results:
+        return ""
+    path, result = next(iter(results.items()))
+    places = [COLUMNS.index(name) for name in SERVING_SUMMARY]
+    lines = [f"| {' | '.join(SERVING_SUMMARY)} |", "|---|" + "---:|" * (len(places) - 1)]
+    for row in result["rows"]:
+        cells_of_row = table_cells(row)
+        lines.append(f"| {' | '.join(cells_of_row[place] for place in places)} |")
+    source = path.relative_to(ROOT)
+    return "\n".join([_serving_heading(result), "", *lines, "", f"Source: [`{source}`]({source})."])
+
+
+def _serving_heading(result: dict[str, Any]) -> str:
+    configuration = result["configuration"]
+    model, rate = Path(configuration["model_path"]).name, configuration["rate"]
+    lengths = ", ".join(map(str, configuration["history_tokens"]))
+    load = "one request at a time" if rate is None else f"{rate:g} arrivals per second in a round"
+    if configuration["host_memory"] is not None:
+        load += f", {configuration['host_memory']} of host memory"
+    return (
+        f"**{model} in {configuration['dtype']}, {configuration['users']} conversations of about "
+        f"{lengths} tokens, {configuration['rounds']} turns each, {load}:**"
+    )
+
+
+def _serving_notes(path: Path, result: dict[str, Any]) -> str:
+    configuration, rows, machine = result["configuration"], result["rows"], result["machine"]
+    options = ", ".join(f"{name} = {value}" for name, value in configuration["compressed_options"].items())
+    waited = "waited for" if configuration["settles"] else "not waited for"
+    source = path.relative_to(ROOT)
+    return " ".join(
+        (
+            f"{rows[0]['returning_turns']} returning turns; ratios are of the same turn, median (quartiles).",
+            f"Small pool: {configuration['device_tokens']} tokens; all conversations: at most",
+            f"{configuration['total_tokens']}. compressed: {options}.",
+            f"What a server does after an answer was {waited}.",
+            f"A cache without bounds would find {rows[0]['theoretical_hit_rate']:.0%}",
+            "of the returning turns' tokens.",
+            f"Machine: {machine['cpu']}, {machine['cores']} cores; SGLang {result['versions']['sglang']};",
+            f"{result['duration_s'] / 60:.0f} minutes. Source: [`{source}`]({source}).",
+        )
+    )
+
+
+def serving_tables() -> dict[str, str]:
+    """The tables of the kept results, by the names of their places; what was not measured is empty."""
+    serving = {path: orjson.loads(path.read_bytes()) for path in SERVING_RESULTS if path.exists()}
+    lengths = orjson.loads(SERVING_LENGTHS_RESULT.read_bytes()) if SERVING_LENGTHS_RESULT.exists() else None
+    turns = orjson.loads(SERVING_TURNS_RESULT.read_bytes()) if SERVING_TURNS_RESULT.exists() else None
+    return {
+        "serving": serving_table(serving),
+        "serving-lengths": "" if lengths is None else serving_lengths_table(lengths),
+        "serving-turns": "" if turns is None else serving_turns_table(turns),
+        "serving-summary": serving_summary(serving),
+    }
