@@ -106,6 +106,7 @@ class BudgetedServer:
         self._agreement = RankAgreement(None, 1) if agreement is None else agreement
         self._probe_share = probe_share
         self._next_slot = 0
+        self._num_shared = NUM_SLOTS
         self.budget = self.make_budget(limit)
         self.offloader = self._make_offloader(self.budget, MAX_LAYER_BYTES)
 
@@ -142,7 +143,10 @@ class BudgetedServer:
 
     @property
     def keys(self) -> list[str]:
-        return [f"page {page}" for page in range(len(self.slots) // PAGE_SIZE)]
+        return [
+            f"page {page}" if page < self._num_shared else f"page {page} of another conversation"
+            for page in range(len(self.slots) // PAGE_SIZE)
+        ]
 
     @property
     def path(self) -> StoredPath:
@@ -180,6 +184,11 @@ class BudgetedServer:
             self.pool.write(layer, slots, kv.k, kv.v)
         self.after_forward("decode", slots)
         self.slots = torch.cat([self.slots, slots])
+
+    def begin_another(self, num_pages: int) -> None:
+        """Another conversation begins with the first pages of this one."""
+        self._num_shared = num_pages
+        self.slots = self.slots[: num_pages * PAGE_SIZE]
 
     def store_turn(self, *, is_observed: bool = True) -> dict[str, Any]:
         """Store the conversation as a turn of which attention was recorded, or not; returns what the budget

@@ -347,6 +347,35 @@ def test_a_rank_that_cannot_measure_still_meets_the_others(is_stored: bool) -> N
     assert encoding.stored_as == Strategy.from_pairs(NUM_LAYERS)
 
 
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["on the device", "loaded"])
+def test_a_conversation_pays_its_share_of_a_segment_that_it_begins_with(
+    server: BudgetedServer, is_loaded: bool
+) -> None:
+    server.compute(FIRST_PAGES)
+    lost = server.store_turn()["last_damage"]
+    server.begin_another(4)
+    if is_loaded:
+        server.leave_and_return()
+    server.compute(28)
+    said = server.store_turn()
+    assert said["last_spent"] == pytest.approx(lost * 4 / FIRST_PAGES)
+    # Its own segment is not charged with the other one's tokens, now or later.
+    server.compute(MORE_PAGES)
+    spent = (said["last_spent"] + said["last_damage"]) * 32 / 40
+    assert server.store_turn()["last_spent"] == pytest.approx(spent)
+
+
+def test_the_share_counts_when_the_segment_has_left(server: BudgetedServer) -> None:
+    server.compute(FIRST_PAGES)
+    lost = server.store_turn()["last_damage"]
+    server.begin_another(4)
+    server.leave_and_return()
+    server.store.clear()
+    server.compute(28)
+    # All is stored again, with what the first pages have lost.
+    assert server.store_turn()["last_spent"] == pytest.approx(lost * 4 / FIRST_PAGES)
+
+
 def test_tokens_that_are_stored_where_nobody_looks_count_as_unknown() -> None:
     stored = [DamagedSpan(0, 16, 0, 16.0)]
     lossy = [DamagedSpan(0, 16, 0, 16.0), DamagedSpan(16, 24, 16, 8.0)]

@@ -83,6 +83,13 @@ def store_two_turns(server: BudgetedServer) -> None:
         server.store_turn()
 
 
+def damage_of_history(server: BudgetedServer) -> float:
+    """What the tokens before the probed ones cost now. The second segment is among them in part."""
+    first, second = server.damage_now()
+    start = FIRST_PAGES * PAGE_SIZE
+    return first + second * (HISTORY - start) / (len(server.slots) - start)
+
+
 def measure(server: BudgetedServer, *, is_exact: bool = True, group: Any = None) -> ProbeOutcome | None:
     """Probe the conversation; whatever comes of it, nothing stays leased."""
     outcome = make_prober(server, group).measure(server.path, is_exact=is_exact)
@@ -104,7 +111,7 @@ def test_the_last_tokens_run_on_the_true_history_and_on_the_one_that_would_come_
 ) -> None:
     store_two_turns(server)
     outcome = measure(server)
-    before, noted = server.read_pool(), sum(server.damage_now())
+    before, noted = server.read_pool(), damage_of_history(server)
     server.leave_and_return()
     true, stored = forward.histories
     assert [len(kv.k) for kv in (*true, *stored)] == [HISTORY] * (2 * NUM_LAYERS)
@@ -224,7 +231,7 @@ def test_what_all_ranks_lose_is_expected_together(
     outcome = measure(server, group=object())
     assert outcome is not None
     num_tokens = len(server.slots)
-    assert outcome.noted == pytest.approx(sum(server.damage_now()) + 3.0 / num_tokens)
+    assert outcome.noted == pytest.approx(damage_of_history(server) + 3.0 / num_tokens)
 
 
 def test_a_probe_moves_the_expected_damage_towards_the_truth(server: BudgetedServer) -> None:

@@ -17,6 +17,7 @@ from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.budget.probe_forward import HistoryAttention, probe_forward
+from krul_sglang.engine.budget.provenance import damage_of
 from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
@@ -85,9 +86,7 @@ class Prober:
             readers = self._readers(lease, num_history)
             if self._sum_of_ranks(float(readers is None)) or readers is None:
                 return None
-            noted = self._sum_of_ranks(
-                sum(reader.decoder.damage * reader.source.header.end_token for reader in readers)
-            ) / len(path.token_ids)
+            noted = self._sum_of_ranks(sum(map(damage_of, readers))) / len(path.token_ids)
             if not noted > 0:
                 return None
             true = self._run(path, num_history, self._true_history(path, num_history))

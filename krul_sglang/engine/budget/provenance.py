@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -90,8 +90,16 @@ class KvProvenance:
             if first < reader.end_token:
                 slots = load.slots[first - load.device_tokens : reader.end_token - load.device_tokens]
                 self._segments.index_fill_(0, slots, reader.source.header.start_token + 1)
-                self._damages.index_fill_(0, slots, reader.decoder.damage * reader.source.header.end_token)
+                self._damages.index_fill_(0, slots, damage_of(reader))
                 self._is_all_exact = False
+
+
+def damage_of(reader: SegmentReader) -> float:
+    """What a conversation loses with a segment, in nats times tokens. If it reads the beginning alone, since
+    another conversation goes on there, it loses that part's share."""
+    header = reader.source.header
+    share = (reader.end_token - header.start_token) / header.num_tokens
+    return reader.decoder.damage * header.end_token * share
 
 
 def first_lossy_token(reader: SegmentReader, head_ends: Sequence[int]) -> int:
@@ -119,6 +127,7 @@ def spent_damage(
     that the store does not hold. A lossy token whose segment left the store counts with that segment's
     damage. Infinite if some token is stored and the damage of its segment is not known.
     """
+    stored = _held(stored, missing)
     spent = {span.segment_start: span.damage for span in stored}
     is_known = np.zeros(num_tokens, dtype=bool)
     for span in stored:
@@ -131,6 +140,21 @@ def spent_damage(
     for tokens in missing:
         is_known[tokens.start : tokens.stop] = True
     return sum(spent.values()) / num_tokens if is_known.all() else math.inf
+
+
+def _held(stored: Sequence[DamagedSpan], missing: Sequence[range]) -> list[DamagedSpan]:
+    """The part of each segment that the conversation holds, with its share of the damage.
+
+    A segment ends early where the next one begins, or where tokens are missing: its other tokens are those of
+    a conversation that began alike.
+    """
+    bounds = sorted({span.start for span in stored} | {tokens.start for tokens in missing})
+    held = []
+    for span in stored:
+        end = min([span.end, *(bound for bound in bounds if bound > span.start)])
+        share = (end - span.start) / (span.end - span.start)
+        held.append(replace(span, end=end, damage=span.damage * share))
+    return held
 
 
 def carried_damage(lossy: Sequence[DamagedSpan], tokens: range) -> float:
