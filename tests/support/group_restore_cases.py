@@ -25,7 +25,7 @@ from tests.support.subspace_cases import CODERS
 Begin = Callable[[CodedTail, Device], GroupTail]
 """As ``group_tail``."""
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-7}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 0.01}
 """Of the largest element: sums in another order, coefficients in bf16, and rounding to the pool's type.
 Triton's interpreter cuts bits off where a GPU rounds, so that its coefficients in bf16 are off by twice as
 much."""

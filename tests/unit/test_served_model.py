@@ -87,7 +87,7 @@ class Rank:
         alone = RankAgreement(None, 1)
         connection: Any = SimpleNamespace(store=self.store, close=self.store.close, as_dict=dict)
         allocator = SimpleNamespace(get_kvcache=lambda: pool)
-        runtime = KrulRuntime(KrulConfig(strategy=strategy, probe_share=1.0))
+        runtime = KrulRuntime(KrulConfig(strategy=strategy, probe_share=1.0, error_budget=1e6))
         runtime.model_runner = SimpleNamespace()
         runtime.model, runtime.pool, runtime.connection = self.model, DevicePool(pool), connection
         if strategy == "subspace":
