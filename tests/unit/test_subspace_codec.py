@@ -221,15 +221,36 @@ def test_what_all_tokens_are_off_by_together_costs_on_top(start_token: int) -> N
     case = make_case(
         bases, start_token=start_token, num_tokens=100, with_rotary=False, layers=layers, max_damage=5.0
     )
-    shift = 0.0
-    for group, basis in enumerate(bases.groups):
-        true = group_vectors([layers[layer] for layer in basis.layers])
-        mean = (group_vectors(case.decode(group)) - true).mean(0)
-        shift += share * 3.0 * float(mean.square().sum()) / 2
+    shift = share * 3.0 * sum(map(common, errors_of(case))) / 2
     assert case.encoded.shift_damage == pytest.approx(shift, rel=1e-2)
     lost = shift + damage_of(case) + lost_outside(case)
     assert case.encoded.damage == pytest.approx(lost, rel=1e-2)
     assert 0.95 * 5.0 < case.encoded.damage <= 5.0 * (1 + 1e-5)
+
+
+def errors_of(case: Case) -> list[torch.Tensor]:
+    """What was lost of each group's vectors, ``[T, D]``."""
+    return [
+        group_vectors(case.decode(group)) - group_vectors([case.layers[layer] for layer in basis.layers])
+        for group, basis in enumerate(case.codec.bases.groups)
+    ]
+
+
+def common(errors: torch.Tensor) -> float:
+    """The mean product of the errors of two different tokens."""
+    num_tokens = len(errors)
+    of_all = float(errors.sum(0).square().sum() - errors.square().sum())
+    return of_all / (num_tokens * (num_tokens - 1))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 400])
+def test_errors_with_nothing_in_common_cost_each_for_itself_however_few_they_are(num_tokens: int) -> None:
+    bases = make_bases(standard_bases().shape, [2, 1], rank=20, shift_cost=30.0)
+    case = make_case(bases, start_token=64, num_tokens=num_tokens, with_rotary=False, max_damage=5.0)
+    share = num_tokens / (64 + num_tokens)
+    of_means = share * 30.0 * sum(float(errors.mean(0).square().sum()) for errors in errors_of(case)) / 2
+    # The mean of few errors is large by chance.
+    assert case.encoded.shift_damage < (0.5 if num_tokens < 100 else 1.0) * of_means
 
 
 def test_a_limit_below_what_is_lost_anyway_is_not_promised() -> None:

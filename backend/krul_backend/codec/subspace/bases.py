@@ -69,6 +69,11 @@ class GroupBasis:
         """The number R of coefficients."""
         return self.encoder.shape[1]
 
+    @cached_property
+    def scatter_costs(self) -> torch.Tensor:
+        """``[R]``: ``e^2`` times this is ``shift_costs`` of an error ``e`` in one coefficient alone."""
+        return self.decoder.square() @ self.shift_costs
+
     def token_worth(self, attention: torch.Tensor) -> torch.Tensor:
         """Estimate what errors in each token's KV cost, relative to the average token: fp32 ``[T]``.
 

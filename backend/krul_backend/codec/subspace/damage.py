@@ -3,7 +3,7 @@ step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,9 @@ LEAST_MAGNITUDE = 0.25
 """The last bands are left out if their mean magnitude is below this many steps. Nearly all their levels would
 be zero, and the bytes save more in a finer step for the others."""
 
+_SCATTER_TOKENS = 128
+"""The scatter of errors is measured in at most so many tokens."""
+
 
 @dataclass(frozen=True, eq=False)
 class GroupErrors:
@@ -29,17 +32,19 @@ class GroupErrors:
     Errors that differ from token to token cost each for itself, the more the more attention its token draws:
     ``own_damage`` is their cost in nats, before the model's factor. What all tokens are off by together costs
     on top, since attention does not average it away. It is most of what text loses that is unlike the text
-    learned from, because its KV lies elsewhere. ``total [D]`` is the sum of the errors of ``num_tokens``.
+    learned from, because its KV lies elsewhere. ``total [D]`` is the sum of the errors of ``num_tokens``, and
+    ``scatter`` the sum of their squares, each channel times its ``shift_costs``.
     """
 
     basis: GroupBasis
     own_damage: float
     total: torch.Tensor
+    scatter: float
     num_tokens: int
 
     @classmethod
     def none(cls, basis: GroupBasis) -> GroupErrors:
-        return cls(basis, 0.0, torch.zeros_like(basis.mean), 0)
+        return cls(basis, 0.0, torch.zeros_like(basis.mean), 0.0, 0)
 
     def with_tokens(
         self, vectors: torch.Tensor, coefficients: torch.Tensor, worth: torch.Tensor
@@ -47,27 +52,49 @@ class GroupErrors:
         """These and those of tokens whose ``vectors [T, D]``, less the mean, come back as exactly these first
         ``coefficients [T, any]`` say. What the others of the basis cost is not in ``own_damage`` yet.
         ``worth [T]``: see ``GroupBasis.token_worth``."""
-        own = (vectors @ self.basis.outside).square_().sum(1) @ worth
-        total = coefficients.sum(0) @ self.basis.decoder[: coefficients.shape[1]] - vectors.sum(0)
+        basis, decoder = self.basis, self.basis.decoder[: coefficients.shape[1]]
+        own = (vectors @ basis.outside).square_().sum(1) @ worth
+        total = coefficients.sum(0) @ decoder - vectors.sum(0)
+        # Of some tokens, since this takes a product for each.
+        few = slice(None, None, -(-len(vectors) // _SCATTER_TOKENS))
+        squares = (coefficients[few] @ decoder).sub_(vectors[few]).square_().mean(0)
         return GroupErrors(
-            self.basis, self.own_damage + float(own) / 2, self.total + total, self.num_tokens + len(vectors)
+            basis,
+            self.own_damage + float(own) / 2,
+            self.total + total,
+            self.scatter + len(vectors) * float(squares @ basis.shift_costs),
+            self.num_tokens + len(vectors),
         )
 
     def with_rounding(self, errors: torch.Tensor, worth: torch.Tensor) -> GroupErrors:
         """These and ``errors [T, any]`` of first coefficients, of tokens that count already."""
-        own = errors.square().sum(1) @ worth
-        total = errors.sum(0) @ self.basis.decoder[: errors.shape[1]]
-        return GroupErrors(self.basis, self.own_damage + float(own) / 2, self.total + total, self.num_tokens)
+        squares, num_kept = errors.square(), errors.shape[1]
+        total = errors.sum(0) @ self.basis.decoder[:num_kept]
+        # Coefficients are rounded each for itself.
+        scatter = squares.sum(0) @ self.basis.scatter_costs[:num_kept]
+        return GroupErrors(
+            self.basis,
+            self.own_damage + float(squares.sum(1) @ worth) / 2,
+            self.total + total,
+            self.scatter + float(scatter),
+            self.num_tokens,
+        )
 
     def with_left_out(self, damage: float) -> GroupErrors:
         """These, if coefficients that were left out cost so much more, each for itself."""
-        return GroupErrors(self.basis, self.own_damage + damage, self.total, self.num_tokens)
+        return replace(self, own_damage=self.own_damage + damage)
 
     @property
     def shift_damage(self) -> float:
-        """What the tokens' mean error is expected to cost, in nats, if a whole conversation is like them."""
-        mean = self.total / max(1, self.num_tokens)
-        return float(mean.square() @ self.basis.shift_costs) / 2
+        """What tokens have in common of their errors is expected to cost, in nats, if a whole conversation is
+        like them.
+
+        Errors without anything in common have a mean, too, of few tokens a large one. Its square is expected
+        to be their scatter, and is taken off.
+        """
+        num_pairs = self.num_tokens * (self.num_tokens - 1)
+        of_pairs = float(self.total.square() @ self.basis.shift_costs) - self.scatter
+        return max(0.0, of_pairs) / num_pairs / 2 if num_pairs else 0.0
 
 
 class Sample:
