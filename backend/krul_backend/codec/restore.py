@@ -101,8 +101,11 @@ class GroupTail(ABC):
 
 @dataclass(frozen=True, eq=False)
 class GroupTarget:
-    """Where a tail goes. ``first_tokens``: of each layer, not before that of the tail; ``slots``: int64,
-    those of all tokens of the tail, all different."""
+    """A tail, and its slots in the pool.
+
+    ``first_tokens``: of each layer, not before that of the tail. ``slots``: int64, those of all tokens of the
+    tail, all different.
+    """
 
     tail: GroupTail
     first_tokens: Sequence[int]
@@ -180,7 +183,7 @@ def _wanted(targets: Sequence[GroupTarget], layer: int, rows: slice) -> list[sli
 
 
 def can_fuse_groups(tail: CodedTail, device: Device) -> bool:
-    """Whether kernels decode a tail on ``device``.
+    """Return whether kernels decode a tail on ``device``.
 
     They do not on a CPU, if elements of the pool are not bf16, fp16 or fp32, or for a coder other than rANS.
     """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -49,7 +50,7 @@ class TailGroups:
                 self._parts.append(_Part(reader, load.slots[first : first + reader.num_tokens]))
                 first += reader.num_tokens
         # Heads have few different lengths, so that most layers are grouped as an earlier one is.
-        self._grouped: dict[object, list[_Part | _Joint | _Shared]] = {}
+        self._grouped: dict[object, list[Callable[[int], TailGroup]]] = {}
 
     def of_layer(self, layer: int) -> list[TailGroup]:
         """The groups of a layer; none if no load has a tail in it."""
@@ -57,17 +58,18 @@ class TailGroups:
         key = tuple((each.num_head_rows(layer), each.decoder.native_units[layer]) for each in readers)
         if key not in self._grouped:
             self._grouped[key] = self._group(layer)
-        return [_tail_group(each, layer) for each in self._grouped[key]]
+        return [make_group(layer) for make_group in self._grouped[key]]
 
-    def _group(self, layer: int) -> list[_Part | _Joint | _Shared]:
-        groups: list[_Part | _Joint | _Shared] = []
+    def _group(self, layer: int) -> list[Callable[[int], TailGroup]]:
+        """What makes the groups of this layer, and of others with the same heads."""
+        groups: list[Callable[[int], TailGroup]] = []
         shared = [
             (part.reader, part.slots)
             for part in self._parts
             if isinstance(part.reader, GroupReader) and part.reader.has_tail(layer)
         ]
         if shared:
-            groups.append(_Shared(shared))
+            groups.append(partial(_Subspaces, shared))
         joined: list[tuple[_Part, NativeTail]] = []
         num_bytes = 0
         for part in self._parts:
@@ -75,15 +77,15 @@ class TailGroups:
                 continue
             tail = part.reader.native_tail(layer)
             if tail is None:
-                groups.append(part)
+                groups.append(partial(_Alone, part))
                 continue
             if joined and num_bytes + tail.num_bytes > MAX_JOINED_BYTES:
-                groups.append(self._join(joined, layer))
+                groups.append(partial(_Joined, self._join(joined, layer)))
                 joined, num_bytes = [], 0
             joined.append((part, tail))
             num_bytes += tail.num_bytes
         if joined:
-            groups.append(self._join(joined, layer))
+            groups.append(partial(_Joined, self._join(joined, layer)))
         return groups
 
     def _join(self, joined: Sequence[tuple[_Part, NativeTail]], layer: int) -> _Joint:
@@ -117,31 +119,14 @@ class _Joint:
     slots: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class _Shared:
-    """Segments in shared subspaces, and the slots of their tokens."""
-
-    parts: Sequence[tuple[GroupReader, torch.Tensor]]
-
-
-def _tail_group(grouped: _Part | _Joint | _Shared, layer: int) -> TailGroup:
-    match grouped:
-        case _Part():
-            return _Alone(grouped, layer)
-        case _Joint():
-            return _Joined(grouped, layer)
-        case _Shared():
-            return _Subspaces(grouped, layer)
-
-
 class _Subspaces:
-    """Tails in shared subspaces: one product with the basis for all."""
+    """Tails in shared subspaces, each with the slots of its tokens: one product with the basis for all."""
 
-    def __init__(self, shared: _Shared, layer: int) -> None:
+    def __init__(self, parts: Sequence[tuple[GroupReader, torch.Tensor]], layer: int) -> None:
         self.blocks = [
-            reader.block(source) for reader, _ in shared.parts for source in reader.decoder.sources(layer)
+            reader.block(source) for reader, _ in parts for source in reader.decoder.sources(layer)
         ]
-        self._parts = shared.parts
+        self._parts = parts
         self._layer = layer
 
     def fetch(self, device: Device) -> None:

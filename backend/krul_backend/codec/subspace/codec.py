@@ -39,8 +39,8 @@ _SAMPLE_TOKENS = 128
 """The step is chosen with the coefficients of this many tokens of a segment."""
 
 MOST_OUTSIDE = 0.9
-"""What lies outside of the bases may take so much of a limit. With less left for rounding, levels would
-become too large to be coded: such a segment is better stored in another way."""
+"""The largest share of a limit that KV outside of the bases may cost. With less left for rounding, levels
+would become too large to be coded: such a segment is better stored in another way."""
 
 _STEP_HALVINGS = 12
 
@@ -250,8 +250,8 @@ class SubspaceCodec:
         return float(2**low)
 
     def _damage(self, groups: Iterable[GroupErrors], segment: SegmentTokens) -> tuple[float, float]:
-        """What a segment is expected to lose, in nats, if all its tokens have such errors in each group; and
-        the part of it that is due to what they have in common."""
+        """Return the damage in nats that is expected of a segment whose tokens have such errors, group by
+        group, and the part of it that comes from the errors that they have in common."""
         own = shift = 0.0
         for errors in groups:
             own += errors.own_damage * segment.num_tokens / errors.num_tokens

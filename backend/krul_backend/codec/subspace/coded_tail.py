@@ -63,7 +63,7 @@ class SegmentTokens:
 
 @dataclass(frozen=True, eq=False)
 class GroupTransform:
-    """What turns the coefficients of a group into KV of the pool.
+    """Turns the coefficients of a group into KV of the pool.
 
     ``decoder [R, D]``: that of the basis, in the element type in which small coefficients are multiplied.
     ``rotary``: put on keys; None for a model without it. ``shape``: of each layer in the pool.
@@ -175,7 +175,7 @@ def _decode_chunk(chunk: Sequence[_Records]) -> list[LayerKV]:
     transform, num_unwanted = chunk[0].tail.transform, chunk[0].num_unwanted
     num_rows = sum(part.end_token - part.first_token for part in chunk)
     num_used = max(part.tail.num_used for part in chunk)
-    size = (max(num_unwanted + num_rows, num_unwanted + _LEAST_ROWS) + RECORD_TOKENS, num_used)
+    size = (num_unwanted + max(num_rows, _LEAST_ROWS) + RECORD_TOKENS, num_used)
     values = transform.memory.tensor("values", size, torch.float32)
     row = 0
     for part in chunk:

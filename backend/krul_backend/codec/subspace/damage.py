@@ -86,8 +86,8 @@ class GroupErrors:
 
     @property
     def shift_damage(self) -> float:
-        """What tokens have in common of their errors is expected to cost, in nats, if a whole conversation is
-        like them.
+        """The expected damage, in nats, of the errors that all tokens have in common, if a whole conversation
+        is like them.
 
         Errors without anything in common have a mean, too, of few tokens a large one. Its square is expected
         to be their scatter, and is taken off.
@@ -123,7 +123,7 @@ class Sample:
         return self._largest / LARGEST_LEVEL
 
     def num_kept(self, step: float) -> int:
-        """How many coefficients are kept: all up to the last band that is not small, at least one band."""
+        """Count the coefficients that are kept: up to the last band that is not small, at least one band."""
         kept = (self._magnitudes >= LEAST_MAGNITUDE * step).nonzero()
         last_band = int(kept.max()) if len(kept) else 0
         return min((last_band + 1) * BAND, self._coefficients.shape[1])
