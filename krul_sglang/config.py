@@ -30,6 +30,9 @@ DEFAULT_HOST_MEMORY_SHARE = 0.25
 
 ESTIMATORS = ("sampled", "heterogeneous")
 
+AUTO = "auto"
+FAST_COPIES = (AUTO, "never")
+
 FAULTS = ("none", "load-error", "load-stall")
 
 PRECISIONS = tuple(precision.value for precision in Precision)
@@ -254,6 +257,13 @@ class KrulConfig:
         "a number in [0, 1]",
         'For the strategy "subspace": share of turns after which an idle server measures how much '
         "compression changes the model's answers, to keep the budget true. 0 stops measuring.",
+    )
+    fast_copies: str = _choice(
+        AUTO,
+        FAST_COPIES,
+        'For the strategy "subspace": "auto" keeps turns natively, too, in host memory that nothing else '
+        "needs, if that loads faster than decoding by the costs measured on this machine. Such copies leave "
+        'before anything else does. "never" leaves that memory free.',
     )
     estimator: str = _choice(
         "sampled",

@@ -63,5 +63,6 @@ def make_segment_info(segment_id: int = 1, **changes: Any) -> SegmentInfo:
         "num_leases": 0,
         "idle_s": 1.0,
         "pinned_s": 0.0,
+        "is_fast_copy": False,
     }
     return SegmentInfo(segment_id=segment_id, **{**values, **changes})

@@ -40,7 +40,8 @@ class WriteBehind:
         self._queueing = threading.Lock()
 
     def submit(self, segment_id: int, tiers: Sequence[LowerTier]) -> None:
-        """Queue a segment in ``tiers``, unless it has left DRAM. Does not wait for the writes."""
+        """Queue a segment in ``tiers``, unless it has left DRAM or is a fast copy. Does not wait for the
+        writes."""
         # All held before the first put: a tier that is done at once must not let the segment go.
         held = [(tier, self._host.hold(segment_id)) for tier in tiers]
         with self._queueing:
@@ -58,8 +59,8 @@ class WriteBehind:
 
     @staticmethod
     def _put_to(tier: LowerTier, segment: StoredSegment, done: Callable[[], None]) -> bool:
-        """Queue a segment in a tier; False if it has left the index, or the tier does not take it."""
-        if not segment.is_indexed:
+        """Queue a segment in a tier; False if it has left the index, is a fast copy, or is not taken."""
+        if not segment.is_indexed or segment.is_fast_copy:
             return False
         try:
             return tier.put(segment.manifest, segment.blocks, segment.checksums, done)

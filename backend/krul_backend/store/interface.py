@@ -29,12 +29,20 @@ class KVStore(Protocol):
         """The maximal runs of ``page_keys`` (as index ranges, ascending) that no tier is known to hold."""
 
     @abstractmethod
-    def reserve(self, layer_num_bytes: Sequence[int], tenant: str = "") -> Reservation | None:
+    def reserve(
+        self, layer_num_bytes: Sequence[int], tenant: str = "", *, is_fast_copy: bool = False
+    ) -> Reservation | None:
         """Take space for a segment, evicting idle segments if needed.
 
-        Returns None, and counts it, when there is no space: the segment is larger than the arena or the
-        tenant's quota, or everything else is leased, pinned or reserved. Then nothing was evicted, as far as
-        the failure could be foreseen. A block may have no bytes, for a layer of which nothing is stored.
+        A *fast copy* holds pages that another segment holds, or will hold, in fewer bytes. Leases prefer it,
+        because it loads faster. It is kept only while nothing else needs its space: it is evicted before any
+        other segment, for its own space only other fast copies are, and it is never written to a lower tier.
+        Its pages still count as missing.
+
+        Returns None, and counts it unless it is a fast copy, when there is no space: the segment is larger
+        than the arena or the tenant's quota, or everything else is leased, pinned or reserved. Then nothing
+        was evicted, as far as the failure could be foreseen. A block may have no bytes, for a layer of which
+        nothing is stored.
 
         Raises:
             ValueError: if there is no block, or one of fewer than no bytes.
@@ -64,7 +72,14 @@ class KVStore(Protocol):
         """Give a reservation's space back. Aborting twice, or after a commit, is an error (KeyError)."""
 
     @abstractmethod
-    def lease(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Lease | None:
+    def lease(
+        self,
+        model: ModelIdentity,
+        page_keys: Sequence[str],
+        token_ids: TokenIds,
+        *,
+        with_fast_copies: bool = True,
+    ) -> Lease | None:
         """Pin the longest stored prefix of ``page_keys``, over all tiers, whose token ids are right.
 
         ``token_ids`` are the ``len(page_keys) * page_size`` tokens that the keys stand for. The first key may
@@ -111,7 +126,7 @@ class KVStore(Protocol):
 
     @abstractmethod
     def path_segments(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[PathSegment]:
-        """The segments in DRAM that hold ``page_keys``, each once, ordered by first page.
+        """The segments in DRAM that hold ``page_keys``, each once, ordered by first page; no fast copies.
 
         Keys that are not stored are skipped. Does not count as a use; nothing is pinned or verified.
         """

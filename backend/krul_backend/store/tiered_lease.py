@@ -92,12 +92,15 @@ class PrefixWalk:
         model: ModelIdentity,
         page_keys: tuple[str, ...],
         token_ids: TokenIds,
+        *,
+        with_fast_copies: bool,
     ) -> None:
         self._host = host
         self._tiers = tiers
         self._model = model
         self._page_keys = page_keys
         self._token_ids = token_ids
+        self._with_fast_copies = with_fast_copies
         self._parts: list[Part] = []
         self._at = 0
         self._next_token: int | None = None
@@ -120,7 +123,11 @@ class PrefixWalk:
     def _extend_in_dram(self) -> None:
         rest = self._page_keys[self._at :]
         lease = self._host.lease(
-            self._model, rest, self._token_ids[self._at * self._model.page_size :], self._next_token
+            self._model,
+            rest,
+            self._token_ids[self._at * self._model.page_size :],
+            self._next_token,
+            with_fast_copies=self._with_fast_copies,
         )
         if lease is not None:
             self._parts.append(lease)

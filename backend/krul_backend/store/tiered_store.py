@@ -83,8 +83,10 @@ class TieredStore(KVStore):
             ]
         return missing
 
-    def reserve(self, layer_num_bytes: Sequence[int], tenant: str = "") -> Reservation | None:
-        return self._host.reserve(layer_num_bytes, tenant)
+    def reserve(
+        self, layer_num_bytes: Sequence[int], tenant: str = "", *, is_fast_copy: bool = False
+    ) -> Reservation | None:
+        return self._host.reserve(layer_num_bytes, tenant, is_fast_copy=is_fast_copy)
 
     def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
         segment_id = self._host.commit(reservation, manifest, checksums)
@@ -96,8 +98,15 @@ class TieredStore(KVStore):
 
     # Reading
 
-    def lease(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Lease | None:
-        began_at, parts = self._match(model, page_keys, token_ids)
+    def lease(
+        self,
+        model: ModelIdentity,
+        page_keys: Sequence[str],
+        token_ids: TokenIds,
+        *,
+        with_fast_copies: bool = True,
+    ) -> Lease | None:
+        began_at, parts = self._match(model, page_keys, token_ids, with_fast_copies=with_fast_copies)
         slices = tuple(piece for part in parts for piece in part.slices)
         num_pages = sum(part.num_pages for part in parts)
         lease = Lease(self._host.next_id(), num_pages, slices)
@@ -159,11 +168,23 @@ class TieredStore(KVStore):
             release_parts(self._host, held.parts)
 
     def _match(
-        self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds
+        self,
+        model: ModelIdentity,
+        page_keys: Sequence[str],
+        token_ids: TokenIds,
+        *,
+        with_fast_copies: bool = True,
     ) -> tuple[int, list[Part]]:
         """Hold the longest prefix over all tiers; returns a clear mark from before that, and the parts."""
         began_at = self._host.clear_mark()
-        walk = PrefixWalk(self._host, self._tiers, model, tuple(page_keys), np.asarray(token_ids))
+        walk = PrefixWalk(
+            self._host,
+            self._tiers,
+            model,
+            tuple(page_keys),
+            np.asarray(token_ids),
+            with_fast_copies=with_fast_copies,
+        )
         return began_at, walk.run()
 
     def _write_up(self, arrival: Arrival, tier: LowerTier) -> None:
@@ -292,8 +313,8 @@ class TieredStore(KVStore):
     def _with_lower_tiers(self, info: SegmentInfo) -> SegmentInfo:
         """The line of a segment in DRAM, with the lower tiers that hold all of its pages, too."""
         manifest = self._host.manifest_of(info.segment_id)
-        if manifest is None:
-            # It has left DRAM meanwhile.
+        if manifest is None or info.is_fast_copy:
+            # It has left DRAM meanwhile, or no other tier has it.
             return info
         model, page_keys = manifest.model, manifest.page_keys
         holders = (tier.name for tier in self._tiers if not tier.find_missing(model, page_keys))

@@ -16,7 +16,7 @@ from krul_backend.planner.costs import RestoreCosts, load_costs, save_costs
 from krul_backend.planner.planners import make_planner
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
-from krul_sglang.config import KrulConfig
+from krul_sglang.config import AUTO, KrulConfig
 from krul_sglang.engine.attach.cost_calibration import CostCalibration, units_in_use
 from krul_sglang.engine.attach.start_proof import prove_heads
 from krul_sglang.engine.cache.runtime import KrulRuntime
@@ -59,6 +59,10 @@ def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> Ca
     def make_ready(subspace: SubspaceCodec) -> None:
         decode_costs.group_s = calibration.group_costs(subspace, costs.tiers[DRAM_TIER])
         linker.codec.add_subspace(subspace)
+        if config.fast_copies == AUTO:
+            shape = pool.shape
+            native_s = costs.tiers[DRAM_TIER].byte_s * (shape.k_token_bytes + shape.v_token_bytes)
+            linker.keep_fast_copies(max(decode_costs.group_s.values()) > native_s)
 
     if runtime.bases is not None and runtime.bases.subspace is not None:
         make_ready(runtime.bases.subspace)

@@ -59,7 +59,8 @@ class _RunLimit:
 
 
 class SubspaceEncoding(TurnEncoding):
-    """Stores a turn in the model's bases. ``on_encoded(index, encoded)`` is told of each run."""
+    """Stores a turn in the model's bases. ``on_encoded(index, encoded)`` is told of each run; ``native`` is
+    how the turn would be stored without the bases."""
 
     def __init__(
         self,
@@ -67,7 +68,9 @@ class SubspaceEncoding(TurnEncoding):
         limits: Sequence[_RunLimit],
         group_token_bytes: list[float],
         on_encoded: Callable[[int, EncodedSegment], None],
+        native: TurnEncoding,
     ) -> None:
+        self.fast_copy = native
         self.stored_as = codec.bases.layer_groups(RansCoder.name)
         self._groups = groups = self.stored_as.groups
         self.last_use = tuple(
@@ -242,7 +245,8 @@ class ErrorBudget(Decision):
             self._remember(last_keys[index], run, encoded.damage + limits[index].carried)
             self._drift.add(encoded.mean_offset, len(run))
 
-        return SubspaceEncoding(self._subspace, limits, self._group_token_bytes, on_encoded)
+        native = self._unshared(history.carried)
+        return SubspaceEncoding(self._subspace, limits, self._group_token_bytes, on_encoded, native)
 
     def _remember(self, last_key: str, run: range, damage: float) -> None:
         """Remember what a segment costs at its own end, in nats, by its last page."""
@@ -255,6 +259,9 @@ class ErrorBudget(Decision):
     ) -> TurnEncoding:
         for of_run in zip(last_keys, runs, carried, strict=True):
             self._remember(*of_run)
+        return self._unshared(carried)
+
+    def _unshared(self, carried: Sequence[float]) -> TurnEncoding:
         return LayerEncoding(self._codec, Strategy.from_pairs(self._pool.num_layers), carried)
 
     def _history(self, turn: Turn, runs: Sequence[range]) -> _History:

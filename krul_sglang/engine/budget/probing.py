@@ -80,7 +80,10 @@ class Prober:
         lease: Lease | None = None
         if is_exact:
             lease = self._store.lease(
-                self._model.identity, path.page_keys[:num_pages], path.token_ids[:num_history]
+                self._model.identity,
+                path.page_keys[:num_pages],
+                path.token_ids[:num_history],
+                with_fast_copies=False,
             )
         try:
             readers = self._readers(lease, num_history)

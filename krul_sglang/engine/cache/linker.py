@@ -137,6 +137,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """From now on leave out of segments what ``allocation`` says. Called before the first request."""
         self._offloader.allocation = allocation
 
+    def keep_fast_copies(self, keeps: bool) -> None:
+        """Set whether turns are stored as fast copies, too. May be called from any thread."""
+        self._offloader.keeps_fast_copies = keeps
+
     def expect_load(self, rid: str, returning: ReturningRequest) -> None:
         """State where in the prompt of ``rid`` the pages of its next ``load`` lie."""
         self._returning[rid] = returning

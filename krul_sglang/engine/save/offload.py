@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
@@ -43,12 +44,14 @@ class Outcome(Enum):
 
 @dataclass
 class OffloadCounters:
-    """Counts turns. ``num_bytes`` were stored; ``left_out_bytes`` were not: a restore recomputes them."""
+    """Counts turns. ``num_bytes`` were stored, and ``fast_copy_bytes`` a second time, to be loaded sooner;
+    ``left_out_bytes`` were not stored: a restore recomputes them."""
 
     turns: int = 0
     segments: int = 0
     tokens: int = 0
     num_bytes: int = 0
+    fast_copy_bytes: int = 0
     left_out_bytes: int = 0
     skipped_turns: int = 0
     failed_turns: int = 0
@@ -60,7 +63,8 @@ class TurnOffloader:
 
     With an ``allocation``, tokens that a restore would recompute are not stored, and dropped from earlier
     turns. It may be set after the offloader is made, before the first turn; so may ``costs``, from which the
-    store is told how long computing a segment takes.
+    store is told how long computing a segment takes. ``keeps_fast_copies``, off at first, may change at any
+    time: whether turns are stored as fast copies, too.
 
     Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
     ranks pair their completions by order.
@@ -88,6 +92,7 @@ class TurnOffloader:
         self._max_pending_tokens = max_pending_tokens
         self.allocation = allocation
         self.costs: OnlineCosts | None = None
+        self.keeps_fast_copies = False
         self._gate = TransferGate() if gate is None else gate
         self._pending_tokens = 0
         self._queue: deque[tuple[Future[Outcome], int]] = deque()
@@ -161,6 +166,8 @@ class TurnOffloader:
                 if not has_room:
                     return Outcome.SKIPPED
                 patience = self._gate.patience()
+                if self.keeps_fast_copies and encoding.fast_copy is not None:
+                    self._store_fast_copies(turn, missing, encoding.fast_copy, head_ends, patience)
                 is_stored = all(
                     self._store_run(turn, index, run, encoding, head_ends, patience)
                     for index, run in enumerate(missing)
@@ -205,6 +212,23 @@ class TurnOffloader:
             for first in range(run.start, run.stop, self._segment_pages)
         ]
 
+    def _store_fast_copies(
+        self,
+        turn: Turn,
+        missing: Sequence[range],
+        encoding: TurnEncoding,
+        head_ends: tuple[int, ...] | None,
+        patience: Patience,
+    ) -> None:
+        """Store the missing pages as fast copies, as far as there is space. An error does not fail the turn:
+        it may only be loaded later."""
+        try:
+            for index, run in enumerate(missing):
+                if not self._store_run(turn, index, run, encoding, head_ends, patience, is_fast_copy=True):
+                    break
+        except Exception:
+            logger.exception("krul: no fast copy of a conversation of %d tokens", len(turn.token_ids))
+
     def _store_run(
         self,
         turn: Turn,
@@ -213,6 +237,8 @@ class TurnOffloader:
         encoding: TurnEncoding,
         head_ends: tuple[int, ...] | None,
         patience: Patience,
+        *,
+        is_fast_copy: bool = False,
     ) -> bool:
         """Store run number ``index`` of the missing pages as a segment; False if there is no space for it."""
         page_size = self._model.identity.page_size
@@ -226,7 +252,7 @@ class TurnOffloader:
             TokenRun(read, start, end - start, head_ends),
             lambda: self._gate.let_restores_pass(patience),
         )
-        reservation = self._store.reserve(encoded.layer_num_bytes, turn.tenant)
+        reservation = self._store.reserve(encoded.layer_num_bytes, turn.tenant, is_fast_copy=is_fast_copy)
         if reservation is None:
             return False
         try:
@@ -251,6 +277,9 @@ class TurnOffloader:
             recompute_s=self._recompute_s(start, end),
         )
         self._store.commit(reservation, manifest, checksums)
+        if is_fast_copy:
+            self.counters.fast_copy_bytes += manifest.num_bytes
+            return True
         self.counters.segments += 1
         self.counters.tokens += end - start
         self.counters.num_bytes += manifest.num_bytes

@@ -50,11 +50,13 @@ class TurnEncoding(ABC):
 
     ``stored_as``: what becomes of the layers. ``layer_token_bytes``: the bytes that a token is expected to
     take in each layer's block. ``last_use[l]``: the last layer that needs the block of layer ``l``.
+    ``fast_copy``: how the turn may be stored a second time, to be loaded sooner; see ``KVStore.reserve``.
     """
 
     stored_as: StoredAs
     layer_token_bytes: tuple[float, ...]
     last_use: tuple[int, ...]
+    fast_copy: TurnEncoding | None = None
 
     @abstractmethod
     def encode(self, index: int, run: TokenRun, pause: Callable[[], None]) -> EncodedRun:

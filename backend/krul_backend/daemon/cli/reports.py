@@ -56,7 +56,7 @@ def segments_report(segments: Sequence[SegmentInfo], num_in_all: int) -> Rendera
             str(info.num_tokens),
             format_bytes(info.num_bytes),
             _NO_VALUE if bits is None else f"{bits:.2f}",
-            "+".join(info.tiers),
+            "+".join(info.tiers) + (" (copy)" if info.is_fast_copy else ""),
             str(info.num_leases),
             format_seconds(info.idle_s),
             format_seconds(info.pinned_s) if info.pinned_s else _NO_VALUE,
@@ -77,7 +77,7 @@ def details_report(details: SegmentDetails) -> RenderableType:
         "last page": printable(details.last_page_key),
         "size": f"{format_bytes(info.num_bytes)}, {_bytes_per_token(info)} bytes per token",
         "codec": _codec_line(info),
-        "tiers": ", ".join(info.tiers),
+        "tiers": ", ".join(info.tiers) + (", as a fast copy" if info.is_fast_copy else ""),
         "leases": str(info.num_leases),
         "idle": format_seconds(info.idle_s),
         "pinned": f"{format_seconds(info.pinned_s)} more" if info.pinned_s else "no",
@@ -166,7 +166,8 @@ def _store_lines(store: StoreStats) -> str:
             f"{store.token_mismatches} contradicted, {store.failed_fetches} failed fetches, "
             f"{store.undecodable_segments} undecodable",
             f"leases {store.num_leases}, reservations {store.num_reservations} "
-            f"({store.rejected_reservations} rejected), pinned {format_bytes(store.pinned_bytes)}",
+            f"({store.rejected_reservations} rejected), pinned {format_bytes(store.pinned_bytes)}, "
+            f"fast copies {format_bytes(store.fast_copy_bytes)}",
             f"free space in {store.num_free_ranges} pieces, the largest "
             f"{format_bytes(store.largest_free_bytes)}; trimmed {format_bytes(store.trimmed_bytes)}",
         )

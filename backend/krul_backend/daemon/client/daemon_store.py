@@ -122,7 +122,9 @@ class DaemonStore(KVStore):
         request = FindMissingRequest(fingerprint=model.fingerprint, page_keys=tuple(page_keys))
         return [range(*run) for run in self._try(request, model) or ()]
 
-    def reserve(self, layer_num_bytes: Sequence[int], tenant: str = "") -> Reservation | None:
+    def reserve(
+        self, layer_num_bytes: Sequence[int], tenant: str = "", *, is_fast_copy: bool = False
+    ) -> Reservation | None:
         sizes = tuple(int(num_bytes) for num_bytes in layer_num_bytes)
         if not sizes or any(num_bytes < 0 for num_bytes in sizes):
             raise ValueError(f"a reservation needs blocks, of no fewer than 0 bytes each, got {sizes}")
@@ -132,7 +134,12 @@ class DaemonStore(KVStore):
             return None
         reservation_id = next(self._ids)
         try:
-            request = ReserveRequest(reservation_id=reservation_id, layer_num_bytes=sizes, tenant=tenant)
+            request = ReserveRequest(
+                reservation_id=reservation_id,
+                layer_num_bytes=sizes,
+                tenant=tenant,
+                is_fast_copy=is_fast_copy,
+            )
             spans = self._ask(connection, request)
             if spans is None:
                 return None
@@ -182,7 +189,14 @@ class DaemonStore(KVStore):
         if connection is not None:
             self._post_abort(connection, reservation.reservation_id)
 
-    def lease(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Lease | None:
+    def lease(
+        self,
+        model: ModelIdentity,
+        page_keys: Sequence[str],
+        token_ids: TokenIds,
+        *,
+        with_fast_copies: bool = True,
+    ) -> Lease | None:
         keys = tuple(page_keys)
         token_ids = checked_token_ids(token_ids, len(keys), model.page_size)
         self._check_open()
@@ -191,7 +205,12 @@ class DaemonStore(KVStore):
             return None
         lease_id = next(self._ids)
         try:
-            request = LeaseRequest(fingerprint=model.fingerprint, page_keys=keys, lease_id=lease_id)
+            request = LeaseRequest(
+                fingerprint=model.fingerprint,
+                page_keys=keys,
+                lease_id=lease_id,
+                with_fast_copies=with_fast_copies,
+            )
             leased = self._ask(connection, request, model, token_ids=token_ids)
             if not leased:
                 return None

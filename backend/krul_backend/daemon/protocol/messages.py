@@ -29,7 +29,7 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 64 << 20
 MAX_PAGES = 1_000_000
 MAX_LAYERS = 1024
@@ -170,6 +170,7 @@ class LeaseRequest(_PagesRequest[tuple[SegmentSlice, ...]], frozen=True, kw_only
     has_token_ids: ClassVar[bool] = True
 
     lease_id: _Id
+    with_fast_copies: bool = True
 
 
 class FetchRequest(Request[tuple[SegmentSlice, ...]], frozen=True, kw_only=True, tag="fetch"):
@@ -193,6 +194,7 @@ class ReserveRequest(Request[tuple[Span, ...] | None], frozen=True, kw_only=True
     reservation_id: _Id
     layer_num_bytes: _LayerBytes
     tenant: _Tenant
+    is_fast_copy: bool = False
 
 
 class ManifestFields(Struct, frozen=True, forbid_unknown_fields=True):

@@ -132,7 +132,9 @@ class SessionHandlers:
             return _without_views(lease.slices) if lease is not None else []
 
         def work() -> Lease | None:
-            return self._store.lease(model, request.page_keys, token_ids)
+            return self._store.lease(
+                model, request.page_keys, token_ids, with_fast_copies=request.with_fast_copies
+            )
 
         if self._may_lookup_wait:
             return Deferred(work, finish)
@@ -182,9 +184,12 @@ class SessionHandlers:
             reservation = settle(future)
             return reservation.spans if reservation is not None else None
 
-        return Deferred(
-            lambda: self._store.reserve(request.layer_num_bytes, request.tenant), finish, Lane.ROOM
-        )
+        def work() -> Reservation | None:
+            return self._store.reserve(
+                request.layer_num_bytes, request.tenant, is_fast_copy=request.is_fast_copy
+            )
+
+        return Deferred(work, finish, Lane.ROOM)
 
     def _commit(self, session: Session, request: CommitRequest, token_ids: TokenIds) -> int:
         reservation = session.reservations.granted.pop(request.reservation_id, None)

@@ -143,6 +143,9 @@ def _dram(stats: StoreStats) -> Iterator[Metric]:
     yield _gauge("krul_leases", "Leases that pin segments.", stats.num_leases)
     yield _gauge("krul_reservations", "Reservations neither committed nor aborted.", stats.num_reservations)
     yield _gauge("krul_pinned_bytes", "Bytes that pins keep in DRAM.", stats.pinned_bytes)
+    yield _gauge(
+        "krul_fast_copy_bytes", "Bytes of fast copies, which nothing else needs.", stats.fast_copy_bytes
+    )
     yield _gauge("krul_stored_tokens", "Tokens of the segments in DRAM.", stats.stored_tokens)
     yield _gauge("krul_largest_free_bytes", "Largest free range of the arena.", stats.largest_free_bytes)
     yield _gauge("krul_free_ranges", "Pieces that the arena's free bytes are in.", stats.num_free_ranges)

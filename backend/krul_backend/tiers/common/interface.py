@@ -182,6 +182,9 @@ class StoreStats:
     tier; ``failed_fetches`` were asked for, but did not come. ``undecodable_segments`` were dropped because
     an engine could not decode them. ``pinned_bytes`` are kept by ``pin``.
 
+    Fast copies (see ``KVStore.reserve``) take ``fast_copy_bytes``, without alignment, which are part of
+    ``used_bytes``. No other number counts them, except that pages found in one are hits.
+
     The free space lies in ``num_free_ranges`` pieces, the largest of which has ``largest_free_bytes``.
     """
 
@@ -197,6 +200,7 @@ class StoreStats:
     num_leases: int
     num_reservations: int
     pinned_bytes: int
+    fast_copy_bytes: int
     committed_segments: int
     evicted_segments: int
     evicted_bytes: int
@@ -220,7 +224,8 @@ class SegmentInfo:
     """One line of a listing for operators: a committed segment.
 
     ``codec_params`` are the manifest's: the strategy it was stored with, among others. Never change them.
-    ``tiers`` are all that hold it; ``pinned_s`` is how long a pin will still keep it.
+    ``tiers`` are all that hold it; ``pinned_s`` is how long a pin will still keep it. ``is_fast_copy``: see
+    ``KVStore.reserve``.
     """
 
     segment_id: int
@@ -236,6 +241,7 @@ class SegmentInfo:
     num_leases: int
     idle_s: float
     pinned_s: float
+    is_fast_copy: bool
 
     @classmethod
     def of(
@@ -247,6 +253,7 @@ class SegmentInfo:
         num_leases: int = 0,
         idle_s: float = 0.0,
         pinned_s: float = 0.0,
+        is_fast_copy: bool = False,
     ) -> SegmentInfo:
         """Describe a segment as one tier holds it."""
         return cls(
@@ -263,6 +270,7 @@ class SegmentInfo:
             num_leases=num_leases,
             idle_s=idle_s,
             pinned_s=pinned_s,
+            is_fast_copy=is_fast_copy,
         )
 
 

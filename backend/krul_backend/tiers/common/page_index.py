@@ -157,20 +157,22 @@ class PageIndex(Generic[SegmentT]):
         page_keys: tuple[str, ...],
         token_ids: TokenIds,
         next_token: int | None = None,
+        preferred: PageIndex[SegmentT] | None = None,
     ) -> PrefixMatch[SegmentT]:
         """Walk ``page_keys`` from the first as long as they are indexed, for these tokens, without a gap.
 
         ``token_ids``: ``[len(page_keys) * page_size]``. The first page is at position ``next_token`` of the
         conversation, if that is known (the request may start anywhere in it); each later run must start where
-        the one before it ended. Keys and tokens are compared a run at a time: a conversation has few segments
-        and many pages.
+        the one before it ended. Where a run begins, the ``preferred`` index is asked first. Keys and tokens
+        are compared a run at a time: a conversation has few segments and many pages.
         """
         pages = self._pages.get(model.fingerprint, {})
+        preferred_pages = {} if preferred is None else preferred._pages.get(model.fingerprint, {})
         page_size = model.page_size
         runs: list[PageRun[SegmentT]] = []
         i = 0
         while i < len(page_keys):
-            entry = pages.get(page_keys[i])
+            entry = preferred_pages.get(page_keys[i]) or pages.get(page_keys[i])
             if entry is None:
                 break
             segment, first_page = entry

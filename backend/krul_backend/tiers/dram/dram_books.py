@@ -15,7 +15,7 @@ from krul_backend.tiers.common.eviction import EvictionPolicy
 from krul_backend.tiers.common.interface import FAILED, PENDING, Clock, LayerStatus, Reservation
 from krul_backend.tiers.common.page_index import PageIndex, PageRun
 from krul_backend.tiers.dram.arena import Arena, Extent, aligned_num_bytes
-from krul_backend.tiers.dram.eviction_plan import Candidate, EvictionSearch
+from krul_backend.tiers.dram.eviction_plan import Candidate, EvictionSearch, FastCopiesFirst
 from krul_backend.tiers.dram.pins_and_quotas import PinBook, TenantQuotas
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 
@@ -75,6 +75,7 @@ class PendingReservation:
     reservation: Reservation
     extents: tuple[Extent | None, ...]
     tenant: str
+    is_fast_copy: bool
     began_at: int
 
 
@@ -89,7 +90,8 @@ class DramBooks:
               |                    \\-(quarantine, clear)-> pinned ? zombie -> free at the last unpin
               \\-> given back, or dropped by ``publish`` ----------------------> free
 
-    ``leases`` are by lease id, ``pending`` by reservation id, ``arriving`` by segment id.
+    ``leases`` are by lease id, ``pending`` by reservation id, ``arriving`` by segment id. ``index`` has all
+    segments but fast copies, which ``fast_copies`` has; "indexed" means: in the one or in the other.
 
     Args:
         capacity_bytes: size of the arena in bytes.
@@ -102,6 +104,7 @@ class DramBooks:
     ) -> None:
         self.arena = Arena(capacity_bytes)
         self.index: PageIndex[StoredSegment] = PageIndex()
+        self.fast_copies: PageIndex[StoredSegment] = PageIndex()
         self.segments: dict[int, StoredSegment] = {}
         self.leases: dict[int, tuple[PageRun[StoredSegment], ...]] = {}
         self.pending: dict[int, PendingReservation] = {}
@@ -112,24 +115,29 @@ class DramBooks:
         self.pins = PinBook(int(self.arena.capacity_bytes * MAX_PINNED_SHARE), clock)
         self.stored_bytes = 0
         self.stored_tokens = 0
-        self._policy = policy
+        self.num_fast_copies = 0
+        self.fast_copy_bytes = 0
+        self._order = FastCopiesFirst(policy)
         limit_bytes = int(self.arena.capacity_bytes * tenant_quota) if tenant_quota < 1 else None
-        self._quotas = TenantQuotas(limit_bytes, policy)
+        self._quotas = TenantQuotas(limit_bytes, self._order)
 
     # Space
 
-    def search(self, sizes: Sequence[int], tenant: str, newest_id: int) -> EvictionSearch:
+    def search(
+        self, sizes: Sequence[int], tenant: str, newest_id: int, *, only_fast_copies: bool
+    ) -> EvictionSearch:
         """Begin a search for segments to evict, so that blocks of ``sizes`` bytes fit into arena and quota.
 
-        Segments with ids after ``newest_id`` are never evicted by it.
+        Segments with ids after ``newest_id`` are never evicted by it, nor any but fast copies if it may evict
+        ``only_fast_copies``.
         """
         wanted = [num_bytes for num_bytes in sizes if num_bytes]
         needed_bytes = sum(aligned_num_bytes(num_bytes) for num_bytes in wanted)
         return EvictionSearch(
             wanted,
-            self._quotas.victims(tenant),
+            self._quotas.victims(tenant, only_fast_copies=only_fast_copies),
             self._quotas.excess_bytes(tenant, needed_bytes),
-            self._policy.victims(),
+            self._order.victims(only_fast_copies=only_fast_copies),
             self._look,
             newest_id,
         )
@@ -140,8 +148,9 @@ class DramBooks:
             segment = victim.segment
             if not segment.is_indexed or not self._is_idle(segment) or segment.ranges != victim.ranges:
                 return False
-            self.counters.evicted_segments += 1
-            self.counters.evicted_bytes += segment.manifest.num_bytes
+            if not segment.is_fast_copy:
+                self.counters.evicted_segments += 1
+                self.counters.evicted_bytes += segment.manifest.num_bytes
             self.remove(segment)
         return True
 
@@ -183,7 +192,8 @@ class DramBooks:
         segment = self.segments.get(segment_id)
         if segment is None or not self._is_idle(segment):
             return None
-        return Candidate(segment, segment.ranges, segment.taken_bytes, self.index.before(segment))
+        before = self.index_of(segment).before(segment)
+        return Candidate(segment, segment.ranges, segment.taken_bytes, before)
 
     def _is_idle(self, segment: StoredSegment) -> bool:
         """Whether an indexed segment may be evicted."""
@@ -191,25 +201,39 @@ class DramBooks:
 
     # Segments
 
+    def index_of(self, segment: StoredSegment) -> PageIndex[StoredSegment]:
+        """The index that has the segment, or would have it."""
+        return self.fast_copies if segment.is_fast_copy else self.index
+
+    def is_shared(self, segment: StoredSegment) -> bool:
+        """See ``PageIndex.is_shared``."""
+        return self.index_of(segment).is_shared(segment)
+
     def publish(self, segment: StoredSegment) -> bool:
         """Index a segment; False, with nothing changed, if all of its pages are indexed already."""
-        if not self.index.add(segment):
+        if not self.index_of(segment).add(segment):
             return False
         segment.is_indexed = True
         self.segments[segment.segment_id] = segment
-        self.stored_bytes += segment.manifest.num_bytes
-        self.stored_tokens += segment.manifest.num_tokens
+        self._count(segment, 1)
         self._quotas.add(segment)
         return True
 
+    def touch_pages(self, model: ModelIdentity, page_keys: Sequence[str]) -> None:
+        """Note a use of all that is stored of these pages, and of what they continue."""
+        for index in (self.index, self.fast_copies):
+            held = index.segments_of(model, page_keys)
+            if held:
+                self.touch([*index.path_to(held[0]), *held[1:]])
+
     def touch(self, path: Sequence[StoredSegment]) -> None:
-        """Note a use of the segments of a conversation, from its first stored one on."""
+        """Note a use of the segments of a conversation, from its first stored one on; all of one kind."""
         # A segment can leave the index while somebody uses it: the policy must not get it back.
         indexed = [segment for segment in path if segment.is_indexed]
         now_s = self.clock()
         for segment in indexed:
             segment.last_used_s = now_s
-        self._policy.touch(indexed)
+        self._order.touch(indexed)
         self._quotas.touch(indexed)
 
     def quarantine(self, segment: StoredSegment) -> bool:
@@ -223,16 +247,24 @@ class DramBooks:
 
     def remove(self, segment: StoredSegment) -> None:
         """Take a segment out of the index; free it now, or at its last unpin."""
-        self.index.remove(segment)
-        self._policy.remove(segment.segment_id)
+        self.index_of(segment).remove(segment)
+        self._order.remove(segment)
         self._quotas.remove(segment)
         self.pins.end(segment.segment_id)
         del self.segments[segment.segment_id]
-        self.stored_bytes -= segment.manifest.num_bytes
-        self.stored_tokens -= segment.manifest.num_tokens
+        self._count(segment, -1)
         segment.is_indexed = False
         if segment.num_pins == 0:
             self.give(segment.all_extents, segment.manifest.tenant)
+
+    def _count(self, segment: StoredSegment, sign: int) -> None:
+        """Add an indexed segment to the sums, or with ``sign`` -1 take it off."""
+        if segment.is_fast_copy:
+            self.num_fast_copies += sign
+            self.fast_copy_bytes += sign * segment.manifest.num_bytes
+        else:
+            self.stored_bytes += sign * segment.manifest.num_bytes
+            self.stored_tokens += sign * segment.manifest.num_tokens
 
     def pin(self, segments: Iterable[StoredSegment]) -> None:
         for segment in segments:

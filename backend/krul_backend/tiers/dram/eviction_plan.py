@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from krul_backend.free_extents import FreeExtents, FreeTrial
+from krul_backend.tiers.common.eviction import EvictionPolicy
 from krul_backend.tiers.common.interface import Span
 from krul_backend.tiers.dram.arena import aligned_num_bytes
 from krul_backend.tiers.dram.stored_segment import StoredSegment
@@ -23,6 +24,37 @@ MAX_VISITED = 128
 """The most segments that are looked at in one hold of the store's lock."""
 
 _MAX_SPARINGS = 8
+
+
+class FastCopiesFirst:
+    """The order in which segments leave: all fast copies first, each kind in the order of its own policy.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._fast_copies, self._others = policy.fresh(), policy
+
+    def touch(self, path: Sequence[StoredSegment]) -> None:
+        """Note a use of segments of one kind, in conversation order."""
+        if path:
+            self._policy(is_fast_copy=path[0].is_fast_copy).touch(path)
+
+    def remove(self, segment: StoredSegment) -> None:
+        self._policy(is_fast_copy=segment.is_fast_copy).remove(segment.segment_id)
+
+    def victims(self, *, only_fast_copies: bool) -> Iterator[int]:
+        """Ids of segments, the first to evict first."""
+        yield from self._fast_copies.victims()
+        if not only_fast_copies:
+            yield from self._others.victims()
+
+    def fresh(self) -> FastCopiesFirst:
+        """One of the same kind that knows no segment."""
+        return FastCopiesFirst(self._others.fresh())
+
+    def _policy(self, *, is_fast_copy: bool) -> EvictionPolicy:
+        return self._fast_copies if is_fast_copy else self._others
 
 
 @dataclass(frozen=True, eq=False)

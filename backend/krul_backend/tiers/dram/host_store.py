@@ -93,8 +93,10 @@ class HostStore:
         with self._locked.open() as books:
             return books.index.find_missing(model, page_keys)
 
-    def reserve(self, layer_num_bytes: Sequence[int], tenant: str = "") -> Reservation | None:
-        return self._reservations.reserve(layer_num_bytes, tenant)
+    def reserve(
+        self, layer_num_bytes: Sequence[int], tenant: str = "", *, is_fast_copy: bool = False
+    ) -> Reservation | None:
+        return self._reservations.reserve(layer_num_bytes, tenant, is_fast_copy=is_fast_copy)
 
     def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
         return self._reservations.commit(reservation, manifest, checksums)
@@ -118,6 +120,8 @@ class HostStore:
         page_keys: Sequence[str],
         token_ids: TokenIds,
         next_token: int | None = None,
+        *,
+        with_fast_copies: bool = True,
     ) -> Lease | None:
         """As ``KVStore.lease``; the first page must be at position ``next_token``, if that is given.
 
@@ -127,7 +131,8 @@ class HostStore:
         token_ids = checked_token_ids(token_ids, len(keys), model.page_size)
         lease_id = self.next_id()
         with self._locked.open() as books:
-            match = books.index.match_prefix(model, keys, token_ids, next_token)
+            preferred = books.fast_copies if with_fast_copies else None
+            match = books.index.match_prefix(model, keys, token_ids, next_token, preferred)
             num_pages = sum(run.num_pages for run in match.runs)
             books.counters.lookups += 1
             books.counters.token_mismatches += match.is_contradicted
@@ -135,8 +140,7 @@ class HostStore:
             books.counters.missed_pages += len(keys) - num_pages
             if match.runs:
                 _grant(books, lease_id, match.runs)
-                first, *others = (run.segment for run in match.runs)
-                books.touch([*books.index.path_to(first), *others])
+                books.touch_pages(model, keys[:num_pages])
         if match.is_contradicted:
             logger.warning(
                 "a stored page has the key, but not the tokens or the position, of a request's page"
@@ -198,7 +202,7 @@ class HostStore:
             if segment is None:
                 return 0
             trim = plan_trim(segment.manifest, layer_first_token, layer_num_bytes)
-            if trim is None or segment.num_pins or books.index.is_shared(segment):
+            if trim is None or segment.num_pins or books.is_shared(segment):
                 return 0
             segment.num_pins += 1
         try:
@@ -208,7 +212,7 @@ class HostStore:
                 if checksums is None:
                     books.quarantine(segment)
                     return 0
-                if not segment.is_indexed or segment.num_pins > 1 or books.index.is_shared(segment):
+                if not segment.is_indexed or segment.num_pins > 1 or books.is_shared(segment):
                     return 0
                 taken_before = segment.taken_bytes
                 trim.apply(segment, books.arena, checksums)
@@ -225,9 +229,10 @@ class HostStore:
     def discard(self, manifest: SegmentManifest) -> None:
         """Take segments out of the index that hold a page of this one and are encoded like it."""
         with self._locked.open() as books:
-            for segment in books.index.segments_of(manifest.model, manifest.page_keys):
-                if segment.manifest.shares_encoded_pages(manifest):
-                    books.remove(segment)
+            for index in (books.index, books.fast_copies):
+                for segment in index.segments_of(manifest.model, manifest.page_keys):
+                    if segment.manifest.shares_encoded_pages(manifest):
+                        books.remove(segment)
 
     def verify(self) -> DamageReport:
         with self._locked.open() as books:
@@ -287,11 +292,12 @@ class HostStore:
                 num_free_ranges=books.arena.space.num_ranges,
                 stored_bytes=books.stored_bytes,
                 stored_tokens=books.stored_tokens,
-                num_segments=len(books.segments),
+                num_segments=len(books.segments) - books.num_fast_copies,
                 num_pages=books.index.num_pages,
                 num_leases=len(books.leases),
                 num_reservations=len(books.pending),
                 pinned_bytes=books.pins.pinned_bytes,
+                fast_copy_bytes=books.fast_copy_bytes,
                 tier_hit_pages={DRAM_TIER: books.counters.hit_pages},
                 fetched_segments=0,
                 failed_fetches=0,
@@ -357,4 +363,5 @@ def _info_of(books: DramBooks, segment: StoredSegment) -> SegmentInfo:
         num_leases=segment.num_leases,
         idle_s=books.clock() - segment.last_used_s,
         pinned_s=books.pins.remaining_s(segment.segment_id),
+        is_fast_copy=segment.is_fast_copy,
     )

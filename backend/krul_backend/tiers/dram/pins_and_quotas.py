@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from krul_backend.tiers.common.eviction import EvictionPolicy
 from krul_backend.tiers.common.interface import Clock
+from krul_backend.tiers.dram.eviction_plan import FastCopiesFirst
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 _NUM_SPARE_ENDS = 64
@@ -94,7 +94,7 @@ class PinBook:
 class _Tenant:
     """One tenant's account. ``taken_bytes`` includes reservations, and pinned segments out of the index."""
 
-    policy: EvictionPolicy
+    order: FastCopiesFirst
     taken_bytes: int = 0
     num_segments: int = 0
 
@@ -102,17 +102,17 @@ class _Tenant:
 class TenantQuotas:
     """Applies one limit to every tenant. Without a limit it keeps no accounts. Not thread-safe.
 
-    Each tenant has an eviction policy of its own beside the store's, so that its victims are found without
+    Each tenant has an order of eviction of its own beside the store's, so that its victims are found without
     looking at segments of others.
 
     Args:
         limit_bytes: how much of the arena a tenant may take, alignment included; None: all of it.
-        policy: each tenant gets a fresh policy of this one's kind.
+        order: each tenant gets a fresh one of this kind.
     """
 
-    def __init__(self, limit_bytes: int | None, policy: EvictionPolicy) -> None:
+    def __init__(self, limit_bytes: int | None, order: FastCopiesFirst) -> None:
         self._limit_bytes = limit_bytes
-        self._kind = policy
+        self._kind = order
         self._tenants: dict[str, _Tenant] = {}
 
     def excess_bytes(self, tenant: str, num_bytes: int) -> int:
@@ -141,7 +141,7 @@ class TenantQuotas:
             return
         tenant = segment.manifest.tenant
         books = self._books(tenant)
-        books.policy.remove(segment.segment_id)
+        books.order.remove(segment)
         books.num_segments -= 1
         self._drop_empty(tenant, books)
 
@@ -151,12 +151,12 @@ class TenantQuotas:
             return
         for tenant in {segment.manifest.tenant for segment in path}:
             own = [segment for segment in path if segment.manifest.tenant == tenant]
-            self._books(tenant).policy.touch(own)
+            self._books(tenant).order.touch(own)
 
-    def victims(self, tenant: str) -> Iterator[int]:
+    def victims(self, tenant: str, *, only_fast_copies: bool) -> Iterator[int]:
         """Ids of a tenant's segments, the first to evict first."""
         books = self._tenants.get(tenant)
-        return books.policy.victims() if books is not None else iter(())
+        return iter(()) if books is None else books.order.victims(only_fast_copies=only_fast_copies)
 
     def _books(self, tenant: str) -> _Tenant:
         books = self._tenants.get(tenant)

@@ -34,17 +34,26 @@ class Allocator:
     def __init__(self, locked: LockedBooks) -> None:
         self._locked = locked
 
-    def take(self, sizes: Sequence[int], tenant: str, use: Callable[[DramBooks, Extents], T]) -> T | None:
+    def take(
+        self,
+        sizes: Sequence[int],
+        tenant: str,
+        use: Callable[[DramBooks, Extents], T],
+        *,
+        is_fast_copy: bool = False,
+    ) -> T | None:
         """Take one extent per size in bytes (None for 0), and ``use`` them before the lock is released.
 
-        Returns what ``use`` returns; None, counted as a rejected reservation, when there is no space.
+        Returns what ``use`` returns; None when there is no space, which is counted as a rejected reservation
+        unless it is for a fast copy.
 
-        Idle segments are evicted if needed. A search that needs to look at more than ``MAX_VISITED`` segments
-        goes on in steps, plans on a copy of the free ranges, and begins again if its plan no longer holds.
+        Idle segments are evicted if needed, for a fast copy only others of its kind. A search that needs to
+        look at more than ``MAX_VISITED`` segments goes on in steps, plans on a copy of the free ranges, and
+        begins again if its plan no longer holds.
         """
         for _ in range(_MAX_SEARCHES):
             with self._locked.open() as books:
-                search = books.search(sizes, tenant, self._locked.next_id())
+                search = books.search(sizes, tenant, self._locked.next_id(), only_fast_copies=is_fast_copy)
                 victims = search.plan(books.arena.space, MAX_VISITED)
                 if victims is not None:
                     is_evicted = books.evict(victims)
@@ -71,8 +80,9 @@ class Allocator:
                     extents = books.take(sizes, tenant) if part[-1] is victims[-1] else None
                     if extents is not None:
                         return use(books, extents)
-        with self._locked.open() as books:
-            books.counters.rejected_reservations += 1
+        if not is_fast_copy:
+            with self._locked.open() as books:
+                books.counters.rejected_reservations += 1
         return None
 
     def _search_on(self, search: EvictionSearch, space: FreeExtents) -> list[Candidate] | None:
@@ -96,7 +106,9 @@ class Reservations:
         self._locked = locked
         self._allocator = allocator
 
-    def reserve(self, layer_num_bytes: Sequence[int], tenant: str) -> Reservation | None:
+    def reserve(
+        self, layer_num_bytes: Sequence[int], tenant: str, *, is_fast_copy: bool
+    ) -> Reservation | None:
         sizes = tuple(layer_num_bytes)
         if not sizes or any(num_bytes < 0 for num_bytes in sizes):
             raise ValueError(f"a reservation needs blocks, of no fewer than 0 bytes each, got {sizes}")
@@ -108,11 +120,11 @@ class Reservations:
                 for extent, num_bytes in zip(extents, sizes, strict=True)
             )
             reservation = Reservation(self._locked.next_id(), blocks, tuple(spans))
-            pending = PendingReservation(reservation, extents, tenant, books.clears.now)
+            pending = PendingReservation(reservation, extents, tenant, is_fast_copy, books.clears.now)
             books.pending[reservation.reservation_id] = pending
             return reservation
 
-        return self._allocator.take(sizes, tenant, use)
+        return self._allocator.take(sizes, tenant, use, is_fast_copy=is_fast_copy)
 
     def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
         with self._locked.open() as books:
@@ -130,15 +142,16 @@ class Reservations:
                 blocks=pending.reservation.blocks,
                 checksums=checksums,
                 last_used_s=books.clock(),
+                is_fast_copy=pending.is_fast_copy,
             )
             books.move_charge(segment.taken_bytes, pending.tenant, manifest.tenant)
             is_outdated = books.clears.is_outdated(pending.began_at, manifest.model)
             if not is_outdated and books.publish(segment):
-                books.counters.committed_segments += 1
+                books.counters.committed_segments += not segment.is_fast_copy
             else:
                 books.give(segment.all_extents, manifest.tenant)
             # A segment that was dropped was still a use of the copies that were there before.
-            books.touch(books.index.path_to(segment))
+            books.touch(books.index_of(segment).path_to(segment))
             return segment.segment_id
 
     def abort(self, reservation: Reservation) -> None:
