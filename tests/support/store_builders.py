@@ -100,9 +100,11 @@ def put(
     seed: int = 0,
     tenant: str = "",
     recompute_s: float = 0.0,
+    *,
+    is_fast_copy: bool = False,
 ) -> tuple[int, tuple[bytes, ...]]:
     """Reserve, fill and commit one segment; returns its id and its bytes."""
-    reservation = store.reserve(sizes, tenant)
+    reservation = store.reserve(sizes, tenant, is_fast_copy=is_fast_copy)
     assert reservation is not None
     written = fill(reservation, seed)
     manifest = make_manifest(conversation, first, end, sizes, model, tenant, recompute_s)
