@@ -150,6 +150,7 @@ def test_a_server_stores_natively_until_it_has_bases_and_then_in_them(tmp_path: 
         "ssd_dir": str(tmp_path / "ssd"),
         "ssd_capacity": "2GiB",
         "planner": "full-load",
+        "fast_copies": "never",
     }
     args = (*small_krul_server_args(POOL_TOKENS, options), "--enable-metrics")
     with learning_elsewhere(path):
@@ -205,6 +206,7 @@ def test_two_ranks_begin_to_store_in_bases_at_the_same_turn(tiny: Checkpoint, tm
         "probe_share": 1,
         "cache_dir": str(tmp_path),
         "planner": "full-load",
+        "fast_copies": "never",
     }
     args = (*small_krul_server_args(2048, options), "--tp", "2")
     env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}

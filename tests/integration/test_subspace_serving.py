@@ -52,6 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         "probe_share": 1,
         "cache_dir": str(cache_dir),
         "planner": "full-load",
+        "fast_copies": "never",
     }
     with ForkedServer(
         REFERENCE_MODEL, args=small_krul_server_args(POOL_TOKENS, options), env=STRICT
@@ -114,6 +115,45 @@ def test_facts_are_recalled_from_compressed_history(server: ServerProcess) -> No
     assert_nothing_left_behind(server)
 
 
+def test_what_memory_nothing_else_needs_keeps_comes_back_as_it_was(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two ranks keep native copies of their heads, until turns of others need the memory."""
+    learn(tiny_models["float32"], tmp_path, tp_size=2)
+    options = {
+        "strategy": "subspace",
+        "error_budget": 4,
+        "probe_share": 0,
+        "cache_dir": str(tmp_path),
+        "planner": "full-load",
+        "host_memory": "16MiB",
+    }
+    args = (*small_krul_server_args(2048, options), "--tp", "2")
+    env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with ForkedServer(tiny_models["float32"], args=args, env=env) as server:
+        history = random_prompt("kept twice", 320)
+        computed = ask(server, history)
+        push_out(server, num_tokens=2048, seed="leaves the device")
+        stats = settled_stats(server)
+        assert stats["compression"]["subspace_turns"] == stats["compression"]["turns"]
+        # The store counts both ranks, the offloader its own.
+        assert stats["fast_copy_bytes"] == 2 * stats["offload"]["fast_copy_bytes"]
+        assert stats["fast_copy_bytes"] > 4 * stats["stored_bytes"]
+        exact = ask(server, history)
+        assert exact.host_tokens > 300
+        assert exact.output_ids == computed.output_ids
+        assert exact.logprobs == pytest.approx(computed.logprobs, abs=1e-3)
+        for others in range(3):
+            push_out(server, num_tokens=2048, seed=others)
+        stats = settled_stats(server)
+        assert stats["fast_copy_bytes"] < 2 * stats["offload"]["fast_copy_bytes"]
+        assert stats["evicted_segments"] == 0
+        decoded = ask(server, history)
+        assert decoded.host_tokens > 300
+        assert decoded.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-4)
+        assert_nothing_left_behind(server)
+
+
 def test_two_ranks_choose_probe_and_restore_together(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     learn(tiny_models["float32"], tmp_path, tp_size=2)
     options = {
@@ -124,6 +164,7 @@ def test_two_ranks_choose_probe_and_restore_together(tiny_models: dict[str, Path
         "probe_share": 1,
         "cache_dir": str(tmp_path),
         "planner": "full-load",
+        "fast_copies": "never",
     }
     args = (*small_krul_server_args(2048, options), "--tp", "2")
     env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
