@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from krul_backend.strategy.registry import SelectorOptions, make_selector
 from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
+from krul_backend.tiers.common.interface import Reservation
 from krul_sglang.engine.budget.provenance import DamagedSpan, spent_damage
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.save.strategy_choice import SelectorDecision
@@ -105,6 +107,49 @@ def test_lossy_kv_whose_segment_left_the_store_is_stored_with_what_it_has_lost(
     server.leave_and_return()
     server.compute(MORE_PAGES)
     assert server.store_turn()["last_spent"] == pytest.approx((lost + said["last_damage"]) * 40 / 48)
+
+
+def test_a_fast_copy_comes_back_exact_and_the_budget_counts_what_is_in_bases(server: BudgetedServer) -> None:
+    server.offloader.keeps_fast_copies = True
+    server.compute(FIRST_PAGES)
+    first = server.store_turn()
+    assert first["last_damage"] == pytest.approx(USED * LIMIT, rel=STEPS)
+    before = server.read_pool()
+    server.leave_and_return()
+    for old, new in zip(before, server.read_pool(), strict=True):
+        assert torch.equal(old.k, new.k)
+        assert torch.equal(old.v, new.v)
+    assert not server.provenance.read(server.slots)
+    server.compute(MORE_PAGES)
+    # Once the copy has gone, the conversation comes back as it is in bases.
+    assert server.store_turn()["last_spent"] == pytest.approx(first["last_damage"] * FIRST_PAGES / 40)
+    assert not any(is_native(server, segment) for segment in range(2))
+
+
+def test_a_fast_copy_of_lossy_kv_says_what_it_has_lost(server: BudgetedServer) -> None:
+    return_without_segments(server)
+    lost = server.provenance.read(server.slots)
+    server.offloader.keeps_fast_copies = True
+    server.store_turn()
+    server.leave_and_return()
+    assert server.provenance.read(server.slots) == lost
+
+
+def test_a_fast_copy_that_cannot_be_stored_fails_no_turn(
+    server: BudgetedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve = server.store.reserve
+
+    def reserve_or_fail(*args: Any, is_fast_copy: bool = False) -> Reservation | None:
+        if is_fast_copy:
+            raise OSError("no such memory")
+        return reserve(*args)
+
+    monkeypatch.setattr(server.store, "reserve", reserve_or_fail)
+    server.offloader.keeps_fast_copies = True
+    server.compute(FIRST_PAGES)
+    assert server.store_turn()["last_damage"] > 0
+    assert not is_native(server)
 
 
 def test_each_run_of_lossy_kv_carries_its_share_of_what_was_lost(server: BudgetedServer) -> None:

@@ -21,8 +21,9 @@ from krul_backend.errors import (
     TierReadError,
 )
 from krul_backend.segment import SegmentHeader
-from krul_backend.tiers.common.interface import Lease, SegmentInfo, SegmentSlice, Span
+from krul_backend.tiers.common.interface import Lease, SegmentSlice, Span
 from tests.support.fake_daemon import CAPACITY_BYTES, NO_REPLY, FakeDaemon
+from tests.support.stats_builders import make_segment_info
 from tests.support.store_builders import (
     commit_to,
     make_manifest,
@@ -295,7 +296,7 @@ def test_threads_that_end_leave_no_descriptors(daemon: FakeDaemon, make_store: M
 
 
 def test_long_lists_come_in_parts(daemon: FakeDaemon, runtime_dir: Path) -> None:
-    infos = [SegmentInfo(i, "m", "f", "", 0, 4, 10, "raw", {}, ("dram",), 0, 0.0, 0.0) for i in range(5)]
+    infos = [make_segment_info(i) for i in range(5)]
 
     def two_of_five(request: Request) -> object:
         assert isinstance(request, ListRequest)

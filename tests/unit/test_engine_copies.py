@@ -523,8 +523,8 @@ def test_what_follows_a_segment_without_room_is_not_stored_either(monkeypatch: p
     bench = Bench(max_layer_bytes=2 * PAGE_SIZE * TOKEN_BYTES // NUM_LAYERS)
     reserve, has_room = bench.store.reserve, iter([True, False, True])
 
-    def reserve_some(layer_num_bytes: Any, tenant: str = "") -> Reservation | None:
-        return reserve(layer_num_bytes, tenant) if next(has_room) else None
+    def reserve_some(layer_num_bytes: Any, *args: Any, **kwargs: Any) -> Reservation | None:
+        return reserve(layer_num_bytes, *args, **kwargs) if next(has_room) else None
 
     monkeypatch.setattr(bench.store, "reserve", reserve_some)
     assert not bench.store_turn(bench.turn("a", 6))

@@ -16,7 +16,7 @@ import torch
 from krul_backend.device import Device
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common import transfer_gate
-from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.common.transfer_gate import IDLE_AFTER_S, TransferGate
 from krul_sglang.engine.restore import load_batch
 from krul_sglang.engine.restore.load_batch import Forecast, LoadBatch, LoadFailedError
 from tests.support.engine_builders import (
@@ -729,54 +729,84 @@ def test_savers_do_not_wait_for_a_load_that_was_given_up(stuck_rig: tuple[Rig, S
     index = rig.start(FIRST_SLOTS)
     assert stuck.has_come.wait(PATIENCE_S)
     with in_threads() as start:
-        waiting = start(lambda: rig.gate.let_restores_pass(rig.gate.patience()))
+        waiting = start(lambda: rig.gate.give_way(rig.gate.patience()))
         # Cannot have ended, however long it takes: the load goes on.
         assert not wait({waiting}, timeout=SHORT_S).done
         rig.batch(index).abandon(is_refilled=True)
         rig.loader.finish(index)
-        start(lambda: rig.gate.let_restores_pass(rig.gate.patience())).result(PATIENCE_S / 2)
+        start(lambda: rig.gate.give_way(rig.gate.patience())).result(PATIENCE_S / 2)
         stuck.go_on.set()
         waiting.result(PATIENCE_S)
 
 
-def test_savers_let_restores_pass_but_never_wait_long() -> None:
+def test_savers_give_way_but_never_wait_long() -> None:
     gate = TransferGate(max_wait_s=SHORT_S)
     patient_gate = TransferGate(max_wait_s=PATIENCE_S)
     order: list[str] = []
     with in_threads() as start:
         with gate.restoring():
             # Returns although the restore goes on.
-            start(lambda: gate.let_restores_pass(gate.patience())).result(PATIENCE_S)
+            start(lambda: gate.give_way(gate.patience())).result(PATIENCE_S)
         with patient_gate.restoring(), patient_gate.restoring():
 
             def save() -> None:
-                patient_gate.let_restores_pass(patient_gate.patience())
+                patient_gate.give_way(patient_gate.patience())
                 order.append("saved")
 
             saving = start(save)
             order.append("restored")
         saving.result(PATIENCE_S)
     assert order == ["restored", "saved"]
-    patient_gate.let_restores_pass(patient_gate.patience())
+    patient_gate.give_way(patient_gate.patience())
 
 
-def test_a_saver_waits_for_restores_once_a_turn_not_once_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = TransferGate(max_wait_s=1.0)
-    waited: list[float] = []
+@pytest.fixture
+def gate_clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock of the gates that are made from now on; waiting moves it, and is noted in ``waited``."""
+    clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s, waited=[])
 
-    def wait_in_vain(condition: Callable[[], bool], timeout_s: float) -> bool:
-        if not condition():
-            waited.append(timeout_s)
-            clock.now_s += timeout_s
-        return condition()
+    def wait_in_vain(condition: threading.Condition, timeout_s: float) -> bool:
+        clock.waited.append(pytest.approx(timeout_s))
+        clock.now_s += timeout_s
+        return False
 
-    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
     monkeypatch.setattr(transfer_gate, "time", clock)
-    monkeypatch.setattr(gate._changed, "wait_for", wait_in_vain)
+    monkeypatch.setattr(threading.Condition, "wait", wait_in_vain)
+    return clock
+
+
+def test_a_saver_waits_for_restores_once_a_turn_not_once_a_unit(gate_clock: SimpleNamespace) -> None:
+    gate = TransferGate(max_wait_s=1.0)
     with gate.restoring():
         for _ in range(2):
             patience = gate.patience()
             for _ in range(80):
-                gate.let_restores_pass(patience)
+                gate.give_way(patience)
     # One second for each of the two turns.
-    assert waited == [1.0, 1.0]
+    assert gate_clock.waited == [1.0, 1.0]
+
+
+def test_a_saver_that_can_wait_lets_forwards_pass_until_a_moment_after_the_last(
+    gate_clock: SimpleNamespace,
+) -> None:
+    gate = TransferGate(max_wait_s=1.0, max_idle_wait_s=5.0)
+    with gate.computing():
+        gate.give_way(gate.patience())
+        assert gate_clock.waited == []
+        gate.give_way(gate.patience(until_idle=True))
+        assert gate_clock.waited == [5.0]
+    patience = gate.patience(until_idle=True)
+    gate_clock.now_s += IDLE_AFTER_S / 5
+    gate.give_way(patience)
+    gate.give_way(patience)
+    assert gate_clock.waited == [5.0, 0.8 * IDLE_AFTER_S]
+    assert patience.left_s == pytest.approx(5.0 - 0.8 * IDLE_AFTER_S)
+
+
+def test_the_end_of_a_forward_wakes_a_saver_that_waits_for_it() -> None:
+    gate = TransferGate(max_idle_wait_s=PATIENCE_S)
+    with in_threads() as start:
+        with gate.computing():
+            saving = start(lambda: gate.give_way(gate.patience(until_idle=True)))
+            assert not wait({saving}, timeout=SHORT_S).done
+        saving.result(PATIENCE_S / 2)

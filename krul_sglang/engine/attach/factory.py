@@ -204,7 +204,8 @@ def forward_with_restore(original: Any, worker: Any, batch: Any = None, *args: A
     runtime = KrulRuntime.find(worker.model_runner)
     if runtime is None or batch is None:
         return original(worker, batch, *args, **kwargs)
-    with nullcontext() if runtime.capture is None else runtime.capture.recording(batch):
+    capturing = nullcontext() if runtime.capture is None else runtime.capture.recording(batch)
+    with capturing, runtime.gate.computing():
         if runtime.restore_forward is None or not batch.forward_mode.is_extend():
             result = original(worker, batch, *args, **kwargs)
         else:

@@ -18,7 +18,6 @@ from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.provenance import KvProvenance
 from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.cache.strategy_setup import make_budget, make_selector_decision
-from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.loading import FaultInjection, LayerWiseLoader
 from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
 from krul_sglang.engine.restore.waiting_leases import WaitingLeases
@@ -58,7 +57,6 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._agreement = runtime.restore_agreement
         self._store = runtime.connection.store
         self._capture = runtime.capture
-        self._gate = TransferGate()
         self._bases = runtime.bases
         self.codec = SegmentCodec(
             self._pool.shape,
@@ -82,14 +80,14 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self.codec,
             self._chooser,
             max_pending_tokens=int(self._pool.num_tokens * runtime.config.max_pending_share),
-            gate=self._gate,
+            gate=runtime.gate,
         )
         identity = self.model.identity
         faults = FaultInjection(runtime.config, identity.tp_rank, identity.tp_size, self._pool.num_layers)
         self.loader = LayerWiseLoader(
             self._store,
             self._pool,
-            self._gate,
+            runtime.gate,
             timeout_s=runtime.config.load_timeout,
             before_layer=faults.before_layer,
         )

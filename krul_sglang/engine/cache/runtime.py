@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
+from krul_sglang.engine.common.transfer_gate import TransferGate
 
 if TYPE_CHECKING:
     # Hooks are registered in every process of SGLang, where these modules need not be imported.
@@ -36,11 +37,12 @@ class KrulRuntime:
     is recorded, ``rotary`` if keys are stored with their rotary embedding, ``bases`` and ``provenance``
     unless turns are stored within an error budget. ``agreement`` joins the threads of all ranks that store
     turns, ``restore_agreement`` their scheduler threads.
-    ``restore_forward`` is None until forwards may restore.
+    ``restore_forward`` is None until forwards may restore. ``gate`` knows when forwards and restores run.
     """
 
     # Before the scheduler is made.
     config: KrulConfig
+    gate: TransferGate = field(default_factory=TransferGate, init=False)
     # When the model is loaded, before CUDA graphs are captured.
     model_runner: Any = field(init=False)
     capture: TurnCapture | None = None

@@ -158,16 +158,21 @@ class TurnOffloader:
     def _store_turn(self, turn: Turn, has_room: bool) -> Outcome:
         try:
             with self._device.working_on(self._stream, turn.ready):
-                # Asked again here: an earlier turn in the queue may have stored a common prefix meanwhile.
-                missing = self._missing_segments(turn) if has_room else []
-                # Without room, too: ranks decide together, and each of them must take part.
-                encoding = self._chooser.choose(turn if has_room else None, missing)
+                missing, encoding = self._choose(turn, has_room)
                 head_ends = self._head_ends(len(turn.token_ids), encoding)
                 if not has_room:
                     return Outcome.SKIPPED
-                patience = self._gate.patience()
+                can_wait = False
                 if self.keeps_fast_copies and encoding.fast_copy is not None:
-                    self._store_fast_copies(turn, missing, encoding.fast_copy, head_ends, patience)
+                    is_found = self._store_fast_copies(turn, missing, encoding.fast_copy, head_ends)
+                    # Encoding can wait for an idle server, where it would take the forward's cores. But turns
+                    # that wait hold their slots.
+                    can_wait = (
+                        is_found
+                        and self._device.shares_cores
+                        and self._pending_tokens <= self._max_pending_tokens / 2
+                    )
+                patience = self._gate.patience(until_idle=can_wait)
                 is_stored = all(
                     self._store_run(turn, index, run, encoding, head_ends, patience)
                     for index, run in enumerate(missing)
@@ -175,9 +180,6 @@ class TurnOffloader:
         except Exception:
             logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
             return Outcome.FAILED
-        finally:
-            if turn.attention is not None:
-                turn.attention.release()
         if not is_stored:
             return Outcome.SKIPPED
         if head_ends is not None:
@@ -185,6 +187,17 @@ class TurnOffloader:
         if turn.keep_s is not None:
             self._keep(turn, turn.keep_s)
         return Outcome.STORED
+
+    def _choose(self, turn: Turn, has_room: bool) -> tuple[list[range], TurnEncoding]:
+        """The runs of pages to be stored, and how."""
+        try:
+            # Asked again here: an earlier turn in the queue may have stored a common prefix meanwhile.
+            missing = self._missing_segments(turn) if has_room else []
+            # Without room, too: ranks decide together, and each of them must take part.
+            return missing, self._chooser.choose(turn if has_room else None, missing)
+        finally:
+            if turn.attention is not None:
+                turn.attention.release()
 
     def _head_ends(self, num_tokens: int, encoding: TurnEncoding) -> tuple[int, ...] | None:
         return None if self.allocation is None else self.allocation.head_ends(num_tokens, encoding)
@@ -218,16 +231,20 @@ class TurnOffloader:
         missing: Sequence[range],
         encoding: TurnEncoding,
         head_ends: tuple[int, ...] | None,
-        patience: Patience,
-    ) -> None:
-        """Store the missing pages as fast copies, as far as there is space. An error does not fail the turn:
-        it may only be loaded later."""
+    ) -> bool:
+        """Store the missing pages as fast copies, as far as there is space; returns whether all are stored.
+
+        An error does not fail the turn: it may only come back later.
+        """
+        patience = self._gate.patience()
         try:
-            for index, run in enumerate(missing):
-                if not self._store_run(turn, index, run, encoding, head_ends, patience, is_fast_copy=True):
-                    break
+            return all(
+                self._store_run(turn, index, run, encoding, head_ends, patience, is_fast_copy=True)
+                for index, run in enumerate(missing)
+            )
         except Exception:
             logger.exception("krul: no fast copy of a conversation of %d tokens", len(turn.token_ids))
+            return False
 
     def _store_run(
         self,
@@ -250,7 +267,7 @@ class TurnOffloader:
         encoded = encoding.encode(
             index,
             TokenRun(read, start, end - start, head_ends),
-            lambda: self._gate.let_restores_pass(patience),
+            lambda: self._gate.give_way(patience),
         )
         reservation = self._store.reserve(encoded.layer_num_bytes, turn.tenant, is_fast_copy=is_fast_copy)
         if reservation is None:
