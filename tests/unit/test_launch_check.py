@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from krul_sglang.engine.attach.factory import warn_of_small_pages
+from krul_sglang.config import KrulConfig
+from krul_sglang.engine.attach.factory import warn_of_small_pages, what_may_change
 from krul_sglang.plugin import check_launch
 
 CONFIG = "unified_cache_external_linker_config"
@@ -66,6 +67,18 @@ def test_small_pages_are_warned_of_once(
     warn_of_small_pages(page_size, tp_rank)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * num_warnings
     assert all("--page-size 16 or more" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({}, "to the bit"),
+        ({"strategy": "subspace", "error_budget": 0.02}, "by 0.02 nats per token"),
+        ({"precision": "int4"}, "strategy=none with precision=int4 changes answers"),
+    ],
+)
+def test_the_log_says_what_may_change(options: dict[str, object], line: str) -> None:
+    assert line in what_may_change(KrulConfig.from_mapping(options, "test"))
 
 
 def test_a_right_launch_passes(tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ def build_cache(ctx: Any) -> Any:
     )
     if ctx.tp_rank == 0:
         logger.info("krul: configuration %s", config.as_dict())
+        logger.info("krul: %s", what_may_change(config))
     runtime.connection = connect_store(
         config,
         runtime.model.identity,
@@ -187,6 +188,21 @@ def build_cache(ctx: Any) -> Any:
         # Last, so that it disturbs no measurement.
         file.learn(runtime.restore_agreement, ranks_per_host, make_ready)
     return runtime.cache
+
+
+def what_may_change(config: KrulConfig) -> str:
+    """One line for the log: whether stored KV comes back as it was."""
+    if config.is_lossless:
+        return f"stored KV comes back to the bit (strategy={SUBSPACE} keeps it many times smaller)"
+    if config.strategy == SUBSPACE:
+        return (
+            f"stored KV may change predictions by {config.error_budget:g} nats per token "
+            "(error_budget; strategy=none loses nothing)"
+        )
+    return (
+        f"strategy={config.strategy} with precision={config.precision} changes answers, by how much is not "
+        "limited (strategy=none with precision=native loses nothing)"
+    )
 
 
 def warn_of_small_pages(page_size: int, tp_rank: int) -> None:
