@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tests.support.scenario import (
     small_krul_server_args,
 )
 from tests.support.server_plugin import WITH_PLUGIN
+from tests.support.store_builders import wait_until
 
 POOL_TOKENS = 2048
 TOKEN_BYTES = 4096  # 4 layers x 2 KV heads x 64 channels x (K, V) x 4 bytes
@@ -68,8 +70,10 @@ def kept(tiny_models: dict[str, Path]) -> dict[str, list[Answer]]:
 
 
 @contextmanager
-def krul_server(model: Path, options: dict[str, Any], log_path: Path) -> Iterator[ServerProcess]:
-    args = small_krul_server_args(POOL_TOKENS, {"planner": "full-load", **options})
+def krul_server(
+    model: Path, options: dict[str, Any], log_path: Path, more: tuple[str, ...] = ()
+) -> Iterator[ServerProcess]:
+    args = (*small_krul_server_args(POOL_TOKENS, {"planner": "full-load", **options}), *more)
     with ForkedServer(model, args=args, env=STRICT, log_path=log_path) as server:
         yield server
 
@@ -123,9 +127,19 @@ def test_memory_for_one_conversation_and_a_disk_for_all(
         assert "true" in backend("flush", "--endpoint", stats["daemon"]["endpoint"], "--json")
         os.kill(daemon_pid(server), signal.SIGKILL)
         os.kill(server.pid, signal.SIGKILL)
-    with krul_server(tiny_models["float32"], options, tmp_path / "second.log") as server:
-        for name in NAMES:
+    one_at_a_time = ("--max-running-requests", "1")
+    with krul_server(tiny_models["float32"], options, tmp_path / "second.log", one_at_a_time) as server:
+        with ThreadPoolExecutor() as clients:
+            # The first conversation is read from the disk while it waits for a request that runs.
+            running = clients.submit(ask, server, random_prompt("long answer", 64), max_new_tokens=600)
+            wait_until(lambda: krul_stats(server)["lookups"] > 0)
+            returning = clients.submit(converse, server, NAMES[0], answers[NAMES[0]], 1, evict=False)
+            wait_until(lambda: krul_stats(server)["fetched_segments"] > 0)
+            assert not running.done()
+            returning.result()
+        for name in NAMES[1:]:
             converse(server, name, answers[name], 1, evict=False)
+        for name in NAMES:
             assert answers[name][-1].device_tokens == 0
             assert answers[name][-1].host_tokens > 500
         converse(server, "first", answers["first"], 1, evict=True)

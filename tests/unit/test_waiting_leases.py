@@ -137,6 +137,36 @@ def test_what_lies_below_comes_up_while_a_request_waits(
     rig.assert_nothing_is_held()
 
 
+def test_a_lookup_ahead_fetches_at_once_and_is_renewed_like_any(
+    rig: Rig, waiting: WaitingLeases, clock: Clock
+) -> None:
+    put_below(rig.ssd, "c", 0, 4)
+    with waiting.looking_ahead():
+        assert promise(waiting) == 4
+    wait_until_read(rig)
+    clock.now_s += RENEW_INTERVAL_S
+    assert promise(waiting) == 4
+    held = waiting.take("r")
+    assert held is not None
+    assert tiers_of(held.lease) == [("dram", 4)]
+    rig.store.release(held.lease)
+    rig.assert_nothing_is_held()
+
+
+def test_lookups_ahead_hold_no_more_than_they_may(rig: Rig) -> None:
+    for name in "abc":
+        put_in_dram(rig, name, 0, 4)
+    (num_bytes, *_) = {info.num_bytes for info in rig.store.list_segments()}
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), max_ahead_bytes=2 * num_bytes)
+    with waiting.looking_ahead():
+        found = [promise(waiting, name, page_keys(name, 0, 4)) for name in "abc"]
+    assert found == [4, 4, 0]
+    # Not a miss: it is found in its own round.
+    assert promise(waiting, "c", page_keys("c", 0, 4)) == 4
+    waiting.release_all()
+    rig.assert_nothing_is_held()
+
+
 def test_between_two_renewals_the_store_is_left_alone(rig: Rig, waiting: WaitingLeases, clock: Clock) -> None:
     put_below(rig.ssd, "c", 0, 4)
     rig.ssd.reads_go_on.clear()

@@ -256,6 +256,14 @@ def probe_when_idle(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         runtime.cache.probe_when_idle()
 
 
+def look_ahead(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """AFTER hook of ``get_new_batch_prefill``: what is stored of requests that still wait comes to DRAM."""
+    runtime = KrulRuntime.find(scheduler)
+    if runtime is not None:
+        runtime.cache.look_ahead(scheduler.waiting_queue)
+    return result
+
+
 def add_stats(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
     """AFTER hook of ``get_internal_state``: ``/server_info`` shows krul's counters under ``"krul"``.
 

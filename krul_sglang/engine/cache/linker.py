@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -27,6 +28,9 @@ from krul_sglang.engine.save.strategy_choice import StrategyChooser
 from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
 
 logger = logging.getLogger(__name__)
+
+MAX_AHEAD_SHARE = 0.5
+"""Share of host memory that may be held for requests that wait, so that turns can still be stored."""
 
 
 class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -92,12 +96,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             before_layer=faults.before_layer,
         )
         self._restore_path: RestorePath | None = None
-        self._waiting = WaitingLeases(self._store, self.model)
+        capacity_bytes = self._store.stats().capacity_bytes // self.model.identity.tp_size
+        max_ahead_bytes = int(capacity_bytes * MAX_AHEAD_SHARE)
+        self._waiting = WaitingLeases(self._store, self.model, max_ahead_bytes=max_ahead_bytes)
         self._returning: dict[str, ReturningRequest] = {}
         self._expected_tokens: dict[str, Callable[[], TokenIds]] = {}
         shape = self._pool.shape
         token_bytes = (shape.k_token_bytes + shape.v_token_bytes) * self._pool.num_layers
-        capacity_bytes = self._store.stats().capacity_bytes // identity.tp_size
         logger.info(
             "krul: rank %d/%d keeps about %s of KV on host memory (%d tokens of %s before compression)",
             identity.tp_rank,
@@ -125,6 +130,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         keys = transfers[0].keys
         token_ids = self._expected_tokens.pop(rid)
         return list(range(1, self._waiting.hold(rid, keys, token_ids) + 1))
+
+    def looking_ahead(self) -> AbstractContextManager[None]:
+        """To be held around lookups of requests that wait: see ``WaitingLeases``."""
+        return self._waiting.looking_ahead()
 
     def attach_restore(self, restore_path: RestorePath) -> None:
         """Set what plans and runs restores. Called once, before the first request."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,6 +48,26 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
 
     cache_linker: KrulLinker
     _probe_candidate: _ProbeCandidate | None = None
+    _seen_ahead: frozenset[str] = frozenset()
+
+    def look_ahead(self, queue: Iterable[Any]) -> None:
+        """Look up the requests that wait next, each once, so that what is stored of them is in DRAM in time.
+
+        ``queue``: SGLang's waiting requests, the next one first. It looks up itself only those that it tries
+        to admit: none while a batch is full. The window is what the device pool could hold. It depends on
+        nothing that may differ between ranks, because they look up together.
+        """
+        num_tokens = 0
+        seen: list[str] = []
+        with self.cache_linker.looking_ahead():
+            for req in queue:
+                num_tokens += len(req.origin_input_ids) + len(req.output_ids)
+                if seen and num_tokens > self.cache.token_to_kv_pool_allocator.size:
+                    break
+                seen.append(req.rid)
+                if req.rid not in self._seen_ahead:
+                    req.init_next_round_input(self.cache, cow_mamba=False)
+        self._seen_ahead = frozenset(seen)
 
     def match(self, key: Any, req: Any, result: Any) -> Any:
         # The hit of an earlier round is out of date if the prefix on the device has changed.
@@ -224,6 +244,11 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.linker.settle_offloads()
             result.num_tokens_evicted += evict(EvictParams(num_tokens=missing)).num_tokens_evicted
         return result
+
+    def look_ahead(self, queue: Iterable[Any]) -> None:
+        """See ``KrulLinkerWrapper.look_ahead``."""
+        if self.linker is not None and not self.disable:
+            self.linker.look_ahead(queue)
 
     def probe_when_idle(self) -> None:
         """Probe a stored path, if one is kept for it. Called when no request runs or waits."""

@@ -18,6 +18,7 @@ SUPPORTED_SGLANG = ("0.5.23",)
 PREPARE_SERVER_ARGS = "sglang.srt.server_args.prepare_server_args"
 SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
 INIT_ATTENTION = "sglang.srt.managers.scheduler.Scheduler.init_all_attention_backends"
+NEW_BATCH = "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill"
 ON_IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 INTERNAL_STATE = (
@@ -69,6 +70,10 @@ TARGETS = (
     Target(PREPARE_SERVER_ARGS, ("argv",), hooked=True),
     Target(SCHEDULER_INIT, ("self", "server_args"), hooked=True),
     Target(INIT_ATTENTION, ("self",), hooked=True),
+    Target(NEW_BATCH, ("self", "running_batch"), hooked=True),
+    Target(
+        "sglang.srt.managers.schedule_batch.Req.init_next_round_input", ("self", "tree_cache", "cow_mamba")
+    ),
     Target(ON_IDLE, ("self",), hooked=True),
     Target("sglang.srt.managers.scheduler.Scheduler.is_fully_idle", ("self",)),
     Target(INTERNAL_STATE, ("self", "recv_req"), hooked=True),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from krul_backend.segment import TokenIds
@@ -58,15 +60,24 @@ class _Miss:
 class WaitingLeases:
     """Holds leases by request id, until they are taken for a load or released. For the scheduler's thread.
 
-    SGLang looks a waiting request up in every scheduling round; the store is asked in the first one. If the
-    request still waits in a later round, what lies below DRAM is prefetched, and the lease is renewed until
-    all of it is in DRAM, so that the load is planned for DRAM. If the store had nothing, it is asked again
-    after ``RETRY_MISS_S``.
+    SGLang looks a waiting request up in each scheduling round that tries to admit it; the store is asked in
+    the first one. If the request still waits in a later round, or if it is looked up ahead of its turn, what
+    lies below DRAM is prefetched, and the lease is renewed until all of it is in DRAM, so that the load is
+    planned for DRAM. If the store had nothing, it is asked again after ``RETRY_MISS_S``.
+
+    What lookups ahead hold cannot be evicted, so they hold nothing more once ``max_ahead_bytes`` are held.
     """
 
     def __init__(
-        self, store: KVStore, model: ServedModel, clock: Callable[[], float] = time.monotonic
+        self,
+        store: KVStore,
+        model: ServedModel,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        max_ahead_bytes: int = sys.maxsize,
     ) -> None:
+        self._max_ahead_bytes = max_ahead_bytes
+        self._is_ahead = False
         self._store = store
         self._model = model
         self._clock = clock
@@ -82,6 +93,15 @@ class WaitingLeases:
         """Requests of which the store had nothing lately."""
         return len(self._missed)
 
+    @contextmanager
+    def looking_ahead(self) -> Iterator[None]:
+        """Calls of ``hold`` within are for requests that this scheduling round has not admitted."""
+        self._is_ahead = True
+        try:
+            yield
+        finally:
+            self._is_ahead = False
+
     def hold(self, rid: str, page_keys: Sequence[str], token_ids: Callable[[], TokenIds]) -> int:
         """Hold a lease of the first of ``page_keys`` (at least one); returns how many can be restored.
 
@@ -95,11 +115,15 @@ class WaitingLeases:
             return 0
         else:
             self.release(rid)
+            if self._is_ahead and self._held_bytes() >= self._max_ahead_bytes:
+                return 0
             lease = self._store.lease(self._model.identity, page_keys, token_ids())
             if lease is None:
                 self._note_miss(rid, run)
                 return 0
             held = HeldLease(run, lease, self._clock())
+            if self._is_ahead:
+                held = self._promote_to_dram(held, page_keys, token_ids)
         self._held[rid] = held
         return held.lease.num_pages
 
@@ -122,6 +146,12 @@ class WaitingLeases:
     def release_all(self) -> None:
         for rid in [*self._held, *self._missed]:
             self.release(rid)
+
+    def _held_bytes(self) -> int:
+        """Bytes of the segments that are leased; one that several requests share counts for each."""
+        return sum(
+            sum(piece.header.layer_num_bytes) for held in self._held.values() for piece in held.lease.slices
+        )
 
     def _note_miss(self, rid: str, run: KeyRun) -> None:
         now_s = self._clock()

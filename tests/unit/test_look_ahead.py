@@ -1,0 +1,61 @@
+"""Which waiting requests are looked up before a scheduling round tries to admit them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from krul_sglang.engine.cache.radix_cache import KrulLinkerWrapper
+
+POOL_TOKENS = 1000
+
+
+class Queue:
+    """Requests that note when they are looked up."""
+
+    def __init__(self) -> None:
+        self.looked_up: list[str] = []
+        self.wrapper: Any = KrulLinkerWrapper.__new__(KrulLinkerWrapper)
+        self.wrapper.cache = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(size=POOL_TOKENS))
+        self.wrapper.cache_linker = SimpleNamespace(looking_ahead=nullcontext)
+
+    def request(self, rid: str, num_tokens: int) -> Any:
+        def look_up(cache: Any, *, cow_mamba: bool) -> None:
+            assert cache is self.wrapper.cache
+            self.looked_up.append(rid)
+
+        ids = list(range(num_tokens))
+        return SimpleNamespace(
+            rid=rid, origin_input_ids=ids[:-1], output_ids=ids[-1:], init_next_round_input=look_up
+        )
+
+    def round(self, *sizes: tuple[str, int]) -> Sequence[str]:
+        """A scheduling round that leaves these requests waiting; returns which are looked up."""
+        self.looked_up.clear()
+        self.wrapper.look_ahead([self.request(rid, num_tokens) for rid, num_tokens in sizes])
+        return tuple(self.looked_up)
+
+
+def test_each_is_looked_up_once_in_the_order_of_the_queue() -> None:
+    queue = Queue()
+    assert queue.round(("a", 100), ("b", 100)) == ("a", "b")
+    assert queue.round(("a", 100), ("b", 100)) == ()
+    assert queue.round(("b", 100), ("c", 100)) == ("c",)
+
+
+def test_the_window_is_what_the_device_pool_could_hold() -> None:
+    queue = Queue()
+    assert queue.round(("a", 600), ("b", 400), ("c", 1), ("d", 1)) == ("a", "b")
+    assert queue.round(("b", 400), ("c", 1), ("d", 1)) == ("c", "d")
+    # The next one is looked up, whatever its length.
+    assert queue.round(("e", POOL_TOKENS + 1), ("f", 1)) == ("e",)
+
+
+def test_one_that_has_left_the_window_is_forgotten() -> None:
+    queue = Queue()
+    assert queue.round(("a", 100)) == ("a",)
+    assert queue.round() == ()
+    # It was retracted, and waits again.
+    assert queue.round(("a", 100)) == ("a",)
