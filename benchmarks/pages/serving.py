@@ -9,7 +9,7 @@ import orjson
 
 from benchmarks.pages import RESULTS, ROOT
 from benchmarks.serving import divergence
-from benchmarks.serving.rows import COLUMNS, table_cells
+from benchmarks.serving.rows import COLUMNS, ratio_cell, table_cells
 
 SERVING_RESULTS = (
     RESULTS / "serving-cpu.json",
@@ -19,6 +19,7 @@ SERVING_RESULTS = (
 """By the length of the history; those that were measured are shown."""
 SERVING_LENGTHS_RESULT = RESULTS / "serving-lengths-cpu.json"
 SERVING_TURNS_RESULT = RESULTS / "serving-turns-cpu.json"
+SERVING_SLOW_RESULT = RESULTS / "serving-slow-cpu.json"
 
 
 def serving_table(results: dict[Path, dict[str, Any]]) -> str:
@@ -46,6 +47,26 @@ def serving_lengths_table(result: dict[str, Any]) -> str:
                 f"{ratio['q75']:.2f}) | {ratio['min']:.2f} |"
             )
     notes = _serving_notes(SERVING_LENGTHS_RESULT, result)
+    return "\n".join([_serving_heading(result), "", *lines, "", notes])
+
+
+def serving_slow_table(result: dict[str, Any]) -> str:
+    """Returning turns from an SSD that reads slowly: against computing, and against loading all of it."""
+    lines = [
+        "| configuration | TTFT p50 | p90 | times sooner than recompute | smallest "
+        "| times sooner than full load | smallest | found on | stored | expected of the SSD |",
+        "|---|" + "---:|" * 9,
+    ]
+    for row, server in zip(result["rows"], result["servers"], strict=True):
+        cells = dict(zip(COLUMNS, table_cells(row), strict=True))
+        ssd_mbs = (server["tiers_mbs"] or {}).get("ssd")
+        parts = [cells["configuration"], cells["TTFT p50"], cells["p90"]]
+        for other in ("recompute", "full_load"):
+            ratio = row.get(f"times_sooner_than_{other}")
+            parts += ["-", "-"] if ratio is None else [ratio_cell(ratio), f"{ratio['min']:.2f}"]
+        parts += [cells["found on"], cells["stored"], "-" if ssd_mbs is None else f"{ssd_mbs:.0f} MB/s"]
+        lines.append(f"| {' | '.join(parts)} |")
+    notes = _serving_notes(SERVING_SLOW_RESULT, result)
     return "\n".join([_serving_heading(result), "", *lines, "", notes])
 
 
@@ -108,6 +129,8 @@ def _serving_heading(result: dict[str, Any]) -> str:
     load = "one request at a time" if rate is None else f"{rate:g} arrivals per second in a round"
     if configuration["host_memory"] is not None:
         load += f", {configuration['host_memory']} of host memory"
+    if configuration.get("ssd_read_mbs") is not None:
+        load += f", an SSD that reads {configuration['ssd_read_mbs']:g} MB/s"
     return (
         f"**{model} in {configuration['dtype']}, {configuration['users']} conversations of about "
         f"{lengths} tokens, {configuration['rounds']} turns each, {load}:**"
@@ -136,11 +159,16 @@ def _serving_notes(path: Path, result: dict[str, Any]) -> str:
 def serving_tables() -> dict[str, str]:
     """The tables of the kept results, by the names of their places; what was not measured is empty."""
     serving = {path: orjson.loads(path.read_bytes()) for path in SERVING_RESULTS if path.exists()}
-    lengths = orjson.loads(SERVING_LENGTHS_RESULT.read_bytes()) if SERVING_LENGTHS_RESULT.exists() else None
-    turns = orjson.loads(SERVING_TURNS_RESULT.read_bytes()) if SERVING_TURNS_RESULT.exists() else None
+    others = {
+        "serving-lengths": (SERVING_LENGTHS_RESULT, serving_lengths_table),
+        "serving-slow": (SERVING_SLOW_RESULT, serving_slow_table),
+        "serving-turns": (SERVING_TURNS_RESULT, serving_turns_table),
+    }
     return {
         "serving": serving_table(serving),
-        "serving-lengths": "" if lengths is None else serving_lengths_table(lengths),
-        "serving-turns": "" if turns is None else serving_turns_table(turns),
+        **{
+            name: table(orjson.loads(path.read_bytes())) if path.exists() else ""
+            for name, (path, table) in others.items()
+        },
         "serving-summary": serving_summary(serving),
     }

@@ -10,27 +10,13 @@ from typing import ClassVar
 
 import torch
 
+from benchmarks.link import Link
 from krul_backend.device import Device
 from krul_backend.errors import KrulError
 from krul_backend.tiers.common.hashing import block_checksum
 
 _DISK_BLOCK = 4096
 """Direct reads start, end and land at multiples of this, which every disk accepts."""
-
-
-class Link:
-    """Keeps copies from being faster than ``bandwidth_gbs`` (1e9 bytes per second); None for no limit."""
-
-    def __init__(self, bandwidth_gbs: float | None) -> None:
-        self._bandwidth_gbs = bandwidth_gbs
-
-    def hold(self, started_s: float, num_bytes: int) -> None:
-        """Return when ``num_bytes`` can have arrived, if they were sent at ``started_s`` (perf_counter)."""
-        if self._bandwidth_gbs is None:
-            return
-        left_s = started_s + num_bytes / (self._bandwidth_gbs * 1e9) - time.perf_counter()
-        if left_s > 0:
-            time.sleep(left_s)
 
 
 class DamagedPartError(KrulError):

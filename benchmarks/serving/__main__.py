@@ -111,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device-tokens", "small pool, instead of 1.25 x the longest conversation", type=int)
     add("--host-memory", "of each krul server, as 256MiB, instead of enough for all")
     add("--ssd", "capacity of an SSD tier for each krul server, as 2GiB")
+    add("--ssd-read-mbs", "hold reads of the SSD tier to so many MB per second", type=float)
     add("--krul-options", "JSON object: options of every krul server", default="{}")
     compressed = orjson.dumps(_DEFAULTS.compressed_options).decode()
     add("--compressed-options", f"JSON object: those of 'compressed' ({compressed})", default=compressed)

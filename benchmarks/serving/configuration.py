@@ -44,6 +44,7 @@ class Configuration:
         settles: whether a server finishes what it does after its answers before another one is asked.
         device_tokens: of the small pool; None is 1.25 times the longest conversation.
         host_memory: of each krul server; None holds everything. ``ssd``: capacity of an SSD tier, if any.
+        ssd_read_mbs: what the SSD tier reads at most, in 1e6 bytes per second; None as fast as the disk.
         krul_options: of every krul server; ``compressed_options``: of ``compressed`` on top.
         dtype: SGLang's; None is float32 without a GPU, and else the model's own.
     """
@@ -63,6 +64,7 @@ class Configuration:
     device_tokens: int | None = None
     host_memory: str | None = None
     ssd: str | None = None
+    ssd_read_mbs: float | None = None
     krul_options: dict[str, Any] = field(default_factory=dict)
     compressed_options: dict[str, Any] = field(default_factory=COMPRESSED_OPTIONS.copy)
     max_tokens: int = 16
@@ -96,6 +98,7 @@ class Configuration:
             "--users": self.users,
             "--rate": self.rate,
             "--device-tokens": self.device_tokens,
+            "--ssd-read-mbs": self.ssd_read_mbs,
             "--max-tokens": self.max_tokens,
             "--page-size": self.page_size,
         }
@@ -104,6 +107,10 @@ class Configuration:
                 raise ServingBenchmarkError(f"{option} {value} is not possible; expected more than 0")
         if self.think_time_s < 0:
             raise ServingBenchmarkError(f"--think-time {self.think_time_s} is not possible")
+        if self.ssd_read_mbs is not None and self.ssd is None:
+            raise ServingBenchmarkError(
+                f"--ssd-read-mbs {self.ssd_read_mbs:g} without an SSD tier: give --ssd its capacity"
+            )
         for option, size in (("--host-memory", self.host_memory), ("--ssd", self.ssd)):
             try:
                 parse_bytes("1" if size is None else size)

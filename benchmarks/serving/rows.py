@@ -62,15 +62,17 @@ def of_ttft(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def ratios(ttft_s: Mapping[str, Sequence[float]], name: str) -> dict[str, Any]:
-    """How a server compares with two others, turn by turn; a key is left out if its server did not run.
+    """How a server compares with others, turn by turn; a key is left out if its server did not run.
 
-    ``times_sooner_than_recompute`` is over 1 where this server is sooner, ``times_of_device`` where it is
-    later.
+    ``times_sooner_than_recompute`` and ``times_sooner_than_full_load`` are over 1 where this server is
+    sooner, ``times_of_device`` where it is later.
     """
     found: dict[str, Any] = {}
-    if "recompute" in ttft_s and name != "recompute":
-        pairs = zip(ttft_s["recompute"], ttft_s[name], strict=True)
-        found["times_sooner_than_recompute"] = quantiles([other / own for other, own in pairs])
+    for slower in ("recompute", "full-load"):
+        if slower in ttft_s and name != slower:
+            pairs = zip(ttft_s[slower], ttft_s[name], strict=True)
+            field = f"times_sooner_than_{slower.replace('-', '_')}"
+            found[field] = quantiles([other / own for other, own in pairs])
     if "device" in ttft_s and name != "device":
         pairs = zip(ttft_s["device"], ttft_s[name], strict=True)
         found["times_of_device"] = quantiles([own / other for other, own in pairs])
@@ -204,12 +206,12 @@ def table_cells(row: Mapping[str, Any]) -> list[str]:
         row["configuration"],
         _ms(row["p50_ttft_s"]),
         _ms(row["p90_ttft_s"]),
-        _ratio(row.get("times_sooner_than_recompute")),
-        _ratio(row.get("times_of_device")),
+        ratio_cell(row.get("times_sooner_than_recompute")),
+        ratio_cell(row.get("times_of_device")),
         _ms(row.get("first_turn_p50_s")),
-        _ratio(row.get("first_turn_times_of_recompute")),
+        ratio_cell(row.get("first_turn_times_of_recompute")),
         _ms(row["tpot_s"]),
-        _ratio(row.get("tpot_times_of_recompute")),
+        ratio_cell(row.get("tpot_times_of_recompute")),
         found or "-",
         "-" if stored is None else f"{stored / 2**20:.0f} MiB",
         f"{row['answers_equal']:.0%}" if "answers_equal" in row else "-",
@@ -220,7 +222,7 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.0f} ms"
 
 
-def _ratio(each: Mapping[str, float] | None) -> str:
+def ratio_cell(each: Mapping[str, float] | None) -> str:
     return "-" if each is None else f"{each['median']:.2f} ({each['q25']:.2f}-{each['q75']:.2f})"
 
 

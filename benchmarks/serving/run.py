@@ -73,6 +73,7 @@ def run(configuration: Configuration, tell: Tell) -> dict[str, Any]:
                 "krul_options": server.options,
                 "command": without_cwd(server.process.command_line),
                 "restores": server.restores(),
+                "tiers_mbs": server.tiers_mbs(),
                 "ready_after_s": server.process.ready_after_s,
                 "memory_bytes": server.memory_bytes(),
             }
@@ -104,6 +105,8 @@ def _start(configuration: Configuration, pools: PoolSizes, folder: Path, stack: 
     for name in configuration.servers:
         server = make_server(name, configuration, pools, folder)
         logger.info("%s: starts", name)
+        if server.daemon is not None:
+            stack.enter_context(server.daemon)
         stack.enter_context(server.process)
         check_pool(server, configuration.page_size)
         logger.info("%s: ready after %.0f s", name, server.process.ready_after_s)

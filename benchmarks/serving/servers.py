@@ -7,7 +7,7 @@ import logging
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import orjson
 import psutil
 
 from benchmarks.serving.configuration import KRUL_SERVERS, Configuration, ServingBenchmarkError
+from benchmarks.serving.slow_ssd import SlowSsdDaemon
 from krul_backend.memory import parse_bytes
 from krul_backend.strategy.strategy import SUBSPACE
-from krul_sglang.config import KrulConfig
+from krul_sglang.config import DAEMON_MARK, KrulConfig
 from krul_sglang.demo.run import default_dtype
 from krul_sglang.demo.server import KrulState, ServerProcess, krul_states, stored_amounts, wait_for_saves
 from krul_sglang.demo.sizing import PoolSizes
@@ -32,12 +33,13 @@ _MIN_HOST_MEMORY_BYTES = 128 << 20
 
 @dataclass
 class Server:
-    """A running server. ``options``: krul's; None without krul."""
+    """A running server. ``options``: krul's; None without krul. ``daemon``: one that it joins, if any."""
 
     name: str
     pool_tokens: int
     options: Mapping[str, Any] | None
     process: ServerProcess
+    daemon: SlowSsdDaemon | None = None
     first_counters: dict[str, int] = field(default_factory=dict)
 
     def settle(self) -> None:
@@ -89,6 +91,13 @@ class Server:
             ),
         }
 
+    def tiers_mbs(self) -> dict[str, float] | None:
+        """MB per second that krul now expects of each tier it has met; None without krul's planner."""
+        costs = [state["restore"]["costs"]["tiers"] for state in self.krul_states() if state["restore"]]
+        if not costs:
+            return None
+        return {tier: 1e-6 / cost["byte_s"] for tier, cost in costs[0].items() if cost["byte_s"] > 0}
+
     def memory_bytes(self) -> int:
         """Proportional set size of all its processes: memory that several share counts once in all."""
         root = psutil.Process(self.process.pid)
@@ -111,7 +120,7 @@ def make_server(name: str, configuration: Configuration, pools: PoolSizes, folde
         *configuration.server_args,
         *("--max-total-tokens", str(pool_tokens)),
     ]
-    options = None
+    options = daemon = None
     if name in KRUL_SERVERS:
         options = configuration.options_of(name)
         values = {
@@ -123,10 +132,30 @@ def make_server(name: str, configuration: Configuration, pools: PoolSizes, folde
             _bring_bases(configuration.model_path, folder / name)
         if configuration.ssd is not None:
             values |= {"ssd_dir": str(folder / f"{name}-ssd"), "ssd_capacity": configuration.ssd}
+        if configuration.ssd_read_mbs is not None:
+            daemon = _slow_daemon(values, folder / f"{name}-daemon", configuration.ssd_read_mbs)
+            values = _without_daemon_options(values) | {"endpoint": str(daemon.runtime_dir)}
         args += ["--radix-cache-backend", "krul"]
         args += ["--unified-cache-external-linker-config", orjson.dumps(values).decode()]
     process = ServerProcess(configuration.model_path, args=args, ready_timeout_s=_READY_TIMEOUT_S)
-    return Server(name, pool_tokens, options, process)
+    return Server(name, pool_tokens, options, process, daemon)
+
+
+def _slow_daemon(values: Mapping[str, Any], runtime_dir: Path, read_mbs: float) -> SlowSsdDaemon:
+    """The daemon that a server with these options would start, but for its disk."""
+    from krul_sglang.engine.cache.store_connection import daemon_arguments
+
+    config = KrulConfig.from_mapping(values, "options of a server")
+    assert config.host_memory is not None, "make_server gives a size"
+    return SlowSsdDaemon(runtime_dir, daemon_arguments(config, config.host_memory), read_mbs)
+
+
+def _without_daemon_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is left for a server that joins a daemon."""
+    of_daemon = {
+        option.name for option in fields(KrulConfig) if option.metadata["description"].startswith(DAEMON_MARK)
+    }
+    return {name: value for name, value in values.items() if name not in of_daemon}
 
 
 def _bring_bases(model_path: str, cache_dir: Path) -> None:

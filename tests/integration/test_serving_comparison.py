@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from benchmarks.serving.configuration import ServingBenchmarkError
+from benchmarks.serving.slow_ssd import SlowSsdDaemon
+from krul_backend.daemon.client.daemon_store import DaemonStore
+from tests.crash.conversations import model_of
 from tests.support.forked_server import with_forked_servers
 
 pytestmark = pytest.mark.server
@@ -73,3 +78,19 @@ def test_krul_predicts_on_restored_turns_what_a_server_that_never_evicts_predict
         assert row["top1"] == 1
     assert result["error_budgets"] == {"full-load": None}
     assert "turns" not in result
+
+
+def test_a_daemon_of_a_slow_disk_serves_and_knows_how_slow_it_is(tmp_path: Path) -> None:
+    options = ("--host-memory", "16MiB", "--ssd-dir", str(tmp_path / "ssd"), "--ssd-capacity", "64MiB")
+    with tempfile.TemporaryDirectory(prefix="krul-test-", dir="/tmp") as short:
+        runtime_dir = Path(short) / "run"
+        with SlowSsdDaemon(runtime_dir, options, read_mbs=40.0):
+            store = DaemonStore(runtime_dir, model=model_of(0))
+            assert store.is_connected
+            assert store.tier_costs()["ssd"].byte_s >= 1 / 40e6
+            store.close()
+        # When the block is left, nobody holds the directory.
+        with SlowSsdDaemon(runtime_dir, options, read_mbs=40.0):
+            pass
+        with pytest.raises(ServingBenchmarkError, match="--no-such-option"):
+            SlowSsdDaemon(runtime_dir, ("--no-such-option",), read_mbs=40.0).__enter__()

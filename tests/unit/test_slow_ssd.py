@@ -1,0 +1,116 @@
+"""Serving from an SSD that reads slowly: its rate, how a server joins its daemon, what the page shows."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import pytest
+
+from benchmarks.pages.serving import serving_slow_table
+from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
+from benchmarks.serving.rows import row
+from benchmarks.serving.servers import make_server
+from benchmarks.serving.slow_ssd import SlowDisk
+from krul_backend.tiers.ssd.ssd_tier import SsdTier
+from krul_sglang.demo.player import TurnResult
+from krul_sglang.demo.sizing import PoolSizes
+
+MIB = 1 << 20
+POOLS = PoolSizes(device_tokens=512, reference_tokens=4096, longest_tokens=400, total_tokens=2000)
+SLOW = Configuration(
+    model_path="model", servers=("recompute", "native", "full-load"), ssd="1GiB", ssd_read_mbs=120.0
+)
+
+
+def test_threads_share_the_rate_of_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(os.urandom(MIB))
+    disk = SlowDisk(read_mbs=20.0)
+    fd = disk.open(path, os.O_RDONLY)
+    buffers = [memoryview(bytearray(MIB)) for _ in range(3)]
+    threads = [threading.Thread(target=disk.preadv, args=(fd, [buffer], 0)) for buffer in buffers]
+    started_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.perf_counter() - started_s >= 3 * MIB / 20e6
+    disk.close(fd)
+    assert all(bytes(buffer) == path.read_bytes() for buffer in buffers)
+
+
+def test_the_tier_measures_the_slow_disk_by_itself(tmp_path: Path) -> None:
+    tier = SsdTier(tmp_path, 16 * MIB, disk=SlowDisk(read_mbs=40.0))
+    try:
+        assert tier.cost().byte_s >= 1 / 40e6
+    finally:
+        tier.close()
+
+
+def test_a_server_joins_a_daemon_that_has_its_options(tmp_path: Path) -> None:
+    options = {"eviction": "lru", "load_timeout": 7.0}
+    configuration = replace(SLOW, host_memory="64MiB", dtype="float32", krul_options=options)
+    server = make_server("full-load", configuration, POOLS, tmp_path)
+    given = orjson.loads(server.process.command[-1])
+    assert server.daemon is not None
+    assert given == {
+        "cache_dir": str(tmp_path / "full-load"),
+        "endpoint": str(server.daemon.runtime_dir),
+        "load_timeout": 7.0,
+        "planner": "full-load",
+    }
+    command = " ".join(server.daemon.command)
+    assert f"benchmarks.serving.slow_ssd 120.0 serve --runtime-dir {server.daemon.runtime_dir} " in command
+    for part in (f"--host-memory {64 * MIB} ", "--eviction lru ", f"--ssd-dir {tmp_path}/full-load-ssd "):
+        assert part in command
+    assert make_server("recompute", configuration, POOLS, tmp_path).daemon is None
+    unlimited = make_server("native", replace(configuration, ssd_read_mbs=None), POOLS, tmp_path)
+    assert unlimited.daemon is None
+    assert orjson.loads(unlimited.process.command[-1])["ssd_capacity"] == "1GiB"
+
+
+@pytest.mark.parametrize("changes", [{"ssd": None}, {"ssd_read_mbs": 0.0}, {"ssd_read_mbs": -1.0}])
+def test_a_rate_without_a_tier_or_below_zero_is_refused(changes: dict[str, float | None]) -> None:
+    with pytest.raises(ServingBenchmarkError, match="--ssd-read-mbs"):
+        replace(SLOW, **changes)  # type: ignore[arg-type]
+
+
+def test_the_page_compares_with_computing_and_with_loading_everything() -> None:
+    ttft_s = {"recompute": (4.0, 6.0), "native": (1.0, 2.0), "full-load": (2.0, 3.0)}
+    turns = {
+        name: [TurnResult("a", 1, 100, 0, 0, 5, 9.0, 9.5, "yes")]
+        + [TurnResult("a", 2, 100, 10, 80, 5, seconds, seconds + 1, "yes") for seconds in each]
+        for name, each in ttft_s.items()
+    }
+    rows = [
+        row(
+            name,
+            turns,
+            reference="recompute",
+            busy_s=1.0,
+            hit_pages={} if name == "recompute" else {"ssd": 5},
+            theoretical_hit_rate=0.9,
+            bytes_stored=None if name == "recompute" else 3 * MIB,
+        )
+        for name in turns
+    ]
+    result = {
+        "configuration": {**SLOW.to_json(), "dtype": "float32", "total_tokens": 9},
+        "machine": {"cpu": "a CPU", "cores": 2},
+        "versions": {"sglang": "0"},
+        "duration_s": 60.0,
+        "rows": rows,
+        "servers": [
+            {"tiers_mbs": None if name == "recompute" else {"dram": 9e3, "ssd": 117.6}} for name in turns
+        ],
+    }
+    table = serving_slow_table(result)
+    assert "an SSD that reads 120 MB/s:**" in table
+    assert "| recompute | 4000 ms | 6000 ms | - | - | 0.50 (0.50-0.50) | 0.50 | device 10% | - | - |" in table
+    assert "| native | 1000 ms | 2000 ms | 3.50 (3.25-3.75) | 3.00 | 1.75 (1.62-1.88) | 1.50 | " in table
+    assert "| 2.00 (2.00-2.00) | 2.00 | - | - | device 10% ssd 80% | 3 MiB | 118 MB/s |" in table
