@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from benchmarks.link import Link
-from benchmarks.serving.configuration import ServingBenchmarkError
+from krul_backend.errors import DaemonError
 from krul_backend.tiers.ssd.disk import Disk
 from krul_sglang.demo import supervisor
 
@@ -60,7 +60,7 @@ class SlowSsdDaemon:
         """Start it; returns when servers can join.
 
         Raises:
-            ServingBenchmarkError: it did not start; the message has the end of its log.
+            DaemonError: it did not start; the message has the end of its log.
         """
         with self._log_path.open("ab") as log:
             # The supervisor ends it when this process ends, however that happens.
@@ -76,7 +76,7 @@ class SlowSsdDaemon:
         if b"ready" not in self._process.stdout.readline():
             self.__exit__()
             lines = self._log_path.read_text(errors="replace").splitlines()[-_NUM_QUOTED_LINES:]
-            raise ServingBenchmarkError("\n  | ".join(("the daemon of a slow SSD did not start:", *lines)))
+            raise DaemonError("\n  | ".join(("the daemon of a slow SSD did not start:", *lines)))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving.configuration import ServingBenchmarkError
 from benchmarks.serving.slow_ssd import SlowSsdDaemon
 from krul_backend.daemon.client.daemon_store import DaemonStore
+from krul_backend.errors import DaemonError
 from tests.crash.conversations import model_of
 from tests.support.forked_server import with_forked_servers
 
@@ -92,5 +92,5 @@ def test_a_daemon_of_a_slow_disk_serves_and_knows_how_slow_it_is(tmp_path: Path)
         # When the block is left, nobody holds the directory.
         with SlowSsdDaemon(runtime_dir, options, read_mbs=40.0):
             pass
-        with pytest.raises(ServingBenchmarkError, match="--no-such-option"):
+        with pytest.raises(DaemonError, match="--no-such-option"):
             SlowSsdDaemon(runtime_dir, ("--no-such-option",), read_mbs=40.0).__enter__()
