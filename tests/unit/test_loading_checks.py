@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -181,6 +182,18 @@ def test_layers_are_loaded_as_they_arrive(sunk: SunkRig) -> None:
         sunk.batch(index).wait_layer(layer)
         assert sunk.holds(layer, SLOTS)
     assert sunk.loader.finish(index)
+
+
+def test_waiting_for_a_lower_tier_is_part_of_what_a_load_takes(sunk: SunkRig) -> None:
+    """The planner learns from it how slow the tier is."""
+    late_layer, late_s = 1, 0.2
+    sunk.tier.before_layer = lambda layer: time.sleep(late_s if layer == late_layer else 0)
+    index = start(sunk, sunk.load(SLOTS))
+    batch = sunk.batch(index)
+    batch.wait_layer(NUM_LAYERS - 1)
+    assert sunk.loader.finish(index)
+    seconds = [(times.begin(), times.end()) for times in batch.load_times]
+    assert sum(end - begin for begin, end in seconds if begin is not None and end is not None) > late_s / 2
 
 
 def wait_for(event: threading.Event) -> None:

@@ -234,13 +234,14 @@ class LayerWiseLoader:
             tails = TailGroups(loads, self._device)
             num_announced = 0
             for layer in range(self._pool.num_layers):
+                # On a CPU announcing a block waits for it, and checks it: that is part of its load.
+                begin = batch.clock.mark()
                 while num_announced < min(layer + checks.num_layers_ahead, self._pool.num_layers):
                     groups.append(tails.of_layer(num_announced))
                     for group in groups[-1]:
                         checks.announce(group.blocks)
                     num_announced += 1
                 self._before_layer(index, layer)
-                begin = batch.clock.mark()
                 if not self._load_layer(batch, groups.popleft(), checks):
                     return
                 if layer == self._pool.num_layers - 1:
