@@ -75,8 +75,6 @@ def group_launch(
     k_elements, v_elements = (_elements(part) for part in unit.formats)
     lower, own = unit.layouts[_LOWER], unit.layouts[found.index]
     rotary = None if isinstance(unit, NativeLayer) else place.rotary
-    # Without rotation the tables are never read.
-    cos, sin = (blocks[0], blocks[0]) if rotary is None else rotary_on(rotary, k_buffer.device)
     k_padded_half, v_padded_half = (
         triton.next_power_of_2(-(-dim // 2)) for dim in (shape.k_head_dim, shape.v_head_dim)
     )
@@ -91,16 +89,8 @@ def group_launch(
         "own_block": blocks[-1],
         "missing_bytes": lower.num_bytes - blocks[0].numel(),
         "own_missing_bytes": own.num_bytes - blocks[-1].numel(),
-        "cos_table": cos,
-        "sin_table": sin,
-        "angle_stride": cos.stride(0),
-        "k_buffer": k_buffer,
-        "k_slot_stride": k_buffer.stride(0),
-        "k_head_stride": k_buffer.stride(1),
-        "v_buffer": v_buffer,
-        "v_slot_stride": v_buffer.stride(0),
-        "v_head_stride": v_buffer.stride(1),
-        "slots": slots,
+        **target_arguments(k_buffer, v_buffer, slots),
+        **rotary_arguments(rotary, k_buffer.device),
         "first_token": first_token,
         "end_token": end_token,
         "start_token": place.start_token,
@@ -120,8 +110,6 @@ def group_launch(
         "is_k_per_channel": k_elements.is_per_channel,
         "is_v_per_channel": v_elements.is_per_channel,
         "has_norm": isinstance(unit, SharedPair),
-        "rotary_half": 0 if rotary is None else rotary.rotary_dim // 2,
-        "is_neox": rotary is None or rotary.is_neox,
         "num_program_tokens": num_program_tokens,
         "num_program_heads": num_program_heads,
         "num_warps": _NUM_WARPS,
@@ -158,15 +146,9 @@ def retained_launch(
         "v_rows": own["v_rows"],
         "v_head_ends": head_ends[1],
         "num_v_rows": num_v_rows,
-        "slots": slots,
+        **target_arguments(k_buffer, v_buffer, slots),
         "first_token": first_token,
         "end_token": end_token,
-        "k_buffer": k_buffer,
-        "k_slot_stride": k_buffer.stride(0),
-        "k_head_stride": k_buffer.stride(1),
-        "v_buffer": v_buffer,
-        "v_slot_stride": v_buffer.stride(0),
-        "v_head_stride": v_buffer.stride(1),
         "num_heads": shape.num_kv_heads,
         "padded_heads": triton.next_power_of_2(shape.num_kv_heads),
         "k_dim": shape.k_head_dim,
@@ -211,12 +193,40 @@ def _elements(part: VectorFormat) -> _Elements:
     raise AssertionError(f"no kernel for {part}")
 
 
+def target_arguments(k_buffer: torch.Tensor, v_buffer: torch.Tensor, slots: torch.Tensor) -> dict[str, Any]:
+    """The arguments of a kernel that say where it writes in one layer of the pool."""
+    return {
+        "k_buffer": k_buffer,
+        "k_slot_stride": k_buffer.stride(0),
+        "k_head_stride": k_buffer.stride(1),
+        "v_buffer": v_buffer,
+        "v_slot_stride": v_buffer.stride(0),
+        "v_head_stride": v_buffer.stride(1),
+        "slots": slots,
+    }
+
+
+def rotary_arguments(rotary: RotaryTable | None, device: torch.device) -> dict[str, Any]:
+    """The arguments of a kernel that say how it rotates keys. Without rotation the tables are never read."""
+    cos, sin = _rotary_on(rotary, device)
+    return {
+        "cos_table": cos,
+        "sin_table": sin,
+        "angle_stride": cos.stride(0),
+        "rotary_half": 0 if rotary is None else rotary.rotary_dim // 2,
+        "is_neox": rotary is None or rotary.is_neox,
+    }
+
+
 @lru_cache(maxsize=4)
-def rotary_on(rotary: RotaryTable, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotary_on(rotary: RotaryTable | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines on ``device``, with equal strides and angles next to each other; copied once.
 
     The copy comes from pageable memory and has ended when this returns, so any stream may read it.
     """
+    if rotary is None:
+        empty = torch.empty(1, 1, device=device)
+        return empty, empty
     cos, sin = rotary.cos, rotary.sin
     if cos.stride() != sin.stride() or cos.stride(1) != 1:
         cos, sin = cos.cpu().contiguous(), sin.cpu().contiguous()
