@@ -17,7 +17,7 @@ from krul_backend.codec.parameters import RetainedCounts, SegmentParameters
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_layout import Unit, UnitLayout
 from krul_backend.codec.shared_pair import SharedPair, count_retained
-from krul_backend.codec.single_layer import NativeLayer, single_layer
+from krul_backend.codec.single_layer import CodedLayer, NativeLayer
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
@@ -313,7 +313,8 @@ class SegmentCodec:
             precision = parameters.strategy.layers[unit[0]].precision
             if len(unit) == 1:
                 if precision not in alone:
-                    alone[precision] = single_layer(place, precision)
+                    kind = NativeLayer if precision is Precision.NATIVE else CodedLayer
+                    alone[precision] = kind(place, precision)
                 units[unit] = alone[precision]
                 continue
             units[unit] = SharedPair(place, precision, retained[unit[0], unit[1]], self._options)
