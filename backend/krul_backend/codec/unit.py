@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.interface import LayerKV, LayerShape, empty_kv
 from krul_backend.codec.layout import BlockLayout, GroupRun, Section, in_groups
 from krul_backend.codec.rotary import RotaryTable
 
@@ -80,19 +80,16 @@ class UnitCodec(ABC):
             CodecError: a block that this unit cannot have written.
         """
         checked = self.check(index, blocks, first_token)
-        shape, device = self.place.shape, checked[0].device
-        num_tokens = end_token - first_token
-        k = torch.empty(num_tokens, shape.num_kv_heads, shape.k_head_dim, dtype=shape.dtype, device=device)
-        v = torch.empty(num_tokens, shape.num_kv_heads, shape.v_head_dim, dtype=shape.dtype, device=device)
+        kv = empty_kv(self.place.shape, end_token - first_token, checked[0].device)
         for run in self.layouts[index].runs(first_token, end_token):
             run_k, run_v = self.decode_run(index, checked, run)
             # [first, end)  of the segment: what this run has of the rows asked for
             first, end = max(first_token, run.first_token), min(end_token, run.end_token)
-            for rows, run_rows in ((k, run_k), (v, run_v)):
+            for rows, run_rows in ((kv.k, run_k), (kv.v, run_v)):
                 rows[first - first_token : end - first_token] = run_rows[
                     first - run.first_token : end - run.first_token
                 ]
-        return LayerKV(k, v)
+        return kv
 
     def check(self, index: int, blocks: Sequence[torch.Tensor], first_token: int) -> list[torch.Tensor]:
         """Blocks of ``sources(index)`` that can be viewed; see ``BlockLayout.check``."""
