@@ -13,8 +13,14 @@ import torch
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_sglang.engine.capture.attention_observer import AttentionObserver, BatchPart, QueryShape, parts_of
-from krul_sglang.engine.capture.request_places import Recording, RequestPlaces
+from krul_sglang.engine.capture.attention_observer import (
+    AttentionObserver,
+    BatchPart,
+    QueryShape,
+    Recording,
+    RequestPlaces,
+    parts_of,
+)
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 
 logger = logging.getLogger(__name__)

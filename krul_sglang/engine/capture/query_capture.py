@@ -18,8 +18,14 @@ from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.device import Device
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes
-from krul_sglang.engine.capture.attention_observer import AttentionObserver, BatchPart, QueryShape, parts_of
-from krul_sglang.engine.capture.request_places import Recording, RequestPlaces
+from krul_sglang.engine.capture.attention_observer import (
+    AttentionObserver,
+    BatchPart,
+    QueryShape,
+    Recording,
+    RequestPlaces,
+    parts_of,
+)
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 
 DECODE_INTERVAL = 16

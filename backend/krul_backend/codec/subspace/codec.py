@@ -23,7 +23,6 @@ from krul_backend.codec.subspace.coded_tail import (
     SegmentTokens,
     tensors_of,
 )
-from krul_backend.codec.subspace.damage import GroupErrors, Sample
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.codec.subspace.parameters import (
     LARGEST_STEP,
@@ -31,7 +30,7 @@ from krul_backend.codec.subspace.parameters import (
     GroupParameters,
     SubspaceParameters,
 )
-from krul_backend.codec.subspace.quantizer import dequantize, quantize, step_shifts
+from krul_backend.codec.subspace.quantizer import GroupErrors, Sample, dequantize, quantize, step_shifts
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
