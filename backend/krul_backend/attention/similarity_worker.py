@@ -63,13 +63,10 @@ class SimilarityWorker:
 
     Args:
         capacity_bytes: of the queue.
-        num_threads: of the process.
         timeout_s: a job that takes longer counts as a death of the process.
     """
 
-    def __init__(
-        self, capacity_bytes: int = DEFAULT_CAPACITY_BYTES, num_threads: int = 1, timeout_s: float = 120.0
-    ) -> None:
+    def __init__(self, capacity_bytes: int = DEFAULT_CAPACITY_BYTES, timeout_s: float = 120.0) -> None:
         self._memory_fd = os.memfd_create("krul-similarity", os.MFD_CLOEXEC)
         os.ftruncate(self._memory_fd, capacity_bytes)
         self._memory = torch.frombuffer(mmap.mmap(self._memory_fd, capacity_bytes), dtype=torch.uint8)
@@ -77,7 +74,6 @@ class SimilarityWorker:
         self._pages = self._memory.numpy()
         self._device: Device | None = None
         self._stream: Any | None = None
-        self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._process: WorkerProcess | None = None
         self._has_given_up = False
@@ -197,7 +193,7 @@ class SimilarityWorker:
         while not self._has_given_up:
             try:
                 if self._process is None:
-                    self._process = WorkerProcess(self._memory_fd, len(self._memory), self._num_threads)
+                    self._process = WorkerProcess(self._memory_fd, len(self._memory))
                 error = self._process.reduce(layout, self._timeout_s)
             except WorkerGoneError as gone:
                 self._on_death(gone)

@@ -13,8 +13,8 @@ from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.interface import LayerShape
 from krul_backend.codec.segment_codec import SegmentDecoder, UnitBlocks
 from krul_backend.codec.shared_pair import SharedPair
-from krul_backend.codec.single_layer import CodedLayer, NativeLayer
 from krul_backend.codec.subspace.coded_tail import CodedTail, decode_tails
+from krul_backend.codec.unit import CodedLayer, NativeLayer
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 

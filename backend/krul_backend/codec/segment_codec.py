@@ -17,10 +17,9 @@ from krul_backend.codec.parameters import RetainedCounts, SegmentParameters
 from krul_backend.codec.rotary import RotaryTable, check_positions
 from krul_backend.codec.segment_layout import Unit, UnitLayout
 from krul_backend.codec.shared_pair import SharedPair, count_retained
-from krul_backend.codec.single_layer import CodedLayer, NativeLayer
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
-from krul_backend.codec.unit import SegmentPlace, UnitCodec
+from krul_backend.codec.unit import CodedLayer, NativeLayer, SegmentPlace, UnitCodec
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 

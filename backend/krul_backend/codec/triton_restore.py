@@ -19,8 +19,8 @@ from krul_backend.codec.restore import FusedUnit
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_codec import UnitBlocks
 from krul_backend.codec.shared_pair import SharedPair
-from krul_backend.codec.single_layer import NativeLayer
 from krul_backend.codec.triton_kernels import restore_groups, restore_retained
+from krul_backend.codec.unit import NativeLayer
 from krul_backend.codec.vector_format import CodeFormat, FloatFormat, VectorFormat
 from krul_backend.device import Device
 
