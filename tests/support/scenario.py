@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
@@ -22,6 +23,8 @@ NUM_TURNS = 5
 """Of a conversation of ``play``."""
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 """Makes SGLang's own idle check end the server when a slot or a lock leaks."""
+STRICT_ON_TWO_CORES = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+"""For two ranks: each has a core of its own."""
 
 
 def small_krul_server_args(pool_tokens: int, options: dict[str, Any]) -> tuple[str, ...]:
@@ -34,6 +37,16 @@ def small_krul_server_args(pool_tokens: int, options: dict[str, Any]) -> tuple[s
         "--enable-cache-report",
         *KRUL,
     )
+
+
+def bases_server_args(
+    pool_tokens: int, cache_dir: Path, *, error_budget: float, **options: Any
+) -> tuple[str, ...]:
+    """As ``small_krul_server_args``, with turns stored in the bases of ``cache_dir``, without fast copies
+    beside them; all that is stored of a prefix is loaded."""
+    bases = {"strategy": "subspace", "error_budget": error_budget, "cache_dir": str(cache_dir)}
+    given = {**bases, "planner": "full-load", "fast_copies": "never", **options}
+    return small_krul_server_args(pool_tokens, given)
 
 
 @dataclass(frozen=True)
