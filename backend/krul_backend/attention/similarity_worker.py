@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_CAPACITY_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class WorkerStats:
     """Counters since the start.
 
@@ -87,7 +87,7 @@ class SimilarityWorker:
 
     def stats(self) -> WorkerStats:
         with self._lock:
-            return self._stats
+            return replace(self._stats)
 
     @property
     def process_id(self) -> int | None:
@@ -111,9 +111,9 @@ class SimilarityWorker:
                 raise RuntimeError("the similarity worker was closed")
             offset = self._free.take(layout.num_bytes)
             if offset is None:
-                self._stats = replace(self._stats, rejected=self._stats.rejected + 1)
+                self._stats.rejected += 1
                 return None
-            self._stats = replace(self._stats, submitted=self._stats.submitted + 1)
+            self._stats.submitted += 1
         layout = replace(layout, offset=offset)
         try:
             copied = self._copy_in(layout, rows, read_keys)
@@ -203,7 +203,7 @@ class SimilarityWorker:
             logger.warning("the similarity worker could not reduce a job: %s", error)
             break
         with self._lock:
-            self._stats = replace(self._stats, reduced_here=self._stats.reduced_here + 1)
+            self._stats.reduced_here += 1
         return accumulate(views.rows, views.read_keys)
 
     def _on_death(self, gone: WorkerGoneError) -> None:
@@ -213,7 +213,7 @@ class SimilarityWorker:
         with self._lock:
             self._has_given_up = self._stats.restarts > 0
             if not self._has_given_up:
-                self._stats = replace(self._stats, restarts=self._stats.restarts + 1)
+                self._stats.restarts += 1
         outcome = (
             "its work is done in this process from now on" if self._has_given_up else "starting it again"
         )
