@@ -152,8 +152,5 @@ class _EstimatedTurn(CapturedTurn):
         statistics = self._estimator.finish(read_keys)
         return statistics if statistics.num_rows else None
 
-    def rows(self, num_tokens: int) -> QueryRows | None:
-        return None
-
     def release(self) -> None:
         self._release()
