@@ -1,21 +1,15 @@
-"""The base of captures that see every attention layer of every forward, through hooks on the modules.
-
-With it what they share: which tokens of a forward belong to which request, and where requests are recorded.
-"""
+"""What captures observe of attention: its shape, whose tokens are in a forward, and which requests have a
+place."""
 
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from krul_backend.attention.rows import Phase
-from krul_sglang.engine.capture.turn_capture import TurnCapture
 
 
 @dataclass(frozen=True)
@@ -147,63 +141,3 @@ class RequestPlaces:
     def _find(self, rid: str, slot: int) -> Recording | None:
         recording = self._by_slot.get(slot)
         return recording if recording is not None and recording.rid == rid else None
-
-
-class AttentionObserver(TurnCapture):
-    """Records through hooks on the attention modules of one model runner, inside of ``recording``.
-
-    In each forward ``begin_forward`` comes first, on the host. Then the modules run, in Python or as a
-    replayed graph: in Python ``record`` is called in layer order, and ``end_layers`` when the last layer has
-    written its keys; a replay repeats the device operations that ``record`` gave while the graph was
-    captured. ``end_forward`` comes last, on the host. While suspended, modules are not recorded.
-    """
-
-    is_suspended = False
-
-    def install(self, attention_modules: list[Any]) -> None:
-        """Hook the attention modules, one per layer and in layer order."""
-        for layer, module in enumerate(attention_modules):
-            module.register_forward_pre_hook(self._make_hook(layer))
-        attention_modules[-1].register_forward_hook(self._after_last_layer)
-
-    @contextmanager
-    def recording(self, schedule_batch: Any) -> Iterator[None]:
-        self.begin_forward(schedule_batch)
-        try:
-            yield
-        finally:
-            self.end_forward()
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        self.is_suspended = True
-        try:
-            yield
-        finally:
-            self.is_suspended = False
-
-    @abstractmethod
-    def begin_forward(self, schedule_batch: Any) -> None:
-        """Decide what of this forward is recorded. ``schedule_batch`` is SGLang's ``ScheduleBatch``."""
-
-    @abstractmethod
-    def record(self, layer: int, q: torch.Tensor) -> None:
-        """``q``: ``[num_tokens, num_query_heads * head_dim]``, after RoPE. It belongs to the engine."""
-
-    def end_layers(self) -> None:
-        """Called when the keys of this forward's tokens are in the pool, in all layers."""
-
-    @abstractmethod
-    def end_forward(self) -> None:
-        """Called when the forward is queued on the device, or has failed. Recording pauses until the next."""
-
-    def _make_hook(self, layer: int) -> Any:
-        def hook(module: Any, args: tuple[Any, ...]) -> None:
-            if not self.is_suspended:
-                self.record(layer, args[0])
-
-        return hook
-
-    def _after_last_layer(self, module: Any, args: Any, output: Any) -> None:
-        if not self.is_suspended:
-            self.end_layers()

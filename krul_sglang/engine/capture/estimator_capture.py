@@ -14,14 +14,13 @@ from krul_backend.attention.rows import Phase, QueryRows, ReadKeys
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_sglang.engine.capture.attention_observer import (
-    AttentionObserver,
     BatchPart,
     QueryShape,
     Recording,
     RequestPlaces,
     parts_of,
 )
-from krul_sglang.engine.capture.turn_capture import CapturedTurn
+from krul_sglang.engine.capture.turn_capture import CapturedTurn, TurnCapture
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ ReadSequenceKeys = Callable[[int, torch.Tensor], torch.Tensor]
 """Reads one layer's keys ``[T, Hkv, D]`` at pool slots (int64 ``[T]``)."""
 
 
-class EstimatorCapture(AttentionObserver):
+class EstimatorCapture(TurnCapture):
     """Hands the queries of all new tokens of a forward to their requests' estimators after its last layer.
 
     The estimators reduce rows while the turn runs, on the scheduler's thread, and wait for the device: this
