@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
 from krul_sglang.demo.conversations import Conversation, load_conversations
 from krul_sglang.demo.player import Player, TurnResult, play_order
@@ -78,6 +80,14 @@ def ask(server: ServerProcess, input_ids: list[int], **fields: Any) -> Answer:
         device_tokens=cached["device"],
         host_tokens=cached["host"],
     )
+
+
+def assert_same(expected: Sequence[Answer], actual: Sequence[Answer]) -> None:
+    """The same tokens. Logprobs of an fp32 model differ a little: recomputed KV is rounded differently, by
+    about 1e-6 of its size."""
+    for wanted, found in zip(expected, actual, strict=True):
+        assert found.output_ids == wanted.output_ids
+        assert found.logprobs == pytest.approx(wanted.logprobs, abs=2e-4)
 
 
 def push_out(server: ServerProcess, *, num_tokens: int, seed: object) -> None:
