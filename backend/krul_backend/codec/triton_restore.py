@@ -85,35 +85,24 @@ def group_launch(
     num_groups = -(-end_token // group_size) - first_token // group_size
     token_blocks = num_groups * triton.cdiv(group_size, num_program_tokens)
     arguments = {
-        "block": blocks[0],
-        "own_block": blocks[-1],
-        "missing_bytes": lower.num_bytes - blocks[0].numel(),
-        "own_missing_bytes": own.num_bytes - blocks[-1].numel(),
+        "block": blocks[0], "missing_bytes": lower.num_bytes - blocks[0].numel(),
+        "own_block": blocks[-1], "own_missing_bytes": own.num_bytes - blocks[-1].numel(),
         **target_arguments(k_buffer, v_buffer, slots),
         **rotary_arguments(rotary, k_buffer.device),
-        "first_token": first_token,
-        "end_token": end_token,
-        "start_token": place.start_token,
-        "num_full_groups": place.num_tokens // group_size,
+        "first_token": first_token, "end_token": end_token,
+        "start_token": place.start_token, "num_full_groups": place.num_tokens // group_size,
         **_section_offsets("last_", unit.formats, lower.last_record, own.last_record),
         **_section_offsets("", unit.formats, lower.group_record, own.group_record),
-        "record_bytes": lower.group_record.num_bytes,
-        "own_record_bytes": own.group_record.num_bytes,
-        "group_size": group_size,
-        "num_heads": shape.num_kv_heads,
-        "k_dim": shape.k_head_dim,
-        "v_dim": shape.v_head_dim,
-        "k_padded_half": k_padded_half,
-        "v_padded_half": v_padded_half,
-        "k_bits": k_elements.bits,
-        "v_bits": v_elements.bits,
-        "is_k_per_channel": k_elements.is_per_channel,
-        "is_v_per_channel": v_elements.is_per_channel,
+        "record_bytes": lower.group_record.num_bytes, "own_record_bytes": own.group_record.num_bytes,
+        "group_size": group_size, "num_heads": shape.num_kv_heads,
+        "k_dim": shape.k_head_dim, "v_dim": shape.v_head_dim,
+        "k_padded_half": k_padded_half, "v_padded_half": v_padded_half,
+        "k_bits": k_elements.bits, "v_bits": v_elements.bits,
+        "is_k_per_channel": k_elements.is_per_channel, "is_v_per_channel": v_elements.is_per_channel,
         "has_norm": isinstance(unit, SharedPair),
-        "num_program_tokens": num_program_tokens,
-        "num_program_heads": num_program_heads,
+        "num_program_tokens": num_program_tokens, "num_program_heads": num_program_heads,
         "num_warps": _NUM_WARPS,
-    }
+    }  # fmt: skip
     return (token_blocks * (shape.num_kv_heads // num_program_heads), 2), arguments
 
 
@@ -138,26 +127,16 @@ def retained_launch(
     k_padded_dim, v_padded_dim = (triton.next_power_of_2(dim) for dim in (shape.k_head_dim, shape.v_head_dim))
     num_program_rows = max(1, _RETAINED_TILE // max(k_padded_dim, v_padded_dim))
     arguments = {
-        "k_tokens": lower["k_tokens"],
-        "k_rows": own["k_rows"],
-        "k_head_ends": head_ends[0],
-        "num_k_rows": num_k_rows,
-        "v_tokens": lower["v_tokens"],
-        "v_rows": own["v_rows"],
-        "v_head_ends": head_ends[1],
-        "num_v_rows": num_v_rows,
+        "k_tokens": lower["k_tokens"], "k_rows": own["k_rows"], "k_head_ends": head_ends[0],
+        "v_tokens": lower["v_tokens"], "v_rows": own["v_rows"], "v_head_ends": head_ends[1],
+        "num_k_rows": num_k_rows, "num_v_rows": num_v_rows,
         **target_arguments(k_buffer, v_buffer, slots),
-        "first_token": first_token,
-        "end_token": end_token,
-        "num_heads": shape.num_kv_heads,
-        "padded_heads": triton.next_power_of_2(shape.num_kv_heads),
-        "k_dim": shape.k_head_dim,
-        "k_padded_dim": k_padded_dim,
-        "v_dim": shape.v_head_dim,
-        "v_padded_dim": v_padded_dim,
-        "num_program_rows": num_program_rows,
-        "num_warps": _NUM_WARPS,
-    }
+        "first_token": first_token, "end_token": end_token,
+        "num_heads": shape.num_kv_heads, "padded_heads": triton.next_power_of_2(shape.num_kv_heads),
+        "k_dim": shape.k_head_dim, "k_padded_dim": k_padded_dim,
+        "v_dim": shape.v_head_dim, "v_padded_dim": v_padded_dim,
+        "num_program_rows": num_program_rows, "num_warps": _NUM_WARPS,
+    }  # fmt: skip
     return (triton.cdiv(max(num_k_rows, num_v_rows), num_program_rows), 2), arguments
 
 
