@@ -39,17 +39,12 @@ class WorkerStats:
 
 
 @dataclass(frozen=True, eq=False)
-class _Copied:
-    """Copies under way: ``event`` passes when they have ended. Until then ``sources`` are kept."""
-
-    event: Event
-    sources: list[object]
-
-
-@dataclass(frozen=True, eq=False)
 class _Job:
+    """A queued reduction. ``copied`` passes when its copies have ended; until then ``sources`` are kept."""
+
     layout: JobLayout
-    copied: _Copied
+    copied: Event
+    sources: list[object]
     future: Future[AttentionStatistics]
 
 
@@ -116,14 +111,14 @@ class SimilarityWorker:
             self._stats.submitted += 1
         layout = replace(layout, offset=offset)
         try:
-            copied = self._copy_in(layout, rows, read_keys)
+            copied, sources = self._copy_in(layout, rows, read_keys)
         except BaseException:
             if self._device is not None:
                 # Copies that were queued before the error may still write into the job's memory.
                 self._device.synchronize(self._stream)
             self._give_back(layout)
             raise
-        job = _Job(layout, copied, Future())
+        job = _Job(layout, copied, sources, Future())
         self._jobs.put(job)
         return job.future
 
@@ -139,7 +134,7 @@ class SimilarityWorker:
             self._device.unlock_pages()
         os.close(self._memory_fd)
 
-    def _copy_in(self, layout: JobLayout, rows: QueryRows, read_keys: ReadKeys) -> _Copied:
+    def _copy_in(self, layout: JobLayout, rows: QueryRows, read_keys: ReadKeys) -> tuple[Event, list[object]]:
         views = layout.views(self._memory)
         views.rows.positions.copy_(rows.positions)
         views.rows.kv_heads.copy_(rows.kv_heads)
@@ -151,7 +146,7 @@ class SimilarityWorker:
             device.download(views.rows.queries, queries)
             for layer in range(layout.num_layers):
                 device.download(views.keys[layer], read_keys(layer)[: layout.num_tokens])
-            return _Copied(device.record(), [queries, read_keys])
+            return device.record(), [queries, read_keys]
 
     def _open_device(self, queries: torch.Tensor) -> tuple[Device, Any]:
         """The device of the first queries, with a stream for copies. They are all on one."""
@@ -181,8 +176,8 @@ class SimilarityWorker:
 
     def _work_off(self, job: _Job) -> AttentionStatistics:
         try:
-            job.copied.event.synchronize()
-            job.copied.sources.clear()
+            job.copied.synchronize()
+            job.sources.clear()
             return self._reduce(job.layout)
         finally:
             # Before the result is announced: whoever hears of it may submit a job that needs this room.
