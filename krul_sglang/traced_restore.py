@@ -1,4 +1,4 @@
-"""Parses the restores that ``/server_info`` shows: plans, and when each stream worked on which layer."""
+"""Describes the restores that ``/server_info`` shows: plans, and when each stream worked on which layer."""
 
 from __future__ import annotations
 

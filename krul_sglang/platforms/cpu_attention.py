@@ -107,9 +107,9 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         if _is_foreign(layer, forward_batch):
             foreign: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
             return foreign
-        self._save(k, v, layer, forward_batch, save_kv_cache)
+        buffers = self._buffers(k, v, layer, forward_batch, save_kv_cache)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        return self._extend.attend(queries, *self._buffers(layer), layer).flatten(1)
+        return self._extend.attend(queries, *buffers, layer).flatten(1)
 
     def forward_decode(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
@@ -118,8 +118,7 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         if _is_foreign(layer, forward_batch):
             foreign: torch.Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
             return foreign
-        self._save(k, v, layer, forward_batch, save_kv_cache)
-        k_buffer, v_buffer = self._buffers(layer)
+        k_buffer, v_buffer = self._buffers(k, v, layer, forward_batch, save_kv_cache)
         num_kv_heads = layer.tp_k_head_num
         # [B, Hq * D] -> [B, Hkv, G, D]: the query heads of one KV head are rows of one product
         queries = q.reshape(len(q), num_kv_heads, -1, layer.qk_head_dim)
@@ -136,14 +135,14 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             output[group.rows] = attended.flatten(1, 2)
         return output.flatten(1)
 
-    def _save(self, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool) -> None:
+    def _buffers(
+        self, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pool's keys and values of a layer, with the new ones; waits until they are loaded."""
+        pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             loc = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
-            self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
-
-    def _buffers(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pool's keys and values of a layer; waits until they are loaded."""
-        pool = self.token_to_kv_pool
+            pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
         return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
 
 

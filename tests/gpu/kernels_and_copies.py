@@ -20,9 +20,9 @@ from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.interface import LayerShape
 from krul_backend.codec.restore import GroupTarget, can_fuse, group_tail, restore_layer, write_tails
 from krul_backend.codec.segment_codec import UnitBlocks
-from krul_backend.codec.single_layer import CodedLayer
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.coded_tail import CodedTail
+from krul_backend.codec.unit import CodedLayer
 from krul_backend.device import Device
 from krul_backend.strategy.strategy import Precision
 from tests.gpu.stage import LeftOut, Setting, Stage

@@ -23,13 +23,14 @@ from krul_sglang.models.find import REFERENCE_MODEL
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     STRICT,
+    STRICT_ON_TWO_CORES,
     ask,
     assert_nothing_left_behind,
+    bases_server_args,
     krul_stats,
     push_out,
     random_prompt,
     settled_stats,
-    small_krul_server_args,
     wait_for_probes,
     wait_until,
 )
@@ -142,17 +143,9 @@ def test_what_could_take_the_servers_memory_is_not_learned() -> None:
 def test_a_server_stores_natively_until_it_has_bases_and_then_in_them(tmp_path: Path) -> None:
     checkpoint = Checkpoint(str(REFERENCE_MODEL))
     path = bases_path(checkpoint, tmp_path)
-    options = {
-        "strategy": "subspace",
-        # Random tokens are unlike any text: much of them lies outside of the bases.
-        "error_budget": 0.5,
-        "cache_dir": str(tmp_path),
-        "ssd_dir": str(tmp_path / "ssd"),
-        "ssd_capacity": "2GiB",
-        "planner": "full-load",
-        "fast_copies": "never",
-    }
-    args = (*small_krul_server_args(POOL_TOKENS, options), "--enable-metrics")
+    ssd = {"ssd_dir": str(tmp_path / "ssd"), "ssd_capacity": "2GiB"}
+    # Random tokens are unlike any text: much of them lies outside of the bases.
+    args = (*bases_server_args(POOL_TOKENS, tmp_path, error_budget=0.5, **ssd), "--enable-metrics")
     with learning_elsewhere(path):
         server = ServerProcess(REFERENCE_MODEL, args=args, env=STRICT)
         server.start()
@@ -200,19 +193,10 @@ def test_two_ranks_begin_to_store_in_bases_at_the_same_turn(tiny: Checkpoint, tm
     learned = [bases_path(tiny, tmp_path / "elsewhere", rank, 2) for rank in range(2)]
     assert list(learn_to_files(tiny, None, num_pieces=4, tp_size=2, cache_dir=tmp_path / "elsewhere"))
     paths = [bases_path(tiny, tmp_path, rank, 2) for rank in range(2)]
-    options = {
-        "strategy": "subspace",
-        "error_budget": 4,
-        "probe_share": 1,
-        "cache_dir": str(tmp_path),
-        "planner": "full-load",
-        "fast_copies": "never",
-    }
-    args = (*small_krul_server_args(2048, options), "--tp", "2")
-    env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    args = (*bases_server_args(2048, tmp_path, error_budget=4, probe_share=1), "--tp", "2")
     with ExitStack() as elsewhere:
         elsewhere.enter_context(learning_elsewhere(paths[0]))
-        with ForkedServer(tiny.path, args=args, env=env) as server:
+        with ForkedServer(tiny.path, args=args, env=STRICT_ON_TWO_CORES) as server:
             native = random_prompt("native", 320)
             ask(server, native)
             # One rank has its bases before the other.

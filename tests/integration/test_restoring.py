@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.support.scenario import (
     Answer,
     ask,
     assert_nothing_left_behind,
+    assert_same,
     partial_hit,
     play,
     push_out,
@@ -32,8 +32,6 @@ from tests.support.scenario import (
 from tests.support.server_plugin import SKIPPED_HEADS, WITH_PLUGIN
 from tests.support.tiny_model import build_tiny_model
 
-MAX_LOGPROB_ERROR = 2e-4
-"""fp32: recomputed KV is rounded differently, by about 1e-6 of its size."""
 TOGETHER = tuple(f"together {i}" for i in range(3))
 
 
@@ -143,12 +141,6 @@ def restored(
         arguments = ["trace", "--url", server.url, "--output", str(path)]
         subprocess.run([sys.executable, "-m", "krul_sglang.cli", *arguments], check=True)
         return Restored(mode, played, stats, json.loads(path.read_text())["traceEvents"])
-
-
-def assert_same(expected: Sequence[Answer], actual: Sequence[Answer]) -> None:
-    for kept, restored in zip(expected, actual, strict=True):
-        assert restored.output_ids == kept.output_ids
-        assert restored.logprobs == pytest.approx(kept.logprobs, abs=MAX_LOGPROB_ERROR)
 
 
 def test_every_turn_answers_as_on_a_server_that_never_evicted(kept: Played, restored: Restored) -> None:

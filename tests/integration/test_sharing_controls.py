@@ -15,10 +15,10 @@ from benchmarks.quality.protocol import Outcome, Protocol
 from benchmarks.quality.teacher_forced import QUESTION_KINDS, TeacherForced, dialogue
 from benchmarks.variants import make_variant
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.strategy.fixed import FixedSelector, UnsharedSelector
-from krul_backend.strategy.interface import StrategySelector
+from krul_backend.strategy.fixed import UnsharedSelector
+from krul_backend.strategy.interface import Evidence, StrategySelector
 from krul_backend.strategy.krul import KrulSelector
-from krul_backend.strategy.strategy import Pair, Precision
+from krul_backend.strategy.strategy import Pair, Precision, Strategy
 from krul_sglang.learning.reader import rotary_table
 from krul_sglang.models.find import REFERENCE_MODEL
 
@@ -44,13 +44,26 @@ def conversations() -> list[TeacherForced]:
     ]
 
 
+class NeighboursFrom(StrategySelector):
+    """Shares each layer from ``first`` on with the next one, in pairs."""
+
+    name = "neighbours"
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+
+    def select(self, evidence: Evidence) -> Strategy:
+        pairs = [(i, i + 1) for i in range(self._first, evidence.num_layers - 1, 2)]
+        return Strategy.from_pairs(evidence.num_layers, pairs)
+
+
 SELECTORS: dict[str, StrategySelector] = {
     "full": UnsharedSelector(),
     # Algorithm 1 on attention distance alone: gamma leaves no layer out.
     "krul": KrulSelector(0.0, 18 / NUM_LAYERS),
     # From layer 2 on each layer with its copy; from layer 3 on never.
-    "copies": FixedSelector(0, (2, 24)),
-    "others": FixedSelector(0, (3, 23)),
+    "copies": NeighboursFrom(2),
+    "others": NeighboursFrom(3),
 }
 
 

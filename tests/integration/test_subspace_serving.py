@@ -18,15 +18,16 @@ from krul_sglang.models.find import REFERENCE_MODEL
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     STRICT,
+    STRICT_ON_TWO_CORES,
     ask,
     assert_nothing_left_behind,
+    bases_server_args,
     krul_stats,
     play_chats,
     push_out,
     random_prompt,
     recall_facts,
     settled_stats,
-    small_krul_server_args,
     wait_for_probes,
 )
 
@@ -46,17 +47,8 @@ def learn(model: Path, cache_dir: Path, tp_size: int = 1) -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     cache_dir = tmp_path_factory.mktemp("krul-cache")
     learn(REFERENCE_MODEL, cache_dir)
-    options = {
-        "strategy": "subspace",
-        "error_budget": ERROR_BUDGET,
-        "probe_share": 1,
-        "cache_dir": str(cache_dir),
-        "planner": "full-load",
-        "fast_copies": "never",
-    }
-    with ForkedServer(
-        REFERENCE_MODEL, args=small_krul_server_args(POOL_TOKENS, options), env=STRICT
-    ) as running:
+    args = bases_server_args(POOL_TOKENS, cache_dir, error_budget=ERROR_BUDGET, probe_share=1)
+    with ForkedServer(REFERENCE_MODEL, args=args, env=STRICT) as running:
         yield running
 
 
@@ -120,17 +112,9 @@ def test_what_memory_nothing_else_needs_keeps_comes_back_as_it_was(
 ) -> None:
     """Two ranks keep native copies of their heads, until turns of others need the memory."""
     learn(tiny_models["float32"], tmp_path, tp_size=2)
-    options = {
-        "strategy": "subspace",
-        "error_budget": 4,
-        "probe_share": 0,
-        "cache_dir": str(tmp_path),
-        "planner": "full-load",
-        "host_memory": "16MiB",
-    }
-    args = (*small_krul_server_args(2048, options), "--tp", "2")
-    env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with ForkedServer(tiny_models["float32"], args=args, env=env) as server:
+    options = {"probe_share": 0, "host_memory": "16MiB", "fast_copies": "auto"}
+    args = (*bases_server_args(2048, tmp_path, error_budget=4, **options), "--tp", "2")
+    with ForkedServer(tiny_models["float32"], args=args, env=STRICT_ON_TWO_CORES) as server:
         history = random_prompt("kept twice", 320)
         computed = ask(server, history)
         push_out(server, num_tokens=2048, seed="leaves the device")
@@ -156,19 +140,10 @@ def test_what_memory_nothing_else_needs_keeps_comes_back_as_it_was(
 
 def test_two_ranks_choose_probe_and_restore_together(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     learn(tiny_models["float32"], tmp_path, tp_size=2)
-    options = {
-        "strategy": "subspace",
-        # The bases know little of random tokens: they are off by almost a nat, and a small budget leaves them
-        # native.
-        "error_budget": 4,
-        "probe_share": 1,
-        "cache_dir": str(tmp_path),
-        "planner": "full-load",
-        "fast_copies": "never",
-    }
-    args = (*small_krul_server_args(2048, options), "--tp", "2")
-    env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with ForkedServer(tiny_models["float32"], args=args, env=env) as server:
+    # The bases know little of random tokens: they are off by almost a nat, and a small budget leaves them
+    # native.
+    args = (*bases_server_args(2048, tmp_path, error_budget=4, probe_share=1), "--tp", "2")
+    with ForkedServer(tiny_models["float32"], args=args, env=STRICT_ON_TWO_CORES) as server:
         history = random_prompt("two ranks", 500)
         num_probes = 0
         for turn in range(3):

@@ -25,6 +25,7 @@ from tests.support.scenario import (
     Answer,
     ask,
     assert_nothing_left_behind,
+    assert_same,
     krul_stats,
     push_out,
     random_prompt,
@@ -76,12 +77,6 @@ def krul_server(
     args = (*small_krul_server_args(POOL_TOKENS, {"planner": "full-load", **options}), *more)
     with ForkedServer(model, args=args, env=STRICT, log_path=log_path) as server:
         yield server
-
-
-def assert_same(expected: list[Answer], actual: list[Answer]) -> None:
-    for ours, wanted in zip(actual, expected, strict=True):
-        assert ours.output_ids == wanted.output_ids
-        assert ours.logprobs == pytest.approx(wanted.logprobs, abs=2e-4)
 
 
 def daemon_pid(server: ServerProcess) -> int:

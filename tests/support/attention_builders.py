@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.statistics import AttentionStatistics
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,3 +61,10 @@ class Sequence:
 
     def read_keys(self, layer: int) -> torch.Tensor:
         return self.keys[layer]
+
+
+def assert_same(actual: AttentionStatistics, expected: AttentionStatistics) -> None:
+    """The same rows, and the same sums but for rounding."""
+    assert actual.num_rows == expected.num_rows
+    torch.testing.assert_close(actual.squared_distance, expected.squared_distance, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.ir_mass, expected.ir_mass, rtol=1e-5, atol=1e-5)

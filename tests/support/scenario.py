@@ -7,7 +7,10 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
 from krul_sglang.demo.conversations import Conversation, load_conversations
@@ -22,6 +25,8 @@ NUM_TURNS = 5
 """Of a conversation of ``play``."""
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 """Makes SGLang's own idle check end the server when a slot or a lock leaks."""
+STRICT_ON_TWO_CORES = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+"""For two ranks: each has a core of its own."""
 
 
 def small_krul_server_args(pool_tokens: int, options: dict[str, Any]) -> tuple[str, ...]:
@@ -34,6 +39,16 @@ def small_krul_server_args(pool_tokens: int, options: dict[str, Any]) -> tuple[s
         "--enable-cache-report",
         *KRUL,
     )
+
+
+def bases_server_args(
+    pool_tokens: int, cache_dir: Path, *, error_budget: float, **options: Any
+) -> tuple[str, ...]:
+    """As ``small_krul_server_args``, with turns stored in the bases of ``cache_dir``, without fast copies
+    beside them; all that is stored of a prefix is loaded."""
+    bases = {"strategy": "subspace", "error_budget": error_budget, "cache_dir": str(cache_dir)}
+    given = {**bases, "planner": "full-load", "fast_copies": "never", **options}
+    return small_krul_server_args(pool_tokens, given)
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,14 @@ def ask(server: ServerProcess, input_ids: list[int], **fields: Any) -> Answer:
         device_tokens=cached["device"],
         host_tokens=cached["host"],
     )
+
+
+def assert_same(expected: Sequence[Answer], actual: Sequence[Answer]) -> None:
+    """The same tokens. Logprobs of an fp32 model differ a little: recomputed KV is rounded differently, by
+    about 1e-6 of its size."""
+    for wanted, found in zip(expected, actual, strict=True):
+        assert found.output_ids == wanted.output_ids
+        assert found.logprobs == pytest.approx(wanted.logprobs, abs=2e-4)
 
 
 def push_out(server: ServerProcess, *, num_tokens: int, seed: object) -> None:

@@ -13,10 +13,12 @@ from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity, SegmentManifest
+from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.hashing import block_checksums
 from krul_backend.tiers.common.interface import DRAM_TIER, Lease, SegmentSlice, Span
 from tests.support.codec_builders import random_layers, rotary_table
+from tests.support.store_builders import commit_to
 
 SHAPE = LayerShape(2, 8, 4, torch.float32)
 NUM_LAYERS = 4
@@ -84,6 +86,15 @@ def stored(kind: str, start: int, end: int, kept_heads: Heads | None = None) -> 
 @cache
 def whole_segments(kind: str) -> tuple[Stored, ...]:
     return tuple(stored(kind, start, end) for start, end in pairwise(BOUNDS))
+
+
+def store_in(store: KVStore, segment: Stored) -> None:
+    """Reserve room for a segment, copy its blocks there and commit it."""
+    reservation = store.reserve(segment.manifest.layer_num_bytes)
+    assert reservation is not None
+    for target, block in zip(reservation.blocks, segment.blocks, strict=True):
+        target[:] = block.numpy()
+    commit_to(store, reservation, segment.manifest)
 
 
 def lease_of(segments: tuple[Stored, ...], device_tokens: int) -> Lease:

@@ -14,7 +14,7 @@ from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate, 
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.attention.worker_process import JobLayout
-from tests.support.attention_builders import Sequence
+from tests.support.attention_builders import Sequence, assert_same
 
 CAPACITY_BYTES = 1 << 20
 
@@ -60,12 +60,6 @@ def play_turn(
     for position in range(start, sequence.num_tokens):
         add(position, position + 1, Phase.DECODE)
     return estimator.finish(sequence.read_keys)
-
-
-def assert_same(actual: AttentionStatistics, expected: AttentionStatistics) -> None:
-    assert actual.num_rows == expected.num_rows
-    torch.testing.assert_close(actual.squared_distance, expected.squared_distance, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(actual.ir_mass, expected.ir_mass, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,8 +16,7 @@ from krul_backend.codec.coefficients.coders import (
     num_records,
 )
 from krul_backend.codec.coefficients.compiled import Levels
-from krul_backend.codec.coefficients.frequencies import HEAVY_TAILED
-from krul_backend.codec.coefficients.tables import CoderTables, standard_tables
+from krul_backend.codec.coefficients.tables import standard_tables
 from krul_backend.errors import CodecError
 
 CODERS = [RansCoder(), FixedWidthCoder()]
@@ -290,13 +289,3 @@ def test_fixed_width_takes_what_its_layout_says() -> None:
     assert words[19 + 128 : 19 + 132] == [near, 6 * 16 + 5 | (32 + 31) << 10, far, 33]
     num_words = 16 + 3 + 64 * 16 * 2 // 16 + 4 + 64 * 16 * 3 // 16
     assert encoded.record_num_bytes.tolist() == [2 * (num_words + num_words % 2)]
-
-
-def test_another_shape_has_other_tables_and_the_same_contract() -> None:
-    tables = CoderTables(HEAVY_TAILED)
-    assert tables.digest != standard_tables().digest
-    levels, scales, shifts = falling_levels(100, 60, 20, 0.02)
-    coder = RansCoder(tables)
-    encoded = coder.encode(levels, scales, shifts)
-    assert np.array_equal(decoded(coder, encoded, scales, 100)[0], levels)
-    assert not np.array_equal(encoded.data, RansCoder().encode(levels, scales, shifts).data)

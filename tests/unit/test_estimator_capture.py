@@ -18,7 +18,7 @@ from krul_sglang.engine.capture.attention_observer import QueryShape
 from krul_sglang.engine.capture.estimator_capture import EstimatorCapture
 from krul_sglang.engine.capture.turn_capture import CapturedTurn, TurnCapture
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError, check_estimator
-from tests.support.attention_builders import Sequence
+from tests.support.attention_builders import Sequence, assert_same
 from tests.support.forward_builders import decode_batch, extend_batch, mixed_batch
 
 SHAPE = QueryShape(
@@ -130,12 +130,6 @@ class Engine:
             SHAPE.scaling,
         )
         return accumulate(rows, sequence.read_keys)
-
-
-def assert_same(actual: AttentionStatistics, expected: AttentionStatistics) -> None:
-    assert actual.num_rows == expected.num_rows
-    torch.testing.assert_close(actual.squared_distance, expected.squared_distance, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(actual.ir_mass, expected.ir_mass, rtol=1e-5, atol=1e-5)
 
 
 def test_every_row_of_a_turn_counts_once(worker: SimilarityWorker) -> None:

@@ -23,14 +23,13 @@ from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import SUBSPACE, Strategy
-from krul_backend.tiers.common.hashing import block_checksums
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.restore import segment_reader
 from krul_sglang.engine.restore.segment_reader import GroupReader, SegmentReader, UnitReader, open_segments
 from krul_sglang.engine.save.allocation import trim_path
 from tests.support.codec_builders import rotary_table
 from tests.support.engine_builders import TensorPool, check_tails, make_store, read_tails
-from tests.support.segment_builders import Stored, lease_of
+from tests.support.segment_builders import Stored, lease_of, store_in
 from tests.support.subspace_builders import make_bases, make_layers
 
 SHAPE = LayerShape(2, 8, 4, torch.float32)
@@ -211,12 +210,8 @@ def test_only_leased_pages_are_read() -> None:
 @pytest.mark.parametrize("kept_heads", HEADS.values(), ids=HEADS.keys())
 def test_tails_are_read_from_segments_that_were_trimmed_later(kept_heads: Heads) -> None:
     store = make_store(1 << 20)
-    for manifest, blocks in whole_segments():
-        reservation = store.reserve(manifest.layer_num_bytes)
-        assert reservation is not None
-        for target, block in zip(reservation.blocks, blocks, strict=True):
-            target[:] = block.numpy()
-        store.commit(reservation, manifest, block_checksums(reservation.blocks))
+    for segment in whole_segments():
+        store_in(store, segment)
     trim_path(store, MODEL, CODEC, PAGE_KEYS, kept_heads)
     # The shortest head of a group is that of its last layer.
     is_record_left_out = any(kept_heads[group[-1]] >= 64 for group in GROUPS)

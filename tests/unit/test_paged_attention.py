@@ -13,8 +13,8 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
 from krul_backend.device import Device
 from krul_sglang.engine.common.span_attention import GatheredAttention, Span
-from krul_sglang.engine.restore import paged_attention
-from krul_sglang.engine.restore.paged_attention import PagedAttention, span_attention, trial_error
+from krul_sglang.engine.restore import head_attention
+from krul_sglang.engine.restore.head_attention import PagedAttention, span_attention, trial_error
 from tests.support.head_attention_case import HEAD_DIM, NUM_SLOTS, SCALING, Case, reference
 
 CPU = Device(torch.device("cpu"))
@@ -196,7 +196,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     device.shares_cores = False
     device.host_empty = lambda shape, dtype: torch.empty(shape, dtype=dtype)  # type: ignore[method-assign]
     device.record = lambda stream=None: SimpleNamespace(synchronize=lambda: None)  # type: ignore
-    monkeypatch.setattr(paged_attention.Device, "of", lambda tensor: device)
+    monkeypatch.setattr(head_attention.Device, "of", lambda tensor: device)
 
 
 def choose(

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from benchmarks.codec import falling_levels
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.coefficients.frequencies import LAPLACE, Alphabet, alphabets
+from krul_backend.codec.coefficients.frequencies import Alphabet, alphabets
 
 
 def alphabet_of(scale: int, shift: int) -> Alphabet:
-    return alphabets(LAPLACE)[min(max(scale - 2 * shift, 1), 47) - 1]
+    return alphabets()[min(max(scale - 2 * shift, 1), 47) - 1]
 
 
 def interval(alphabet: Alphabet, level: int) -> tuple[int, int]:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from krul_backend.codec.interface import LayerKV
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
-from krul_backend.tiers.common.hashing import block_checksums
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.restore.segment_reader import (
     MAX_KEPT_BYTES,
@@ -37,6 +36,7 @@ from tests.support.segment_builders import (
     SHAPE,
     Heads,
     lease_of,
+    store_in,
     stored,
     whole_segments,
 )
@@ -170,12 +170,8 @@ def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str) -> None
     """Stored whole, leased once to prove it, then trimmed by the store and leased again."""
     kept_heads = (36, 32, 16, 12)
     store = make_store(1 << 20)
-    for manifest, blocks in whole_segments(kind):
-        reservation = store.reserve(manifest.layer_num_bytes)
-        assert reservation is not None
-        for target, block in zip(reservation.blocks, blocks, strict=True):
-            target[:] = block.numpy()
-        store.commit(reservation, manifest, block_checksums(reservation.blocks))
+    for segment in whole_segments(kind):
+        store_in(store, segment)
     keys = [f"page-{page}" for page in range(END // PAGE_SIZE)]
     for segment in store.path_segments(MODEL, keys):
         header = segment.header

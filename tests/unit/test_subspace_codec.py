@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
+from krul_backend.codec.coefficients.frequencies import ROUNDING
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
@@ -17,7 +18,6 @@ from krul_backend.codec.subspace.coded_tail import SegmentTokens
 from krul_backend.codec.subspace.quantizer import (
     COARSEST_SHIFT,
     FINEST_SHIFT,
-    ROUNDING,
     SHRINK,
     dequantize,
     quantize,

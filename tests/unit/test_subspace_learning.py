@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
-from krul_backend.codec.subspace.damage import GroupErrors
 from krul_backend.codec.subspace.learning import DIAGONAL_SHARE, LEAST_TOKENS, BasisLearner, LearningText
-from krul_backend.codec.subspace.quantizer import dequantize, quantize, step_shifts
+from krul_backend.codec.subspace.quantizer import GroupErrors, dequantize, quantize, step_shifts
 from krul_backend.errors import CodecError
 
 SHAPE = LayerShape(2, 4, 4, torch.float32)

@@ -14,7 +14,6 @@ import torch
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_store import TieredStore
-from krul_backend.tiers.common.hashing import block_checksums
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore.load_batch import Load
@@ -31,7 +30,7 @@ from tests.support.planning_builders import (
     no_heads,
     planning_of,
 )
-from tests.support.segment_builders import BOUNDS, END, MODEL, NUM_LAYERS, PAGE_SIZE, stored
+from tests.support.segment_builders import BOUNDS, END, MODEL, NUM_LAYERS, PAGE_SIZE, store_in, stored
 
 KEYS = tuple(f"page-{page}" for page in range(END // PAGE_SIZE))
 TOKENS = np.arange(END, dtype=np.int32)
@@ -57,14 +56,11 @@ class Rig:
     def put(self, kinds: Sequence[str], pages: Sequence[range]) -> None:
         """One native segment for each run of pages; those that are ``older`` have other parameters."""
         for kind, run in zip(kinds, pages, strict=True):
-            manifest, blocks = stored("native", run.start * PAGE_SIZE, run.stop * PAGE_SIZE)
+            segment = stored("native", run.start * PAGE_SIZE, run.stop * PAGE_SIZE)
             if kind == "older":
-                manifest = dataclasses.replace(manifest, codec_params=OLDER)
-            reservation = self.engine.reserve(manifest.layer_num_bytes)
-            assert reservation is not None
-            for target, block in zip(reservation.blocks, blocks, strict=True):
-                target[:] = block.numpy()
-            self.engine.commit(reservation, manifest, block_checksums(reservation.blocks))
+                manifest = dataclasses.replace(segment.manifest, codec_params=OLDER)
+                segment = segment._replace(manifest=manifest)
+            store_in(self.engine, segment)
         assert self.tiered.flush(PATIENCE_S)
 
     def plan_load(self, agreement: RankAgreement = ALONE) -> tuple[Load | None, RestorePath]:

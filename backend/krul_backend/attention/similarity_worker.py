@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_CAPACITY_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class WorkerStats:
     """Counters since the start.
 
@@ -39,17 +39,12 @@ class WorkerStats:
 
 
 @dataclass(frozen=True, eq=False)
-class _Copied:
-    """Copies under way: ``event`` passes when they have ended. Until then ``sources`` are kept."""
-
-    event: Event
-    sources: list[object]
-
-
-@dataclass(frozen=True, eq=False)
 class _Job:
+    """A queued reduction. ``copied`` passes when its copies have ended; until then ``sources`` are kept."""
+
     layout: JobLayout
-    copied: _Copied
+    copied: Event
+    sources: list[object]
     future: Future[AttentionStatistics]
 
 
@@ -63,13 +58,10 @@ class SimilarityWorker:
 
     Args:
         capacity_bytes: of the queue.
-        num_threads: of the process.
         timeout_s: a job that takes longer counts as a death of the process.
     """
 
-    def __init__(
-        self, capacity_bytes: int = DEFAULT_CAPACITY_BYTES, num_threads: int = 1, timeout_s: float = 120.0
-    ) -> None:
+    def __init__(self, capacity_bytes: int = DEFAULT_CAPACITY_BYTES, timeout_s: float = 120.0) -> None:
         self._memory_fd = os.memfd_create("krul-similarity", os.MFD_CLOEXEC)
         os.ftruncate(self._memory_fd, capacity_bytes)
         self._memory = torch.frombuffer(mmap.mmap(self._memory_fd, capacity_bytes), dtype=torch.uint8)
@@ -77,7 +69,6 @@ class SimilarityWorker:
         self._pages = self._memory.numpy()
         self._device: Device | None = None
         self._stream: Any | None = None
-        self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._process: WorkerProcess | None = None
         self._has_given_up = False
@@ -91,7 +82,7 @@ class SimilarityWorker:
 
     def stats(self) -> WorkerStats:
         with self._lock:
-            return self._stats
+            return replace(self._stats)
 
     @property
     def process_id(self) -> int | None:
@@ -115,19 +106,19 @@ class SimilarityWorker:
                 raise RuntimeError("the similarity worker was closed")
             offset = self._free.take(layout.num_bytes)
             if offset is None:
-                self._stats = replace(self._stats, rejected=self._stats.rejected + 1)
+                self._stats.rejected += 1
                 return None
-            self._stats = replace(self._stats, submitted=self._stats.submitted + 1)
+            self._stats.submitted += 1
         layout = replace(layout, offset=offset)
         try:
-            copied = self._copy_in(layout, rows, read_keys)
+            copied, sources = self._copy_in(layout, rows, read_keys)
         except BaseException:
             if self._device is not None:
                 # Copies that were queued before the error may still write into the job's memory.
                 self._device.synchronize(self._stream)
             self._give_back(layout)
             raise
-        job = _Job(layout, copied, Future())
+        job = _Job(layout, copied, sources, Future())
         self._jobs.put(job)
         return job.future
 
@@ -143,7 +134,7 @@ class SimilarityWorker:
             self._device.unlock_pages()
         os.close(self._memory_fd)
 
-    def _copy_in(self, layout: JobLayout, rows: QueryRows, read_keys: ReadKeys) -> _Copied:
+    def _copy_in(self, layout: JobLayout, rows: QueryRows, read_keys: ReadKeys) -> tuple[Event, list[object]]:
         views = layout.views(self._memory)
         views.rows.positions.copy_(rows.positions)
         views.rows.kv_heads.copy_(rows.kv_heads)
@@ -155,7 +146,7 @@ class SimilarityWorker:
             device.download(views.rows.queries, queries)
             for layer in range(layout.num_layers):
                 device.download(views.keys[layer], read_keys(layer)[: layout.num_tokens])
-            return _Copied(device.record(), [queries, read_keys])
+            return device.record(), [queries, read_keys]
 
     def _open_device(self, queries: torch.Tensor) -> tuple[Device, Any]:
         """The device of the first queries, with a stream for copies. They are all on one."""
@@ -185,8 +176,8 @@ class SimilarityWorker:
 
     def _work_off(self, job: _Job) -> AttentionStatistics:
         try:
-            job.copied.event.synchronize()
-            job.copied.sources.clear()
+            job.copied.synchronize()
+            job.sources.clear()
             return self._reduce(job.layout)
         finally:
             # Before the result is announced: whoever hears of it may submit a job that needs this room.
@@ -197,7 +188,7 @@ class SimilarityWorker:
         while not self._has_given_up:
             try:
                 if self._process is None:
-                    self._process = WorkerProcess(self._memory_fd, len(self._memory), self._num_threads)
+                    self._process = WorkerProcess(self._memory_fd, len(self._memory))
                 error = self._process.reduce(layout, self._timeout_s)
             except WorkerGoneError as gone:
                 self._on_death(gone)
@@ -207,7 +198,7 @@ class SimilarityWorker:
             logger.warning("the similarity worker could not reduce a job: %s", error)
             break
         with self._lock:
-            self._stats = replace(self._stats, reduced_here=self._stats.reduced_here + 1)
+            self._stats.reduced_here += 1
         return accumulate(views.rows, views.read_keys)
 
     def _on_death(self, gone: WorkerGoneError) -> None:
@@ -217,7 +208,7 @@ class SimilarityWorker:
         with self._lock:
             self._has_given_up = self._stats.restarts > 0
             if not self._has_given_up:
-                self._stats = replace(self._stats, restarts=self._stats.restarts + 1)
+                self._stats.restarts += 1
         outcome = (
             "its work is done in this process from now on" if self._has_given_up else "starting it again"
         )

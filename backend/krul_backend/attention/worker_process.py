@@ -1,6 +1,6 @@
 """The similarity worker process: its jobs in shared memory, what runs in it, and its client's end.
 
-``python -m krul_backend.attention.worker_process MEMORY_FD PIPE_FD CAPACITY_BYTES THREADS`` reads jobs from
+``python -m krul_backend.attention.worker_process MEMORY_FD PIPE_FD CAPACITY_BYTES`` reads jobs from
 the pipe, writes their statistics into the shared memory, and answers on the pipe. Both descriptors are
 inherited. It ends when the pipe does: when the client closes it, or the client's process is gone.
 """
@@ -15,11 +15,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import orjson
 import torch
@@ -115,14 +113,6 @@ class JobLayout:
         rows = QueryRows(queries, positions, kv_heads, self.scaling)
         return JobViews(rows, keys, squared_distance, ir_mass)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> JobLayout:
-        """The layout that ``to_json`` gave. Raises ValueError or TypeError for anything else."""
-        return cls(**values)
-
     def _tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         layers, heads = self.num_layers, self.num_heads
         return (
@@ -173,15 +163,14 @@ class WorkerProcess:
 
     Args:
         memory_fd: file of ``capacity_bytes`` that both map; it stays the caller's.
-        num_threads: of the process.
 
     Raises:
         WorkerGoneError: if it cannot be started.
     """
 
-    def __init__(self, memory_fd: int, capacity_bytes: int, num_threads: int) -> None:
+    def __init__(self, memory_fd: int, capacity_bytes: int) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
-        arguments = [str(number) for number in (memory_fd, theirs.fileno(), capacity_bytes, num_threads)]
+        arguments = [str(number) for number in (memory_fd, theirs.fileno(), capacity_bytes)]
         paths = [str(_IMPORT_ROOT), os.environ.get("PYTHONPATH")]
         environment = {
             **os.environ,
@@ -217,7 +206,7 @@ class WorkerProcess:
         """
         job_id = next(self._job_ids)
         try:
-            self._pipe.send_bytes(orjson.dumps({"job_id": job_id, "job": layout.to_json()}))
+            self._pipe.send_bytes(orjson.dumps({"job_id": job_id, "job": asdict(layout)}))
             if not self._pipe.poll(timeout_s):
                 raise WorkerGoneError("it did not answer in time")
             reply = orjson.loads(self._pipe.recv_bytes(_MAX_MESSAGE_BYTES))
@@ -253,7 +242,7 @@ def serve(memory: torch.Tensor, client: Connection) -> None:
             return
         error = None
         try:
-            views = JobLayout.from_json(request["job"]).views(memory)
+            views = JobLayout(**request["job"]).views(memory)
             views.write_result(accumulate(views.rows, views.read_keys))
         except Exception as failure:
             # The client reduces the job itself; the next one may well succeed.
@@ -262,12 +251,12 @@ def serve(memory: torch.Tensor, client: Connection) -> None:
 
 
 def main() -> None:
-    memory_fd, pipe_fd, capacity_bytes, num_threads = map(int, sys.argv[1:])
+    memory_fd, pipe_fd, capacity_bytes = map(int, sys.argv[1:])
     # Ctrl-C goes to the whole process group; the client decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The engine's own threads go first: nobody waits for a similarity before the turn ends.
     os.nice(5)
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
     # What a library prints belongs into the log.
     os.dup2(2, 1)
     memory = torch.frombuffer(mmap.mmap(memory_fd, capacity_bytes), dtype=torch.uint8)

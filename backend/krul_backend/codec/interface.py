@@ -40,5 +40,14 @@ class LayerKV:
     v: torch.Tensor
 
 
+def empty_kv(shape: LayerShape, num_tokens: int, device: torch.device) -> LayerKV:
+    """Room for the KV of ``num_tokens`` tokens, with undefined values."""
+    k, v = (
+        torch.empty(num_tokens, shape.num_kv_heads, head_dim, dtype=shape.dtype, device=device)
+        for head_dim in (shape.k_head_dim, shape.v_head_dim)
+    )
+    return LayerKV(k, v)
+
+
 ReadLayer = Callable[[int], LayerKV]
 """Reads one layer's KV of a segment. It keeps nothing: a second call for a layer reads again."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from krul_backend.codec.single_layer import NativeLayer
+from krul_backend.codec.unit import NativeLayer
 from krul_backend.device import Device
 
 Rows = npt.NDArray[np.int64]

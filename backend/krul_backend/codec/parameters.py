@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,15 +71,7 @@ class SegmentParameters:
         Raises:
             CodecError: for anything but what ``to_json`` writes for such a segment.
         """
-        if not isinstance(params, Mapping) or params.get("codec") != CODEC_NAME:
-            raise CodecError(f"not the parameters of codec {CODEC_NAME!r}: {params!r:.200}")
-        version = params.get("version")
-        if not _is_count(version) or version != CODEC_VERSION:
-            raise CodecError(
-                f"version {version!r} of codec {CODEC_NAME!r} is unknown (known: {CODEC_VERSION})"
-            )
-        if set(params) - {"damage"} != _KEYS:
-            raise CodecError(f"codec parameters are {sorted(_KEYS)}, got {sorted(map(str, params))}")
+        check_codec(params, CODEC_NAME, CODEC_VERSION, _KEYS, optional={"damage"})
         group_size = params["group_size"]
         if not _is_count(group_size) or group_size < 1:
             raise CodecError(f"group_size {group_size!r} is no number of tokens")
@@ -93,6 +85,19 @@ class SegmentParameters:
         parsed = tuple(_parse_pair(pair, num_kv_heads, num_tokens) for pair in pairs)
         damage = _parse_damage(params, strategy)
         return cls(strategy, group_size, are_keys_unrotated, parsed, damage)
+
+
+def check_codec(
+    params: object, codec: str, version: int, keys: Set[str], optional: Set[str] = frozenset()
+) -> None:
+    """Raises CodecError unless these are parameters of this codec and version, with these keys."""
+    if not isinstance(params, Mapping) or params.get("codec") != codec:
+        raise CodecError(f"not the parameters of codec {codec!r}: {params!r:.200}")
+    found = params.get("version")
+    if type(found) is not int or found != version:
+        raise CodecError(f"version {found!r} of codec {codec!r} is unknown (known: {version})")
+    if set(params) - optional != keys:
+        raise CodecError(f"codec parameters are {sorted(keys)}, got {sorted(map(str, params))}")
 
 
 def _parse_strategy(layers: object, num_layers: int) -> Strategy:

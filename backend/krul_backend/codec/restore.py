@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -13,8 +12,8 @@ from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.interface import LayerShape
 from krul_backend.codec.segment_codec import SegmentDecoder, UnitBlocks
 from krul_backend.codec.shared_pair import SharedPair
-from krul_backend.codec.single_layer import CodedLayer, NativeLayer
 from krul_backend.codec.subspace.coded_tail import CodedTail, decode_tails
+from krul_backend.codec.unit import CodedLayer, NativeLayer
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
@@ -81,18 +80,19 @@ def can_fuse(found: UnitBlocks, k_buffer: torch.Tensor, v_buffer: torch.Tensor, 
     )
 
 
-class GroupTail(ABC):
+class GroupTail:
     """Tokens ``[first_token, end_token)`` of a segment in all layers of a group, on their way to the pool.
 
-    ``group_tail`` makes it, and ``write_tails`` writes it; on a GPU both on the same stream.
+    ``group_tail`` makes it, and ``write_tails`` writes it; on a GPU both on the same stream. On the host it
+    is decoded when it is written, together with those of other segments.
     """
 
     def __init__(self, tail: CodedTail) -> None:
         self.tail = tail
 
-    @abstractmethod
     def check(self) -> None:
-        """Wait until the tail is written, if that is only queued, and see whether it worked.
+        """Wait until the tail is written, if that is only queued, and see whether it worked. On the host,
+        damage is an error when the tail is written.
 
         Raises:
             CodecError: the block is damaged. What was written is undefined.
@@ -112,13 +112,6 @@ class GroupTarget:
     slots: torch.Tensor
 
 
-class HostTail(GroupTail):
-    """A tail that is decoded on the host when it is written, together with those of other segments."""
-
-    def check(self) -> None:
-        """Damage is an error when the tail is written."""
-
-
 def group_tail(tail: CodedTail, device: Device) -> GroupTail:
     """Begin to decode a tail for a pool on ``device``.
 
@@ -129,7 +122,7 @@ def group_tail(tail: CodedTail, device: Device) -> GroupTail:
         from krul_backend.codec.triton_group_restore import TritonTail
 
         return TritonTail(tail, device)
-    return HostTail(tail)
+    return GroupTail(tail)
 
 
 def write_tails(targets: Sequence[GroupTarget], buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -147,7 +140,7 @@ def write_tails(targets: Sequence[GroupTarget], buffers: Sequence[tuple[torch.Te
             _check_target(coded.transform.shape, coded.num_tokens, k_buffer, v_buffer, target.slots)
     on_host = []
     for target in targets:
-        if isinstance(target.tail, HostTail):
+        if type(target.tail) is GroupTail:
             on_host.append(target)
         else:
             from krul_backend.codec.triton_group_restore import write_fused

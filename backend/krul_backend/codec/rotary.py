@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from krul_backend.errors import CodecError
+
 
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
@@ -93,3 +95,14 @@ class RotaryTable:
             half = self.rotary_dim // 2
             return x[..., :half], x[..., half : self.rotary_dim]
         return x[..., 0 : self.rotary_dim : 2], x[..., 1 : self.rotary_dim : 2]
+
+
+def check_positions(start_token: int, num_tokens: int, rotary: RotaryTable | None) -> None:
+    """Raises CodecError unless there are tokens, and ``rotary`` has a row for each of their positions."""
+    if start_token < 0 or num_tokens < 1:
+        raise CodecError(f"{num_tokens} tokens from position {start_token} are no segment")
+    if rotary is not None and start_token + num_tokens > rotary.max_positions:
+        raise CodecError(
+            f"a segment ends at position {start_token + num_tokens}, the model's rotary embedding at "
+            f"{rotary.max_positions}"
+        )

@@ -14,13 +14,12 @@ import torch
 from krul_backend.codec.interface import LayerKV, LayerShape, ReadLayer
 from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.parameters import RetainedCounts, SegmentParameters
-from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.rotary import RotaryTable, check_positions
 from krul_backend.codec.segment_layout import Unit, UnitLayout
 from krul_backend.codec.shared_pair import SharedPair, count_retained
-from krul_backend.codec.single_layer import NativeLayer, single_layer
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
-from krul_backend.codec.unit import SegmentPlace, UnitCodec
+from krul_backend.codec.unit import CodedLayer, NativeLayer, SegmentPlace, UnitCodec
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 
@@ -280,29 +279,20 @@ class SegmentCodec:
 
     def open_units(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SegmentDecoder:
         """Open a segment that was stored unit by unit. A new decoder each time; errors as for ``open``."""
-        parameters = self._parse(params, num_tokens)
-        if parameters.are_keys_unrotated and self._rotary is None:
-            raise CodecError("keys were stored without rotary embedding, and this model's is not known")
-        place = self._place(parameters, start_token, num_tokens)
-        return SegmentDecoder(parameters, self._units(parameters, place), place)
-
-    def _parse(self, params: Mapping[str, Any], num_tokens: int) -> SegmentParameters:
-        return SegmentParameters.parse(
+        parameters = SegmentParameters.parse(
             params,
             num_layers=self.num_layers,
             num_kv_heads=self._shape.num_kv_heads,
             num_tokens=num_tokens,
         )
+        if parameters.are_keys_unrotated and self._rotary is None:
+            raise CodecError("keys were stored without rotary embedding, and this model's is not known")
+        place = self._place(parameters, start_token, num_tokens)
+        return SegmentDecoder(parameters, self._units(parameters, place), place)
 
     def _place(self, parameters: SegmentParameters, start_token: int, num_tokens: int) -> SegmentPlace:
-        if start_token < 0 or num_tokens < 1:
-            raise CodecError(f"{num_tokens} tokens from position {start_token} are no segment")
         rotary = self._rotary if parameters.are_keys_unrotated else None
-        if rotary is not None and start_token + num_tokens > rotary.max_positions:
-            raise CodecError(
-                f"a segment ends at position {start_token + num_tokens}, the model's rotary embedding at "
-                f"{rotary.max_positions}"
-            )
+        check_positions(start_token, num_tokens, rotary)
         return SegmentPlace(self._shape, start_token, num_tokens, parameters.group_size, rotary)
 
     def _units(self, parameters: SegmentParameters, place: SegmentPlace) -> dict[Unit, UnitCodec]:
@@ -313,7 +303,8 @@ class SegmentCodec:
             precision = parameters.strategy.layers[unit[0]].precision
             if len(unit) == 1:
                 if precision not in alone:
-                    alone[precision] = single_layer(place, precision)
+                    kind = NativeLayer if precision is Precision.NATIVE else CodedLayer
+                    alone[precision] = kind(place, precision)
                 units[unit] = alone[precision]
                 continue
             units[unit] = SharedPair(place, precision, retained[unit[0], unit[1]], self._options)

@@ -11,9 +11,8 @@ from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.layout import GroupRun, Section, Views
 from krul_backend.codec.options import CodecOptions, RetentionRule
 from krul_backend.codec.parameters import RetainedCounts
-from krul_backend.codec.quantize import FP16_MAX
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
-from krul_backend.codec.vector_format import VectorFormat, vector_format
+from krul_backend.codec.vector_format import FP16_MAX, VectorFormat, key_and_value_formats
 from krul_backend.device import Device
 from krul_backend.strategy.strategy import Precision
 
@@ -48,10 +47,9 @@ class SharedPair(UnitCodec):
     ) -> None:
         shape = place.shape
         num_heads = shape.num_kv_heads
-        self._retained = retained
+        self.retained = retained
         self._options = options
-        self._k = vector_format("k", num_heads, shape.k_head_dim, shape.dtype, precision, per_channel=True)
-        self._v = vector_format("v", num_heads, shape.v_head_dim, shape.dtype, precision, per_channel=False)
+        self.formats = key_and_value_formats(shape, precision)
         norms = tuple(
             Section(f"{name}_norm", torch.float16, (num_heads, 1), per_token=True) for name in ("k", "v")
         )
@@ -65,18 +63,9 @@ class SharedPair(UnitCodec):
             Section("k_tokens", token_type, (num_k,), per_token=False),
             Section("v_tokens", token_type, (num_v,), per_token=False),
         )
-        lower = place.layout(self._k.sections() + self._v.sections() + norms, rows + tokens)
+        k, v = self.formats
+        lower = place.layout(k.sections() + v.sections() + norms, rows + tokens)
         super().__init__(place, [lower, place.layout(norms, rows)])
-
-    @property
-    def formats(self) -> tuple[VectorFormat, VectorFormat]:
-        """The formats of the directions of keys and of values."""
-        return self._k, self._v
-
-    @property
-    def retained(self) -> RetainedCounts:
-        """The number of rows that each head stores unchanged."""
-        return self._retained
 
     def sources(self, index: int) -> tuple[int, ...]:
         return (_LOWER,) if index == _LOWER else (_LOWER, index)
@@ -87,14 +76,14 @@ class SharedPair(UnitCodec):
             views = [
                 layout.record_views(block, run) for layout, block in zip(self.layouts, blocks, strict=True)
             ]
-            keys, values = zip(*(self.place.vectors(kv, run) for kv in layers), strict=True)
-            self._write(self._k, keys, views)
-            self._write(self._v, values, views)
+            of_layers = [self.place.vectors(kv, run) for kv in layers]
+            for directions, *vectors in zip(self.formats, *of_layers, strict=True):
+                self._write(directions, vectors, views)
         trailers = [layout.trailer_views(block) for layout, block in zip(self.layouts, blocks, strict=True)]
         start_token = self.place.start_token
         for name, vectors, counts in (
-            ("k", [kv.k for kv in layers], self._retained.k),
-            ("v", [kv.v for kv in layers], self._retained.v),
+            ("k", [kv.k for kv in layers], self.retained.k),
+            ("v", [kv.v for kv in layers], self.retained.v),
         ):
             tokens = retained_tokens(layer_distances(*vectors), counts, start_token, self._options)
             heads = _heads(counts, tokens.device)
@@ -120,8 +109,7 @@ class SharedPair(UnitCodec):
         lower = self.layouts[_LOWER].record_views(blocks[0], run)
         own = self.layouts[index].record_views(blocks[-1], run)
         # Rounding and codes have changed the length of the directions.
-        k = unit_directions(self._k.read(lower))[0] * own["k_norm"]
-        v = unit_directions(self._v.read(lower))[0] * own["v_norm"]
+        k, v = (unit_directions(part.read(lower))[0] * own[f"{part.name}_norm"] for part in self.formats)
         return self.place.with_rotary(k, run), v.flatten(0, 1)
 
     def decode(self, index: int, blocks: Sequence[torch.Tensor], first_token: int, end_token: int) -> LayerKV:
@@ -129,7 +117,7 @@ class SharedPair(UnitCodec):
         checked = self.check(index, blocks, first_token)
         lower = self.layouts[_LOWER].trailer_views(checked[0])
         own = self.layouts[index].trailer_views(checked[-1])
-        for name, x, counts in (("k", kv.k, self._retained.k), ("v", kv.v, self._retained.v)):
+        for name, x, counts in (("k", kv.k, self.retained.k), ("v", kv.v, self.retained.v)):
             row = lower[f"{name}_tokens"].long() - first_token
             is_wanted = (row >= 0) & (row < x.shape[0])
             x[row[is_wanted], _heads(counts, row.device)[is_wanted]] = own[f"{name}_rows"][is_wanted]

@@ -52,18 +52,8 @@ def _read_shifts(words, num_shift_words, num_words, token):
 
 @triton.jit(do_not_specialize=["num_tokens", "num_coded", "num_exact"])
 def decode_rans(
-    block,
-    record_starts,
-    scales,
-    tables,
-    num_tokens,
-    num_coded,
-    num_exact,
-    shrink,
-    exact,
-    rest,
-    damaged,
-):
+    block, record_starts, scales, tables, num_tokens, num_coded, num_exact, shrink, exact, rest, damaged,
+):  # fmt: skip
     """Decode one record of ``block`` uint8 into the values of its coefficients, for each program.
 
     Record ``i`` has bytes ``[record_starts[i], record_starts[i + 1])`` of the block, whole words of 16 bits,
@@ -181,22 +171,10 @@ def _place_channels(
 
 @triton.jit
 def _multiply(
-    acc,
-    values,
-    num_values,
-    first_place,
-    places,
-    decoder,
-    vector_size,
-    record,
-    in_record,
-    is_row,
-    column,
-    is_column,
-    dtype: tl.constexpr,
-    precision: tl.constexpr,
-    num_program_values: tl.constexpr,
-):
+    acc, values, num_values, first_place, places, decoder, vector_size,
+    record, in_record, is_row, column, is_column,
+    dtype: tl.constexpr, precision: tl.constexpr, num_program_values: tl.constexpr,
+):  # fmt: skip
     """Add the product of coefficients ``values [records, num_values, 64]`` and rows of ``decoder``.
 
     Row ``r`` of the result is token ``in_record[r]`` of record ``record[r]``; ``places`` from ``first_place``
@@ -221,42 +199,13 @@ def _multiply(
 
 @triton.jit
 def _restore_channels(
-    exact,
-    rest,
-    num_exact,
-    num_coded,
-    places,
-    exact_decoder,
-    decoder,
-    vector_size,
-    vector_at,
-    mean,
-    step,
-    first_tokens,
-    num_first_tokens,
-    cos_table,
-    sin_table,
-    angle_stride,
-    start_token,
-    row,
-    num_rows,
-    token,
-    is_token,
-    slot,
-    first_head,
-    buffer,
-    slot_stride,
-    head_stride,
-    num_heads: tl.constexpr,
-    num_program_heads: tl.constexpr,
-    dim: tl.constexpr,
-    padded_half: tl.constexpr,
-    rotary_half: tl.constexpr,
-    is_neox: tl.constexpr,
-    precision: tl.constexpr,
-    num_exact_values: tl.constexpr,
-    num_rest_values: tl.constexpr,
-):
+    exact, rest, num_exact, num_coded, places, exact_decoder, decoder, vector_size, vector_at, mean, step,
+    first_tokens, num_first_tokens, cos_table, sin_table, angle_stride, start_token,
+    row, num_rows, token, is_token, slot, first_head, buffer, slot_stride, head_stride,
+    num_heads: tl.constexpr, num_program_heads: tl.constexpr, dim: tl.constexpr, padded_half: tl.constexpr,
+    rotary_half: tl.constexpr, is_neox: tl.constexpr, precision: tl.constexpr,
+    num_exact_values: tl.constexpr, num_rest_values: tl.constexpr,
+):  # fmt: skip
     """Reconstruct keys, or values, of the rows ``row [T]`` and write them to ``buffer`` at ``slot [T]``."""
     num_pairs: tl.constexpr = num_program_heads * padded_half
     are_halves: tl.constexpr = rotary_half > 0 and is_neox
@@ -322,48 +271,14 @@ def _restore_channels(
     ]
 )
 def restore_group_layer(
-    exact,
-    rest,
-    num_exact,
-    num_coded,
-    places,
-    exact_decoder,
-    decoder,
-    vector_size,
-    k_at,
-    v_at,
-    mean,
-    step,
-    first_tokens,
-    num_first_tokens,
-    cos_table,
-    sin_table,
-    angle_stride,
-    k_buffer,
-    k_slot_stride,
-    k_head_stride,
-    v_buffer,
-    v_slot_stride,
-    v_head_stride,
-    slots,
-    num_rows,
-    first_row_token,
-    first_slot_token,
-    first_token,
-    end_token,
-    start_token,
-    num_heads: tl.constexpr,
-    num_program_heads: tl.constexpr,
-    k_dim: tl.constexpr,
-    v_dim: tl.constexpr,
-    padded_half: tl.constexpr,
-    rotary_half: tl.constexpr,
-    is_neox: tl.constexpr,
-    precision: tl.constexpr,
-    num_program_tokens: tl.constexpr,
-    num_exact_values: tl.constexpr,
-    num_rest_values: tl.constexpr,
-):
+    exact, rest, num_exact, num_coded, places, exact_decoder, decoder, vector_size, k_at, v_at, mean, step,
+    first_tokens, num_first_tokens, cos_table, sin_table, angle_stride,
+    k_buffer, k_slot_stride, k_head_stride, v_buffer, v_slot_stride, v_head_stride, slots,
+    num_rows, first_row_token, first_slot_token, first_token, end_token, start_token,
+    num_heads: tl.constexpr, num_program_heads: tl.constexpr, k_dim: tl.constexpr, v_dim: tl.constexpr,
+    padded_half: tl.constexpr, rotary_half: tl.constexpr, is_neox: tl.constexpr, precision: tl.constexpr,
+    num_program_tokens: tl.constexpr, num_exact_values: tl.constexpr, num_rest_values: tl.constexpr,
+):  # fmt: skip
     """Write tokens ``[first_token, end_token)`` of a segment to their slots of one layer.
 
     ``exact``, ``rest``: what ``decode_rans`` wrote of ``num_rows`` tokens from ``first_row_token`` on.

@@ -17,10 +17,11 @@ from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.tables import CoderTables
 from krul_backend.codec.restore import GroupTail, GroupTarget
+from krul_backend.codec.subspace.bases import vector_size
 from krul_backend.codec.subspace.coded_tail import CodedTail
 from krul_backend.codec.subspace.quantizer import SHRINK
 from krul_backend.codec.triton_group_kernels import decode_rans, restore_group_layer
-from krul_backend.codec.triton_restore import rotary_on
+from krul_backend.codec.triton_restore import rotary_arguments, target_arguments
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
@@ -139,17 +140,10 @@ def layer_launch(
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Grid and arguments of ``restore_group_layer`` for a tail's tokens from ``first_token`` on, in layer
     number ``layer`` of the group."""
-    shape, (k_buffer, v_buffer), end_token = tail.transform.shape, buffers, tail.end_token
+    shape, end_token = tail.transform.shape, tail.end_token
     first_row_token = tail.first_record * RECORD_TOKENS
-    k_size, v_size = (shape.num_kv_heads * dim for dim in (shape.k_head_dim, shape.v_head_dim))
-    k_at = layer * (k_size + v_size)
-    # Without rotation the tables are never read.
+    k_at = layer * vector_size(shape)
     mean = tail.transform.basis.mean
-    cos, sin = (
-        (mean[None], mean[None])
-        if tail.transform.rotary is None
-        else rotary_on(tail.transform.rotary, k_buffer.device)
-    )
     padded_half = triton.next_power_of_2(-(-max(shape.k_head_dim, shape.v_head_dim) // 2))
     num_program_heads = max(1, _PAIR_TILE // padded_half)
     is_exact_pool = shape.dtype is torch.float32
@@ -158,53 +152,29 @@ def layer_launch(
     first_block = (first_token - first_row_token) // num_program_tokens
     num_blocks = triton.cdiv(end_token - first_row_token, num_program_tokens) - first_block
     arguments = {
-        "exact": coefficients.exact,
-        "rest": coefficients.rest,
-        "num_exact": coefficients.num_exact,
-        "num_coded": coefficients.num_coded,
-        "places": coefficients.places,
-        "exact_decoder": tail.transform.basis.decoder,
-        "decoder": tail.transform.decoder,
-        "vector_size": len(mean),
-        "k_at": k_at,
-        "v_at": k_at + k_size,
-        "mean": mean,
-        "step": tail.step,
+        "exact": coefficients.exact, "num_exact": coefficients.num_exact,
+        "rest": coefficients.rest, "num_coded": coefficients.num_coded, "places": coefficients.places,
+        "exact_decoder": tail.transform.basis.decoder, "decoder": tail.transform.decoder,
+        "vector_size": len(mean), "mean": mean, "step": tail.step,
+        "k_at": k_at, "v_at": k_at + shape.num_kv_heads * shape.k_head_dim,
         "first_tokens": block,
         "num_first_tokens": tail.segment.num_first_tokens if tail.num_raw_bytes else 0,
-        "cos_table": cos,
-        "sin_table": sin,
-        "angle_stride": cos.stride(0),
-        "k_buffer": k_buffer,
-        "k_slot_stride": k_buffer.stride(0),
-        "k_head_stride": k_buffer.stride(1),
-        "v_buffer": v_buffer,
-        "v_slot_stride": v_buffer.stride(0),
-        "v_head_stride": v_buffer.stride(1),
-        "slots": slots,
+        **target_arguments(*buffers, slots),
+        **rotary_arguments(tail.transform.rotary, slots.device),
         "num_rows": coefficients.num_tokens,
-        "first_row_token": first_row_token,
-        "first_slot_token": tail.first_token,
-        "first_token": first_token,
-        "end_token": end_token,
-        "start_token": tail.segment.start_token,
-        "num_heads": shape.num_kv_heads,
-        "num_program_heads": num_program_heads,
-        "k_dim": shape.k_head_dim,
-        "v_dim": shape.v_head_dim,
-        "padded_half": padded_half,
-        "rotary_half": 0 if tail.transform.rotary is None else tail.transform.rotary.rotary_dim // 2,
-        "is_neox": tail.transform.rotary is None or tail.transform.rotary.is_neox,
+        "first_row_token": first_row_token, "first_slot_token": tail.first_token,
+        "first_token": first_token, "end_token": end_token, "start_token": tail.segment.start_token,
+        "num_heads": shape.num_kv_heads, "num_program_heads": num_program_heads,
+        "k_dim": shape.k_head_dim, "v_dim": shape.v_head_dim, "padded_half": padded_half,
         "precision": "ieee" if is_exact_pool else "tf32x3",
         "num_program_tokens": num_program_tokens,
-        "num_exact_values": _EXACT_VALUES,
-        "num_rest_values": _REST_VALUES,
+        "num_exact_values": _EXACT_VALUES, "num_rest_values": _REST_VALUES,
         "num_warps": _NUM_WARPS,
-    }
+    }  # fmt: skip
     return (num_blocks * triton.cdiv(shape.num_kv_heads, num_program_heads), 2), arguments
 
 
 @lru_cache(maxsize=4)
 def _tables_on(tables: CoderTables, device: torch.device) -> torch.Tensor:
-    """The tables for decoding on ``device``, int32; copied once, as ``rotary_on`` copies."""
+    """The tables for decoding on ``device``, int32; copied once, as the rotary tables are."""
     return torch.from_numpy(tables.decoding.view(np.int32).copy()).to(device)

@@ -50,23 +50,9 @@ def _code_place(channel, dim: tl.constexpr, bits: tl.constexpr):
 
 @triton.jit
 def _read_vectors(
-    record,
-    data_at,
-    scale_at,
-    offset_at,
-    token,
-    head,
-    channel,
-    byte,
-    shift,
-    is_token,
-    is_channel,
-    buffer,
-    num_heads: tl.constexpr,
-    dim: tl.constexpr,
-    bits: tl.constexpr,
-    is_per_channel: tl.constexpr,
-):
+    record, data_at, scale_at, offset_at, token, head, channel, byte, shift, is_token, is_channel, buffer,
+    num_heads: tl.constexpr, dim: tl.constexpr, bits: tl.constexpr, is_per_channel: tl.constexpr,
+):  # fmt: skip
     """Read channels ``channel [C]`` of one head for the tokens ``token [T]`` of a record: ``[T, C]``.
 
     ``bits`` of an element: 32 or 16 are the pool's own (returned as they are), 8, 4 and 2 codes.
@@ -103,33 +89,13 @@ def _norm_factor(squared_norm, own_record, norm_at, token, head, is_token, num_h
 
 @triton.jit
 def _restore_vectors(
-    record,
-    own_record,
-    data_at,
-    scale_at,
-    offset_at,
-    norm_at,
-    cos_table,
-    sin_table,
-    angle_stride,
-    position,
-    token,
-    is_token,
-    slot,
-    first_head,
-    buffer,
-    slot_stride,
-    head_stride,
-    num_heads: tl.constexpr,
-    num_program_heads: tl.constexpr,
-    dim: tl.constexpr,
-    padded_half: tl.constexpr,
-    bits: tl.constexpr,
-    is_per_channel: tl.constexpr,
-    has_norm: tl.constexpr,
-    rotary_half: tl.constexpr,
-    is_neox: tl.constexpr,
-):
+    record, own_record, data_at, scale_at, offset_at, norm_at,
+    cos_table, sin_table, angle_stride,
+    position, token, is_token, slot, first_head, buffer, slot_stride, head_stride,
+    num_heads: tl.constexpr, num_program_heads: tl.constexpr, dim: tl.constexpr, padded_half: tl.constexpr,
+    bits: tl.constexpr, is_per_channel: tl.constexpr, has_norm: tl.constexpr,
+    rotary_half: tl.constexpr, is_neox: tl.constexpr,
+):  # fmt: skip
     """Decode keys, or values, of the tokens ``token [T]`` of a record into ``buffer`` at ``slot [T]``.
 
     Channels at pair ``p`` of the halves::
@@ -215,58 +181,21 @@ def _restore_vectors(
 
 @triton.jit(do_not_specialize=["first_token", "end_token", "start_token", "num_full_groups"])
 def restore_groups(
-    block,
-    own_block,
-    missing_bytes,
-    own_missing_bytes,
-    cos_table,
-    sin_table,
-    angle_stride,
-    k_buffer,
-    k_slot_stride,
-    k_head_stride,
-    v_buffer,
-    v_slot_stride,
-    v_head_stride,
-    slots,
-    first_token,
-    end_token,
-    start_token,
-    num_full_groups,
-    own_record_bytes,
-    k_norm_at,
-    v_norm_at,
-    last_k_data_at,
-    last_k_scale_at,
-    last_k_offset_at,
-    last_k_norm_at,
-    last_v_data_at,
-    last_v_scale_at,
-    last_v_offset_at,
-    last_v_norm_at,
-    k_data_at: tl.constexpr,
-    k_scale_at: tl.constexpr,
-    k_offset_at: tl.constexpr,
-    v_data_at: tl.constexpr,
-    v_scale_at: tl.constexpr,
-    v_offset_at: tl.constexpr,
-    record_bytes: tl.constexpr,
-    group_size: tl.constexpr,
-    num_heads: tl.constexpr,
-    k_dim: tl.constexpr,
-    v_dim: tl.constexpr,
-    k_padded_half: tl.constexpr,
-    v_padded_half: tl.constexpr,
-    k_bits: tl.constexpr,
-    v_bits: tl.constexpr,
-    is_k_per_channel: tl.constexpr,
-    is_v_per_channel: tl.constexpr,
-    has_norm: tl.constexpr,
-    rotary_half: tl.constexpr,
-    is_neox: tl.constexpr,
-    num_program_tokens: tl.constexpr,
-    num_program_heads: tl.constexpr,
-):
+    block, own_block, missing_bytes, own_missing_bytes,
+    cos_table, sin_table, angle_stride,
+    k_buffer, k_slot_stride, k_head_stride, v_buffer, v_slot_stride, v_head_stride, slots,
+    first_token, end_token, start_token, num_full_groups, own_record_bytes, k_norm_at, v_norm_at,
+    last_k_data_at, last_k_scale_at, last_k_offset_at, last_k_norm_at,
+    last_v_data_at, last_v_scale_at, last_v_offset_at, last_v_norm_at,
+    k_data_at: tl.constexpr, k_scale_at: tl.constexpr, k_offset_at: tl.constexpr,
+    v_data_at: tl.constexpr, v_scale_at: tl.constexpr, v_offset_at: tl.constexpr,
+    record_bytes: tl.constexpr, group_size: tl.constexpr, num_heads: tl.constexpr,
+    k_dim: tl.constexpr, v_dim: tl.constexpr, k_padded_half: tl.constexpr, v_padded_half: tl.constexpr,
+    k_bits: tl.constexpr, v_bits: tl.constexpr,
+    is_k_per_channel: tl.constexpr, is_v_per_channel: tl.constexpr,
+    has_norm: tl.constexpr, rotary_half: tl.constexpr, is_neox: tl.constexpr,
+    num_program_tokens: tl.constexpr, num_program_heads: tl.constexpr,
+):  # fmt: skip
     """Decode tokens ``[first_token, end_token)`` of a segment into ``slots [end_token - first_token]``.
 
     ``block``, ``own_block``: uint8, with the vectors and with the layer's own norms; their first
@@ -312,22 +241,10 @@ def restore_groups(
 
 @triton.jit
 def _restore_rows(
-    tokens,
-    rows,
-    head_ends,
-    num_rows,
-    slots,
-    first_token,
-    end_token,
-    buffer,
-    slot_stride,
-    head_stride,
-    num_heads: tl.constexpr,
-    padded_heads: tl.constexpr,
-    dim: tl.constexpr,
-    padded_dim: tl.constexpr,
+    tokens, rows, head_ends, num_rows, slots, first_token, end_token, buffer, slot_stride, head_stride,
+    num_heads: tl.constexpr, padded_heads: tl.constexpr, dim: tl.constexpr, padded_dim: tl.constexpr,
     num_program_rows: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0) * num_program_rows + tl.arange(0, num_program_rows)
     is_row = row < num_rows
     token = tl.load(tokens + row, mask=is_row, other=0).to(tl.int32)
@@ -346,31 +263,13 @@ def _restore_rows(
 
 @triton.jit(do_not_specialize=["first_token", "end_token", "num_k_rows", "num_v_rows"])
 def restore_retained(
-    k_tokens,
-    k_rows,
-    k_head_ends,
-    num_k_rows,
-    v_tokens,
-    v_rows,
-    v_head_ends,
-    num_v_rows,
-    slots,
-    first_token,
-    end_token,
-    k_buffer,
-    k_slot_stride,
-    k_head_stride,
-    v_buffer,
-    v_slot_stride,
-    v_head_stride,
-    num_heads: tl.constexpr,
-    padded_heads: tl.constexpr,
-    k_dim: tl.constexpr,
-    k_padded_dim: tl.constexpr,
-    v_dim: tl.constexpr,
-    v_padded_dim: tl.constexpr,
+    k_tokens, k_rows, k_head_ends, num_k_rows, v_tokens, v_rows, v_head_ends, num_v_rows,
+    slots, first_token, end_token,
+    k_buffer, k_slot_stride, k_head_stride, v_buffer, v_slot_stride, v_head_stride,
+    num_heads: tl.constexpr, padded_heads: tl.constexpr,
+    k_dim: tl.constexpr, k_padded_dim: tl.constexpr, v_dim: tl.constexpr, v_padded_dim: tl.constexpr,
     num_program_rows: tl.constexpr,
-):
+):  # fmt: skip
     """Write retained rows ``k_rows [num_k_rows, k_dim]`` and ``v_rows`` over what ``restore_groups`` wrote.
 
     Each row is one head of one token.

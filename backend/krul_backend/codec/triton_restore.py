@@ -19,8 +19,8 @@ from krul_backend.codec.restore import FusedUnit
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_codec import UnitBlocks
 from krul_backend.codec.shared_pair import SharedPair
-from krul_backend.codec.single_layer import NativeLayer
 from krul_backend.codec.triton_kernels import restore_groups, restore_retained
+from krul_backend.codec.unit import NativeLayer
 from krul_backend.codec.vector_format import CodeFormat, FloatFormat, VectorFormat
 from krul_backend.device import Device
 
@@ -75,8 +75,6 @@ def group_launch(
     k_elements, v_elements = (_elements(part) for part in unit.formats)
     lower, own = unit.layouts[_LOWER], unit.layouts[found.index]
     rotary = None if isinstance(unit, NativeLayer) else place.rotary
-    # Without rotation the tables are never read.
-    cos, sin = (blocks[0], blocks[0]) if rotary is None else rotary_on(rotary, k_buffer.device)
     k_padded_half, v_padded_half = (
         triton.next_power_of_2(-(-dim // 2)) for dim in (shape.k_head_dim, shape.v_head_dim)
     )
@@ -87,45 +85,24 @@ def group_launch(
     num_groups = -(-end_token // group_size) - first_token // group_size
     token_blocks = num_groups * triton.cdiv(group_size, num_program_tokens)
     arguments = {
-        "block": blocks[0],
-        "own_block": blocks[-1],
-        "missing_bytes": lower.num_bytes - blocks[0].numel(),
-        "own_missing_bytes": own.num_bytes - blocks[-1].numel(),
-        "cos_table": cos,
-        "sin_table": sin,
-        "angle_stride": cos.stride(0),
-        "k_buffer": k_buffer,
-        "k_slot_stride": k_buffer.stride(0),
-        "k_head_stride": k_buffer.stride(1),
-        "v_buffer": v_buffer,
-        "v_slot_stride": v_buffer.stride(0),
-        "v_head_stride": v_buffer.stride(1),
-        "slots": slots,
-        "first_token": first_token,
-        "end_token": end_token,
-        "start_token": place.start_token,
-        "num_full_groups": place.num_tokens // group_size,
+        "block": blocks[0], "missing_bytes": lower.num_bytes - blocks[0].numel(),
+        "own_block": blocks[-1], "own_missing_bytes": own.num_bytes - blocks[-1].numel(),
+        **target_arguments(k_buffer, v_buffer, slots),
+        **rotary_arguments(rotary, k_buffer.device),
+        "first_token": first_token, "end_token": end_token,
+        "start_token": place.start_token, "num_full_groups": place.num_tokens // group_size,
         **_section_offsets("last_", unit.formats, lower.last_record, own.last_record),
         **_section_offsets("", unit.formats, lower.group_record, own.group_record),
-        "record_bytes": lower.group_record.num_bytes,
-        "own_record_bytes": own.group_record.num_bytes,
-        "group_size": group_size,
-        "num_heads": shape.num_kv_heads,
-        "k_dim": shape.k_head_dim,
-        "v_dim": shape.v_head_dim,
-        "k_padded_half": k_padded_half,
-        "v_padded_half": v_padded_half,
-        "k_bits": k_elements.bits,
-        "v_bits": v_elements.bits,
-        "is_k_per_channel": k_elements.is_per_channel,
-        "is_v_per_channel": v_elements.is_per_channel,
+        "record_bytes": lower.group_record.num_bytes, "own_record_bytes": own.group_record.num_bytes,
+        "group_size": group_size, "num_heads": shape.num_kv_heads,
+        "k_dim": shape.k_head_dim, "v_dim": shape.v_head_dim,
+        "k_padded_half": k_padded_half, "v_padded_half": v_padded_half,
+        "k_bits": k_elements.bits, "v_bits": v_elements.bits,
+        "is_k_per_channel": k_elements.is_per_channel, "is_v_per_channel": v_elements.is_per_channel,
         "has_norm": isinstance(unit, SharedPair),
-        "rotary_half": 0 if rotary is None else rotary.rotary_dim // 2,
-        "is_neox": rotary is None or rotary.is_neox,
-        "num_program_tokens": num_program_tokens,
-        "num_program_heads": num_program_heads,
+        "num_program_tokens": num_program_tokens, "num_program_heads": num_program_heads,
         "num_warps": _NUM_WARPS,
-    }
+    }  # fmt: skip
     return (token_blocks * (shape.num_kv_heads // num_program_heads), 2), arguments
 
 
@@ -150,32 +127,16 @@ def retained_launch(
     k_padded_dim, v_padded_dim = (triton.next_power_of_2(dim) for dim in (shape.k_head_dim, shape.v_head_dim))
     num_program_rows = max(1, _RETAINED_TILE // max(k_padded_dim, v_padded_dim))
     arguments = {
-        "k_tokens": lower["k_tokens"],
-        "k_rows": own["k_rows"],
-        "k_head_ends": head_ends[0],
-        "num_k_rows": num_k_rows,
-        "v_tokens": lower["v_tokens"],
-        "v_rows": own["v_rows"],
-        "v_head_ends": head_ends[1],
-        "num_v_rows": num_v_rows,
-        "slots": slots,
-        "first_token": first_token,
-        "end_token": end_token,
-        "k_buffer": k_buffer,
-        "k_slot_stride": k_buffer.stride(0),
-        "k_head_stride": k_buffer.stride(1),
-        "v_buffer": v_buffer,
-        "v_slot_stride": v_buffer.stride(0),
-        "v_head_stride": v_buffer.stride(1),
-        "num_heads": shape.num_kv_heads,
-        "padded_heads": triton.next_power_of_2(shape.num_kv_heads),
-        "k_dim": shape.k_head_dim,
-        "k_padded_dim": k_padded_dim,
-        "v_dim": shape.v_head_dim,
-        "v_padded_dim": v_padded_dim,
-        "num_program_rows": num_program_rows,
-        "num_warps": _NUM_WARPS,
-    }
+        "k_tokens": lower["k_tokens"], "k_rows": own["k_rows"], "k_head_ends": head_ends[0],
+        "v_tokens": lower["v_tokens"], "v_rows": own["v_rows"], "v_head_ends": head_ends[1],
+        "num_k_rows": num_k_rows, "num_v_rows": num_v_rows,
+        **target_arguments(k_buffer, v_buffer, slots),
+        "first_token": first_token, "end_token": end_token,
+        "num_heads": shape.num_kv_heads, "padded_heads": triton.next_power_of_2(shape.num_kv_heads),
+        "k_dim": shape.k_head_dim, "k_padded_dim": k_padded_dim,
+        "v_dim": shape.v_head_dim, "v_padded_dim": v_padded_dim,
+        "num_program_rows": num_program_rows, "num_warps": _NUM_WARPS,
+    }  # fmt: skip
     return (triton.cdiv(max(num_k_rows, num_v_rows), num_program_rows), 2), arguments
 
 
@@ -211,12 +172,40 @@ def _elements(part: VectorFormat) -> _Elements:
     raise AssertionError(f"no kernel for {part}")
 
 
+def target_arguments(k_buffer: torch.Tensor, v_buffer: torch.Tensor, slots: torch.Tensor) -> dict[str, Any]:
+    """The arguments of a kernel that say where it writes in one layer of the pool."""
+    return {
+        "k_buffer": k_buffer,
+        "k_slot_stride": k_buffer.stride(0),
+        "k_head_stride": k_buffer.stride(1),
+        "v_buffer": v_buffer,
+        "v_slot_stride": v_buffer.stride(0),
+        "v_head_stride": v_buffer.stride(1),
+        "slots": slots,
+    }
+
+
+def rotary_arguments(rotary: RotaryTable | None, device: torch.device) -> dict[str, Any]:
+    """The arguments of a kernel that say how it rotates keys. Without rotation the tables are never read."""
+    cos, sin = _rotary_on(rotary, device)
+    return {
+        "cos_table": cos,
+        "sin_table": sin,
+        "angle_stride": cos.stride(0),
+        "rotary_half": 0 if rotary is None else rotary.rotary_dim // 2,
+        "is_neox": rotary is None or rotary.is_neox,
+    }
+
+
 @lru_cache(maxsize=4)
-def rotary_on(rotary: RotaryTable, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotary_on(rotary: RotaryTable | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines on ``device``, with equal strides and angles next to each other; copied once.
 
     The copy comes from pageable memory and has ended when this returns, so any stream may read it.
     """
+    if rotary is None:
+        empty = torch.empty(1, 1, device=device)
+        return empty, empty
     cos, sin = rotary.cos, rotary.sin
     if cos.stride() != sin.stride() or cos.stride(1) != 1:
         cos, sin = cos.cpu().contiguous(), sin.cpu().contiguous()

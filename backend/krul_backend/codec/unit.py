@@ -1,4 +1,7 @@
-"""The interface of a unit's codec. A unit is what is encoded together: one layer, or a pair that shares."""
+"""The interface of a unit's codec, and the codecs of a unit of one layer, as the pool's bytes or as codes.
+
+A unit is what is encoded together: one layer, or a pair that shares.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from krul_backend.codec.interface import LayerKV, LayerShape
-from krul_backend.codec.layout import BlockLayout, GroupRun, Section, in_groups
+from krul_backend.codec.interface import LayerKV, LayerShape, empty_kv
+from krul_backend.codec.layout import BlockLayout, GroupRun, Section, Views, in_groups
 from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.vector_format import key_and_value_formats
+from krul_backend.strategy.strategy import Precision
 
 
 @dataclass(frozen=True)
@@ -80,21 +85,71 @@ class UnitCodec(ABC):
             CodecError: a block that this unit cannot have written.
         """
         checked = self.check(index, blocks, first_token)
-        shape, device = self.place.shape, checked[0].device
-        num_tokens = end_token - first_token
-        k = torch.empty(num_tokens, shape.num_kv_heads, shape.k_head_dim, dtype=shape.dtype, device=device)
-        v = torch.empty(num_tokens, shape.num_kv_heads, shape.v_head_dim, dtype=shape.dtype, device=device)
+        kv = empty_kv(self.place.shape, end_token - first_token, checked[0].device)
         for run in self.layouts[index].runs(first_token, end_token):
             run_k, run_v = self.decode_run(index, checked, run)
             # [first, end)  of the segment: what this run has of the rows asked for
             first, end = max(first_token, run.first_token), min(end_token, run.end_token)
-            for rows, run_rows in ((k, run_k), (v, run_v)):
+            for rows, run_rows in ((kv.k, run_k), (kv.v, run_v)):
                 rows[first - first_token : end - first_token] = run_rows[
                     first - run.first_token : end - run.first_token
                 ]
-        return LayerKV(k, v)
+        return kv
 
     def check(self, index: int, blocks: Sequence[torch.Tensor], first_token: int) -> list[torch.Tensor]:
         """Blocks of ``sources(index)`` that can be viewed; see ``BlockLayout.check``."""
         layouts = [self.layouts[source] for source in self.sources(index)]
         return [layout.check(block, first_token) for layout, block in zip(layouts, blocks, strict=True)]
+
+
+class SingleLayer(UnitCodec):
+    """A unit of one layer. Each record has the sections of its keys, then those of its values."""
+
+    def __init__(self, place: SegmentPlace, precision: Precision) -> None:
+        self.formats = key_and_value_formats(place.shape, precision)
+        k, v = self.formats
+        super().__init__(place, [place.layout(k.sections() + v.sections())])
+
+    def sources(self, index: int) -> tuple[int, ...]:
+        return (0,)
+
+    def encode(self, layers: Sequence[LayerKV]) -> tuple[torch.Tensor, ...]:
+        (kv,) = layers
+        (layout,) = self.layouts
+        block = layout.new_block(kv.k.device)
+        for run in layout.runs(0, self.place.num_tokens):
+            self._write(kv, run, layout.record_views(block, run))
+        return (block,)
+
+    @abstractmethod
+    def _write(self, kv: LayerKV, run: GroupRun, views: Views) -> None:
+        """Store the rows of ``run`` in ``views``, the sections of their records."""
+
+
+class NativeLayer(SingleLayer):
+    """Stores the pool's own numbers, bit-exact, keys with their rotary embedding."""
+
+    def _write(self, kv: LayerKV, run: GroupRun, views: Views) -> None:
+        views["k"].copy_(in_groups(kv.k[run.first_token : run.end_token], run))
+        views["v"].copy_(in_groups(kv.v[run.first_token : run.end_token], run))
+
+    def decode_run(
+        self, index: int, blocks: Sequence[torch.Tensor], run: GroupRun
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        views = self.layouts[0].record_views(blocks[0], run)
+        return views["k"].flatten(0, 1), views["v"].flatten(0, 1)
+
+
+class CodedLayer(SingleLayer):
+    """Codes keys per channel, without their rotary embedding, and values per token; see ``vector_format``."""
+
+    def _write(self, kv: LayerKV, run: GroupRun, views: Views) -> None:
+        for part, vectors in zip(self.formats, self.place.vectors(kv, run), strict=True):
+            part.write(vectors, views)
+
+    def decode_run(
+        self, index: int, blocks: Sequence[torch.Tensor], run: GroupRun
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        views = self.layouts[0].record_views(blocks[0], run)
+        k, v = (part.read(views).expand(-1, run.group_tokens, -1, -1) for part in self.formats)
+        return self.place.with_rotary(k, run), v.flatten(0, 1)

@@ -89,13 +89,22 @@ class KrulSelector(StrategySelector):
     def select(self, evidence: Evidence) -> Strategy:
         num_layers, statistics = evidence.num_layers, evidence.statistics
         pairs: list[Pair] = []
-        shared: set[int] = set()
         if statistics is not None:
-            num_pairs = num_shared_pairs(num_layers, self._layer_ratio)
-            for _, (i, j) in pair_distances(statistics, initial_recent_layers(statistics, self._gamma)):
-                if len(pairs) == num_pairs:
-                    break
-                if i not in shared and j not in shared:
-                    pairs.append((i, j))
-                    shared |= {i, j}
+            layers = initial_recent_layers(statistics, self._gamma)
+            num_pairs = min(num_shared_pairs(num_layers, self._layer_ratio), len(layers) // 2)
+            pairs = self._choose_pairs(pair_distances(statistics, layers), layers, num_pairs)
         return Strategy.from_pairs(num_layers, pairs, self._precision)
+
+    def _choose_pairs(
+        self, distances: list[tuple[float, Pair]], layers: list[int], num_pairs: int
+    ) -> list[Pair]:
+        """Choose ``num_pairs`` disjoint pairs of ``layers``; at most half as many as there are layers."""
+        pairs: list[Pair] = []
+        shared: set[int] = set()
+        for _, (i, j) in distances:
+            if len(pairs) == num_pairs:
+                break
+            if i not in shared and j not in shared:
+                pairs.append((i, j))
+                shared |= {i, j}
+        return pairs

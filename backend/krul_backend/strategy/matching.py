@@ -4,44 +4,23 @@ from __future__ import annotations
 
 import networkx
 
-from krul_backend.strategy.interface import Evidence, StrategySelector
-from krul_backend.strategy.krul import (
-    check_gamma,
-    check_layer_ratio,
-    initial_recent_layers,
-    num_shared_pairs,
-    pair_distances,
-)
-from krul_backend.strategy.strategy import Pair, Precision, Strategy
+from krul_backend.strategy.krul import KrulSelector
+from krul_backend.strategy.strategy import Pair
 
 
-class MatchingSelector(StrategySelector):
+class MatchingSelector(KrulSelector):
     """Chooses disjoint pairs of I-R layers with the least sum of attention distances.
 
-    Which layers may be shared, and how many pairs are asked for, is as in ``KrulSelector``; only the search
-    differs: Algorithm 1 takes the nearest pair first, which may leave two far layers to each other.
-
-    Raises:
-        StrategyError: gamma or the ratio is out of [0, 1].
+    Only the search differs from ``KrulSelector``'s: Algorithm 1 takes the nearest pair first, which may leave
+    two far layers to each other.
     """
 
     name = "matching"
 
-    def __init__(self, gamma: float, layer_ratio: float, precision: Precision = Precision.NATIVE) -> None:
-        check_gamma(gamma)
-        check_layer_ratio(layer_ratio)
-        self._gamma = gamma
-        self._layer_ratio = layer_ratio
-        self._precision = precision
-
-    def select(self, evidence: Evidence) -> Strategy:
-        num_layers, statistics = evidence.num_layers, evidence.statistics
-        pairs: list[Pair] = []
-        if statistics is not None:
-            layers = initial_recent_layers(statistics, self._gamma)
-            num_pairs = min(num_shared_pairs(num_layers, self._layer_ratio), len(layers) // 2)
-            pairs = minimum_matching(pair_distances(statistics, layers), layers, num_pairs)
-        return Strategy.from_pairs(num_layers, pairs, self._precision)
+    def _choose_pairs(
+        self, distances: list[tuple[float, Pair]], layers: list[int], num_pairs: int
+    ) -> list[Pair]:
+        return minimum_matching(distances, layers, num_pairs)
 
 
 def minimum_matching(distances: list[tuple[float, Pair]], layers: list[int], num_pairs: int) -> list[Pair]:

@@ -18,13 +18,11 @@ class SelectorOptions:
     """The options of all selectors; each takes those that it needs.
 
     ``gamma``: I-R threshold in [0, 1]. ``layer_ratio``: the paper's ``r_l``. ``precision``: of all layers.
-    ``layer_range``: ``(first, end)`` of ``krul-fixed``, None for the layers around the middle.
     """
 
     gamma: float
     layer_ratio: float
     precision: Precision
-    layer_range: tuple[int, int] | None = None
 
 
 _SELECTORS: Mapping[str, Callable[[SelectorOptions], StrategySelector]] = {
@@ -32,7 +30,7 @@ _SELECTORS: Mapping[str, Callable[[SelectorOptions], StrategySelector]] = {
     KrulSelector.name: lambda o: KrulSelector(o.gamma, o.layer_ratio, o.precision),
     MatchingSelector.name: lambda o: MatchingSelector(o.gamma, o.layer_ratio, o.precision),
     MiniCacheSelector.name: lambda o: MiniCacheSelector(o.layer_ratio, o.precision),
-    FixedSelector.name: lambda o: FixedSelector(o.layer_ratio, o.layer_range, o.precision),
+    FixedSelector.name: lambda o: FixedSelector(o.layer_ratio, o.precision),
 }
 
 SELECTOR_NAMES = tuple(_SELECTORS)

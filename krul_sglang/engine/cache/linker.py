@@ -15,16 +15,19 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.memory import format_bytes
 from krul_backend.segment import TokenIds
+from krul_backend.strategy.registry import SelectorOptions, make_selector
+from krul_backend.strategy.strategy import Precision
 from krul_sglang.engine.budget.error_budget import ErrorBudget
+from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import KvProvenance
+from krul_sglang.engine.budget.served_bases import ServedBases
 from krul_sglang.engine.cache.runtime import KrulRuntime
-from krul_sglang.engine.cache.strategy_setup import make_budget, make_selector_decision
 from krul_sglang.engine.restore.loading import FaultInjection, LayerWiseLoader
 from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
 from krul_sglang.engine.restore.waiting_leases import WaitingLeases
 from krul_sglang.engine.save.allocation import SpaceAllocation
 from krul_sglang.engine.save.offload import TurnOffloader
-from krul_sglang.engine.save.strategy_choice import StrategyChooser
+from krul_sglang.engine.save.strategy_choice import SelectorDecision, StrategyChooser
 from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
 
 logger = logging.getLogger(__name__)
@@ -73,9 +76,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             keys, _ = self._pool.buffers(0)
             runtime.provenance = KvProvenance(len(keys), keys.device, lambda index: self.loader.batch(index))
             group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
-            self._budget = make_budget(runtime, self.codec, self._bases, runtime.provenance, group)
+            self._budget = _error_budget(runtime, self.codec, self._bases, runtime.provenance, group)
         self._chooser = StrategyChooser(
-            make_selector_decision(runtime, self.codec) if self._budget is None else self._budget
+            _selector_decision(runtime, self.codec) if self._budget is None else self._budget
         )
         self._offloader = TurnOffloader(
             self._store,
@@ -331,3 +334,41 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def traces(self) -> list[dict[str, Any]]:
         """The last restores of this rank, see ``RestoreTrace.as_dict``."""
         return [] if self._restore_path is None else self._restore_path.traces.as_list()
+
+
+def _selector_decision(runtime: KrulRuntime, codec: SegmentCodec) -> SelectorDecision:
+    """For every strategy but ``subspace``."""
+    config = runtime.config
+    options = SelectorOptions(
+        gamma=config.gamma, layer_ratio=config.r_l, precision=Precision(config.precision)
+    )
+    return SelectorDecision(
+        make_selector(config.strategy, options),
+        codec,
+        runtime.pool,
+        runtime.agreement,
+        num_heads=0 if runtime.capture is None else runtime.capture.num_heads,
+    )
+
+
+def _error_budget(
+    runtime: KrulRuntime,
+    codec: SegmentCodec,
+    bases: ServedBases,
+    provenance: KvProvenance,
+    group: Any | None,
+) -> ErrorBudget:
+    """For the strategy ``subspace``. ``group`` joins the ranks while they probe; None for a single rank."""
+    config, pool, store = runtime.config, runtime.pool, runtime.connection.store
+    return ErrorBudget(
+        limit=config.error_budget,
+        probe_share=config.probe_share,
+        store=store,
+        provenance=provenance,
+        model=runtime.model,
+        pool=pool,
+        codec=codec,
+        bases=bases,
+        prober=Prober(runtime.model_runner, runtime.capture, pool, codec, store, runtime.model, group),
+        agreement=runtime.agreement,
+    )

@@ -1,17 +1,15 @@
-"""The base of captures that see every attention layer of every forward, through hooks on the modules."""
+"""What captures observe of attention: its shape, whose tokens are in a forward, and which requests have a
+place."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from krul_backend.attention.rows import Phase
-from krul_sglang.engine.capture.turn_capture import TurnCapture
 
 
 @dataclass(frozen=True)
@@ -79,61 +77,67 @@ def parts_of(schedule_batch: Any) -> list[BatchPart]:
     return parts
 
 
-class AttentionObserver(TurnCapture):
-    """Records through hooks on the attention modules of one model runner, inside of ``recording``.
+@dataclass
+class Recording:
+    """A request that is recorded in ``place``, of which ``end`` tokens have run."""
 
-    In each forward ``begin_forward`` comes first, on the host. Then the modules run, in Python or as a
-    replayed graph: in Python ``record`` is called in layer order, and ``end_layers`` when the last layer has
-    written its keys; a replay repeats the device operations that ``record`` gave while the graph was
-    captured. ``end_forward`` comes last, on the host. While suspended, modules are not recorded.
+    rid: str
+    place: int
+    end: int
+    num_chunks: int = 0
+
+
+class RequestPlaces:
+    """Hands ``num_places`` places to requests, which are known by their row in SGLang's request pool.
+
+    A place is taken until it is released, also after its request has ended, so that another thread can read
+    what was recorded there. A request that was aborted loses its place when its slot gets another one.
     """
 
-    is_suspended = False
+    def __init__(self, num_places: int) -> None:
+        self._lock = threading.Lock()
+        self._free = list(range(num_places))
+        self._by_slot: dict[int, Recording] = {}
 
-    def install(self, attention_modules: list[Any]) -> None:
-        """Hook the attention modules, one per layer and in layer order."""
-        for layer, module in enumerate(attention_modules):
-            module.register_forward_pre_hook(self._make_hook(layer))
-        attention_modules[-1].register_forward_hook(self._after_last_layer)
+    def is_empty(self) -> bool:
+        """Whether no running request is recorded."""
+        return not self._by_slot
 
-    @contextmanager
-    def recording(self, schedule_batch: Any) -> Iterator[None]:
-        self.begin_forward(schedule_batch)
-        try:
-            yield
-        finally:
-            self.end_forward()
+    def find(self, rid: str, slot: int) -> Recording | None:
+        """The recording of a running request."""
+        with self._lock:
+            return self._find(rid, slot)
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        self.is_suspended = True
-        try:
-            yield
-        finally:
-            self.is_suspended = False
+    def enter(self, rid: str, slot: int, start: int) -> tuple[Recording | None, bool]:
+        """The recording of a request whose tokens from ``start`` on run now, and whether it is a new one.
 
-    @abstractmethod
-    def begin_forward(self, schedule_batch: Any) -> None:
-        """Decide what of this forward is recorded. ``schedule_batch`` is SGLang's ``ScheduleBatch``."""
+        It is new when the request starts, or starts over, in ``slot``. It is None when no place is free.
+        Tokens that were decoded since the last call need not be counted in its ``end``.
+        """
+        with self._lock:
+            recording = self._find(rid, slot)
+            if recording is not None and recording.end <= start:
+                return recording, False
+            if slot in self._by_slot:
+                self._free.append(self._by_slot.pop(slot).place)
+            if not self._free:
+                return None, True
+            recording = Recording(rid, self._free.pop(0), end=start)
+            self._by_slot[slot] = recording
+            return recording, True
 
-    @abstractmethod
-    def record(self, layer: int, q: torch.Tensor) -> None:
-        """``q``: ``[num_tokens, num_query_heads * head_dim]``, after RoPE. It belongs to the engine."""
+    def take(self, rid: str, slot: int) -> Recording | None:
+        """The recording of a request that has ended; None if it has none. The caller releases its place."""
+        with self._lock:
+            recording = self._find(rid, slot)
+            if recording is not None:
+                del self._by_slot[slot]
+            return recording
 
-    def end_layers(self) -> None:
-        """Called when the keys of this forward's tokens are in the pool, in all layers."""
+    def release(self, place: int) -> None:
+        with self._lock:
+            self._free.append(place)
 
-    @abstractmethod
-    def end_forward(self) -> None:
-        """Called when the forward is queued on the device, or has failed. Recording pauses until the next."""
-
-    def _make_hook(self, layer: int) -> Any:
-        def hook(module: Any, args: tuple[Any, ...]) -> None:
-            if not self.is_suspended:
-                self.record(layer, args[0])
-
-        return hook
-
-    def _after_last_layer(self, module: Any, args: Any, output: Any) -> None:
-        if not self.is_suspended:
-            self.end_layers()
+    def _find(self, rid: str, slot: int) -> Recording | None:
+        recording = self._by_slot.get(slot)
+        return recording if recording is not None and recording.rid == rid else None

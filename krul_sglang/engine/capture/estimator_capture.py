@@ -13,9 +13,14 @@ import torch
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_sglang.engine.capture.attention_observer import AttentionObserver, BatchPart, QueryShape, parts_of
-from krul_sglang.engine.capture.request_places import Recording, RequestPlaces
-from krul_sglang.engine.capture.turn_capture import CapturedTurn
+from krul_sglang.engine.capture.attention_observer import (
+    BatchPart,
+    QueryShape,
+    Recording,
+    RequestPlaces,
+    parts_of,
+)
+from krul_sglang.engine.capture.turn_capture import CapturedTurn, TurnCapture
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +28,7 @@ ReadSequenceKeys = Callable[[int, torch.Tensor], torch.Tensor]
 """Reads one layer's keys ``[T, Hkv, D]`` at pool slots (int64 ``[T]``)."""
 
 
-class EstimatorCapture(AttentionObserver):
+class EstimatorCapture(TurnCapture):
     """Hands the queries of all new tokens of a forward to their requests' estimators after its last layer.
 
     The estimators reduce rows while the turn runs, on the scheduler's thread, and wait for the device: this
@@ -145,9 +150,6 @@ class _EstimatedTurn(CapturedTurn):
     def statistics(self, read_keys: ReadKeys, num_tokens: int) -> AttentionStatistics | None:
         statistics = self._estimator.finish(read_keys)
         return statistics if statistics.num_rows else None
-
-    def rows(self, num_tokens: int) -> QueryRows | None:
-        return None
 
     def release(self) -> None:
         self._release()

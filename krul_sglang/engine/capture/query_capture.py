@@ -18,9 +18,14 @@ from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.device import Device
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes
-from krul_sglang.engine.capture.attention_observer import AttentionObserver, BatchPart, QueryShape, parts_of
-from krul_sglang.engine.capture.request_places import Recording, RequestPlaces
-from krul_sglang.engine.capture.turn_capture import CapturedTurn
+from krul_sglang.engine.capture.attention_observer import (
+    BatchPart,
+    QueryShape,
+    Recording,
+    RequestPlaces,
+    parts_of,
+)
+from krul_sglang.engine.capture.turn_capture import CapturedTurn, TurnCapture
 
 DECODE_INTERVAL = 16
 """Of this many consecutive decoded tokens one query is kept."""
@@ -78,7 +83,7 @@ class CapturePlan:
         return cls(num_requests(), num_rows, (num_requests() + 1) * request_bytes)
 
 
-class QueryCapture(AttentionObserver):
+class QueryCapture(TurnCapture):
     """Keeps a few rows of each turn and reduces them when it ends: the estimator "sampled".
 
     A request gets a place of ``num_rows`` rows when its prompt starts to run, if one is free; without one

@@ -16,8 +16,7 @@ from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.span_attention import Span
 from krul_sglang.engine.common.unsupported import FOREIGN_LAYERS, UnsupportedSetupError
-from krul_sglang.engine.restore.head_attention import HeadAttention
-from krul_sglang.engine.restore.paged_attention import span_attention
+from krul_sglang.engine.restore.head_attention import HeadAttention, span_attention
 
 
 @dataclass(frozen=True, eq=False)

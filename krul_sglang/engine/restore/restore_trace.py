@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import msgspec
+
 from krul_backend.device import Mark
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.tiers.common.interface import DRAM_TIER
-from krul_sglang.engine.restore.load_batch import LoadBatch
+from krul_sglang.engine.restore.load_batch import LayerTimes, LoadBatch
+from krul_sglang.traced_restore import Part
 
 MAX_TRACES = 16
 """How many restores are kept for ``krul-sglang trace``."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """``layer`` was worked on in ``[begin_s, end_s)``, seconds from the start of the load."""
-
-    layer: int
-    begin_s: float
-    end_s: float
 
 
 class RestoreTrace:
@@ -42,28 +36,22 @@ class RestoreTrace:
         """Layer ``layer`` of a head's forward is launched now; for the number of layers, it has ended."""
         self._head_marks.append((layer, self.batch.clock.mark()))
 
-    def heads(self) -> list[Interval]:
+    def heads(self) -> list[Part]:
         """When each layer of the heads was recomputed, one chunk of tokens after another."""
         return [
-            Interval(layer, *_seconds(begin, end))
+            Part(layer, *_seconds(begin, end))
             for (layer, begin), (_, end) in pairwise(self._head_marks)
             if layer < self.batch.num_layers
         ]
 
-    def loads(self) -> list[Interval]:
-        return [
-            Interval(layer, *_seconds(times.begin, times.end))
-            for layer, times in enumerate(self.batch.load_times)
-        ]
+    def loads(self) -> list[Part]:
+        return _parts(enumerate(self.batch.load_times))
 
-    def waits(self) -> list[Interval]:
+    def waits(self) -> list[Part]:
         """How long the engine's own forward waited for each layer that it came to."""
-        return [
-            Interval(layer, *_seconds(times.begin, times.end))
-            for layer, times in sorted(self.batch.wait_times.items())
-        ]
+        return _parts(sorted(self.batch.wait_times.items()))
 
-    def own(self) -> list[Interval]:
+    def own(self) -> list[Part]:
         """The engine's own forward, from the moment that it had a layer's KV to the next layer's wait.
 
         Empty if a load was given up and the forward ran twice: the second one waits for nothing.
@@ -73,10 +61,10 @@ class RestoreTrace:
         if self.batch.is_abandoned or not waits:
             return []
         ends = [wait.begin_s for wait in waits[1:]] + [_seconds(self.end)[0]]
-        return [Interval(wait.layer, wait.end_s, end) for wait, end in zip(waits, ends, strict=True)]
+        return [Part(wait.layer, wait.end_s, end) for wait, end in zip(waits, ends, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values: lengths in tokens, intervals as ``[layer, begin_s, end_s]``."""
+        """Plain values: lengths in tokens, parts as ``[layer, begin_s, end_s]``."""
         assert self.end is not None
         return {
             "requests": [
@@ -93,15 +81,9 @@ class RestoreTrace:
             "is_mixed": self.is_mixed,
             "was_rescued": self.batch.is_abandoned,
             "end_s": _seconds(self.end)[0],
-            "streams": {
-                name: [[part.layer, part.begin_s, part.end_s] for part in intervals]
-                for name, intervals in (
-                    ("load", self.loads()),
-                    ("head", self.heads()),
-                    ("wait", self.waits()),
-                    ("own", self.own()),
-                )
-            },
+            "streams": msgspec.to_builtins(
+                {"load": self.loads(), "head": self.heads(), "wait": self.waits(), "own": self.own()}
+            ),
         }
 
 
@@ -167,8 +149,12 @@ class _Prefill:
     end: Mark
 
 
-def _total_s(intervals: Sequence[Interval]) -> float:
-    return sum(part.end_s - part.begin_s for part in intervals)
+def _parts(times: Iterable[tuple[int, LayerTimes]]) -> list[Part]:
+    return [Part(layer, *_seconds(of_layer.begin, of_layer.end)) for layer, of_layer in times]
+
+
+def _total_s(parts: Iterable[Part]) -> float:
+    return sum(part.seconds for part in parts)
 
 
 def _seconds(*marks: Mark) -> tuple[float, ...]:

@@ -36,9 +36,10 @@ class TailGroup(Protocol):
 
 
 class TailGroups:
-    """Makes the groups of each layer: natively stored tails of all segments join, others stay alone.
+    """Makes the groups of each layer: natively stored tails of all segments join, and those in shared
+    subspaces; others stay alone.
 
-    A group of several tails has at most ``MAX_JOINED_BYTES``.
+    A group of several native tails has at most ``MAX_JOINED_BYTES``.
     """
 
     def __init__(self, loads: Sequence[Load], device: Device) -> None:
@@ -47,15 +48,16 @@ class TailGroups:
         for load in loads:
             first = 0
             for reader in load.readers:
-                self._parts.append(_Part(reader, load.slots[first : first + reader.num_tokens]))
+                self._parts.append((reader, load.slots[first : first + reader.num_tokens]))
                 first += reader.num_tokens
         # Heads have few different lengths, so that most layers are grouped as an earlier one is.
         self._grouped: dict[object, list[Callable[[int], TailGroup]]] = {}
 
     def of_layer(self, layer: int) -> list[TailGroup]:
         """The groups of a layer; none if no load has a tail in it."""
-        readers = (part.reader for part in self._parts)
-        key = tuple((each.num_head_rows(layer), each.decoder.native_units[layer]) for each in readers)
+        key = tuple(
+            (reader.num_head_rows(layer), reader.decoder.native_units[layer]) for reader, _ in self._parts
+        )
         if key not in self._grouped:
             self._grouped[key] = self._group(layer)
         return [make_group(layer) for make_group in self._grouped[key]]
@@ -63,26 +65,23 @@ class TailGroups:
     def _group(self, layer: int) -> list[Callable[[int], TailGroup]]:
         """What makes the groups of this layer, and of others with the same heads."""
         groups: list[Callable[[int], TailGroup]] = []
-        shared = [
-            (part.reader, part.slots)
-            for part in self._parts
-            if isinstance(part.reader, GroupReader) and part.reader.has_tail(layer)
-        ]
+        parts = [(reader, slots) for reader, slots in self._parts if reader.has_tail(layer)]
+        shared = [(reader, slots) for reader, slots in parts if isinstance(reader, GroupReader)]
         if shared:
-            groups.append(partial(_Subspaces, shared))
+            groups.append(partial(_Decoded, shared, partial(restore_groups, shared)))
         joined: list[tuple[_Part, NativeTail]] = []
         num_bytes = 0
-        for part in self._parts:
-            if isinstance(part.reader, GroupReader) or not part.reader.has_tail(layer):
+        for reader, slots in parts:
+            if isinstance(reader, GroupReader):
                 continue
-            tail = part.reader.native_tail(layer)
+            tail = reader.native_tail(layer)
             if tail is None:
-                groups.append(partial(_Alone, part))
+                groups.append(partial(_Decoded, [(reader, slots)], partial(reader.restore, slots=slots)))
                 continue
             if joined and num_bytes + tail.num_bytes > MAX_JOINED_BYTES:
                 groups.append(partial(_Joined, self._join(joined, layer)))
                 joined, num_bytes = [], 0
-            joined.append((part, tail))
+            joined.append(((reader, slots), tail))
             num_bytes += tail.num_bytes
         if joined:
             groups.append(partial(_Joined, self._join(joined, layer)))
@@ -90,21 +89,35 @@ class TailGroups:
 
     def _join(self, joined: Sequence[tuple[_Part, NativeTail]], layer: int) -> _Joint:
         return _Joint(
-            [(part.reader, tail.num_bytes) for part, tail in joined],
+            [(reader, tail.num_bytes) for (reader, _), tail in joined],
             NativeTails([tail for _, tail in joined], self._device),
-            torch.cat([part.slots_of_tail(layer) for part, _ in joined]),
+            torch.cat([slots[reader.num_head_rows(layer) :] for (reader, slots), _ in joined]),
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """A segment of a load, and the slots of its tokens."""
+_Part = tuple[SegmentReader, torch.Tensor]
+"""A segment of a load, and the slots of its tokens."""
 
-    reader: SegmentReader
-    slots: torch.Tensor
 
-    def slots_of_tail(self, layer: int) -> torch.Tensor:
-        return self.slots[self.reader.num_head_rows(layer) :]
+class _Decoded:
+    """Tails that are decoded: that of one segment, or all in shared subspaces, with one product for all."""
+
+    def __init__(
+        self, parts: Sequence[_Part], restore: Callable[[int, DevicePool], None], layer: int
+    ) -> None:
+        self.blocks = [
+            reader.block(source) for reader, _ in parts for source in reader.decoder.sources(layer)
+        ]
+        self._parts = parts
+        self._restore = restore
+        self._layer = layer
+
+    def fetch(self, device: Device) -> None:
+        for reader, _ in self._parts:
+            reader.fetch(self._layer, device)
+
+    def restore(self, pool: DevicePool) -> None:
+        self._restore(self._layer, pool)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,24 +130,6 @@ class _Joint:
     tails: Sequence[tuple[SegmentReader, int]]
     rows: NativeTails
     slots: torch.Tensor
-
-
-class _Subspaces:
-    """Tails in shared subspaces, each with the slots of its tokens: one product with the basis for all."""
-
-    def __init__(self, parts: Sequence[tuple[GroupReader, torch.Tensor]], layer: int) -> None:
-        self.blocks = [
-            reader.block(source) for reader, _ in parts for source in reader.decoder.sources(layer)
-        ]
-        self._parts = parts
-        self._layer = layer
-
-    def fetch(self, device: Device) -> None:
-        for reader, _ in self._parts:
-            reader.fetch(self._layer, device)
-
-    def restore(self, pool: DevicePool) -> None:
-        restore_groups(self._parts, self._layer, pool)
 
 
 class _Joined:
@@ -155,19 +150,3 @@ class _Joined:
         assert self._bytes is not None
         self._joint.rows.restore(self._bytes, *pool.buffers(self._layer), self._joint.slots)
         self._bytes = None
-
-
-class _Alone:
-    """The tail of a segment that is decoded by itself."""
-
-    def __init__(self, part: _Part, layer: int) -> None:
-        reader = part.reader
-        self.blocks = [reader.block(source) for source in reader.decoder.sources(layer)]
-        self._part = part
-        self._layer = layer
-
-    def fetch(self, device: Device) -> None:
-        self._part.reader.fetch(self._layer, device)
-
-    def restore(self, pool: DevicePool) -> None:
-        self._part.reader.restore(self._layer, pool, self._part.slots)

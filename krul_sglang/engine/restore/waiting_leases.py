@@ -49,14 +49,6 @@ class HeldLease:
         return self.run.first_key
 
 
-@dataclass(frozen=True)
-class _Miss:
-    """Says that the store had nothing of a run at ``asked_s``."""
-
-    run: KeyRun
-    asked_s: float
-
-
 class WaitingLeases:
     """Holds leases by request id, until they are taken for a load or released. For the scheduler's thread.
 
@@ -82,8 +74,8 @@ class WaitingLeases:
         self._model = model
         self._clock = clock
         self._held: dict[str, HeldLease] = {}
-        # By request id, the oldest first.
-        self._missed: dict[str, _Miss] = {}
+        # By request id, the oldest first: of which run the store had nothing, and when it was asked.
+        self._missed: dict[str, tuple[KeyRun, float]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -111,7 +103,7 @@ class WaitingLeases:
         held, missed = self._held.get(rid), self._missed.get(rid)
         if held is not None and held.run == run:
             held = self._promote_to_dram(held, page_keys, token_ids)
-        elif missed is not None and missed.run == run and self._clock() < missed.asked_s + RETRY_MISS_S:
+        elif missed is not None and missed[0] == run and self._clock() < missed[1] + RETRY_MISS_S:
             return 0
         else:
             self.release(rid)
@@ -155,10 +147,10 @@ class WaitingLeases:
 
     def _note_miss(self, rid: str, run: KeyRun) -> None:
         now_s = self._clock()
-        self._missed[rid] = _Miss(run, now_s)
+        self._missed[rid] = run, now_s
         # Nothing is reported of requests that were computed and ended: drop misses by their age.
-        for other in [*self._missed]:
-            if now_s < self._missed[other].asked_s + RETRY_MISS_S:
+        for other, (_, asked_s) in [*self._missed.items()]:
+            if now_s < asked_s + RETRY_MISS_S:
                 break
             del self._missed[other]
 

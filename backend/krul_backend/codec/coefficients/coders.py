@@ -165,8 +165,8 @@ class RansCoder(CoefficientCoder):
     name = "rans"
     version = 1
 
-    def __init__(self, tables: CoderTables | None = None) -> None:
-        self.tables = self._tables = standard_tables() if tables is None else tables
+    def __init__(self) -> None:
+        self.tables = self._tables = standard_tables()
 
 
 class FixedWidthCoder(CoefficientCoder):

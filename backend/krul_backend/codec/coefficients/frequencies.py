@@ -1,7 +1,8 @@
 """Computes how often each level of a scale is expected, in integers that are the same on every host.
 
 A level is a transform coefficient ``c`` quantized with a dead zone: ``|level| = floor(|c| / step + 0.4)``. A
-scale is a distribution of coefficients, given by the mean of their magnitude before quantization.
+scale is a Laplace distribution of coefficients, given by the mean of their magnitude before quantization.
+Another distribution is another version of the coder.
 """
 
 from __future__ import annotations
@@ -31,24 +32,6 @@ _CONTEXT = Context(prec=30, rounding=ROUND_HALF_EVEN)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A symmetric distribution of coefficients: a mixture of Laplacians.
-
-    ``components`` are pairs of a weight and a mean magnitude, both relative to those of the others.
-    """
-
-    name: str
-    components: tuple[tuple[int, int], ...]
-
-
-LAPLACE = Shape("laplace", ((1, 1),))
-HEAVY_TAILED = Shape("heavy-tailed", ((3, 1), (1, 3)))
-
-SHAPE = LAPLACE
-"""The shape of the tables that blocks are coded with. Another one is another version of the coder."""
-
-
-@dataclass(frozen=True)
 class Alphabet:
     """The levels that a scale has symbols for, ``-largest`` to ``largest``; all others are escaped.
 
@@ -67,20 +50,18 @@ def magnitude(scale: float) -> Decimal:
 
 
 @cache
-def alphabets(shape: Shape) -> tuple[Alphabet, ...]:
+def alphabets() -> tuple[Alphabet, ...]:
     """The alphabets of scales 1 to 47."""
     with localcontext(_CONTEXT):
-        return tuple(_alphabet(shape, magnitude(scale)) for scale in range(1, NUM_SCALES))
+        return tuple(_alphabet(magnitude(scale)) for scale in range(1, NUM_SCALES))
 
 
-def _alphabet(shape: Shape, mean: Decimal) -> Alphabet:
-    total = sum(weight for weight, _ in shape.components)
-    unit = mean * total / sum(weight * size for weight, size in shape.components)
+def _alphabet(mean: Decimal) -> Alphabet:
     # at_least[k]: the probability of a magnitude of at least k, and of one of the two signs.
-    at_least = [Decimal("0.5")]
-    for level in range(1, LARGEST_SYMBOL + 2):
-        tails = (weight * ((_ROUNDING - level) / (unit * size)).exp() for weight, size in shape.components)
-        at_least.append(sum(tails, Decimal(0)) / (2 * total))
+    at_least = [
+        Decimal("0.5"),
+        *(((_ROUNDING - level) / mean).exp() / 2 for level in range(1, LARGEST_SYMBOL + 2)),
+    ]
     positive = [at_least[k] - at_least[k + 1] for k in range(LARGEST_SYMBOL + 1)]
     largest = 1
     # A pair of symbols costs all others 2 slots, 0.0007 bits per level, and saves 16 bits where it occurs.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import cache
 
 import numpy as np
@@ -12,9 +11,7 @@ from krul_backend.codec.coefficients.compiled import Levels, Scales, Shifts
 from krul_backend.codec.coefficients.frequencies import (
     NUM_SCALES,
     PROBABILITY_BITS,
-    SHAPE,
     TOTAL_FREQUENCY,
-    Shape,
     alphabets,
 )
 
@@ -26,7 +23,7 @@ _ESCAPED_BITS = 16
 
 
 class CoderTables:
-    """The tables of all scales of one shape. The arrays are read-only.
+    """The tables of all scales. The arrays are read-only.
 
     ``encoding`` uint32 ``[48 * 256]``, at ``scale * 256 + symbol + 128``: frequency in bits 0 to 11, start of
     its slots in bits 12 to 23, and bit 24 for levels that are escaped (the rest is that of the escape then).
@@ -34,17 +31,16 @@ class CoderTables:
     ``decoding`` uint32 ``[48 * 4096]``, at ``scale * 4096 + slot``: symbol + 128 in bits 0 to 7, the slot's
     place among those of its symbol in bits 8 to 19, frequency in bits 20 to 31.
 
-    ``bits`` float32 ``[48, 256]``, at ``scale, symbol + 128``: the ideal length of a level, in bits.
+    ``bits`` float32 ``[48, 256]``, at ``scale, symbol + 128``: the ideal length of a level, in bits. Both
+    ends are escaped in each scale, as all levels beyond are. In scale 0 all but level 0 are infinite.
     """
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
+    def __init__(self) -> None:
         encoding = np.zeros((NUM_SCALES, SYMBOLS), np.uint32)
         decoding = np.zeros((NUM_SCALES, TOTAL_FREQUENCY), np.uint32)
         self.bits = np.full((NUM_SCALES, SYMBOLS), np.inf, np.float32)
         self.bits[0, -ESCAPE] = 0
-        digest = hashlib.sha256()
-        for scale, alphabet in enumerate(alphabets(shape), start=1):
+        for scale, alphabet in enumerate(alphabets(), start=1):
             frequencies = np.array(alphabet.frequencies, np.uint32)
             symbols = np.array([ESCAPE, *range(-alphabet.largest, alphabet.largest + 1)]) - ESCAPE
             starts = np.cumsum(frequencies, dtype=np.uint32) - frequencies
@@ -59,21 +55,10 @@ class CoderTables:
             lengths = PROBABILITY_BITS - np.log2(frequencies)
             self.bits[scale] = lengths[0] + _ESCAPED_BITS
             self.bits[scale, symbols[1:]] = lengths[1:]
-            digest.update(bytes([alphabet.largest]) + frequencies.astype("<u2").tobytes())
         self.encoding = encoding.reshape(-1)
         self.decoding = decoding.reshape(-1)
         for table in (self.encoding, self.decoding, self.bits):
             table.setflags(write=False)
-        self.digest = digest.hexdigest()
-        """SHA-256 of all alphabets and frequencies: equal digests decode each other's blocks."""
-
-    def bits_per_level(self, scale: int) -> NDArray[np.float32]:
-        """The ideal code lengths in bits of the levels -128 to 127 in one scale, ``[256]``.
-
-        Both ends are escaped in each scale, as all beyond are. In scale 0 all but level 0 are infinite.
-        """
-        lengths: NDArray[np.float32] = self.bits[scale]
-        return lengths
 
     def expected_bits(self, levels: Levels, scales: Scales, shifts: Shifts) -> NDArray[np.float64]:
         """The ideal code length in bits of each coefficient ``[R]``, over ``levels`` int16 ``[T, R]``.
@@ -89,4 +74,4 @@ class CoderTables:
 @cache
 def standard_tables() -> CoderTables:
     """The tables that blocks are coded with."""
-    return CoderTables(SHAPE)
+    return CoderTables()

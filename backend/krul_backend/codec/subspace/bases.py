@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -87,17 +87,8 @@ class GroupBasis:
         return worth.sum(dim=(0, 1))
 
 
-_TENSORS = (
-    "mean",
-    "encoder",
-    "decoder",
-    "outside",
-    "shift_costs",
-    "magnitudes",
-    "attention_means",
-    "attention_slopes",
-    "attention_levels",
-)
+_TENSORS = tuple(field.name for field in fields(GroupBasis) if field.name not in ("first_layer", "end_layer"))
+"""In this order they are in the digest."""
 
 
 @dataclass(frozen=True, eq=False)

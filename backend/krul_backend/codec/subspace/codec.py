@@ -14,7 +14,7 @@ from krul_backend.codec.coefficients.coders import CoefficientCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import base_scales, best_offsets, num_bands, scales_of
 from krul_backend.codec.interface import LayerKV, ReadLayer
-from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.rotary import RotaryTable, check_positions
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
 from krul_backend.codec.subspace.coded_tail import (
     CHUNK_TOKENS,
@@ -23,7 +23,6 @@ from krul_backend.codec.subspace.coded_tail import (
     SegmentTokens,
     tensors_of,
 )
-from krul_backend.codec.subspace.damage import GroupErrors, Sample
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.codec.subspace.parameters import (
     LARGEST_STEP,
@@ -31,7 +30,7 @@ from krul_backend.codec.subspace.parameters import (
     GroupParameters,
     SubspaceParameters,
 )
-from krul_backend.codec.subspace.quantizer import dequantize, quantize, step_shifts
+from krul_backend.codec.subspace.quantizer import GroupErrors, Sample, dequantize, quantize, step_shifts
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
@@ -135,8 +134,7 @@ class SubspaceCodec:
         if not max_damage > 0:
             raise CodecError(f"a limit of {max_damage} nats leaves nothing to encode within")
         chosen = self._coder(coder)
-        worths = [self._worth(basis, attention, segment) for basis in self.bases.groups]
-        samples = [self._sample(group, read, worth, segment) for group, worth in enumerate(worths)]
+        worths, samples = self._samples(read, attention, segment)
         step = self._choose_step(samples, segment, max_damage)
         groups, blocks, errors = [], [], []
         for group, (worth, sample) in enumerate(zip(worths, samples, strict=True)):
@@ -160,8 +158,7 @@ class SubspaceCodec:
         keeps. It is estimated from a sample of the tokens. Arguments and errors as for ``encode``.
         """
         segment = self._segment(start_token, num_tokens)
-        worths = [self._worth(basis, attention, segment) for basis in self.bases.groups]
-        samples = [self._sample(group, read, worth, segment) for group, worth in enumerate(worths)]
+        _, samples = self._samples(read, attention, segment)
         return self._damage((sample.outside for sample in samples), segment)[0]
 
     def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SubspaceDecoder:
@@ -170,7 +167,7 @@ class SubspaceCodec:
         Raises:
             CodecError: anything but parameters that this codec writes for this model and place.
         """
-        self._check_place(start_token, num_tokens)
+        check_positions(start_token, num_tokens, self._rotary)
         parameters = SubspaceParameters.parse(params, self.bases, num_tokens)
         segment = SegmentTokens(start_token, num_tokens, parameters.num_first_tokens)
         return SubspaceDecoder(
@@ -202,18 +199,9 @@ class SubspaceCodec:
             raise CodecError(f"coder {name!r} is unknown (known: {', '.join(self._coders)})")
         return self._coders[name]
 
-    def _check_place(self, start_token: int, num_tokens: int) -> None:
-        if start_token < 0 or num_tokens < 1:
-            raise CodecError(f"{num_tokens} tokens from position {start_token} are no segment")
-        if self._rotary is not None and start_token + num_tokens > self._rotary.max_positions:
-            raise CodecError(
-                f"a segment ends at position {start_token + num_tokens}, the model's rotary embedding at "
-                f"{self._rotary.max_positions}"
-            )
-
     def _segment(self, start_token: int, num_tokens: int) -> SegmentTokens:
         """These tokens, with the first ones that are stored as they are."""
-        self._check_place(start_token, num_tokens)
+        check_positions(start_token, num_tokens, self._rotary)
         return SegmentTokens(
             start_token, num_tokens, max(0, min(num_tokens, self._num_first_tokens - start_token))
         )
@@ -230,12 +218,20 @@ class SubspaceCodec:
         worth[: segment.num_first_tokens] = 0
         return worth
 
-    def _sample(self, group: int, read: ReadLayer, worth: torch.Tensor, segment: SegmentTokens) -> Sample:
-        """Some of the segment's tokens in a group."""
+    def _samples(
+        self, read: ReadLayer, attention: torch.Tensor | None, segment: SegmentTokens
+    ) -> tuple[list[torch.Tensor], list[Sample]]:
+        """What each token of the segment is worth, and some of the tokens, both in each group."""
         num_sampled = min(segment.num_tokens, _SAMPLE_TOKENS)
         rows = torch.arange(num_sampled) * segment.num_tokens // num_sampled
-        basis, vectors = self.bases.groups[group], self._vectors(group, read, rows, segment)
-        return Sample(basis, vectors, self._coefficients(group, vectors, basis.rank), worth[rows])
+        worths, samples = [], []
+        for group, basis in enumerate(self.bases.groups):
+            worth, vectors = self._worth(basis, attention, segment), self._vectors(group, read, rows, segment)
+            worths.append(worth)
+            samples.append(
+                Sample(basis, vectors, self._coefficients(group, vectors, basis.rank), worth[rows])
+            )
+        return worths, samples
 
     def _choose_step(self, samples: Sequence[Sample], segment: SegmentTokens, max_damage: float) -> float:
         """The largest step with which a sample of the tokens is expected to stay within the limit, or else

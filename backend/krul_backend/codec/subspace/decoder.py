@@ -11,7 +11,7 @@ import torch
 from krul_backend.codec.coefficients.coders import CoefficientCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import base_scales, scales_of
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.interface import LayerKV, empty_kv
 from krul_backend.codec.segment_layout import SegmentLayout
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.coded_tail import CodedTail, GroupTransform, SegmentTokens, decode_tails
@@ -87,14 +87,8 @@ class SubspaceDecoder(SegmentLayout):
         """
         tail = self.tail(group, block, first_token, self._segment.num_tokens)
         device = tail.transform.basis.mean.device
-        sizes = [
-            (tail.num_tokens, self.shape.num_kv_heads, head_dim)
-            for head_dim in (self.shape.k_head_dim, self.shape.v_head_dim)
-        ]
-        decoded = [
-            LayerKV(*(torch.empty(size, dtype=self.shape.dtype, device=device) for size in sizes))
-            for _ in tail.transform.basis.layers
-        ]
+        layers = tail.transform.basis.layers
+        decoded = [empty_kv(self.shape, tail.num_tokens, device) for _ in layers]
         for rows, chunk in decode_tails([tail]):
             for of_layer, part in zip(decoded, chunk, strict=True):
                 of_layer.k[rows], of_layer.v[rows] = part.k, part.v

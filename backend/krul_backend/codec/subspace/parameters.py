@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from krul_backend.codec.coefficients.coders import num_records
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import NO_OFFSET, pack_offsets, unpack_offsets
+from krul_backend.codec.parameters import check_codec
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import SUBSPACE
@@ -107,13 +108,7 @@ class SubspaceParameters:
         Raises:
             CodecError: anything but what ``to_json`` writes for such a segment, or other bases.
         """
-        if not isinstance(params, Mapping) or params.get("codec") != SUBSPACE:
-            raise CodecError(f"not the parameters of codec {SUBSPACE!r}: {params!r:.200}")
-        version = params.get("version")
-        if type(version) is not int or version != CODEC_VERSION:
-            raise CodecError(f"version {version!r} of codec {SUBSPACE!r} is unknown (known: {CODEC_VERSION})")
-        if set(params) != _KEYS:
-            raise CodecError(f"codec parameters are {sorted(_KEYS)}, got {sorted(map(str, params))}")
+        check_codec(params, SUBSPACE, CODEC_VERSION, _KEYS)
         if params["bases"] != bases.digest:
             raise CodecError(f"stored with bases {params['bases']!r:.80}, not with those at hand")
         num_first_tokens = params["first_tokens"]
