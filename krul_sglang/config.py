@@ -258,6 +258,15 @@ class KrulConfig:
         'For the strategy "subspace": share of turns after which an idle server measures how much '
         "compression changes the model's answers, to keep the budget true. 0 stops measuring.",
     )
+    relearn: bool = _option(
+        True,
+        _parse_switch,
+        "true or false",
+        'For the strategy "subspace": learn the bases again, beside the server, when much text is unlike '
+        "what they were learned from: then also from recent turns of requests without `cache_salt` and "
+        "`extra_key`. Bases hold means and covariances over thousands of tokens, but no text. Set it to "
+        "false where clients must have no influence on each other, or no cores are to spare.",
+    )
     fast_copies: str = _choice(
         AUTO,
         FAST_COPIES,

@@ -1,8 +1,9 @@
 """Learns bases in a process of its own while a server runs: what runs in it, and the server's end.
 
 ``python -m krul_sglang.learning.background JSON`` learns the bases of the checkpoint that the JSON object
-names, and says on its standard output, line by line, how far it is. It ends when its standard input does:
-when the server closes it, or is gone.
+names, and says on its standard output, line by line, how far it is. If they are to be learned again, the
+token ids of recent turns come first on its standard input: so they lie in no file. It ends when its standard
+input does: when the server closes it, or is gone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -37,8 +39,17 @@ class BackgroundLearningError(KrulError):
     """The process ended without bases; the text says why."""
 
 
+@dataclass(frozen=True)
+class RecentTurns:
+    """What bases are learned again from, and ``max_damage``: see ``relearn_bases``."""
+
+    pieces: Sequence[Sequence[int]]
+    max_damage: float
+
+
 class LearningProcess:
-    """Learns the bases of all ranks of a server. See ``ensure_bases`` for what it does.
+    """Learns the bases of all ranks of a server; again, if there are ``recent`` turns to learn from. See
+    ``ensure_bases`` and ``relearn_bases`` for what it does.
 
     A subprocess and not a ``multiprocessing`` one: SGLang's schedulers are daemonic, and those may not have
     children.
@@ -47,8 +58,17 @@ class LearningProcess:
         OSError: it cannot be started.
     """
 
-    def __init__(self, checkpoint: Checkpoint, cache_dir: Path, tp_size: int) -> None:
-        given = {"checkpoint": asdict(checkpoint), "cache_dir": str(cache_dir), "tp_size": tp_size}
+    def __init__(
+        self, checkpoint: Checkpoint, cache_dir: Path, tp_size: int, recent: RecentTurns | None = None
+    ) -> None:
+        # Not among the arguments, which everybody on the machine can read.
+        private = b"" if recent is None else orjson.dumps(asdict(recent))
+        given = {
+            "checkpoint": asdict(checkpoint),
+            "cache_dir": str(cache_dir),
+            "tp_size": tp_size,
+            "num_private_bytes": len(private),
+        }
         packages = (krul_sglang, krul_backend)
         paths = [*(str(Path(package.__file__ or "").parents[1]) for package in packages)]
         self._process = subprocess.Popen(
@@ -65,6 +85,11 @@ class LearningProcess:
                 "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             },
         )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            # If it has ended already, its last line says why.
+            self._process.stdin.write(private)
+            self._process.stdin.flush()
 
     def lines(self) -> Iterator[str]:
         """What it says, until it has ended well.
@@ -110,6 +135,7 @@ def main() -> None:
     given = orjson.loads(sys.argv[1])
     # Ctrl-C goes to the whole process group; the server decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    private = _read(given["num_private_bytes"])
     threading.Thread(target=_end_with_server, daemon=True).start()
     os.nice(19)
     with contextlib.suppress(OSError):
@@ -125,15 +151,19 @@ def main() -> None:
         import torch
         from transformers.utils.logging import disable_progress_bar
 
-        from krul_sglang.learning.command import ensure_bases
+        from krul_sglang.learning.command import ensure_bases, relearn_bases
 
         disable_progress_bar()
         checkpoint = Checkpoint(**given["checkpoint"])
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        ensure_bases(
+        learn: Callable[..., object] = ensure_bases
+        if private:
+            recent = RecentTurns(**orjson.loads(private))
+            learn = partial(relearn_bases, recent=recent.pieces, max_damage=recent.max_damage)
+        learn(
             checkpoint,
             Path(given["cache_dir"]),
-            lambda line: print(line, file=lines),
+            tell=lambda line: print(line, file=lines),
             tp_size=given["tp_size"],
             before_loading=lambda: check_memory(checkpoint.num_weight_bytes()),
         )
@@ -142,6 +172,14 @@ def main() -> None:
             traceback.print_exc()
         print(" ".join(f"{type(error).__name__}: {error}".split()), file=lines)
         sys.exit(1)
+
+
+def _read(num_bytes: int) -> bytes:
+    """The first bytes of the standard input; fewer if the server is gone."""
+    content = bytearray()
+    while len(content) < num_bytes and (part := os.read(0, num_bytes - len(content))):
+        content += part
+    return bytes(content)
 
 
 def _end_with_server() -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from krul_backend.codec.coefficients.coders import FixedWidthCoder
 from krul_backend.codec.interface import LayerKV
-from krul_backend.codec.subspace.bases import ModelBases
-from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.bases import ModelBases, vector_size
+from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
 from krul_backend.codec.subspace.learning import BasisLearner, LearningText
 from krul_backend.errors import KrulError
 from krul_sglang.learning.reader import TextReader
@@ -34,10 +34,11 @@ class LearningError(KrulError):
 class LearningPlan:
     """How bases are learned.
 
-    ``text_tokens``: the length of the pieces that texts are cut into. ``read_tokens``: of each piece the KV
-    of these is learned from; the others are predicted. ``layers_of_group``: consecutive layers that share a
-    basis. ``measured_share`` of the pieces are not learned from: by them the damage that is expected is
-    compared with the truth, at a limit of ``measured_damage`` nats.
+    ``text_tokens``: the length of the pieces that texts are cut into. ``read_tokens``: of each such piece the
+    KV of these is learned from, and of a shorter one the same share; the others are predicted.
+    ``layers_of_group``: consecutive layers that share a basis. ``measured_share`` of the pieces are not
+    learned from: by them the damage that is expected is compared with the truth, at a limit of
+    ``measured_damage`` nats.
     """
 
     text_tokens: int = 1024
@@ -45,6 +46,10 @@ class LearningPlan:
     layers_of_group: int = LAYERS_OF_GROUP
     measured_share: float = 0.2
     measured_damage: float = 0.01
+
+    def num_read(self, piece: Sequence[int]) -> int:
+        """So many tokens of a piece are learned from, the first ones."""
+        return len(piece) * self.read_tokens // self.text_tokens
 
     def group_ends(self, num_layers: int) -> list[int]:
         return [*range(self.layers_of_group, num_layers, self.layers_of_group), num_layers]
@@ -55,7 +60,7 @@ def learn_bases(
 ) -> list[ModelBases]:
     """The bases of the reader's model, for each rank of ``tp_size`` those of its KV heads.
 
-    ``pieces``: token ids, each of ``plan.text_tokens``.
+    ``pieces``: token ids, each of at most ``plan.text_tokens``.
 
     Raises:
         LearningError: fewer than two pieces, or KV heads that ``tp_size`` ranks cannot share.
@@ -75,7 +80,7 @@ def learn_bases(
     num_read = 0
     for number, ids in enumerate(pieces):
         if number not in measured:
-            text = reader.read(ids, plan.read_tokens, seed=number)
+            text = reader.read(ids, plan.num_read(ids), seed=number)
             for heads, learner in zip(ranks, learners, strict=True):
                 learner.add(
                     LearningText(
@@ -120,25 +125,56 @@ def damage_ratio(
 ) -> float:
     """The divergence that one text's compression causes over the one that ``bases``, those of ``heads``,
     expect; less, on both sides, what is expected of errors that all tokens have in common."""
-    text = reader.read_history(ids[: plan.read_tokens])
+    num_read = plan.num_read(ids)
+    text = reader.read_history(ids[:num_read])
     codec = SubspaceCodec(bases, reader.rotary, [FixedWidthCoder()])
     encoded = codec.encode(
         _of_heads(text.layers, heads).__getitem__,
         start_token=0,
-        num_tokens=plan.read_tokens,
+        num_tokens=num_read,
         attention=text.attention[:, _slice(heads)],
         max_damage=plan.measured_damage,
         coder=FixedWidthCoder.name,
     )
-    decoder = codec.open(encoded.params, start_token=0, num_tokens=plan.read_tokens)
+    decoder = codec.open(encoded.params, start_token=0, num_tokens=num_read)
     restored = []
     for true, decoded in zip(text.layers, decoder.decode_all(encoded.blocks), strict=True):
         k, v = true.k.clone(), true.v.clone()
         k[:, _slice(heads)], v[:, _slice(heads)] = decoded.k, decoded.v
         restored.append(LayerKV(k, v))
-    divergence = reader.divergence(ids[plan.read_tokens :], text.layers, restored)
+    divergence = reader.divergence(ids[num_read:], text.layers, restored)
     own = max(divergence - encoded.shift_damage, _LEAST_SHARE * divergence, _LEAST_DIVERGENCE)
     return own / (encoded.damage - encoded.shift_damage)
+
+
+def stored_num_bytes(
+    reader: TextReader, of_ranks: Sequence[ModelBases], pieces: Sequence[Sequence[int]], max_damage: float
+) -> int:
+    """Bytes that texts take in the bases of all ranks, each text as a turn that may lose ``max_damage`` nats;
+    natively if the bases cannot represent it within that."""
+    limit, total = max_damage / len(of_ranks), 0
+    for ids in pieces:
+        text = reader.read_history(ids)
+        for rank, bases in enumerate(of_ranks):
+            heads = heads_of_rank(reader.shape.num_kv_heads, rank, len(of_ranks))
+            codec = SubspaceCodec(bases, reader.rotary, [FixedWidthCoder()])
+            layers, attention = _of_heads(text.layers, heads), text.attention[:, _slice(heads)]
+            outside = codec.outside(
+                layers.__getitem__, start_token=0, num_tokens=len(ids), attention=attention
+            )
+            if outside > MOST_OUTSIDE * limit:
+                total += len(ids) * bases.num_layers * vector_size(bases.shape) * bases.shape.dtype.itemsize
+            else:
+                encoded = codec.encode(
+                    layers.__getitem__,
+                    start_token=0,
+                    num_tokens=len(ids),
+                    attention=attention,
+                    max_damage=limit,
+                    coder=FixedWidthCoder.name,
+                )
+                total += encoded.num_bytes
+    return total
 
 
 def _of_heads(layers: Sequence[LayerKV], heads: range) -> list[LayerKV]:

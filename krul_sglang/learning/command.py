@@ -15,13 +15,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
-from krul_sglang.learning.bases import LearningError, LearningPlan, learn_bases
+from krul_sglang.learning.bases import LearningError, LearningPlan, learn_bases, stored_num_bytes
+from krul_sglang.learning.older_files import replace_bases
 from krul_sglang.learning.reader import TextReader
-from krul_sglang.learning.texts import cut_pieces, own_texts, read_texts
+from krul_sglang.learning.texts import begun_pieces, cut_pieces, own_texts, read_texts
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 
 NUM_PIECES = 24
 """Pieces of text that are enough: more of them gain little."""
+
+_HELD_OUT_EVERY = 5
+"""Of so many recent pieces one is not learned from: by these old and new bases are compared."""
+
+_CLEARLY_LESS = 0.9
+"""New bases are taken if recent text takes at most this share of the bytes that it takes in the old ones."""
 
 
 def learn_to_files(
@@ -47,7 +54,7 @@ def learn_to_files(
     # First of all: it downloads what is not here yet.
     model = _load(checkpoint, device)
     if out is not None:
-        yield from _learn(model, [out], texts, num_pieces)
+        yield from _learn(model, [out], texts, num_pieces, lambda path, bases: bases.save(path))
         return
     paths = _paths_of_servers(checkpoint, cache_dir, tp_size)
     with _only_one(paths):
@@ -77,6 +84,50 @@ def ensure_bases(
     return paths
 
 
+def relearn_bases(
+    checkpoint: Checkpoint,
+    cache_dir: Path,
+    recent: Sequence[Sequence[int]],
+    max_damage: float,
+    tell: Callable[[str], None],
+    *,
+    tp_size: int = 1,
+    before_loading: Callable[[], None] = lambda: None,
+) -> None:
+    """Learn the bases of a model again, from the program's own text and from ``recent``: token ids of at most
+    1024 tokens each. They take the place of those that are there, which become older ones, if recent text
+    that was not learned from takes clearly fewer bytes in them, within ``max_damage`` nats.
+
+    The other arguments and errors as for ``ensure_bases``.
+
+    Raises:
+        LearningError: they are not clearly better.
+    """
+    paths = _paths_of_servers(checkpoint, cache_dir, tp_size)
+    with _only_one(paths):
+        before = [ModelBases.load(path) for path in paths]
+        before_loading()
+        tokenizer, reader = _load(checkpoint, "cpu")
+        plan = LearningPlan()
+        pieces = begun_pieces(tokenizer, recent, plan.text_tokens)
+        held_out = pieces[::_HELD_OUT_EVERY]
+        read = [piece for number, piece in enumerate(pieces) if number % _HELD_OUT_EVERY]
+        own = cut_pieces(tokenizer, own_texts(), plan.text_tokens, NUM_PIECES)
+        tell(f"learning again from {len(own)} pieces of the program's text and {len(read)} of recent turns")
+        learned = learn_bases(reader, [*own, *read], plan, tp_size)
+        old, new = (
+            stored_num_bytes(reader, of_ranks, held_out, max_damage) for of_ranks in (before, learned)
+        )
+        tell(f"recent text takes {new / old:.2f} times the bytes that it took")
+        if new > _CLEARLY_LESS * old:
+            raise LearningError(
+                f"bases learned again are not clearly better: recent text would take {new / old:.2f} times "
+                f"the bytes that it takes (at most {_CLEARLY_LESS})"
+            )
+        for path, bases in zip(paths, learned, strict=True):
+            replace_bases(path, bases)
+
+
 def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, TextReader]:
     """The tokenizer and the model of a checkpoint."""
     path, revision = checkpoint.path, checkpoint.revision
@@ -96,7 +147,11 @@ def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, TextReader]:
 
 
 def _learn(
-    model: tuple[Any, TextReader], paths: Sequence[Path], texts: Sequence[Path], num_pieces: int
+    model: tuple[Any, TextReader],
+    paths: Sequence[Path],
+    texts: Sequence[Path],
+    num_pieces: int,
+    write: Callable[[Path, ModelBases], None] = replace_bases,
 ) -> Iterator[str]:
     """Learn the bases of as many ranks as there are paths."""
     started = time.monotonic()
@@ -107,7 +162,7 @@ def _learn(
     yield f"learning from {len(pieces)} pieces of {plan.text_tokens} tokens"
     for path, bases in zip(paths, learn_bases(reader, pieces, plan, len(paths)), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
-        bases.save(path)
+        write(path, bases)
         ranks = ", ".join(
             f"{group.first_layer}-{group.end_layer - 1}: {group.rank}" for group in bases.groups
         )

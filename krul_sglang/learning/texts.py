@@ -57,11 +57,24 @@ def cut_pieces(tokenizer: Any, texts: Iterable[str], num_tokens: int, most: int)
     Each begins as a conversation does, with the beginning-of-text token if the model has one.
     """
     ids = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    size = num_tokens - len(begin)
+    size = num_tokens - len(_begin(tokenizer))
     count = min(most, len(ids) // size)
     starts = (index * (len(ids) - size) // max(1, count - 1) for index in range(count))
-    return [[*begin, *ids[start : start + size]] for start in starts]
+    return begun_pieces(tokenizer, (ids[start : start + size] for start in starts), num_tokens)
+
+
+def begun_pieces(tokenizer: Any, pieces: Iterable[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """Token ids, at most ``num_tokens`` of each piece, which begins as a conversation does."""
+    begin = _begin(tokenizer)
+    return [
+        list(piece)[:num_tokens] if begin and piece[0] == begin[0] else [*begin, *piece][:num_tokens]
+        for piece in pieces
+    ]
+
+
+def _begin(tokenizer: Any) -> list[int]:
+    """The beginning-of-text token, if the model has one."""
+    return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
 
 def _strings(value: object) -> Sequence[str]:

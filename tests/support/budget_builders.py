@@ -18,6 +18,7 @@ from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.probing import ProbeOutcome
 from krul_sglang.engine.budget.provenance import KvProvenance
 from krul_sglang.engine.budget.served_bases import ServedBases
+from krul_sglang.engine.budget.text_drift import TextDrift
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
@@ -96,7 +97,7 @@ class BudgetedServer:
         self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), PATIENCE_S)
         self.provenance = KvProvenance(NUM_SLOTS, self.pool.device, self.loader.batch)
         self.subspace = SubspaceCodec(BASES, ROTARY, [RansCoder()])
-        self.bases = ServedBases()
+        self.bases = ServedBases(TextDrift("m", 0))
         self.codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY)
         if has_bases:
             self.learn()

@@ -79,7 +79,7 @@ def test_ranks_switch_at_the_turn_at_which_all_of_them_have_their_bases() -> Non
     other_has = False
 
     def answer(values: torch.Tensor | None) -> torch.Tensor | None:
-        return torch.zeros(2, dtype=torch.float64) if other_has else None
+        return torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64) if other_has else None
 
     server = BudgetedServer(LIMIT, agreement=OtherRank(answer))
     server.compute(FIRST_PAGES)
@@ -123,7 +123,7 @@ def store_in_other_bases(server: BudgetedServer) -> None:
     mine, codec = server.bases.subspace, server.codec
     other = SubspaceCodec(make_bases(SHAPE, [2, 2], damage_factor=1.5), ROTARY, [RansCoder()])
     server.codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY, subspace=other)
-    server.bases.subspace = other
+    server.bases.have(other, "another server's")
     server.decide_by(server.make_budget(LIMIT))
     server.compute(FIRST_PAGES)
     server.store_turn()

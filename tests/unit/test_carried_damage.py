@@ -266,7 +266,7 @@ def test_runs_get_equal_rounding_beside_what_each_loses_anyway(server: BudgetedS
 
 
 def test_a_turn_that_another_ranks_bases_cannot_represent_is_native() -> None:
-    agreement = OtherRank(lambda values: torch.tensor([0.0, LIMIT], dtype=torch.float64))
+    agreement = OtherRank(lambda values: torch.tensor([0.0, LIMIT, 1.0], dtype=torch.float64))
     server = BudgetedServer(2 * LIMIT, agreement=agreement)
     server.compute(FIRST_PAGES)
     said = server.store_turn()
@@ -359,13 +359,13 @@ def test_ranks_share_the_limit_and_count_the_most_that_any_has_spent() -> None:
     def answer(values: torch.Tensor | None) -> torch.Tensor:
         assert values is not None
         asked.append(values.tolist())
-        return torch.tensor([0.01, 0.0], dtype=torch.float64)
+        return torch.tensor([0.01, 0.0, 1.0], dtype=torch.float64)
 
     server = BudgetedServer(LIMIT, agreement=OtherRank(answer))
     server.compute(FIRST_PAGES)
     said = server.store_turn()
     server.close()
-    assert asked == [[0.0, pytest.approx(0, abs=1e-9)]]
+    assert asked == [[0.0, pytest.approx(0, abs=1e-9), 1.0]]
     assert said["last_spent"] == 0
     assert said["last_damage"] == pytest.approx(USED * (LIMIT / 2 - 0.01), rel=STEPS)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from krul_sglang.engine.attach import model_bases
 from krul_sglang.engine.attach.model_bases import BasesFile
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError
-from krul_sglang.learning.background import BackgroundLearningError, LearningProcess
+from krul_sglang.learning.background import BackgroundLearningError, LearningProcess, RecentTurns
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 from tests.support.codec_builders import rotary_table
 from tests.support.engine_builders import TensorPool
@@ -111,7 +111,10 @@ class LearningInAThread(LearningProcess):
 
     learning: Callable[[Checkpoint, Path, int], Iterator[str]]
 
-    def __init__(self, checkpoint: Checkpoint, cache_dir: Path, tp_size: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, cache_dir: Path, tp_size: int, recent: RecentTurns | None = None
+    ) -> None:
+        self.recent = recent
         self._lines = self.learning(checkpoint, cache_dir, tp_size)
         self.is_closed = False
 
@@ -122,8 +125,18 @@ class LearningInAThread(LearningProcess):
         self.is_closed = True
 
 
+@pytest.fixture(autouse=True)
+def ended_files() -> Iterator[None]:
+    """All files are closed when a test has ended: until then a thread watches each."""
+    yield
+    while Rank.files:
+        Rank.files.pop().served.close()
+
+
 class Rank:
     """A rank of a server with the strategy ``subspace`` for ``model``."""
+
+    files: ClassVar[list[BasesFile]] = []
 
     def __init__(self, model: Path, cache_dir: Path, *, tp_rank: int = 0, tp_size: int = 1) -> None:
         self.checkpoint = Checkpoint(str(model))
@@ -133,6 +146,7 @@ class Rank:
         )
         self._cache_dir = cache_dir
         self.prepared: list[SubspaceCodec] = []
+        self.older: list[SubspaceCodec] = []
 
     def have_learned(self, bases: ModelBases) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,9 +158,14 @@ class Rank:
             self.checkpoint, self._cache_dir, self.identity, pool, **{"rotary": ROTARY, **changed}
         )
 
-    def learn(self, file: BasesFile) -> None:
+    def learn(self, file: BasesFile, relearn_within: float | None = None) -> None:
         """Go on with the start of the only rank."""
-        file.learn(RankAgreement(None, 1), 1, self.prepared.append)
+        Rank.files.append(file)
+        file.learn(RankAgreement(None, 1), 1, self.prepare, relearn_within)
+
+    def prepare(self, subspace: SubspaceCodec, is_older: bool) -> None:
+        """Stands for what the engine does with bases that came later."""
+        (self.older if is_older else self.prepared).append(subspace)
 
     def serve(self) -> SubspaceCodec:
         """Start where the bases are there."""
@@ -288,7 +307,8 @@ def test_a_rank_that_does_not_lead_waits_for_its_file(
     truncate(rank.path)
     file = rank.start()
     agreement: Any = SimpleNamespace(gather=lambda mine, shape: [torch.ones(1), mine])
-    file.learn(agreement, 2, rank.prepared.append)
+    Rank.files.append(file)
+    file.learn(agreement, 2, rank.prepare)
     wait_until(lambda: file.served.state.startswith("learning: "))
     time.sleep(0.1)
     assert file.served.subspace is None, "the damaged file is still there"

@@ -22,6 +22,7 @@ from krul_backend.strategy.strategy import LayerGroups, Strategy
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.attach.factory import change_weights
 from krul_sglang.engine.budget.served_bases import ServedBases
+from krul_sglang.engine.budget.text_drift import TextDrift
 from krul_sglang.engine.cache.linker import KrulLinker
 from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
@@ -92,7 +93,7 @@ class Rank:
         runtime.model, runtime.pool, runtime.connection = self.model, DevicePool(pool), connection
         if strategy == "subspace":
             bases = make_bases(runtime.pool.shape, [2, 1])
-            runtime.bases = ServedBases()
+            runtime.bases = ServedBases(TextDrift("m", 0))
             runtime.bases.have(SubspaceCodec(bases, None, [RansCoder()]), "learned")
         runtime.agreement = runtime.restore_agreement = alone
         params = SimpleNamespace(token_to_kv_pool_allocator=allocator, tp_cache_group=None)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_store import TieredStore
@@ -19,7 +20,9 @@ from krul_backend.tiers.dram.host_store import HostStore
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
 from krul_backend.tiers.mooncake.tier import MooncakeTier
 from krul_sglang.engine.attach.model_bases import BasesFile
-from krul_sglang.engine.attach.shared_bases import PAGE_KEYS, SharedBases
+from krul_sglang.engine.attach.shared_bases import NEWEST, SharedBases
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.learning.older_files import older_path
 from krul_sglang.models.checkpoint import Checkpoint, bases_path
 from tests.support.budget_builders import BASES, MODEL, NUM_LAYERS, ROTARY, SHAPE
 from tests.support.daemon_builders import serving
@@ -79,7 +82,7 @@ def test_other_identities_have_others(rig: Rig) -> None:
     assert SharedBases(rig.tiered, replace(MODEL, config_digest="e" * 64)).get() is None
 
 
-def test_they_are_put_once_and_replaced_by_those_of_another_digest(rig: Rig) -> None:
+def test_they_are_put_once_and_those_of_another_digest_are_the_newest_then(rig: Rig) -> None:
     for content, digest in ((CONTENT, "a"), (CONTENT[::-1], "a")):
         rig.put(content, digest * 64)
         assert rig.shared().get() == CONTENT, "known ones are not written again"
@@ -89,6 +92,9 @@ def test_they_are_put_once_and_replaced_by_those_of_another_digest(rig: Rig) -> 
     assert rig.shared().get() == CONTENT[::-1]
     rig.tiered.host.clear()
     assert rig.shared().get() == CONTENT[::-1]
+    # What was stored in older ones can be decoded.
+    assert rig.shared().get("a" * 64) == CONTENT
+    assert rig.shared().get("c" * 64) is None
 
 
 def test_those_that_would_fill_the_store_are_not_put(rig: Rig) -> None:
@@ -99,7 +105,7 @@ def test_those_that_would_fill_the_store_are_not_put(rig: Rig) -> None:
 
 def test_damaged_ones_are_dropped(rig: Rig) -> None:
     rig.put(CONTENT, "a" * 64)
-    lease = rig.tiered.lease(MODEL, PAGE_KEYS, rig.shared()._token_ids)
+    lease = rig.tiered.lease(MODEL, (f"{NEWEST}-{'a' * 64}",), rig.shared()._token_ids)
     assert lease is not None
     rig.tiered.release(lease)
     spans = lease.slices[0].spans
@@ -176,6 +182,25 @@ def test_an_engine_without_a_file_takes_the_bases_of_one_that_has_one(engines: l
     found = third.start().served.subspace
     assert found is not None
     assert found.bases.digest == other.digest
+
+
+def test_an_engine_with_other_bases_finds_those_that_segments_name(engines: list[Engine]) -> None:
+    first, second, _ = engines
+    for engine, bases in ((first, BASES), (second, make_bases(SHAPE, [2, 2], seed=1))):
+        engine.path.parent.mkdir(parents=True)
+        bases.save(engine.path)
+    first.start()
+    file = second.start()
+    older = list[SubspaceCodec]()
+    file.learn(RankAgreement(None, 1), 1, lambda subspace, is_older: older.append(subspace))
+    assert file.may_come(BASES.digest)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not older:
+        assert time.monotonic() < deadline_s
+    assert older[0].bases.digest == BASES.digest
+    # The next time it needs no store.
+    assert older_path(second.path, BASES.digest).read_bytes() == first.path.read_bytes()
+    file.served.close()
 
 
 def test_bases_of_another_shape_in_the_store_are_not_used(rig: Rig, engines: list[Engine]) -> None:

@@ -34,13 +34,13 @@ def test_the_offset_says_how_much_larger_coefficients_are(factor: float, offset:
 
 def test_the_mean_is_over_the_tokens_that_were_stored_last() -> None:
     drift = TextDrift("org/name", 0)
-    assert drift.as_dict() == {"last_offset": None, "mean_offset": None}
+    assert drift.as_dict() == {"last_offset": None, "mean_offset": None, "unfamiliar_share": 0.0}
     drift.add(1.0, 100)
     drift.add(4.0, 50)
-    assert drift.as_dict() == {"last_offset": 4.0, "mean_offset": pytest.approx(2.0)}
+    assert (drift.last, drift.mean) == (4.0, pytest.approx(2.0))
     for _ in range(2000):
         drift.add(0.5, 200)
-    assert drift.as_dict() == {"last_offset": 0.5, "mean_offset": pytest.approx(0.5)}
+    assert (drift.last, drift.mean) == (0.5, pytest.approx(0.5))
 
 
 def test_unlike_text_is_warned_of_once_and_not_too_early(caplog: pytest.LogCaptureFixture) -> None:

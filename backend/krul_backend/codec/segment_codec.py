@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,13 @@ from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 
 _MAX_OPENED = 256
 """Decoders that a codec keeps: of the conversations that return now."""
+
+MOST_BASES = 4
+"""Bases in which a codec opens segments: those that turns are stored in, and three older ones."""
+
+
+class AwaitedBasesError(CodecError):
+    """A segment is stored in bases that are not here, but may come: it cannot be decoded yet."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +127,7 @@ class SegmentCodec:
 
     ``rotary`` is the model's table. None if its rotation cannot be taken off (unknown or not invertible):
     then compressed keys keep it, and the parameters say so. ``subspace`` opens segments whose groups of
-    layers share a subspace, if they are stored in its bases; so does each that ``add_subspace`` is given.
+    layers share a subspace, if they are stored in its bases; so do those that ``add_subspace`` was given.
     """
 
     def __init__(
@@ -140,10 +147,25 @@ class SegmentCodec:
         # The least recently used first.
         self._opened: dict[tuple[int, int, bytes], OpenedSegment] = {}
         self._opened_lock = threading.Lock()
+        # Asked for bases that are not here, by their digest: whether they may come.
+        self.may_come: Callable[[str], bool] = lambda digest: False
 
-    def add_subspace(self, subspace: SubspaceCodec) -> None:
-        """Open segments that are stored in its bases, too, from here on. Any thread may call it."""
-        self._subspaces[subspace.bases.digest] = subspace
+    @property
+    def num_bases(self) -> int:
+        """In how many different bases segments can be opened."""
+        return len(self._subspaces)
+
+    def add_subspace(self, subspace: SubspaceCodec, *, is_older: bool = False) -> None:
+        """Open segments that are stored in its bases, too, from here on. Turns are stored in those that come
+        last and are not ``is_older``: these stay, and of all others the last ``MOST_BASES - 1``. One thread
+        at a time may call it, while others open segments.
+        """
+        digest = subspace.bases.digest
+        others = [(known, each) for known, each in self._subspaces.items() if known != digest]
+        # The newest ones are the last.
+        place = len(others) - 1 if is_older and others else len(others)
+        others.insert(place, (digest, subspace))
+        self._subspaces = dict(others[-MOST_BASES:])
 
     def prepare(
         self,
@@ -253,6 +275,7 @@ class SegmentCodec:
         Equal arguments get the same decoder again, as long as it is among those asked for last.
 
         Raises:
+            AwaitedBasesError: it is stored in bases that may come.
             CodecError: anything but parameters that this codec writes for this model and place.
         """
         try:
@@ -274,6 +297,8 @@ class SegmentCodec:
         digest = params.get("bases")
         subspace = self._subspaces.get(digest) if isinstance(digest, str) else None
         if subspace is None:
+            if isinstance(digest, str) and self.may_come(digest):
+                raise AwaitedBasesError(f"stored in bases {digest:.16}, which are looked for")
             raise CodecError(f"stored in bases {digest!r:.80}, which are not here")
         return subspace.open(params, start_token=start_token, num_tokens=num_tokens)
 

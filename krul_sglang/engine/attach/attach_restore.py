@@ -36,11 +36,13 @@ WHOLE_LOADS = "full-load"
 """The planner that recomputes nothing, unless a load fails."""
 
 
-def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> Callable[[SubspaceCodec], None]:
+def attach_restore(
+    runtime: KrulRuntime, chunked_prefill_size: int | None
+) -> Callable[[SubspaceCodec, bool], None]:
     """Give the linker all it needs to restore. Called by every rank at the same point of its start.
 
-    Returns what makes it ready for bases that come later: measures what decoding costs in them, and lets
-    segments in them be opened.
+    Returns what makes it ready for bases that come later: measures what decoding costs in them, unless they
+    are older ones and it was measured, and lets segments in them be opened.
 
     Raises:
         UnsupportedSetupError: the planner needs heads, and this model's cannot be recomputed.
@@ -56,9 +58,11 @@ def attach_restore(runtime: KrulRuntime, chunked_prefill_size: int | None) -> Ca
     units = units_in_use(config.strategy, Precision(config.precision), pool.num_layers)
     decode_costs = calibration.decode_costs(linker.codec, units, costs.tiers[DRAM_TIER])
 
-    def make_ready(subspace: SubspaceCodec) -> None:
-        decode_costs.group_s = calibration.group_costs(subspace, costs.tiers[DRAM_TIER])
-        linker.codec.add_subspace(subspace)
+    def make_ready(subspace: SubspaceCodec, is_older: bool = False) -> None:
+        is_measured = is_older and bool(decode_costs.group_s)
+        if not is_measured:
+            decode_costs.group_s = calibration.group_costs(subspace, costs.tiers[DRAM_TIER])
+        linker.codec.add_subspace(subspace, is_older=is_older)
         if config.fast_copies == AUTO:
             shape = pool.shape
             native_s = costs.tiers[DRAM_TIER].byte_s * (shape.k_token_bytes + shape.v_token_bytes)

@@ -185,8 +185,10 @@ def build_cache(ctx: Any) -> Any:
     runtime.cache = create_unified_radix_cache(ctx, cache_class=KrulRadixCache)
     make_ready = attach_restore(runtime, resolved["chunked_prefill_size"])
     if file is not None:
+        runtime.linker.codec.may_come = file.may_come
         # Last, so that it disturbs no measurement.
-        file.learn(runtime.restore_agreement, ranks_per_host, make_ready)
+        relearn_within = config.error_budget if config.relearn else None
+        file.learn(runtime.restore_agreement, ranks_per_host, make_ready, relearn_within)
     return runtime.cache
 
 

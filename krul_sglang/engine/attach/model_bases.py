@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +18,29 @@ from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.errors import CodecError, ConfigError
 from krul_backend.segment import ModelIdentity
+from krul_sglang.engine.attach.older_bases import OlderBases
 from krul_sglang.engine.attach.shared_bases import SharedBases
+from krul_sglang.engine.budget.recent_text import RecentText
 from krul_sglang.engine.budget.served_bases import ServedBases
+from krul_sglang.engine.budget.text_drift import TextDrift
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.unsupported import FOREIGN_ROTARY
-from krul_sglang.learning.background import LearningProcess
+from krul_sglang.learning.background import LearningProcess, RecentTurns
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
+
+_LEAST_RECENT_TOKENS = 4096
+"""Bases are not learned again from fewer tokens of recent turns."""
+
+_RELEARN_EVERY_S = 4 * 3600.0
+"""Bases are learned again this long after the last time at the earliest."""
+
+_AFTER_REFUSAL_S = 24 * 3600.0
+"""The same if what was learned last was not better: other turns may have come."""
 
 
 class BasesFile:
@@ -66,7 +79,12 @@ class BasesFile:
         self._num_cores = torch.get_num_threads()
         self._process: LearningProcess | None = None
         self._is_closed = threading.Event()
-        self.served = ServedBases(end=self._end)
+        self._is_learning = False
+        self._relearn_within: float | None = None
+        self._relearn_at_s = 0.0
+        self._prepare: Callable[[SubspaceCodec, bool], None]
+        self._older = OlderBases(self.path, shared, self._add_older)
+        self.served = ServedBases(TextDrift(model.name, model.tp_rank), end=self._end)
         state = "read at the start"
         if not self.path.exists() and self._copy_shared():
             state = "found in the store"
@@ -74,37 +92,97 @@ class BasesFile:
         if self._stamp is None:
             return
         try:
-            self.served.have(self._load(), state)
+            self.served.have(self._codec(self._read()), state)
         except CodecError as error:
             logger.warning("krul: %s", error)
 
     def learn(
-        self, agreement: RankAgreement, ranks_per_host: int, prepare: Callable[[SubspaceCodec], None]
+        self,
+        agreement: RankAgreement,
+        ranks_per_host: int,
+        prepare: Callable[[SubspaceCodec, bool], None],
+        relearn_within: float | None = None,
     ) -> None:
         """Have the bases learned that ranks of this host lack. Every rank calls it at the same point.
 
-        Returns at once. ``prepare`` is called on a thread with bases that came later, before any turn is
-        stored in them.
+        Returns at once. From here on newer bases are taken whenever the file changes. They are learned again
+        if turns are unlike what they were learned from, to store recent turns within ``relearn_within`` nats;
+        None: never. ``prepare`` is called on a thread with bases that came later, before any turn is stored
+        in them, and whether they are older ones, in which none will be.
         """
+        self._prepare = prepare
+        self._relearn_within = relearn_within
         is_there = torch.tensor([self.served.subspace is not None], dtype=torch.float64)
         of_ranks = agreement.gather(is_there, (1,))
         assert of_ranks is not None
         leader = self._model.tp_rank // ranks_per_host * ranks_per_host
-        if all(bool(of_rank.item()) for of_rank in of_ranks[leader : leader + ranks_per_host]):
-            return
         is_leader = self._model.tp_rank == leader
-        if not is_leader and self.served.subspace is not None:
+        lacks = not all(bool(of_rank.item()) for of_rank in of_ranks[leader : leader + ranks_per_host])
+        if is_leader and relearn_within is not None:
+            self.served.recent = RecentText(self._model.page_size)
+        if lacks and (is_leader or self.served.subspace is None):
+            self._is_learning = True
+            self.served.state = "learning"
+        threading.Thread(target=self._watch, args=(is_leader,), name="krul-bases", daemon=True).start()
+
+    def may_come(self, digest: str) -> bool:
+        """Whether bases with this digest, which a stored segment names, may come. Does not wait."""
+        # Learning from the program's own text gives the same bases again.
+        return self._older.may_come(digest) or self._is_learning
+
+    def _watch(self, is_leader: bool) -> None:
+        """Bring the first bases, and then newer ones, until the server ends."""
+        if self._is_learning:
+            self._bring_first(self._learn() if is_leader else self._wait_for_leader())
+            self._is_learning = False
+        while not self._is_closed.wait(_POLL_S):
+            if _stamp(self.path) not in (None, self._stamp):
+                try:
+                    self._take("learned again")
+                except Exception as error:
+                    logger.warning("krul: the bases stay as they are: %s", error)
+            elif self.served.drift.is_unlike and time.monotonic() >= self._relearn_at_s:
+                self._relearn()
+
+    def _bring_first(self, steps: Iterator[str]) -> None:
+        try:
+            for step in steps:
+                self.served.state = f"learning: {step}"
+                logger.info("krul: learning bases: %s", step)
+            if not self._is_closed.is_set():
+                self._take("learned while serving")
+        except Exception as error:
+            # Whatever it is, the server goes on without bases.
+            if not self._is_closed.is_set():
+                logger.warning("krul: there are no bases of the model, turns stay native: %s", error)
+                logger.debug("krul: how that came", exc_info=True)
+                self.served.state = f"failed: {error}"
+
+    def _take(self, state: str) -> None:
+        """Read the file. Its bases are the newest from here on, unless they are already."""
+        self._stamp = _stamp(self.path)
+        bases, before = self._read(), self.served.subspace
+        if before is None or before.bases.digest != bases.digest:
+            self.served.have(self._prepared(bases, is_older=False), state)
+
+    def _relearn(self) -> None:
+        """Have the bases learned again, from recent turns as well, if there are enough of them."""
+        recent = self.served.recent
+        pieces = [] if recent is None else recent.pieces()
+        if self._relearn_within is None or sum(map(len, pieces)) < _LEAST_RECENT_TOKENS:
             return
-
-        def load() -> SubspaceCodec:
-            with self._pool.streams.as_current(), self._pool.streams.on_cores(self._num_cores):
-                subspace = self._load()
-                prepare(subspace)
-                # Other threads use the bases on streams of their own.
-                self._pool.streams.synchronize()
-            return subspace
-
-        self.served.follow(self._learn() if is_leader else self._wait_for_leader(), load)
+        state, refusal = self.served.state, None
+        try:
+            for step in self._learn(RecentTurns(pieces, self._relearn_within)):
+                self.served.state = f"learning again: {step}"
+                logger.info("krul: learning bases again: %s", step)
+        except Exception as error:
+            refusal = str(error)
+        self.served.state = state
+        if self._is_closed.is_set():
+            return
+        self._relearn_at_s = time.monotonic() + (_RELEARN_EVERY_S if refusal is None else _AFTER_REFUSAL_S)
+        self.served.relearned(self._model.tp_rank, refusal)
 
     def _copy_shared(self) -> bool:
         """Write the store's bases to the file; False if there are none."""
@@ -120,8 +198,8 @@ class BasesFile:
             return False
         return True
 
-    def _learn(self) -> Iterator[str]:
-        self._process = LearningProcess(self._checkpoint, self._cache_dir, self._model.tp_size)
+    def _learn(self, recent: RecentTurns | None = None) -> Iterator[str]:
+        self._process = LearningProcess(self._checkpoint, self._cache_dir, self._model.tp_size, recent)
         if self._is_closed.is_set():
             self._process.close()
         yield from self._process.lines()
@@ -136,23 +214,44 @@ class BasesFile:
         if self._process is not None:
             self._process.close()
 
-    def _load(self) -> SubspaceCodec:
-        """Read the file.
+    def _add_older(self, bases: ModelBases) -> None:
+        self._prepared(bases, is_older=True)
+        logger.info("krul: segments in older bases %s can be decoded", bases.digest[:16])
+
+    def _prepared(self, bases: ModelBases, *, is_older: bool) -> SubspaceCodec:
+        """The codec of bases that came after the start, on the pool's device."""
+        with self._pool.streams.as_current(), self._pool.streams.on_cores(self._num_cores):
+            subspace = self._codec(bases)
+            self._prepare(subspace, is_older)
+            # Other threads use the bases on streams of their own.
+            self._pool.streams.synchronize()
+        return subspace
+
+    def _read(self) -> ModelBases:
+        """Read the file, and put what is there into the store.
 
         Raises:
             CodecError: it is missing or damaged, or the bases are for other layers than the model's.
         """
-        bases, pool = ModelBases.load(self.path), self._pool
-        learned = replace(bases.shape, dtype=pool.shape.dtype)
-        if learned != pool.shape or bases.num_layers != pool.num_layers:
+        bases = ModelBases.load(self.path)
+        self._check(bases)
+        if self._shared is not None:
+            self._shared.put(self.path, bases.digest)
+        return bases
+
+    def _codec(self, bases: ModelBases) -> SubspaceCodec:
+        """Raises CodecError if the bases are for other layers than the model's."""
+        self._check(bases)
+        of_pool = ModelBases(self._pool.shape, bases.groups, bases.damage_factor)
+        return SubspaceCodec(of_pool.to(self._pool.device), self._rotary, (RansCoder(), FixedWidthCoder()))
+
+    def _check(self, bases: ModelBases) -> None:
+        pool = self._pool
+        if replace(bases.shape, dtype=pool.shape.dtype) != pool.shape or bases.num_layers != pool.num_layers:
             raise CodecError(
                 f"the bases in {self.path} are for {bases.num_layers} layers of {bases.shape}, the model has "
                 f"{pool.num_layers} of {pool.shape}"
             )
-        if self._shared is not None:
-            self._shared.put(self.path, bases.digest)
-        of_pool = ModelBases(pool.shape, bases.groups, bases.damage_factor)
-        return SubspaceCodec(of_pool.to(pool.device), self._rotary, (RansCoder(), FixedWidthCoder()))
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,27 +12,27 @@ from typing import Any
 import torch
 
 from krul_backend.attention.rows import QueryRows, attention_drawn
-from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.segment_codec import AwaitedBasesError, SegmentCodec
 from krul_backend.codec.subspace.codec import MOST_OUTSIDE, EncodedSegment, SubspaceCodec
 from krul_backend.errors import CodecError
 from krul_backend.store.interface import KVStore
-from krul_backend.strategy.strategy import SUBSPACE, Strategy
+from krul_backend.strategy.strategy import Strategy
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carried_damage, spent_damage
 from krul_sglang.engine.budget.served_bases import ServedBases
-from krul_sglang.engine.budget.text_drift import TextDrift
+from krul_sglang.engine.budget.subspace_encoding import (
+    RunLimit,
+    SubspaceEncoding,
+    first_group_token_bytes,
+)
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.save.strategy_choice import Decision
 from krul_sglang.engine.save.turn import StoredPath, Turn
-from krul_sglang.engine.save.turn_encoding import EncodedRun, LayerEncoding, TokenRun, TurnEncoding
+from krul_sglang.engine.save.turn_encoding import LayerEncoding, TurnEncoding
 
 logger = logging.getLogger(__name__)
-
-_FIRST_RATIO = 10.0
-"""Until the first turn has been encoded, blocks are expected to be smaller than the KV by this factor."""
 
 _SHARE_OF_LEFT = 0.9
 """Of what is left for a turn: its step is chosen by a sample of its tokens, and may cost a little more."""
@@ -46,81 +46,24 @@ _MAX_REMEMBERED = 100_000
 
 
 @dataclass(frozen=True, eq=False)
-class _RunLimit:
-    """The limit of one run of tokens. ``max_damage`` may be added by storing it, ``carried`` was lost before:
-    both in nats at the run's own end, see ``DamagedSpan``.
+class _BasesInUse:
+    """Bases, of which this rank had ``number - 1`` before, and the bytes that a token takes in each of their
+    groups: a mean, which each turn moves."""
 
-    ``attention [L, Hkv, tokens of the run]``: see ``GroupBasis.token_worth``.
-    """
-
-    max_damage: float
-    carried: float
-    attention: torch.Tensor
-
-
-class SubspaceEncoding(TurnEncoding):
-    """Stores a turn in the model's bases. ``on_encoded(index, encoded)`` is told of each run; ``native`` is
-    how the turn would be stored without the bases."""
-
-    def __init__(
-        self,
-        codec: SubspaceCodec,
-        limits: Sequence[_RunLimit],
-        group_token_bytes: list[float],
-        on_encoded: Callable[[int, EncodedSegment], None],
-        native: TurnEncoding,
-    ) -> None:
-        self.fast_copy = native
-        self.stored_as = codec.bases.layer_groups(RansCoder.name)
-        self._groups = groups = self.stored_as.groups
-        self.last_use = tuple(
-            group[-1] if layer == group[0] else layer for group in groups for layer in group
-        )
-        self.layer_token_bytes = tuple(
-            num_bytes if layer == group[0] else 0.0
-            for group, num_bytes in zip(groups, group_token_bytes, strict=True)
-            for layer in group
-        )
-        self._codec = codec
-        self._limits = limits
-        self._group_token_bytes = group_token_bytes
-        self._on_encoded = on_encoded
-
-    def encode(self, index: int, run: TokenRun, pause: Callable[[], None]) -> EncodedRun:
-        limit = self._limits[index]
-        encoded = self._codec.encode(
-            run.read,
-            start_token=run.start_token,
-            num_tokens=run.num_tokens,
-            attention=limit.attention,
-            max_damage=limit.max_damage,
-            coder=RansCoder.name,
-            carried_damage=limit.carried,
-            before_group=pause,
-        )
-        self._on_encoded(index, encoded)
-        for group, block in enumerate(encoded.blocks):
-            here = block.numel() / run.num_tokens
-            self._group_token_bytes[group] += _LEARNING_RATE * (here - self._group_token_bytes[group])
-        layout = self._codec.open(encoded.params, start_token=run.start_token, num_tokens=run.num_tokens)
-        first = layout.kept_from(run.head_ends or (run.start_token,) * len(self.last_use))
-        kept = layout.kept_num_bytes(first)
-        blocks = [
-            (group.start, block[block.numel() - kept[group.start] :])
-            for group, block in zip(self._groups, encoded.blocks, strict=True)
-            if kept[group.start]
-        ]
-        return EncodedRun(SUBSPACE, encoded.params, first, kept, encoded.num_bytes - sum(kept), blocks)
+    number: int
+    subspace: SubspaceCodec
+    group_token_bytes: list[float]
 
 
 @dataclass(frozen=True, eq=False)
 class _Measured:
-    """What was measured of each run of tokens that is to be stored.
+    """What was measured, with ``bases``, of each run of tokens that is to be stored.
 
     ``attention [L, Hkv, tokens of the run]``: see ``GroupBasis.token_worth``. ``outside``: the damage of what
     the bases cannot represent, in nats at the end of the conversation.
     """
 
+    bases: _BasesInUse
     attention: tuple[torch.Tensor, ...]
     outside: tuple[float, ...]
 
@@ -191,9 +134,7 @@ class ErrorBudget(Decision):
         self._codec = codec
         self._bases = bases
         # Those that turns are stored in: None until every rank has its own.
-        self._subspace: SubspaceCodec | None = None
-        self._group_token_bytes: list[float] = []
-        self._drift = TextDrift(model.identity.name, model.identity.tp_rank)
+        self._in_use: _BasesInUse | None = None
         self._prober = prober
         self._agreement = agreement
         self._are_weights_known = True
@@ -202,11 +143,12 @@ class ErrorBudget(Decision):
         """Store natively from here on: the bases belong to other weights."""
         self._are_weights_known = False
         self._probe_share = 0.0
+        self._bases.recent = None
         logger.warning("krul: the weights are not those that the bases were learned from: turns stay native")
 
     def decide(self, turn: Turn | None, missing: Sequence[range]) -> TurnEncoding:
         if turn is None:
-            self._agreed(None)
+            self._agreed(None, 0.0)
             return self._native((), (), ())
         page_size = self._model.identity.page_size
         runs = [range(pages.start * page_size, pages.stop * page_size) for pages in missing]
@@ -214,26 +156,27 @@ class ErrorBudget(Decision):
             for key in turn.page_keys[pages.start : pages.stop]:
                 # Its segment is not stored any more.
                 self._remembered.pop(key, None)
+        if self._bases.recent is not None and missing and not turn.tenant:
+            new_pages = range(missing[0].start, missing[-1].stop)
+            self._bases.recent.add(turn.page_keys, turn.token_ids, new_pages)
         last_keys = [turn.page_keys[pages.stop - 1] for pages in missing]
         history = self._history(turn, runs)
         measured = self._measured(turn, runs)
-        agreed = self._agreed(None if measured is None else (history.spent, sum(measured.outside)))
+        agreed = self._agreed(measured, history.spent)
         # As the bases expect damage, like all that is noted.
         left = 0.0 if agreed is None else self._limit / self._correction - agreed[0]
         self._last_spent, self._last_damage = history.spent, 0.0
         self._last_outside = outside = 0.0 if measured is None else sum(measured.outside)
-        if self._subspace is None or measured is None or agreed is None or left <= 0:
-            return self._native(last_keys, runs, history.carried)
-        usable = _SHARE_OF_LEFT * left
-        if agreed[1] > MOST_OUTSIDE * usable:
-            self._count_unfamiliar()
+        if self._in_use is None or measured is None or agreed is None or left <= 0:
             return self._native(last_keys, runs, history.carried)
         num_tokens, num_new = len(turn.token_ids), sum(map(len, runs))
+        usable = _SHARE_OF_LEFT * left
+        if agreed[1] > MOST_OUTSIDE * usable:
+            self._count_unfamiliar(num_new)
+            return self._native(last_keys, runs, history.carried)
         limits = [
             # What rounding may cost is shared by length. It is counted at the end of the conversation.
-            _RunLimit(
-                (lost + (usable - outside) * len(run) / num_new) * num_tokens / run.stop, carried, drawn
-            )
+            RunLimit((lost + (usable - outside) * len(run) / num_new) * num_tokens / run.stop, carried, drawn)
             for run, carried, drawn, lost in zip(
                 runs, history.carried, measured.attention, measured.outside, strict=True
             )
@@ -243,10 +186,12 @@ class ErrorBudget(Decision):
             run = runs[index]
             self._last_damage += encoded.damage * run.stop / num_tokens
             self._remember(last_keys[index], run, encoded.damage + limits[index].carried)
-            self._drift.add(encoded.mean_offset, len(run))
+            # What is known of other bases says nothing of those that came meanwhile.
+            if measured.bases is self._in_use:
+                self._bases.drift.add(encoded.mean_offset, len(run))
 
-        native = self._unshared(history.carried)
-        return SubspaceEncoding(self._subspace, limits, self._group_token_bytes, on_encoded, native)
+        native, bases = self._unshared(history.carried), measured.bases
+        return SubspaceEncoding(bases.subspace, limits, bases.group_token_bytes, on_encoded, native)
 
     def _remember(self, last_key: str, run: range, damage: float) -> None:
         """Remember what a segment costs at its own end, in nats, by its last page."""
@@ -284,6 +229,8 @@ class ErrorBudget(Decision):
                 opened = self._codec.open(
                     header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
                 )
+            except AwaitedBasesError:
+                continue
             except CodecError as error:
                 # It would be a miss. Once it is dropped, the next turn stores its tokens again.
                 logger.debug("krul: a stored segment cannot be decoded here: %s", error)
@@ -301,8 +248,8 @@ class ErrorBudget(Decision):
 
     def _measured(self, turn: Turn, runs: Sequence[range]) -> _Measured | None:
         """Measure the runs of a turn; None without bases, or if nothing was recorded of its attention."""
-        rows, subspace = _rows_of(turn), self._bases.subspace
-        if rows is None or not runs or subspace is None or not self._are_weights_known:
+        rows, bases = _rows_of(turn), self._newest() if self._in_use is None else self._in_use
+        if rows is None or not runs or bases is None or not self._are_weights_known:
             return None
         start, end, num_tokens = runs[0].start, runs[-1].stop, len(turn.token_ids)
         try:
@@ -311,7 +258,7 @@ class ErrorBudget(Decision):
             )
             attention = [drawn[..., run.start - start : run.stop - start] for run in runs]
             outside = [
-                subspace.outside(
+                bases.subspace.outside(
                     partial(self._pool.gather, slots=turn.slots[run.start : run.stop]),
                     start_token=run.start,
                     num_tokens=len(run),
@@ -324,29 +271,41 @@ class ErrorBudget(Decision):
             logger.exception("krul: what a turn would lose could not be measured")
             return None
         at_end = [lost * run.stop / num_tokens for lost, run in zip(outside, runs, strict=True)]
-        return _Measured(tuple(attention), tuple(at_end))
+        return _Measured(bases, tuple(attention), tuple(at_end))
 
-    def _agreed(self, mine: tuple[float, float] | None) -> tuple[float, float] | None:
-        """The most that any rank has spent, since each evicts on its own, and the most that any would lose
-        outside of its bases; None if one passed None. Before, each has its bases: they are in use from then
-        on."""
-        values = None if mine is None else torch.tensor(mine, dtype=torch.float64)
-        of_ranks = self._agreement.gather(values, (2,))
-        if of_ranks is None:
+    def _newest(self) -> _BasesInUse | None:
+        number, subspace = self._bases.num_had, self._bases.subspace
+        if subspace is None:
             return None
-        if self._subspace is None:
-            subspace, shape = self._bases.subspace, self._pool.shape
-            assert subspace is not None
-            self._group_token_bytes = [
-                len(basis.layers) * (shape.k_token_bytes + shape.v_token_bytes) / _FIRST_RATIO
-                for basis in subspace.bases.groups
-            ]
-            self._subspace = subspace
-            logger.info("krul: turns are stored in bases %s from here on", subspace.bases.digest[:16])
-        spent, outside = torch.stack(of_ranks).amax(0).tolist()
+        return _BasesInUse(number, subspace, first_group_token_bytes(subspace.bases, self._pool.shape))
+
+    def _agreed(self, measured: _Measured | None, spent: float) -> tuple[float, float] | None:
+        """The most that any rank has spent, since each evicts on its own, and the most that any would lose
+        outside of its bases; None if one could not measure.
+
+        Once each rank has newer bases than those in use, the next turn is stored in them; this one already
+        if there were none before.
+        """
+        mine = None
+        if measured is not None:
+            newest = measured.bases.number if self._in_use is None else self._bases.num_had
+            mine = torch.tensor([spent, sum(measured.outside), newest], dtype=torch.float64)
+        of_ranks = self._agreement.gather(mine, (3,))
+        if of_ranks is None or measured is None:
+            return None
+        stacked = torch.stack(of_ranks)
+        if self._in_use is None or stacked[:, 2].amin() > self._in_use.number:
+            self._in_use = measured.bases if self._in_use is None else self._newest()
+            assert self._in_use is not None
+            self._bases.drift.begin_again()
+            # Other bases may expect less of the same text: then it would be allowed to lose too much.
+            self._correction = max(1.0, self._correction)
+            digest = self._in_use.subspace.bases.digest[:16]
+            logger.info("krul: turns are stored in bases %s from here on", digest)
+        spent, outside, _ = stacked.amax(0).tolist()
         return spent, outside
 
-    def _count_unfamiliar(self) -> None:
+    def _count_unfamiliar(self, num_tokens: int) -> None:
         if not self._num_unfamiliar:
             logger.warning(
                 "krul: a turn is unlike the text that the bases were learned from, and is stored natively: "
@@ -354,6 +313,7 @@ class ErrorBudget(Decision):
                 self._correction * self._last_outside,
             )
         self._num_unfamiliar += 1
+        self._bases.drift.add_unfamiliar(num_tokens)
 
     def wants_probe(self) -> bool:
         """True if this turn is to be probed: the first one, then a share of them. Call it once per turn."""
@@ -370,7 +330,7 @@ class ErrorBudget(Decision):
         stored in bases there is nothing to compare, and the next turn is wanted instead. All ranks have
         decided on the same turns by now, so they do the same.
         """
-        if self._subspace is None:
+        if self._in_use is None:
             self._probes_due = 1.0
             return
         outcome = self._prober.measure(path, is_exact=not self._provenance.read(path.slots))
@@ -389,8 +349,8 @@ class ErrorBudget(Decision):
         """Plain values. What was last spent and lost is as expected with the correction that is in force."""
         subspace, correction, spent = self._bases.subspace, self._correction, self._last_spent
         return {
-            "bases": None if subspace is None else subspace.bases.digest[:16],
-            "bases_state": self._bases.state,
+            **self._bases.as_dict(),
+            "bases_held": self._codec.num_bases,
             "damage_factor": None if subspace is None else correction * subspace.bases.damage_factor,
             "probes": self.num_probes,
             "last_kl": self.last_kl,
@@ -399,7 +359,6 @@ class ErrorBudget(Decision):
             "last_damage": correction * self._last_damage,
             "last_outside": correction * self._last_outside,
             "unfamiliar_turns": self._num_unfamiliar,
-            "text": self._drift.as_dict(),
         }
 
 

@@ -3,55 +3,64 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
 from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_sglang.engine.budget.gauges import show
+from krul_sglang.engine.budget.recent_text import RecentText
+from krul_sglang.engine.budget.text_drift import TextDrift
 
 logger = logging.getLogger(__name__)
 
 
 class ServedBases:
-    """Holds one rank's bases, from the moment on when they are there; until then ``subspace`` is None.
+    """Holds one rank's newest bases, from the moment on when they are there; until then ``subspace`` is None.
 
-    ``state`` says in a few words where they come from, how far learning is, or why there are none.
+    ``num_had`` counts them. ``state`` says in a few words where they come from, how far learning is, or why
+    there are none. ``drift`` measures whether they should be learned again, ``recent`` is what from; None on
+    a rank that does not learn. ``num_relearned``: how often that came to new bases; ``refusal``: why the last
+    time it did not, None if it did.
     """
 
-    def __init__(self, end: Callable[[], None] = lambda: None) -> None:
-        """``end`` ends the steps that are followed."""
+    def __init__(self, drift: TextDrift, end: Callable[[], None] = lambda: None) -> None:
+        """``end`` ends the work of whoever brings bases."""
         self.subspace: SubspaceCodec | None = None
+        self.num_had = 0
         self.state = "none"
+        self.drift = drift
+        self.recent: RecentText | None = None
+        self.num_relearned = 0
+        self.refusal: str | None = None
         self._end = end
-        self._is_closed = False
 
     def have(self, subspace: SubspaceCodec, state: str) -> None:
         """The bases are there, and come from where ``state`` says."""
         self.subspace, self.state = subspace, state
+        self.num_had += 1
         logger.info("krul: bases %s of the model: %s", subspace.bases.digest[:16], state)
 
-    def follow(self, steps: Iterable[str], load: Callable[[], SubspaceCodec]) -> None:
-        """Wait on a thread until ``steps``, which say how far learning is, have ended; then load the bases.
-
-        If one of both fails, there will be no bases: that is logged once, with the cause.
-        """
-        self.state = "learning"
-        threading.Thread(target=self._follow, args=(steps, load), name="krul-bases", daemon=True).start()
+    def relearned(self, tp_rank: int, refusal: str | None) -> None:
+        """Learning again has ended; ``refusal`` says why its bases are not taken, None if they are."""
+        self.refusal = refusal
+        self.num_relearned += refusal is None
+        show("bases_relearned", "How often bases were learned again.", self.num_relearned, tp_rank)
+        was_refused = float(refusal is not None)
+        show("bases_relearning_refused", "1 if what was learned last was refused.", was_refused, tp_rank)
+        if refusal is None:
+            logger.info("krul: bases were learned again, from recent turns as well")
+        else:
+            logger.warning("krul: the bases stay as they are: %s", refusal)
 
     def close(self) -> None:
-        """End what is followed."""
-        self._is_closed = True
+        """End whatever brings bases."""
         self._end()
 
-    def _follow(self, steps: Iterable[str], load: Callable[[], SubspaceCodec]) -> None:
-        try:
-            for step in steps:
-                self.state = f"learning: {step}"
-                logger.info("krul: learning bases: %s", step)
-            if not self._is_closed:
-                self.have(load(), "learned while serving")
-        except Exception as error:
-            # Whatever it is, the server goes on without bases.
-            if not self._is_closed:
-                logger.warning("krul: there are no bases of the model, turns stay native: %s", error)
-                logger.debug("krul: how that came", exc_info=True)
-                self.state = f"failed: {error}"
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "bases": None if self.subspace is None else self.subspace.bases.digest[:16],
+            "bases_state": self.state,
+            "relearned": self.num_relearned,
+            "relearning_refused": self.refusal,
+            "text": self.drift.as_dict(),
+        }

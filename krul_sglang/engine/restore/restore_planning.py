@@ -11,7 +11,7 @@ from typing import TypeVar
 import orjson
 import torch
 
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.segment_codec import AwaitedBasesError, SegmentCodec
 from krul_backend.errors import CodecError
 from krul_backend.memory import is_out_of_memory
 from krul_backend.planner.calibration import OnlineCosts
@@ -144,7 +144,7 @@ class RestorePlanning:
         return self._unless_out_of_memory(lambda: open_segments(lease, self._codec, num_tokens))
 
     def find_undecodable(self, lease: Lease) -> list[int]:
-        """Ids of the leased segments that the codec cannot open."""
+        """Ids of the leased segments that the codec cannot open; without those whose bases may come."""
         found: list[int] = []
         for source in lease.slices:
             header = source.header
@@ -152,6 +152,8 @@ class RestorePlanning:
                 self._codec.open(
                     header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
                 )
+            except AwaitedBasesError:
+                continue
             except CodecError:
                 found.append(source.segment_id)
         self.counters.undecodable += len(found)

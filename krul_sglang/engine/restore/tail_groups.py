@@ -66,9 +66,14 @@ class TailGroups:
         """What makes the groups of this layer, and of others with the same heads."""
         groups: list[Callable[[int], TailGroup]] = []
         parts = [(reader, slots) for reader, slots in self._parts if reader.has_tail(layer)]
-        shared = [(reader, slots) for reader, slots in parts if isinstance(reader, GroupReader)]
-        if shared:
-            groups.append(partial(_Decoded, shared, partial(restore_groups, shared)))
+        # By the bases that they are stored in.
+        shared: dict[str, list[tuple[GroupReader, torch.Tensor]]] = {}
+        for reader, slots in parts:
+            if isinstance(reader, GroupReader):
+                shared.setdefault(reader.decoder.bases_digest, []).append((reader, slots))
+        groups += [
+            partial(_Decoded, of_bases, partial(restore_groups, of_bases)) for of_bases in shared.values()
+        ]
         joined: list[tuple[_Part, NativeTail]] = []
         num_bytes = 0
         for reader, slots in parts:
@@ -100,7 +105,7 @@ _Part = tuple[SegmentReader, torch.Tensor]
 
 
 class _Decoded:
-    """Tails that are decoded: that of one segment, or all in shared subspaces, with one product for all."""
+    """Tails that are decoded: that of one segment, or all in the same subspace, with one product for all."""
 
     def __init__(
         self, parts: Sequence[_Part], restore: Callable[[int, DevicePool], None], layer: int

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.segment_codec import AwaitedBasesError, SegmentCodec
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.interface import RestorePlanner, StoredRun
 from krul_backend.planner.planners import allocate
@@ -102,9 +102,12 @@ def trim_path(
             for first_token, head_end in zip(header.layer_first_token, head_ends, strict=True)
         ):
             continue
-        decoder = codec.open(
-            header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
-        )
+        try:
+            decoder = codec.open(
+                header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
+            )
+        except AwaitedBasesError:
+            continue
         # Heads may have become shorter since the last turn: what is gone stays gone.
         kept_from = tuple(map(max, decoder.kept_from(head_ends), header.layer_first_token))
         if kept_from != header.layer_first_token:

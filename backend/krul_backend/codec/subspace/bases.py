@@ -128,8 +128,11 @@ class ModelBases:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of everything that decoding depends on: equal digests decode each other's blocks."""
-        digest = hashlib.sha256(json.dumps(self._header(), sort_keys=True).encode())
+        """SHA-256 of everything that decoding depends on, but the pool's element type: equal digests decode
+        each other's blocks for pools of one type."""
+        # The same for every type.
+        header = {**self._header(), "dtype": "bfloat16"}
+        digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
         for group in self.groups:
             for name in _TENSORS:
                 digest.update(getattr(group, name).cpu().contiguous().numpy().tobytes())

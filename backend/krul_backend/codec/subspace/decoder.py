@@ -24,7 +24,7 @@ class SubspaceDecoder(SegmentLayout):
 
     The block of a group is that of its first layer; the other layers of the group have none of their own.
     ``transforms``: of each group. ``stored_as``: the groups. ``damage``: see ``EncodedSegment``. ``shape``:
-    of each layer's KV in the pool.
+    of each layer's KV in the pool. ``bases_digest``: of the bases, see ``ModelBases``.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class SubspaceDecoder(SegmentLayout):
         self.stored_as = bases.layer_groups(coder.name)
         self.damage = parameters.damage
         self.shape = bases.shape
+        self.bases_digest = parameters.bases_digest
         self._bases = bases
         self._transforms = transforms
         self._coder = coder

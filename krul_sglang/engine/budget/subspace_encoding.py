@@ -1,0 +1,95 @@
+"""Encodes the runs of a turn in the bases of the model, each within its own limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from krul_backend.codec.coefficients.coders import RansCoder
+from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.subspace.bases import ModelBases
+from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
+from krul_backend.strategy.strategy import SUBSPACE
+from krul_sglang.engine.save.turn_encoding import EncodedRun, TokenRun, TurnEncoding
+
+_FIRST_RATIO = 10.0
+"""Until the first turn has been encoded, blocks are expected to be smaller than the KV by this factor."""
+
+_LEARNING_RATE = 0.2
+
+
+@dataclass(frozen=True, eq=False)
+class RunLimit:
+    """The limit of one run of tokens. ``max_damage`` may be added by storing it, ``carried`` was lost before:
+    both in nats at the run's own end, see ``DamagedSpan``.
+
+    ``attention [L, Hkv, tokens of the run]``: see ``GroupBasis.token_worth``.
+    """
+
+    max_damage: float
+    carried: float
+    attention: torch.Tensor
+
+
+class SubspaceEncoding(TurnEncoding):
+    """Stores a turn in the model's bases. ``on_encoded(index, encoded)`` is told of each run; ``native`` is
+    how the turn would be stored without the bases."""
+
+    def __init__(
+        self,
+        codec: SubspaceCodec,
+        limits: Sequence[RunLimit],
+        group_token_bytes: list[float],
+        on_encoded: Callable[[int, EncodedSegment], None],
+        native: TurnEncoding,
+    ) -> None:
+        self.fast_copy = native
+        self.stored_as = codec.bases.layer_groups(RansCoder.name)
+        self._groups = groups = self.stored_as.groups
+        self.last_use = tuple(
+            group[-1] if layer == group[0] else layer for group in groups for layer in group
+        )
+        self.layer_token_bytes = tuple(
+            num_bytes if layer == group[0] else 0.0
+            for group, num_bytes in zip(groups, group_token_bytes, strict=True)
+            for layer in group
+        )
+        self._codec = codec
+        self._limits = limits
+        self._group_token_bytes = group_token_bytes
+        self._on_encoded = on_encoded
+
+    def encode(self, index: int, run: TokenRun, pause: Callable[[], None]) -> EncodedRun:
+        limit = self._limits[index]
+        encoded = self._codec.encode(
+            run.read,
+            start_token=run.start_token,
+            num_tokens=run.num_tokens,
+            attention=limit.attention,
+            max_damage=limit.max_damage,
+            coder=RansCoder.name,
+            carried_damage=limit.carried,
+            before_group=pause,
+        )
+        self._on_encoded(index, encoded)
+        for group, block in enumerate(encoded.blocks):
+            here = block.numel() / run.num_tokens
+            self._group_token_bytes[group] += _LEARNING_RATE * (here - self._group_token_bytes[group])
+        layout = self._codec.open(encoded.params, start_token=run.start_token, num_tokens=run.num_tokens)
+        first = layout.kept_from(run.head_ends or (run.start_token,) * len(self.last_use))
+        kept = layout.kept_num_bytes(first)
+        blocks = [
+            (group.start, block[block.numel() - kept[group.start] :])
+            for group, block in zip(self._groups, encoded.blocks, strict=True)
+            if kept[group.start]
+        ]
+        return EncodedRun(SUBSPACE, encoded.params, first, kept, encoded.num_bytes - sum(kept), blocks)
+
+
+def first_group_token_bytes(bases: ModelBases, shape: LayerShape) -> list[float]:
+    """Bytes that a token is expected to take in each group until a turn has been encoded. ``shape``: the
+    pool's."""
+    token_bytes = shape.k_token_bytes + shape.v_token_bytes
+    return [len(basis.layers) * token_bytes / _FIRST_RATIO for basis in bases.groups]
