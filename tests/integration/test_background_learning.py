@@ -8,9 +8,11 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from transformers import AutoTokenizer
 
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.daemon.client.admin import AdminClient
@@ -18,6 +20,8 @@ from krul_sglang.demo.server import ServerProcess
 from krul_sglang.learning import command
 from krul_sglang.learning.background import BackgroundLearningError, LearningProcess, check_memory
 from krul_sglang.learning.command import ensure_bases, learn_to_files
+from krul_sglang.learning.older_files import older_path
+from krul_sglang.learning.texts import cut_pieces, own_texts
 from krul_sglang.models.checkpoint import Checkpoint, bases_path
 from krul_sglang.models.find import REFERENCE_MODEL
 from tests.support.forked_server import ForkedServer
@@ -182,11 +186,88 @@ def test_a_server_stores_natively_until_it_has_bases_and_then_in_them(tmp_path: 
         assert f'krul_text_offset_mean{{tp_rank="0"}} {text["mean_offset"]}' in metrics
         with AdminClient(krul_stats(server)["daemon"]["endpoint"]) as daemon:
             shared = [info for info in daemon.list_segments() if info.codec == "bases"]
-        assert [info.num_bytes for info in shared] == [path.stat().st_size]
+        # One names the newest.
+        assert sorted(info.num_bytes for info in shared) == [64, path.stat().st_size]
         assert_nothing_left_behind(server)
         assert "turns are stored in bases" in server.log_text()
     finally:
         server.stop()
+
+
+def familiar_prompt(model: str, num_tokens: int) -> list[int]:
+    """Text that comes with the program, which bases were learned from."""
+    (piece,) = cut_pieces(AutoTokenizer.from_pretrained(model), own_texts(), num_tokens, 1)
+    return piece
+
+
+def test_unlike_turns_lead_to_new_bases_and_old_ones_are_still_decoded(
+    tiny: Checkpoint, tmp_path: Path
+) -> None:
+    path = bases_path(tiny, tmp_path)
+    learn_few(Path(tiny.path), path)
+    first = ModelBases.load(path).digest
+    options = {
+        "strategy": "subspace",
+        "error_budget": 0.3,
+        "probe_share": 0,
+        "cache_dir": str(tmp_path),
+        "ssd_dir": str(tmp_path / "ssd"),
+        "ssd_capacity": "1GiB",
+        "planner": "full-load",
+        "fast_copies": "never",
+    }
+    args = (*small_krul_server_args(2048, options), "--enable-metrics")
+    familiar = familiar_prompt(tiny.path, 400)
+
+    def budget_of(server: ServerProcess) -> dict[str, Any]:
+        budget: dict[str, Any] = settled_stats(server)["compression"]["budget"]
+        return budget
+
+    with ForkedServer(tiny.path, args=args, env=STRICT) as server:
+        num_compressed = settled_stats(server)["compression"]["subspace_turns"]
+        computed = ask(server, familiar)
+        stats = settled_stats(server)["compression"]
+        assert stats["subspace_turns"] == num_compressed + 1
+        assert stats["budget"]["unfamiliar_turns"] == 0
+        for number in range(9):
+            ask(server, random_prompt(("unlike", number), 600), max_new_tokens=2)
+        stats = settled_stats(server)["compression"]
+        assert stats["subspace_turns"] == num_compressed + 1
+        assert stats["budget"]["unfamiliar_turns"] == 9
+        wait_until(lambda: budget_of(server)["bases"] != first[:16], "new bases", timeout_s=600)
+        # They are in use after the turn at which all ranks have them.
+        for number in range(3):
+            ask(server, random_prompt(("like the unlike", number), 600), max_new_tokens=2)
+        stats = settled_stats(server)["compression"]
+        assert stats["subspace_turns"] == num_compressed + 3
+        budget = stats["budget"]
+        assert (budget["bases_state"], budget["bases_held"]) == ("learned again", 2)
+        assert (budget["relearned"], budget["relearning_refused"]) == (1, None)
+        with urllib.request.urlopen(f"{server.url}/metrics") as page:
+            metrics = page.read().decode()
+        assert 'krul_bases_relearned{tp_rank="0"} 1' in metrics
+        assert 'krul_bases_held{tp_rank="0"} 2' in metrics
+        # Both kinds come back, in one server and from both bases.
+        push_out(server, num_tokens=2048, seed="relearned")
+        restored = ask(server, familiar)
+        assert restored.host_tokens > 380
+        assert restored.logprobs[0] == pytest.approx(computed.logprobs[0], abs=0.5)
+        again = ask(server, random_prompt(("like the unlike", 2), 600), max_new_tokens=2)
+        assert again.host_tokens > 580
+        assert_nothing_left_behind(server)
+    assert ModelBases.load(path).digest[:16] == budget["bases"]
+    assert ModelBases.load(older_path(path, first)).digest == first
+    with ForkedServer(tiny.path, args=args, env=STRICT) as server:
+        assert budget_of(server)["bases_held"] == 1
+        # A miss, until what the old turn is stored in has been read.
+        assert ask(server, familiar, max_new_tokens=1).host_tokens == 0
+        wait_until(lambda: budget_of(server)["bases_held"] == 2, "older bases")
+        push_out(server, num_tokens=2048, seed="started again")
+        restored = ask(server, familiar)
+        assert restored.host_tokens > 380
+        assert restored.logprobs[0] == pytest.approx(computed.logprobs[0], abs=0.5)
+        assert settled_stats(server)["undecodable_segments"] == 0
+        assert_nothing_left_behind(server)
 
 
 def test_two_ranks_begin_to_store_in_bases_at_the_same_turn(tiny: Checkpoint, tmp_path: Path) -> None:

@@ -191,12 +191,12 @@ class BudgetedServer:
         self._num_shared = num_pages
         self.slots = self.slots[: num_pages * PAGE_SIZE]
 
-    def store_turn(self, *, is_observed: bool = True) -> dict[str, Any]:
+    def store_turn(self, *, is_observed: bool = True, tenant: str = "") -> dict[str, Any]:
         """Store the conversation as a turn of which attention was recorded, or not; returns what the budget
         says of it."""
         path = self.path
         rows: Any = RecordedRows(len(self.slots)) if is_observed else None
-        self.offloader.submit(Turn(path.page_keys, path.token_ids, path.slots, [], rows))
+        self.offloader.submit(Turn(path.page_keys, path.token_ids, path.slots, [], rows, tenant))
         self.offloader.wait()
         assert self.offloader.pop_completed()
         return self.budget.as_dict()

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.segment_codec import MOST_BASES, SegmentCodec
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.strategy.strategy import SUBSPACE
+from krul_sglang.engine.budget.probing import ProbeOutcome
 from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
+from krul_sglang.engine.restore.restore_planning import PlanCounters
 from krul_sglang.engine.restore.waiting_leases import HeldLease, KeyRun
 from tests.support.budget_builders import (
     BASES,
@@ -115,11 +117,95 @@ def test_weights_that_change_before_the_bases_are_there_leave_the_server_native(
     assert SUBSPACE not in codecs_of(server)
 
 
+# ---- newer bases ----
+
+
+def bases_of(server: BudgetedServer) -> list[str]:
+    return [header.codec_params["bases"] for header in server.headers]
+
+
+def variant(damage_factor: float) -> SubspaceCodec:
+    """Bases of another digest that the KV of the conversation lies in as well."""
+    return SubspaceCodec(make_bases(SHAPE, [2, 2], damage_factor=damage_factor), ROTARY, [RansCoder()])
+
+
+def bring(server: BudgetedServer, subspace: SubspaceCodec) -> None:
+    server.codec.add_subspace(subspace)
+    server.bases.have(subspace, "learned again")
+
+
+def test_segments_in_old_and_new_bases_come_back_together() -> None:
+    server, newer = BudgetedServer(LIMIT), variant(1.5)
+    server.compute(FIRST_PAGES)
+    server.store_turn()
+    bring(server, newer)
+    for _ in range(2):
+        server.compute(MORE_PAGES)
+        said = server.store_turn()
+    assert said["bases"] == newer.bases.digest[:16]
+    assert said["bases_held"] == 2
+    old, new = BASES.digest, newer.bases.digest
+    assert bases_of(server) == [old, old, new]
+    off = differences(server)
+    # The first token is stored as it is.
+    assert (off[1:] > 0).all()
+    assert off.max() < 0.1 * max(kv.v.abs().max() for kv in server.read_pool())
+    server.close()
+
+
+def test_ranks_take_newer_bases_after_the_turn_at_which_all_of_them_have_them() -> None:
+    other_had = 1.0
+
+    def answer(values: torch.Tensor | None) -> torch.Tensor:
+        return torch.tensor([0.0, 0.0, other_had], dtype=torch.float64)
+
+    server, newer = BudgetedServer(LIMIT, agreement=OtherRank(answer)), variant(1.5)
+    bring(server, newer)
+    server.compute(FIRST_PAGES)
+    server.store_turn()
+    server.compute(MORE_PAGES)
+    bring(server, newest := variant(2.0))
+    server.store_turn()
+    assert bases_of(server) == [newer.bases.digest] * 2
+    other_had = 3.0
+    for _ in range(2):
+        server.compute(MORE_PAGES)
+        server.store_turn()
+    assert bases_of(server) == [newer.bases.digest] * 3 + [newest.bases.digest]
+    server.close()
+
+
+def test_with_newer_bases_the_text_is_measured_again_and_nothing_is_taken_for_cheaper() -> None:
+    server = BudgetedServer(LIMIT)
+    server.compute(FIRST_PAGES)
+    server.store_turn()
+    server.prober.outcome = ProbeOutcome(1e-6, 1.0)
+    server.budget.probe(server.path)
+    assert server.budget.as_dict()["damage_factor"] == 1 / 8
+    bring(server, variant(1.5))
+    server.compute(MORE_PAGES)
+    said = server.store_turn()
+    assert said["text"]["mean_offset"] is None
+    assert said["damage_factor"] == 1.5
+    server.close()
+
+
+def test_the_bases_in_use_and_the_last_older_ones_are_held() -> None:
+    codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY, subspace=variant(1.0))
+    for number in range(5):
+        codec.add_subspace(variant(2.0 + number), is_older=True)
+    assert codec.num_bases == MOST_BASES
+    held = [subspace.bases.damage_factor for subspace in codec._subspaces.values()]
+    assert held == [4.0, 5.0, 6.0, 1.0]
+    codec.add_subspace(variant(9.0))
+    assert [subspace.bases.damage_factor for subspace in codec._subspaces.values()] == [5.0, 6.0, 1.0, 9.0]
+
+
 # ---- bases of another digest ----
 
 
-def store_in_other_bases(server: BudgetedServer) -> None:
-    """A conversation of this server is stored by another one, which has other bases."""
+def store_in_other_bases(server: BudgetedServer) -> SubspaceCodec:
+    """A conversation of this server is stored by another one, which has other bases. Returns these."""
     mine, codec = server.bases.subspace, server.codec
     other = SubspaceCodec(make_bases(SHAPE, [2, 2], damage_factor=1.5), ROTARY, [RansCoder()])
     server.codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY, subspace=other)
@@ -131,6 +217,7 @@ def store_in_other_bases(server: BudgetedServer) -> None:
     server.bases.subspace, server.codec = mine, codec
     server.budget = server.make_budget(LIMIT)
     server.decide_by(server.budget)
+    return other
 
 
 def num_missing(server: BudgetedServer) -> int:
@@ -141,6 +228,17 @@ def num_missing(server: BudgetedServer) -> int:
 def test_a_returning_turn_in_other_bases_is_a_miss_and_stored_again(has_bases: bool) -> None:
     server = BudgetedServer(LIMIT, has_bases=has_bases)
     store_in_other_bases(server)
+    assert try_to_load(server).undecodable == 1
+    assert server.store.stats().undecodable_segments == 1
+    assert num_missing(server) == FIRST_PAGES
+    server.store_turn()
+    assert codecs_of(server) == [SUBSPACE if has_bases else "segment"]
+    assert bool((differences(server) == 0).all()) == (not has_bases)
+    server.close()
+
+
+def try_to_load(server: BudgetedServer) -> PlanCounters:
+    """The conversation returns, and cannot be loaded."""
     unused = cast(Any, None)
     planning = planning_of(HeadsPlanner(lambda problem: (0,) * NUM_LAYERS), codec=server.codec)
     restore = RestorePath(None, planning, unused, unused, PAGE_SIZE, server.store.report_damage)
@@ -150,12 +248,26 @@ def test_a_returning_turn_in_other_bases_is_a_miss_and_stored_again(has_bases: b
     slots = torch.arange(len(server.slots))
     assert restore.plan_load(held, server.keys[0], slots, ReturningRequest(0, 1)) is None
     server.store.release(lease)
-    assert planning.counters.undecodable == 1
-    assert server.store.stats().undecodable_segments == 1
-    assert num_missing(server) == FIRST_PAGES
+    return planning.counters
+
+
+def test_a_segment_whose_bases_may_come_is_a_miss_and_stays(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = BudgetedServer(LIMIT)
+    other = store_in_other_bases(server)
+    asked = list[str]()
+    server.codec.may_come = lambda digest: not asked.append(digest)
+    assert try_to_load(server).undecodable == 0
+    assert set(asked) == {other.bases.digest}
+    server.compute(MORE_PAGES)
     server.store_turn()
-    assert codecs_of(server) == [SUBSPACE if has_bases else "segment"]
-    assert bool((differences(server) == 0).all()) == (not has_bases)
+    assert num_missing(server) == 0
+    assert server.store.stats().undecodable_segments == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    server.codec.add_subspace(other, is_older=True)
+    off = differences(server)
+    assert off.max() < 0.1 * max(kv.v.abs().max() for kv in server.read_pool())
     server.close()
 
 

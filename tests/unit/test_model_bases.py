@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ from krul_sglang.engine.attach.model_bases import BasesFile
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError
 from krul_sglang.learning.background import BackgroundLearningError, LearningProcess, RecentTurns
+from krul_sglang.learning.older_files import older_path, replace_bases
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 from tests.support.codec_builders import rotary_table
 from tests.support.engine_builders import TensorPool
@@ -337,6 +339,176 @@ def test_learning_ends_with_the_server(
     wait_until(lambda: not any(thread.name == "krul-bases" for thread in threading.enumerate()))
     assert was_closed.is_set()
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+# ---- after the first bases ----
+
+
+def older_file(rank: Rank, bases: ModelBases) -> None:
+    """These were the rank's bases before those that it has."""
+    rank.have_learned(bases)
+    replace_bases(rank.path, make_bases(SHAPE, [2, 1], seed=9))
+
+
+def test_older_bases_that_segments_name_are_read_from_beside_the_file(model: Path, cache_dir: Path) -> None:
+    rank, before = Rank(model, cache_dir), make_bases(SHAPE, [2, 1])
+    older_file(rank, before)
+    file = rank.start()
+    rank.learn(file)
+    assert file.may_come(before.digest)
+    wait_until(lambda: bool(rank.older))
+    assert [codec.bases.digest for codec in rank.older] == [before.digest]
+    assert rank.prepared == []
+    # They may have had to make room for others.
+    assert file.may_come(before.digest)
+    wait_until(lambda: len(rank.older) == 2)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, truncate])
+def test_bases_that_nobody_has_do_not_come(
+    model: Path, cache_dir: Path, damage: Callable[[Path], None]
+) -> None:
+    rank, before = Rank(model, cache_dir), make_bases(SHAPE, [2, 1])
+    older_file(rank, before)
+    damage(older_path(rank.path, before.digest))
+    file = rank.start()
+    rank.learn(file)
+    wait_until(lambda: not file.may_come(before.digest))
+    assert rank.older == []
+
+
+def test_bases_may_come_as_long_as_the_first_are_being_learned(
+    model: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learning from the same text gives the same bases."""
+    may_end = threading.Event()
+
+    def learning(self: object, *given: object) -> Iterator[str]:
+        yield "begins"
+        may_end.wait(60)
+        raise BackgroundLearningError("no memory")
+
+    monkeypatch.setattr(LearningInAThread, "learning", learning, raising=False)
+    monkeypatch.setattr(model_bases, "LearningProcess", LearningInAThread)
+    rank = Rank(model, cache_dir)
+    file = rank.start()
+    rank.learn(file)
+    assert file.may_come("a" * 64)
+    wait_until(lambda: not file._older.may_come("a" * 64))
+    assert file.may_come("a" * 64)
+    may_end.set()
+    wait_until(lambda: not file.may_come("a" * 64))
+
+
+def test_bases_that_another_process_wrote_are_taken_at_once(
+    model: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_bases, "_POLL_S", 0.01)
+    rank = Rank(model, cache_dir)
+    rank.have_learned(make_bases(SHAPE, [2, 1]))
+    file = rank.start()
+    rank.learn(file)
+    truncate(rank.path)
+    wait_until(lambda: "are damaged" in caplog.text or "no bases in" in caplog.text)
+    assert file.served.num_had == 1
+    others = make_bases(SHAPE, [2, 1], seed=1)
+    rank.have_learned(others)
+    wait_until(lambda: file.served.num_had == 2)
+    assert file.served.subspace is rank.prepared[0]
+    assert file.served.subspace.bases.digest == others.digest
+    # The same ones again are none.
+    rank.have_learned(others)
+    time.sleep(0.1)
+    assert file.served.num_had == 2
+
+
+class Relearning:
+    """A server whose turns are unlike what its bases were learned from, where learning is ``learning``."""
+
+    def __init__(self, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.given: list[RecentTurns | None] = []
+        self.refusal: str | None = None
+        rank.have_learned(make_bases(SHAPE, [2, 1]))
+        self._rank = rank
+        monkeypatch.setattr(LearningInAThread, "learning", self.learning, raising=False)
+        monkeypatch.setattr(model_bases, "LearningProcess", self.process)
+        monkeypatch.setattr(model_bases, "_POLL_S", 0.01)
+
+    def process(self, *given: Any) -> LearningInAThread:
+        process = LearningInAThread(*given)
+        self.given.append(process.recent)
+        return process
+
+    def learning(self, *given: object) -> Iterator[str]:
+        yield "begins"
+        if self.refusal is not None:
+            raise BackgroundLearningError(self.refusal)
+        self._rank.have_learned(make_bases(SHAPE, [2, 1], seed=len(self.given)))
+
+
+def meet_unlike_turns(file: BasesFile, num_tokens: int = 5000) -> None:
+    served = file.served
+    served.drift.add_unfamiliar(5000)
+    if served.recent is not None:
+        num_pages = num_tokens // 4
+        keys = [f"page {page}" for page in range(num_pages)]
+        served.recent.add(keys, np.arange(num_pages * 4, dtype=np.int32), range(num_pages))
+
+
+def test_unlike_turns_are_learned_from(model: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(model, cache_dir)
+    relearning = Relearning(rank, monkeypatch)
+    file = rank.start()
+    rank.learn(file, relearn_within=0.02)
+    time.sleep(0.1)
+    assert relearning.given == [], "nothing is unlike yet"
+    meet_unlike_turns(file)
+    wait_until(lambda: file.served.num_had == 2)
+    (given,) = relearning.given
+    assert given is not None
+    assert given.max_damage == 0.02
+    assert sorted(token for piece in given.pieces for token in piece) == list(range(5000))
+    wait_until(lambda: file.served.as_dict()["relearned"] == 1)
+    assert (file.served.state, file.served.refusal) == ("learned again", None)
+    time.sleep(0.1)
+    assert len(relearning.given) == 1, "not again for some hours"
+    monkeypatch.setattr(file, "_relearn_at_s", time.monotonic())
+    wait_until(lambda: file.served.as_dict()["relearned"] == 2)
+
+
+def test_new_bases_that_are_not_better_are_refused(
+    model: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(model, cache_dir)
+    relearning = Relearning(rank, monkeypatch)
+    relearning.refusal = "not clearly better"
+    file = rank.start()
+    before = file.served.subspace
+    rank.learn(file, relearn_within=0.02)
+    meet_unlike_turns(file)
+    wait_until(lambda: file.served.as_dict()["relearning_refused"] == "not clearly better")
+    time.sleep(0.1)
+    assert len(relearning.given) == 1
+    assert file._relearn_at_s > time.monotonic() + 20 * 3600
+    assert (file.served.subspace, file.served.state) == (before, "read at the start")
+    assert file.served.num_relearned == 0
+
+
+@pytest.mark.parametrize("cause", ["switched off", "too few tokens", "other weights"])
+def test_bases_are_not_learned_again_if(
+    cause: str, model: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(model, cache_dir)
+    relearning = Relearning(rank, monkeypatch)
+    file = rank.start()
+    rank.learn(file, None if cause == "switched off" else 0.02)
+    assert (file.served.recent is None) == (cause == "switched off")
+    if cause == "other weights":
+        file.served.recent = None
+    meet_unlike_turns(file, 4000 if cause == "too few tokens" else 5000)
+    assert file.served.drift.is_unlike
+    time.sleep(0.2)
+    assert relearning.given == []
 
 
 def test_weights_that_left_are_refused(model: Path, cache_dir: Path) -> None:

@@ -9,8 +9,9 @@ from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import group_vectors, split_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_sglang.engine.budget.recent_text import RecentText
 from krul_sglang.engine.budget.text_drift import TextDrift
-from tests.support.budget_builders import BudgetedServer
+from tests.support.budget_builders import PAGE_SIZE, BudgetedServer
 from tests.support.subspace_builders import make_bases, make_layers
 
 SHAPE = LayerShape(2, 16, 16, torch.float32)
@@ -59,6 +60,48 @@ def test_familiar_text_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> Non
     for offset in (1.9, 2.5, 1.2) * 10:
         drift.add(offset, 1000)
     assert caplog.records == []
+
+
+def test_text_is_unlike_if_the_bases_cannot_represent_much_of_it() -> None:
+    drift = TextDrift("org/name", 0)
+    drift.add_unfamiliar(4000)
+    assert not drift.is_unlike, "too early"
+    drift.add_unfamiliar(1000)
+    assert drift.is_unlike
+    assert drift.unfamiliar_share == 1.0
+    for _ in range(200):
+        drift.add(0.5, 200)
+    assert drift.unfamiliar_share < 0.25
+    assert not drift.is_unlike
+    for _ in range(40):
+        drift.add(3.0, 1000)
+    assert drift.is_unlike, "its coefficients are too large"
+    drift.begin_again()
+    assert not drift.is_unlike
+
+
+def test_the_budget_notes_what_is_unlike() -> None:
+    server = BudgetedServer(0.05)
+    server.compute(64, outside=100.0)
+    assert server.store_turn()["text"]["unfamiliar_share"] == 1.0
+    server.compute(64)
+    # As many tokens that are not.
+    assert server.store_turn()["text"]["unfamiliar_share"] == 0.5
+    server.close()
+
+
+def test_turns_are_kept_to_learn_from_but_not_those_of_tenants() -> None:
+    server = BudgetedServer(0.05)
+    server.bases.recent = RecentText(PAGE_SIZE)
+    server.compute(64)
+    server.store_turn(tenant="somebody")
+    assert server.bases.recent.pieces() == []
+    server.compute(8)
+    server.store_turn()
+    assert server.bases.recent.pieces() == [list(range(72 * PAGE_SIZE))]
+    server.budget.forget_model()
+    assert server.bases.recent is None
+    server.close()
 
 
 def test_the_budget_notes_what_it_stores() -> None:

@@ -19,6 +19,7 @@ from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.config import AUTO, KrulConfig
 from krul_sglang.engine.attach.cost_calibration import CostCalibration, units_in_use
 from krul_sglang.engine.attach.start_proof import prove_heads
+from krul_sglang.engine.budget.gauges import show
 from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError
 from krul_sglang.engine.restore.head_recompute import HeadRecompute, unsupported_model
@@ -63,6 +64,8 @@ def attach_restore(
         if not is_measured:
             decode_costs.group_s = calibration.group_costs(subspace, costs.tiers[DRAM_TIER])
         linker.codec.add_subspace(subspace, is_older=is_older)
+        rank = runtime.model.identity.tp_rank
+        show("bases_held", "Different bases in which segments can be decoded.", linker.codec.num_bases, rank)
         if config.fast_copies == AUTO:
             shape = pool.shape
             native_s = costs.tiers[DRAM_TIER].byte_s * (shape.k_token_bytes + shape.v_token_bytes)
