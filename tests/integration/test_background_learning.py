@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from huggingface_hub import constants
 from transformers import AutoTokenizer
@@ -18,8 +19,14 @@ from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.daemon.client.admin import AdminClient
 from krul_sglang.demo.server import ServerProcess
 from krul_sglang.learning import command
-from krul_sglang.learning.background import BackgroundLearningError, LearningProcess, check_memory
-from krul_sglang.learning.command import ensure_bases, learn_to_files
+from krul_sglang.learning.background import (
+    BackgroundLearningError,
+    LearningProcess,
+    RecentTurns,
+    check_memory,
+)
+from krul_sglang.learning.bases import LearningError
+from krul_sglang.learning.command import ensure_bases, learn_to_files, relearn_bases
 from krul_sglang.learning.older_files import older_path
 from krul_sglang.learning.texts import cut_pieces, own_texts
 from krul_sglang.models.checkpoint import Checkpoint, bases_path
@@ -116,6 +123,42 @@ def test_a_process_takes_what_another_one_of_the_host_has_learned(tiny: Checkpoi
     assert list(process.lines()) == []
     assert path.read_bytes() == content
     process.close()
+
+
+@pytest.fixture
+def learned(tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of bases from little text."""
+    monkeypatch.setattr(command, "NUM_PIECES", 3)
+    (path,) = ensure_bases(tiny, tmp_path, lambda line: None)
+    return path
+
+
+def test_bases_are_learned_again_if_recent_turns_are_clearly_smaller_in_them(
+    tiny: Checkpoint, learned: Path, tmp_path: Path
+) -> None:
+    before = ModelBases.load(learned).digest
+    unlike = [random_prompt(("unlike", number), 300) for number in range(6)]
+    said = list[str]()
+    relearn_bases(tiny, tmp_path, unlike, 0.3, said.append)
+    assert said[0] == "learning again from 3 pieces of the program's text and 4 of recent turns"
+    after = ModelBases.load(learned).digest
+    assert after != before
+    assert ModelBases.load(older_path(learned, before)).digest == before
+    # Text like that from which they were learned is not smaller in bases that are learned once more.
+    with pytest.raises(LearningError, match="not clearly better: recent text would take"):
+        relearn_bases(tiny, tmp_path, unlike[::-1], 0.3, said.append)
+    assert ModelBases.load(learned).digest == after
+
+
+def test_a_process_is_given_recent_turns_but_no_file_of_them(tiny: Checkpoint, tmp_path: Path) -> None:
+    """More than a pipe holds at once. There are no bases that could be learned again."""
+    turns = RecentTurns([random_prompt("private", 1024)] * 24, 0.3)
+    process = LearningProcess(tiny, tmp_path / "cache", 1, turns)
+    assert "300" not in orjson.dumps(process._process.args).decode()
+    with pytest.raises(BackgroundLearningError, match="no bases in"):
+        list(process.lines())
+    process.close()
+    assert [file.suffix for file in (tmp_path / "cache").rglob("*") if file.is_file()] == [".json", ".lock"]
 
 
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
@@ -258,9 +301,8 @@ def test_unlike_turns_lead_to_new_bases_and_old_ones_are_still_decoded(
     assert ModelBases.load(path).digest[:16] == budget["bases"]
     assert ModelBases.load(older_path(path, first)).digest == first
     with ForkedServer(tiny.path, args=args, env=STRICT) as server:
-        assert budget_of(server)["bases_held"] == 1
-        # A miss, until what the old turn is stored in has been read.
-        assert ask(server, familiar, max_new_tokens=1).host_tokens == 0
+        # They are read when a segment names them: until then it is a miss.
+        ask(server, familiar, max_new_tokens=1)
         wait_until(lambda: budget_of(server)["bases_held"] == 2, "older bases")
         push_out(server, num_tokens=2048, seed="started again")
         restored = ask(server, familiar)
