@@ -157,15 +157,16 @@ class SegmentCodec:
 
     def add_subspace(self, subspace: SubspaceCodec, *, is_older: bool = False) -> None:
         """Open segments that are stored in its bases, too, from here on. Turns are stored in those that come
-        last and are not ``is_older``: these stay, and of all others the last ``MOST_BASES - 1``. One thread
-        at a time may call it, while others open segments.
+        last and are not ``is_older``: these stay, and of all others the last ``MOST_BASES - 1``. Any thread
+        may call it.
         """
         digest = subspace.bases.digest
-        others = [(known, each) for known, each in self._subspaces.items() if known != digest]
-        # The newest ones are the last.
-        place = len(others) - 1 if is_older and others else len(others)
-        others.insert(place, (digest, subspace))
-        self._subspaces = dict(others[-MOST_BASES:])
+        with self._opened_lock:
+            others = [(known, each) for known, each in self._subspaces.items() if known != digest]
+            # The newest ones are the last.
+            place = len(others) - 1 if is_older and others else len(others)
+            others.insert(place, (digest, subspace))
+            self._subspaces = dict(others[-MOST_BASES:])
 
     def prepare(
         self,

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 
+_LONGEST_LEARNING_S = 3600.0
+"""For so long segments are kept whose bases may be those that are being learned."""
+
 _LEAST_RECENT_TOKENS = 4096
 """Bases are not learned again from fewer tokens of recent turns."""
 
@@ -79,7 +82,8 @@ class BasesFile:
         self._num_cores = torch.get_num_threads()
         self._process: LearningProcess | None = None
         self._is_closed = threading.Event()
-        self._is_learning = False
+        # Until then the first bases may come.
+        self._first_until_s = 0.0
         self._relearn_within: float | None = None
         self._relearn_at_s = 0.0
         self._prepare: Callable[[SubspaceCodec, bool], None]
@@ -121,20 +125,20 @@ class BasesFile:
         if is_leader and relearn_within is not None:
             self.served.recent = RecentText(self._model.page_size)
         if lacks and (is_leader or self.served.subspace is None):
-            self._is_learning = True
+            self._first_until_s = time.monotonic() + _LONGEST_LEARNING_S
             self.served.state = "learning"
         threading.Thread(target=self._watch, args=(is_leader,), name="krul-bases", daemon=True).start()
 
     def may_come(self, digest: str) -> bool:
         """Whether bases with this digest, which a stored segment names, may come. Does not wait."""
         # Learning from the program's own text gives the same bases again.
-        return self._older.may_come(digest) or self._is_learning
+        return self._older.may_come(digest) or time.monotonic() < self._first_until_s
 
     def _watch(self, is_leader: bool) -> None:
         """Bring the first bases, and then newer ones, until the server ends."""
-        if self._is_learning:
+        if self._first_until_s:
             self._bring_first(self._learn() if is_leader else self._wait_for_leader())
-            self._is_learning = False
+            self._first_until_s = 0.0
         while not self._is_closed.wait(_POLL_S):
             if _stamp(self.path) not in (None, self._stamp):
                 try:
