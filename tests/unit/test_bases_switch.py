@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.segment_codec import MOST_BASES, SegmentCodec
+from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.strategy.strategy import SUBSPACE
 from krul_sglang.engine.budget.probing import ProbeOutcome
@@ -124,9 +126,19 @@ def bases_of(server: BudgetedServer) -> list[str]:
     return [header.codec_params["bases"] for header in server.headers]
 
 
-def variant(damage_factor: float) -> SubspaceCodec:
-    """Bases of another digest that the KV of the conversation lies in as well."""
-    return SubspaceCodec(make_bases(SHAPE, [2, 2], damage_factor=damage_factor), ROTARY, [RansCoder()])
+def variant(factor: float) -> SubspaceCodec:
+    """Bases that the KV of the conversation lies in as well, but with so many times larger coefficients. The
+    damage factor is the same number."""
+    groups = (
+        replace(
+            basis,
+            encoder=factor * basis.encoder,
+            decoder=basis.decoder / factor,
+            magnitudes=factor * basis.magnitudes,
+        )
+        for basis in make_bases(SHAPE, [2, 2]).groups
+    )
+    return SubspaceCodec(ModelBases(SHAPE, tuple(groups), factor), ROTARY, [RansCoder()])
 
 
 def bring(server: BudgetedServer, subspace: SubspaceCodec) -> None:
