@@ -27,7 +27,7 @@ from krul_sglang.learning.background import (
 )
 from krul_sglang.learning.bases import LearningError
 from krul_sglang.learning.command import ensure_bases, learn_to_files, relearn_bases
-from krul_sglang.learning.older_files import older_path
+from krul_sglang.learning.older_files import older_path, replace_bases
 from krul_sglang.learning.texts import cut_pieces, own_texts
 from krul_sglang.models.checkpoint import Checkpoint, bases_path
 from krul_sglang.models.find import REFERENCE_MODEL
@@ -312,9 +312,15 @@ def test_unlike_turns_lead_to_new_bases_and_old_ones_are_still_decoded(
         assert_nothing_left_behind(server)
 
 
-def test_two_ranks_begin_to_store_in_bases_at_the_same_turn(tiny: Checkpoint, tmp_path: Path) -> None:
-    learned = [bases_path(tiny, tmp_path / "elsewhere", rank, 2) for rank in range(2)]
-    assert list(learn_to_files(tiny, None, num_pieces=4, tp_size=2, cache_dir=tmp_path / "elsewhere"))
+def test_two_ranks_begin_to_store_in_bases_and_in_newer_ones_at_the_same_turn(
+    tiny: Checkpoint, tmp_path: Path
+) -> None:
+    learned, newer = (
+        [bases_path(tiny, tmp_path / name, rank, 2) for rank in range(2)] for name in ("elsewhere", "later")
+    )
+    for paths_of_ranks, num_pieces in ((learned, 4), (newer, 3)):
+        folder = paths_of_ranks[0].parents[1]
+        assert list(learn_to_files(tiny, None, num_pieces=num_pieces, tp_size=2, cache_dir=folder))
     paths = [bases_path(tiny, tmp_path, rank, 2) for rank in range(2)]
     args = (*bases_server_args(2048, tmp_path, error_budget=4, probe_share=1), "--tp", "2")
     with ExitStack() as elsewhere:
@@ -334,7 +340,22 @@ def test_two_ranks_begin_to_store_in_bases_at_the_same_turn(tiny: Checkpoint, tm
             ask(server, compressed)
             wait_for_probes(server, 0)
             assert settled_stats(server)["compression"]["subspace_turns"] > 0
+            digests = [ModelBases.load(path).digest[:16] for path in newer]
+            for path, newer_path in zip(paths, newer, strict=True):
+                replace_bases(path, ModelBases.load(newer_path))
+            prompts = [native, compressed]
+
+            def are_in_use() -> bool:
+                prompts.append(random_prompt(len(prompts), 320))
+                ask(server, prompts[-1], max_new_tokens=1)
+                settled_stats(server)
+                return all(f"stored in bases {digest}" in server.log_text() for digest in digests)
+
+            wait_until(are_in_use, "newer bases on both ranks")
+            # The last turn is stored in them.
+            assert are_in_use()
+            assert krul_stats(server)["compression"]["budget"]["bases_held"] == 2
             push_out(server, num_tokens=2048, seed="two ranks")
-            for prompt in (native, compressed):
+            for prompt in (native, compressed, prompts[-1]):
                 assert ask(server, prompt).host_tokens > 300
             assert_nothing_left_behind(server)
