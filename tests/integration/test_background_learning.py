@@ -249,17 +249,8 @@ def test_unlike_turns_lead_to_new_bases_and_old_ones_are_still_decoded(
     path = bases_path(tiny, tmp_path)
     learn_few(Path(tiny.path), path)
     first = ModelBases.load(path).digest
-    options = {
-        "strategy": "subspace",
-        "error_budget": 0.3,
-        "probe_share": 0,
-        "cache_dir": str(tmp_path),
-        "ssd_dir": str(tmp_path / "ssd"),
-        "ssd_capacity": "1GiB",
-        "planner": "full-load",
-        "fast_copies": "never",
-    }
-    args = (*small_krul_server_args(2048, options), "--enable-metrics")
+    ssd = {"ssd_dir": str(tmp_path / "ssd"), "ssd_capacity": "1GiB"}
+    args = (*bases_server_args(2048, tmp_path, error_budget=0.3, probe_share=0, **ssd), "--enable-metrics")
     familiar = familiar_prompt(tiny.path, 400)
 
     def budget_of(server: ServerProcess) -> dict[str, Any]:
