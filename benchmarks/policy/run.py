@@ -28,7 +28,7 @@ class Configuration:
     queue is looked at, for ``users`` users.
     """
 
-    shares: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+    shares: tuple[float, ...] = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
     users: int = 40
     many_users: tuple[int, ...] = (10, 100, 500)
     share_of_many: float = 0.1
