@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from benchmarks.policy.policies import BeladyPolicy
@@ -51,7 +48,10 @@ class VirtualClock:
 
 
 class Replay:
-    """One replay: each turn leases its longest stored prefix, and stores the rest when it ends.
+    """One replay: each turn looks its longest stored prefix up, and stores the rest when it ends.
+
+    A lease is held until the turn starts: then its pages are copied to the device at once. The answer's pages
+    have no names in traces, so they are stored with the prompt of the next turn.
 
     Args:
         make_policy: makes the policy of the store, given its clock.
@@ -66,7 +66,6 @@ class Replay:
         cost: Cost,
         *,
         holds_waiting: bool = True,
-        holds_path: bool = True,
     ) -> None:
         self._workload = workload
         self._clock = VirtualClock()
@@ -74,34 +73,40 @@ class Replay:
         self._store = HostStore(capacity_bytes, self._policy, self._clock)
         self._cost = cost
         self._holds_waiting = holds_waiting
-        self._holds_path = holds_path
         self._future = Future(workload) if isinstance(self._policy, BeladyPolicy) else None
+        self._outcome = Outcome()
 
     def run(self) -> Outcome:
-        outcome = Outcome()
-        numbers = itertools.count()
-        turns = self._workload.turns
-        events = [
-            (turn.arrival_s if self._holds_waiting else turn.start_s, next(numbers), turn) for turn in turns
-        ]
-        heapq.heapify(events)
-        running: dict[Turn, Lease | None] = {}
-        while events:
-            self._clock.now_s, _, turn = heapq.heappop(events)
-            if turn in running:
-                self._end(turn, running.pop(turn), outcome)
-            else:
-                running[turn] = self._begin(turn, outcome)
-                heapq.heappush(events, (turn.end_s, next(numbers), turn))
+        """Play all turns, once."""
+        leases: dict[Turn, Lease] = {}
+        for self._clock.now_s, _, step, turn in self._events():
+            if step == "look up":
+                lease = self._look_up(turn)
+                if lease is not None:
+                    leases[turn] = lease
+            elif step == "start" and turn in leases:
+                self._store.release(leases.pop(turn))
+            elif step == "end":
+                self._store_turn(turn)
         stats = self._store.stats()
-        outcome.evicted_segments = stats.evicted_segments
-        outcome.refused_segments = stats.rejected_reservations
+        self._outcome.evicted_segments = stats.evicted_segments
+        self._outcome.refused_segments = stats.rejected_reservations
         self._store.close()
-        return outcome
+        return self._outcome
 
-    def _begin(self, turn: Turn, outcome: Outcome) -> Lease | None:
+    def _events(self) -> list[tuple[float, int, str, Turn]]:
+        """What happens, in order of time; at one time in the order of a turn's steps."""
+        events = []
+        for number, turn in enumerate(self._workload.turns):
+            look_up_s = turn.arrival_s if self._holds_waiting else turn.start_s
+            steps = ((look_up_s, "look up"), (turn.start_s, "start"), (turn.end_s, "end"))
+            events += [(at_s, 3 * number + place, step, turn) for place, (at_s, step) in enumerate(steps)]
+        return sorted(events, key=lambda event: event[:2])
+
+    def _look_up(self, turn: Turn) -> Lease | None:
         lease = self._store.lease(MODEL, turn.page_keys, turn.token_ids)
         num_hit = lease.num_pages if lease is not None else 0
+        outcome = self._outcome
         outcome.turns += 1
         outcome.prompt_pages += turn.num_pages
         outcome.hit_pages += num_hit
@@ -111,41 +116,32 @@ class Replay:
         outcome.saved_s += self._cost.pages_s(0, num_hit)
         return lease
 
-    def _end(self, turn: Turn, lease: Lease | None, outcome: Outcome) -> None:
-        with ExitStack() as held:
-            if lease is not None:
-                held.callback(self._store.release, lease)
-            self._store_turn(turn, held, outcome)
-
-    def _store_turn(self, turn: Turn, held: ExitStack, outcome: Outcome) -> None:
+    def _store_turn(self, turn: Turn) -> None:
         keys, tokens = turn.page_keys, turn.token_ids
         if self._future is not None:
+            # Knowing the future, what is never used again is not stored.
             num_used_again = self._future.num_used_again(turn, self._clock())
             keys, tokens = keys[:num_used_again], tokens[:num_used_again]
         for run in self._store.find_missing(MODEL, keys):
             for first in range(run.start, run.stop, SEGMENT_PAGES):
-                pages = range(first, min(first + SEGMENT_PAGES, run.stop))
-                if self._future is not None:
-                    assert isinstance(self._policy, BeladyPolicy)
+                end = min(first + SEGMENT_PAGES, run.stop)
+                if self._future is not None and isinstance(self._policy, BeladyPolicy):
                     self._policy.incoming_s = self._future.next_use_s(keys[first], self._clock())
-                num_bytes = len(pages) * turn.conversation.page_bytes
+                num_bytes = (end - first) * turn.conversation.page_bytes
                 reservation = self._store.reserve((num_bytes,))
                 if reservation is None:
                     # A turn that does not fit is stored as far as it does: later pages need these.
                     return
                 manifest = SegmentManifest(
                     MODEL,
-                    keys[pages.start : pages.stop],
+                    keys[first:end],
                     keys[first - 1] if first else None,
                     first,
-                    tokens[pages.start : pages.stop],
+                    tokens[first:end],
                     "replayed",
                     (num_bytes,),
-                    recompute_s=self._cost.pages_s(pages.start, pages.stop),
+                    recompute_s=self._cost.pages_s(first, end),
                 )
                 # The bytes are never read, so their checksum may be any number.
-                segment_id = self._store.commit(reservation, manifest, (0,))
-                segment = self._store.hold(segment_id) if self._holds_path else None
-                if segment is not None:
-                    held.callback(self._store.unhold, segment)
-                outcome.stored_pages += len(pages)
+                self._store.commit(reservation, manifest, (0,))
+                self._outcome.stored_pages += end - first
