@@ -56,8 +56,9 @@ def main(
     )
     try:
         result = {
-            "command": environment.without_cwd(
-                shlex.join(["python", "-m", "benchmarks.policy", *sys.argv[1:]])
+            # Files by their names: where they lie says nothing of the result.
+            "command": shlex.join(
+                ["python", "-m", "benchmarks.policy", *(Path(word).name for word in sys.argv[1:])]
             ),
             "git_revision": environment.git_revision(),
             "versions": environment.versions(("numpy",)),

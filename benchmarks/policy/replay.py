@@ -79,7 +79,8 @@ class Replay:
     def run(self) -> Outcome:
         """Play all turns, once."""
         leases: dict[Turn, Lease] = {}
-        for self._clock.now_s, _, step, turn in self._events():
+        for now_s, _, step, turn in self._events():
+            self._clock.now_s = now_s
             if step == "look up":
                 lease = self._look_up(turn)
                 if lease is not None:

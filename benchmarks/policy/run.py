@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from benchmarks.policy.policies import BeladyPolicy, FifoPolicy, S3FifoPolicy
@@ -16,6 +17,7 @@ from krul_backend.tiers.common.interface import Clock
 
 REFERENCE = "belady"
 _TURNS_OF_USER = 10
+_SHARES = ("hit_rate", "byte_hit_rate", "saved", "hits_of_reference", "saved_of_reference")
 POLICY_NAMES = (*POLICIES, "fifo", "s3-fifo", REFERENCE)
 
 
@@ -64,17 +66,14 @@ def summarize(result: Mapping[str, Any]) -> dict[str, Any]:
     of_policy = {
         name: [row for row in rows if row["policy"] == name] for name in POLICY_NAMES if name != REFERENCE
     }
-    kept = ("turns", "prompt_pages", "stored_pages", "evicted_segments", "refused_segments")
+    kept = ("part", "users", "holds_waiting", "share", "policy", *_SHARES)
     return {
         **result,
         "relative": {
-            name: {
-                measure: _quantiles([row[measure] for row in of_rows])
-                for measure in ("hits_of_reference", "saved_of_reference")
-            }
+            name: {measure: _quantiles([row[measure] for row in of_rows]) for measure in _SHARES[-2:]}
             for name, of_rows in of_policy.items()
         },
-        "rows": [{key: value for key, value in row.items() if key not in kept} for row in rows],
+        "rows": [{key: row[key] for key in kept if key in row} for row in rows],
     }
 
 
@@ -82,7 +81,7 @@ def make_policies(workload: Workload) -> dict[str, Callable[[Clock], EvictionPol
     """What makes each policy, for the store of one replay."""
     future = Future(workload)
     return {
-        **{name: lambda clock, name=name: make_policy(name, clock) for name in POLICIES},
+        **{name: partial(make_policy, name) for name in POLICIES},
         "fifo": lambda _: FifoPolicy(),
         "s3-fifo": lambda _: S3FifoPolicy(),
         REFERENCE: lambda clock: BeladyPolicy(future, clock),
@@ -105,7 +104,7 @@ def _rows(sessions: Sequence[Session], configuration: Configuration, tell: Tell)
         yield from _of_all(of_users, share, configuration, tell, {"part": "dram"})
     for num_users in configuration.many_users:
         share = configuration.share_of_many
-        part = {"part": "users"}
+        part: Row = {"part": "users"}
         yield from _of_all(workload(num_users), share, configuration, tell, part | {"users": num_users})
     queued = workload(configuration.users, configuration.slots)
     for holds in (False, True):
