@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from benchmarks.pages import RESULTS, ROOT
+from benchmarks.pages.policy import POLICY_RESULT, policy_table, queue_table
 from benchmarks.pages.serving import serving_tables
 from benchmarks.restore.rows import Row, longest, settings
 from krul_sglang.demo.report import ratio_text
@@ -341,6 +342,7 @@ def _mib(num_bytes: int) -> str:
 def tables() -> dict[str, str]:
     """The tables of the kept results, by the names of their places."""
     quality = {path: orjson.loads(path.read_bytes()) for path in QUALITY_RESULTS if path.exists()}
+    policies = orjson.loads(POLICY_RESULT.read_bytes())
     return {
         "demo": demo_table(orjson.loads(DEMO_RESULT.read_bytes())),
         **serving_tables(),
@@ -350,4 +352,6 @@ def tables() -> dict[str, str]:
         "restore": restore_table(orjson.loads(RESTORE_RESULT.read_bytes())),
         "segments": segments_table(orjson.loads(SEGMENTS_RESULT.read_bytes())),
         "tiers": tiers_table(orjson.loads(TIERS_RESULT.read_bytes())),
+        "policy": policy_table(policies),
+        "policy-queue": queue_table(policies),
     }

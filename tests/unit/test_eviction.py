@@ -31,6 +31,7 @@ class Item:
     num_tokens: int = 100
     saved_s: float = 1.0
     num_looks: int = 0
+    start_token: int = 0
 
     @property
     def restore_s(self) -> float:
@@ -182,8 +183,8 @@ def test_what_saves_least_per_byte_and_idle_second_leaves_first() -> None:
     clock.now_s += 10
     policy.touch([Item(4, taken_bytes=10_000, saved_s=0.4)])
     clock.now_s += 10
-    # Per 10 KB and second: 1/20, 0.5/20, 0.4/20, 0.4/10.
-    assert list(policy.victims()) == [3, 2, 4, 1]
+    # Roots of the saving per 10 KB, per second: 1/20, 0.71/20, 0.63/20, 0.63/10.
+    assert list(policy.victims()) == [3, 2, 1, 4]
     clock.now_s += 1000
     # By now all have been idle for about as long.
     assert list(policy.victims()) == [3, 4, 2, 1]
@@ -207,6 +208,44 @@ def test_worth_is_what_a_segment_is_worth_now() -> None:
     # It was written to a lower tier, say.
     one.saved_s = 0.1
     assert list(policy.victims()) == [1, 2]
+
+
+def test_what_usually_comes_back_soon_stays() -> None:
+    clock = Clock()
+    policy = ValuePolicy(clock)
+    # Both come back now and then; the first one every 20 s, the second one every 100 s.
+    for second in range(0, 401, 20):
+        clock.now_s = 100.0 + second
+        policy.touch([Item(1)])
+        if second % 100 == 0:
+            policy.touch([Item(2)])
+    clock.now_s += 5
+    assert list(policy.victims()) == [2, 1]
+    # What continues a conversation is expected back as soon as the conversation.
+    policy.touch([Item(1), Item(3, start_token=100)])
+    clock.now_s += 5
+    assert list(policy.victims()) == [2, 3, 1]
+    # Its usual pause has long been over: all three have been away for about as long.
+    policy.touch([Item(2)])
+    clock.now_s += 1000
+    assert next(policy.victims()) == 3
+
+
+def test_what_follows_a_missing_segment_leaves_first() -> None:
+    clock = Clock()
+    policy = ValuePolicy(clock)
+    policy.touch([Item(1, saved_s=0.1)])
+    path = [Item(2), Item(3, start_token=100), Item(4, start_token=200), Item(5, start_token=300)]
+    policy.touch(path)
+    assert list(policy.victims()) == [1, 5, 4, 3, 2]
+    policy.remove(3)
+    assert list(policy.victims()) == [5, 4, 1, 2]
+    # As when a turn is stored that does not fit: its next segment has nothing to continue.
+    policy.touch([Item(6, start_token=400)])
+    assert next(policy.victims()) in (5, 6)
+    # It was stored again.
+    policy.touch([path[0], Item(7, start_token=100), path[2], path[3]])
+    assert list(policy.victims()) == [6, 1, 5, 4, 7, 2]
 
 
 def test_a_worthless_head_waits_for_a_tail_of_no_bytes() -> None:

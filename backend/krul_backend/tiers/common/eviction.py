@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import time
 from abc import ABC, abstractmethod
@@ -26,7 +27,13 @@ NUM_SAMPLED = 64
 _MIN_TAKEN_BYTES = 4096
 """The least that a segment counts as: one without bytes still has keys and tokens."""
 
-_MIN_IDLE_S = 1e-3
+_TURN_S = 1.0
+"""Uses in quicker succession are of one turn: they say nothing about pauses."""
+
+_UNKNOWN_PAUSE_S = 10.0
+"""The usual pause between two uses of a conversation that was used only once: that of an agent with tools."""
+
+_PAUSE_LEARNING_RATE = 0.3
 
 
 class Evictable(Protocol):
@@ -38,6 +45,10 @@ class Evictable(Protocol):
     @property
     def taken_bytes(self) -> int:
         """Bytes that its eviction frees."""
+
+    @property
+    def start_token(self) -> int:
+        """Position in the conversation; 0 for the first segment of one."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -114,22 +125,43 @@ class LruPolicy(EvictionPolicy):
 
 @dataclass(eq=False)
 class _Node:
-    """A known segment; it continues ``parent``, and the segments ``children`` continue it."""
+    """A known segment; it continues ``parent``, and the segments ``children`` continue it.
+
+    ``pause_s``: the usual time between two uses, a moving average. ``is_reachable``: all segments before it
+    were known at the last use, and none of them has left since.
+    """
 
     segment: Evictable
     last_used_s: float
+    pause_s: float = _UNKNOWN_PAUSE_S
+    is_reachable: bool = True
     parent: _Node | None = None
     children: set[int] = field(default_factory=set)
 
+    def use(self, now_s: float) -> None:
+        """Note a use."""
+        pause_s = now_s - self.last_used_s
+        if pause_s > _TURN_S:
+            self.pause_s += _PAUSE_LEARNING_RATE * (pause_s - self.pause_s)
+        self.last_used_s = now_s
+
     def worth(self, now_s: float) -> float:
         """See ``ValuePolicy``."""
+        if not self.is_reachable:
+            return 0.0
         saved_s = self.segment.restore_s or self.segment.num_tokens * UNKNOWN_TOKEN_S
         taken_bytes = max(self.segment.taken_bytes, _MIN_TAKEN_BYTES)
-        return saved_s / taken_bytes / max(now_s - self.last_used_s, _MIN_IDLE_S)
+        return math.sqrt(saved_s / taken_bytes) / max(now_s - self.last_used_s, self.pause_s)
 
 
 class ValuePolicy(EvictionPolicy):
-    """The segment of least worth first: seconds saved by having it / bytes taken / seconds since last use.
+    """The segment of least worth first: root of (seconds saved by having it / bytes taken) / seconds idle.
+
+    Idle are the seconds since its last use, or the usual pause between two uses if that is longer: so a
+    conversation that comes back every few seconds does not make room for one that has just left, but comes
+    back every few minutes. Without the root, replays of recorded sessions lose hits and save no more time.
+    A segment is worth nothing if one before it is missing, as when a turn is stored that does not fit whole:
+    nobody could restore it.
 
     Every worth changes with time, so no order of all segments is kept, only the order of last use among the
     *leaves*, the segments that no known one continues. The next victim is the one that is worth least among
@@ -161,8 +193,11 @@ class ValuePolicy(EvictionPolicy):
             node = self._nodes.get(segment_id)
             if node is None:
                 node = self._nodes[segment_id] = _Node(segment, now_s)
+                if parent is not None:
+                    node.pause_s = parent.pause_s
                 self._add_leaf(segment_id)
-            node.last_used_s = now_s
+            node.use(now_s)
+            node.is_reachable = parent.is_reachable if parent is not None else segment.start_token == 0
             if node.parent is not parent:
                 self._unlink(node)
                 node.parent = parent
@@ -170,14 +205,21 @@ class ValuePolicy(EvictionPolicy):
                     parent.children.add(segment_id)
                     self._drop_leaf(parent.segment.segment_id)
             if segment_id in self._leaf_order:
-                self._leaf_order.move_to_end(segment_id)
+                # What nobody can restore goes to the front, so that it is a candidate at once.
+                self._leaf_order.move_to_end(segment_id, last=node.is_reachable)
             parent = node
 
     def remove(self, segment_id: int) -> None:
         node = self._nodes.pop(segment_id)
         self._unlink(node)
-        for child in node.children:
-            self._nodes[child].parent = None
+        for child_id in node.children:
+            self._nodes[child_id].parent = None
+        cut_off = list(node.children)
+        while cut_off:
+            child = self._nodes[cut_off.pop()]
+            if child.is_reachable:
+                child.is_reachable = False
+                cut_off += child.children
         self._drop_leaf(segment_id)
 
     def victims(self) -> Iterator[int]:

@@ -82,6 +82,10 @@ class StoredSegment:
         return None if flags is None else Span(flags.offset, flags.num_bytes)
 
     @property
+    def start_token(self) -> int:
+        return self.manifest.start_token
+
+    @property
     def num_tokens(self) -> int:
         return self.manifest.num_tokens
 

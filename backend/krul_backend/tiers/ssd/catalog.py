@@ -41,6 +41,10 @@ class SsdSegment:
     is_indexed: bool = False
 
     @property
+    def start_token(self) -> int:
+        return self.manifest.start_token
+
+    @property
     def num_tokens(self) -> int:
         return self.manifest.num_tokens
 
