@@ -42,11 +42,11 @@ class MoodyStore(TieredStore):
         self.may_reserve = threading.Event()
         self.may_reserve.set()
 
-    def reserve(self, *args: Any) -> Any:
+    def reserve(self, *args: Any, **kwargs: Any) -> Any:
         if self.error is not None:
             raise self.error
         assert self.may_reserve.wait(TIMEOUT_S)
-        return super().reserve(*args)
+        return super().reserve(*args, **kwargs)
 
     def trim(self, *args: Any) -> int:
         assert self.may_trim.wait(TIMEOUT_S)
