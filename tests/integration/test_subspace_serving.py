@@ -112,7 +112,13 @@ def test_what_memory_nothing_else_needs_keeps_comes_back_as_it_was(
 ) -> None:
     """Two ranks keep native copies of their heads, until turns of others need the memory."""
     learn(tiny_models["float32"], tmp_path, tp_size=2)
-    options = {"probe_share": 0, "host_memory": "16MiB", "fast_copies": "auto"}
+    options = {
+        "probe_share": 0,
+        "host_memory": "16MiB",
+        # What was used longest ago leaves first, however often it was used.
+        "eviction": "lru",
+        "fast_copies": "auto",
+    }
     args = (*bases_server_args(2048, tmp_path, error_budget=4, **options), "--tp", "2")
     with ForkedServer(tiny_models["float32"], args=args, env=STRICT_ON_TWO_CORES) as server:
         history = random_prompt("kept twice", 320)
