@@ -274,6 +274,14 @@ class KrulConfig:
         "needs, if that loads faster than decoding by the costs measured on this machine. Such copies leave "
         'before anything else does. "never" leaves that memory free.',
     )
+    truncation_reuse: bool = _option(
+        False,
+        _parse_switch,
+        "true or false",
+        "Restore the turns that a client kept when it dropped the oldest ones, with keys turned to their new "
+        "positions. They were computed with the dropped turns in sight, so answers differ from those of a "
+        "server that computes the shorter prompt: see docs/restoration.md.",
+    )
     estimator: str = _choice(
         "sampled",
         ESTIMATORS,

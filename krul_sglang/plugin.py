@@ -36,6 +36,7 @@ def register() -> None:
     for path in hook_targets.WEIGHT_WRITERS:
         HookRegistry.register(path, factory.change_weights, HookType.AROUND)
     HookRegistry.register(hook_targets.INTERNAL_STATE, factory.add_stats, HookType.AFTER)
+    HookRegistry.register(hook_targets.CACHED_TOKENS, factory.add_moved_tokens, HookType.AFTER)
 
 
 def check_launch(server_args: Any, *args: Any, **kwargs: Any) -> None:

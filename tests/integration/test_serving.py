@@ -44,7 +44,8 @@ def server(tiny_models: dict[str, Path]) -> Iterator[ServerProcess]:
         *("--max-total-tokens", str(POOL_TOKENS)),
         *(
             "--unified-cache-external-linker-config",
-            f'{{"host_memory": {HOST_BYTES}, "planner": "full-load"}}',
+            # By last use: what a segment is worth by value depends on measured times.
+            f'{{"host_memory": {HOST_BYTES}, "planner": "full-load", "eviction": "lru"}}',
         ),
         "--enable-cache-report",
         *KRUL,

@@ -114,14 +114,17 @@ class FakeAgreement(RankAgreement):
         super().__init__(None, num_ranks=2)
         self.gathered: list[list[float]] = []
         self.sent: list[bytes] = []
+        self.other_moved: tuple[float, float] | None = None
         self._other_bounds = other_bounds
         self._first_ranks = first_ranks
 
     def gather(self, values: torch.Tensor | None, shape: Sequence[int]) -> list[torch.Tensor]:
         assert values is not None
-        assert tuple(values.shape) == tuple(shape) == (NUM_LAYERS,)
-        self.gathered.append(values.tolist())
-        return [values, torch.tensor(self._other_bounds, dtype=torch.float64)]
+        # The bounds of all layers, then where a moved run lies.
+        assert tuple(values.shape) == tuple(shape) == (NUM_LAYERS + 2,)
+        self.gathered.append(values[:NUM_LAYERS].tolist())
+        moved = values[NUM_LAYERS:] if self.other_moved is None else self.other_moved
+        return [values, torch.tensor([*self._other_bounds, *moved], dtype=torch.float64)]
 
     def broadcast(self, content: bytes) -> bytes:
         self.sent.append(content)

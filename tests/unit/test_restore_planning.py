@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from krul_backend.planner.planners import FullLoadPlanner, FullRecomputePlanner,
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.restore import restore_planning
-from krul_sglang.engine.restore.restore_planning import DecodeCosts
+from krul_sglang.engine.restore.restore_planning import DecodeCosts, RestorePlanning
+from krul_sglang.engine.restore.segment_reader import SegmentReader
 from tests.support.planning_builders import (
     NUM_TOKENS,
     TOKEN_BYTES,
+    FakeAgreement,
     HeadsPlanner,
     costs_of,
     leased,
@@ -24,7 +27,15 @@ from tests.support.planning_builders import (
     no_heads,
     planning_of,
 )
-from tests.support.segment_builders import DEVICE_TOKENS, END, NUM_LAYERS, PAGE_SIZE
+from tests.support.segment_builders import (
+    BOUNDS,
+    DEVICE_TOKENS,
+    END,
+    NUM_LAYERS,
+    PAGE_SIZE,
+    lease_of,
+    stored,
+)
 
 
 def test_a_problem_says_what_is_stored_and_where() -> None:
@@ -181,3 +192,35 @@ def test_a_conversation_that_needs_longer_heads_than_allowed_is_refused() -> Non
     slices = leased(planning, kept_heads=(32, 32, 32, 32))
     assert planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1) is None
     assert planning.counters.refused == 1
+
+
+def moved(planning: RestorePlanning, shift: int) -> list[SegmentReader]:
+    """Readers of tokens [8, 48) of the stored conversation, which the prompt has ``shift`` tokens later."""
+    segments = tuple(stored("native", start, end, None) for start, end in pairwise(BOUNDS))
+    readers = planning.open(lease_of(segments, DEVICE_TOKENS), NUM_TOKENS, shift)
+    assert readers is not None
+    return readers
+
+
+def test_what_is_before_a_moved_run_is_computed_and_runs_are_planned_in_whole_pages() -> None:
+    planner = HeadsPlanner(lowest_heads)
+    planning = planning_of(planner)
+    readers = moved(planning, 2)
+    assert [(reader.first_token, reader.end_token) for reader in readers] == [(10, 26), (26, 46), (46, 58)]
+    planned = planning.plan(readers[:2], device_tokens=4, new_tokens=1, load_from=13)
+    (problem,) = planner.problems
+    assert [(run.first_token, run.end_token) for run in problem.runs] == [(4, 24), (24, 44)]
+    assert [run.stored_from for run in problem.runs] == [(16,) * NUM_LAYERS, (24,) * NUM_LAYERS]
+    assert planned is not None
+    assert planned.plan.head_ends == (16,) * NUM_LAYERS
+    counters = planning.counters
+    assert (counters.moved_loads, counters.moved_tokens) == (1, 46 - 16)
+
+
+def test_ranks_that_found_their_moved_runs_elsewhere_load_neither() -> None:
+    for other, is_loaded in (((13.0, -2.0), True), ((13.0, -6.0), False), ((-1.0, 0.0), False)):
+        agreement = FakeAgreement(other_bounds=(0.0,) * NUM_LAYERS)
+        agreement.other_moved = other
+        planning = planning_of(HeadsPlanner(lowest_heads), agreement=agreement)
+        planned = planning.plan(moved(planning, -2), device_tokens=4, new_tokens=1, load_from=13)
+        assert (planned is not None) == is_loaded

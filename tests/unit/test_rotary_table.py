@@ -68,6 +68,11 @@ def test_rotation_equals_hugging_face_in_float64(name: str) -> None:
     )
     torch.testing.assert_close(table.rotate(k, positions).double(), expected[0], rtol=0, atol=2e-6)
     torch.testing.assert_close(table.unrotate(expected[0].float(), positions), k, rtol=0, atol=2e-6)
+    # Keys that are turned to other positions are those that would have been computed there.
+    for to in (positions.flip(0), (positions + 4000) % 16384, positions):
+        torch.testing.assert_close(
+            table.move(table.rotate(k, positions), positions, to), table.rotate(k, to), rtol=0, atol=1e-5
+        )
 
 
 @settings(max_examples=40, deadline=None)
@@ -91,6 +96,8 @@ def test_unrotate_is_the_inverse_and_leaves_other_channels(
         rotated[..., :rotary_dim].norm(dim=-1), x[..., :rotary_dim].float().norm(dim=-1) * factor
     )
     torch.testing.assert_close(table.unrotate(rotated, positions), x.float(), rtol=0, atol=4e-6)
+    to = positions.flip(0)
+    torch.testing.assert_close(table.move(rotated, positions, to), table.rotate(x, to), rtol=0, atol=1e-5)
 
 
 def test_interleaved_pairs_are_neighbours() -> None:

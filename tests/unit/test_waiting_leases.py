@@ -7,7 +7,9 @@ import time
 import pytest
 
 from krul_backend.segment import TokenIds
+from krul_sglang.engine.common.moved_runs import FindRun, MovedRun
 from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.restore import waiting_leases
 from krul_sglang.engine.restore.waiting_leases import RENEW_INTERVAL_S, RETRY_MISS_S, WaitingLeases
 from tests.support.store_builders import Clock, page_keys, tokens_of
 from tests.support.tiered_builders import MODEL, Rig, put_below, put_in_dram, tiers_of
@@ -211,5 +213,65 @@ def test_what_was_taken_is_the_takers(rig: Rig, waiting: WaitingLeases) -> None:
     assert held is not None
     assert waiting.take("r") is None
     waiting.release("r")
+    rig.store.release(held.lease)
+    rig.assert_nothing_is_held()
+
+
+def moved_run(first: int, end: int) -> MovedRun:
+    """Pages of conversation "old", which the prompt has from token 10 on; it has nothing on the device."""
+    keys = page_keys("old", first, end)
+    return MovedRun(10, 10 - 4 * first, keys, tokens_of(keys), first_token=0)
+
+
+def test_a_moved_run_is_held_where_it_brings_more_than_the_prefix(
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting_leases, "MIN_RUN_TOKENS", 8)
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock)
+    keys = page_keys("new", 0, 20)
+    put_in_dram(rig, "new", 0, 3)
+    put_in_dram(rig, "old", 5, 12)
+    asked: list[int] = []
+
+    def find(num_found: int) -> MovedRun:
+        asked.append(num_found)
+        return moved_run(5, 14)
+
+    def hold(rid: str, find_run: FindRun) -> int:
+        return waiting.hold(rid, keys, lambda: tokens_of(keys), find_run)
+
+    for _ in range(3):
+        # Seven pages from token 10 on.
+        assert hold("a", find) == (10 + 7 * MODEL.page_size) // MODEL.page_size
+    assert asked == [3]
+    held = waiting.take("a")
+    assert held is not None
+    assert held.moved is not None
+    assert held.lease.num_pages == 7
+    rig.store.release(held.lease)
+    # Two pages are fewer than the three of the prefix, and none is nothing.
+    assert hold("b", lambda num_found: moved_run(10, 14)) == 3
+    assert hold("c", lambda num_found: moved_run(12, 14)) == 3
+    assert hold("d", lambda num_found: None) == 3
+    assert len(waiting) == 3
+    waiting.release_all()
+    rig.assert_nothing_is_held()
+
+
+def test_a_moved_run_comes_to_dram_while_its_request_waits(
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting_leases, "MIN_RUN_TOKENS", 8)
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock)
+    keys = page_keys("new", 0, 20)
+    put_below(rig.ssd, "old", 5, 9)
+    for _ in range(2):
+        assert waiting.hold("a", keys, lambda: tokens_of(keys), lambda num_found: moved_run(5, 9)) > 0
+    wait_until_read(rig)
+    clock.now_s += 2 * RENEW_INTERVAL_S
+    assert waiting.hold("a", keys, lambda: tokens_of(keys), lambda num_found: moved_run(5, 9)) > 0
+    held = waiting.take("a")
+    assert held is not None
+    assert held.lease.is_in_dram
     rig.store.release(held.lease)
     rig.assert_nothing_is_held()

@@ -65,6 +65,21 @@ class RotaryTable:
         squared_factor = cos.square() + sin.square()
         return self._turn(x, cos / squared_factor, -sin / squared_factor)
 
+    def move(self, x: torch.Tensor, positions: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        """Turn ``x``, which was rotated at ``positions``, as if it had been rotated at the positions ``to``.
+
+        The same shapes, dtypes and errors as those of ``rotate``. Rotations add up: one by the difference of
+        both angles is enough, and yarn's factor stays as it is.
+        """
+        cos, sin = self._angles(x, positions)
+        to_cos, to_sin = self._angles(x, to)
+        squared_factor = cos.square() + sin.square()
+        return self._turn(
+            x,
+            (to_cos * cos + to_sin * sin) / squared_factor,
+            (to_sin * cos - to_cos * sin) / squared_factor,
+        )
+
     def pull_back(self, gradients: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Gradients with respect to ``x`` from those with respect to ``rotate(x, positions)``.
 

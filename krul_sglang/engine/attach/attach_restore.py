@@ -21,7 +21,7 @@ from krul_sglang.engine.attach.cost_calibration import CostCalibration, units_in
 from krul_sglang.engine.attach.start_proof import prove_heads
 from krul_sglang.engine.budget.gauges import show
 from krul_sglang.engine.cache.runtime import KrulRuntime
-from krul_sglang.engine.common.unsupported import UnsupportedSetupError
+from krul_sglang.engine.common.unsupported import NOT_MOVABLE, UnsupportedSetupError
 from krul_sglang.engine.restore.head_recompute import HeadRecompute, unsupported_model
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_path import HeadProof, RestorePath
@@ -71,6 +71,10 @@ def attach_restore(
             native_s = costs.tiers[DRAM_TIER].byte_s * (shape.k_token_bytes + shape.v_token_bytes)
             linker.keep_fast_copies(max(decode_costs.group_s.values()) > native_s)
 
+    if config.truncation_reuse and (heads is None or runtime.rotary is None):
+        raise NOT_MOVABLE.error(
+            "heads that cannot be recomputed" if heads is None else "a rotary embedding that cannot be undone"
+        )
     if runtime.bases is not None and runtime.bases.subspace is not None:
         make_ready(runtime.bases.subspace)
     online = OnlineCosts(costs)
@@ -105,6 +109,7 @@ def attach_restore(
             traces,
             runtime.model.identity.page_size,
             runtime.connection.store.report_damage,
+            runtime.rotary,
         )
     )
     runtime.restore_forward = forward

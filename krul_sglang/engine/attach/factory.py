@@ -16,6 +16,7 @@ from krul_sglang.engine.common.hook_targets import (
     IncompatibleEngineError,
     verify_engine,
 )
+from krul_sglang.engine.common.moved_runs import MOVED_TOKENS
 from krul_sglang.engine.common.unsupported import (
     SMALL_PAGES,
     check_flags,
@@ -264,6 +265,13 @@ def look_ahead(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     if runtime is not None:
         runtime.cache.look_ahead(scheduler.waiting_queue)
     return result
+
+
+def add_moved_tokens(result: Any, streamer: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """AFTER hook of ``get_cached_tokens_details``: says how many of a request's tokens came back as a moved
+    run. They are among those of the host."""
+    num_tokens = getattr(req, MOVED_TOKENS, 0)
+    return {**result, "moved": num_tokens} if result and num_tokens else result
 
 
 def add_stats(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:

@@ -34,9 +34,10 @@ class DamagedSpan:
 class KvProvenance:
     """Remembers for every slot of the pool whether the KV in it was decoded from a lossy segment.
 
-    It tracks slots, not pages: a page that left the device and was computed again is exact, and lies in slots
-    that a forward has written. All notes are written by device operations after the forward, on its stream.
-    None are written before the first lossy load.
+    It also remembers what is moved: what came back at another position, or after other text, than it was
+    computed with (see ``MovedRun``). It tracks slots, not pages: a page that left the device and was computed
+    again is exact, and lies in slots that a forward has written. All notes are written by device operations
+    after the forward, on its stream. None are written before the first load that is lossy or moved.
 
     Args:
         num_slots: of the pool.
@@ -51,6 +52,7 @@ class KvProvenance:
         # First token of the segment + 1; 0 where the KV is exact.
         self._segments = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._damages = torch.zeros(num_slots, dtype=torch.float64, device=device)
+        self._is_moved = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self._is_all_exact = True
 
     def after_forward(self, schedule_batch: Any) -> None:
@@ -80,16 +82,33 @@ class KvProvenance:
             if start < end and segments[start]
         ]
 
+    def first_moved(self, slots: torch.Tensor) -> int | None:
+        """The first token of a conversation in ``slots`` (int64 ``[T]``) that is moved; None if none is. What
+        follows it was computed on top of it. Waits for the device."""
+        if self._is_all_exact:
+            return None
+        moved = self._is_moved[slots].cpu().numpy()
+        return int(moved.argmax()) if moved.any() else None
+
+    def is_exact(self, slots: torch.Tensor) -> bool:
+        """Whether all that lies in ``slots`` is what the model computes of the conversation alone."""
+        return not self.read(slots) and self.first_moved(slots) is None
+
     def _mark_exact(self, slots: torch.Tensor) -> None:
         if not self._is_all_exact:
             self._segments.index_fill_(0, slots.long(), 0)
+            self._is_moved.index_fill_(0, slots.long(), False)
 
     def _mark_loaded(self, load: Load) -> None:
+        if load.moved is not None:
+            self._is_moved.index_fill_(0, load.tail_slots(-1), True)
+            self._is_all_exact = False
         for reader in load.readers:
             first = first_lossy_token(reader, load.plan.head_ends)
             if first < reader.end_token:
                 slots = load.slots[first - load.device_tokens : reader.end_token - load.device_tokens]
-                self._segments.index_fill_(0, slots, reader.source.header.start_token + 1)
+                segment_start = reader.first_token if load.moved else reader.source.header.start_token
+                self._segments.index_fill_(0, slots, segment_start + 1)
                 self._damages.index_fill_(0, slots, damage_of(reader))
                 self._is_all_exact = False
 
@@ -98,7 +117,7 @@ def damage_of(reader: SegmentReader) -> float:
     """What a conversation loses with a segment, in nats times tokens. If it reads the beginning alone, since
     another conversation goes on there, it loses that part's share."""
     header = reader.source.header
-    share = (reader.end_token - header.start_token) / header.num_tokens
+    share = (reader.end_token - reader.shift - header.start_token) / header.num_tokens
     return reader.decoder.damage * header.end_token * share
 
 

@@ -22,6 +22,7 @@ from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import KvProvenance
 from krul_sglang.engine.budget.served_bases import ServedBases
 from krul_sglang.engine.cache.runtime import KrulRuntime
+from krul_sglang.engine.common.moved_runs import FindRun, RunIndex
 from krul_sglang.engine.restore.loading import FaultInjection, LayerWiseLoader
 from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
 from krul_sglang.engine.restore.waiting_leases import WaitingLeases
@@ -72,9 +73,12 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             subspace=None if self._bases is None else self._bases.subspace,
         )
         self._budget: ErrorBudget | None = None
-        if self._bases is not None:
+        if self._bases is not None or runtime.config.truncation_reuse:
             keys, _ = self._pool.buffers(0)
             runtime.provenance = KvProvenance(len(keys), keys.device, lambda index: self.loader.batch(index))
+        self.provenance = runtime.provenance
+        if self._bases is not None:
+            assert runtime.provenance is not None
             group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
             self._budget = _error_budget(runtime, self.codec, self._bases, runtime.provenance, group)
         self._chooser = StrategyChooser(
@@ -90,6 +94,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             gate=runtime.gate,
         )
         identity = self.model.identity
+        self.runs = RunIndex(identity.page_size) if runtime.config.truncation_reuse else None
+        self._offloader.runs = self.runs
         faults = FaultInjection(runtime.config, identity.tp_rank, identity.tp_size, self._pool.num_layers)
         self.loader = LayerWiseLoader(
             self._store,
@@ -103,7 +109,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         max_ahead_bytes = int(capacity_bytes * MAX_AHEAD_SHARE)
         self._waiting = WaitingLeases(self._store, self.model, max_ahead_bytes=max_ahead_bytes)
         self._returning: dict[str, ReturningRequest] = {}
-        self._expected_tokens: dict[str, Callable[[], TokenIds]] = {}
+        self._expected: dict[str, tuple[Callable[[], TokenIds], FindRun | None]] = {}
         shape = self._pool.shape
         token_bytes = (shape.k_token_bytes + shape.v_token_bytes) * self._pool.num_layers
         logger.info(
@@ -121,18 +127,20 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # ---- restore ----
 
-    def expect_tokens(self, rid: str, token_ids: Callable[[], TokenIds]) -> None:
+    def expect_tokens(
+        self, rid: str, token_ids: Callable[[], TokenIds], find_run: FindRun | None = None
+    ) -> None:
         """State the tokens that the keys of the next ``lookup`` of ``rid`` stand for.
 
-        ``token_ids`` is called only if that lookup asks the store, which not every one does.
+        ``token_ids`` is called only if that lookup asks the store, which not every one does;
+        ``find_run`` only if it does not find all.
         """
-        self._expected_tokens[rid] = token_ids
+        self._expected[rid] = token_ids, find_run
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Every prefix length, in pages, that can be restored; see ``WaitingLeases.hold``."""
         keys = transfers[0].keys
-        token_ids = self._expected_tokens.pop(rid)
-        return list(range(1, self._waiting.hold(rid, keys, token_ids) + 1))
+        return list(range(1, self._waiting.hold(rid, keys, *self._expected.pop(rid)) + 1))
 
     def looking_ahead(self) -> AbstractContextManager[None]:
         """To be held around lookups of requests that wait: see ``WaitingLeases``."""
@@ -177,6 +185,12 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.loader.queue(rid, load)
         return True
 
+    def num_moved(self, rid: str) -> int:
+        """How many tokens the queued load of ``rid`` brings back at another place than where they were
+        stored."""
+        load = self.loader.queued(rid)
+        return 0 if load is None or load.moved is None else len(load.tail_slots(-1))
+
     def start_layer_wise_loading(self) -> int:
         # Called before every prefill batch: events are recorded only when there is something to load.
         ready = self.record_offload_ready() if self.loader.num_queued() else ()
@@ -195,12 +209,12 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def give_back(self, rid: str) -> None:
         """End the lease of ``rid``, which goes on waiting: not every rank found its prefix."""
-        self._expected_tokens.pop(rid, None)
+        self._expected.pop(rid, None)
         self._waiting.give_back(rid)
 
     def release(self, rid: str) -> None:
         """Forget ``rid``, and end its lease if it has one."""
-        self._expected_tokens.pop(rid, None)
+        self._expected.pop(rid, None)
         self._returning.pop(rid, None)
         self._waiting.release(rid)
 
@@ -261,8 +275,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._offloader.discard_all()
         self.loader.discard_all()
         self._waiting.release_all()
-        self._expected_tokens.clear()
+        self._expected.clear()
         self._returning.clear()
+        self._forget_runs()
         # If the weights have just changed, nothing was stored under their identity yet.
         if self.model.is_settled:
             self._store.clear(self.model.identity)
@@ -282,9 +297,14 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         before, was_lasting = self.model.identity, self.model.is_lasting
         self.model.rename(self._agreement.broadcast(os.urandom(16)))
         self._waiting.release_all()
+        self._forget_runs()
         self._chooser.forget_model()
         if not was_lasting:
             self._store.clear(before)
+
+    def _forget_runs(self) -> None:
+        if self.runs is not None:
+            self.runs.clear()
 
     def end_weights_change(self, *, is_pool_empty: bool) -> None:
         """The weights are complete. ``is_pool_empty``: no KV of the old weights is on the device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,8 +16,9 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from krul_sglang.engine.cache.linker import KrulLinker
+from krul_sglang.engine.common.moved_runs import MOVED_TOKENS, MovedRun, moved_key
 from krul_sglang.engine.restore.restore_path import ReturningRequest
-from krul_sglang.engine.save.turn import StoredPath, TurnOwner, owner_of
+from krul_sglang.engine.save.turn import StoredPath, TurnOwner, owner_of, tenant_of
 
 
 class _PendingTurn(NamedTuple):
@@ -77,7 +78,9 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         end = len(key) // page_size * page_size
         if start < end:
             self.cache_linker.expect_tokens(
-                req.rid, lambda: np.asarray(key.token_ids[start:end], dtype=np.int32)
+                req.rid,
+                lambda: np.asarray(key.token_ids[start:end], dtype=np.int32),
+                None if self.cache_linker.runs is None else partial(self._find_run, key, start, end),
             )
         result = super().match(key, req, result)
         if req.rid not in self.hit_markers:
@@ -91,10 +94,42 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             new_tokens = len(req.full_untruncated_fill_ids) - prefix_len
             self.cache_linker.expect_load(req.rid, ReturningRequest(hit.device_hit_len, new_tokens))
         try:
-            return super().load_back(req)  # type: ignore[no-any-return]
+            result: tuple[int, Any] = super().load_back(req)
+            setattr(req, MOVED_TOKENS, self.cache_linker.num_moved(req.rid))
+            return result
         finally:
             # Anything the load did not take over (no slots free, load refused) is not needed any more.
             self.cache_linker.release(req.rid)
+
+    def _find_run(self, key: Any, start: int, end: int, num_found: int) -> MovedRun | None:
+        """The stored run that tokens ``[start, end)`` of a prompt repeat, after its pages that are found as
+        they are."""
+        size, runs = self.cache.page_size, self.cache_linker.runs
+        assert runs is not None
+        first = start + num_found * size
+        tokens = np.asarray(key.token_ids[first:end], dtype=np.int32)
+        found = runs.find(tenant_of(key.extra_key, key.cache_salt), tokens)
+        if found is None:
+            return None
+        begin = first + found.offset
+        token_ids = tokens[found.offset : found.offset + (end - begin) // size * size]
+        page_keys = get_storage_hash_str(key[begin : begin + len(token_ids)], found.prior_key, page_size=size)
+        return MovedRun(begin, begin - found.stored_at, page_keys, token_ids, start)
+
+    def _named(self, path: StoredPath, extra_key: str | None, cache_salt: str | None) -> StoredPath:
+        """The path as it is stored: pages computed on top of a moved run have keys of their own."""
+        provenance = self.cache_linker.provenance
+        first = None if provenance is None else provenance.first_moved(path.slots)
+        if first is None:
+            return path
+        size = self.cache.page_size
+        page = first // size
+        keys = get_storage_hash_str(
+            RadixKey(path.token_ids[page * size :].tolist(), extra_key, cache_salt=cache_salt),
+            moved_key(path.page_keys[page - 1] if page else None, tenant_of(extra_key, cache_salt)),
+            page_size=size,
+        )
+        return replace(path, page_keys=[*path.page_keys[:page], *keys])
 
     def offload_nodes(self, node_ids: Sequence[Any]) -> None:
         """Does nothing: prompt chunks and split prefixes are not stored; the whole turn is, when it ends."""
@@ -110,7 +145,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         token_ids = np.asarray(req.full_untruncated_fill_ids[:num_tokens], dtype=np.int32)
         slots = cache.path_device_indices(node)
         assert len(slots) == len(token_ids) == num_tokens, (len(slots), len(token_ids), num_tokens)
-        path = StoredPath(page_keys, token_ids, slots)
+        path = self._named(StoredPath(page_keys, token_ids, slots), req.extra_key, req.cache_salt)
         self._offload(path, owner_of(req), node)
         if self._probe_candidate is None and self.cache_linker.wants_probe():
             self._probe_candidate = _ProbeCandidate(node, cache.inc_lock_ref(node).to_dec_params(), path)
@@ -132,6 +167,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         )
         row = cache.req_to_token_pool.req_to_token[slot.kv.req_pool_idx, :num_tokens]
         path = StoredPath(page_keys, np.asarray(ids, dtype=np.int32), row.to(torch.int64, copy=True))
+        path = self._named(path, req.extra_key, req.cache_salt)
         node = cache.root_node_handle(req.extra_key) if slot.lock is None else slot.lock.node
         self._offload(path, owner, node, kv=slot.kv, num_tokens=num_tokens)
 

@@ -25,6 +25,10 @@ INTERNAL_STATE = (
     "sglang.srt.managers.scheduler_components.internal_state."
     "SchedulerInternalStateController.get_internal_state"
 )
+CACHED_TOKENS = (
+    "sglang.srt.managers.scheduler_components.output_streamer."
+    "SchedulerOutputStreamer.get_cached_tokens_details"
+)
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 WEIGHT_WRITERS = tuple(
@@ -77,6 +81,7 @@ TARGETS = (
     Target(ON_IDLE, ("self",), hooked=True),
     Target("sglang.srt.managers.scheduler.Scheduler.is_fully_idle", ("self",)),
     Target(INTERNAL_STATE, ("self", "recv_req"), hooked=True),
+    Target(CACHED_TOKENS, ("self", "req"), hooked=True),
     *(Target(path, ("self", "recv_req"), hooked=True) for path in WEIGHT_WRITERS),
     Target(_UPDATER, ("scheduler", "_session")),
     Target("sglang.srt.mem_cache.registry.create_unified_radix_cache", ("ctx", "cache_class")),

@@ -222,6 +222,10 @@ FOREIGN_ROTARY = Refusal(
     'strategy = "subspace" and a rotary embedding that cannot be taken off keys',
     "bases are learned from keys without it",
 )
+NOT_MOVABLE = Refusal(
+    "truncation_reuse = true, and heads or keys that it needs",
+    "what is before a moved run is recomputed as heads, and its keys are turned to other positions",
+)
 EAGER_ESTIMATOR = Refusal(
     'estimator = "heterogeneous" and CUDA graphs',
     "it reduces attention between forwards, in Python, which is the cost of the paper's way; "
@@ -235,6 +239,7 @@ FOUND_LATER = (
     FOREIGN_SCALES,
     FOREIGN_LAYERS,
     FOREIGN_ROTARY,
+    NOT_MOVABLE,
     EAGER_ESTIMATOR,
 )
 """Refusals that are known only in the scheduler, when the pool, the layers or the estimator are built."""

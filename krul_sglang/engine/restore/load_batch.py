@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from krul_backend.codec.rotary import RotaryTable
 from krul_backend.device import Device, Event, Mark, StreamClock
 from krul_backend.errors import KrulError
 from krul_backend.planner.interface import RestorePlan
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.segment_reader import SegmentReader
 
 _AGREEMENTS = 8
@@ -35,12 +37,31 @@ class Forecast:
 
 
 @dataclass(frozen=True, eq=False)
+class MovedKeys:
+    """Says that what is loaded was stored ``shift`` tokens before its place in this prompt (behind it if
+    negative): its keys are turned to where they are now by ``rotary``, the model's embedding."""
+
+    rotary: RotaryTable
+    shift: int
+
+    def turn(self, pool: DevicePool, layer: int, slots: torch.Tensor, first_token: int) -> None:
+        """Turn the keys of a layer in ``slots`` (int64 ``[T]``), of the prompt's tokens from ``first_token``
+        on."""
+        positions = torch.arange(first_token, first_token + len(slots), device=slots.device)
+        keys = pool.elements(layer, slots, torch.float32).k
+        turned = self.rotary.move(keys, positions - self.shift, positions)
+        k_buffer, _ = pool.typed_buffers(layer)
+        k_buffer[slots] = turned.to(k_buffer.dtype)
+
+
+@dataclass(frozen=True, eq=False)
 class Load:
     """A leased prefix that is being copied into the pool.
 
     Tokens ``[device_tokens, device_tokens + len(slots))`` of the conversation go to ``slots`` (int64, on the
     pool's device): in each layer those from ``plan.head_ends[layer]`` on, which ``readers`` copy, one after
-    another, out of the lease's segments.
+    another, out of the lease's segments. ``moved``: if they are stored at other positions, or after other
+    text; then the first of ``slots`` may be no reader's, but the heads'.
     """
 
     lease: Lease
@@ -49,6 +70,11 @@ class Load:
     device_tokens: int
     plan: RestorePlan
     forecast: Forecast
+    moved: MovedKeys | None = None
+
+    def tail_slots(self, layer: int) -> torch.Tensor:
+        """The slots of what is loaded in a layer."""
+        return self.slots[self.plan.head_ends[layer] - self.device_tokens :]
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,10 @@ class LayerWiseLoader:
     def queue(self, rid: str, load: Load) -> None:
         self._queued[rid] = load
 
+    def queued(self, rid: str) -> Load | None:
+        """A load that has not started; None if there is none."""
+        return self._queued.get(rid)
+
     def cancel(self, rid: str) -> bool:
         """Take back a load that has not started; False if there is none."""
         load = self._queued.pop(rid, None)
@@ -242,7 +246,7 @@ class LayerWiseLoader:
                         checks.announce(group.blocks)
                     num_announced += 1
                 self._before_layer(index, layer)
-                if not self._load_layer(batch, groups.popleft(), checks):
+                if not self._load_layer(batch, groups.popleft(), checks) or not self._turn_keys(batch, layer):
                     return
                 if layer == self._pool.num_layers - 1:
                     # Before the last layer lands: a failed load fails the forward, and it runs again.
@@ -274,6 +278,16 @@ class LayerWiseLoader:
                 if not is_wanted:
                     return False
                 group.restore(self._pool)
+        return True
+
+    def _turn_keys(self, batch: LoadBatch, layer: int) -> bool:
+        """Turn keys that were stored at other positions; False if given up."""
+        for load in batch.loads.values():
+            if load.moved is not None and load.moved.shift:
+                with batch.writing() as is_wanted:
+                    if not is_wanted:
+                        return False
+                    load.moved.turn(self._pool, layer, load.tail_slots(layer), load.plan.head_ends[layer])
         return True
 
     def _count(self, loads: Sequence[Load]) -> None:

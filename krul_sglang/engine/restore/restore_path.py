@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from krul_backend.codec.rotary import RotaryTable
 from krul_backend.errors import CodecError
 from krul_backend.tiers.common.interface import DamageReason
-from krul_sglang.engine.restore.load_batch import Load
+from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS
+from krul_sglang.engine.restore.load_batch import Load, MovedKeys
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_planning import RestorePlanning
 from krul_sglang.engine.restore.restore_trace import TraceLog
@@ -47,7 +49,8 @@ class RestorePath:
     """Holds what one rank restores with. Made before the first request, once the engine was measured.
 
     ``proof`` is None if heads cannot be recomputed. ``page_size`` is in tokens. ``report_damage`` is the
-    store's: called for segments that cannot be decoded here, so that they are stored again.
+    store's: called for segments that cannot be decoded here, so that they are stored again. ``rotary`` is
+    that of the model; None if it has none that can be undone: then no moved runs are leased.
     """
 
     proof: HeadProof | None
@@ -56,6 +59,7 @@ class RestorePath:
     traces: TraceLog
     page_size: int
     report_damage: Callable[[int, DamageReason], object]
+    rotary: RotaryTable | None = None
 
     def plan_load(
         self, held: HeldLease, first_key: str, slots: torch.Tensor, returning: ReturningRequest
@@ -64,23 +68,36 @@ class RestorePath:
 
         Returns None if computing them is faster, or if they cannot be read: then the caller keeps the lease.
         """
-        if held.first_key != first_key or len(slots) > held.lease.num_pages * self.page_size:
+        if held.first_key != first_key or len(slots) > held.num_pages(self.page_size) * self.page_size:
             return None
+        run, moved = held.moved, None
+        num_tokens, shift, load_from = len(slots), 0, None
+        if run is not None:
+            assert self.rotary is not None
+            moved = MovedKeys(self.rotary, run.shift)
+            num_tokens, shift = returning.device_tokens + len(slots) - run.start, run.shift
+            load_from = run.start + RECOMPUTED_TOKENS
         readers: list[SegmentReader] | None = None
         try:
-            readers = self.planning.open(held.lease, len(slots))
+            if num_tokens > 0:
+                readers = self.planning.open(held.lease, num_tokens, shift)
         except CodecError as error:
             logger.warning("krul: a stored prefix cannot be read and is computed: %s", error)
         # Called without readers, too: other ranks may have theirs, and wait for this one.
         planned = self.planning.plan(
-            readers, device_tokens=returning.device_tokens, new_tokens=returning.new_tokens
+            readers,
+            device_tokens=returning.device_tokens,
+            new_tokens=returning.new_tokens,
+            load_from=load_from,
         )
         if readers is None:
             for segment_id in self.planning.find_undecodable(held.lease):
                 self.report_damage(segment_id, "undecodable")
         if planned is None or readers is None:
             return None
-        return Load(held.lease, readers, slots, returning.device_tokens, planned.plan, planned.forecast)
+        return Load(
+            held.lease, readers, slots, returning.device_tokens, planned.plan, planned.forecast, moved
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for ``/server_info``."""

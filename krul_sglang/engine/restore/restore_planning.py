@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +93,8 @@ class PlanCounters:
 
     ``head_tokens`` of the first layer and ``prefix_tokens`` of all planned loads. ``undecodable`` segments
     were leased and reported, since nothing here can decode them. ``out_of_memory``: times that there was none
-    to open or plan a load, which was refused then.
+    to open or plan a load, which was refused then. ``moved_loads`` brought back ``moved_tokens`` at other
+    positions, or after other text, than those that they were computed with.
     """
 
     loads: int = 0
@@ -101,6 +103,8 @@ class PlanCounters:
     prefix_tokens: int = 0
     undecodable: int = 0
     out_of_memory: int = 0
+    moved_loads: int = 0
+    moved_tokens: int = 0
 
 
 class RestorePlanning:
@@ -139,9 +143,9 @@ class RestorePlanning:
         self._known_tiers: frozenset[str] = frozenset({DRAM_TIER})
         self._tiers_asked_s = float("-inf")
 
-    def open(self, lease: Lease, num_tokens: int) -> list[SegmentReader] | None:
+    def open(self, lease: Lease, num_tokens: int, shift: int = 0) -> list[SegmentReader] | None:
         """See ``open_segments``; None without memory for it."""
-        return self._unless_out_of_memory(lambda: open_segments(lease, self._codec, num_tokens))
+        return self._unless_out_of_memory(lambda: open_segments(lease, self._codec, num_tokens, shift))
 
     def find_undecodable(self, lease: Lease) -> list[int]:
         """Ids of the leased segments that the codec cannot open; without those whose bases may come."""
@@ -160,15 +164,24 @@ class RestorePlanning:
         return found
 
     def plan(
-        self, readers: Sequence[SegmentReader] | None, *, device_tokens: int, new_tokens: int
+        self,
+        readers: Sequence[SegmentReader] | None,
+        *,
+        device_tokens: int,
+        new_tokens: int,
+        load_from: int | None = None,
     ) -> PlannedRestore | None:
         """A plan for the leased tokens after ``device_tokens``; None when computing them is better.
 
         ``new_tokens`` follow the prefix in the request's own forward. ``readers`` are None on a rank that
-        cannot read what it leased: then no rank loads it.
+        cannot read what it leased: then no rank loads it. If they read a moved run, what is before token
+        ``load_from`` is computed in every layer.
         """
         runs = None if readers is None else self._unless_out_of_memory(lambda: self._runs(readers))
-        runs = self._agreed_bounds(runs)
+        if runs is not None and load_from is not None:
+            runs = _of_moved(runs, device_tokens, load_from, self._page_size)
+        shift = readers[0].shift if readers else 0
+        runs = self._agreed_bounds(runs, (-1.0, 0.0) if load_from is None else (load_from, shift))
         if runs is None or readers is None:
             self.counters.refused += 1
             return None
@@ -192,6 +205,9 @@ class RestorePlanning:
         head_tokens = plan.head_ends[0] - device_tokens
         self._batch_head_tokens += head_tokens
         self.counters.loads += 1
+        if load_from is not None:
+            self.counters.moved_loads += 1
+            self.counters.moved_tokens += total_tokens - plan.head_ends[-1]
         self.counters.head_tokens += head_tokens
         self.counters.prefix_tokens += total_tokens - device_tokens
         return PlannedRestore(plan, Forecast(*RestoreTiming(problem).work_s(plan.head_ends)))
@@ -239,24 +255,27 @@ class RestorePlanning:
             decode_token_s=self._decode_costs.token_s(decoder.stored_as),
             last_use=decoder.last_use,
             stored_from=tuple(
-                min(max(first_token, token), end_token)
+                min(max(first_token, token + reader.shift), end_token)
                 for token in decoder.decodable_from(header.layer_first_token)
             ),
         )
 
-    def _agreed_bounds(self, runs: tuple[StoredRun, ...] | None) -> tuple[StoredRun, ...] | None:
-        """Move the starts of each layer up to where every rank can load it; None if a rank has no runs.
+    def _agreed_bounds(
+        self, runs: tuple[StoredRun, ...] | None, moved: tuple[float, float]
+    ) -> tuple[StoredRun, ...] | None:
+        """Move the starts of each layer up to where every rank can load it; None if a rank has no runs, or
+        found its moved run elsewhere than the others (``moved``: from which token on, and its shift).
 
         One rank may have trimmed what another holds. Tokens are compared, not runs: ranks evict, and store
         again, on their own, so that the segments of one conversation need not begin at the same tokens.
         """
         if self._agreement.num_ranks == 1:
             return runs
-        mine = None if runs is None else torch.tensor(_loadable_from(runs), dtype=torch.float64)
-        of_ranks = self._agreement.gather(mine, (self._codec.num_layers,))
-        if of_ranks is None or runs is None:
+        mine = None if runs is None else torch.tensor([*_loadable_from(runs), *moved], dtype=torch.float64)
+        of_ranks = self._agreement.gather(mine, (self._codec.num_layers + 2,))
+        if of_ranks is None or runs is None or any(of_rank[-2:].tolist() != [*moved] for of_rank in of_ranks):
             return None
-        latest = torch.stack(of_ranks).amax(0).long().tolist()
+        latest = torch.stack(of_ranks)[:, :-2].amax(0).long().tolist()
         return tuple(
             replace(
                 run,
@@ -275,6 +294,32 @@ class RestorePlanning:
             self._agreement.broadcast(orjson.dumps([plan.head_ends, plan.end_s, plan.is_recompute]))
         )
         return RestorePlan(tuple(head_ends), end_s, is_recompute)
+
+
+def _of_moved(
+    runs: Sequence[StoredRun], device_tokens: int, load_from: int, page_size: int
+) -> tuple[StoredRun, ...]:
+    """The runs of a moved run as a planner takes them: from ``device_tokens`` on, and in whole pages.
+
+    Nothing before ``load_from`` can be loaded.
+    """
+    bounds = [device_tokens, *(run.end_token // page_size * page_size for run in runs)]
+    return tuple(
+        replace(
+            run,
+            first_token=first,
+            end_token=end,
+            stored_from=tuple(
+                # Where nothing was left out, the run before ends.
+                first
+                if load_from <= token == run.first_token
+                else min(max(first, -(-max(token, load_from) // page_size) * page_size), end)
+                for token in run.stored_from
+            ),
+        )
+        for run, (first, end) in zip(runs, itertools.pairwise(bounds), strict=True)
+        if first < end
+    )
 
 
 def _loadable_from(runs: Sequence[StoredRun]) -> list[int]:

@@ -55,11 +55,13 @@ class SegmentReader(ABC):
         [head_ends[l], end_token)     read, decoded and written to their slots
 
     ``source`` is what was leased, ``num_tokens`` how many of its tokens are wanted, from the first one on.
-    ``num_bytes`` were read so far.
+    ``shift``: by how many tokens the conversation has them later than the one that they were stored for; keys
+    are restored as they were stored. ``num_bytes`` were read so far.
     """
 
-    def __init__(self, source: SegmentSlice, decoder: OpenedSegment, num_tokens: int) -> None:
+    def __init__(self, source: SegmentSlice, decoder: OpenedSegment, num_tokens: int, shift: int = 0) -> None:
         header = source.header
+        self.shift = shift
         self.source = source
         self.decoder = decoder
         self.num_tokens = num_tokens
@@ -72,7 +74,7 @@ class SegmentReader(ABC):
 
     @property
     def first_token(self) -> int:
-        return self.source.header.start_token + self._row
+        return self.source.header.start_token + self.shift + self._row
 
     @property
     def end_token(self) -> int:
@@ -80,7 +82,7 @@ class SegmentReader(ABC):
 
     def begin(self, head_ends: Sequence[int], room: KeptRoom) -> None:
         """Say from where on each layer is read. ``room`` is that of the batch of loads."""
-        start_token = self.source.header.start_token
+        start_token = self.source.header.start_token + self.shift
         # The end if a layer has no tail.
         self._first_rows = [min(max(end - start_token, self._row), self._end_row) for end in head_ends]
 
@@ -184,8 +186,10 @@ class UnitReader(SegmentReader):
     decoder: SegmentDecoder
     _room: KeptRoom
 
-    def __init__(self, source: SegmentSlice, decoder: SegmentDecoder, num_tokens: int) -> None:
-        super().__init__(source, decoder, num_tokens)
+    def __init__(
+        self, source: SegmentSlice, decoder: SegmentDecoder, num_tokens: int, shift: int = 0
+    ) -> None:
+        super().__init__(source, decoder, num_tokens, shift)
         self._on_device: dict[int, torch.Tensor] = {}
         self._kept: set[int] = set()
 
@@ -242,8 +246,10 @@ class GroupReader(SegmentReader):
 
     decoder: SubspaceDecoder
 
-    def __init__(self, source: SegmentSlice, decoder: SubspaceDecoder, num_tokens: int) -> None:
-        super().__init__(source, decoder, num_tokens)
+    def __init__(
+        self, source: SegmentSlice, decoder: SubspaceDecoder, num_tokens: int, shift: int = 0
+    ) -> None:
+        super().__init__(source, decoder, num_tokens, shift)
         self._fetched_tails: dict[int, GroupTail] = {}
         self._written: dict[int, GroupTail] = {}
 
@@ -292,8 +298,8 @@ def restore_groups(parts: Sequence[tuple[GroupReader, torch.Tensor]], layer: int
         write_tails(found, [pool.buffers(each) for each in layers])
 
 
-def open_segments(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[SegmentReader]:
-    """Readers of the first ``num_tokens`` tokens of a lease, in token order.
+def open_segments(lease: Lease, codec: SegmentCodec, num_tokens: int, shift: int = 0) -> list[SegmentReader]:
+    """Readers of the first ``num_tokens`` tokens of a lease, in token order. ``shift``: as for the readers.
 
     Raises:
         CodecError: a segment's parameters are none that ``codec`` can decode.
@@ -309,8 +315,8 @@ def open_segments(lease: Lease, codec: SegmentCodec, num_tokens: int) -> list[Se
             header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
         )
         opened.append(
-            GroupReader(source, decoder, of_slice)
+            GroupReader(source, decoder, of_slice, shift)
             if isinstance(decoder, SubspaceDecoder)
-            else UnitReader(source, decoder, of_slice)
+            else UnitReader(source, decoder, of_slice, shift)
         )
     return opened

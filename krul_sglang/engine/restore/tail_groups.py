@@ -46,10 +46,9 @@ class TailGroups:
         self._device = device
         self._parts: list[_Part] = []
         for load in loads:
-            first = 0
             for reader in load.readers:
+                first = reader.first_token - load.device_tokens
                 self._parts.append((reader, load.slots[first : first + reader.num_tokens]))
-                first += reader.num_tokens
         # Heads have few different lengths, so that most layers are grouped as an earlier one is.
         self._grouped: dict[object, list[Callable[[int], TailGroup]]] = {}
 

@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from krul_backend.segment import TokenIds
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import Lease
+from krul_sglang.engine.common.moved_runs import MIN_RUN_TOKENS, FindRun, MovedRun
 from krul_sglang.engine.common.served_model import ServedModel
 
 RENEW_INTERVAL_S = 0.05
@@ -37,16 +38,24 @@ class HeldLease:
     """The lease of a waiting request, and the page keys it was given for.
 
     ``asked_s``: when the store was asked last. ``is_fetching``: a prefetch from lower tiers was started.
+    ``moved``: the run that is leased, if it is stored at another place than where the request has it.
     """
 
     run: KeyRun
     lease: Lease
     asked_s: float
     is_fetching: bool = False
+    moved: MovedRun | None = None
 
     @property
     def first_key(self) -> str:
         return self.run.first_key
+
+    def num_pages(self, page_size: int) -> int:
+        """How many of the request's pages can be restored."""
+        if self.moved is None:
+            return self.lease.num_pages
+        return self.moved.num_pages(self.lease.num_pages, page_size)
 
 
 class WaitingLeases:
@@ -94,10 +103,17 @@ class WaitingLeases:
         finally:
             self._is_ahead = False
 
-    def hold(self, rid: str, page_keys: Sequence[str], token_ids: Callable[[], TokenIds]) -> int:
+    def hold(
+        self,
+        rid: str,
+        page_keys: Sequence[str],
+        token_ids: Callable[[], TokenIds],
+        find_run: FindRun | None = None,
+    ) -> int:
         """Hold a lease of the first of ``page_keys`` (at least one); returns how many can be restored.
 
-        ``token_ids``: as for ``KVStore.lease``; called only if the store is asked.
+        ``token_ids``: as for ``KVStore.lease``; called only if the store is asked. ``find_run``, if given,
+        may find more of the prompt at other places.
         """
         run = KeyRun.of(page_keys)
         held, missed = self._held.get(rid), self._missed.get(rid)
@@ -109,15 +125,14 @@ class WaitingLeases:
             self.release(rid)
             if self._is_ahead and self._held_bytes() >= self._max_ahead_bytes:
                 return 0
-            lease = self._store.lease(self._model.identity, page_keys, token_ids())
-            if lease is None:
+            held = self._lease(run, page_keys, token_ids, find_run)
+            if held is None:
                 self._note_miss(rid, run)
                 return 0
-            held = HeldLease(run, lease, self._clock())
             if self._is_ahead:
                 held = self._promote_to_dram(held, page_keys, token_ids)
         self._held[rid] = held
-        return held.lease.num_pages
+        return held.num_pages(self._model.identity.page_size)
 
     def take(self, rid: str) -> HeldLease | None:
         """Hand the lease over to the caller, who releases it; None if there is none."""
@@ -138,6 +153,28 @@ class WaitingLeases:
     def release_all(self) -> None:
         for rid in [*self._held, *self._missed]:
             self.release(rid)
+
+    def _lease(
+        self,
+        run: KeyRun,
+        page_keys: Sequence[str],
+        token_ids: Callable[[], TokenIds],
+        find_run: FindRun | None,
+    ) -> HeldLease | None:
+        lease = self._store.lease(self._model.identity, page_keys, token_ids())
+        num_pages = 0 if lease is None else lease.num_pages
+        moved = None if find_run is None or num_pages == len(page_keys) else find_run(num_pages)
+        if moved is not None:
+            # What is found in its place is computed again then, as all that is before the run.
+            of_run = self._store.lease(self._model.identity, moved.page_keys, moved.token_ids)
+            least_pages = max(num_pages + 1, -(-MIN_RUN_TOKENS // self._model.identity.page_size))
+            if of_run is not None and of_run.num_pages >= least_pages:
+                if lease is not None:
+                    self._store.release(lease)
+                return HeldLease(run, of_run, self._clock(), moved=moved)
+            if of_run is not None:
+                self._store.release(of_run)
+        return None if lease is None else HeldLease(run, lease, self._clock())
 
     def _held_bytes(self) -> int:
         """Bytes of the segments that are leased; one that several requests share counts for each."""
@@ -160,7 +197,10 @@ class WaitingLeases:
         now_s = self._clock()
         if held.lease.is_in_dram or (held.is_fetching and now_s < held.asked_s + RENEW_INTERVAL_S):
             return held
-        tokens = token_ids()
+        if held.moved is None:
+            tokens = token_ids()
+        else:
+            page_keys, tokens = held.moved.page_keys, held.moved.token_ids
         if not held.is_fetching:
             self._store.prefetch(self._model.identity, page_keys, tokens)
         lease = self._store.lease(self._model.identity, page_keys, tokens)
@@ -169,4 +209,4 @@ class WaitingLeases:
             lease = held.lease
         else:
             self._store.release(held.lease)
-        return HeldLease(held.run, lease, now_s, is_fetching=True)
+        return replace(held, lease=lease, asked_s=now_s, is_fetching=True)

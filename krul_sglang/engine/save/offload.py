@@ -20,6 +20,7 @@ from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hashing import block_checksums
 from krul_backend.tiers.common.interface import Reservation
 from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.moved_runs import RunIndex
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import Patience, TransferGate
 from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
@@ -64,7 +65,7 @@ class TurnOffloader:
     With an ``allocation``, tokens that a restore would recompute are not stored, and dropped from earlier
     turns. It may be set after the offloader is made, before the first turn; so may ``costs``, from which the
     store is told how long computing a segment takes. ``keeps_fast_copies``, off at first, may change at any
-    time: whether turns are stored as fast copies, too.
+    time: whether turns are stored as fast copies, too. If ``runs`` is set, it remembers what is stored where.
 
     Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
     ranks pair their completions by order.
@@ -93,6 +94,7 @@ class TurnOffloader:
         self.allocation = allocation
         self.costs: OnlineCosts | None = None
         self.keeps_fast_copies = False
+        self.runs: RunIndex | None = None
         self._gate = TransferGate() if gate is None else gate
         self._pending_tokens = 0
         self._queue: deque[tuple[Future[Outcome], int]] = deque()
@@ -294,6 +296,8 @@ class TurnOffloader:
             recompute_s=self._recompute_s(start, end),
         )
         self._store.commit(reservation, manifest, checksums)
+        if self.runs is not None:
+            self.runs.add(turn.tenant, turn.page_keys, turn.token_ids, run)
         if is_fast_copy:
             self.counters.fast_copy_bytes += manifest.num_bytes
             return True
