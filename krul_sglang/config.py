@@ -280,7 +280,7 @@ class KrulConfig:
         "true or false",
         "Restore the turns that a client kept when it dropped the oldest ones, with keys turned to their new "
         "positions. They were computed with the dropped turns in sight, so answers differ from those of a "
-        "server that computes the shorter prompt: see docs/restoration.md.",
+        "server that computes the shorter prompt.",
     )
     estimator: str = _choice(
         "sampled",

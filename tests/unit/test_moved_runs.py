@@ -45,6 +45,7 @@ def test_a_truncated_prompt_finds_the_turns_that_it_kept(
     assert found.prior_key == (f"a-{found.stored_at // page_size - 1}" if found.stored_at else None)
     # The same tokens at both places.
     assert found.offset - 7 == found.stored_at - system - dropped
+    assert found.offset + page_size <= found.end <= 7 + len(kept)
     # Windows lie 32 tokens apart on average; a gap of ten times that is very rare.
     assert found.offset < 10 * WINDOW_EVERY + page_size
 
@@ -83,6 +84,16 @@ def test_the_place_that_shares_most_is_taken() -> None:
     assert found.prior_key is not None
     assert found.prior_key.startswith("b-")
     assert found.offset - 300 == found.stored_at - 200
+    assert found.end == len(mixed)
+
+
+def test_a_run_ends_within_the_first_window_that_differs() -> None:
+    index = RunIndex(16)
+    whole = text(9, 3200)
+    index.add("", keys("a", 200), whole, range(200))
+    found = index.find("", np.concatenate([whole[400:1600], text(10, 1600)]))
+    assert found is not None
+    assert 1200 <= found.end < 1200 + 10 * WINDOW_EVERY
 
 
 def test_windows_are_bounded_and_the_oldest_leave() -> None:

@@ -112,7 +112,8 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         if found is None:
             return None
         begin = first + found.offset
-        token_ids = tokens[found.offset : found.offset + (end - begin) // size * size]
+        num_tokens = (found.end - found.offset) // size * size
+        token_ids = tokens[found.offset : found.offset + num_tokens]
         page_keys = get_storage_hash_str(key[begin : begin + len(token_ids)], found.prior_key, page_size=size)
         return MovedRun(begin, begin - found.stored_at, page_keys, token_ids, start)
 

@@ -59,12 +59,15 @@ class _StoredPage(NamedTuple):
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where a stored run begins: ``offset`` tokens into the tokens that were searched.
+    """Where a stored run begins: ``offset`` tokens into the tokens that were searched. It ends at ``end`` or
+    before.
 
-    ``stored_at`` is the position at which its first token is stored; ``prior_key`` as the key before it.
+    ``stored_at`` is the position at which its first token is stored; ``prior_key`` the key of the page before
+    it.
     """
 
     offset: int
+    end: int
     stored_at: int
     prior_key: str | None
 
@@ -139,7 +142,10 @@ class RunIndex:
         shifts = [place + page.offset - page.first_token for place, page in found]
         (shift, _), *_ = Counter(shifts).most_common(1)
         place, page = found[shifts.index(shift)]
-        return RunStart(place + page.offset, page.first_token, page.prior_key)
+        last = max(place for (place, _), of_window in zip(found, shifts, strict=True) if of_window == shift)
+        # The next window is another one: the run ends within it.
+        end = next((int(after) + WINDOW_TOKENS for after in places if after > last), len(token_ids))
+        return RunStart(place + page.offset, min(end, len(token_ids)), page.first_token, page.prior_key)
 
     def clear(self) -> None:
         """Forget everything."""

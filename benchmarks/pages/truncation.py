@@ -1,0 +1,59 @@
+"""The tables of truncated prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.pages import RESULTS, ROOT
+
+TRUNCATION_RESULT = RESULTS / "truncation-cpu.json"
+
+
+def truncation_table(result: Mapping[str, Any]) -> str:
+    """What is lost by KV that was computed with the dropped turns, and how much sooner answers come."""
+    lines = [
+        "| suite | KV of the kept turns | first tokens recomputed | recall | points lost | NLL | KL |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        recomputed = row["recomputed_tokens"]
+        nll = f"{row['nll']:.3f}" if recomputed is None else _with_interval(row, "nll", 1.0, "+.3f")
+        lines.append(
+            f"| {row['suite']} | {row['method']} | {'all' if recomputed is None else recomputed} "
+            f"| {_recall(row)} | {nll} | {row['kl']:.4f} |"
+        )
+    served = [
+        "| server | TTFT p50 | share of recompute | tokens moved |",
+        "|---|---:|---:|---:|",
+    ]
+    for row in result["servers"]:
+        share = row["share_of_recompute"]
+        served.append(
+            f"| {row['server']} | {1e3 * row['ttft_s']['median']:.0f} ms | {share['median']:.0%} "
+            f"({share['q25']:.0%}-{share['q75']:.0%}) "
+            f"| {row['moved_tokens']:.0f} of {row['prompt_tokens']:.0f} |"
+        )
+    source = TRUNCATION_RESULT.relative_to(ROOT)
+    chats, *_ = result["rows"]
+    notes = (
+        f"{result['model']} in float32. Recall: the right word is the most likely one of its category, of",
+        f"{chats['questions']} questions about {chats['conversations']} chats of",
+        f"{chats['whole_tokens']:.0f} tokens, of which {chats['kept_tokens']:.0f} are kept.",
+        "NLL: of the right words, or of what really followed in an agent's session. Differences from",
+        "recompute with their 95% intervals; KL: from recompute, in nats.",
+        f"Source: [`{source}`]({source}).",
+    )
+    return "\n".join([*lines, "", *served, "", " ".join(notes)])
+
+
+def _recall(row: Mapping[str, Any]) -> str:
+    if "recall" not in row:
+        return "- | -"
+    lost = "-" if row["recomputed_tokens"] is None else _with_interval(row, "recall", -100.0, ".1f")
+    return f"{row['recall']:.1%} | {lost}"
+
+
+def _with_interval(row: Mapping[str, Any], name: str, factor: float, form: str) -> str:
+    low, high = sorted(factor * each for each in row[f"{name}_delta_ci"])
+    return f"{factor * row[f'{name}_delta']:{form}} ({low:{form}} to {high:{form}})"
