@@ -11,10 +11,9 @@ from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_backend.device import Device
 from krul_backend.memory import format_bytes
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.capture.attention_observer import QueryShape
 from krul_sglang.engine.capture.estimator_capture import EstimatorCapture
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
-from krul_sglang.engine.capture.turn_capture import TurnCapture
+from krul_sglang.engine.capture.turn_capture import QueryShape, TurnCapture
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.unsupported import check_estimator
 

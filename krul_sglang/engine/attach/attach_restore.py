@@ -19,7 +19,7 @@ from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.config import AUTO, KrulConfig
 from krul_sglang.engine.attach.cost_calibration import CostCalibration, units_in_use
 from krul_sglang.engine.attach.start_proof import prove_heads
-from krul_sglang.engine.budget.gauges import show
+from krul_sglang.engine.budget.served_bases import show
 from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError
 from krul_sglang.engine.restore.head_recompute import HeadRecompute, unsupported_model

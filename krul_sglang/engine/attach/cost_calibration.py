@@ -10,8 +10,14 @@ import torch
 
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.interface import LayerKV
-from krul_backend.codec.native_tails import NativeTail, NativeTails
-from krul_backend.codec.restore import GroupTarget, group_tail, restore_layer, write_tails
+from krul_backend.codec.restore import (
+    GroupTarget,
+    NativeTail,
+    NativeTails,
+    group_tail,
+    restore_layer,
+    write_tails,
+)
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.memory import is_out_of_memory
@@ -19,8 +25,7 @@ from krul_backend.planner.calibration import fit_compute, fit_tier
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
-from krul_sglang.engine.attach.ordinary_prefill import ordinary_prefill, timed
-from krul_sglang.engine.attach.start_proof import random_token_ids
+from krul_sglang.engine.attach.start_proof import ordinary_prefill, random_token_ids, timed
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
