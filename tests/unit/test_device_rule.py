@@ -23,7 +23,6 @@ MAY_MOVE_TENSORS = {
     "krul_sglang/learning/reader.py": "before anything is served",
     "krul_sglang/engine/attach/model_bases.py": "once, when bases are loaded",
     "krul_sglang/engine/attach/start_proof.py": "at start only",
-    "krul_sglang/engine/attach/rotary.py": "at start only",
 }
 """Files that call ``tensor.to(device)``, which waits for the stream where it copies from pageable memory."""
 

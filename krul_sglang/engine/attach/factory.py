@@ -96,8 +96,8 @@ def build_cache(ctx: Any) -> Any:
     from krul_sglang.engine.attach.attach_restore import attach_restore
     from krul_sglang.engine.attach.model_bases import BasesFile
     from krul_sglang.engine.attach.model_identity import checkpoint_of, identify_model
-    from krul_sglang.engine.attach.rotary import read_rotary_table
     from krul_sglang.engine.attach.shared_bases import SharedBases
+    from krul_sglang.engine.attach.start_proof import read_rotary_table
     from krul_sglang.engine.cache.radix_cache import KrulRadixCache
     from krul_sglang.engine.cache.store_connection import connect_store
     from krul_sglang.engine.common.agreement import RankAgreement

@@ -1,8 +1,9 @@
-"""Runs prefills at the start, outside of any request, and proves by one that heads can be recomputed."""
+"""Checks on the engine itself at the start: that heads can be recomputed, and that keys can be unrotated."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import time
 from array import array
@@ -14,11 +15,14 @@ from typing import Any
 import torch
 
 from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.rotary import RotaryTable
 from krul_backend.device import Device
 from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
 from krul_sglang.engine.restore.restore_path import HeadProof
+
+logger = logging.getLogger(__name__)
 
 _NUM_TOKENS = 256
 _MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -28,6 +32,9 @@ differently, which stays below these; a wrong computation is off by one or more.
 In an fp8 pool a small difference may push an element over a step of the format. If all elements did, that
 would add the format's eps.
 """
+
+_ROTARY_POSITIONS = 64
+_ROTARY_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,3 +200,45 @@ def _is_within_one_ulp(
     largest = expected.abs().amax(-1)
     unit = torch.exp2(torch.floor(torch.log2(largest.clamp_min(1e-30)))) * torch.finfo(element_type).eps
     return (actual - expected).abs().amax(-1) <= unit
+
+
+def read_rotary_table(model: Any) -> RotaryTable | None:
+    """The table of cosines and sines with which ``model`` rotates its keys; None if it cannot be undone.
+
+    The table is tried first: it must turn back vectors that the model's own module has rotated in float32.
+    None also for a model without rotary embedding, with more than one table, or with positions that are
+    not token indices (multimodal rotary embeddings).
+    """
+    from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+
+    modules = {
+        id(module): module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "rotary_emb"
+    }
+    if len(modules) != 1:
+        logger.warning("krul: keys keep their rotary embedding: the model has %d of them", len(modules))
+        return None
+    module = next(iter(modules.values()))
+    table = None
+    if isinstance(getattr(module, "cos_sin_cache", None), torch.Tensor) and not isinstance(
+        module, MRotaryEmbedding
+    ):
+        cos, sin = module.cos_sin_cache.float().chunk(2, dim=-1)
+        table = RotaryTable(cos, sin, is_neox=module.is_neox_style)
+    if table is None or not _undoes(table, module):
+        logger.warning("krul: keys keep their rotary embedding: %s cannot be undone", type(module).__name__)
+        return None
+    return table
+
+
+def _undoes(table: RotaryTable, module: Any) -> bool:
+    """Whether the table undoes what the module does, up to float32 rounding."""
+    num_positions = min(_ROTARY_POSITIONS, table.cos.shape[0])
+    device = table.cos.device
+    positions = torch.linspace(0, table.cos.shape[0] - 1, num_positions, device=device).long()
+    generator = torch.Generator().manual_seed(0)
+    key = torch.randn(num_positions, 1, module.head_size, generator=generator).to(device)
+    _, rotated = module.forward_native(positions, key.flatten(1), key.flatten(1))
+    restored = table.unrotate(rotated.view_as(key), positions)
+    return bool((restored - key).abs().max() < _ROTARY_TOLERANCE)
