@@ -17,7 +17,7 @@ from benchmarks.capture_cost import capture_ratio, capture_seconds_per_step
 from krul_backend.attention.rows import Phase, QueryRows, sample_positions
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_sglang.engine.capture.turn_capture import QueryShape
-from krul_sglang.learning.hf_attention import CapturedAttention, capture_attention, observed_attention
+from krul_sglang.learning.reader import CapturedAttention, capture_attention, observed_attention
 
 ESTIMATORS = ("exact", "heterogeneous", "sampled")
 EVERY_ROW = ("exact", "heterogeneous")

@@ -19,7 +19,7 @@ from transformers import (
 from benchmarks.estimator import summarize
 from benchmarks.estimator_accuracy import closest_pairs
 from krul_backend.attention.rows import attention_rows
-from krul_sglang.learning.hf_attention import CapturedAttention, capture_attention, observed_attention
+from krul_sglang.learning.reader import CapturedAttention, capture_attention, observed_attention
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,

@@ -87,7 +87,10 @@ class WorkerProcess:
             job = (rows.queries, keys, rows.positions, rows.kv_heads)
             _send(self._pipe, job, scaling=rows.scaling)
             reply, tensors = _receive(self._pipe)
-            return AttentionStatistics(*tensors, rows.num_rows) if tensors else str(reply["error"])
+            if not tensors:
+                return str(reply["error"])
+            squared_distance, ir_mass = tensors
+            return AttentionStatistics(squared_distance, ir_mass, rows.num_rows)
         except Exception as error:
             raise WorkerGoneError(
                 f"it was too slow, closed its pipe, or answered nonsense: {error!r}"
@@ -116,7 +119,7 @@ def _send(pipe: Connection, tensors: Sequence[torch.Tensor], **about: object) ->
     kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
     pipe.send_bytes(orjson.dumps({**about, "tensors": kinds}))
     for tensor in tensors:
-        pipe.send_bytes(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        pipe.send_bytes(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def _receive(pipe: Connection) -> tuple[dict[str, Any], list[torch.Tensor]]:
