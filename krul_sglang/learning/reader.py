@@ -1,4 +1,4 @@
-"""Reads text with a Hugging Face model: its attention, and gradients, by which errors in its KV are weighed."""
+"""Reads text with a Hugging Face model: its attention, and gradients that weigh errors in its KV."""
 
 from __future__ import annotations
 
