@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -115,7 +115,7 @@ class SegmentParameters:
         Raises:
             CodecError: for anything but what ``to_json`` writes for such a segment.
         """
-        check_codec(params, CODEC_NAME, CODEC_VERSION, _KEYS, optional={"damage"})
+        _check_codec(params)
         group_size = params["group_size"]
         if not _is_count(group_size) or group_size < 1:
             raise CodecError(f"group_size {group_size!r} is no number of tokens")
@@ -131,17 +131,14 @@ class SegmentParameters:
         return cls(strategy, group_size, are_keys_unrotated, parsed, damage)
 
 
-def check_codec(
-    params: object, codec: str, version: int, keys: Set[str], optional: Set[str] = frozenset()
-) -> None:
-    """Raises CodecError unless these are parameters of this codec and version, with these keys."""
-    if not isinstance(params, Mapping) or params.get("codec") != codec:
-        raise CodecError(f"not the parameters of codec {codec!r}: {params!r:.200}")
+def _check_codec(params: object) -> None:
+    if not isinstance(params, Mapping) or params.get("codec") != CODEC_NAME:
+        raise CodecError(f"not the parameters of codec {CODEC_NAME!r}: {params!r:.200}")
     found = params.get("version")
-    if type(found) is not int or found != version:
-        raise CodecError(f"version {found!r} of codec {codec!r} is unknown (known: {version})")
-    if set(params) - optional != keys:
-        raise CodecError(f"codec parameters are {sorted(keys)}, got {sorted(map(str, params))}")
+    if type(found) is not int or found != CODEC_VERSION:
+        raise CodecError(f"version {found!r} of codec {CODEC_NAME!r} is unknown (known: {CODEC_VERSION})")
+    if set(params) - {"damage"} != _KEYS:
+        raise CodecError(f"codec parameters are {sorted(_KEYS)}, got {sorted(map(str, params))}")
 
 
 def _parse_strategy(layers: object, num_layers: int) -> Strategy:
