@@ -84,9 +84,6 @@ class CapturedAttention:
         """``[T, Hkv, D]``."""
         return self.layers[layer].k
 
-    def read_layer(self, layer: int) -> LayerKV:
-        return self.layers[layer]
-
     def rows(self, positions: torch.Tensor | None = None) -> QueryRows:
         """Rows at ``positions`` (absolute, int64 ``[R]``, all of the captured forward), or all of them."""
         num_queries, num_heads, _ = self.queries[0].shape
