@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class CostCalibration:
         for part in parts:
             assert part is not None
             assert self._heads is not None
-            run = _bound(self._heads.run, part)
+            run = partial(self._heads.run, [part])
             seconds = min(timed(self._pool.streams, run) for _ in range(_REPEATS))
             yield part.ends[0] - part.start, part.start, seconds / self._pool.num_layers
 
@@ -260,7 +261,3 @@ def units_in_use(strategy_name: str, precision: Precision, num_layers: int) -> l
     alone = dict.fromkeys((Precision.NATIVE, precision))
     kinds: list[CodedUnit] = [((0,), each) for each in alone]
     return kinds if strategy_name == "none" or num_layers < 2 else [*kinds, ((0, 1), precision)]
-
-
-def _bound(run: Callable[[list[Head]], None], head: Head) -> Callable[[], None]:
-    return lambda: run([head])
