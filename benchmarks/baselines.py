@@ -10,8 +10,7 @@ import torch
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.strategy.interface import Evidence, StrategySelector
-from krul_backend.strategy.krul import check_layer_ratio, num_shared_pairs
+from krul_backend.strategy.selectors import Evidence, StrategySelector, num_shared_pairs
 from krul_backend.strategy.strategy import Precision, Strategy
 
 
@@ -120,10 +119,8 @@ class RandomSelector(StrategySelector):
     name = "random"
 
     def __init__(self, layer_ratio: float, seed: int = 0, precision: Precision = Precision.NATIVE) -> None:
-        check_layer_ratio(layer_ratio)
-        self._layer_ratio = layer_ratio
+        super().__init__(layer_ratio, precision=precision)
         self._seed = seed
-        self._precision = precision
 
     def select(self, evidence: Evidence) -> Strategy:
         num_layers = evidence.num_layers

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from krul_sglang.engine.capture.attention_observer import QueryShape
 from krul_sglang.engine.capture.query_capture import DECODE_INTERVAL, CapturePlan, QueryCapture
+from krul_sglang.engine.capture.turn_capture import QueryShape
 
 _NUM_ROWS = 256
 _STEPS = 10 * DECODE_INTERVAL

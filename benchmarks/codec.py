@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,14 +16,21 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from benchmarks.quality.model import load_model
 from krul_backend.codec.coefficients.coders import CoefficientCoder, FixedWidthCoder, RansCoder
 from krul_backend.codec.coefficients.compiled import Levels, Scales, Shifts
-from krul_backend.codec.coefficients.frequencies import ROUNDING
 from krul_backend.codec.coefficients.scales import base_scales
-from krul_backend.codec.coefficients.tables import standard_tables
+from krul_backend.codec.coefficients.tables import (
+    ESCAPE,
+    NUM_SCALES,
+    PROBABILITY_BITS,
+    ROUNDING,
+    SYMBOLS,
+    alphabets,
+)
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
@@ -85,8 +92,36 @@ def row(
         "decode_mlevels_s": levels.size / 1e6 / _median_s(lambda: decode(out), repeats),
         "decode_values_mlevels_s": levels.size / 1e6 / _median_s(lambda: decode(values), repeats),
         "bits_per_level": 8 * len(encoded.data) / levels.size,
-        "entropy_bits": float(standard_tables().expected_bits(levels, scales, shifts).sum()) / levels.size,
+        "entropy_bits": float(expected_bits(levels, scales, shifts).sum()) / levels.size,
     }
+
+
+@cache
+def level_bits() -> NDArray[np.float32]:
+    """The ideal length of each level in bits, by the tables of the scales: float32 ``[48, 256]``, at ``scale,
+    level + 128``.
+
+    Both ends are escaped in each scale, as all levels beyond are. In scale 0 all but level 0 are infinite.
+    """
+    bits = np.full((NUM_SCALES, SYMBOLS), np.inf, np.float32)
+    bits[0, -ESCAPE] = 0
+    for scale, alphabet in enumerate(alphabets(), start=1):
+        lengths = PROBABILITY_BITS - np.log2(alphabet.frequencies)
+        bits[scale] = lengths[0] + 16
+        first = -ESCAPE - alphabet.largest
+        bits[scale, first : first + len(lengths) - 1] = lengths[1:]
+    return bits
+
+
+def expected_bits(levels: Levels, scales: Scales, shifts: Shifts) -> NDArray[np.float64]:
+    """The ideal code length in bits of each coefficient ``[R]``, over ``levels`` int16 ``[T, R]``.
+
+    ``scales`` uint8 ``[R]``; ``shifts`` int8 ``[T]``, which are not part of the lengths.
+    """
+    moved = np.clip(scales.astype(np.int16) - 2 * shifts.astype(np.int16)[:, None], 1, NUM_SCALES - 1)
+    lengths = level_bits()[np.where(scales == 0, 0, moved), np.clip(levels, -128, 127) - ESCAPE]
+    totals: NDArray[np.float64] = lengths.sum(axis=0, dtype=np.float64)
+    return totals
 
 
 def codec_rows(

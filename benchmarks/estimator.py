@@ -25,7 +25,7 @@ from benchmarks.samples import without_samples
 from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_sglang.demo import environment
 from krul_sglang.json_file import write_result
-from krul_sglang.learning.hf_attention import capture_attention
+from krul_sglang.learning.reader import capture_attention
 from reference_model.evaluation_items import make_item
 from reference_model.facts import KINDS
 

@@ -13,7 +13,7 @@ from benchmarks.baselines import ExactEstimator, SampledEstimator
 from krul_backend.attention.rows import Phase, sample_positions
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_sglang.learning.hf_attention import CapturedAttention
+from krul_sglang.learning.reader import CapturedAttention
 
 Pairs = frozenset[tuple[int, int]]
 

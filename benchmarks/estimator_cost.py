@@ -16,9 +16,8 @@ from benchmarks.baselines import Estimator, ExactEstimator, SampledEstimator
 from benchmarks.capture_cost import capture_ratio, capture_seconds_per_step
 from krul_backend.attention.rows import Phase, QueryRows, sample_positions
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
-from krul_backend.attention.worker_process import JobLayout
-from krul_sglang.engine.capture.attention_observer import QueryShape
-from krul_sglang.learning.hf_attention import CapturedAttention, capture_attention, observed_attention
+from krul_sglang.engine.capture.turn_capture import QueryShape
+from krul_sglang.learning.reader import CapturedAttention, capture_attention, observed_attention
 
 ESTIMATORS = ("exact", "heterogeneous", "sampled")
 EVERY_ROW = ("exact", "heterogeneous")
@@ -71,7 +70,7 @@ class CostBenchmark:
         peaks = {"forward_peak_bytes": self._peak_bytes(partial(self._forward, ids))}
         for name in ESTIMATORS:
             peaks[f"{name}_peak_bytes"] = self._peak_bytes(partial(self._whole_turn, name, captured))
-        layout = JobLayout.of(captured.rows(), captured.read_keys(0), captured.num_tokens)
+        queue_bytes = captured.rows().queries.nbytes + sum(kv.k.nbytes for kv in captured.layers)
         medians = {key: statistics.median(values) for key, values in seconds.items()}
         ratios = {
             f"{name}_ratio": (medians[f"{name}_add_s"] + medians[f"{name}_finish_s"]) / medians["forward_s"]
@@ -80,7 +79,7 @@ class CostBenchmark:
         return {
             "num_tokens": len(ids),
             **peaks,
-            "queue_bytes": layout.num_bytes,
+            "queue_bytes": queue_bytes,
             "medians": medians,
             "ratios_to_forward": ratios,
             "samples": seconds,

@@ -1,28 +1,31 @@
-"""Writes ``docs/support.md`` from the table of settings: ``python -m benchmarks.support [--json FILE]``."""
+"""Writes ``docs/support.md``: ``python -m benchmarks.support [--json FILE]``. What is refused comes from the
+engine's own table, what was seen to be served and what nobody has tried from here."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
+from krul_sglang.engine.common import unsupported
 from krul_sglang.engine.common.hook_targets import SUPPORTED_SGLANG
 from krul_sglang.engine.common.unsupported import (
-    FOUND_LATER,
     LAUNCH_RULES,
     MODEL_RULES,
-    SERVED,
     SMALL_PAGES,
-    UNTESTED,
 )
 from krul_sglang.json_file import write_json
+
+FOUND_LATER = [value for value in vars(unsupported).values() if type(value) is unsupported.Refusal]
+"""Refusals that are known only in the scheduler, when the pool, the layers or the estimator are built."""
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 
 _HEAD = f"""# What is served, refused, and untested
 
-Written by `python -m benchmarks.support` from the table in `krul_sglang/engine/common/unsupported.py`; a test
-compares the two. SGLang {", ".join(SUPPORTED_SGLANG)}.
+Written by `python -m benchmarks.support` from its own tables and those of
+`krul_sglang/engine/common/unsupported.py`; a test compares them. SGLang {", ".join(SUPPORTED_SGLANG)}.
 
 **Nothing has been seen on any GPU so far.** What is served was seen on SGLang's real server on a CPU.
 """
@@ -38,6 +41,77 @@ _LATER = """
 What shows only when the arguments are resolved, the model is read, or a part is built stops the server in the
 scheduler, and with it every process:
 """
+
+
+@dataclass(frozen=True)
+class Served:
+    """Says that ``setting`` was tested: answers were those of a server that never evicts, in ``seen_on``."""
+
+    setting: str
+    seen_on: str
+
+
+@dataclass(frozen=True)
+class Untested:
+    """Says that nobody has tried ``setting``; nothing speaks against it. ``note``: where to look first."""
+
+    setting: str
+    note: str = ""
+
+
+SERVED = (
+    Served("--device cpu (krul's CPU platform and its attention backend)", "all of tests/integration"),
+    Served("Llama (random weights, and the bundled model)", "tests/integration/test_bundled_model.py"),
+    Served("Qwen3-MoE (random weights)", "tests/integration/test_restoring.py"),
+    Served("--page-size 1, 16, 64", "tests/integration/test_restoring.py"),
+    Served("--chunked-prefill-size", "tests/integration/test_restoring.py"),
+    Served("--enable-mixed-chunk", "tests/integration/test_restoring.py"),
+    Served("--schedule-policy fcfs, lpm", "tests/integration/test_restoring.py"),
+    Served("--tp-size 2 on one host", "tests/integration/test_restoring.py"),
+    Served("--dp-size 2 with endpoint", "tests/integration/test_tiers_serving.py"),
+    Served("--dtype float32, bfloat16", "tests/integration/test_lossless.py"),
+    Served("the radix tree in Rust and in Python", "tests/integration/test_lossless.py"),
+    Served("--kv-cache-dtype fp8_e4m3, fp8_e5m2 without scales", "tests/integration/test_fp8_serving.py"),
+    Served("the overlap scheduler, --disable-overlap-schedule", "tests/integration/test_fp8_serving.py"),
+    Served("--radix-eviction-policy lru, lfu", "tests/integration/test_fp8_serving.py"),
+    Served("cache_salt, extra_key; aborts, disconnects, flushes", "tests/integration/test_serving.py"),
+    Served("/update_weights_from_disk", "tests/integration/test_weight_updates.py"),
+    Served("--enable-streaming-session", "tests/integration/test_weight_updates.py"),
+    Served("ssd_dir, and a daemon that several servers join", "tests/integration/test_tiers_serving.py"),
+)
+
+UNTESTED = (
+    Untested("any GPU; every attention backend but krul's own, torch_native"),
+    Untested("CUDA graphs, of decoding and of prefill", "a prefill graph waits for all layers of a load"),
+    Untested("models other than Llama and Qwen3-MoE", "the proof of recomputed heads at every start"),
+    Untested(
+        "MoE: --ep-size, --moe-a2a-backend, --enable-eplb, --moe-dp-size, --dwdp-size", "the same proof"
+    ),
+    Untested("--enable-two-batch-overlap, --enable-single-batch-overlap", "heads run as one batch"),
+    Untested("--enable-torch-compile"),
+    Untested("--quantization of weights"),
+    Untested("fp8 KV with scales in the checkpoint", "tested without a server"),
+    Untested("--tp-size over several hosts (--nnodes), --use-ray"),
+    Untested("--enable-session-radix-cache"),
+    Untested(
+        "/update_weights_from_tensor, _from_distributed, _from_ipc", "the same hook as of those from disk"
+    ),
+    Untested("--enable-priority-scheduling, and preemption by it"),
+    Untested("--enable-prefill-delayer, --num-continuous-decode-steps"),
+    Untested("beam search (beam_width)"),
+    Untested("--cpu-offload-gb", 'layers are wrapped: only planner = "full-load" can start'),
+    Untested("--disable-hybrid-swa-memory", 'layers have windows: only planner = "full-load" can start'),
+    Untested("--enable-paged-experts, --kt-weight-path"),
+    Untested("--startup-weight-load-mode overlap", "weights must be there when krul proves heads"),
+    Untested("--enable-torch-symm-mem, --enable-symm-mem, --enable-mscclpp, --enable-nccl-nvls"),
+    Untested("--enable-flashinfer-allreduce-fusion", "sums between layers are completed where heads are cut"),
+    Untested("--enable-nvidia-megakernel, --enable-amd-monokernel", "they decode only"),
+    Untested("--language-model-only"),
+    Untested("--forward-hooks, --debug-tensor-dump-*", "they see recomputed heads, too"),
+    Untested("--kv-events-config"),
+    Untested("--enable-return-hidden-states, --enable-return-aux-hidden-states"),
+    Untested("--model-impl transformers"),
+)
 
 
 def rows() -> list[dict[str, str]]:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +23,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.table import Table
 from transformers import AutoTokenizer
 
 from benchmarks.quality.agent import agent_conversations
@@ -43,7 +41,7 @@ from krul_sglang.models.find import find_model
 
 logger = logging.getLogger(__name__)
 
-RECOMPUTED = (0, 32, 64, 256)
+RECOMPUTED = (0, 32, 64, 128, 256)
 """So many of the first kept tokens are computed again. A server computes 32, and those before the first page
 of the run that it finds: about 32 more."""
 
@@ -102,14 +100,25 @@ class Truncated:
 def truncated_chats(tokenizer: Any, num_items: int) -> Iterator[Truncated]:
     """Chats that tell facts; asked for are those that were told in the turns that are kept."""
     for chat in chat_recall_conversations(tokenizer, num_items):
-        start = _kept_from(chat, 0)
-        # The system message ends where the first message of the user begins, as every turn does.
-        begins = [place for place, token in enumerate(chat.history) if token == chat.history[start]]
-        first = begins[1]
+        first, start = _system_tokens(chat), _kept_from(chat, 0)
         kept = chat.history[start:]
         questions = tuple(each for each in chat.questions if _tells(kept, (*each.prompt[1:], *each.answer)))
         shorter = replace(chat, history=(*chat.history[:first], *kept), questions=questions, turn_ends=())
         yield Truncated(chat.history, shorter, first, start)
+
+
+def joined_chats(tokenizer: Any, num_items: int) -> Iterator[Truncated]:
+    """Pairs of chats as one, of which the second is kept: twice as long as those of ``truncated_chats``."""
+    chats = list(chat_recall_conversations(tokenizer, 2 * num_items))
+    for dropped, kept in zip(chats[::2], chats[1::2], strict=True):
+        first = _system_tokens(kept)
+        yield Truncated((*dropped.history, *kept.history[first:]), kept, first, len(dropped.history))
+
+
+def _system_tokens(chat: ChatRecall) -> int:
+    """Tokens of the system message: it ends where the user's first message begins, as each turn does."""
+    turn_begin = chat.history[chat.turn_ends[0]]
+    return [place for place, token in enumerate(chat.history) if token == turn_begin][1]
 
 
 def truncated_sessions(tokenizer: Any, data: Path, num_items: int, length: int) -> Iterator[Truncated]:
@@ -188,9 +197,7 @@ def _means(
 
 def serve(model_path: str, tokenizer: Any, num_conversations: int) -> list[dict[str, Any]]:
     """Rows of servers: the time to the first token of truncated prompts, each server asked in turns."""
-    chats = list(islice(truncated_chats(tokenizer, num_conversations), num_conversations))
-    opening = chats[0].conversation
-    assert isinstance(opening, ChatRecall)
+    chats = list(joined_chats(tokenizer, num_conversations))
     longest = max(len(chat.whole) for chat in chats)
     pool = (longest + 256) // PAGE_SIZE * PAGE_SIZE
     shared = (*_SERVER_ARGS, "--dtype", default_dtype(), "--max-total-tokens", str(pool))
@@ -255,40 +262,44 @@ def main(
     data: Annotated[Path | None, typer.Option(help="Folder of agents' sessions; without it none.")] = None,
     histories: Annotated[int, typer.Option(min=2, help="Chats that tell 60 facts each.")] = 30,
     sessions: Annotated[int, typer.Option(min=2, help="Agents' sessions of each kind.")] = 10,
-    served: Annotated[int, typer.Option(min=0, help="Chats that servers answer; 0 starts none.")] = 8,
+    served: Annotated[
+        int, typer.Option(min=0, help="Chats that servers answer, in place of what the model alone does.")
+    ] = 0,
 ) -> None:
-    """Measure what a truncated prompt loses by KV that moves, and how much sooner it is answered."""
+    """Measure what truncated prompts lose by KV that moves or, with --served, how much sooner they are
+    answered."""
     console = Console(stderr=True)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console)])
     logging.getLogger("httpx").setLevel(logging.WARNING)
     started = time.monotonic()
     path = find_model(model, logger.info, option="--model")
     tokenizer = AutoTokenizer.from_pretrained(path)
-    rows = serve(path, tokenizer, served) if served else []
-    hugging_face = load_model(Path(path), torch.float32, "cpu")
-    history_model, table = HistoryModel(hugging_face), rotary_table(hugging_face, 8192)
-    with torch.no_grad():
-        quality = quality_rows("recall", history_model, table, truncated_chats(tokenizer, histories))
-        if data is not None:
-            items = truncated_sessions(tokenizer, data, sessions, 2048)
-            quality += quality_rows("agent", history_model, table, items)
-    result = {
+    result: dict[str, Any] = {
         "git_revision": git_revision(),
         "versions": versions(("torch", "sglang", "transformers")),
         "machine": machine(),
         "command": without_cwd(shlex.join(sys.orig_argv)),
         "model": model,
-        "duration_s": round(time.monotonic() - started, 1),
-        "servers": rows,
-        "rows": quality,
     }
+    if served:
+        result["servers"] = serve(path, tokenizer, served)
+    else:
+        hugging_face = load_model(Path(path), torch.float32, "cpu")
+        history_model, table = HistoryModel(hugging_face), rotary_table(hugging_face, 8192)
+        with torch.no_grad():
+            quality = quality_rows("recall", history_model, table, truncated_chats(tokenizer, histories))
+            if data is not None:
+                items = truncated_sessions(tokenizer, data, sessions, 2048)
+                quality += quality_rows("agent", history_model, table, items)
+        result["rows"] = quality
+    result["duration_s"] = round(time.monotonic() - started, 1)
     write_result(result, result, json=json, raw=raw)
-    shown = Table("suite", "method", "recomputed", "recall", "NLL", "KL")
-    for row in quality:
-        cells = (row.get("recall_delta"), row.get("nll_delta"), row["kl"])
-        texts = ["-" if cell is None else f"{cell:+.4f}" for cell in cells]
-        shown.add_row(row["suite"], row["method"], str(row["recomputed_tokens"]), *texts)
-    console.print(shown)
+    logger.info("%s", _shown(result))
+
+
+def _shown(result: dict[str, Any]) -> str:
+    """The rows as text, one a line."""
+    return "\n".join(orjson.dumps(row).decode() for row in result.get("rows", result.get("servers")))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
 from krul_backend.planner.planners import PLANNERS
-from krul_backend.strategy.registry import SELECTOR_NAMES
+from krul_backend.strategy.selectors import SELECTORS
 from krul_backend.strategy.strategy import SUBSPACE, Precision
 from krul_backend.tiers.common.eviction import POLICIES
 
@@ -218,7 +218,7 @@ class KrulConfig:
 
     strategy: str = _choice(
         "none",
-        (*SELECTOR_NAMES, SUBSPACE),
+        (*SELECTORS, SUBSPACE),
         'Which layers share their KV. "none" shares nothing, and at native precision loses nothing. '
         '"subspace" stores groups of layers in bases of the model, as small as error_budget allows; they '
         "are learned at a model's first start, unless `krul-sglang learn` did it before. The others put r_l "

@@ -9,10 +9,9 @@ from typing import Any
 
 import orjson
 
-from benchmarks.pages import RESULTS, ROOT
+from benchmarks.pages import RESULTS, ROOT, truncation
 from benchmarks.pages.policy import POLICY_RESULT, policy_table, queue_table
 from benchmarks.pages.serving import serving_tables
-from benchmarks.pages.truncation import TRUNCATION_RESULT, truncation_table
 from benchmarks.restore.rows import Row, longest, settings
 from krul_sglang.demo.report import ratio_text
 
@@ -355,5 +354,10 @@ def tables() -> dict[str, str]:
         "tiers": tiers_table(orjson.loads(TIERS_RESULT.read_bytes())),
         "policy": policy_table(policies),
         "policy-queue": queue_table(policies),
-        "truncation": truncation_table(orjson.loads(TRUNCATION_RESULT.read_bytes())),
+        "truncation-quality": truncation.truncation_quality_table(
+            orjson.loads(truncation.QUALITY_RESULT.read_bytes())
+        ),
+        "truncation-serving": truncation.truncation_serving_table(
+            orjson.loads(truncation.SERVING_RESULT.read_bytes())
+        ),
     }

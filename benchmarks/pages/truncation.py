@@ -7,11 +7,12 @@ from typing import Any
 
 from benchmarks.pages import RESULTS, ROOT
 
-TRUNCATION_RESULT = RESULTS / "truncation-cpu.json"
+QUALITY_RESULT = RESULTS / "truncation-quality-cpu.json"
+SERVING_RESULT = RESULTS / "truncation-serving-cpu.json"
 
 
-def truncation_table(result: Mapping[str, Any]) -> str:
-    """What is lost by KV that was computed with the dropped turns, and how much sooner answers come."""
+def truncation_quality_table(result: Mapping[str, Any]) -> str:
+    """What is lost by KV that was computed with the dropped turns."""
     lines = [
         "| suite | KV of the kept turns | first tokens recomputed | recall | points lost | NLL | KL |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -23,18 +24,7 @@ def truncation_table(result: Mapping[str, Any]) -> str:
             f"| {row['suite']} | {row['method']} | {'all' if recomputed is None else recomputed} "
             f"| {_recall(row)} | {nll} | {row['kl']:.4f} |"
         )
-    served = [
-        "| server | TTFT p50 | share of recompute | tokens moved |",
-        "|---|---:|---:|---:|",
-    ]
-    for row in result["servers"]:
-        share = row["share_of_recompute"]
-        served.append(
-            f"| {row['server']} | {1e3 * row['ttft_s']['median']:.0f} ms | {share['median']:.0%} "
-            f"({share['q25']:.0%}-{share['q75']:.0%}) "
-            f"| {row['moved_tokens']:.0f} of {row['prompt_tokens']:.0f} |"
-        )
-    source = TRUNCATION_RESULT.relative_to(ROOT)
+    source = QUALITY_RESULT.relative_to(ROOT)
     chats, *_ = result["rows"]
     notes = (
         f"{result['model']} in float32. Recall: the right word is the most likely one of its category, of",
@@ -44,7 +34,27 @@ def truncation_table(result: Mapping[str, Any]) -> str:
         "recompute with their 95% intervals; KL: from recompute, in nats.",
         f"Source: [`{source}`]({source}).",
     )
-    return "\n".join([*lines, "", *served, "", " ".join(notes)])
+    return "\n".join([*lines, "", " ".join(notes)])
+
+
+def truncation_serving_table(result: Mapping[str, Any]) -> str:
+    """How much sooner truncated prompts are answered."""
+    lines = ["| server | TTFT p50 | share of recompute | tokens moved |", "|---|---:|---:|---:|"]
+    for row in result["servers"]:
+        share = row["share_of_recompute"]
+        lines.append(
+            f"| {row['server']} | {1e3 * row['ttft_s']['median']:.0f} ms | {share['median']:.0%} "
+            f"({share['q25']:.0%}-{share['q75']:.0%}) "
+            f"| {row['moved_tokens']:.0f} of {row['prompt_tokens']:.0f} |"
+        )
+    source = SERVING_RESULT.relative_to(ROOT)
+    (first, *_) = result["servers"]
+    notes = (
+        f"{result['model']}, {first['ttft_s']['n']} chats whose older half was dropped, one request at a time;",
+        "nothing is on the device. Medians, with quartiles of the ratios.",
+        f"Machine: {result['machine']['cores']} cores. Source: [`{source}`]({source}).",
+    )
+    return "\n".join([*lines, "", " ".join(notes)])
 
 
 def _recall(row: Mapping[str, Any]) -> str:

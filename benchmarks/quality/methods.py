@@ -13,10 +13,14 @@ from krul_backend.attention.rows import QueryRows
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.strategy.fixed import FixedSelector, MiniCacheSelector, UnsharedSelector
-from krul_backend.strategy.interface import StrategySelector
-from krul_backend.strategy.krul import KrulSelector
-from krul_backend.strategy.matching import MatchingSelector
+from krul_backend.strategy.selectors import (
+    FixedSelector,
+    KrulSelector,
+    MatchingSelector,
+    MiniCacheSelector,
+    StrategySelector,
+    UnsharedSelector,
+)
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
 LAYER_RATIOS = (0.25, 0.5)
@@ -131,7 +135,7 @@ def _selectors(gamma: float, layer_ratio: float) -> dict[str, StrategySelector]:
     return {
         "minicache": MiniCacheSelector(layer_ratio),
         "krul-fixed": FixedSelector(layer_ratio),
-        "krul": KrulSelector(gamma, layer_ratio),
-        "matching": MatchingSelector(gamma, layer_ratio),
+        "krul": KrulSelector(layer_ratio, gamma=gamma),
+        "matching": MatchingSelector(layer_ratio, gamma=gamma),
         "random": RandomSelector(layer_ratio),
     }

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from krul_backend.codec.interface import LayerKV, LayerShape
-from krul_sglang.learning.hf_attention import CapturedAttention, observed_attention
-from krul_sglang.learning.reader import POOL_DTYPE, dynamic_cache
+from krul_sglang.learning.reader import POOL_DTYPE, CapturedAttention, dynamic_cache, observed_attention
 
 VisibleTokens = Sequence[Tensor]
 """Per layer bool ``[Hkv, T]``: which history tokens the query heads of a KV head see."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.baselines import RandomSelector
-from krul_backend.strategy.fixed import MiniCacheSelector, UnsharedSelector
-from krul_backend.strategy.interface import Evidence, StrategySelector
+from krul_backend.strategy.selectors import Evidence, MiniCacheSelector, StrategySelector, UnsharedSelector
 from krul_backend.strategy.strategy import Precision, Strategy
 
 LAYER_RATIO = 0.5

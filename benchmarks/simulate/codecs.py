@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.simulate.hardware import HBM_SHARE, Gpu, Model
 from krul_backend.codec.interface import LayerKV, LayerShape
-from krul_backend.codec.options import CodecOptions, RetentionRule
+from krul_backend.codec.parameters import CodecOptions, RetentionRule
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.strategy.krul import num_shared_pairs
+from krul_backend.strategy.selectors import num_shared_pairs
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
 LAYER_RATIO = 0.5

@@ -10,7 +10,7 @@ import typer
 
 from krul_backend.errors import ConfigError
 from krul_backend.one_line_errors import EXIT_FAILED, OneLineErrors
-from krul_sglang.models.find import BUNDLED, SMOLLM2, find_model, smollm2_folder
+from krul_sglang.models.find import BUNDLED, SMOLLM2, ModelError, find_model, smollm2_folder
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 BUNDLED_CONVERSATIONS = _ASSETS / "conversations.json"
@@ -137,7 +137,6 @@ def demo(
 
     from krul_sglang.demo.conversations import load_conversations
     from krul_sglang.demo.sizing import load_token_counter, plan_pools
-    from krul_sglang.models.smollm2 import ModelError
 
     try:
         model = find_model(SMOLLM2 if model_path is None else model_path, _tell, option="--model-path")

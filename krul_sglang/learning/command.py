@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from krul_backend.codec.subspace.bases import ModelBases
+from krul_backend.codec.subspace.bases import ModelBases, replace_bases
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from krul_sglang.learning.bases import LearningError, LearningPlan, learn_bases, stored_num_bytes
-from krul_sglang.learning.older_files import replace_bases
 from krul_sglang.learning.reader import TextReader
 from krul_sglang.learning.texts import begun_pieces, cut_pieces, own_texts, read_texts
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
@@ -33,7 +34,6 @@ _BESIDE_THE_POINT = frozenset(
 """Files of a model's folder that change no KV of given token ids."""
 
 _HASHED_AT_ONCE = 4
-_PIECE_BYTES = 8 << 20
 _YOUNGEST_REMEMBERED_S = 2.0
 
 
@@ -155,11 +155,8 @@ def _hash_of(file: Path, known: Mapping[str, list[Any]], loaded_s: float) -> lis
     entry = known.get(str(file.resolve()))
     if entry is not None and entry[:-1] == stamp:
         return entry
-    digest = xxhash.xxh3_128()
-    piece = bytearray(_PIECE_BYTES)
     with file.open("rb", buffering=0) as content:
-        while num_bytes := content.readinto(piece):
-            digest.update(memoryview(piece)[:num_bytes])
+        digest = hashlib.file_digest(content, xxhash.xxh3_128)
         after = os.fstat(content.fileno())
     if [after.st_size, after.st_mtime_ns, after.st_ino] != stamp:
         raise UnknownWeightsError(f"{file} was written while it was read")

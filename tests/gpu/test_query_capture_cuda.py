@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from krul_sglang.engine.capture.attention_observer import QueryShape
 from krul_sglang.engine.capture.query_capture import DECODE_INTERVAL, CapturePlan, QueryCapture
+from krul_sglang.engine.capture.turn_capture import QueryShape
 from tests.support.forward_builders import decode_batch, extend_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a CUDA device")

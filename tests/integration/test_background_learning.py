@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import constants
 from transformers import AutoTokenizer
 
-from krul_backend.codec.subspace.bases import ModelBases
+from krul_backend.codec.subspace.bases import ModelBases, older_path, replace_bases
 from krul_backend.daemon.client.admin import AdminClient
 from krul_sglang.demo.server import ServerProcess
 from krul_sglang.learning import command
@@ -27,7 +27,6 @@ from krul_sglang.learning.background import (
 )
 from krul_sglang.learning.bases import LearningError
 from krul_sglang.learning.command import ensure_bases, learn_to_files, relearn_bases
-from krul_sglang.learning.older_files import older_path, replace_bases
 from krul_sglang.learning.texts import cut_pieces, own_texts
 from krul_sglang.models.checkpoint import Checkpoint, bases_path
 from krul_sglang.models.find import REFERENCE_MODEL

@@ -15,9 +15,7 @@ from benchmarks.quality.protocol import Outcome, Protocol
 from benchmarks.quality.teacher_forced import QUESTION_KINDS, TeacherForced, dialogue
 from benchmarks.variants import make_variant
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.strategy.fixed import UnsharedSelector
-from krul_backend.strategy.interface import Evidence, StrategySelector
-from krul_backend.strategy.krul import KrulSelector
+from krul_backend.strategy.selectors import Evidence, KrulSelector, StrategySelector, UnsharedSelector
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
 from krul_sglang.learning.reader import rotary_table
 from krul_sglang.models.find import REFERENCE_MODEL
@@ -50,6 +48,7 @@ class NeighboursFrom(StrategySelector):
     name = "neighbours"
 
     def __init__(self, first: int) -> None:
+        super().__init__()
         self._first = first
 
     def select(self, evidence: Evidence) -> Strategy:
@@ -60,7 +59,7 @@ class NeighboursFrom(StrategySelector):
 SELECTORS: dict[str, StrategySelector] = {
     "full": UnsharedSelector(),
     # Algorithm 1 on attention distance alone: gamma leaves no layer out.
-    "krul": KrulSelector(0.0, 18 / NUM_LAYERS),
+    "krul": KrulSelector(18 / NUM_LAYERS),
     # From layer 2 on each layer with its copy; from layer 3 on never.
     "copies": NeighboursFrom(2),
     "others": NeighboursFrom(3),

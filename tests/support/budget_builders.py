@@ -17,8 +17,7 @@ from krul_backend.segment import ModelIdentity, SegmentHeader
 from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.probing import ProbeOutcome
 from krul_sglang.engine.budget.provenance import KvProvenance
-from krul_sglang.engine.budget.served_bases import ServedBases
-from krul_sglang.engine.budget.text_drift import TextDrift
+from krul_sglang.engine.budget.served_bases import ServedBases, TextDrift
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from krul_backend.tiers.common.interface import Block
-from krul_backend.tiers.mooncake.object_store import ObjectStoreError, StoreFullError
+from krul_backend.tiers.mooncake.mooncake_client import ObjectStoreError, StoreFullError
 
 
 class FakeCluster:

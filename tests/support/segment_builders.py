@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from krul_backend.codec.interface import LayerKV, LayerShape
-from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.parameters import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore

@@ -40,7 +40,7 @@ _WHAT_SERVERS_IMPORT = (
     "sglang.srt.managers.scheduler",
     # Every architecture that SGLang knows.
     "sglang.srt.models.registry",
-    "krul_sglang.engine.attach.attach_restore",
+    "krul_sglang.engine.attach.attach",
     "krul_sglang.engine.cache.linker",
     "krul_sglang.engine.cache.radix_cache",
 )

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.strategy.interface import Evidence
+from krul_backend.strategy.selectors import Evidence
 
 
 def make_statistics(distances: list[list[float]], mass: list[float]) -> AttentionStatistics:

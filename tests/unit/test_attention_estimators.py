@@ -13,7 +13,6 @@ from benchmarks.baselines import Estimator, ExactEstimator, SampledEstimator
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate, sample_positions
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.attention.worker_process import JobLayout
 from tests.support.attention_builders import Sequence, assert_same
 
 CAPACITY_BYTES = 1 << 20
@@ -117,7 +116,7 @@ def test_the_queue_gets_its_room_back(worker: SimilarityWorker) -> None:
             raise OSError("gone")
         return sequence.keys[layer]
 
-    num_bytes = JobLayout.of(sequence.rows(), sequence.keys[0], sequence.num_tokens).num_bytes
+    num_bytes = sequence.queries.nbytes + sequence.keys.nbytes
     expected = accumulate(sequence.rows(), sequence.read_keys)
     for _ in range(CAPACITY_BYTES // num_bytes + 1):
         with pytest.raises(OSError, match="gone"):

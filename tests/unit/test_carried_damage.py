@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from krul_backend.strategy.registry import SelectorOptions, make_selector
+from krul_backend.strategy.selectors import make_selector
 from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import Reservation
 from krul_sglang.engine.budget.provenance import DamagedSpan, spent_damage
@@ -290,7 +290,7 @@ def test_native_segments_come_back_exact(server: BudgetedServer) -> None:
 def test_what_nobody_measured_leaves_nothing_to_spend(server: BudgetedServer) -> None:
     """Segments that another strategy stored lossy, before the server was started with this one."""
     server.compute(FIRST_PAGES)
-    int8 = make_selector("none", SelectorOptions(0.0, 0.0, Precision.INT8))
+    int8 = make_selector("none", layer_ratio=0.0, gamma=0.0, precision=Precision.INT8)
     alone = RankAgreement(None, 1)
     server.decide_by(SelectorDecision(int8, server.codec, server.pool, alone, num_heads=1))
     server.store_turn(is_observed=False)

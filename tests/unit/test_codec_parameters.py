@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.codec.interface import LayerShape
-from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.parameters import CodecOptions
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
 from tests.support.codec_builders import START_TOKEN, encode_all, make_codec, random_layers

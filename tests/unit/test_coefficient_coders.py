@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.codec import falling_levels
+from benchmarks.codec import expected_bits, falling_levels
 from krul_backend.codec.coefficients.coders import (
     CoefficientCoder,
     EncodedLevels,
@@ -16,7 +16,6 @@ from krul_backend.codec.coefficients.coders import (
     num_records,
 )
 from krul_backend.codec.coefficients.compiled import Levels
-from krul_backend.codec.coefficients.tables import standard_tables
 from krul_backend.errors import CodecError
 
 CODERS = [RansCoder(), FixedWidthCoder()]
@@ -266,7 +265,7 @@ def test_a_changed_bit_of_rans_is_noticed_or_changes_levels() -> None:
 @pytest.mark.parametrize(("largest", "smallest", "bits"), [(6.5, 0.003, 1.2), (2.2, 0.002, 0.6)])
 def test_rans_is_close_to_the_entropy_of_its_tables(largest: float, smallest: float, bits: float) -> None:
     levels, scales, shifts = falling_levels(64, 800, largest, smallest)
-    ideal = standard_tables().expected_bits(levels, scales, shifts).sum() + 4 * len(shifts)
+    ideal = expected_bits(levels, scales, shifts).sum() + 4 * len(shifts)
     actual = 8 * len(RansCoder().encode(levels, scales, shifts).data)
     assert abs(ideal / levels.size - bits) < 0.1
     assert ideal < actual < ideal * 1.02

@@ -7,9 +7,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from benchmarks.codec import falling_levels
-from krul_backend.codec.coefficients.frequencies import alphabets, magnitude
-from krul_backend.codec.coefficients.tables import standard_tables
+from benchmarks.codec import expected_bits, falling_levels, level_bits
+from krul_backend.codec.coefficients.tables import alphabets, magnitude
 
 STANDARD_DIGEST = "065eca317e9ac8a56297427ba4800ea1f6369dbb95d33e2e672b403bfcd9a061"
 
@@ -41,19 +40,18 @@ def test_alphabets_are_those_of_the_model() -> None:
 
 def test_bits_are_those_of_the_frequencies() -> None:
     alphabet = alphabets()[29]
-    lengths = standard_tables().bits[30]
+    lengths = level_bits()[30]
     escaped = 12 - np.log2(alphabet.frequencies[0]) + 16
     sides = [escaped] * (127 - alphabet.largest)
     expected = [escaped, *sides, *(12 - np.log2(alphabet.frequencies[1:])), *sides]
     assert alphabet.largest < 126
     assert np.allclose(lengths, expected)
-    unused = standard_tables().bits[0]
+    unused = level_bits()[0]
     assert unused[128] == 0
     assert np.isinf(np.delete(unused, 128)).all()
 
 
 def test_expected_bits_sum_over_tokens_in_the_scales_of_their_steps() -> None:
-    tables = standard_tables()
     levels, scales, shifts = falling_levels(90, 50, 200, 0.02)
     levels[3, 4], levels[5, 40], levels[6, 30] = 30000, -129, 128
     levels[:, 49], scales[49] = 0, 0
@@ -63,20 +61,19 @@ def test_expected_bits_sum_over_tokens_in_the_scales_of_their_steps() -> None:
         for index, scale in enumerate(scales.tolist()):
             moved = min(max(scale - 2 * shift, 1), 47) if scale else 0
             symbol = min(max(int(levels[token, index]), -128), 127)
-            expected[index] += tables.bits[moved, symbol + 128]
-    assert np.allclose(tables.expected_bits(levels, scales, shifts), expected)
+            expected[index] += level_bits()[moved, symbol + 128]
+    assert np.allclose(expected_bits(levels, scales, shifts), expected)
     assert expected[49] == 0
 
 
 def test_the_right_scale_takes_the_fewest_bits() -> None:
     """Coefficients cost least in the scale of their mean before quantization, or in one beside it."""
     generator = np.random.default_rng(1)
-    tables = standard_tables()
     coefficients = generator.laplace(size=20000)
     every = np.arange(1, 48, dtype=np.uint8)
     for scale in range(13, 40, 3):
         magnitudes = np.abs(coefficients) * 2 ** ((scale - 21) / 4)
         levels = (np.sign(coefficients) * np.floor(magnitudes + 0.4)).astype(np.int16)
-        bits = tables.expected_bits(np.tile(levels[:, None], 47), every, np.zeros(20000, np.int8))
+        bits = expected_bits(np.tile(levels[:, None], 47), every, np.zeros(20000, np.int8))
         assert abs(1 + int(np.argmin(bits)) - scale) <= 1
         assert bits[scale - 1] <= bits.min() * 1.005

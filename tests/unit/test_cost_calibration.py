@@ -19,7 +19,7 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.engine.attach import cost_calibration
 from krul_sglang.engine.attach.cost_calibration import CostCalibration, units_in_use
-from krul_sglang.engine.attach.ordinary_prefill import Prefilled
+from krul_sglang.engine.attach.start_proof import Prefilled
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore.head_recompute import Head
 from tests.support.engine_builders import TensorPool

@@ -19,11 +19,9 @@ MAY_MOVE_TENSORS = {
     "backend/krul_backend/codec/subspace/codec.py": "the reference implementation: nothing moves on a CPU",
     "backend/krul_backend/codec/subspace/coded_tail.py": "the reference: nothing moves on a CPU",
     "krul_sglang/learning/command.py": "before anything is served",
-    "krul_sglang/learning/hf_attention.py": "before anything is served",
     "krul_sglang/learning/reader.py": "before anything is served",
     "krul_sglang/engine/attach/model_bases.py": "once, when bases are loaded",
-    "krul_sglang/engine/attach/ordinary_prefill.py": "at start only",
-    "krul_sglang/engine/attach/rotary.py": "at start only",
+    "krul_sglang/engine/attach/start_proof.py": "at start only",
 }
 """Files that call ``tensor.to(device)``, which waits for the stream where it copies from pageable memory."""
 

@@ -14,8 +14,7 @@ from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.strategy import Strategy
 from krul_sglang.engine.attach import start_proof
-from krul_sglang.engine.attach.ordinary_prefill import Prefilled
-from krul_sglang.engine.attach.start_proof import prove_heads
+from krul_sglang.engine.attach.start_proof import Prefilled, prove_heads
 from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.span_attention import GatheredAttention, Span

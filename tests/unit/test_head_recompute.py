@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from krul_backend.codec.interface import LayerShape
 from krul_backend.device import Device
-from krul_sglang.engine.attach import attach_restore
+from krul_sglang.engine.attach import attach
 from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError
 from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
@@ -232,7 +232,7 @@ def proof_that(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iter
     def prove_heads(*args: Any) -> None:
         run()
 
-    monkeypatch.setattr(attach_restore, "prove_heads", prove_heads)
+    monkeypatch.setattr(attach, "prove_heads", prove_heads)
     rig = Rig()
     runner: Any = SimpleNamespace(
         model=rig.model, token_to_kv_pool=rig.engine_pool, dtype=torch.float32, device="cpu"
@@ -244,7 +244,7 @@ def proof_that(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iter
         capture=None,
         config=SimpleNamespace(planner="local-search"),
     )
-    yield lambda: attach_restore._proven_heads(runtime)
+    yield lambda: attach._proven_heads(runtime)
 
 
 def test_whatever_an_unknown_model_does_in_the_proof_is_told_with_its_name(

@@ -19,7 +19,7 @@ from transformers import (
 from benchmarks.estimator import summarize
 from benchmarks.estimator_accuracy import closest_pairs
 from krul_backend.attention.rows import attention_rows
-from krul_sglang.learning.hf_attention import CapturedAttention, capture_attention, observed_attention
+from krul_sglang.learning.reader import CapturedAttention, capture_attention, observed_attention
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -67,7 +67,7 @@ def test_rows_are_the_attention_maps(model: Any, implementation: str) -> None:
     assert model.config._attn_implementation == implementation
     for layer in range(3):
         torch.testing.assert_close(captured_map(captured, layer), expected[layer], rtol=1e-4, atol=1e-5)
-        assert captured.read_layer(layer).v.shape == captured.read_keys(layer).shape
+        assert captured.layers[layer].v.shape == captured.read_keys(layer).shape
 
 
 def test_a_step_after_a_cache_sees_all_keys_and_computes_the_same(model: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.parameters import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
 from krul_backend.errors import CodecError, TierReadError

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from krul_backend.codec.interface import LayerShape
-from krul_backend.codec.subspace.bases import ModelBases
+from krul_backend.codec.subspace.bases import ModelBases, older_path, replace_bases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.errors import ConfigError
 from krul_backend.segment import ModelIdentity
@@ -26,7 +26,6 @@ from krul_sglang.engine.attach.model_bases import BasesFile
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError
 from krul_sglang.learning.background import BackgroundLearningError, LearningProcess, RecentTurns
-from krul_sglang.learning.older_files import older_path, replace_bases
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 from tests.support.codec_builders import rotary_table
 from tests.support.engine_builders import TensorPool

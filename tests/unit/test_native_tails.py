@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.codec.interface import LayerKV, LayerShape
-from krul_backend.codec.native_tails import NativeTail, NativeTails
-from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.parameters import CodecOptions
+from krul_backend.codec.restore import NativeTail, NativeTails
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
 from krul_backend.strategy.strategy import Strategy

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from krul_backend.codec.interface import LayerShape
-from krul_backend.codec.subspace.bases import ModelBases
-from krul_sglang.learning.older_files import older_path, replace_bases
+from krul_backend.codec.subspace.bases import ModelBases, older_path, replace_bases
 from tests.support.subspace_builders import make_bases
 
 SHAPE = LayerShape(2, 8, 8, torch.bfloat16)

@@ -10,11 +10,16 @@ from hypothesis import strategies as st
 from benchmarks.baselines import RandomSelector, SeededEvidence
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.errors import StrategyError
-from krul_backend.strategy.fixed import FixedSelector, MiniCacheSelector, UnsharedSelector
-from krul_backend.strategy.interface import Evidence
-from krul_backend.strategy.krul import KrulSelector
-from krul_backend.strategy.matching import MatchingSelector
-from krul_backend.strategy.registry import SELECTOR_NAMES, SelectorOptions, make_selector
+from krul_backend.strategy.selectors import (
+    SELECTORS,
+    Evidence,
+    FixedSelector,
+    KrulSelector,
+    MatchingSelector,
+    MiniCacheSelector,
+    UnsharedSelector,
+    make_selector,
+)
 from krul_backend.strategy.strategy import Pair, Precision
 from tests.support.strategy_builders import attention_evidence, make_statistics
 
@@ -59,7 +64,7 @@ def test_krul_is_algorithm_1_on_1000_random_matrices() -> None:
         mass = [rng.random() for _ in range(num_layers)]
         gamma, layer_ratio = rng.choice([0.0, 0.3, 0.6]), rng.choice([0.125, 0.25, 0.5, 0.75, 1.0])
         evidence = Evidence(num_layers, make_statistics(distances, mass))
-        strategy = KrulSelector(gamma, layer_ratio).select(evidence)
+        strategy = KrulSelector(layer_ratio, gamma=gamma).select(evidence)
         assert set(strategy.pairs) == algorithm_1(distances, mass, gamma, layer_ratio)
         num_pairs_seen.add(len(strategy.pairs))
     assert num_pairs_seen >= {0, 1, 2, 3, 4, 5, 6}
@@ -68,7 +73,7 @@ def test_krul_is_algorithm_1_on_1000_random_matrices() -> None:
 def test_krul_shares_only_layers_at_or_above_gamma() -> None:
     distances = [[0.0, 1.0, 2.0], [1.0, 0.0, 3.0], [2.0, 3.0, 0.0]]
     evidence = Evidence(3, make_statistics(distances, [0.5, 0.49, 0.9]))
-    assert KrulSelector(0.5, 0.5).select(evidence).pairs == ((0, 2),)
+    assert KrulSelector(gamma=0.5, layer_ratio=0.5).select(evidence).pairs == ((0, 2),)
 
 
 def total_distance(evidence: Evidence, pairs: tuple[Pair, ...]) -> float:
@@ -83,10 +88,10 @@ def test_matching_has_the_least_sum_of_all_choices_of_as_many_pairs(
     evidence: Evidence, layer_ratio: float
 ) -> None:
     assert evidence.statistics is not None
-    strategy = MatchingSelector(0.5, layer_ratio).select(evidence)
+    strategy = MatchingSelector(gamma=0.5, layer_ratio=layer_ratio).select(evidence)
     mass = evidence.statistics.initial_recent_mass().tolist()
     layers = [layer for layer in range(evidence.num_layers) if mass[layer] >= 0.5]
-    num_pairs = len(KrulSelector(0.5, layer_ratio).select(evidence).pairs)
+    num_pairs = len(KrulSelector(gamma=0.5, layer_ratio=layer_ratio).select(evidence).pairs)
     assert len(strategy.pairs) == num_pairs
     assert {layer for pair in strategy.pairs for layer in pair} <= set(layers)
     choices = [
@@ -102,8 +107,8 @@ def test_matching_sees_what_the_greedy_search_misses() -> None:
     # The nearest pair (1, 2) leaves 0 and 3 to each other.
     distances = [[0.0, 2.0, 9.0, 9.0], [2.0, 0.0, 1.0, 9.0], [9.0, 1.0, 0.0, 2.0], [9.0, 9.0, 2.0, 0.0]]
     evidence = Evidence(4, make_statistics(distances, [1.0] * 4))
-    assert KrulSelector(0.5, 1.0).select(evidence).pairs == ((0, 3), (1, 2))
-    assert MatchingSelector(0.5, 1.0).select(evidence).pairs == ((0, 1), (2, 3))
+    assert KrulSelector(gamma=0.5, layer_ratio=1.0).select(evidence).pairs == ((0, 3), (1, 2))
+    assert MatchingSelector(gamma=0.5, layer_ratio=1.0).select(evidence).pairs == ((0, 1), (2, 3))
 
 
 @pytest.mark.parametrize(
@@ -154,20 +159,19 @@ def test_all_selectors_share_as_many_layers_as_asked_for(num_layers: int, percen
     # |S| >= N r_l with whole pairs, in exact arithmetic
     asked = -(-num_layers * percent // 200)
     expected = min(asked, num_layers // 2)
-    selectors = [KrulSelector(0.5, ratio), RandomSelector(ratio), FixedSelector(ratio)]
+    selectors = [KrulSelector(gamma=0.5, layer_ratio=ratio), RandomSelector(ratio), FixedSelector(ratio)]
     if num_layers <= 20:
-        selectors.append(MatchingSelector(0.5, ratio))
+        selectors.append(MatchingSelector(gamma=0.5, layer_ratio=ratio))
     for selector in selectors:
         assert len(selector.select(evidence).pairs) == expected, selector.name
     minicache = MiniCacheSelector(ratio).select(evidence)
     assert len(minicache.pairs) == min(asked, (num_layers - num_layers // 2) // 2)
 
 
-@pytest.mark.parametrize("name", SELECTOR_NAMES)
+@pytest.mark.parametrize("name", SELECTORS)
 @pytest.mark.parametrize("num_layers", [1, 2, 7])
 def test_without_evidence_nothing_is_guessed(name: str, num_layers: int) -> None:
-    options = SelectorOptions(gamma=0.5, layer_ratio=0.5, precision=Precision.INT8)
-    selector = make_selector(name, options)
+    selector = make_selector(name, layer_ratio=0.5, gamma=0.5, precision=Precision.INT8)
     strategy = selector.select(Evidence(num_layers))
     assert selector.name == name
     assert len(strategy.layers) == num_layers
@@ -178,33 +182,32 @@ def test_without_evidence_nothing_is_guessed(name: str, num_layers: int) -> None
 
 @pytest.mark.parametrize("name", ["krul", "matching"])
 def test_statistics_without_a_row_share_nothing(name: str) -> None:
-    options = SelectorOptions(0.0, 1.0, Precision.NATIVE)
+    selector = make_selector(name, layer_ratio=1.0, gamma=0.0, precision=Precision.NATIVE)
     evidence = Evidence(4, AttentionStatistics.zero(4, 2))
-    assert make_selector(name, options).select(evidence).is_lossless
+    assert selector.select(evidence).is_lossless
 
 
 def test_unshared_is_lossless_at_native_precision() -> None:
     assert UnsharedSelector().select(Evidence(3)).is_lossless
-    assert not UnsharedSelector(Precision.INT4).select(Evidence(3)).is_lossless
+    assert not UnsharedSelector(precision=Precision.INT4).select(Evidence(3)).is_lossless
 
 
 def test_an_unknown_selector_is_answered_with_the_names() -> None:
-    options = SelectorOptions(0.5, 0.5, Precision.NATIVE)
     with pytest.raises(StrategyError, match=r"'crul' is unknown \(accepted: none, krul, matching, minicache"):
-        make_selector("crul", options)
+        make_selector("crul", layer_ratio=0.5, gamma=0.5, precision=Precision.NATIVE)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "gamma", "layer_ratio", "message"),
     [
-        ("krul", SelectorOptions(1.5, 0.5, Precision.NATIVE), "gamma is 1.5"),
-        ("matching", SelectorOptions(0.5, -0.1, Precision.NATIVE), "r_l is -0.1"),
-        ("minicache", SelectorOptions(0.5, float("nan"), Precision.NATIVE), "r_l is nan"),
+        ("krul", 1.5, 0.5, "gamma is 1.5"),
+        ("matching", 0.5, -0.1, "r_l is -0.1"),
+        ("minicache", 0.5, float("nan"), "r_l is nan"),
     ],
 )
-def test_options_out_of_range_are_refused(name: str, options: SelectorOptions, message: str) -> None:
+def test_options_out_of_range_are_refused(name: str, gamma: float, layer_ratio: float, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
-        make_selector(name, options)
+        make_selector(name, layer_ratio=layer_ratio, gamma=gamma, precision=Precision.NATIVE)
 
 
 def test_statistics_of_another_model_are_refused() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.codec.interface import LayerKV, LayerShape
-from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.parameters import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentEncoding
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy

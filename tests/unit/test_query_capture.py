@@ -15,8 +15,8 @@ from krul_backend.errors import ConfigError
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.attach.factory import forward_with_restore
 from krul_sglang.engine.cache.runtime import KrulRuntime
-from krul_sglang.engine.capture.attention_observer import QueryShape
 from krul_sglang.engine.capture.query_capture import DECODE_INTERVAL, CapturedRows, CapturePlan, QueryCapture
+from krul_sglang.engine.capture.turn_capture import QueryShape
 from tests.support.forward_builders import GraphRunner, decode_batch, extend_batch, mixed_batch
 
 SHAPE = QueryShape(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from krul_sglang.engine.budget.recent_text import PIECE_TOKENS, RecentText
+from krul_sglang.engine.budget.served_bases import PIECE_TOKENS, RecentText
 
 PAGE_SIZE = 16
 PIECE_PAGES = PIECE_TOKENS // PAGE_SIZE

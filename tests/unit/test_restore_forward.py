@@ -19,7 +19,7 @@ from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore import restore_forward
 from krul_sglang.engine.restore.head_recompute import Head
 from krul_sglang.engine.restore.load_batch import Load, LoadBatch, LoadFailedError
-from krul_sglang.engine.restore.loading import LoadCounter
+from krul_sglang.engine.restore.loading import LayerWaits
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_trace import TraceLog
 from tests.support.engine_builders import (
@@ -92,7 +92,7 @@ class FakeHeads:
 
 class FakeLoader:
     def __init__(self, batch: LoadBatch | None) -> None:
-        self.counter = LoadCounter(NUM_LAYERS)
+        self.counter = LayerWaits(NUM_LAYERS)
         self._batch = batch
 
     def batch(self, index: int) -> LoadBatch | None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from krul_backend.codec import segment_codec
 from krul_backend.codec.interface import LayerKV, LayerShape
-from krul_backend.codec.options import CodecOptions, RetentionRule
+from krul_backend.codec.parameters import CodecOptions, RetentionRule
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_codec import OpenedSegment, SegmentCodec
 from krul_backend.errors import CodecError

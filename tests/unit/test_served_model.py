@@ -21,8 +21,7 @@ from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.strategy import LayerGroups, Strategy
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.attach.factory import change_weights
-from krul_sglang.engine.budget.served_bases import ServedBases
-from krul_sglang.engine.budget.text_drift import TextDrift
+from krul_sglang.engine.budget.served_bases import ServedBases, TextDrift
 from krul_sglang.engine.cache.linker import KrulLinker
 from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.capture.turn_capture import CapturedTurn

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.subspace.bases import older_path
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.store.interface import KVStore
@@ -22,7 +23,6 @@ from krul_backend.tiers.mooncake.tier import MooncakeTier
 from krul_sglang.engine.attach.model_bases import BasesFile
 from krul_sglang.engine.attach.shared_bases import NEWEST, SharedBases
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.learning.older_files import older_path
 from krul_sglang.models.checkpoint import Checkpoint, bases_path
 from tests.support.budget_builders import BASES, MODEL, NUM_LAYERS, ROTARY, SHAPE
 from tests.support.daemon_builders import serving

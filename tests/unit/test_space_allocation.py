@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_engine_copies import NUM_LAYERS, PAGE_SIZE, FixedChooser, make_pool
 
-from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.parameters import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.strategy import Precision, Strategy

@@ -10,7 +10,7 @@ import torch
 from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.interface import LayerShape
-from krul_backend.strategy.interface import Evidence, StrategySelector
+from krul_backend.strategy.selectors import Evidence, StrategySelector
 from krul_backend.strategy.strategy import LayerGroups, Precision, Strategy
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 from krul_sglang.engine.common.agreement import RankAgreement
@@ -62,6 +62,7 @@ class Remember(StrategySelector):
     name = "remember"
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: list[AttentionStatistics | None] = []
 
     def select(self, evidence: Evidence) -> Strategy:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.coefficients.frequencies import ROUNDING
+from krul_backend.codec.coefficients.tables import ROUNDING
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec

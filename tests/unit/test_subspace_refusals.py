@@ -271,4 +271,4 @@ def test_parameters_are_the_same_after_json(
 def test_a_record_that_is_too_long_for_its_size_is_refused() -> None:
     group = GroupParameters(np.zeros(1, np.uint8), np.array([1 << 18], np.uint32))
     with pytest.raises(CodecError, match="262144 bytes"):
-        group.to_json()
+        group.stored()

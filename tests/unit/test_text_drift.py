@@ -9,8 +9,7 @@ from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import group_vectors, split_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_sglang.engine.budget.recent_text import RecentText
-from krul_sglang.engine.budget.text_drift import TextDrift
+from krul_sglang.engine.budget.served_bases import RecentText, TextDrift
 from tests.support.budget_builders import PAGE_SIZE, BudgetedServer
 from tests.support.subspace_builders import make_bases, make_layers
 

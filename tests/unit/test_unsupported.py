@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.support import PAGE, page
+from benchmarks.support import PAGE, SERVED, UNTESTED, page
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.unsupported import (
     LAUNCH_RULES,
     MODEL_RULES,
-    SERVED,
-    UNTESTED,
     Rule,
     UnsupportedSetupError,
     check_flags,

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from benchmarks.variants import VariantError, depth_doubled, make_variant, rotate_bases
-from krul_sglang.learning.hf_attention import capture_attention
+from krul_sglang.learning.reader import capture_attention
 
 IDS = list(range(1, 40))
 SIZES: dict[str, Any] = {

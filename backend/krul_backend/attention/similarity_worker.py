@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import mmap
-import os
+import math
 import queue
 import threading
 from concurrent.futures import Future
@@ -15,9 +14,8 @@ import torch
 
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.attention.worker_process import JobLayout, WorkerGoneError, WorkerProcess
+from krul_backend.attention.worker_process import WorkerGoneError, WorkerProcess
 from krul_backend.device import Device, Event
-from krul_backend.free_extents import FreeExtents
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +27,7 @@ class WorkerStats:
     """Counters since the start.
 
     ``reduced_here``: jobs that the process could not do and the client's thread did. ``rejected``: jobs that
-    found no room in the queue's memory.
+    found no room in the queue.
     """
 
     submitted: int = 0
@@ -40,9 +38,14 @@ class WorkerStats:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """A queued reduction. ``copied`` passes when its copies have ended; until then ``sources`` are kept."""
+    """A queued reduction: ``rows`` and ``keys [L, T, Hkv, D]`` in host memory, of ``num_bytes``.
 
-    layout: JobLayout
+    ``copied`` passes when the copies to there have ended; until then ``sources`` are kept.
+    """
+
+    rows: QueryRows
+    keys: torch.Tensor
+    num_bytes: int
     copied: Event
     sources: list[object]
     future: Future[AttentionStatistics]
@@ -51,10 +54,9 @@ class _Job:
 class SimilarityWorker:
     """Reduces query rows in a process of its own, without holding this process's interpreter.
 
-    One object serves many estimators; jobs are done in order. Queries and keys wait in shared memory of
-    ``capacity_bytes``, which bounds the queue; physical memory is taken as it is first used. The process
-    starts with the first job. If it dies it is started once more; after that jobs are reduced by this
-    object's thread, from the same memory: a job that was accepted always ends with statistics.
+    One object serves many estimators; jobs are done in order. Queries and keys wait in host memory of at most
+    ``capacity_bytes``. The process starts with the first job. If it dies it is started once more; after that
+    jobs are reduced by this object's thread: a job that was accepted always ends with statistics.
 
     Args:
         capacity_bytes: of the queue.
@@ -62,11 +64,8 @@ class SimilarityWorker:
     """
 
     def __init__(self, capacity_bytes: int = DEFAULT_CAPACITY_BYTES, timeout_s: float = 120.0) -> None:
-        self._memory_fd = os.memfd_create("krul-similarity", os.MFD_CLOEXEC)
-        os.ftruncate(self._memory_fd, capacity_bytes)
-        self._memory = torch.frombuffer(mmap.mmap(self._memory_fd, capacity_bytes), dtype=torch.uint8)
-        # Kept as one array: its pages are unlocked when it is gone.
-        self._pages = self._memory.numpy()
+        self._capacity_bytes = capacity_bytes
+        self._queued_bytes = 0
         self._device: Device | None = None
         self._stream: Any | None = None
         self._timeout_s = timeout_s
@@ -74,7 +73,6 @@ class SimilarityWorker:
         self._has_given_up = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._free = FreeExtents(capacity_bytes)
         self._stats = WorkerStats()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="krul-similarity", daemon=True)
@@ -90,7 +88,7 @@ class SimilarityWorker:
         return self._process.process_id if self._process is not None else None
 
     def submit(self, rows: QueryRows, read_keys: ReadKeys) -> Future[AttentionStatistics] | None:
-        """Queue a reduction; None if the queue's memory has no room for it.
+        """Queue a reduction; None if the queue has no room for it.
 
         Queries and keys are copied. From a GPU the copies run on a side stream after the work queued so far,
         and this returns without waiting for them: the keys of these tokens must not be overwritten before the
@@ -100,25 +98,36 @@ class SimilarityWorker:
         Raises:
             RuntimeError: if the worker was closed.
         """
-        layout = JobLayout.of(rows, read_keys(0), rows.num_visible_tokens())
+        shape, dtype = _keys_shape(rows, read_keys(0))
+        num_bytes = rows.queries.nbytes + math.prod(shape) * dtype.itemsize
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the similarity worker was closed")
-            offset = self._free.take(layout.num_bytes)
-            if offset is None:
+            if self._queued_bytes + num_bytes > self._capacity_bytes:
                 self._stats.rejected += 1
                 return None
+            self._queued_bytes += num_bytes
             self._stats.submitted += 1
-        layout = replace(layout, offset=offset)
         try:
-            copied, sources = self._copy_in(layout, rows, read_keys)
+            device, stream = self._open_device(rows.queries)
+            # The caller may overwrite its rows as soon as this returns.
+            source = rows.queries if device.shares_cores else rows.queries.clone()
+            positions, kv_heads = (x.to("cpu", copy=True) for x in (rows.positions, rows.kv_heads))
+            queries, keys = device.host_empty(source.shape, source.dtype), device.host_empty(shape, dtype)
+            device.wait_for(device.record(), stream)
+            with device.on_stream(stream):
+                device.download(queries, source)
+                for layer in range(rows.num_layers):
+                    device.download(keys[layer], read_keys(layer)[: keys.shape[1]])
+                copied = device.record()
         except BaseException:
             if self._device is not None:
-                # Copies that were queued before the error may still write into the job's memory.
+                # Copies that were queued before the error still read what this has made.
                 self._device.synchronize(self._stream)
-            self._give_back(layout)
+            self._give_back(num_bytes)
             raise
-        job = _Job(layout, copied, sources, Future())
+        on_host = QueryRows(queries, positions, kv_heads, rows.scaling)
+        job = _Job(on_host, keys, num_bytes, copied, [source, read_keys], Future())
         self._jobs.put(job)
         return job.future
 
@@ -130,38 +139,17 @@ class SimilarityWorker:
             self._is_closed = True
         self._jobs.put(None)
         self._thread.join()
-        if self._device is not None:
-            self._device.unlock_pages()
-        os.close(self._memory_fd)
-
-    def _copy_in(self, layout: JobLayout, rows: QueryRows, read_keys: ReadKeys) -> tuple[Event, list[object]]:
-        views = layout.views(self._memory)
-        views.rows.positions.copy_(rows.positions)
-        views.rows.kv_heads.copy_(rows.kv_heads)
-        device, stream = self._open_device(rows.queries)
-        # The caller may overwrite its rows as soon as this returns.
-        queries = rows.queries if device.shares_cores else rows.queries.clone()
-        device.wait_for(device.record(), stream)
-        with device.on_stream(stream):
-            device.download(views.rows.queries, queries)
-            for layer in range(layout.num_layers):
-                device.download(views.keys[layer], read_keys(layer)[: layout.num_tokens])
-            return device.record(), [queries, read_keys]
 
     def _open_device(self, queries: torch.Tensor) -> tuple[Device, Any]:
         """The device of the first queries, with a stream for copies. They are all on one."""
         if self._device is None:
             self._device = Device.of(queries)
             self._stream = self._device.new_stream()
-            # Copies are asynchronous only from and to page-locked memory.
-            error = self._device.lock_pages(self._pages)
-            if error != 0:
-                logger.warning("similarity queue cannot be page-locked (error %d): copies will wait", error)
         return self._device, self._stream
 
-    def _give_back(self, layout: JobLayout) -> None:
+    def _give_back(self, num_bytes: int) -> None:
         with self._lock:
-            self._free.give(layout.offset, layout.num_bytes)
+            self._queued_bytes -= num_bytes
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -178,28 +166,27 @@ class SimilarityWorker:
         try:
             job.copied.synchronize()
             job.sources.clear()
-            return self._reduce(job.layout)
+            return self._reduce(job)
         finally:
             # Before the result is announced: whoever hears of it may submit a job that needs this room.
-            self._give_back(job.layout)
+            self._give_back(job.num_bytes)
 
-    def _reduce(self, layout: JobLayout) -> AttentionStatistics:
-        views = layout.views(self._memory)
+    def _reduce(self, job: _Job) -> AttentionStatistics:
         while not self._has_given_up:
             try:
                 if self._process is None:
-                    self._process = WorkerProcess(self._memory_fd, len(self._memory))
-                error = self._process.reduce(layout, self._timeout_s)
+                    self._process = WorkerProcess()
+                result = self._process.reduce(job.rows, job.keys, self._timeout_s)
             except WorkerGoneError as gone:
                 self._on_death(gone)
                 continue
-            if error is None:
-                return views.result()
-            logger.warning("the similarity worker could not reduce a job: %s", error)
+            if isinstance(result, AttentionStatistics):
+                return result
+            logger.warning("the similarity worker could not reduce a job: %s", result)
             break
         with self._lock:
             self._stats.reduced_here += 1
-        return accumulate(views.rows, views.read_keys)
+        return accumulate(job.rows, lambda layer: job.keys[layer])
 
     def _on_death(self, gone: WorkerGoneError) -> None:
         if self._process is not None:
@@ -219,6 +206,11 @@ class SimilarityWorker:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def _keys_shape(rows: QueryRows, layer_keys: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """``[L, T, Hkv, D]``: the keys of the tokens that the rows see."""
+    return (rows.num_layers, rows.num_visible_tokens(), *layer_keys.shape[1:]), layer_keys.dtype
 
 
 class HeterogeneousEstimator:

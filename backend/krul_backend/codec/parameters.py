@@ -1,10 +1,11 @@
-"""The parameters that are stored beside a segment's blocks so that they can be decoded."""
+"""The options of encoding a segment, and the parameters that are stored beside its blocks to decode them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from krul_backend.errors import CodecError, StrategyError
@@ -13,6 +14,49 @@ from krul_backend.strategy.strategy import Strategy
 CODEC_NAME = "segment"
 CODEC_VERSION = 2
 _KEYS = {"codec", "version", "group_size", "are_keys_unrotated", "layers", "pairs"}
+
+
+class RetentionRule(Enum):
+    """Which tokens of a shared pair keep their own vectors, by the angle between the two layers' vectors.
+
+    ``THRESHOLD`` (MiniCache, section 4.3): distance above ``d_max - (d_max - d_min) * amount``, with the
+    largest and smallest distance of the head in the segment. MiniCache's inequality, read literally, keeps
+    the most similar tokens; its text says the most different ones, and that is what is done here.
+    ``SHARE``: the ``amount`` share of a head's tokens with the largest distances, rounded up.
+    """
+
+    THRESHOLD = "threshold"
+    SHARE = "share"
+
+
+@dataclass(frozen=True)
+class CodecOptions:
+    """Options for encoding blocks. What decoding needs of these options is stored with each segment.
+
+    ``group_size``: tokens that have one scale per key channel, and the unit of partial reads. The others are
+    of pairs that share directions.
+    ``slerp_t``: how far the shared direction lies from the lower layer's to the upper layer's.
+    ``retention``, ``retained_amount``: see ``RetentionRule``; 0 retains no token for its angle.
+    ``num_first_tokens``: tokens at the start of the conversation that are always retained.
+
+    Raises:
+        CodecError: an amount or t outside [0, 1], no tokens in a group, or a negative number of tokens.
+    """
+
+    group_size: int = 64
+    slerp_t: float = 0.6
+    retention: RetentionRule = RetentionRule.THRESHOLD
+    retained_amount: float = 0.05
+    num_first_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise CodecError(f"group_size {self.group_size} is no number of tokens (at least 1)")
+        if self.num_first_tokens < 0:
+            raise CodecError(f"num_first_tokens {self.num_first_tokens} is negative")
+        for name, value in (("slerp_t", self.slerp_t), ("retained_amount", self.retained_amount)):
+            if not (math.isfinite(value) and 0 <= value <= 1):
+                raise CodecError(f"{name} {value} is not in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -71,7 +115,7 @@ class SegmentParameters:
         Raises:
             CodecError: for anything but what ``to_json`` writes for such a segment.
         """
-        check_codec(params, CODEC_NAME, CODEC_VERSION, _KEYS, optional={"damage"})
+        _check_codec(params)
         group_size = params["group_size"]
         if not _is_count(group_size) or group_size < 1:
             raise CodecError(f"group_size {group_size!r} is no number of tokens")
@@ -87,17 +131,14 @@ class SegmentParameters:
         return cls(strategy, group_size, are_keys_unrotated, parsed, damage)
 
 
-def check_codec(
-    params: object, codec: str, version: int, keys: Set[str], optional: Set[str] = frozenset()
-) -> None:
-    """Raises CodecError unless these are parameters of this codec and version, with these keys."""
-    if not isinstance(params, Mapping) or params.get("codec") != codec:
-        raise CodecError(f"not the parameters of codec {codec!r}: {params!r:.200}")
+def _check_codec(params: object) -> None:
+    if not isinstance(params, Mapping) or params.get("codec") != CODEC_NAME:
+        raise CodecError(f"not the parameters of codec {CODEC_NAME!r}: {params!r:.200}")
     found = params.get("version")
-    if type(found) is not int or found != version:
-        raise CodecError(f"version {found!r} of codec {codec!r} is unknown (known: {version})")
-    if set(params) - optional != keys:
-        raise CodecError(f"codec parameters are {sorted(keys)}, got {sorted(map(str, params))}")
+    if type(found) is not int or found != CODEC_VERSION:
+        raise CodecError(f"version {found!r} of codec {CODEC_NAME!r} is unknown (known: {CODEC_VERSION})")
+    if set(params) - {"damage"} != _KEYS:
+        raise CodecError(f"codec parameters are {sorted(_KEYS)}, got {sorted(map(str, params))}")
 
 
 def _parse_strategy(layers: object, num_layers: int) -> Strategy:

@@ -12,8 +12,7 @@ import orjson
 import torch
 
 from krul_backend.codec.interface import LayerKV, LayerShape, ReadLayer
-from krul_backend.codec.options import CodecOptions
-from krul_backend.codec.parameters import RetainedCounts, SegmentParameters
+from krul_backend.codec.parameters import CodecOptions, RetainedCounts, SegmentParameters
 from krul_backend.codec.rotary import RotaryTable, check_positions
 from krul_backend.codec.segment_layout import Unit, UnitLayout
 from krul_backend.codec.shared_pair import SharedPair, count_retained

@@ -9,8 +9,7 @@ import torch
 
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.layout import GroupRun, Section, Views
-from krul_backend.codec.options import CodecOptions, RetentionRule
-from krul_backend.codec.parameters import RetainedCounts
+from krul_backend.codec.parameters import CodecOptions, RetainedCounts, RetentionRule
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
 from krul_backend.codec.vector_format import FP16_MAX, VectorFormat, key_and_value_formats
 from krul_backend.device import Device

@@ -8,10 +8,9 @@ from typing import ClassVar
 
 from krul_backend.errors import RestoreError
 from krul_backend.planner.costs import RestoreCosts
-from krul_backend.planner.head_shapes import full_load_heads, pyramid_heads, uniform_heads
+from krul_backend.planner.head_search import full_load_heads, pyramid_heads, search_heads, uniform_heads
 from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem, StoredRun
-from krul_backend.planner.local_search import search_heads
-from krul_backend.planner.timing import RestoreTiming
+from krul_backend.planner.timing import RestoreTiming, Tokens
 
 
 class LocalSearchPlanner(RestorePlanner):
@@ -31,14 +30,21 @@ class LocalSearchPlanner(RestorePlanner):
         return recompute if recompute.end_s < plan.end_s + problem.costs.overhead_s else plan
 
 
-class FullLoadPlanner(RestorePlanner):
-    """The smallest heads that are allowed: none where everything is stored (the paper's "full KV load")."""
+class _HeadsPlanner(RestorePlanner):
+    """Plans the head ends ``[L]`` that ``heads_of`` finds, if any are possible."""
 
-    name: ClassVar[str] = "full-load"
+    heads_of: Callable[[RestoreTiming], Tokens]
 
     def plan(self, problem: RestoreProblem) -> RestorePlan:
         timing = RestoreTiming(problem)
-        return timing.plan(full_load_heads(timing)) if timing.is_possible else RestorePlan.recompute(problem)
+        return timing.plan(self.heads_of(timing)) if timing.is_possible else RestorePlan.recompute(problem)
+
+
+class FullLoadPlanner(_HeadsPlanner):
+    """The smallest heads that are allowed: none where everything is stored (the paper's "full KV load")."""
+
+    name: ClassVar[str] = "full-load"
+    heads_of = staticmethod(full_load_heads)
 
 
 class FullRecomputePlanner(RestorePlanner):
@@ -50,20 +56,17 @@ class FullRecomputePlanner(RestorePlanner):
         return RestorePlan.recompute(problem)
 
 
-class UniformPlanner(RestorePlanner):
+class UniformPlanner(_HeadsPlanner):
     """Equal heads in all layers (the paper's "partial KV recompute"), larger only where less is stored.
 
     They balance computing and loading.
     """
 
     name: ClassVar[str] = "uniform"
-
-    def plan(self, problem: RestoreProblem) -> RestorePlan:
-        timing = RestoreTiming(problem)
-        return timing.plan(uniform_heads(timing)) if timing.is_possible else RestorePlan.recompute(problem)
+    heads_of = staticmethod(uniform_heads)
 
 
-class PyramidPlanner(RestorePlanner):
+class PyramidPlanner(_HeadsPlanner):
     """Recomputation falls and loading grows linearly with the layer (the paper, 6.2, eq. 2 to 5).
 
     The mean ratio over layers is the one that balances computing and loading (eq. 1). Up to a mean of a half
@@ -72,10 +75,7 @@ class PyramidPlanner(RestorePlanner):
     """
 
     name: ClassVar[str] = "pyramid"
-
-    def plan(self, problem: RestoreProblem) -> RestorePlan:
-        timing = RestoreTiming(problem)
-        return timing.plan(pyramid_heads(timing)) if timing.is_possible else RestorePlan.recompute(problem)
+    heads_of = staticmethod(pyramid_heads)
 
 
 PLANNERS: dict[str, Callable[[], RestorePlanner]] = {

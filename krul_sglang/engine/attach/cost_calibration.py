@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.interface import LayerKV
-from krul_backend.codec.native_tails import NativeTail, NativeTails
-from krul_backend.codec.restore import GroupTarget, group_tail, restore_layer, write_tails
+from krul_backend.codec.restore import (
+    GroupTarget,
+    NativeTail,
+    NativeTails,
+    group_tail,
+    restore_layer,
+    write_tails,
+)
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.memory import is_out_of_memory
@@ -19,8 +26,7 @@ from krul_backend.planner.calibration import fit_compute, fit_tier
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
-from krul_sglang.engine.attach.ordinary_prefill import ordinary_prefill, timed
-from krul_sglang.engine.attach.start_proof import random_token_ids
+from krul_sglang.engine.attach.start_proof import ordinary_prefill, random_token_ids, timed
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
@@ -109,7 +115,7 @@ class CostCalibration:
         for part in parts:
             assert part is not None
             assert self._heads is not None
-            run = _bound(self._heads.run, part)
+            run = partial(self._heads.run, [part])
             seconds = min(timed(self._pool.streams, run) for _ in range(_REPEATS))
             yield part.ends[0] - part.start, part.start, seconds / self._pool.num_layers
 
@@ -255,7 +261,3 @@ def units_in_use(strategy_name: str, precision: Precision, num_layers: int) -> l
     alone = dict.fromkeys((Precision.NATIVE, precision))
     kinds: list[CodedUnit] = [((0,), each) for each in alone]
     return kinds if strategy_name == "none" or num_layers < 2 else [*kinds, ((0, 1), precision)]
-
-
-def _bound(run: Callable[[list[Head]], None], head: Head) -> Callable[[], None]:
-    return lambda: run([head])

@@ -71,7 +71,7 @@ def attach_capture(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> An
         runtime.model_runner = scheduler.tp_worker.model_runner
         runtime.attach_to(runtime.model_runner)
         if runtime.config.needs_attention:
-            from krul_sglang.engine.attach.attach_capture import attach_turn_capture
+            from krul_sglang.engine.attach.attach import attach_turn_capture
 
             runtime.capture = attach_turn_capture(runtime.model_runner, runtime.config)
     return result
@@ -94,11 +94,11 @@ def build_cache(ctx: Any) -> Any:
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
     from sglang.srt.runtime_context import get_context, get_memory
 
-    from krul_sglang.engine.attach.attach_restore import attach_restore
+    from krul_sglang.engine.attach.attach import attach_restore
     from krul_sglang.engine.attach.model_bases import BasesFile
     from krul_sglang.engine.attach.model_identity import checkpoint_of, identify_model
-    from krul_sglang.engine.attach.rotary import read_rotary_table
     from krul_sglang.engine.attach.shared_bases import SharedBases
+    from krul_sglang.engine.attach.start_proof import read_rotary_table
     from krul_sglang.engine.cache.radix_cache import KrulRadixCache
     from krul_sglang.engine.cache.store_connection import connect_store
     from krul_sglang.engine.common.agreement import RankAgreement

@@ -18,11 +18,8 @@ from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.errors import CodecError, ConfigError
 from krul_backend.segment import ModelIdentity
-from krul_sglang.engine.attach.older_bases import OlderBases
-from krul_sglang.engine.attach.shared_bases import SharedBases
-from krul_sglang.engine.budget.recent_text import RecentText
-from krul_sglang.engine.budget.served_bases import ServedBases
-from krul_sglang.engine.budget.text_drift import TextDrift
+from krul_sglang.engine.attach.shared_bases import OlderBases, SharedBases
+from krul_sglang.engine.budget.served_bases import RecentText, ServedBases, TextDrift
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.unsupported import FOREIGN_ROTARY

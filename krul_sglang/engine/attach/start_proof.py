@@ -1,20 +1,28 @@
-"""Proves at start that a recomputed head equals an ordinary prefill and changes no other KV."""
+"""Checks on the engine itself at the start: that heads can be recomputed, and that keys can be unrotated."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import random
-from collections.abc import Sequence
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from krul_backend.codec.interface import LayerKV
-from krul_sglang.engine.attach.ordinary_prefill import Prefilled, ordinary_prefill
+from krul_backend.codec.rotary import RotaryTable
+from krul_backend.device import Device
 from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
 from krul_sglang.engine.restore.restore_path import HeadProof
+
+logger = logging.getLogger(__name__)
 
 _NUM_TOKENS = 256
 _MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -24,6 +32,76 @@ differently, which stays below these; a wrong computation is off by one or more.
 In an fp8 pool a small difference may push an element over a step of the format. If all elements did, that
 would add the format's eps.
 """
+
+_ROTARY_POSITIONS = 64
+_ROTARY_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class Prefilled:
+    """Tokens whose KV the engine has just computed in ``slots``, int64 ``[num_tokens]`` on the device."""
+
+    token_ids: torch.Tensor
+    slots: torch.Tensor
+    seconds: float
+
+
+@contextmanager
+def ordinary_prefill(model_runner: Any, tree_cache: Any, token_ids: Sequence[int]) -> Iterator[Prefilled]:
+    """Run ``token_ids`` through the engine's own forward; their slots are freed when the block is left.
+
+    Every rank calls it at the same point, while nothing else runs.
+    """
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    req = Req(
+        rid="krul-start",
+        origin_input_text="",
+        origin_input_ids=array("q", token_ids),
+        sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+    )
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    req.logprob_start_len = -1
+    req.extend_end = len(req.origin_input_ids)
+    batch = ScheduleBatch.init_new(
+        reqs=[req],
+        req_to_token_pool=model_runner.req_to_token_pool,
+        token_to_kv_pool_allocator=model_runner.token_to_kv_pool_allocator,
+        tree_cache=tree_cache,
+        model_config=model_runner.model_config,
+        enable_overlap=False,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+    )
+    batch.prepare_for_extend()
+    if batch.input_ids is None:
+        batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+        batch.prefill_input_ids_cpu = None
+    row = model_runner.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+    slots = row[: len(token_ids)].long()
+    try:
+        with torch.no_grad():
+            seconds = timed(Device.of(row), lambda: _forward(model_runner, ForwardBatch, batch))
+        yield Prefilled(batch.input_ids, slots, seconds)
+    finally:
+        model_runner.token_to_kv_pool_allocator.free(batch.out_cache_loc)
+        model_runner.req_to_token_pool.free(req)
+
+
+def _forward(model_runner: Any, forward_batch_class: Any, batch: Any) -> None:
+    forward_batch = forward_batch_class.init_new(batch, model_runner, return_hidden_states_before_norm=False)
+    model_runner.forward(forward_batch)
+
+
+def timed(device: Device, work: Callable[[], object]) -> float:
+    """Seconds that ``work()`` takes, until its last operation has ended on the device."""
+    device.synchronize()
+    start_s = time.perf_counter()
+    work()
+    device.synchronize()
+    return time.perf_counter() - start_s
 
 
 def random_token_ids(vocab_size: int, num_tokens: int) -> list[int]:
@@ -122,3 +200,45 @@ def _is_within_one_ulp(
     largest = expected.abs().amax(-1)
     unit = torch.exp2(torch.floor(torch.log2(largest.clamp_min(1e-30)))) * torch.finfo(element_type).eps
     return (actual - expected).abs().amax(-1) <= unit
+
+
+def read_rotary_table(model: Any) -> RotaryTable | None:
+    """The table of cosines and sines with which ``model`` rotates its keys; None if it cannot be undone.
+
+    The table is tried first: it must turn back vectors that the model's own module has rotated in float32.
+    None also for a model without rotary embedding, with more than one table, or with positions that are
+    not token indices (multimodal rotary embeddings).
+    """
+    from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+
+    modules = {
+        id(module): module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "rotary_emb"
+    }
+    if len(modules) != 1:
+        logger.warning("krul: keys keep their rotary embedding: the model has %d of them", len(modules))
+        return None
+    module = next(iter(modules.values()))
+    table = None
+    if isinstance(getattr(module, "cos_sin_cache", None), torch.Tensor) and not isinstance(
+        module, MRotaryEmbedding
+    ):
+        cos, sin = module.cos_sin_cache.float().chunk(2, dim=-1)
+        table = RotaryTable(cos, sin, is_neox=module.is_neox_style)
+    if table is None or not _undoes(table, module):
+        logger.warning("krul: keys keep their rotary embedding: %s cannot be undone", type(module).__name__)
+        return None
+    return table
+
+
+def _undoes(table: RotaryTable, module: Any) -> bool:
+    """Whether the table undoes what the module does, up to float32 rounding."""
+    num_positions = min(_ROTARY_POSITIONS, table.cos.shape[0])
+    device = table.cos.device
+    positions = torch.linspace(0, table.cos.shape[0] - 1, num_positions, device=device).long()
+    generator = torch.Generator().manual_seed(0)
+    key = torch.randn(num_positions, 1, module.head_size, generator=generator).to(device)
+    _, rotated = module.forward_native(positions, key.flatten(1), key.flatten(1))
+    restored = table.unrotate(rotated.view_as(key), positions)
+    return bool((restored - key).abs().max() < _ROTARY_TOLERANCE)

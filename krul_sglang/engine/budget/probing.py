@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
@@ -16,7 +18,6 @@ from krul_backend.errors import KrulError
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.interface import Lease
-from krul_sglang.engine.budget.probe_forward import HistoryAttention, probe_forward
 from krul_sglang.engine.budget.provenance import damage_of
 from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.kv_pool import DevicePool
@@ -30,6 +31,100 @@ PROBED_TOKENS = 64
 
 _LEAST_DIVERGENCE = 1e-9
 """Rounding alone makes differences of this size."""
+
+
+class HistoryAttention(AttentionBackend):  # type: ignore[misc]
+    """Computes causal attention of ``W`` consecutive tokens over a given history and themselves.
+
+    It neither reads nor writes slots. ``history(layer)`` has the ``num_history`` tokens before them.
+    ``token_to_kv_pool`` is SGLang's pool, which models that write KV themselves get from their backend.
+    """
+
+    def __init__(
+        self,
+        num_history: int,
+        num_tokens: int,
+        history: Callable[[int], LayerKV],
+        device: torch.device,
+        token_to_kv_pool: Any,
+    ) -> None:
+        self.token_to_kv_pool = token_to_kv_pool
+        self._history = history
+        # [W, num_history + W]: token t sees the history and the tokens up to itself.
+        self._mask = torch.ones(num_tokens, num_history + num_tokens, dtype=torch.bool, device=device).tril(
+            num_history
+        )
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Nothing to plan: there is one sequence, and its mask is known."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        own = LayerKV(
+            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+        )
+        return self._attend(queries, self._history(layer.layer_id), own, layer.scaling)
+
+    def _attend(self, q: torch.Tensor, history: LayerKV, own: LayerKV, scaling: float) -> torch.Tensor:
+        keys = torch.cat([history.k, own.k]).transpose(0, 1)
+        values = torch.cat([history.v, own.v]).transpose(0, 1)
+        # [H, W, D] over [Hkv, T, D] -> [H, W, Dv] -> [W, H * Dv]
+        output = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=self._mask,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        return output[0].transpose(0, 1).flatten(1)
+
+
+@torch.no_grad()
+def probe_forward(
+    model_runner: Any,
+    token_ids: torch.Tensor,
+    first_position: int,
+    attention: HistoryAttention,
+    unrecorded: AbstractContextManager[None],
+) -> torch.Tensor:
+    """Logits ``[W, vocabulary]`` (float32) of ``token_ids`` ``[W]`` at ``first_position`` and after.
+
+    The model sees a decode batch of ``W`` rows, so that each row gets logits; attention treats the rows as
+    one sequence. If a model writes KV itself, it writes to slot 0, which SGLang keeps for padding.
+    """
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    from sglang.srt.runtime_context import get_model
+
+    num_tokens = len(token_ids)
+    device = token_ids.device
+    positions = torch.arange(first_position, first_position + num_tokens, device=device)
+    seq_lens_cpu = torch.arange(first_position + 1, first_position + num_tokens + 1)
+    nowhere = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=num_tokens,
+        input_ids=token_ids,
+        req_pool_indices=nowhere,
+        seq_lens=positions + 1,
+        seq_lens_cpu=seq_lens_cpu,
+        seq_lens_sum=int(seq_lens_cpu.sum()),
+        out_cache_loc=nowhere,
+        positions=positions,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
+    with (
+        unrecorded,
+        get_model().override(shared_experts=model_runner.model.shared_experts_config),
+        forward_context(ForwardContext(attn_backend=attention), forward_batch=batch),
+    ):
+        output = model_runner.model.forward(token_ids, positions, batch)
+    logits: torch.Tensor = output.next_token_logits.float()
+    return logits
 
 
 @dataclass(frozen=True)

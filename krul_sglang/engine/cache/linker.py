@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.memory import format_bytes
 from krul_backend.segment import TokenIds
-from krul_backend.strategy.registry import SelectorOptions, make_selector
+from krul_backend.strategy.selectors import make_selector
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.probing import Prober
@@ -359,11 +359,11 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 def _selector_decision(runtime: KrulRuntime, codec: SegmentCodec) -> SelectorDecision:
     """For every strategy but ``subspace``."""
     config = runtime.config
-    options = SelectorOptions(
-        gamma=config.gamma, layer_ratio=config.r_l, precision=Precision(config.precision)
+    selector = make_selector(
+        config.strategy, layer_ratio=config.r_l, gamma=config.gamma, precision=Precision(config.precision)
     )
     return SelectorDecision(
-        make_selector(config.strategy, options),
+        selector,
         codec,
         runtime.pool,
         runtime.agreement,

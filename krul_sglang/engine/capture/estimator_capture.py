@@ -13,14 +13,15 @@ import torch
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_sglang.engine.capture.attention_observer import (
+from krul_sglang.engine.capture.turn_capture import (
     BatchPart,
+    CapturedTurn,
     QueryShape,
     Recording,
     RequestPlaces,
+    TurnCapture,
     parts_of,
 )
-from krul_sglang.engine.capture.turn_capture import CapturedTurn, TurnCapture
 
 logger = logging.getLogger(__name__)
 

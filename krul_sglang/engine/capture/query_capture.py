@@ -18,14 +18,15 @@ from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.device import Device
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes
-from krul_sglang.engine.capture.attention_observer import (
+from krul_sglang.engine.capture.turn_capture import (
     BatchPart,
+    CapturedTurn,
     QueryShape,
     Recording,
     RequestPlaces,
+    TurnCapture,
     parts_of,
 )
-from krul_sglang.engine.capture.turn_capture import CapturedTurn, TurnCapture
 
 DECODE_INTERVAL = 16
 """Of this many consecutive decoded tokens one query is kept."""

@@ -59,17 +59,4 @@ class RankAgreement:
 
     def broadcast(self, content: bytes) -> bytes:
         """The first rank's bytes, on every rank."""
-        if self._group is None:
-            return content
-        size = torch.tensor([len(content)])
-        dist.broadcast(size, src=0, group=self._group)
-        if not size.item():
-            return b""
-        is_first = dist.get_rank(self._group) == 0
-        buffer = (
-            torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            if is_first
-            else torch.empty(int(size.item()), dtype=torch.uint8)
-        )
-        dist.broadcast(buffer, src=0, group=self._group)
-        return buffer.numpy().tobytes()
+        return self.gather_bytes(content)[0]

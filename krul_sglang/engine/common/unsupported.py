@@ -1,8 +1,8 @@
-"""The table of server settings: what krul refuses at start, what it was seen to serve, what nobody has tried.
+"""The server settings that krul refuses at start.
 
-Refusals, their tests and ``docs/support.md`` are all made from the rows below. A setting is refused if krul
-would store or restore wrong KV with it, answer otherwise than the engine alone, or hang. A setting that was
-never tried is not refused for that.
+Refusals, their tests and their rows in ``docs/support.md`` are all made from the tables below. A setting is
+refused if krul would store or restore wrong KV with it, answer otherwise than the engine alone, or hang. A
+setting that was never tried is not refused for that.
 """
 
 from __future__ import annotations
@@ -43,22 +43,6 @@ class Rule(Refusal):
     fields: tuple[str, ...]
     applies: Callable[..., bool]
     example: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Served:
-    """Says that ``setting`` was tested: answers were those of a server that never evicts, in ``seen_on``."""
-
-    setting: str
-    seen_on: str
-
-
-@dataclass(frozen=True)
-class Untested:
-    """Says that nobody has tried ``setting``; nothing speaks against it. ``note``: where to look first."""
-
-    setting: str
-    note: str = ""
 
 
 def _is_several(value: Any) -> bool:
@@ -203,7 +187,8 @@ MODEL_RULES = (
     _model("a model with chunked or sparse attention", _FULL_ATTENTION, "has_partial_attention"),
     _model("a model with n-gram embeddings", "a head's first tokens lack theirs", "has_ngram_embedding"),
 )
-"""About the model: see ``model_facts``."""
+"""About the model: see ``model_facts``. What else is refused, below, is known only in the scheduler, when the
+pool, the layers or the estimator are built."""
 
 FOREIGN_POOL = Refusal(
     "a KV pool that is not MHATokenToKVPool", "MLA, sparse and scaled KV is unknown to krul"
@@ -230,72 +215,6 @@ EAGER_ESTIMATOR = Refusal(
     'estimator = "heterogeneous" and CUDA graphs',
     "it reduces attention between forwards, in Python, which is the cost of the paper's way; "
     'start the server with --disable-cuda-graph, or choose estimator = "sampled"',
-)
-
-FOUND_LATER = (
-    FOREIGN_POOL,
-    FOREIGN_LAYOUT,
-    FOREIGN_ELEMENTS,
-    FOREIGN_SCALES,
-    FOREIGN_LAYERS,
-    FOREIGN_ROTARY,
-    NOT_MOVABLE,
-    EAGER_ESTIMATOR,
-)
-"""Refusals that are known only in the scheduler, when the pool, the layers or the estimator are built."""
-
-SERVED = (
-    Served("--device cpu (krul's CPU platform and its attention backend)", "all of tests/integration"),
-    Served("Llama (random weights, and the bundled model)", "tests/integration/test_bundled_model.py"),
-    Served("Qwen3-MoE (random weights)", "tests/integration/test_restoring.py"),
-    Served("--page-size 1, 16, 64", "tests/integration/test_restoring.py"),
-    Served("--chunked-prefill-size", "tests/integration/test_restoring.py"),
-    Served("--enable-mixed-chunk", "tests/integration/test_restoring.py"),
-    Served("--schedule-policy fcfs, lpm", "tests/integration/test_restoring.py"),
-    Served("--tp-size 2 on one host", "tests/integration/test_restoring.py"),
-    Served("--dp-size 2 with endpoint", "tests/integration/test_tiers_serving.py"),
-    Served("--dtype float32, bfloat16", "tests/integration/test_lossless.py"),
-    Served("the radix tree in Rust and in Python", "tests/integration/test_lossless.py"),
-    Served("--kv-cache-dtype fp8_e4m3, fp8_e5m2 without scales", "tests/integration/test_fp8_serving.py"),
-    Served("the overlap scheduler, --disable-overlap-schedule", "tests/integration/test_fp8_serving.py"),
-    Served("--radix-eviction-policy lru, lfu", "tests/integration/test_fp8_serving.py"),
-    Served("cache_salt, extra_key; aborts, disconnects, flushes", "tests/integration/test_serving.py"),
-    Served("/update_weights_from_disk", "tests/integration/test_weight_updates.py"),
-    Served("--enable-streaming-session", "tests/integration/test_weight_updates.py"),
-    Served("ssd_dir, and a daemon that several servers join", "tests/integration/test_tiers_serving.py"),
-)
-
-UNTESTED = (
-    Untested("any GPU; every attention backend but krul's own, torch_native"),
-    Untested("CUDA graphs, of decoding and of prefill", "a prefill graph waits for all layers of a load"),
-    Untested("models other than Llama and Qwen3-MoE", "the proof of recomputed heads at every start"),
-    Untested(
-        "MoE: --ep-size, --moe-a2a-backend, --enable-eplb, --moe-dp-size, --dwdp-size", "the same proof"
-    ),
-    Untested("--enable-two-batch-overlap, --enable-single-batch-overlap", "heads run as one batch"),
-    Untested("--enable-torch-compile"),
-    Untested("--quantization of weights"),
-    Untested("fp8 KV with scales in the checkpoint", "tested without a server"),
-    Untested("--tp-size over several hosts (--nnodes), --use-ray"),
-    Untested("--enable-session-radix-cache"),
-    Untested(
-        "/update_weights_from_tensor, _from_distributed, _from_ipc", "the same hook as of those from disk"
-    ),
-    Untested("--enable-priority-scheduling, and preemption by it"),
-    Untested("--enable-prefill-delayer, --num-continuous-decode-steps"),
-    Untested("beam search (beam_width)"),
-    Untested("--cpu-offload-gb", 'layers are wrapped: only planner = "full-load" can start'),
-    Untested("--disable-hybrid-swa-memory", 'layers have windows: only planner = "full-load" can start'),
-    Untested("--enable-paged-experts, --kt-weight-path"),
-    Untested("--startup-weight-load-mode overlap", "weights must be there when krul proves heads"),
-    Untested("--enable-torch-symm-mem, --enable-symm-mem, --enable-mscclpp, --enable-nccl-nvls"),
-    Untested("--enable-flashinfer-allreduce-fusion", "sums between layers are completed where heads are cut"),
-    Untested("--enable-nvidia-megakernel, --enable-amd-monokernel", "they decode only"),
-    Untested("--language-model-only"),
-    Untested("--forward-hooks, --debug-tensor-dump-*", "they see recomputed heads, too"),
-    Untested("--kv-events-config"),
-    Untested("--enable-return-hidden-states, --enable-return-aux-hidden-states"),
-    Untested("--model-impl transformers"),
 )
 
 SMALL_PAGES = (

@@ -36,7 +36,7 @@ class LoadCounters:
     failed_batches: int = 0
 
 
-class LoadCounter:
+class LayerWaits:
     """Makes forwards wait for loads: SGLang's pool calls ``wait_until`` before it hands out a layer's KV.
 
     On a GPU the current stream waits, on a CPU the thread.
@@ -101,7 +101,7 @@ class LayerWiseLoader:
         before_layer: Callable[[int, int], None] = lambda index, layer: None,
     ) -> None:
         self.counters = LoadCounters()
-        self.counter = LoadCounter(pool.num_layers)
+        self.counter = LayerWaits(pool.num_layers)
         self._store = store
         self._pool = pool
         self._gate = gate

@@ -8,8 +8,14 @@ from typing import Protocol
 
 import torch
 
-from krul_backend.codec.native_tails import NativeTail
-from krul_backend.codec.restore import GroupTail, GroupTarget, group_tail, restore_layer, write_tails
+from krul_backend.codec.restore import (
+    GroupTail,
+    GroupTarget,
+    NativeTail,
+    group_tail,
+    restore_layer,
+    write_tails,
+)
 from krul_backend.codec.segment_codec import OpenedSegment, SegmentCodec, SegmentDecoder
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.device import Device

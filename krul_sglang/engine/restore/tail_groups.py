@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from krul_backend.codec.native_tails import NativeTail, NativeTails
+from krul_backend.codec.restore import NativeTail, NativeTails
 from krul_backend.device import Device
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.block_checks import LayerBlock

@@ -12,7 +12,7 @@ import torch
 
 from krul_backend.attention.statistics import AttentionStatistics, concatenate_heads
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.strategy.interface import Evidence, StrategySelector
+from krul_backend.strategy.selectors import Evidence, StrategySelector
 from krul_backend.strategy.strategy import LayerGroups, StoredAs
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool

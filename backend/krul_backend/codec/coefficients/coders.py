@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS, Integers, Levels, Scales, Shifts, Values
-from krul_backend.codec.coefficients.frequencies import NUM_SCALES
 from krul_backend.codec.coefficients.records import SMALLEST_SHIFT, decode_block, encode_block
 from krul_backend.codec.coefficients.scales import BAND
-from krul_backend.codec.coefficients.tables import CoderTables, standard_tables
+from krul_backend.codec.coefficients.tables import NUM_SCALES, CoderTables, standard_tables
 from krul_backend.errors import CodecError
 
 LARGEST_SHIFT = 7

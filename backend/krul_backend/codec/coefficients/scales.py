@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from krul_backend.codec.coefficients.frequencies import (
+from krul_backend.codec.coefficients.tables import (
     NUM_SCALES,
     magnitude,
 )

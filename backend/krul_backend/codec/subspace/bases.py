@@ -1,4 +1,7 @@
-"""The bases of a model: for each group of consecutive layers, the subspace that its KV is stored in."""
+"""The bases of a model, the subspace that each group of consecutive layers is stored in; and their files.
+
+Older bases are kept beside the current file: what was stored in them can be decoded on.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,12 @@ from krul_backend.atomic_file import replacing
 from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import LayerGroups
+
+_MOST_OLDER = 3
+"""Files of older bases; the one that was written first goes."""
+
+_DIGEST_CHARACTERS = 64
+
 
 FORMAT = "krul-bases"
 FORMAT_VERSION = 2
@@ -261,3 +270,38 @@ def split_vectors(vectors: torch.Tensor, shape: LayerShape, num_layers: int) -> 
         )
         for k, v in zip(parts[::2], parts[1::2], strict=True)
     ]
+
+
+def older_path(path: Path, digest: str) -> Path:
+    """Where the bases of this digest lie that were once in ``path``, or in the same place elsewhere."""
+    return path.with_name(f"{path.stem}-{digest}{path.suffix}")
+
+
+def write_older(path: Path, digest: str, content: bytes) -> Path:
+    """Keep the bytes of a file of bases beside the current one, ``path``. Returns where.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    older = older_path(path, digest)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(older) as file:
+        file.write(content)
+    pattern = older_path(path, "[0-9a-f]" * _DIGEST_CHARACTERS).name
+    kept = sorted(path.parent.glob(pattern), key=lambda each: each.stat().st_mtime_ns)
+    for surplus in kept[:-_MOST_OLDER]:
+        surplus.unlink(missing_ok=True)
+    return older
+
+
+def replace_bases(path: Path, bases: ModelBases) -> None:
+    """Write ``bases`` to the current file, ``path``; those that were there become older ones."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        before = ModelBases.load(path).digest
+    except CodecError:
+        # There were none, or damaged ones.
+        before = bases.digest
+    if before != bases.digest:
+        write_older(path, before, path.read_bytes())
+    bases.save(path)

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients.coders import num_records
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import NO_OFFSET, pack_offsets, unpack_offsets
-from krul_backend.codec.parameters import check_codec
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import SUBSPACE
-
-CODEC_VERSION = 1
 
 SMALLEST_STEP, LARGEST_STEP = 2.0**-24, 2.0**8
 """The smallest and the largest step that a segment can have."""
 
-_KEYS = {"codec", "version", "bases", "coder", "first_tokens", "step", "damage", "groups"}
+
+class _StoredGroup(Struct, frozen=True, forbid_unknown_fields=True):
+    """The parameters of a group as JSON has them. Bytes are base64."""
+
+    offsets: bytes
+    records: bytes
+
+
+class _Stored(Struct, frozen=True, forbid_unknown_fields=True):
+    """The parameters of a segment as JSON has them."""
+
+    codec: Literal["subspace"]
+    version: Literal[1]
+    bases: str
+    coder: str
+    first_tokens: Annotated[int, Meta(ge=0, le=RECORD_TOKENS)]
+    step: Annotated[float, Meta(ge=SMALLEST_STEP, le=LARGEST_STEP)]
+    damage: Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+    groups: tuple[_StoredGroup, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +53,8 @@ class GroupParameters:
     offsets: NDArray[np.uint8]
     record_num_bytes: NDArray[np.uint32]
 
-    def to_json(self) -> dict[str, str]:
-        """Plain JSON values that ``parse`` accepts.
+    def stored(self) -> _StoredGroup:
+        """What ``parse`` accepts.
 
         Raises:
             CodecError: a record of 2^18 bytes or more.
@@ -50,19 +64,16 @@ class GroupParameters:
             raise CodecError(f"a record of {largest} bytes is too long: {(1 << 18) - 4} are the most")
         # Sizes are multiples of 4.
         sizes = (self.record_num_bytes // 4).astype("<u2").tobytes()
-        return {"offsets": _text(pack_offsets(self.offsets).tobytes()), "records": _text(sizes)}
+        return _StoredGroup(pack_offsets(self.offsets).tobytes(), sizes)
 
     @classmethod
-    def parse(cls, values: object, basis: GroupBasis, num_tokens: int) -> GroupParameters:
-        if not isinstance(values, Mapping) or set(values) != {"offsets", "records"}:
-            raise CodecError(f"a group has offsets and records, got {values!r:.200}")
-        offsets = unpack_offsets(np.frombuffer(_bytes(values["offsets"]), np.uint8), basis.rank)
-        sizes = _bytes(values["records"])
-        if len(sizes) != 2 * num_records(num_tokens):
+    def parse(cls, stored: _StoredGroup, basis: GroupBasis, num_tokens: int) -> GroupParameters:
+        offsets = unpack_offsets(np.frombuffer(stored.offsets, np.uint8), basis.rank)
+        if len(stored.records) != 2 * num_records(num_tokens):
             raise CodecError(
-                f"{num_tokens} tokens have {num_records(num_tokens)} records, got {len(sizes) // 2}"
+                f"{num_tokens} tokens have {num_records(num_tokens)} records, got {len(stored.records) // 2}"
             )
-        return cls(offsets, np.frombuffer(sizes, "<u2").astype(np.uint32) * 4)
+        return cls(offsets, np.frombuffer(stored.records, "<u2").astype(np.uint32) * 4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,16 +101,18 @@ class SubspaceParameters:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values that ``parse`` accepts."""
-        return {
-            "codec": SUBSPACE,
-            "version": CODEC_VERSION,
-            "bases": self.bases_digest,
-            "coder": self.coder,
-            "first_tokens": self.num_first_tokens,
-            "step": self.step,
-            "damage": self.damage,
-            "groups": [group.to_json() for group in self.groups],
-        }
+        stored = _Stored(
+            codec="subspace",
+            version=1,
+            bases=self.bases_digest,
+            coder=self.coder,
+            first_tokens=self.num_first_tokens,
+            step=self.step,
+            damage=self.damage,
+            groups=tuple(group.stored() for group in self.groups),
+        )
+        values: dict[str, Any] = msgspec.to_builtins(stored)
+        return values
 
     @classmethod
     def parse(cls, params: Mapping[str, Any], bases: ModelBases, num_tokens: int) -> SubspaceParameters:
@@ -108,38 +121,18 @@ class SubspaceParameters:
         Raises:
             CodecError: anything but what ``to_json`` writes for such a segment, or other bases.
         """
-        check_codec(params, SUBSPACE, CODEC_VERSION, _KEYS)
-        if params["bases"] != bases.digest:
-            raise CodecError(f"stored with bases {params['bases']!r:.80}, not with those at hand")
-        num_first_tokens = params["first_tokens"]
-        if type(num_first_tokens) is not int or not 0 <= num_first_tokens <= min(num_tokens, RECORD_TOKENS):
-            raise CodecError(f"{num_first_tokens!r} first tokens in a segment of {num_tokens}")
-        step = _number(params["step"], "step", SMALLEST_STEP, LARGEST_STEP)
-        damage = _number(params["damage"], "damage", 0, sys.float_info.max)
-        groups = params["groups"]
-        if not isinstance(groups, list) or len(groups) != len(bases.groups):
-            raise CodecError(f"{len(bases.groups)} groups have as many parameters, got {groups!r:.200}")
+        try:
+            stored = msgspec.convert(params, _Stored)
+        except (msgspec.ValidationError, OverflowError) as error:
+            raise CodecError(f"not the parameters of a segment in shared subspaces: {error}") from None
+        if stored.bases != bases.digest:
+            raise CodecError(f"stored with bases {stored.bases:.80}, not with those at hand")
+        if stored.first_tokens > num_tokens:
+            raise CodecError(f"{stored.first_tokens} first tokens in a segment of {num_tokens}")
+        if len(stored.groups) != len(bases.groups):
+            raise CodecError(f"{len(bases.groups)} groups have as many parameters, got {len(stored.groups)}")
         parsed = (
             GroupParameters.parse(group, basis, num_tokens)
-            for group, basis in zip(groups, bases.groups, strict=True)
+            for group, basis in zip(stored.groups, bases.groups, strict=True)
         )
-        return cls(bases.digest, str(params["coder"]), num_first_tokens, step, damage, tuple(parsed))
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _bytes(text: object) -> bytes:
-    try:
-        if isinstance(text, str):
-            return base64.b64decode(text, validate=True)
-        raise ValueError("no text")
-    except (binascii.Error, ValueError):
-        raise CodecError(f"not base64: {text!r:.80}") from None
-
-
-def _number(value: object, name: str, least: float, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise CodecError(f"{name} {value!r:.80} is not a number from {least:g} to {most:g}")
-    return float(value)
+        return cls(bases.digest, stored.coder, stored.first_tokens, stored.step, stored.damage, tuple(parsed))

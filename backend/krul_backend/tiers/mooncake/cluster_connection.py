@@ -13,7 +13,7 @@ from collections.abc import Callable
 from krul_backend.planner.costs import TierCost
 from krul_backend.tiers.common.lower_tier import MeasuredCost, Suspension
 from krul_backend.tiers.mooncake.epochs import ROOT
-from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError
+from krul_backend.tiers.mooncake.mooncake_client import ObjectStore, ObjectStoreError
 
 logger = logging.getLogger(__name__)
 

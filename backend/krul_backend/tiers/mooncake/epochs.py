@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from krul_backend.segment import FORMAT_VERSION
 from krul_backend.tiers.common.interface import Clock
-from krul_backend.tiers.mooncake.object_store import ObjectStore
+from krul_backend.tiers.mooncake.mooncake_client import ObjectStore
 
 ROOT = f"krul/{FORMAT_VERSION}"
 EPOCH_AGE_S = 1.0

@@ -24,8 +24,13 @@ from krul_backend.tiers.mooncake.cluster_connection import (
 from krul_backend.tiers.mooncake.cluster_writer import ClusterWriter
 from krul_backend.tiers.mooncake.epochs import Epochs
 from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
-from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, MooncakeOptions, require_mooncake
-from krul_backend.tiers.mooncake.object_store import ObjectStore, ObjectStoreError
+from krul_backend.tiers.mooncake.mooncake_client import (
+    MooncakeClient,
+    MooncakeOptions,
+    ObjectStore,
+    ObjectStoreError,
+    require_mooncake,
+)
 from krul_backend.tiers.mooncake.stored_object import StoredObject
 
 NAME = "mooncake"

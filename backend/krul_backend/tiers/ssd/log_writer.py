@@ -158,11 +158,7 @@ class LogWriter:
         # Somebody may have removed it by hand.
         with contextlib.suppress(FileNotFoundError):
             self._disk.unlink(file.path)
-        with self._lock:
-            del self.files[file.number]
-            file.is_removed = True
-            file.num_holds += 1
-        self.release(file)
+        self._let_go(file)
         try:
             self._disk.sync_directory(self._directory)
         except OSError:
@@ -183,11 +179,15 @@ class LogWriter:
         """Close all files: those that are being read when they are released."""
         self._active = None
         for file in list(self.files.values()):
-            with self._lock:
-                del self.files[file.number]
-                file.is_removed = True
-                file.num_holds += 1
-            self.release(file)
+            self._let_go(file)
+
+    def _let_go(self, file: LogFile) -> None:
+        """Forget a file. It is closed, and its space is free, when nobody holds it any more."""
+        with self._lock:
+            del self.files[file.number]
+            file.is_removed = True
+            file.num_holds += 1
+        self.release(file)
 
     def _needs_file(self, record_num_bytes: int) -> bool:
         file = self._active

@@ -1,4 +1,4 @@
-"""Sets up restores: proves that heads can be recomputed, measures this machine, makes the planner."""
+"""Sets up what a rank captures and restores with: hooks, proofs, measured costs, the planner."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.device import Device
 from krul_backend.errors import KrulError
+from krul_backend.memory import format_bytes
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.costs import RestoreCosts, load_costs, save_costs
 from krul_backend.planner.planners import make_planner
@@ -19,9 +23,13 @@ from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.config import AUTO, KrulConfig
 from krul_sglang.engine.attach.cost_calibration import CostCalibration, units_in_use
 from krul_sglang.engine.attach.start_proof import prove_heads
-from krul_sglang.engine.budget.gauges import show
+from krul_sglang.engine.budget.served_bases import show
 from krul_sglang.engine.cache.runtime import KrulRuntime
-from krul_sglang.engine.common.unsupported import NOT_MOVABLE, UnsupportedSetupError
+from krul_sglang.engine.capture.estimator_capture import EstimatorCapture
+from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
+from krul_sglang.engine.capture.turn_capture import QueryShape, TurnCapture
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.unsupported import NOT_MOVABLE, UnsupportedSetupError, check_estimator
 from krul_sglang.engine.restore.head_recompute import HeadRecompute, unsupported_model
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_path import HeadProof, RestorePath
@@ -29,12 +37,69 @@ from krul_sglang.engine.restore.restore_planning import RestorePlanning
 from krul_sglang.engine.restore.restore_trace import TraceLog
 from krul_sglang.engine.save.allocation import SpaceAllocation
 
-logger = logging.getLogger(__name__)
-
 COSTS_FILE = "restore-costs.json"
 _DEFAULT_CHUNK_TOKENS = 8192
 WHOLE_LOADS = "full-load"
 """The planner that recomputes nothing, unless a load fails."""
+
+
+logger = logging.getLogger(__name__)
+
+
+def attach_turn_capture(model_runner: Any, config: KrulConfig) -> TurnCapture:
+    """Build the capture for a model runner whose pools exist, and hook its model.
+
+    Raises:
+        ConfigError: see ``CapturePlan.fit``.
+        UnsupportedSetupError: an estimator that needs eager forwards on a server with CUDA graphs, or a
+            pool that krul does not know.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
+
+    modules = sorted(
+        (module for module in model_runner.model.modules() if isinstance(module, RadixAttention)),
+        key=lambda module: module.layer_id,
+    )
+    first = modules[0]
+    shape = QueryShape(
+        num_layers=len(modules),
+        num_query_heads=first.tp_q_head_num,
+        num_kv_heads=first.tp_k_head_num,
+        head_dim=first.qk_head_dim,
+        dtype=model_runner.dtype,
+        scaling=first.scaling,
+    )
+    req_to_token = model_runner.req_to_token_pool.req_to_token
+    capture: TurnCapture
+    if config.estimator == "sampled" or config.needs_query_rows:
+        plan = CapturePlan.fit(
+            shape,
+            max_requests=req_to_token.shape[0],
+            num_rows=config.query_rows,
+            max_bytes=config.query_memory,
+        )
+        capture = QueryCapture(shape, plan, device=torch.device(model_runner.device))
+        logger.info(
+            "krul: query rows of up to %d requests at a time, %d rows of %d heads each: %s",
+            plan.num_requests,
+            plan.num_rows,
+            shape.num_query_heads,
+            format_bytes(plan.num_bytes),
+        )
+    else:
+        is_on_gpu = not Device.of(req_to_token).shares_cores
+        check_estimator(config.estimator, runs_graphs=is_on_gpu and not cuda_graph_fully_disabled())
+        capture = EstimatorCapture(
+            shape,
+            SimilarityWorker(),
+            DevicePool(model_runner.token_to_kv_pool).gather_keys,
+            req_to_token,
+            max_requests=req_to_token.shape[0],
+        )
+        logger.info("krul: every token of every request is reduced to attention statistics")
+    capture.install(modules)
+    return capture
 
 
 def attach_restore(
