@@ -299,7 +299,8 @@ def main(
 
 def _shown(result: dict[str, Any]) -> str:
     """The rows as text, one a line."""
-    return "\n".join(orjson.dumps(row).decode() for row in result.get("rows", result.get("servers")))
+    rows = result["rows"] if "rows" in result else result["servers"]
+    return "\n".join(orjson.dumps(row).decode() for row in rows)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def truncation_serving_table(result: Mapping[str, Any]) -> str:
     source = SERVING_RESULT.relative_to(ROOT)
     (first, *_) = result["servers"]
     notes = (
-        f"{result['model']}, {first['ttft_s']['n']} chats whose older half was dropped, one request at a time;",
-        "nothing is on the device. Medians, with quartiles of the ratios.",
+        f"{result['model']}, {first['ttft_s']['n']} chats whose older half was dropped, one request at a",
+        "time; nothing is on the device. Medians, with quartiles of the ratios.",
         f"Machine: {result['machine']['cores']} cores. Source: [`{source}`]({source}).",
     )
     return "\n".join([*lines, "", " ".join(notes)])
