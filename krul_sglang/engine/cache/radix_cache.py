@@ -111,7 +111,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         slots = cache.path_device_indices(node)
         assert len(slots) == len(token_ids) == num_tokens, (len(slots), len(token_ids), num_tokens)
         path = StoredPath(page_keys, token_ids, slots)
-        self._offload(path, owner_of(req), node)
+        self._offload(path, owner_of(req, self.cache_linker.request_hints), node)
         if self._probe_candidate is None and self.cache_linker.wants_probe():
             self._probe_candidate = _ProbeCandidate(node, cache.inc_lock_ref(node).to_dec_params(), path)
 
@@ -213,7 +213,9 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Leave the KV of a streaming session's turn to the session, as SGLang does, and store the turn."""
         is_turn = self.linker is not None and not self.disable and _turn_ended_well(req)
         slot = self.session.borrowed_slot(req) if is_turn else None
-        owner = owner_of(req) if slot is not None else None
+        owner = None
+        if self.linker is not None and slot is not None:
+            owner = owner_of(req, self.linker.cache_linker.request_hints)
         is_claimed: bool = super().claim_kv_row(req)
         if self.linker is not None and is_claimed and owner is not None:
             self.linker.offload_session_turn(req, slot, owner)
@@ -254,6 +256,11 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Probe a stored path, if one is kept for it. Called when no request runs or waits."""
         if self.linker is not None:
             self.linker.probe_when_idle()
+
+    def end_session(self, name: str) -> None:
+        """A client has closed the session of this name."""
+        if self.linker is not None:
+            self.linker.cache_linker.end_session(name)
 
     def begin_weights_change(self) -> None:
         """Called on every rank before the engine writes weights, or releases their memory or the pool's."""
