@@ -292,7 +292,9 @@ class DaemonStore(KVStore):
             page_keys=tuple(page_keys),
             session=session,
         )
-        return self._try(request, model) or 0
+        # These look into every tier, and one of them waits for writes.
+        timeout_s = SLOW_TIMEOUT_S if hint.drop or hint.prefetch else None
+        return self._try(request, model, timeout_s=timeout_s) or 0
 
     def tier_costs(self) -> Mapping[str, TierCost]:
         return self._try(TierCostsRequest()) or {}
