@@ -165,6 +165,17 @@ def test_a_closed_session_leaves_host_memory_first(server: ServerProcess, hints:
     assert server_post(server, "/close_session", {"session_id": "nobody"}) == 200
 
 
+def test_a_session_of_sglangs_own_has_a_name_too(server: ServerProcess, hints: HintClient) -> None:
+    session = server.post_json("/open_session", {"capacity_of_str_len": 1000})
+    prompt = random_prompt("own session", PROMPT_TOKENS)
+    ask(server, prompt, max_new_tokens=2, session_params={"id": session})
+    settled_stats(server)
+    before = settled_stats(server)["hints"]
+    assert hints.send(session, priority=60) == STORED_TOKENS // 16
+    assert server_post(server, "/close_session", {"session_id": session}) == 200
+    wait_until(lambda: settled_stats(server)["hints"] == before + 2)
+
+
 def tiers_of_tenant(server: ServerProcess, extra_key: str) -> tuple[str, ...]:
     """Where the only segment of a tenant lies."""
     with AdminClient(settled_stats(server)["daemon"]["endpoint"]) as admin:

@@ -9,7 +9,8 @@ import pytest
 
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import SegmentManifest
-from krul_backend.store.advice import MARGIN_S, Comeback, Comebacks, SessionNames
+from krul_backend.store.advice import MARGIN_S, SessionNames
+from krul_backend.store.comebacks import Comeback, Comebacks
 from krul_backend.tiers.common.hint import Hint, SessionName
 from tests.support.store_builders import (
     Clock,
@@ -170,6 +171,16 @@ def test_a_later_hint_or_turn_ends_a_comeback(rig: Rig, later: Hint) -> None:
     assert len(comebacks) == 1
     rig.store.advise(later, model=MODEL, page_keys=page_keys("c", 0, 3))
     assert len(comebacks) == 0
+
+
+def test_a_hint_about_something_else_leaves_a_comeback_as_it_was(rig: Rig) -> None:
+    put_below(rig.ssd, "c", 0, 2)
+    name(rig, "c", 2)
+    rig.store.advise(Hint(next_use_s=3600.0), session=AGENT)
+    rig.store.advise(Hint(ttl_s=5.0, priority=70), session=AGENT)
+    assert len(rig.store._advisor.comebacks) == 1
+    rig.store.advise(Hint(demote=True), session=AGENT)
+    assert len(rig.store._advisor.comebacks) == 0
 
 
 def comeback(number: int, due_s: float, load_s: float = 0.0) -> Comeback:

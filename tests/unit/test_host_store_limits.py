@@ -116,6 +116,25 @@ def test_what_leaves_the_index_is_not_pinned_any_more(store: HostStore) -> None:
     assert (store.stats().pinned_bytes, store.stats().used_bytes) == (0, 0)
 
 
+def test_a_demoted_conversation_leaves_first_in_its_tenants_quota_too(clock: Clock) -> None:
+    """1024 bytes for the tenant, in an arena with room for more."""
+    store = HostStore(4096, make_policy("value", clock), clock, tenant_quota=0.25)
+    for name in "abc":
+        put(store, name, 0, 2, sizes=(192, 64), tenant="t")
+        clock.now_s += 20.0
+    assert store.advise(MODEL, page_keys("c", 0, 2), Hint(demote=True)) == 2
+    put(store, "d", 0, 2, sizes=(192, 64), tenant="t")
+    put(store, "e", 0, 2, sizes=(192, 64), tenant="t")
+    assert [not store.find_missing(MODEL, page_keys(name, 0, 2)) for name in "abcde"] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
+    store.close()
+
+
 def test_a_pin_can_be_ended(store: HostStore) -> None:
     put(store, "c", 0, 2, sizes=(960, 64))
     keys = page_keys("c", 0, 2)
