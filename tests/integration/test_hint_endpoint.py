@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import logging
 import socket
 import stat
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ import httpx
 import pytest
 
 from krul_backend.daemon.client.daemon_store import DaemonStore
+from krul_backend.daemon.server.hint_endpoint import HintEndpoint
 from krul_backend.errors import HintError
 from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_sglang.demo.server import find_free_port
 from krul_sglang.hints import AsyncHintClient, HintClient, HintsUnreachableError, tenant_of
-from tests.support.daemon_process import running_daemon
+from tests.support.daemon_process import running_daemon, start_daemon
 from tests.support.store_builders import make_model, page_keys, put, wait_until
 
 MODEL = make_model()
@@ -212,3 +214,36 @@ def test_too_many_hints_are_refused_and_cost_little(daemon: Daemon) -> None:
     with socket.create_connection((host, int(port))) as silent:
         silent.sendall(b"POST /v1/hints HTTP/1.1\r\nHost: x\r\n")
         assert daemon.post({"session": "nobody", "demote": True}).status_code == 404
+
+
+def test_a_taken_port_is_one_line_and_the_daemon_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, caplog.at_level(logging.INFO):
+        endpoint = HintEndpoint(taken.getsockname()[1], tmp_path / "token", lambda session, hint: 0)
+        endpoint.close()
+        endpoint.close()
+    (record,) = (record for record in caplog.records if record.name.startswith("krul_backend"))
+    assert "choose another hints_port" in record.getMessage()
+    assert not (tmp_path / "token").exists()
+
+
+def test_the_token_ends_with_the_daemon_and_follows_no_link(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("kept")
+    arguments = ("--host-memory", "1MiB", "--hints-port", str(find_free_port()))
+    with running_daemon(*arguments) as (runtime_dir, process):
+        token_file = runtime_dir / "hints.token"
+        assert token_file.is_file()
+        process.terminate()
+        assert process.wait(30) == 0
+        assert not token_file.exists()
+        # As if somebody had put a link there: it is replaced.
+        token_file.symlink_to(elsewhere)
+        again = start_daemon(runtime_dir, *arguments)
+        try:
+            assert stat.S_ISREG(token_file.lstat().st_mode)
+        finally:
+            again.kill()
+            again.wait()
+    assert elsewhere.read_text() == "kept"

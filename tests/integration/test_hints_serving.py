@@ -15,6 +15,7 @@ from krul_sglang.hints import HintClient, tenant_of
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     STRICT,
+    STRICT_ON_TWO_CORES,
     Answer,
     ask,
     assert_nothing_left_behind,
@@ -33,6 +34,18 @@ STORED_TOKENS = 592
 """Whole pages of a prompt and an answer."""
 
 
+def server_args(ssd_dir: Path, hints_port: int) -> tuple[str, ...]:
+    options = {
+        "host_memory": HOST_TOKENS * TOKEN_BYTES,
+        "ssd_dir": str(ssd_dir),
+        "ssd_capacity": "2GiB",
+        "ssd_timeout": 10.0,
+        "planner": "full-load",
+        "hints_port": hints_port,
+    }
+    return small_krul_server_args(POOL_TOKENS, options)
+
+
 @pytest.fixture(scope="module")
 def hints_port() -> int:
     return find_free_port()
@@ -42,15 +55,7 @@ def hints_port() -> int:
 def server(
     tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, hints_port: int
 ) -> Iterator[ServerProcess]:
-    options = {
-        "host_memory": HOST_TOKENS * TOKEN_BYTES,
-        "ssd_dir": str(tmp_path_factory.mktemp("ssd")),
-        "ssd_capacity": "2GiB",
-        "ssd_timeout": 10.0,
-        "planner": "full-load",
-        "hints_port": hints_port,
-    }
-    args = small_krul_server_args(POOL_TOKENS, options)
+    args = server_args(tmp_path_factory.mktemp("ssd"), hints_port)
     with ForkedServer(tiny_models["float32"], args=args, env=STRICT) as running:
         yield running
 
@@ -174,6 +179,27 @@ def test_a_session_of_sglangs_own_has_a_name_too(server: ServerProcess, hints: H
     assert hints.send(session, priority=60) == STORED_TOKENS // 16
     assert server_post(server, "/close_session", {"session_id": session}) == 200
     wait_until(lambda: settled_stats(server)["hints"] == before + 2)
+
+
+def test_a_name_stands_for_the_kv_of_all_ranks(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    port = find_free_port()
+    args = (*server_args(tmp_path, port), "--tp", "2")
+    with ForkedServer(tiny_models["float32"], args=args, env=STRICT_ON_TWO_CORES) as server:
+        prompt = random_prompt("two ranks", PROMPT_TOKENS)
+        cold = ask(server, prompt, max_new_tokens=2, session_id="agent")
+        fill_host_memory(server, "two ranks")
+        before = settled_stats(server)
+        token_file = Path(before["daemon"]["endpoint"]) / "hints.token"
+        with HintClient(f"http://127.0.0.1:{port}", token_file) as hints:
+            assert hints.send("agent", prefetch=True) == STORED_TOKENS // 16
+            wait_until(lambda: settled_stats(server)["fetched_segments"] - before["fetched_segments"] == 2)
+            assert settled_stats(server)["comeback_pages"] == 2 * STORED_TOKENS // 16
+            again, num_below = come_back(server, prompt)
+            assert (again.host_tokens, num_below) == (STORED_TOKENS, 0)
+            assert again.output_ids == cold.output_ids
+            assert hints.send("agent", drop=True) == 0
+            assert hints.send("agent", drop=True) is None
+        assert_nothing_left_behind(server)
 
 
 def tiers_of_tenant(server: ServerProcess, extra_key: str) -> tuple[str, ...]:
