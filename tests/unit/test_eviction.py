@@ -382,6 +382,9 @@ def test_a_priority_weighs_within_bounds_and_can_be_lowered() -> None:
     for priority, factor in ((100, 16.0), (75, 4.0), (50, 1.0), (0, 1 / 16)):
         policy.advise(1, Hint(priority=priority))
         assert policy._nodes[1].worth(policy._clock()) == pytest.approx(factor * worth)
+    policy.advise(1, Hint(priority=50))
+    policy.advise(1, Hint(ttl_s=60.0))
+    assert list(policy._leaf_order) == [2, 1], "a pin alone is no change of worth, and no use"
     policy.advise(1, Hint(priority=75))
     assert list(policy.victims()) == [2, 1], "40 s idle and 4 times as dear, against 20 s"
     policy.touch(items(1))

@@ -250,10 +250,11 @@ class ValuePolicy(EvictionPolicy):
         if hint.priority is not None or hint.next_use_s:
             node.is_demoted = False
         node.is_demoted |= hint.demote
-        if segment_id in self._leaf_order and node.is_reachable:
+        after = node.worth(now_s)
+        if segment_id in self._leaf_order and after != before:
             # Among those used longest ago victims are looked for: what is worth less now has to be there, and
             # what is worth more must not take the place of others.
-            self._leaf_order.move_to_end(segment_id, last=node.worth(now_s) >= before)
+            self._leaf_order.move_to_end(segment_id, last=after > before)
 
     def remove(self, segment_id: int) -> None:
         node = self._nodes.pop(segment_id)
