@@ -208,6 +208,14 @@ class KrulConfig:
         "a port number, or 0",
         "*daemon* Local port on which the daemon serves Prometheus metrics; 0: none.",
     )
+    hints_port: int = _option(
+        0,
+        _whole_number(0, 65535),
+        "a port number, or 0",
+        "*daemon* Local port on which the daemon takes hints of applications about their conversations "
+        "(docs/agents.md), from whoever has the token in its runtime directory; 0: none. Requests carry "
+        "hints without it.",
+    )
     max_pending_share: float = _option(
         0.25,
         _SHARE,

@@ -11,6 +11,10 @@ class ConfigError(KrulError):
     """A configuration value cannot be used; the message names the key, what was given, what is accepted."""
 
 
+class HintError(KrulError, ValueError):
+    """A hint cannot be used; the message names the field, what was given, what is accepted."""
+
+
 class ManifestError(KrulError):
     """A segment manifest contradicts itself, or the model that it names."""
 

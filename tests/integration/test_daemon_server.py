@@ -25,6 +25,7 @@ from krul_backend.daemon.protocol.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     AbortRequest,
+    AdviseRequest,
     ClearRequest,
     CommitRequest,
     ErrorReply,
@@ -38,7 +39,6 @@ from krul_backend.daemon.protocol.messages import (
     ManifestFields,
     PathSegmentsRequest,
     PingRequest,
-    PinRequest,
     PrefetchRequest,
     ReleaseRequest,
     Reply,
@@ -53,6 +53,7 @@ from krul_backend.daemon.protocol.messages import (
 from krul_backend.daemon.server.server import NEVER_USED_S, UNUSED_S
 from krul_backend.segment import FORMAT_VERSION
 from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import StoreStats
 from tests.support.daemon_client import (
     MODEL,
@@ -138,7 +139,7 @@ def test_every_other_operation_reaches_the_store(client: RawClient) -> None:
     (found,) = client.ask(PathSegmentsRequest, **model)
     assert (found.segment_id, found.header.num_tokens) == (segment_id, 8)
     assert client.ask(PrefetchRequest, tokens, **model) == 0
-    assert client.ask(PinRequest, ttl_s=60.0, **model) == 2
+    assert client.ask(AdviseRequest, hint=Hint(ttl_s=60.0), **model) == 2
     ((listed,), _) = client.ask(ListRequest)
     assert (listed.segment_id, listed.num_bytes, listed.tiers) == (segment_id, 160, ("dram",))
     assert 0 < listed.pinned_s <= 60
@@ -173,7 +174,7 @@ def test_errors_have_types(client: RawClient) -> None:
     assert client.ask_wrongly(LeaseRequest, tokens_of(keys)[1:], lease_id=1, **asked) == "value"
     assert client.ask_wrongly(FetchRequest, lease_id=5) == "key"
     assert client.ask_wrongly(ReserveRequest, reservation_id=1, layer_num_bytes=(), tenant="") == "value"
-    assert client.ask_wrongly(PinRequest, ttl_s=0.0, **asked) == "value"
+    assert client.ask_wrongly(AdviseRequest, hint=Hint(demote=True)) == "value"
     hello = {"model": MODEL, "fingerprint": MODEL.fingerprint}
     assert client.ask_wrongly(HelloRequest, format=FORMAT_VERSION + 1, **hello) == "protocol"
     hello["fingerprint"] = "0" * 32

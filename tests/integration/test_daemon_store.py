@@ -30,6 +30,7 @@ from krul_backend.daemon.client.launcher import MAX_RESTARTS, EmbeddedDaemon
 from krul_backend.daemon.client.request_channel import CurveKeys
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ManifestError, TierReadError
 from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.hint import Hint
 from krul_sglang.engine.cache.store_connection import lock_arena
 from tests.support.daemon_builders import WatchedStore
 from tests.support.store_builders import (
@@ -272,7 +273,7 @@ def test_damage_is_found_by_who_reads_and_by_verify(
 def test_pins_costs_prefetch_and_flush(store: WatchedStore) -> None:
     put(store, "c", 0, 2)
     keys = page_keys("c", 0, 2)
-    assert store.pin(MODEL, keys, 60.0) == 2
+    assert store.advise(Hint(ttl_s=60.0), model=MODEL, page_keys=keys) == 2
     assert store.stats().pinned_bytes > 0
     assert store.prefetch(MODEL, keys, tokens_of(keys)) == 0, "it is in DRAM already"
     assert store.tier_costs() == {}, "there is no tier below"

@@ -160,6 +160,19 @@ class FakeTier(LowerTier):
                 if not record.manifest.shares_encoded_pages(manifest)
             }
 
+    def holder_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
+        with self._lock:
+            found = self._find(model, page_key)
+        return None if found is None else found[0].manifest
+
+    def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
+        with self._lock:
+            found = self._find(model, page_key)
+            last_key = None if found is None else found[0].manifest.page_keys[-1]
+            return last_key is not None and any(
+                record.manifest.parent_key == last_key for record in self.records.values()
+            )
+
     def cost(self) -> TierCost:
         return self._cost
 

@@ -23,6 +23,7 @@ from krul_backend.daemon.protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_LAYERS,
     PROTOCOL_VERSION,
+    AdviseRequest,
     ClearRequest,
     CommitRequest,
     ErrorReply,
@@ -32,7 +33,6 @@ from krul_backend.daemon.protocol.messages import (
     ManifestFields,
     PathSegmentsRequest,
     PingRequest,
-    PinRequest,
     Reply,
     Request,
     ReserveRequest,
@@ -41,6 +41,7 @@ from krul_backend.daemon.protocol.messages import (
 )
 from krul_backend.errors import ManifestError, ProtocolError
 from krul_backend.segment import MAX_CODEC_PARAMS_BYTES, ModelIdentity, SegmentManifest
+from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.common.interface import LayerStatus, PathSegment, SegmentSlice, Span
 
 MODEL = ModelIdentity("tiny", "00ff", "bfloat16", 2, 2, 8, 8, 4, 0, 1)
@@ -69,7 +70,8 @@ COMMIT = CommitRequest(
 )
 RESERVE = ReserveRequest(token="s", id=4, reservation_id=9, layer_num_bytes=(1, 2), tenant="t")
 CLEAR = ClearRequest(token="s", id=5, fingerprint=None)
-EXAMPLES: tuple[Request, ...] = (HELLO, LEASE, COMMIT, RESERVE, CLEAR, PingRequest(token="", id=6))
+ADVISE = AdviseRequest(token="s", id=7, hint=Hint(ttl_s=1.0), session=SessionName("t", "agent"))
+EXAMPLES: tuple[Request, ...] = (HELLO, LEASE, COMMIT, RESERVE, CLEAR, ADVISE, PingRequest(token="", id=6))
 
 
 def decodes_or_refuses(frame: bytes) -> Request | None:
@@ -136,9 +138,16 @@ def test_an_operation_of_another_version_still_has_an_id() -> None:
         changed_model(name="n" * 1025),
         changed_model(config_digest="d" * 129),
         changed_model(dtype="t" * 65),
-        changed(PinRequest(token="s", id=1, fingerprint="f", page_keys=(), ttl_s=1.0), ttl_s=-1),
-        b'{"op":"pin","token":"s","id":1,"version":1,"fingerprint":"f","page_keys":[],"ttl_s":1e999}',
-        b'{"op":"pin","token":"s","id":1,"version":1,"fingerprint":"f","page_keys":[],"ttl_s":NaN}',
+        changed(ADVISE, hint={"ttl_s": -1}),
+        changed(ADVISE, hint={"next_use_s": 86_401}),
+        changed(ADVISE, hint={"priority": 100.5}),
+        changed(ADVISE, hint={"demote": True, "prefetch": True}),
+        changed(ADVISE, hint={"drop": True, "ttl_s": 1}),
+        changed(ADVISE, hint={"demote": 1}),
+        changed(ADVISE, session={"tenant": "", "name": ""}),
+        changed(ADVISE, session={"tenant": "", "name": "n" * 257}),
+        b'{"op":"advise","token":"s","id":1,"version":1,"hint":{"ttl_s":1e999}}',
+        b'{"op":"advise","token":"s","id":1,"version":1,"hint":{"ttl_s":NaN}}',
         b'{"op":"ping","token":"\xff","id":1}',
         b'{"op":"ping","token":"\\ud800","id":1}',
         b"[" * 100_000,

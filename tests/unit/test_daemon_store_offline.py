@@ -21,6 +21,7 @@ from krul_backend.errors import (
     TierReadError,
 )
 from krul_backend.segment import SegmentHeader
+from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import Lease, SegmentSlice, Span
 from tests.support.fake_daemon import CAPACITY_BYTES, NO_REPLY, FakeDaemon
 from tests.support.stats_builders import make_segment_info
@@ -93,7 +94,7 @@ def assert_engine_does_without(store: DaemonStore) -> None:
     assert store.path_segments(MODEL, KEYS) == []
     assert store.trim(1, (0, 0), (10, 10)) == 0
     assert store.prefetch(MODEL, KEYS, TOKENS) == 0
-    assert store.pin(MODEL, KEYS, 1.0) == 0
+    assert store.advise(Hint(ttl_s=1.0), model=MODEL, page_keys=KEYS) == 0
     assert store.tier_costs() == {}
     assert store.report_damage(1) is False
     assert store.stats().capacity_bytes == 0
@@ -112,8 +113,6 @@ def test_wrong_arguments_are_errors_without_a_daemon_too(make_store: Make) -> No
         store.lease(MODEL, KEYS, TOKENS[:-1])
     with pytest.raises(ValueError, match="-1"):
         store.reserve((-1,))
-    with pytest.raises(ValueError, match="inf"):
-        store.pin(MODEL, KEYS, float("inf"))
     with pytest.raises(KeyError):
         store.release(Lease(1, 3, ()))
 

@@ -19,6 +19,7 @@ from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import Precision, Strategy
+from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import DRAM_TIER, Block, Reservation
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
@@ -309,22 +310,22 @@ def test_a_conversation_is_kept_as_long_as_its_request_says(bench: Bench) -> Non
     assert bench.store_turn(bench.turn("a", 2))
     assert bench.store.stats().pinned_bytes == 0
     # All of it, also what earlier turns stored, and what was stored before altogether.
-    assert bench.store_turn(dataclasses.replace(bench.turn("a", 3), keep_s=600.0))
+    assert bench.store_turn(dataclasses.replace(bench.turn("a", 3), hint=Hint(ttl_s=600.0)))
     (pinned_s, *_) = [info.pinned_s for info in bench.store.list_segments()]
     assert 590.0 < pinned_s <= 600.0
     assert bench.store.stats().pinned_bytes == bench.store.stats().stored_bytes
-    assert bench.store_turn(dataclasses.replace(bench.turn("a", 3), keep_s=5.0))
+    assert bench.store_turn(dataclasses.replace(bench.turn("a", 3), hint=Hint(ttl_s=5.0)))
     assert all(0.0 < info.pinned_s <= 5.0 for info in bench.store.list_segments())
 
 
 def test_a_turn_that_cannot_be_kept_is_stored_all_the_same(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> int:
+    def fail(*args: object, **named: object) -> int:
         raise MemoryError
 
-    monkeypatch.setattr(bench.store, "pin", fail)
-    assert bench.store_turn(dataclasses.replace(bench.turn("a", 2), keep_s=600.0))
+    monkeypatch.setattr(bench.store, "advise", fail)
+    assert bench.store_turn(dataclasses.replace(bench.turn("a", 2), hint=Hint(ttl_s=600.0)))
     assert bench.store.stats().num_pages == 2
 
 

@@ -20,6 +20,7 @@ from krul_backend.tiers.common.eviction import (
     ValuePolicy,
     make_policy,
 )
+from krul_backend.tiers.common.hint import Hint
 
 
 @dataclasses.dataclass
@@ -318,3 +319,109 @@ def test_a_victim_costs_a_number_of_looks_whatever_is_stored() -> None:
     )
     rank = worth.argsort().argsort()
     assert np.median(rank[victims]) < 5_000
+
+
+# Hints
+
+
+def two_conversations(idle_s: float = 20.0) -> tuple[ValuePolicy, Clock]:
+    """Segments 1 and 2, equal but for their last uses: 1 was used longer ago, so it would leave first."""
+    clock = Clock()
+    policy = ValuePolicy(clock)
+    policy.touch(items(1))
+    clock.now_s += idle_s
+    policy.touch(items(2))
+    clock.now_s += idle_s
+    assert list(policy.victims()) == [1, 2]
+    return policy, clock
+
+
+def test_what_is_expected_soon_outlives_what_was_just_used() -> None:
+    policy, clock = two_conversations()
+    policy.advise(1, Hint(next_use_s=12.0))
+    assert list(policy.victims()) == [2, 1], "in 12 s, against 20 s since its use"
+    policy.advise(1, Hint(next_use_s=300.0))
+    assert list(policy.victims()) == [1, 2]
+    clock.now_s += 290.0
+    assert list(policy.victims()) == [2, 1]
+
+
+def test_what_is_expected_late_leaves_before_what_may_come_at_any_time() -> None:
+    policy, _ = two_conversations()
+    policy.advise(2, Hint(next_use_s=3600.0))
+    assert list(policy.victims()) == [2, 1]
+    policy.advise(2, Hint(next_use_s=0))
+    assert list(policy.victims()) == [1, 2], "taken back"
+
+
+def test_an_expectation_that_was_not_met_fades() -> None:
+    policy, clock = two_conversations()
+    policy.advise(1, Hint(next_use_s=5.0))
+    clock.now_s += 5.0
+    worths = []
+    for _ in range(4):
+        worths.append(policy._nodes[1].worth(clock.now_s))
+        clock.now_s += 4.0
+    # Since then 0, 4 and 8 s; after a usual pause of 10 s the 57 s since its last use count again.
+    assert [worths[0] / worth for worth in worths] == pytest.approx([1.0, 4.0, 8.0, 57.0])
+    assert list(policy.victims()) == [1, 2]
+
+
+def test_a_use_ends_an_expectation_and_a_demotion() -> None:
+    for hint in (Hint(next_use_s=3600.0), Hint(demote=True)):
+        policy, _ = two_conversations()
+        policy.advise(2, hint)
+        assert list(policy.victims()) == [2, 1]
+        policy.touch(items(2))
+        assert list(policy.victims()) == [1, 2]
+
+
+def test_a_priority_weighs_within_bounds_and_can_be_lowered() -> None:
+    policy, _ = two_conversations()
+    worth = policy._nodes[1].worth(policy._clock())
+    for priority, factor in ((100, 16.0), (75, 4.0), (50, 1.0), (0, 1 / 16)):
+        policy.advise(1, Hint(priority=priority))
+        assert policy._nodes[1].worth(policy._clock()) == pytest.approx(factor * worth)
+    policy.advise(1, Hint(priority=50))
+    policy.advise(1, Hint(ttl_s=60.0))
+    assert list(policy._leaf_order) == [2, 1], "a pin alone is no change of worth, and no use"
+    policy.advise(1, Hint(priority=75))
+    assert list(policy.victims()) == [2, 1], "40 s idle and 4 times as dear, against 20 s"
+    policy.touch(items(1))
+    assert policy._nodes[1].weight == 4.0, "a use does not end it"
+
+
+@pytest.mark.parametrize("later", [Hint(priority=50), Hint(next_use_s=10.0)])
+def test_a_later_hint_ends_a_demotion(later: Hint) -> None:
+    policy, _ = two_conversations()
+    policy.advise(2, Hint(demote=True, priority=100))
+    assert list(policy.victims()) == [2, 1]
+    policy.advise(2, later)
+    assert list(policy.victims()) == [1, 2]
+
+
+def test_what_is_demoted_is_found_among_many() -> None:
+    clock = Clock()
+    policy = ValuePolicy(clock)
+    for segment_id in range(10 * NUM_OLDEST):
+        policy.touch(items(segment_id))
+        clock.now_s += 1.0
+    demoted = 10 * NUM_OLDEST - 1
+    policy.advise(demoted, Hint(demote=True))
+    assert next(policy.victims()) == demoted
+    # Many that are protected do not hide those that are not.
+    for segment_id in range(5 * NUM_OLDEST):
+        policy.advise(segment_id, Hint(priority=100))
+    first = [segment_id for segment_id, _ in zip(policy.victims(), range(100), strict=False)]
+    assert first[0] == demoted
+    assert all(segment_id >= 5 * NUM_OLDEST for segment_id in first)
+
+
+def test_the_oldest_used_first_knows_demotion_alone() -> None:
+    policy = LruPolicy()
+    policy.touch(items(1))
+    policy.touch(items(2))
+    policy.advise(1, Hint(priority=100, next_use_s=1.0))
+    assert list(policy.victims()) == [1, 2]
+    policy.advise(2, Hint(demote=True))
+    assert list(policy.victims()) == [2, 1]

@@ -12,6 +12,7 @@ import xxhash
 
 from krul_backend.errors import ConfigError, StoreClosedError, TierReadError
 from krul_backend.tiers.common.eviction import LruPolicy, make_policy
+from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.dram.arrivals import Arrival
 from krul_backend.tiers.dram.eviction_plan import MAX_FREE_SHARE, MAX_VISITED
 from krul_backend.tiers.dram.host_store import HostStore
@@ -52,7 +53,7 @@ def test_a_pinned_segment_stays_until_its_time_is_over(store: HostStore, clock: 
     pinned, _ = put(store, "c", 0, 2, sizes=(960, 64))
     for i in range(3):
         put(store, f"x{i}", 0, 1, sizes=(960, 64))
-    assert store.pin(MODEL, page_keys("c", 0, 3), 10.0) == 2
+    assert store.advise(MODEL, page_keys("c", 0, 3), Hint(ttl_s=10.0)) == 2
     (info,) = (info for info in store.list_segments() if info.segment_id == pinned)
     assert (info.pinned_s, store.stats().pinned_bytes) == (10.0, 1024)
     clock.now_s = 9.9
@@ -68,14 +69,14 @@ def test_a_pinned_segment_stays_until_its_time_is_over(store: HostStore, clock: 
 def test_a_later_pin_replaces_an_earlier_one(store: HostStore, clock: Clock) -> None:
     put(store, "c", 0, 2, sizes=(960, 64))
     keys = page_keys("c", 0, 2)
-    store.pin(MODEL, keys, 10.0)
-    store.pin(MODEL, keys, 2.0)
+    store.advise(MODEL, keys, Hint(ttl_s=10.0))
+    store.advise(MODEL, keys, Hint(ttl_s=2.0))
     assert store.stats().pinned_bytes == 1024
     clock.now_s = 3.0
     assert store.stats().pinned_bytes == 0
     # Longer than before: the end of the first one ends nothing.
-    store.pin(MODEL, keys, 5.0)
-    store.pin(MODEL, keys, 20.0)
+    store.advise(MODEL, keys, Hint(ttl_s=5.0))
+    store.advise(MODEL, keys, Hint(ttl_s=20.0))
     clock.now_s = 11.0
     assert store.stats().pinned_bytes == 1024
     assert store.reserve((4096,)) is None
@@ -88,7 +89,7 @@ def test_pinning_again_and_again_leaves_few_entries_behind(store: HostStore, clo
         pins = books.pins
     for i in range(2_000):
         clock.now_s += 1.0
-        assert store.pin(MODEL, page_keys("cd"[i % 2], 0, 2), 86_400.0) == 2
+        assert store.advise(MODEL, page_keys("cd"[i % 2], 0, 2), Hint(ttl_s=86_400.0)) == 2
         assert len(pins._ends) <= 100
     assert store.stats().pinned_bytes == 2 * 192
     clock.now_s += 86_399.0
@@ -99,7 +100,7 @@ def test_pins_take_half_of_the_arena_at_most(store: HostStore) -> None:
     for i in range(4):
         put(store, "c", i, i + 1, sizes=(704, 64))
     # 768 bytes each: two are in the limit of 2048, from the conversation's beginning on.
-    assert store.pin(MODEL, page_keys("c", 0, 4), 10.0) == 2
+    assert store.advise(MODEL, page_keys("c", 0, 4), Hint(ttl_s=10.0)) == 2
     assert store.stats().pinned_bytes == 2 * 768
     assert [info.pinned_s for info in store.list_segments()] == [10.0, 10.0, 0.0, 0.0]
     assert store.reserve((4096 - 2 * 768,)) is not None
@@ -107,7 +108,7 @@ def test_pins_take_half_of_the_arena_at_most(store: HostStore) -> None:
 
 def test_what_leaves_the_index_is_not_pinned_any_more(store: HostStore) -> None:
     segment_id, _ = put(store, "c", 0, 4)
-    store.pin(MODEL, page_keys("c", 0, 4), 10.0)
+    store.advise(MODEL, page_keys("c", 0, 4), Hint(ttl_s=10.0))
     assert store.stats().pinned_bytes == 192
     assert store.trim(segment_id, (8, 16), (30, 0)) == 130
     assert store.stats().pinned_bytes == 64
@@ -115,10 +116,32 @@ def test_what_leaves_the_index_is_not_pinned_any_more(store: HostStore) -> None:
     assert (store.stats().pinned_bytes, store.stats().used_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_pin_lasts_a_number_of_seconds(store: HostStore, ttl_s: float) -> None:
-    with pytest.raises(ValueError, match="positive number of seconds"):
-        store.pin(MODEL, page_keys("c", 0, 1), ttl_s)
+def test_a_demoted_conversation_leaves_first_in_its_tenants_quota_too(clock: Clock) -> None:
+    """1024 bytes for the tenant, in an arena with room for more."""
+    store = HostStore(4096, make_policy("value", clock), clock, tenant_quota=0.25)
+    for name in "abc":
+        put(store, name, 0, 2, sizes=(192, 64), tenant="t")
+        clock.now_s += 20.0
+    assert store.advise(MODEL, page_keys("c", 0, 2), Hint(demote=True)) == 2
+    put(store, "d", 0, 2, sizes=(192, 64), tenant="t")
+    put(store, "e", 0, 2, sizes=(192, 64), tenant="t")
+    assert [not store.find_missing(MODEL, page_keys(name, 0, 2)) for name in "abcde"] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
+    store.close()
+
+
+def test_a_pin_can_be_ended(store: HostStore) -> None:
+    put(store, "c", 0, 2, sizes=(960, 64))
+    keys = page_keys("c", 0, 2)
+    assert store.advise(MODEL, keys, Hint(ttl_s=10.0)) == 2
+    assert store.advise(MODEL, keys, Hint(ttl_s=0)) == 0
+    assert store.stats().pinned_bytes == 0
+    assert store.reserve((4096,)) is not None
 
 
 # Quotas

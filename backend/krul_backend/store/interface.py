@@ -8,6 +8,7 @@ from typing import Protocol
 
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.common.interface import (
     DamageReason,
     Lease,
@@ -154,14 +155,27 @@ class KVStore(Protocol):
         """End a lease. Raises KeyError when it is unknown or was released before."""
 
     @abstractmethod
-    def pin(self, model: ModelIdentity, page_keys: Sequence[str], ttl_s: float) -> int:
-        """Keep the stored segments of ``page_keys`` in DRAM for ``ttl_s`` seconds; returns their pages.
+    def advise(
+        self,
+        hint: Hint,
+        *,
+        model: ModelIdentity | None = None,
+        page_keys: Sequence[str] = (),
+        session: SessionName | None = None,
+    ) -> int:
+        """Note a hint about a stored conversation; returns for how many of its pages in DRAM it holds.
 
-        A later pin replaces an earlier one, also with a shorter time. At most a share of the arena can be
-        pinned; segments beyond that are not.
+        The conversation is that of ``model`` with ``page_keys`` from its first page on, which ``session``
+        stands for from then on, if it is given. Without a model it is the one that ``session`` stands for,
+        of all models; the result is that of the model of which most is there.
+
+        A later hint replaces what an earlier one said of the same. Segments that other conversations go
+        through, and those before them, are pinned and prefetched, but not demoted, dropped or weighed.
+        At most a share of the arena can be pinned; segments beyond that are not, nor are their pages counted.
 
         Raises:
-            ValueError: ``ttl_s`` is not a positive, finite number.
+            KeyError: the session is not known, or nothing is stored of its conversation any more.
+            ValueError: neither a model nor a session is given.
         """
 
     @abstractmethod

@@ -15,9 +15,11 @@ import numpy as np
 from krul_backend.errors import StoreClosedError, TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.store.advice import Advisor
 from krul_backend.store.between_tiers import Fetcher, WriteBehind
 from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_lease import LowerPart, Part, PrefixWalk, TieredLease, release_parts
+from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.common.interface import (
     DRAM_TIER,
     DamageReason,
@@ -58,6 +60,7 @@ class TieredStore(KVStore):
         self._tiers = tuple(tiers)
         self._fetcher = Fetcher(host, self._tiers, self._write_up)
         self._write_behind = WriteBehind(host, self._note_written)
+        self._advisor = Advisor(host, self._tiers, self.prefetch, self._write_behind.settle, time.monotonic)
         self._lock = threading.Lock()
         self._leases: dict[int, TieredLease] = {}
         self._is_closed = False
@@ -240,8 +243,21 @@ class TieredStore(KVStore):
             (part.run.segment.manifest for part in lower_parts if part.segment_id == segment_id), None
         )
 
-    def pin(self, model: ModelIdentity, page_keys: Sequence[str], ttl_s: float) -> int:
-        return self._host.pin(model, page_keys, ttl_s)
+    def advise(
+        self,
+        hint: Hint,
+        *,
+        model: ModelIdentity | None = None,
+        page_keys: Sequence[str] = (),
+        session: SessionName | None = None,
+    ) -> int:
+        if model is not None:
+            if session is not None and page_keys:
+                self._advisor.names.put(session, model, page_keys[-1])
+            return self._advisor.advise(model, page_keys, hint)
+        if session is None:
+            raise ValueError("a hint is about a model's pages, or about a session: neither was given")
+        return self._advisor.advise_named(session, hint)
 
     def tier_costs(self) -> Mapping[str, TierCost]:
         return {tier.name: tier.cost() for tier in self._tiers}
@@ -259,6 +275,9 @@ class TieredStore(KVStore):
                 fetched_segments=self._fetcher.num_fetched,
                 failed_fetches=self._fetcher.num_failed,
                 undecodable_segments=self._undecodable_segments,
+                hints=self._advisor.num_hints,
+                named_conversations=len(self._advisor.names),
+                comeback_pages=self._advisor.num_comeback_pages,
                 tiers=tuple(tier.stats() for tier in self._tiers),
             )
 
@@ -284,6 +303,7 @@ class TieredStore(KVStore):
             for tier in self._tiers:
                 stack.callback(tier.close)
             stack.callback(self._fetcher.close)
+            stack.callback(self._advisor.close)
             for held in leases:
                 stack.callback(self._end_lease, held)
 

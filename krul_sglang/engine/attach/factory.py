@@ -259,6 +259,14 @@ def probe_when_idle(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         runtime.cache.probe_when_idle()
 
 
+def end_session(result: Any, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """AFTER hook of ``close_session``: the conversation of a session that a client closes is demoted."""
+    runtime = KrulRuntime.find(scheduler)
+    if runtime is not None:
+        runtime.cache.end_session(request.session_id)
+    return result
+
+
 def look_ahead(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """AFTER hook of ``get_new_batch_prefill``: what is stored of requests that still wait comes to DRAM."""
     runtime = KrulRuntime.find(scheduler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -13,10 +13,12 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.errors import HintError
 from krul_backend.memory import format_bytes
 from krul_backend.segment import TokenIds
 from krul_backend.strategy.selectors import make_selector
 from krul_backend.strategy.strategy import Precision
+from krul_backend.tiers.common.hint import SessionName
 from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import KvProvenance
@@ -28,10 +30,14 @@ from krul_sglang.engine.restore.restore_path import RestorePath, ReturningReques
 from krul_sglang.engine.restore.waiting_leases import WaitingLeases
 from krul_sglang.engine.save.allocation import SpaceAllocation
 from krul_sglang.engine.save.offload import TurnOffloader
+from krul_sglang.engine.save.request_hints import RequestHints
 from krul_sglang.engine.save.strategy_choice import SelectorDecision, StrategyChooser
 from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
 
 logger = logging.getLogger(__name__)
+
+MAX_TENANTS_OF_SESSIONS = 10_000
+"""How many named conversations of tenants are known to be closed by name."""
 
 MAX_AHEAD_SHARE = 0.5
 """Share of host memory that may be held for requests that wait, so that turns can still be stored."""
@@ -110,6 +116,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._waiting = WaitingLeases(self._store, self.model, max_ahead_bytes=max_ahead_bytes)
         self._returning: dict[str, ReturningRequest] = {}
         self._expected: dict[str, tuple[Callable[[], TokenIds], FindRun | None]] = {}
+        self.request_hints = RequestHints()
+        self._tenant_of_session: dict[str, str] = {}
         shape = self._pool.shape
         token_bytes = (shape.k_token_bytes + shape.v_token_bytes) * self._pool.num_layers
         logger.info(
@@ -224,6 +232,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Store a finished turn (see ``Turn``); completes through ``pop_completed_offload``."""
         capture = self._capture
         attention = None if capture is None else capture.take(owner.rid, owner.request_slot)
+        if owner.session is not None and owner.tenant:
+            self._note_tenant(owner.session)
         self._offloader.submit(
             Turn(
                 path.page_keys,
@@ -232,9 +242,22 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 self.record_offload_ready(),
                 attention,
                 owner.tenant,
-                owner.keep_s,
+                owner.session,
+                owner.hint,
             )
         )
+
+    def end_session(self, name: str) -> None:
+        """A client has closed the session of this name: its conversation is finished."""
+        with suppress(HintError):
+            self._offloader.end_session(SessionName(self._tenant_of_session.pop(name, ""), name))
+
+    def _note_tenant(self, session: SessionName) -> None:
+        """Remember whose a named conversation is: who closes it does not say."""
+        self._tenant_of_session.pop(session.name, None)
+        self._tenant_of_session[session.name] = session.tenant
+        if len(self._tenant_of_session) > MAX_TENANTS_OF_SESSIONS:
+            del self._tenant_of_session[next(iter(self._tenant_of_session))]
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Refuses: nodes know neither positions nor token ids. See ``offload_turn``."""
@@ -349,6 +372,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
             "restore": None if self._restore_path is None else self._restore_path.as_dict(),
             "waiting_leases": len(self._waiting),
+            "request_hints": self.request_hints.as_dict(),
         }
 
     def traces(self) -> list[dict[str, Any]]:

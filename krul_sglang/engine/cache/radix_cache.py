@@ -18,7 +18,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from krul_sglang.engine.cache.linker import KrulLinker
 from krul_sglang.engine.common.moved_runs import MOVED_TOKENS, MovedRun, moved_key
 from krul_sglang.engine.restore.restore_path import ReturningRequest
-from krul_sglang.engine.save.turn import StoredPath, TurnOwner, owner_of, tenant_of
+from krul_sglang.engine.save.turn import StoredPath, TurnOwner, owner_of
+from krul_sglang.hints import tenant_of
 
 
 class _PendingTurn(NamedTuple):
@@ -147,7 +148,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         slots = cache.path_device_indices(node)
         assert len(slots) == len(token_ids) == num_tokens, (len(slots), len(token_ids), num_tokens)
         path = self._named(StoredPath(page_keys, token_ids, slots), req.extra_key, req.cache_salt)
-        self._offload(path, owner_of(req), node)
+        self._offload(path, owner_of(req, self.cache_linker.request_hints), node)
         if self._probe_candidate is None and self.cache_linker.wants_probe():
             self._probe_candidate = _ProbeCandidate(node, cache.inc_lock_ref(node).to_dec_params(), path)
 
@@ -250,7 +251,9 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Leave the KV of a streaming session's turn to the session, as SGLang does, and store the turn."""
         is_turn = self.linker is not None and not self.disable and _turn_ended_well(req)
         slot = self.session.borrowed_slot(req) if is_turn else None
-        owner = owner_of(req) if slot is not None else None
+        owner = None
+        if self.linker is not None and slot is not None:
+            owner = owner_of(req, self.linker.cache_linker.request_hints)
         is_claimed: bool = super().claim_kv_row(req)
         if self.linker is not None and is_claimed and owner is not None:
             self.linker.offload_session_turn(req, slot, owner)
@@ -291,6 +294,11 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Probe a stored path, if one is kept for it. Called when no request runs or waits."""
         if self.linker is not None:
             self.linker.probe_when_idle()
+
+    def end_session(self, name: str) -> None:
+        """A client has closed the session of this name."""
+        if self.linker is not None:
+            self.linker.cache_linker.end_session(name)
 
     def begin_weights_change(self) -> None:
         """Called on every rank before the engine writes weights, or releases their memory or the pool's."""

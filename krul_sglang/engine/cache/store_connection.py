@@ -148,6 +148,8 @@ def daemon_arguments(config: KrulConfig, arena_bytes: int) -> list[str]:
     arguments += ["--tenant-quota", str(config.tenant_quota), "--ssd-timeout", str(config.ssd_timeout)]
     if config.metrics_port:
         arguments += ["--metrics-port", str(config.metrics_port)]
+    if config.hints_port:
+        arguments += ["--hints-port", str(config.hints_port)]
     if config.ssd_dir:
         arguments += ["--ssd-dir", str(Path(config.ssd_dir).expanduser())]
     if config.ssd_capacity is not None:

@@ -20,6 +20,7 @@ SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
 INIT_ATTENTION = "sglang.srt.managers.scheduler.Scheduler.init_all_attention_backends"
 NEW_BATCH = "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill"
 ON_IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
+CLOSE_SESSION = "sglang.srt.managers.scheduler.Scheduler.close_session"
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 INTERNAL_STATE = (
     "sglang.srt.managers.scheduler_components.internal_state."
@@ -79,6 +80,7 @@ TARGETS = (
         "sglang.srt.managers.schedule_batch.Req.init_next_round_input", ("self", "tree_cache", "cow_mamba")
     ),
     Target(ON_IDLE, ("self",), hooked=True),
+    Target(CLOSE_SESSION, ("self", "recv_req"), hooked=True),
     Target("sglang.srt.managers.scheduler.Scheduler.is_fully_idle", ("self",)),
     Target(INTERNAL_STATE, ("self", "recv_req"), hooked=True),
     Target(CACHED_TOKENS, ("self", "req"), hooked=True),

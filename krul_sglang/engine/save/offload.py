@@ -18,6 +18,7 @@ from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hashing import block_checksums
+from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName
 from krul_backend.tiers.common.interface import Reservation
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.moved_runs import RunIndex
@@ -114,6 +115,7 @@ class TurnOffloader:
         # A lone turn is always taken, however long it is: it cannot starve the pool more than its own
         # request did while it ran.
         has_room = not self._pending_tokens or self._pending_tokens + missing <= self._max_pending_tokens
+        has_room = has_room and not turn.hint.drop
         num_tokens = missing if has_room else 0
         self._pending_tokens += num_tokens
         self._queue.append((self._worker.submit(self._store_turn, turn, has_room), num_tokens))
@@ -143,6 +145,19 @@ class TurnOffloader:
         """Block until every submitted turn can be popped."""
         wait_for_futures([future for future, _ in self._queue])
 
+    def end_session(self, session: SessionName) -> None:
+        """Demote a named conversation, after the turns that were submitted before. Does not wait."""
+
+        def demote() -> None:
+            try:
+                self._store.advise(Hint(demote=True), session=session)
+            except KeyError:
+                logger.debug("krul: a session was closed of which nothing is stored")
+            except Exception:
+                logger.exception("krul: the conversation of a closed session could not be demoted")
+
+        self._worker.submit(demote)
+
     def discard_all(self) -> None:
         """Wait until no slot is read any more and forget all completions.
 
@@ -162,6 +177,8 @@ class TurnOffloader:
             with self._device.working_on(self._stream, turn.ready):
                 missing, encoding = self._choose(turn, has_room)
                 head_ends = self._head_ends(len(turn.token_ids), encoding)
+                if turn.hint.drop:
+                    self._advise(turn)
                 if not has_room:
                     return Outcome.SKIPPED
                 can_wait = False
@@ -186,8 +203,8 @@ class TurnOffloader:
             return Outcome.SKIPPED
         if head_ends is not None:
             self._trim(turn, head_ends)
-        if turn.keep_s is not None:
-            self._keep(turn, turn.keep_s)
+        if turn.session is not None or turn.hint != NO_HINT:
+            self._advise(turn)
         return Outcome.STORED
 
     def _choose(self, turn: Turn, has_room: bool) -> tuple[list[range], TurnEncoding]:
@@ -212,12 +229,14 @@ class TurnOffloader:
             self.counters.failed_trims += 1
             logger.exception("krul: a conversation of %d tokens could not be trimmed", len(turn.token_ids))
 
-    def _keep(self, turn: Turn, keep_s: float) -> None:
-        """Keep the turn in DRAM. An error does not fail the turn: it may only leave DRAM earlier."""
+    def _advise(self, turn: Turn) -> None:
+        """Hand the turn's hint and name to the store. An error does not fail the turn."""
         try:
-            self._store.pin(self._model.identity, turn.page_keys, keep_s)
+            self._store.advise(
+                turn.hint, model=self._model.identity, page_keys=turn.page_keys, session=turn.session
+            )
         except Exception:
-            logger.exception("krul: a conversation of %d tokens could not be kept", len(turn.token_ids))
+            logger.exception("krul: a hint about %d tokens could not be given", len(turn.token_ids))
 
     def _missing_segments(self, turn: Turn) -> list[range]:
         """Runs of pages to be stored, cut so that a layer of none is larger than the device should hold."""

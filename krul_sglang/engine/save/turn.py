@@ -1,10 +1,7 @@
-"""Describes a finished turn: its pages and slots, whose it is, and how long it is to be kept."""
+"""Describes a finished turn: its pages and slots, whose it is, and what was said about its future."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +9,10 @@ from typing import Any
 import torch
 
 from krul_backend.segment import TokenIds
+from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
-
-logger = logging.getLogger(__name__)
-
-KEEP_PARAMETER = "krul_keep_s"
-"""Key of a request's ``custom_params``: seconds for which its conversation is to stay in host memory."""
-
-_MAX_KEEP_S = 24 * 3600.0
+from krul_sglang.engine.save.request_hints import RequestHints
+from krul_sglang.hints import tenant_of
 
 
 @dataclass(frozen=True)
@@ -38,13 +31,14 @@ class StoredPath:
 class TurnOwner:
     """The request whose turn it was: ``request_slot`` is its row in SGLang's request pool.
 
-    ``tenant`` and ``keep_s`` as in ``Turn``.
+    ``tenant``, ``session`` and ``hint`` as in ``Turn``.
     """
 
     rid: str
     request_slot: int
     tenant: str = ""
-    keep_s: float | None = None
+    session: SessionName | None = None
+    hint: Hint = NO_HINT
 
 
 @dataclass(frozen=True)
@@ -55,8 +49,8 @@ class Turn:
     tokens, ``slots`` (int64, same length, on the pool's device) where their KV lies. ``ready`` are the events
     after which the slots hold the KV. ``attention`` is what was recorded of it, if anything.
     Whoever submits a turn keeps its slots locked until it is popped; the offloader releases ``attention``.
-    ``tenant`` is whom its bytes count for; ``keep_s`` how long it is to stay in DRAM at least, None if nobody
-    asked for it.
+    ``tenant`` is whom its bytes count for; ``session`` the name of the conversation, if it has one; ``hint``
+    what its request said about its future. A turn that is to be dropped is not stored.
     """
 
     page_keys: Sequence[str]
@@ -65,35 +59,17 @@ class Turn:
     ready: Sequence[Any]
     attention: CapturedTurn | None = None
     tenant: str = ""
-    keep_s: float | None = None
+    session: SessionName | None = None
+    hint: Hint = NO_HINT
 
 
-def owner_of(req: Any) -> TurnOwner:
+def owner_of(req: Any, hints: RequestHints) -> TurnOwner:
     """Read the owner of a turn from SGLang's request ``req``, whose turn has ended."""
+    tenant = tenant_of(req.extra_key, req.cache_salt)
     return TurnOwner(
         rid=req.rid,
         request_slot=req.kv.req_pool_idx,
-        tenant=tenant_of(req.extra_key, req.cache_salt),
-        keep_s=_keep_s(req),
+        tenant=tenant,
+        session=hints.session_of(req, tenant),
+        hint=hints.hint_of(req),
     )
-
-
-def tenant_of(extra_key: str | None, cache_salt: str | None) -> str:
-    """A short name for the namespace of a request; empty without one. Hashed, because salts are secrets."""
-    if not extra_key and not cache_salt:
-        return ""
-    parts = ((extra_key or "").encode(), (cache_salt or "").encode())
-    digest = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
-    return digest.hexdigest()[:16]
-
-
-def _keep_s(req: Any) -> float | None:
-    params = req.sampling_params.custom_params
-    value = params.get(KEEP_PARAMETER) if isinstance(params, dict) else None
-    if value is None:
-        return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        logger.warning("krul: %s = %r is not a positive number of seconds: ignored", KEEP_PARAMETER, value)
-        return None
-    return min(float(value), _MAX_KEEP_S)

@@ -96,6 +96,9 @@ def serve_command(
     metrics_port: Annotated[
         int, typer.Option(help="Serve metrics for Prometheus on this port of 127.0.0.1; 0: do not.")
     ] = DaemonConfig.metrics_port,
+    hints_port: Annotated[
+        int, typer.Option(help="Take hints of applications on this port of 127.0.0.1; 0: do not.")
+    ] = DaemonConfig.hints_port,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every detail.")] = False,
 ) -> None:
     """Keep KV until a signal, or until nobody needs it any more."""
@@ -127,6 +130,7 @@ def serve_command(
             admin_endpoint=admin_endpoint,
             curve_dir=curve_dir,
             metrics_port=metrics_port,
+            hints_port=hints_port,
         )
     )
     if embedded:

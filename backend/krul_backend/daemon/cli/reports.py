@@ -168,6 +168,8 @@ def _store_lines(store: StoreStats) -> str:
             f"leases {store.num_leases}, reservations {store.num_reservations} "
             f"({store.rejected_reservations} rejected), pinned {format_bytes(store.pinned_bytes)}, "
             f"fast copies {format_bytes(store.fast_copy_bytes)}",
+            f"hints {store.hints}, {store.comeback_pages} pages back because of them, "
+            f"{store.named_conversations} named conversations",
             f"free space in {store.num_free_ranges} pieces, the largest "
             f"{format_bytes(store.largest_free_bytes)}; trimmed {format_bytes(store.trimmed_bytes)}",
         )

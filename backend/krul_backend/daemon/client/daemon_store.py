@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from krul_backend.daemon.client.request_channel import SessionEndedError
 from krul_backend.daemon.client.views import view_in, with_views
 from krul_backend.daemon.protocol.messages import (
     AbortRequest,
+    AdviseRequest,
     CommitRequest,
     FetchRequest,
     FindMissingRequest,
@@ -26,7 +26,6 @@ from krul_backend.daemon.protocol.messages import (
     ManifestFields,
     PathSegmentsRequest,
     PingRequest,
-    PinRequest,
     PrefetchRequest,
     R,
     ReleaseRequest,
@@ -44,6 +43,7 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hashing import checked_checksums
+from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.common.interface import (
     DamageReason,
     Lease,
@@ -55,7 +55,6 @@ from krul_backend.tiers.common.interface import (
 
 SLOW_TIMEOUT_S = 10.0
 """Of operations that read blocks or wait for a network; no scheduler waits for them."""
-_LONGEST_PIN_S = 1e9
 
 _COUNTS: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StoreStats)}
 _NO_STATS = StoreStats(**{**_COUNTS, "tier_hit_pages": {}, "tiers": ()})
@@ -279,13 +278,23 @@ class DaemonStore(KVStore):
         if connection is not None:
             self._post_release(connection, lease.lease_id)
 
-    def pin(self, model: ModelIdentity, page_keys: Sequence[str], ttl_s: float) -> int:
-        if not 0.0 < ttl_s < math.inf:
-            raise ValueError(f"a pin lasts a positive, finite number of seconds, got {ttl_s}")
-        request = PinRequest(
-            fingerprint=model.fingerprint, page_keys=tuple(page_keys), ttl_s=min(ttl_s, _LONGEST_PIN_S)
+    def advise(
+        self,
+        hint: Hint,
+        *,
+        model: ModelIdentity | None = None,
+        page_keys: Sequence[str] = (),
+        session: SessionName | None = None,
+    ) -> int:
+        request = AdviseRequest(
+            hint=hint,
+            fingerprint=None if model is None else model.fingerprint,
+            page_keys=tuple(page_keys),
+            session=session,
         )
-        return self._try(request, model) or 0
+        # These look into every tier, and one of them waits for writes.
+        timeout_s = SLOW_TIMEOUT_S if hint.drop or hint.prefetch else None
+        return self._try(request, model, timeout_s=timeout_s) or 0
 
     def tier_costs(self) -> Mapping[str, TierCost]:
         return self._try(TierCostsRequest()) or {}

@@ -18,6 +18,7 @@ from msgspec import Meta, Raw, Struct
 from krul_backend.errors import DaemonError, ManifestError, ProtocolError, StoreClosedError, TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, check_codec_params_num_bytes
+from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.common.interface import (
     DamageReason,
     DamageReport,
@@ -29,7 +30,7 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_FRAME_BYTES = 64 << 20
 MAX_PAGES = 1_000_000
 MAX_LAYERS = 1024
@@ -277,8 +278,13 @@ class PrefetchRequest(_PagesRequest[int], frozen=True, kw_only=True, tag="prefet
     has_token_ids: ClassVar[bool] = True
 
 
-class PinRequest(_PagesRequest[int], frozen=True, kw_only=True, tag="pin"):
-    ttl_s: _Seconds
+class AdviseRequest(Request[int], frozen=True, kw_only=True, tag="advise"):
+    """``fingerprint`` None: the conversation is the one that ``session`` stands for."""
+
+    hint: Hint
+    fingerprint: _Token | None = None
+    page_keys: _PageKeys = ()
+    session: SessionName | None = None
 
 
 class ReportDamageRequest(Request[bool], frozen=True, kw_only=True, tag="report_damage"):
@@ -358,7 +364,7 @@ SESSION_REQUESTS: tuple[type[Request[Any]], ...] = (
     PathSegmentsRequest,
     TrimRequest,
     PrefetchRequest,
-    PinRequest,
+    AdviseRequest,
     ReportDamageRequest,
     TierCostsRequest,
     ClearRequest,

@@ -15,6 +15,9 @@ from krul_backend.errors import DaemonError, DaemonUnreachableError
 SESSION_SOCKET = "session.sock"
 CONTROL_SOCKET = "control.sock"
 
+HINTS_TOKEN_NAME = "hints.token"
+"""The file in its runtime directory with the token for hints over HTTP."""
+
 LOG_NAME = "daemon.log"
 """The file in its runtime directory to which a daemon writes its log when an engine started it."""
 
@@ -166,6 +169,7 @@ def remove_if_embedded(directory: Path) -> None:
         log = directory / LOG_NAME
         if os.path.samestat(os.fstat(2), os.lstat(log)):
             log.unlink()
+            (directory / HINTS_TOKEN_NAME).unlink(missing_ok=True)
             (directory / _LOCK_FILE).unlink(missing_ok=True)
             directory.rmdir()
 

@@ -19,6 +19,7 @@ class DaemonConfig:
     what is free on that disk at start. ``ssd_patience_s``: how long to wait for another daemon to leave
     ``ssd_dir``. ``mooncake`` None: no Mooncake tier; otherwise its options by name.
     ``tenant_quota`` is the share of the arena that one tenant may take. ``metrics_port`` 0: no metrics.
+    ``hints_port`` 0: no hints over HTTP.
     ``admin_endpoint`` (``tcp://host:port``) needs ``curve_dir``: the server's key, the allowed clients' keys.
 
     Raises:
@@ -35,6 +36,7 @@ class DaemonConfig:
     eviction: str = "value"
     tenant_quota: float = 1.0
     metrics_port: int = 0
+    hints_port: int = 0
     exit_when_unused: bool = False
     admin_endpoint: str | None = None
     curve_dir: Path | None = None
@@ -55,6 +57,8 @@ class DaemonConfig:
             raise _error("tenant_quota", self.tenant_quota, "a share of the arena in (0, 1]")
         if not 0 <= self.metrics_port <= 65535:
             raise _error("metrics_port", self.metrics_port, "a port, or 0 for no metrics")
+        if not 0 <= self.hints_port <= 65535:
+            raise _error("hints_port", self.hints_port, "a port, or 0 for no hints over HTTP")
         if self.admin_endpoint is not None:
             if not self.admin_endpoint.startswith("tcp://"):
                 raise _error("admin_endpoint", self.admin_endpoint, "tcp://<address>:<port>")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from krul_backend.daemon.protocol.messages import (
     MAX_MODELS,
     AbortRequest,
+    AdviseRequest,
     ClearRequest,
     CommitRequest,
     DaemonStats,
@@ -21,7 +22,6 @@ from krul_backend.daemon.protocol.messages import (
     ListRequest,
     PathSegmentsRequest,
     PingRequest,
-    PinRequest,
     PrefetchRequest,
     ReleaseRequest,
     ReportDamageRequest,
@@ -76,7 +76,7 @@ class SessionHandlers:
             PathSegmentsRequest: self._path_segments,
             TrimRequest: self._trim,
             PrefetchRequest: self._prefetch,
-            PinRequest: self._pin,
+            AdviseRequest: self._advise,
             ReportDamageRequest: self._report_damage,
             TierCostsRequest: lambda session, request: self._store.tier_costs(),
             ClearRequest: self._clear,
@@ -211,8 +211,14 @@ class SessionHandlers:
     def _path_segments(self, session: Session, request: PathSegmentsRequest) -> list[PathSegment]:
         return self._store.path_segments(_model_of(session, request.fingerprint), request.page_keys)
 
-    def _pin(self, session: Session, request: PinRequest) -> int:
-        return self._store.pin(_model_of(session, request.fingerprint), request.page_keys, request.ttl_s)
+    def _advise(self, session: Session, request: AdviseRequest) -> Deferred[int]:
+        fingerprint, hint = request.fingerprint, request.hint
+        model = _model_of(session, fingerprint) if fingerprint is not None else None
+        return Deferred(
+            lambda: self._store.advise(
+                hint, model=model, page_keys=request.page_keys, session=request.session
+            )
+        )
 
     def _trim(self, session: Session, request: TrimRequest) -> Deferred[int]:
         first_tokens, num_bytes = request.layer_first_token, request.layer_num_bytes

@@ -135,6 +135,9 @@ def _lookups(stats: StoreStats) -> Iterator[Metric]:
     yield _counter(
         "krul_rejected_reservations", "Segments not stored for want of space.", stats.rejected_reservations
     )
+    yield _counter("krul_hints", "Hints that reached a stored conversation.", stats.hints)
+    yield _counter("krul_comeback_pages", "Pages read into DRAM because of hints.", stats.comeback_pages)
+    yield _gauge("krul_named_conversations", "Names that hints can use.", stats.named_conversations)
     yield _counter("krul_trimmed_segments", "Calls that dropped the head of layers.", stats.trimmed_segments)
     yield _counter("krul_trimmed_bytes", "Bytes that these dropped.", stats.trimmed_bytes)
 

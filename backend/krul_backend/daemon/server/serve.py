@@ -16,7 +16,7 @@ from typing import TextIO
 import msgspec
 import zmq
 
-from krul_backend.daemon.protocol.runtime_dir import RuntimeDir
+from krul_backend.daemon.protocol.runtime_dir import HINTS_TOKEN_NAME, RuntimeDir
 from krul_backend.daemon.server.build_store import build_store
 from krul_backend.daemon.server.config import DaemonConfig
 from krul_backend.daemon.server.control_socket import AdminEndpoint
@@ -76,6 +76,8 @@ def serve(config: DaemonConfig) -> None:
                 sys.setswitchinterval(SWITCH_S)
                 if config.metrics_port:
                     metrics.serve(config.metrics_port)
+                if config.hints_port:
+                    stack.enter_context(_hint_endpoint(config, store))
                 _announce(config, stdout)
                 server.run()
             finally:
@@ -126,6 +128,21 @@ def _admin_endpoint(context: zmq.Context[zmq.Socket[bytes]], config: DaemonConfi
     if config.admin_endpoint is None or config.curve_dir is None:
         return None
     return AdminEndpoint(context, config.admin_endpoint, config.curve_dir)
+
+
+@contextlib.contextmanager
+def _hint_endpoint(config: DaemonConfig, store: TieredStore) -> Iterator[None]:
+    # Imported late: a daemon without the endpoint loads nothing that it needs.
+    from krul_backend.daemon.server.hint_endpoint import HintEndpoint
+
+    token_path = config.runtime_dir.absolute() / HINTS_TOKEN_NAME
+    endpoint = HintEndpoint(
+        config.hints_port, token_path, lambda session, hint: store.advise(hint, session=session)
+    )
+    try:
+        yield
+    finally:
+        endpoint.close()
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Protocol
 
 from krul_backend.errors import ConfigError
+from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import Clock
 
 _NUM_FIRST = 256
@@ -34,6 +35,8 @@ _UNKNOWN_PAUSE_S = 10.0
 """The usual pause between two uses of a conversation that was used only once: that of an agent with tools."""
 
 _PAUSE_LEARNING_RATE = 0.3
+
+_DEMOTED_WEIGHT = 1e-9
 
 
 class Evictable(Protocol):
@@ -78,6 +81,9 @@ class EvictionPolicy(ABC):
         the KV before it can never be restored.
         """
 
+    def advise(self, segment_id: int, hint: Hint) -> None:  # noqa: B027
+        """Note a hint about a known segment. An order that does not depend on hints leaves it at this."""
+
     @abstractmethod
     def remove(self, segment_id: int) -> None:
         """Forget a segment.
@@ -100,7 +106,10 @@ class EvictionPolicy(ABC):
 
 
 class LruPolicy(EvictionPolicy):
-    """The least recently used segment first; on one path the head counts as used last."""
+    """The least recently used segment first; on one path the head counts as used last.
+
+    Of hints it knows ``demote`` alone.
+    """
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -109,6 +118,10 @@ class LruPolicy(EvictionPolicy):
         for segment in reversed(path):
             self._order[segment.segment_id] = None
             self._order.move_to_end(segment.segment_id)
+
+    def advise(self, segment_id: int, hint: Hint) -> None:
+        if hint.demote:
+            self._order.move_to_end(segment_id, last=False)
 
     def remove(self, segment_id: int) -> None:
         del self._order[segment_id]
@@ -128,7 +141,8 @@ class _Node:
     """A known segment; it continues ``parent``, and the segments ``children`` continue it.
 
     ``pause_s``: the usual time between two uses, a moving average. ``is_reachable``: all segments before it
-    were known at the last use, and none of them has left since.
+    were known at the last use, and none of them has left since. ``weight``, ``is_demoted`` and
+    ``next_use_at_s`` (None: nobody said) are from hints.
     """
 
     segment: Evictable
@@ -137,9 +151,13 @@ class _Node:
     is_reachable: bool = True
     parent: _Node | None = None
     children: set[int] = field(default_factory=set)
+    weight: float = 1.0
+    is_demoted: bool = False
+    next_use_at_s: float | None = None
 
     def use(self, now_s: float) -> None:
         """Note a use."""
+        self.is_demoted, self.next_use_at_s = False, None
         pause_s = now_s - self.last_used_s
         if pause_s > _TURN_S:
             self.pause_s += _PAUSE_LEARNING_RATE * (pause_s - self.pause_s)
@@ -151,7 +169,15 @@ class _Node:
             return 0.0
         saved_s = self.segment.restore_s or self.segment.num_tokens * UNKNOWN_TOKEN_S
         taken_bytes = max(self.segment.taken_bytes, _MIN_TAKEN_BYTES)
-        return math.sqrt(saved_s / taken_bytes) / max(now_s - self.last_used_s, self.pause_s)
+        usual_s = max(now_s - self.last_used_s, self.pause_s)
+        weight = _DEMOTED_WEIGHT if self.is_demoted else self.weight
+        return weight * math.sqrt(saved_s / taken_bytes) / self._from_next_use_s(now_s, usual_s)
+
+    def _from_next_use_s(self, now_s: float, usual_s: float) -> float:
+        """Seconds to the use that a hint expects, or since then for a usual pause; else ``usual_s``."""
+        if self.next_use_at_s is None or now_s - self.next_use_at_s > self.pause_s:
+            return usual_s
+        return max(abs(self.next_use_at_s - now_s), _TURN_S)
 
 
 class ValuePolicy(EvictionPolicy):
@@ -162,6 +188,10 @@ class ValuePolicy(EvictionPolicy):
     back every few minutes. Without the root, replays of recorded sessions lose hits and save no more time.
     A segment is worth nothing if one before it is missing, as when a turn is stored that does not fit whole:
     nobody could restore it.
+
+    Hints change this: the time until an expected use takes the place of the idle seconds, and for a usual
+    pause after a use that did not come the time since then; a priority multiplies; what is demoted is worth
+    almost nothing.
 
     Every worth changes with time, so no order of all segments is kept, only the order of last use among the
     *leaves*, the segments that no known one continues. The next victim is the one that is worth least among
@@ -208,6 +238,23 @@ class ValuePolicy(EvictionPolicy):
                 # What nobody can restore goes to the front, so that it is a candidate at once.
                 self._leaf_order.move_to_end(segment_id, last=node.is_reachable)
             parent = node
+
+    def advise(self, segment_id: int, hint: Hint) -> None:
+        node = self._nodes[segment_id]
+        now_s = self._clock()
+        before = node.worth(now_s)
+        if hint.weight is not None:
+            node.weight = hint.weight
+        if hint.next_use_s is not None:
+            node.next_use_at_s = now_s + hint.next_use_s if hint.next_use_s else None
+        if hint.priority is not None or hint.next_use_s:
+            node.is_demoted = False
+        node.is_demoted |= hint.demote
+        after = node.worth(now_s)
+        if segment_id in self._leaf_order and after != before:
+            # Among those used longest ago victims are looked for: what is worth less now has to be there, and
+            # what is worth more must not take the place of others.
+            self._leaf_order.move_to_end(segment_id, last=after > before)
 
     def remove(self, segment_id: int) -> None:
         node = self._nodes.pop(segment_id)

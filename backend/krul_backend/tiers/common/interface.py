@@ -180,7 +180,9 @@ class StoreStats:
     those bytes, without alignment. ``lookups`` counts calls of ``lease``, ``hit_pages`` and ``missed_pages``
     the pages that they asked for; ``tier_hit_pages`` the hits by tier. ``fetched_segments`` came from a lower
     tier; ``failed_fetches`` were asked for, but did not come. ``undecodable_segments`` were dropped because
-    an engine could not decode them. ``pinned_bytes`` are kept by ``pin``.
+    an engine could not decode them. ``pinned_bytes`` are kept by pins. ``hints`` reached a stored
+    conversation; ``comeback_pages`` were read into DRAM because of one; hints can name
+    ``named_conversations``.
 
     Fast copies (see ``KVStore.reserve``) take ``fast_copy_bytes``, without alignment, which are part of
     ``used_bytes``. No other number counts them, except that pages found in one are hits.
@@ -216,6 +218,9 @@ class StoreStats:
     fetched_segments: int
     failed_fetches: int
     undecodable_segments: int
+    hints: int
+    named_conversations: int
+    comeback_pages: int
     tiers: tuple[TierStats, ...]
 
 

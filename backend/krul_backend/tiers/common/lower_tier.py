@@ -115,6 +115,14 @@ class LowerTier(ABC):
         """
 
     @abstractmethod
+    def holder_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
+        """The manifest of the segment that is known to hold a page. Never asks a network."""
+
+    @abstractmethod
+    def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
+        """Whether the segment that is known to hold a page is part of another conversation, or continued."""
+
+    @abstractmethod
     def cost(self) -> TierCost:
         """Seconds to read a block into DRAM: measured at start, corrected by what reads took."""
 

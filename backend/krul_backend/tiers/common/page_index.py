@@ -125,6 +125,23 @@ class PageIndex(Generic[SegmentT]):
                 return True
         return False
 
+    def num_continuations(self, segment: SegmentT) -> int:
+        """How many indexed segments begin right after this one's last page."""
+        manifest = segment.manifest
+        return self._num_continuations[manifest.model.fingerprint, manifest.page_keys[-1]]
+
+    def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
+        """Whether the segment of a page, if it is indexed, is shared or continued."""
+        return any(
+            self.is_shared(holder) or self.num_continuations(holder) > 0
+            for holder in self.holders_of(model, (page_key,))
+        )
+
+    def manifest_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
+        """The manifest of the segment of a page; None if it is not indexed."""
+        holders = self.holders_of(model, (page_key,))
+        return holders[0].manifest if holders else None
+
     def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[SegmentT]:
         """The segments that hold ``page_keys``, each once, in the order of their first pages among them."""
         return list(dict.fromkeys(self.holders_of(model, page_keys)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from krul_backend.errors import StoreClosedError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.eviction import EvictionPolicy
+from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import FAILED, PENDING, Clock, LayerStatus, Reservation
 from krul_backend.tiers.common.page_index import PageIndex, PageRun
 from krul_backend.tiers.dram.arena import Arena, Extent, aligned_num_bytes
@@ -235,6 +236,26 @@ class DramBooks:
             segment.last_used_s = now_s
         self._order.touch(indexed)
         self._quotas.touch(indexed)
+
+    def advise(self, path: Sequence[StoredSegment], hint: Hint) -> None:
+        """Note a hint about a conversation, of which ``path`` is indexed, in conversation order.
+
+        Pins hold all of it, as far as there is room for pins. All else stops, from the end on, at the first
+        segment that another conversation goes through.
+        """
+        if hint.ttl_s == 0:
+            for segment in path:
+                self.pins.end(segment.segment_id)
+        elif hint.ttl_s is not None:
+            for segment in path:
+                if not self.pins.pin(segment, hint.ttl_s):
+                    # Later segments are of no use without this one.
+                    break
+        for num_after, segment in enumerate(reversed(path)):
+            if self.is_shared(segment) or self.index.num_continuations(segment) > num_after:
+                break
+            self._order.advise(segment, hint)
+            self._quotas.advise(segment, hint)
 
     def quarantine(self, segment: StoredSegment) -> bool:
         """Take a damaged segment out of the index; False if it had left before."""

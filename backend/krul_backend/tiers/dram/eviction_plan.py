@@ -9,6 +9,7 @@ from itertools import islice
 
 from krul_backend.free_extents import FreeExtents, FreeTrial
 from krul_backend.tiers.common.eviction import EvictionPolicy
+from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import Span
 from krul_backend.tiers.dram.arena import aligned_num_bytes
 from krul_backend.tiers.dram.stored_segment import StoredSegment
@@ -39,6 +40,10 @@ class FastCopiesFirst:
         """Note a use of segments of one kind, in conversation order."""
         if path:
             self._policy(is_fast_copy=path[0].is_fast_copy).touch(path)
+
+    def advise(self, segment: StoredSegment, hint: Hint) -> None:
+        """Note a hint about a known segment."""
+        self._policy(is_fast_copy=segment.is_fast_copy).advise(segment.segment_id, hint)
 
     def remove(self, segment: StoredSegment) -> None:
         self._policy(is_fast_copy=segment.is_fast_copy).remove(segment.segment_id)

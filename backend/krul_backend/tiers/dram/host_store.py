@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from krul_backend.errors import ConfigError
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
 from krul_backend.tiers.common.eviction import EvictionPolicy, make_policy
+from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import (
     DRAM_TIER,
     Clock,
@@ -226,12 +226,12 @@ class HostStore:
         with self._locked.held(segment_id) as segment:
             return segment is not None and segment.num_damaged() > 0 and self._quarantine(segment)
 
-    def discard(self, manifest: SegmentManifest) -> None:
-        """Take segments out of the index that hold a page of this one and are encoded like it."""
+    def discard(self, manifest: SegmentManifest, *, however_encoded: bool = False) -> None:
+        """Take segments out of the index that hold a page of this one, and are encoded like it or anyhow."""
         with self._locked.open() as books:
             for index in (books.index, books.fast_copies):
                 for segment in index.segments_of(manifest.model, manifest.page_keys):
-                    if segment.manifest.shares_encoded_pages(manifest):
+                    if however_encoded or segment.manifest.shares_encoded_pages(manifest):
                         books.remove(segment)
 
     def verify(self) -> DamageReport:
@@ -250,15 +250,27 @@ class HostStore:
                     bad_ids.append(segment_id)
         return DamageReport(num_blocks, num_bytes, tuple(bad_ids))
 
-    def pin(self, model: ModelIdentity, page_keys: Sequence[str], ttl_s: float) -> int:
-        if not 0 < ttl_s < math.inf:
-            raise ValueError(f"a pin lasts a positive number of seconds, not {ttl_s}")
+    def advise(self, model: ModelIdentity, page_keys: Sequence[str], hint: Hint) -> int:
+        """Note a hint about what of a conversation lies here; returns how many of its pages that is.
+
+        With a ``ttl_s``: how many are pinned now. What ``drop`` and ``prefetch`` say is left to the caller.
+        """
         with self._locked.open() as books:
-            for segment in books.index.segments_of(model, page_keys):
-                if not books.pins.pin(segment, ttl_s):
-                    # Later segments are of no use without this one.
-                    break
-            return _num_pinned(books, model, page_keys)
+            path = books.index.segments_of(model, page_keys)
+            books.advise(path, hint)
+            if hint.ttl_s is not None:
+                return _num_pinned(books, model, page_keys)
+            return len(books.index.holders_of(model, page_keys))
+
+    def holder_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
+        """The manifest of the segment that holds a page; None if none does."""
+        with self._locked.open() as books:
+            return books.index.manifest_of(model, page_key)
+
+    def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
+        """Whether the segment that holds a page is part of another conversation, or continued by one."""
+        with self._locked.open() as books:
+            return books.index.is_needed(model, page_key)
 
     def clear_mark(self) -> int:
         """A mark for ``admit`` and ``was_cleared``, to be taken before a lower tier is asked."""
@@ -302,6 +314,9 @@ class HostStore:
                 fetched_segments=0,
                 failed_fetches=0,
                 undecodable_segments=0,
+                hints=0,
+                named_conversations=0,
+                comeback_pages=0,
                 tiers=(),
                 **vars(books.counters),
             )

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.dram.eviction_plan import FastCopiesFirst
 from krul_backend.tiers.dram.stored_segment import StoredSegment
@@ -152,6 +153,11 @@ class TenantQuotas:
         for tenant in {segment.manifest.tenant for segment in path}:
             own = [segment for segment in path if segment.manifest.tenant == tenant]
             self._books(tenant).order.touch(own)
+
+    def advise(self, segment: StoredSegment, hint: Hint) -> None:
+        """Note a hint about an indexed segment."""
+        if self._limit_bytes is not None:
+            self._books(segment.manifest.tenant).order.advise(segment, hint)
 
     def victims(self, tenant: str, *, only_fast_copies: bool) -> Iterator[int]:
         """Ids of a tenant's segments, the first to evict first."""

@@ -71,6 +71,16 @@ class KnownSegments:
         with self._lock:
             return self._index.segments_of(model, page_keys)
 
+    def manifest_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
+        """The manifest of the known segment that holds a page."""
+        with self._lock:
+            return self._index.manifest_of(model, page_key)
+
+    def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
+        """See ``LowerTier.is_needed``."""
+        with self._lock:
+            return self._index.is_needed(model, page_key)
+
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         with self._lock:
             return self._index.find_missing(model, page_keys)

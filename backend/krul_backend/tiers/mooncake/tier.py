@@ -163,6 +163,13 @@ class MooncakeTier(LowerTier):
         # In the background, because it may take long when the master is gone.
         self._calls.begin(lambda: self._remove_like(manifest, known))
 
+    def holder_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
+        return self._known.manifest_of(model, page_key)
+
+    def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
+        """As ``LowerTier.is_needed``, as far as this daemon knows what is in the cluster."""
+        return self._known.is_needed(model, page_key)
+
     def cost(self) -> TierCost:
         return self._cost.current
 

@@ -108,6 +108,14 @@ class Catalog:
         """The segments that hold the pages, each once."""
         return self._index.segments_of(model, page_keys)
 
+    def manifest_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
+        """The manifest of the segment that holds a page."""
+        return self._index.manifest_of(model, page_key)
+
+    def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
+        """See ``LowerTier.is_needed``."""
+        return self._index.is_needed(model, page_key)
+
     def remove_superseded(self, newer: SsdSegment) -> None:
         """Take out segments all of whose pages ``newer`` has too, which was written later.
 

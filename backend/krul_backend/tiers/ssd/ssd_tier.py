@@ -163,6 +163,14 @@ class SsdTier(LowerTier):
                 if segment.manifest.shares_encoded_pages(manifest):
                     self._state.catalog.remove(segment)
 
+    def holder_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
+        with self._state.lock:
+            return self._state.catalog.manifest_of(model, page_key)
+
+    def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
+        with self._state.lock:
+            return self._state.catalog.is_needed(model, page_key)
+
     def cost(self) -> TierCost:
         return self._reads.cost
 
