@@ -145,7 +145,7 @@ class TieredStore(KVStore):
         try:
             for i, part in enumerate(parts):
                 if isinstance(part, LowerPart):
-                    parts[i] = self._fetcher.bring(part, began_at)
+                    parts[i] = self._fetcher.bring(part, began_at, is_prefetch=True)
         except TierReadError:
             # No room: later pages of the conversation are of no use without these.
             pass

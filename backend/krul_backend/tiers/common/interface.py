@@ -180,7 +180,8 @@ class StoreStats:
     those bytes, without alignment. ``lookups`` counts calls of ``lease``, ``hit_pages`` and ``missed_pages``
     the pages that they asked for; ``tier_hit_pages`` the hits by tier. ``fetched_segments`` came from a lower
     tier; ``failed_fetches`` were asked for, but did not come. ``undecodable_segments`` were dropped because
-    an engine could not decode them. ``pinned_bytes`` are kept by ``pin``.
+    an engine could not decode them. ``pinned_bytes`` are kept by ``pin``. Of what came by
+    ``prefetch``, lookups found ``prefetch_useful_bytes`` in DRAM; ``prefetch_wasted_bytes`` left it before.
 
     Fast copies (see ``KVStore.reserve``) take ``fast_copy_bytes``, without alignment, which are part of
     ``used_bytes``. No other number counts them, except that pages found in one are hits.
@@ -212,6 +213,8 @@ class StoreStats:
     lookups: int
     hit_pages: int
     missed_pages: int
+    prefetch_useful_bytes: int
+    prefetch_wasted_bytes: int
     tier_hit_pages: Mapping[str, int]
     fetched_segments: int
     failed_fetches: int
