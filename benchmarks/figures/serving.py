@@ -22,7 +22,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
     width = min(_MAX_WIDTH, 0.8 / len(result["rows"]))
     for place, row in enumerate(result["rows"]):
-        by_round = row.get("ttft_by_round", {"returning": row["ttft_samples_s"]})
+        by_round = row.get("ttft_by_round") or {"returning": row["ttft_samples_s"]}
         middle = (len(result["rows"]) - 1) / 2
         x = [number + (place - middle) * width for number in range(len(by_round))]
         medians = [1e3 * each["median"] for each in by_round.values()]

@@ -24,21 +24,23 @@ COLUMNS = (
 
 _KEPT = (
     *("configuration", "returning_turns", "mean_ttft_s", "p50_ttft_s", "p90_ttft_s", "ttft_by_round"),
-    *("times_sooner_than_recompute", "tpot_s", "hit_rate", "hit_rate_by_tier", "theoretical_hit_rate"),
+    *("times_sooner_than_recompute", "hit_rate", "hit_rate_by_tier", "theoretical_hit_rate"),
     *("in_dram_when_admitted", "bytes_by_tier", "conversations_held", "prefetched_bytes", "answers_equal"),
 )
 _QUARTILES = ("q25", "median", "q75")
 
 
 def summarize(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a run's ``result``: as for other servings, without what no table shows."""
+    """What is kept of a run's ``result``: as for other servings, without what nothing shows."""
     summary = rows.summarize(result)
-    summary["servers"] = [
-        {name: server[name] for name in ("configuration", "restores", "memory_bytes")}
-        for server in summary["servers"]
-    ]
+    restores = {server["configuration"]: server["restores"] for server in summary.pop("servers")}
+    summary["configuration"] = {
+        name: value for name, value in summary["configuration"].items() if value is not None
+    }
     summary["rows"] = [
-        {name: _quartiles(row[name]) for name in _KEPT if name in row} for row in summary["rows"]
+        {name: _quartiles(row[name]) for name in _KEPT if name in row}
+        | ({} if (of_server := restores[row["configuration"]]) is None else {"restores": of_server})
+        for row in summary["rows"]
     ]
     return summary
 
@@ -54,7 +56,9 @@ def _quartiles(value: Any) -> Any:
 
 def table_cells(row: Mapping[str, Any]) -> list[str]:
     """A row of a summary as text."""
-    cells = dict(zip(rows.COLUMNS, rows.table_cells(row), strict=True))
+    cells = dict(
+        zip(rows.COLUMNS, rows.table_cells({"bytes_stored": None, "tpot_s": None, **row}), strict=True)
+    )
     held = " ".join(f"{tier} {number:.1f}" for tier, number in row.get("conversations_held", {}).items())
     prefetched = row.get("prefetched_bytes")
     in_dram = row.get("in_dram_when_admitted")

@@ -136,7 +136,7 @@ def serving_summary(results: dict[Path, dict[str, Any]]) -> str:
 
 def _serving_heading(result: dict[str, Any]) -> str:
     configuration = result["configuration"]
-    model, rate = Path(configuration["model_path"]).name, configuration["rate"]
+    model, rate = Path(configuration["model_path"]).name, configuration.get("rate")
     lengths = ", ".join(map(str, configuration["history_tokens"]))
     load = "one request at a time" if rate is None else f"{rate:g} arrivals per second in a round"
     if configuration.get("rotates"):
@@ -145,7 +145,7 @@ def _serving_heading(result: dict[str, Any]) -> str:
         if configuration.get(f"{place}_share") is not None:
             name = {"host": "host memory", "ssd": "an SSD"}[place]
             load += f", {name} for {configuration[f'{place}_share']:.0%} of them as native KV"
-    if configuration["host_memory"] is not None:
+    if configuration.get("host_memory") is not None:
         load += f", {configuration['host_memory']} of host memory"
     if configuration.get("ssd_read_mbs") is not None:
         load += f", an SSD that reads {configuration['ssd_read_mbs']:g} MB/s"

@@ -16,7 +16,15 @@ import orjson
 import pytest
 
 from benchmarks.figures.serving import draw
-from benchmarks.pages.serving import SERVING_RESULTS, serving_summary, serving_table
+from benchmarks.multiturn.__main__ import SPARSE
+from benchmarks.multiturn.rows import summarize as summarize_multiturn
+from benchmarks.pages.serving import (
+    MULTITURN_RESULT,
+    SERVING_RESULTS,
+    multiturn_table,
+    serving_summary,
+    serving_table,
+)
 from benchmarks.serving.__main__ import main
 from benchmarks.serving.bench_serving import command, plan_pools_of_groups, rows_of_reports
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
@@ -483,6 +491,66 @@ def test_pages_and_figure_are_made_of_the_summary_alone(tmp_path: Path) -> None:
     summary = serving_summary({SERVING_RESULTS[0]: read})
     assert "| native | 1200 ms | 2.50 (2.50-2.50) | 1000 ms | 100% |" in summary
     assert serving_table({}) == serving_summary({}) == ""
+    draw(read, tmp_path / "out.png")
+    assert (tmp_path / "out.png").stat().st_size > 1000
+
+
+def test_what_is_kept_of_many_servers_is_small_and_enough_for_page_and_figure(tmp_path: Path) -> None:
+    turns = {
+        name: [
+            replace(answered(turn, ttft_s=1 / 3 + number / 7), conversation=key)
+            for number, key in enumerate("abcdefghijkl")
+            for turn in (1, 2, 3)
+        ]
+        for name in SPARSE.servers
+    }
+    counts = Counts(
+        hit_pages={"dram": 1234, "ssd": 567},
+        dram_loads=17,
+        prefetched_bytes={"useful": 52 << 20, "wasted": 3 << 20},
+        num_bytes={"dram": 123456789, "ssd": 234567890},
+        num_pages={"dram": 12 * 3, "ssd": 12 * 6},
+    )
+    rows = [
+        row(
+            name,
+            turns,
+            reference="recompute",
+            busy_s=1.0,
+            hit_pages={} if name == "recompute" else counts.hit_pages,
+            theoretical_hit_rate=0.9,
+            bytes_stored=None if name == "recompute" else 3 << 20,
+        )
+        | of_tiers(turns[name], turns[name], None if name == "recompute" else counts, page_size=35)
+        for name in SPARSE.servers
+    ]
+    servers = [
+        {
+            "configuration": name,
+            "restores": {"loaded": 24, "refused": 0, "turns_not_stored": 0},
+            "memory_bytes": 1 << 31,
+            "tiers_mbs": {"dram": 1.0},
+        }
+        for name in SPARSE.servers
+    ]
+    result = {
+        "configuration": {**SPARSE.to_json(), "dtype": "float32", "total_tokens": 9},
+        "machine": {"cpu": "a CPU", "cores": 2},
+        "versions": {"sglang": "0"},
+        "duration_s": 60.0,
+        "servers": servers,
+        "rows": rows,
+        "turns": turns,
+        "krul": {},
+    }
+    kept = summarize_multiturn(result)
+    write_summary(kept, tmp_path / "out.json")
+    assert (tmp_path / "out.json").stat().st_size < 8000
+    read = orjson.loads((tmp_path / "out.json").read_bytes())
+    table = multiturn_table(MULTITURN_RESULT, read)
+    assert "host memory for 25% of them as native KV, an SSD for 50% of them" in table
+    cells = "| 71% | dram 12.0 ssd 24.0 | 52 MiB, 3 MiB | 100% |"
+    assert table.count(cells) == len(SPARSE.krul_servers) == 8
     draw(read, tmp_path / "out.png")
     assert (tmp_path / "out.png").stat().st_size > 1000
 

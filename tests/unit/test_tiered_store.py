@@ -396,6 +396,23 @@ def test_what_a_load_fetches_is_no_prefetch(rig: Rig) -> None:
     assert (stats.prefetch_useful_bytes, stats.prefetch_wasted_bytes) == (0, 0)
 
 
+def test_a_segment_is_not_prefetched_for_a_few_of_its_pages(rig: Rig) -> None:
+    put_below(rig.ssd, "c", 0, 16)
+    put_below(rig.ssd, "c", 16, 18)
+    for num_pages, expected in ((1, 0), (2, 2)):
+        keys = page_keys("c", 0, num_pages)
+        assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == expected
+    wait_until(lambda: rig.store.stats().fetched_segments == 1)
+    # What a load asks for is read, however little it is.
+    put_below(rig.ssd, "d", 0, 16)
+    lease = lease_pages(rig.store, "d", 0, 1)
+    assert lease is not None
+    rig.store.fetch(lease)
+    wait_until(lambda: rig.store.stats().fetched_segments == 2)
+    rig.store.release(lease)
+    rig.assert_nothing_is_held()
+
+
 @pytest.mark.parametrize("step", ["admit", "lease_arrival"])
 def test_an_error_while_a_segment_is_let_in_leaves_nothing(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, step: str

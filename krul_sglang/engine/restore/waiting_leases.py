@@ -161,8 +161,8 @@ class WaitingLeases:
         if held.lease.is_in_dram or (held.is_fetching and now_s < held.asked_s + RENEW_INTERVAL_S):
             return held
         tokens = token_ids()
-        if not held.is_fetching:
-            self._store.prefetch(self._model.identity, page_keys, tokens)
+        # Again if it was asked for before: there may have been no room then. What is on its way stays so.
+        self._store.prefetch(self._model.identity, page_keys, tokens)
         lease = self._store.lease(self._model.identity, page_keys, tokens)
         if lease is None:
             # The earlier lease is still valid.
