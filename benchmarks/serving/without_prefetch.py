@@ -20,7 +20,7 @@ def switch_off() -> None:
     def look_ahead(self: KrulLinkerWrapper, queue: Iterable[Any]) -> None:
         pass
 
-    def keep(self: WaitingLeases, held: HeldLease, *args: Any) -> HeldLease:
+    def keep(self: WaitingLeases, held: HeldLease) -> HeldLease:
         return held
 
     patch.object(KrulLinkerWrapper, "look_ahead", look_ahead).start()

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from krul_backend.segment import TokenIds
 from krul_backend.store.interface import KVStore
@@ -34,12 +34,15 @@ class KeyRun:
 
 @dataclass(frozen=True)
 class HeldLease:
-    """The lease of a waiting request, and the page keys it was given for.
+    """The lease of a waiting request, and the page keys and tokens that it was given for.
 
-    ``asked_s``: when the store was asked last. ``is_fetching``: a prefetch from lower tiers was started.
+    ``token_ids``: as for ``KVStore.lease``. ``asked_s``: when the store was asked last. ``is_fetching``: a
+    prefetch from lower tiers was started.
     """
 
     run: KeyRun
+    page_keys: Sequence[str]
+    token_ids: Callable[[], TokenIds]
     lease: Lease
     asked_s: float
     is_fetching: bool = False
@@ -87,7 +90,13 @@ class WaitingLeases:
 
     @contextmanager
     def looking_ahead(self) -> Iterator[None]:
-        """Calls of ``hold`` within are for requests that this scheduling round has not admitted."""
+        """Calls of ``hold`` within are for requests that this scheduling round has not admitted.
+
+        What was fetched before for such requests, and found no room, is fetched again.
+        """
+        for rid, held in list(self._held.items()):
+            if held.is_fetching:
+                self._held[rid] = self._promote_to_dram(held)
         self._is_ahead = True
         try:
             yield
@@ -102,7 +111,7 @@ class WaitingLeases:
         run = KeyRun.of(page_keys)
         held, missed = self._held.get(rid), self._missed.get(rid)
         if held is not None and held.run == run:
-            held = self._promote_to_dram(held, page_keys, token_ids)
+            held = self._promote_to_dram(held)
         elif missed is not None and missed[0] == run and self._clock() < missed[1] + RETRY_MISS_S:
             return 0
         else:
@@ -113,9 +122,9 @@ class WaitingLeases:
             if lease is None:
                 self._note_miss(rid, run)
                 return 0
-            held = HeldLease(run, lease, self._clock())
+            held = HeldLease(run, page_keys, token_ids, lease, self._clock())
             if self._is_ahead:
-                held = self._promote_to_dram(held, page_keys, token_ids)
+                held = self._promote_to_dram(held)
         self._held[rid] = held
         return held.lease.num_pages
 
@@ -154,13 +163,11 @@ class WaitingLeases:
                 break
             del self._missed[other]
 
-    def _promote_to_dram(
-        self, held: HeldLease, page_keys: Sequence[str], token_ids: Callable[[], TokenIds]
-    ) -> HeldLease:
+    def _promote_to_dram(self, held: HeldLease) -> HeldLease:
         now_s = self._clock()
         if held.lease.is_in_dram or (held.is_fetching and now_s < held.asked_s + RENEW_INTERVAL_S):
             return held
-        tokens = token_ids()
+        page_keys, tokens = held.page_keys, held.token_ids()
         # Again if it was asked for before: there may have been no room then. What is on its way stays so.
         self._store.prefetch(self._model.identity, page_keys, tokens)
         lease = self._store.lease(self._model.identity, page_keys, tokens)
@@ -169,4 +176,4 @@ class WaitingLeases:
             lease = held.lease
         else:
             self._store.release(held.lease)
-        return HeldLease(held.run, lease, now_s, is_fetching=True)
+        return replace(held, lease=lease, asked_s=now_s, is_fetching=True)
