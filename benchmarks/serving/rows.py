@@ -66,21 +66,22 @@ def of_tiers(
     """What a server's tiers hold at the end, and did for its returning turns; empty without krul.
 
     ``conversations_held``: whole pages of each tier, in conversations of their mean length at the end.
-    ``in_dram_when_admitted``: share of the returning turns that loaded a prefix of which nothing had to be
-    read from a lower tier. First turns that loaded a common beginning do not count: it is always in DRAM.
+    ``in_dram_when_admitted``: share of the returning turns that were restored, times the share of restored
+    tokens that came in loads of which nothing had to be read from a lower tier.
     """
     if counts is None:
         return {}
     last_turns = {turn.conversation: turn for turn in of_reference}
     tokens = statistics.fmean(turn.prompt_tokens + turn.completion_tokens for turn in last_turns.values())
-    first_loads = sum(turn.turn == 1 and turn.host_tokens > 0 for turn in turns)
-    num_returning = sum(turn.turn > 1 for turn in turns)
+    were_restored = [turn.host_tokens > 0 for turn in turns if turn.turn > 1]
+    restored_tokens = sum(turn.host_tokens for turn in turns)
+    in_dram = min(1.0, counts.dram_tokens / restored_tokens) if restored_tokens else 0.0
     return {
         "bytes_by_tier": dict(counts.num_bytes),
         "conversations_held": {
             tier: num_pages * page_size / tokens for tier, num_pages in counts.num_pages.items()
         },
-        "in_dram_when_admitted": max(0, counts.dram_loads - first_loads) / num_returning,
+        "in_dram_when_admitted": in_dram * statistics.fmean(were_restored),
         "prefetched_bytes": dict(counts.prefetched_bytes),
     }
 

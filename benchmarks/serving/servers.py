@@ -38,13 +38,13 @@ _MIN_HOST_MEMORY_BYTES = 128 << 20
 class Counts:
     """krul's counters of one server, all replicas together.
 
-    ``hit_pages`` by tier, ``dram_loads`` (loads that waited for no lower tier) and ``prefetched_bytes`` by
-    whether they were found later ("useful") or evicted before ("wasted") count what happened; ``num_bytes``
-    and ``num_pages`` are what each tier holds.
+    ``hit_pages`` by tier, ``dram_tokens`` (of loads that waited for no lower tier) and ``prefetched_bytes``
+    by whether they were found later ("useful") or evicted before ("wasted") count what happened;
+    ``num_bytes`` and ``num_pages`` are what each tier holds.
     """
 
     hit_pages: Mapping[str, int]
-    dram_loads: int
+    dram_tokens: int
     prefetched_bytes: Mapping[str, int]
     num_bytes: Mapping[str, int]
     num_pages: Mapping[str, int]
@@ -84,7 +84,7 @@ class Server:
         return replace(
             now,
             hit_pages=_minus(now.hit_pages, first.hit_pages),
-            dram_loads=now.dram_loads - first.dram_loads,
+            dram_tokens=now.dram_tokens - first.dram_tokens,
             prefetched_bytes=_minus(now.prefetched_bytes, first.prefetched_bytes),
         )
 
@@ -104,8 +104,8 @@ class Server:
             for tier in ({**state, "name": DRAM_TIER}, *state["tiers"]):
                 num_bytes[tier["name"]] += tier["stored_bytes"]
                 num_pages[tier["name"]] += tier["num_pages"]
-        loads = sum(state["load"]["dram_requests"] for state in states)
-        return Counts(hit_pages, loads, prefetched, num_bytes, num_pages)
+        dram_tokens = sum(state["load"]["dram_tokens"] for state in states)
+        return Counts(hit_pages, dram_tokens, prefetched, num_bytes, num_pages)
 
     def bytes_stored(self) -> int | None:
         """Bytes that krul keeps: in host memory, or on the lower tier that has most. None without krul."""

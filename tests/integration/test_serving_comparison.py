@@ -96,7 +96,8 @@ def test_many_conversations_on_servers_in_groups_that_hold_a_part_of_them(tmp_pa
     names = [row["configuration"] for row in result["rows"]]
     assert names == ["recompute", "native", "native+lru"]
     recompute, *restored = result["rows"]
-    assert recompute["hit_rate"] < 0.2
+    # Two of four conversations fit the device.
+    assert recompute["hit_rate"] < 0.5
     assert "conversations_held" not in recompute
     for row in restored:
         assert 0.6 < row["hit_rate"] <= row["theoretical_hit_rate"] + 0.01
