@@ -13,17 +13,18 @@ ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "serving-cpu.json"
 FIGURE = ROOT / "docs" / "figures" / "serving.png"
 
-_WIDTH = 0.12
-"""Distance of two servers' points of one round, on an axis where rounds are 1 apart."""
+_MAX_WIDTH = 0.12
+"""Largest distance of two servers' points of one round, on an axis where rounds are 1 apart."""
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Median and quartiles of the time to the first token by round, or of all returning turns at once."""
     figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    width = min(_MAX_WIDTH, 0.8 / len(result["rows"]))
     for place, row in enumerate(result["rows"]):
-        by_round = row.get("ttft_by_round", {"returning": row["ttft_samples_s"]})
+        by_round = row.get("ttft_by_round") or {"returning": row["ttft_samples_s"]}
         middle = (len(result["rows"]) - 1) / 2
-        x = [number + (place - middle) * _WIDTH for number in range(len(by_round))]
+        x = [number + (place - middle) * width for number in range(len(by_round))]
         medians = [1e3 * each["median"] for each in by_round.values()]
         below = [1e3 * (each["median"] - each["q25"]) for each in by_round.values()]
         above = [1e3 * (each["q75"] - each["median"]) for each in by_round.values()]

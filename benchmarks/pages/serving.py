@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from benchmarks.multiturn import rows as multiturn
 from benchmarks.pages import RESULTS, ROOT
 from benchmarks.serving import divergence
 from benchmarks.serving.rows import COLUMNS, ratio_cell, table_cells
@@ -20,6 +23,8 @@ SERVING_RESULTS = (
 SERVING_LENGTHS_RESULT = RESULTS / "serving-lengths-cpu.json"
 SERVING_TURNS_RESULT = RESULTS / "serving-turns-cpu.json"
 SERVING_SLOW_RESULT = RESULTS / "serving-slow-cpu.json"
+MULTITURN_RESULT = RESULTS / "multiturn-cpu.json"
+SLOW_DISK_RESULT = RESULTS / "multiturn-slow-disk-cpu.json"
 
 
 def serving_table(results: dict[Path, dict[str, Any]]) -> str:
@@ -68,6 +73,13 @@ def serving_slow_table(result: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(parts)} |")
     notes = _serving_notes(SERVING_SLOW_RESULT, result)
     return "\n".join([_serving_heading(result), "", *lines, "", notes])
+
+
+def multiturn_table(path: Path, result: dict[str, Any]) -> str:
+    """Returning turns of many conversations, in DRAM and a disk that do not hold them."""
+    lines = [f"| {' | '.join(multiturn.COLUMNS)} |", "|---|" + "---:|" * (len(multiturn.COLUMNS) - 1)]
+    lines += [f"| {' | '.join(multiturn.table_cells(row))} |" for row in result["rows"]]
+    return "\n".join([_serving_heading(result), "", *lines, "", _serving_notes(path, result)])
 
 
 def serving_turns_table(result: dict[str, Any]) -> str:
@@ -124,10 +136,16 @@ def serving_summary(results: dict[Path, dict[str, Any]]) -> str:
 
 def _serving_heading(result: dict[str, Any]) -> str:
     configuration = result["configuration"]
-    model, rate = Path(configuration["model_path"]).name, configuration["rate"]
+    model, rate = Path(configuration["model_path"]).name, configuration.get("rate")
     lengths = ", ".join(map(str, configuration["history_tokens"]))
     load = "one request at a time" if rate is None else f"{rate:g} arrivals per second in a round"
-    if configuration["host_memory"] is not None:
+    if configuration.get("rotates"):
+        load = "each asked again when it was answered"
+    for place in ("host", "ssd"):
+        if configuration.get(f"{place}_share") is not None:
+            name = {"host": "host memory", "ssd": "an SSD"}[place]
+            load += f", {name} for {configuration[f'{place}_share']:.0%} of them as native KV"
+    if configuration.get("host_memory") is not None:
         load += f", {configuration['host_memory']} of host memory"
     if configuration.get("ssd_read_mbs") is not None:
         load += f", an SSD that reads {configuration['ssd_read_mbs']:g} MB/s"
@@ -159,10 +177,12 @@ def _serving_notes(path: Path, result: dict[str, Any]) -> str:
 def serving_tables() -> dict[str, str]:
     """The tables of the kept results, by the names of their places; what was not measured is empty."""
     serving = {path: orjson.loads(path.read_bytes()) for path in SERVING_RESULTS if path.exists()}
-    others = {
+    others: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
         "serving-lengths": (SERVING_LENGTHS_RESULT, serving_lengths_table),
         "serving-slow": (SERVING_SLOW_RESULT, serving_slow_table),
         "serving-turns": (SERVING_TURNS_RESULT, serving_turns_table),
+        "multiturn": (MULTITURN_RESULT, partial(multiturn_table, MULTITURN_RESULT)),
+        "multiturn-slow-disk": (SLOW_DISK_RESULT, partial(multiturn_table, SLOW_DISK_RESULT)),
     }
     return {
         "serving": serving_table(serving),

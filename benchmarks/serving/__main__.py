@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -30,7 +30,22 @@ _DEFAULTS = Configuration(model_path="")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = parser(
+        _DEFAULTS,
+        prog="python -m benchmarks.serving",
+        description="Returning turns on real SGLang servers, without krul and with it, side by side.",
+    ).parse_args(argv)
+    shown = divergence if arguments.client == "divergence" else rows
+    return measure(arguments, shown.COLUMNS, shown.table_cells)
+
+
+def measure(
+    arguments: argparse.Namespace,
+    columns: Sequence[str],
+    table_cells: Callable[[Mapping[str, Any]], list[str]],
+    summarize: Callable[[Mapping[str, Any]], dict[str, Any]] = rows.summarize,
+) -> int:
+    """Run what was asked for, write its summary and show its rows; returns the exit status."""
     console = Console(stderr=True)
     logging.basicConfig(
         level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
@@ -52,31 +67,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KrulError as error:
         print(error, file=sys.stderr)
         return 1
-    summary = rows.summarize(result)
+    summary = summarize(result)
     write_result(result, summary, json=arguments.json, raw=arguments.raw)
     if arguments.figure is not None:
         from benchmarks.figures.serving import draw
 
         draw(summary, arguments.figure)
-    shown = divergence if configuration.client == "divergence" else rows
-    table = Table(*shown.COLUMNS)
+    table = Table(*columns)
     for row in summary["rows"]:
-        table.add_row(*shown.table_cells(row))
+        table.add_row(*table_cells(row))
     # A file has no width: rich would fold the table into 80 columns.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Its destinations are the fields of ``Configuration``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.serving",
-        description="Returning turns on real SGLang servers, without krul and with it, side by side.",
-    )
+def parser(defaults: Configuration, *, prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser whose destinations are the fields of ``Configuration``."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
 
     def add(option: str, text: str, *, to: str | None = None, **how: Any) -> None:
         name = option.removeprefix("--").replace("-", "_") if to is None else to
-        how = {"default": getattr(_DEFAULTS, name, None), **how}
+        how = {"default": getattr(defaults, name, None), **how}
         shown = (
             f" ({how['default']})" if how.get("type") in (int, float) and how["default"] is not None else ""
         )
@@ -86,9 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--raw", "file for the result with every turn", type=Path)
     add("--figure", "PNG file: time to the first token by turn", type=Path)
     add("--model", "smollm2, bundled, a folder or a hub name (smollm2)", to="model_path", default="smollm2")
-    add(
-        "--configurations", "what to compare (" + ",".join(_DEFAULTS.servers) + ")", to="servers", type=_names
-    )
+    add("--configurations", "what to compare (" + ",".join(defaults.servers) + ")", to="servers", type=_names)
+    add("--at-once", "servers that run at the same time, instead of all", type=int)
     add(
         "--client",
         "this benchmark's own, sglang.bench_serving, or one that compares what servers predict",
@@ -98,7 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", "folder of JSONL files with session_id, timestamp and input (whole prompts)", type=Path)
     add(
         "--history",
-        "tokens of first prompts, as 1000 or 64,256,1024; with --data, of the longest (1000)",
+        "tokens of first prompts, as 1000 or 64,256,1024; with --data, of the longest "
+        f"({','.join(map(str, defaults.history_tokens))})",
         to="history_tokens",
         type=_numbers,
     )
@@ -106,14 +117,23 @@ def _parser() -> argparse.ArgumentParser:
     add("--users", "conversations", type=int)
     add("--rounds", "turns of each", type=int)
     add("--rate", "Poisson arrivals per second in a round, instead of one request at a time", type=float)
+    add(
+        "--rotate",
+        "each conversation asks again when it was answered; all turns of a server, then the next server",
+        to="rotates",
+        action="store_true",
+    )
     add("--think-time", "least seconds from an answer to the next turn", to="think_time_s", type=float)
     add("--no-settle", "ask while a server may still store a turn", to="settles", action="store_false")
     add("--device-tokens", "small pool, instead of 1.25 x the longest conversation", type=int)
     add("--host-memory", "of each krul server, as 256MiB, instead of enough for all")
+    add("--host-share", "the same, as a share of what all conversations take uncompressed", type=float)
     add("--ssd", "capacity of an SSD tier for each krul server, as 2GiB")
+    add("--ssd-share", "the same, as a share of what all conversations take uncompressed", type=float)
     add("--ssd-read-mbs", "hold reads of the SSD tier to so many MB per second", type=float)
-    add("--krul-options", "JSON object: options of every krul server", default="{}")
-    compressed = orjson.dumps(_DEFAULTS.compressed_options).decode()
+    common = orjson.dumps(defaults.krul_options).decode()
+    add("--krul-options", f"JSON object: options of every krul server ({common})", default=common)
+    compressed = orjson.dumps(defaults.compressed_options).decode()
     add("--compressed-options", f"JSON object: those of 'compressed' ({compressed})", default=compressed)
     add("--max-tokens", "longest answer", type=int)
     add("--page-size", "tokens per page", type=int)
@@ -123,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         "one more argument of every server, repeatable",
         to="server_args",
         action="append",
-        default=[],
+        default=list(defaults.server_args),
     )
     add("--seed", "of generated conversations and arrivals", type=int)
     return parser

@@ -40,14 +40,17 @@ class Answers:
 
 
 def schedule(
-    conversations: Sequence[Conversation], *, rate: float | None, seed: int
+    conversations: Sequence[Conversation], *, rate: float | None, seed: int, rotates: bool = False
 ) -> list[tuple[Arrival, ...]]:
-    """The turns in batches; in a batch they run at the same time.
+    """The turns in batches; in a batch they run at the same time, but for those of one conversation.
 
-    Without ``rate`` a batch is one turn, in ``play_order``: between two turns of a conversation all the
-    others run. With it a batch is a round, whose turns arrive as a Poisson process in a random order.
+    With ``rotates`` all turns are one batch. Without ``rate`` a batch is one turn, in ``play_order``: between
+    two turns of a conversation all the others run. With it a batch is a round, whose turns arrive as a
+    Poisson process in a random order.
     """
     order = list(play_order(conversations))
+    if rotates:
+        return [tuple(Arrival(conversation, turn) for conversation, turn in order)]
     if rate is None:
         return [(Arrival(conversation, turn),) for conversation, turn in order]
     dice = random.Random(seed)
@@ -78,8 +81,11 @@ async def play(
     configuration: Configuration,
     batches: Sequence[Sequence[Arrival]],
     tell: Callable[[str, TurnResult], None],
+    answers: Answers | None = None,
 ) -> Answers:
     """Let each server play each batch before the next batch begins. ``tell`` is given every answered turn.
+
+    ``answers``: of other servers that have played before, to which those of these are added.
 
     Raises:
         ServingBenchmarkError, PlayError: a request got no answer, or an incomplete one.
@@ -91,7 +97,7 @@ async def play(
         )
         for server in servers
     }
-    answers = Answers()
+    answers = Answers() if answers is None else answers
     try:
         for server in servers:
             await _warm_up(clients[server.name], configuration)
@@ -103,8 +109,6 @@ async def play(
                     tell(name, turn)
                 if configuration.settles:
                     by_name[name].settle()
-            for turn in answers.turns[configuration.reference][-len(batch) :]:
-                answers.history[turn.conversation, turn.turn] = turn.answer
     except openai.OpenAIError as error:
         raise ServingBenchmarkError(f"a server gave no answer: {type(error).__name__}: {error}") from error
     finally:
@@ -142,9 +146,18 @@ async def _play_batch(
             first_sent = time.perf_counter()
         result = await ask(client, key, arrival.turn, messages, configuration.max_tokens)
         answers.ended_at[name, key] = time.perf_counter()
+        if name == configuration.reference:
+            answers.history[key, arrival.turn] = result.answer
         return result
 
-    turns = await asyncio.gather(*map(play_turn, batch))
+    async def play_turns(arrivals: Sequence[Arrival]) -> list[TurnResult]:
+        return [await play_turn(arrival) for arrival in arrivals]
+
+    of_conversations: dict[str, list[Arrival]] = defaultdict(list)
+    for arrival in batch:
+        of_conversations[arrival.conversation.conversation_id].append(arrival)
+    played = await asyncio.gather(*map(play_turns, of_conversations.values()))
+    turns = [turn for of_conversation in played for turn in of_conversation]
     answers.busy_s[name] += time.perf_counter() - first_sent
     answers.turns[name] += turns
     return turns

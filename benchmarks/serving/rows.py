@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.samples import without_samples
+from benchmarks.serving.servers import Counts
 from benchmarks.tiers.timing import percentile
 from krul_sglang.demo.conversations import Conversation
 from krul_sglang.demo.player import TurnResult, play_order
@@ -34,6 +35,7 @@ def row(
     by_round: dict[int, list[float]] = defaultdict(list)
     for turn in own:
         by_round[turn.turn].append(turn.ttft_s)
+    by_tier = hit_rate_by_tier(returning, hit_pages)
     equal = sum(turn.answer == other.answer for turn, other in zip(own, turns[reference], strict=True))
     return {
         "configuration": name,
@@ -46,10 +48,41 @@ def row(
         **cost_of_krul(turns, name),
         "by_prompt_tokens": by_prompt_tokens(turns, name),
         "tokens_per_s": sum(turn.completion_tokens for turn in own) / busy_s,
-        "hit_rate_by_tier": hit_rate_by_tier(returning, hit_pages),
+        "hit_rate": sum(by_tier.values()),
+        "hit_rate_by_tier": by_tier,
         "theoretical_hit_rate": theoretical_hit_rate,
         "bytes_stored": bytes_stored,
         "answers_equal": equal / len(own),
+    }
+
+
+def of_tiers(
+    turns: Sequence[TurnResult],
+    of_reference: Sequence[TurnResult],
+    counts: Counts | None,
+    *,
+    page_size: int,
+) -> dict[str, Any]:
+    """What a server's tiers hold at the end, and did for its returning turns; empty without krul.
+
+    ``conversations_held``: whole pages of each tier, in conversations of their mean length at the end.
+    ``in_dram_when_admitted``: share of the returning turns that were restored, times the share of restored
+    tokens that came in loads of which nothing had to be read from a lower tier.
+    """
+    if counts is None:
+        return {}
+    last_turns = {turn.conversation: turn for turn in of_reference}
+    tokens = statistics.fmean(turn.prompt_tokens + turn.completion_tokens for turn in last_turns.values())
+    were_restored = [turn.host_tokens > 0 for turn in turns if turn.turn > 1]
+    restored_tokens = sum(turn.host_tokens for turn in turns)
+    in_dram = min(1.0, counts.dram_tokens / restored_tokens) if restored_tokens else 0.0
+    return {
+        "bytes_by_tier": dict(counts.num_bytes),
+        "conversations_held": {
+            tier: num_pages * page_size / tokens for tier, num_pages in counts.num_pages.items()
+        },
+        "in_dram_when_admitted": in_dram * statistics.fmean(were_restored),
+        "prefetched_bytes": dict(counts.prefetched_bytes),
     }
 
 

@@ -8,9 +8,9 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from benchmarks.serving.bench_serving import plan_pools_of_groups, rows_of_repor
 from benchmarks.serving.configuration import Configuration
 from benchmarks.serving.conversations import choose_conversations
 from benchmarks.serving.divergence import TOP_TOKENS, ask_and_compare, rows_of
-from benchmarks.serving.load import play, schedule
-from benchmarks.serving.rows import row, theoretical_hit_rate
-from benchmarks.serving.servers import Server, check_pool, dtype, host_memory_bytes, make_server
+from benchmarks.serving.load import Answers, play, schedule
+from benchmarks.serving.rows import of_tiers, row, theoretical_hit_rate
+from benchmarks.serving.servers import Counts, Server, check_pool, dtype, host_memory_bytes, make_server
 from krul_sglang.demo.conversations import Conversation, Message
 from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
 from krul_sglang.demo.player import TurnResult
@@ -30,6 +30,14 @@ logger = logging.getLogger(__name__)
 
 Tell = Callable[[str, int], None]
 """Is given a line about each answer, and the number of answers that there will be."""
+
+
+@dataclass(frozen=True)
+class End:
+    """What a server said of itself when it had played; None without krul."""
+
+    counts: Counts | None
+    bytes_stored: int | None
 
 
 def run(configuration: Configuration, tell: Tell) -> dict[str, Any]:
@@ -57,29 +65,39 @@ def run(configuration: Configuration, tell: Tell) -> dict[str, Any]:
             device_tokens=configuration.device_tokens,
             context_length=context_length,
         )
-    with tempfile.TemporaryDirectory(prefix="krul-serving-") as name, ExitStack() as stack:
+    measured: dict[str, Any] = {}
+    about: list[dict[str, Any]] = []
+    states: dict[str, Any] = {}
+    answers = Answers()
+    ends: dict[str, End] = {}
+    with tempfile.TemporaryDirectory(prefix="krul-serving-") as name:
         folder = Path(name)
-        servers = _start(configuration, pools, folder, stack)
-        if configuration.client == "bench_serving":
-            measured = _bench_serving(servers, configuration, folder)
-        elif configuration.client == "divergence":
-            measured = _compare(servers, configuration, conversations, encode, tell)
-        else:
-            measured = _play(servers, configuration, conversations, encode, tell)
-        about = [
-            {
-                "configuration": server.name,
-                "pool_tokens": server.pool_tokens,
-                "krul_options": server.options,
-                "command": without_cwd(server.process.command_line),
-                "restores": server.restores(),
-                "tiers_mbs": server.tiers_mbs(),
-                "ready_after_s": server.process.ready_after_s,
-                "memory_bytes": server.memory_bytes(),
-            }
-            for server in servers
-        ]
-        states = {server.name: server.krul_states() for server in servers}
+        for group in configuration.groups:
+            with ExitStack() as stack:
+                servers = _start(group, configuration, pools, folder, stack)
+                if configuration.client == "bench_serving":
+                    measured = _bench_serving(servers, configuration, folder)
+                elif configuration.client == "divergence":
+                    measured = _compare(servers, configuration, conversations, encode, tell)
+                else:
+                    _play(servers, configuration, conversations, answers, tell)
+                    ends |= {server.name: End(server.counts(), server.bytes_stored()) for server in servers}
+                about += [
+                    {
+                        "configuration": server.name,
+                        "pool_tokens": server.pool_tokens,
+                        "krul_options": server.options,
+                        "command": without_cwd(server.process.command_line),
+                        "restores": server.restores(),
+                        "tiers_mbs": server.tiers_mbs(),
+                        "ready_after_s": server.process.ready_after_s,
+                        "memory_bytes": server.memory_bytes(),
+                    }
+                    for server in servers
+                ]
+                states |= {server.name: server.krul_states() for server in servers}
+    if ends:
+        measured = _rows(configuration, conversations, encode, answers, ends)
     return {
         "git_revision": git_revision(),
         "versions": versions(("torch", "sglang", "transformers")),
@@ -99,10 +117,12 @@ def run(configuration: Configuration, tell: Tell) -> dict[str, Any]:
     }
 
 
-def _start(configuration: Configuration, pools: PoolSizes, folder: Path, stack: ExitStack) -> list[Server]:
+def _start(
+    names: Sequence[str], configuration: Configuration, pools: PoolSizes, folder: Path, stack: ExitStack
+) -> list[Server]:
     """One after the other: krul measures its costs as it starts, and nothing else may run meanwhile."""
     servers = []
-    for name in configuration.servers:
+    for name in names:
         server = make_server(name, configuration, pools, folder)
         logger.info("%s: starts", name)
         if server.daemon is not None:
@@ -118,18 +138,30 @@ def _play(
     servers: Sequence[Server],
     configuration: Configuration,
     conversations: Sequence[Conversation],
-    encode: EncodeMessages,
+    answers: Answers,
     tell: Tell,
-) -> dict[str, Any]:
-    """Rows of this benchmark's own client, and every turn."""
-    batches = schedule(conversations, rate=configuration.rate, seed=configuration.seed)
-    num_answers = len(servers) * sum(map(len, batches))
+) -> None:
+    """Let this benchmark's own client ask a group of servers, and add what they say to ``answers``."""
+    batches = schedule(
+        conversations, rate=configuration.rate, seed=configuration.seed, rotates=configuration.rotates
+    )
+    num_answers = len(configuration.servers) * sum(map(len, batches))
 
     def tell_turn(name: str, turn: TurnResult) -> None:
         text = f"{name}: {turn.conversation}, turn {turn.turn}: {turn.ttft_s * 1e3:.0f} ms"
         tell(text, num_answers)
 
-    answers = asyncio.run(play(servers, configuration, batches, tell_turn))
+    asyncio.run(play(servers, configuration, batches, tell_turn, answers))
+
+
+def _rows(
+    configuration: Configuration,
+    conversations: Sequence[Conversation],
+    encode: EncodeMessages,
+    answers: Answers,
+    ends: Mapping[str, End],
+) -> dict[str, Any]:
+    """Rows of this benchmark's own client, and every turn."""
     of_reference = answers.turns[configuration.reference]
     hit_rate = theoretical_hit_rate(
         conversations,
@@ -139,15 +171,16 @@ def _play(
     )
     rows = [
         row(
-            server.name,
+            name,
             answers.turns,
             reference=configuration.reference,
-            busy_s=answers.busy_s[server.name],
-            hit_pages=server.hit_pages(),
+            busy_s=answers.busy_s[name],
+            hit_pages={} if end.counts is None else end.counts.hit_pages,
             theoretical_hit_rate=hit_rate,
-            bytes_stored=server.bytes_stored(),
+            bytes_stored=end.bytes_stored,
         )
-        for server in servers
+        | of_tiers(answers.turns[name], of_reference, end.counts, page_size=configuration.page_size)
+        for name, end in ends.items()
     ]
     turns = {name: [asdict(turn) for turn in of_server] for name, of_server in answers.turns.items()}
     return {"rows": rows, "turns": turns}

@@ -6,18 +6,20 @@ import contextlib
 import logging
 import math
 import shutil
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 import psutil
 
-from benchmarks.serving.configuration import KRUL_SERVERS, Configuration, ServingBenchmarkError
+from benchmarks.serving.configuration import Configuration, ServingBenchmarkError, is_krul
 from benchmarks.serving.slow_ssd import SlowSsdDaemon
 from krul_backend.memory import parse_bytes
 from krul_backend.strategy.strategy import SUBSPACE
+from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.config import DAEMON_MARK, KrulConfig
 from krul_sglang.demo.run import default_dtype
 from krul_sglang.demo.server import KrulState, ServerProcess, krul_states, stored_amounts, wait_for_saves
@@ -25,10 +27,27 @@ from krul_sglang.demo.sizing import PoolSizes
 
 logger = logging.getLogger(__name__)
 
+WITHOUT_PREFETCH = "benchmarks.serving.without_prefetch"
 _READY_TIMEOUT_S = 600.0
 _SETTLE_TIMEOUT_S = 120.0
 _HOST_MEMORY_SLACK = 1.25
 _MIN_HOST_MEMORY_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Counts:
+    """krul's counters of one server, all replicas together.
+
+    ``hit_pages`` by tier, ``dram_tokens`` (of loads that waited for no lower tier) and ``prefetched_bytes``
+    by whether they were found later ("useful") or evicted before ("wasted") count what happened;
+    ``num_bytes`` and ``num_pages`` are what each tier holds.
+    """
+
+    hit_pages: Mapping[str, int]
+    dram_tokens: int
+    prefetched_bytes: Mapping[str, int]
+    num_bytes: Mapping[str, int]
+    num_pages: Mapping[str, int]
 
 
 @dataclass
@@ -40,7 +59,7 @@ class Server:
     options: Mapping[str, Any] | None
     process: ServerProcess
     daemon: SlowSsdDaemon | None = None
-    first_counters: dict[str, int] = field(default_factory=dict)
+    first_counts: Counts | None = None
 
     def settle(self) -> None:
         """Wait until nothing is left of what krul does after an answer: turns are stored, on every tier.
@@ -54,19 +73,39 @@ class Server:
         return krul_states(self.process.server_info())
 
     def mark(self) -> None:
-        """Count hits of krul's tiers from now on."""
-        self.first_counters = self._hit_pages()
+        """Let ``counts`` count from now on."""
+        self.first_counts = self._counts()
 
-    def hit_pages(self) -> dict[str, int]:
-        """Pages found on each of krul's tiers since ``mark``; empty without krul."""
-        return {tier: pages - self.first_counters.get(tier, 0) for tier, pages in self._hit_pages().items()}
+    def counts(self) -> Counts | None:
+        """What happened since ``mark``, and what the tiers hold; None without krul."""
+        now, first = self._counts(), self.first_counts
+        if now is None or first is None:
+            return now
+        return replace(
+            now,
+            hit_pages=_minus(now.hit_pages, first.hit_pages),
+            dram_tokens=now.dram_tokens - first.dram_tokens,
+            prefetched_bytes=_minus(now.prefetched_bytes, first.prefetched_bytes),
+        )
 
-    def _hit_pages(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for state in self.krul_states():
-            for tier, pages in state["tier_hit_pages"].items():
-                found[tier] = found.get(tier, 0) + pages
-        return found
+    def _counts(self) -> Counts | None:
+        states = self.krul_states()
+        if not states:
+            return None
+        hit_pages: Counter[str] = Counter()
+        prefetched: Counter[str] = Counter()
+        num_bytes: Counter[str] = Counter()
+        num_pages: Counter[str] = Counter()
+        for state in states:
+            hit_pages.update(state["tier_hit_pages"])
+            prefetched.update(
+                {outcome: state[f"prefetch_{outcome}_bytes"] for outcome in ("useful", "wasted")}
+            )
+            for tier in ({**state, "name": DRAM_TIER}, *state["tiers"]):
+                num_bytes[tier["name"]] += tier["stored_bytes"]
+                num_pages[tier["name"]] += tier["num_pages"]
+        dram_tokens = sum(state["load"]["dram_tokens"] for state in states)
+        return Counts(hit_pages, dram_tokens, prefetched, num_bytes, num_pages)
 
     def bytes_stored(self) -> int | None:
         """Bytes that krul keeps: in host memory, or on the lower tier that has most. None without krul."""
@@ -121,7 +160,7 @@ def make_server(name: str, configuration: Configuration, pools: PoolSizes, folde
         *("--max-total-tokens", str(pool_tokens)),
     ]
     options = daemon = None
-    if name in KRUL_SERVERS:
+    if is_krul(name):
         options = configuration.options_of(name)
         values = {
             "cache_dir": str(folder / name),
@@ -130,14 +169,20 @@ def make_server(name: str, configuration: Configuration, pools: PoolSizes, folde
         }
         if options.get("strategy") == SUBSPACE:
             _bring_bases(configuration.model_path, folder / name)
-        if configuration.ssd is not None:
-            values |= {"ssd_dir": str(folder / f"{name}-ssd"), "ssd_capacity": configuration.ssd}
+        _bring_costs(name, folder)
+        ssd_capacity: str | int | None = configuration.ssd
+        if ssd_capacity is None and configuration.ssd_share is not None:
+            ssd_capacity = _share_bytes(configuration.ssd_share, configuration, pools)
+        if ssd_capacity is not None:
+            values |= {"ssd_dir": str(folder / f"{name}-ssd"), "ssd_capacity": ssd_capacity}
         if configuration.ssd_read_mbs is not None:
             daemon = _slow_daemon(values, folder / f"{name}-daemon", configuration.ssd_read_mbs)
             values = _without_daemon_options(values) | {"endpoint": str(daemon.runtime_dir)}
         args += ["--radix-cache-backend", "krul"]
         args += ["--unified-cache-external-linker-config", orjson.dumps(values).decode()]
     process = ServerProcess(configuration.model_path, args=args, ready_timeout_s=_READY_TIMEOUT_S)
+    if "no-prefetch" in name.split("+"):
+        process.command[process.command.index("sglang.launch_server")] = WITHOUT_PREFETCH
     return Server(name, pool_tokens, options, process, daemon)
 
 
@@ -169,6 +214,16 @@ def _bring_bases(model_path: str, cache_dir: Path) -> None:
     shutil.copyfile(path, target)
 
 
+def _bring_costs(name: str, folder: Path) -> None:
+    """Let a variant plan with the costs that an earlier variant of the same server has measured."""
+    from krul_sglang.engine.attach.attach import COSTS_FILE
+
+    measured = sorted(folder.glob(f"{name.split('+')[0]}*/{COSTS_FILE}"))
+    if measured and not (folder / name / COSTS_FILE).exists():
+        (folder / name).mkdir(exist_ok=True)
+        shutil.copyfile(measured[0], folder / name / COSTS_FILE)
+
+
 def check_pool(server: Server, page_size: int) -> None:
     """Raises ServingBenchmarkError if the device pool is another one than asked for."""
     got = server.process.server_info().get("max_total_num_tokens")
@@ -179,6 +234,10 @@ def check_pool(server: Server, page_size: int) -> None:
         )
 
 
+def _minus(now: Mapping[str, int], first: Mapping[str, int]) -> dict[str, int]:
+    return {name: number - first.get(name, 0) for name, number in now.items()}
+
+
 def dtype(configuration: Configuration) -> str:
     return default_dtype() if configuration.dtype is None else configuration.dtype
 
@@ -187,8 +246,15 @@ def host_memory_bytes(configuration: Configuration, pools: PoolSizes) -> int:
     """What is asked for, or enough for all conversations as they are, uncompressed."""
     if configuration.host_memory is not None:
         return parse_bytes(configuration.host_memory)
+    if configuration.host_share is not None:
+        return _share_bytes(configuration.host_share, configuration, pools)
     needed = math.ceil(_HOST_MEMORY_SLACK * pools.total_tokens) * kv_token_bytes(configuration)
     return max(needed, _MIN_HOST_MEMORY_BYTES)
+
+
+def _share_bytes(share: float, configuration: Configuration, pools: PoolSizes) -> int:
+    """A share of what all conversations take uncompressed."""
+    return math.ceil(share * pools.total_tokens) * kv_token_bytes(configuration)
 
 
 def kv_token_bytes(configuration: Configuration) -> int:

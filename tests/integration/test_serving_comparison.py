@@ -80,6 +80,35 @@ def test_krul_predicts_on_restored_turns_what_a_server_that_never_evicts_predict
     assert "turns" not in result
 
 
+def test_many_conversations_on_servers_in_groups_that_hold_a_part_of_them(tmp_path: Path) -> None:
+    summary = tmp_path / "out.json"
+    command = [
+        *with_forked_servers("benchmarks.multiturn", "--model", "bundled", "--json", str(summary)),
+        *("--configurations", "recompute,native,native+lru", "--at-once", "2", "--users", "4"),
+        *("--rounds", "2", "--history", "300", "--rate", "50", "--max-tokens", "8"),
+        *("--device-tokens", "800", "--host-share", "0.5", "--ssd-share", "2"),
+        *("--krul-options", '{"planner": "full-load", "max_pending_share": 1, "ssd_timeout": 10}'),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(summary.read_text())
+    assert summary.stat().st_size < 8000
+    names = [row["configuration"] for row in result["rows"]]
+    assert names == ["recompute", "native", "native+lru"]
+    recompute, *restored = result["rows"]
+    # Two of four conversations fit the device.
+    assert recompute["hit_rate"] < 0.5
+    assert "conversations_held" not in recompute
+    for row in restored:
+        assert 0.6 < row["hit_rate"] <= row["theoretical_hit_rate"] + 0.01
+        assert row["answers_equal"] == 1.0
+        held = row["conversations_held"]
+        assert 0 < held["dram"] <= 2.1
+        assert held["dram"] < held["ssd"] <= 4.1
+        assert row["bytes_by_tier"]["ssd"] > row["bytes_by_tier"]["dram"] > 0
+        assert 0 <= row["in_dram_when_admitted"] <= 1
+
+
 def test_a_daemon_of_a_slow_disk_serves_and_knows_how_slow_it_is(tmp_path: Path) -> None:
     options = ("--host-memory", "16MiB", "--ssd-dir", str(tmp_path / "ssd"), "--ssd-capacity", "64MiB")
     with tempfile.TemporaryDirectory(prefix="krul-test-", dir="/tmp") as short:

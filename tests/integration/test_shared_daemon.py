@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import orjson
@@ -11,10 +14,19 @@ import pytest
 
 from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
-from tests.crash.conversations import model_of
+from krul_backend.errors import TierReadError
+from krul_backend.segment import ModelIdentity
+from krul_backend.tiers.common.hashing import block_checksums
+from krul_sglang.engine.cache.linker import MAX_AHEAD_SHARE
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.restore.waiting_leases import WaitingLeases
+from tests.crash.conversations import NUM_LAYERS, Turn, model_of, tokens_of
+from tests.crash.engine import check_lease
 from tests.support.daemon_process import running_daemon
 
 NUM_ENGINES, NUM_CONVERSATIONS, NUM_TURNS = 2, 32, 6
+WINDOW, SERVICE_S = 6, 0.03
+"""How many waiting requests an engine looks up, and how long it computes between two of them."""
 
 
 def run_engines(runtime_dir: Path, num_at_once: int) -> int:
@@ -61,3 +73,71 @@ def test_nothing_is_lost_and_everything_adds_up(arena: str, num_at_once: int, tm
     if arena == "8MiB":
         assert stats.evicted_segments > 0
         assert stats.fetched_segments > 0
+
+
+def store_turns(store: DaemonStore, turns: list[Turn]) -> None:
+    for turn in turns:
+        while (reservation := store.reserve(turn.layer_num_bytes)) is None:
+            time.sleep(0.02)
+        for layer in range(NUM_LAYERS):
+            reservation.blocks[layer][:] = turn.block(layer)
+        store.commit(reservation, turn.manifest(model_of_turn(turn)), block_checksums(reservation.blocks))
+
+
+def model_of_turn(turn: Turn) -> ModelIdentity:
+    return model_of(int(turn.conversation.split("/")[0]))
+
+
+def serve_queue(store: DaemonStore, turns: list[Turn]) -> Counter[str]:
+    """Restore turn after turn as an engine does for requests that wait; counts what became of them."""
+    stats = store.stats()
+    model = ServedModel(model_of_turn(turns[0]))
+    max_ahead_bytes = int(stats.capacity_bytes * MAX_AHEAD_SHARE)
+    waiting = WaitingLeases(store, model, max_ahead_bytes=max_ahead_bytes)
+    outcomes: Counter[str] = Counter()
+    for number, turn in enumerate(turns):
+        with waiting.looking_ahead():
+            for ahead in turns[number : number + WINDOW]:
+                waiting.hold(str(ahead), ahead.keys, lambda ahead=ahead: tokens_of(ahead.keys))
+        time.sleep(SERVICE_S)
+        waiting.hold(str(turn), turn.keys, lambda turn=turn: tokens_of(turn.keys))
+        held = waiting.take(str(turn))
+        if held is None:
+            outcomes["missed"] += 1
+            continue
+        try:
+            assert check_lease(store, held.lease) == [turn]
+            outcomes["in DRAM" if held.lease.is_in_dram else "read"] += 1
+        except TierReadError:
+            outcomes["no room"] += 1
+        finally:
+            store.release(held.lease)
+    assert len(waiting) == 0
+    return outcomes
+
+
+def test_queues_of_two_engines_do_not_starve_each_other(tmp_path: Path) -> None:
+    """Either alone may hold half of DRAM ahead; both together want far more than there is."""
+    ssd = ("--ssd-dir", str(tmp_path / "ssd"), "--ssd-capacity", "1GiB", "--ssd-timeout", "20")
+    with running_daemon("--host-memory", "4MiB", *ssd) as (runtime_dir, _):
+        stores = [
+            DaemonStore(runtime_dir, model=model_of(engine), request_timeout_s=10.0) for engine in (0, 1)
+        ]
+        queues = [[Turn(f"{engine}/{number}", 0, 16) for number in range(24)] for engine in (0, 1)]
+        for store, queue in zip(stores, queues, strict=True):
+            store_turns(store, queue)
+        with AdminClient(runtime_dir) as admin:
+            assert admin.flush(30.0)
+        with ThreadPoolExecutor() as engines:
+            outcomes = list(engines.map(serve_queue, stores, [queue * 2 for queue in queues]))
+        stats = stores[0].stats()
+        for store in stores:
+            store.close()
+    for of_engine, queue in zip(outcomes, queues, strict=True):
+        assert of_engine.total() == 2 * len(queue)
+        assert of_engine["missed"] == 0
+        # Now and then the other one holds what a load would need: then it computes.
+        assert of_engine["in DRAM"] + of_engine["read"] > len(queue)
+        assert of_engine["in DRAM"] > 0
+    assert (stats.num_leases, stats.num_reservations) == (0, 0)
+    assert stats.prefetch_useful_bytes > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from krul_sglang.demo.server import ServerError, ServerProcess
@@ -29,6 +31,7 @@ from tests.support.scenario import (
     krul_stats,
     push_out,
     random_prompt,
+    request_payload,
     settled_stats,
     small_krul_server_args,
 )
@@ -141,6 +144,67 @@ def test_memory_for_one_conversation_and_a_disk_for_all(
         assert_nothing_left_behind(server)
     for name in NAMES:
         assert_same(kept[name][: len(answers[name])], answers[name])
+
+
+async def flood(server: ServerProcess, prompts: list[list[int]], num_requests: int) -> list[str]:
+    """Ask many times, and abort each request while it waits; returns why each one ended."""
+
+    async def ask_and_abort(client: httpx.AsyncClient, number: int) -> str:
+        rid = f"flood-{number:04}"
+        tail = random_prompt(rid, 20)
+        # If one is admitted all the same, it runs until it is aborted.
+        prompt = [*prompts[number % len(prompts)], *tail]
+        payload = request_payload(prompt, rid=rid, max_new_tokens=1500)
+        asked = asyncio.create_task(client.post(f"{server.url}/generate", json=payload))
+        # Some are aborted before they were looked up, some long after.
+        await asyncio.sleep(0.02 * (number % 50))
+        while not asked.done():
+            await client.post(f"{server.url}/abort_request", json={"rid": rid})
+            # A request that had not come yet is not known.
+            await asyncio.wait([asked], timeout=2.0)
+        meta = asked.result().json()["meta_info"]
+        return str(meta["finish_reason"]["type"])
+
+    many = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=120, trust_env=False, verify=False, limits=many) as client:
+        return await asyncio.gather(*(ask_and_abort(client, number) for number in range(num_requests)))
+
+
+def test_a_flood_of_aborted_requests_that_waited_leaves_nothing(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    options = {
+        "host_memory": 1500 * TOKEN_BYTES,
+        "ssd_dir": str(tmp_path / "ssd"),
+        "ssd_capacity": "1GiB",
+        "ssd_timeout": 10.0,
+    }
+    prompts = [random_prompt(("flood", number), 320) for number in range(12)]
+    one_at_a_time = ("--max-running-requests", "1")
+    with krul_server(tiny_models["float32"], options, tmp_path / "server.log", one_at_a_time) as server:
+        for prompt in prompts:
+            ask(server, prompt, max_new_tokens=1)
+        before = settled_stats(server)
+        assert before["evicted_segments"] > 0
+        with ThreadPoolExecutor() as clients:
+            running = clients.submit(
+                ask, server, random_prompt("long answer", 64), max_new_tokens=1500, rid="long"
+            )
+            reasons = asyncio.run(flood(server, prompts, 1000))
+            httpx.post(f"{server.url}/abort_request", json={"rid": "long"}, timeout=60).raise_for_status()
+            running.result()
+        assert reasons == ["abort"] * 1000
+        stats = settled_stats(server)
+        # They were looked up, and what they would have used was on its way.
+        assert stats["lookups"] > before["lookups"]
+        assert stats["fetched_segments"] > before["fetched_segments"]
+        assert_nothing_left_behind(server)
+        httpx.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
+        stats = settled_stats(server)
+        # A pin of a prefetch or of a lease would still hold its bytes.
+        assert (stats["used_bytes"], stats["num_segments"], stats["pinned_bytes"]) == (0, 0, 0)
+        answer = ask(server, prompts[0], max_new_tokens=4)
+        assert (answer.device_tokens, answer.host_tokens) == (0, 0)
 
 
 def test_a_daemon_that_dies_costs_hits_and_not_answers(

@@ -256,7 +256,7 @@ def try_to_load(server: BudgetedServer) -> PlanCounters:
     restore = RestorePath(None, planning, unused, unused, PAGE_SIZE, server.store.report_damage)
     lease = server.store.lease(MODEL, server.keys, server.path.token_ids)
     assert lease is not None
-    held = HeldLease(KeyRun.of(server.keys), lease, 0.0)
+    held = HeldLease(KeyRun.of(server.keys), server.keys, lambda: server.path.token_ids, lease, 0.0)
     slots = torch.arange(len(server.slots))
     assert restore.plan_load(held, server.keys[0], slots, ReturningRequest(0, 1)) is None
     server.store.release(lease)

@@ -61,6 +61,8 @@ def test_labels_say_which_tier_and_which_cause(metrics: DaemonMetrics) -> None:
     assert value(samples, "krul_hit_pages_total", tier="dram") == 60
     assert value(samples, "krul_hit_pages_total", tier="ssd") == 40
     assert value(samples, "krul_missed_pages_total") == 25
+    assert value(samples, "krul_prefetched_bytes_total", outcome="useful") == stats.prefetch_useful_bytes
+    assert value(samples, "krul_prefetched_bytes_total", outcome="wasted") == stats.prefetch_wasted_bytes
     assert value(samples, "krul_failed_hits_total", cause="contradicted") == stats.token_mismatches
     assert value(samples, "krul_failed_hits_total", cause="damaged") == stats.corrupted_segments
     assert value(samples, "krul_failed_hits_total", cause="failed_fetch") == stats.failed_fetches

@@ -40,15 +40,27 @@ class Queue:
 
 def test_each_is_looked_up_once_in_the_order_of_the_queue() -> None:
     queue = Queue()
-    assert queue.round(("a", 100), ("b", 100)) == ("a", "b")
-    assert queue.round(("a", 100), ("b", 100)) == ()
-    assert queue.round(("b", 100), ("c", 100)) == ("c",)
+    waiting = [(name, 100) for name in "abcde"]
+    assert queue.round(*waiting[:4]) == ("a", "b", "c", "d")
+    assert queue.round(*waiting[:4]) == ()
+    assert queue.round(*waiting) == ("e",)
+
+
+def test_the_next_two_are_looked_up_again_when_the_queue_moves() -> None:
+    queue = Queue()
+    waiting = [(name, 100) for name in "abcdef"]
+    queue.round(*waiting[:5])
+    assert queue.round(*waiting[1:]) == ("b", "c", "f")
+    assert queue.round(*waiting[1:]) == ()
+    assert queue.round(*waiting[4:]) == ("e", "f")
+    assert queue.round(*waiting[5:]) == ("f",)
 
 
 def test_the_window_is_what_the_device_pool_could_hold() -> None:
     queue = Queue()
     assert queue.round(("a", 600), ("b", 400), ("c", 1), ("d", 1)) == ("a", "b")
-    assert queue.round(("b", 400), ("c", 1), ("d", 1)) == ("c", "d")
+    assert queue.round(("a", 600), ("b", 400), ("d", 1), ("e", 1)) == ()
+    assert queue.round(("b", 400), ("c", 1), ("d", 1)) == ("b", "c", "d")
     # The next one is looked up, whatever its length.
     assert queue.round(("e", POOL_TOKENS + 1), ("f", 1)) == ("e",)
 

@@ -16,14 +16,22 @@ import orjson
 import pytest
 
 from benchmarks.figures.serving import draw
-from benchmarks.pages.serving import SERVING_RESULTS, serving_summary, serving_table
+from benchmarks.multiturn.__main__ import SPARSE
+from benchmarks.multiturn.rows import summarize as summarize_multiturn
+from benchmarks.pages.serving import (
+    MULTITURN_RESULT,
+    SERVING_RESULTS,
+    multiturn_table,
+    serving_summary,
+    serving_table,
+)
 from benchmarks.serving.__main__ import main
 from benchmarks.serving.bench_serving import command, plan_pools_of_groups, rows_of_reports
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
 from benchmarks.serving.conversations import choose_conversations, longest_run, recorded_conversations
 from benchmarks.serving.load import order_of_servers, play, schedule
-from benchmarks.serving.rows import hit_rate_by_tier, row, summarize, theoretical_hit_rate
-from benchmarks.serving.servers import Server
+from benchmarks.serving.rows import hit_rate_by_tier, of_tiers, row, summarize, theoretical_hit_rate
+from benchmarks.serving.servers import Counts, Server
 from krul_sglang.demo.conversations import Conversation, Message, UserTurn
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.demo.sizing import SizingError
@@ -105,6 +113,12 @@ def test_unusable_data_is_refused(tmp_path: Path) -> None:
     [
         (["--configurations", "native,fastest"], "no 'fastest'"),
         (["--configurations", "native,native"], "each once"),
+        (["--configurations", "recompute+lru"], "no 'recompute+lru'"),
+        (["--configurations", "native+fifo"], "no 'native+fifo'"),
+        (["--configurations", "native,device", "--at-once", "1"], "has to be in the first group"),
+        (["--rotate", "--rate", "2"], "--rotate: leave --rate out"),
+        (["--host-share", "0"], "--host-share 0"),
+        (["--client", "divergence", "--at-once", "1"], "leave --rotate and --at-once out"),
         (["--rounds", "1"], "--rounds 1"),
         (["--users", "0"], "--users 0"),
         (["--host-memory", "much"], "--host-memory"),
@@ -153,6 +167,25 @@ def test_one_at_a_time_all_others_run_between_two_turns_of_a_conversation() -> N
         (arrival.conversation.conversation_id, arrival.turn) for batch in batches for arrival in batch
     ] == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("b", 3)]
     assert {len(batch) for batch in batches} == {1}
+
+
+def test_in_rotation_all_turns_are_one_batch() -> None:
+    both = [conversation("a", "1", "2"), conversation("b", "1", "2")]
+    (batch,) = schedule(both, rate=None, seed=0, rotates=True)
+    assert [(arrival.conversation.conversation_id, arrival.turn) for arrival in batch] == [
+        *(("a", 1), ("b", 1), ("a", 2), ("b", 2))
+    ]
+
+
+def test_variants_have_their_options_and_servers_run_in_groups() -> None:
+    names = ("recompute", "native", "native+lru+no-prefetch", "compressed+lru", "full-load")
+    settings = configuration(servers=names, at_once=2, krul_options={"eviction": "value"})
+    assert settings.groups == (names[:2], names[2:4], names[4:])
+    assert configuration(servers=names).groups == (names,)
+    assert settings.krul_servers == names[1:]
+    assert settings.options_of("native") == {"eviction": "value"}
+    assert settings.options_of("native+lru+no-prefetch") == {"eviction": "lru"}
+    assert settings.options_of("compressed+lru") == {"eviction": "lru", "strategy": "subspace"}
 
 
 def test_arrivals_are_a_poisson_process_of_the_seed() -> None:
@@ -220,9 +253,13 @@ class FakeServer:
         pending = int(time.monotonic() < self.busy_until)
         state = {
             "offload": {"pending": pending},
-            "load": {"pending": 0},
-            "tiers": [],
+            "load": {"pending": 0, "dram_tokens": len(self.log)},
+            "tiers": [{"name": "ssd", "queued_segments": 0, "stored_bytes": 7, "num_pages": 2}],
             "tier_hit_pages": {"dram": len(self.log)},
+            "prefetch_useful_bytes": 3 * len(self.log),
+            "prefetch_wasted_bytes": 0,
+            "stored_bytes": 5,
+            "num_pages": 1,
         }
         return {"internal_states": [{"krul": state}]}
 
@@ -271,7 +308,7 @@ def test_servers_are_asked_in_turns_with_the_same_prompts_and_only_when_idle() -
     with two_fakes() as (log, fakes, servers):
         batches = schedule(chosen, rate=None, seed=0)
         answers = asyncio.run(play(servers, settings, batches, lambda name, turn: told.append(name)))
-        hits = servers[1].hit_pages()
+        counts = servers[1].counts()
     asked = log[4:]
     assert (
         [name for name, _ in asked]
@@ -287,7 +324,14 @@ def test_servers_are_asked_in_turns_with_the_same_prompts_and_only_when_idle() -
     ]
     # The second request of the warm-up at most, and no other: native answered two turns in a row.
     assert max(fake.asked_while_busy for fake in fakes) <= 1
-    assert hits == {"dram": 8}
+    # What was counted while it was warmed up does not count.
+    assert counts == Counts(
+        hit_pages={"dram": 8},
+        dram_tokens=8,
+        prefetched_bytes={"useful": 24, "wasted": 0},
+        num_bytes={"dram": 5, "ssd": 7},
+        num_pages={"dram": 1, "ssd": 2},
+    )
     turn = answers.turns["native"][-1]
     assert (turn.answer, turn.prompt_tokens, turn.device_tokens, turn.host_tokens) == ("native 3", 9, 2, 5)
     assert 0.05 <= turn.ttft_s <= turn.total_s - 0.02
@@ -309,6 +353,25 @@ def test_under_load_the_turns_of_a_round_run_together_and_servers_one_after_the_
     ]
     assert min(fake.most_running for fake in fakes) > 1
     assert took_s > 0.3
+
+
+def test_in_rotation_a_conversation_waits_for_itself_alone_and_servers_play_one_by_one() -> None:
+    chosen = [conversation(name, "one", "two", "three") for name in "ab"]
+    settings = configuration(servers=("device", "native"), rotates=True, at_once=1)
+    batches = schedule(chosen, rate=None, seed=0, rotates=True)
+    with two_fakes() as (log, fakes, servers):
+        answers = asyncio.run(play(servers[:1], settings, batches, lambda name, turn: None))
+        asyncio.run(play(servers[1:], settings, batches, lambda name, turn: None, answers))
+    assert [name for name, _ in log] == ["device"] * 8 + ["native"] * 8
+    assert max(fake.most_running for fake in fakes) == 2
+    for name in ("device", "native"):
+        # Of both servers in the same order, whichever answered first.
+        assert [(turn.conversation, turn.turn) for turn in answers.turns[name]] == [
+            (key, turn) for key in "ab" for turn in (1, 2, 3)
+        ]
+    # The prompts of a later group have the answers of the reference, too.
+    (last,) = {tuple(message["content"] for message in asked) for _, asked in log[-2:]}
+    assert last == ("one", "device 1", "two", "device 3", "three")
 
 
 def test_a_server_that_is_gone_is_a_clear_error() -> None:
@@ -365,6 +428,26 @@ def test_a_row_compares_turn_by_turn_and_looks_at_returning_turns() -> None:
     assert "times_of_device" not in without
 
 
+def test_what_tiers_hold_and_found_is_told_of_krul_alone() -> None:
+    turns = [answered(1, host=16), answered(1), answered(2, host=90), answered(2, host=90), answered(3)]
+    counts = Counts(
+        hit_pages={"dram": 9},
+        dram_tokens=98,
+        prefetched_bytes={"useful": 4, "wasted": 1},
+        num_bytes={"dram": 640, "ssd": 100},
+        num_pages={"dram": 21, "ssd": 42},
+    )
+    assert of_tiers(turns, turns, None, page_size=10) == {}
+    # The last turn of the one conversation has 105 tokens. Of three returning turns two were restored, and
+    # half of all that was restored came from DRAM.
+    assert of_tiers(turns, turns, counts, page_size=10) == {
+        "bytes_by_tier": {"dram": 640, "ssd": 100},
+        "conversations_held": {"dram": 2.0, "ssd": 4.0},
+        "in_dram_when_admitted": pytest.approx(2 / 3 * 98 / 196),
+        "prefetched_bytes": {"useful": 4, "wasted": 1},
+    }
+
+
 def test_pages_and_figure_are_made_of_the_summary_alone(tmp_path: Path) -> None:
     turns = {
         "recompute": [answered(1), answered(2, ttft_s=3.0)],
@@ -409,6 +492,66 @@ def test_pages_and_figure_are_made_of_the_summary_alone(tmp_path: Path) -> None:
     summary = serving_summary({SERVING_RESULTS[0]: read})
     assert "| native | 1200 ms | 2.50 (2.50-2.50) | 1000 ms | 100% |" in summary
     assert serving_table({}) == serving_summary({}) == ""
+    draw(read, tmp_path / "out.png")
+    assert (tmp_path / "out.png").stat().st_size > 1000
+
+
+def test_what_is_kept_of_many_servers_is_small_and_enough_for_page_and_figure(tmp_path: Path) -> None:
+    turns = {
+        name: [
+            replace(answered(turn, ttft_s=1 / 3 + number / 7), conversation=key)
+            for number, key in enumerate("abcdefghijkl")
+            for turn in (1, 2, 3)
+        ]
+        for name in SPARSE.servers
+    }
+    counts = Counts(
+        hit_pages={"dram": 1234, "ssd": 567},
+        dram_tokens=17,
+        prefetched_bytes={"useful": 52 << 20, "wasted": 3 << 20},
+        num_bytes={"dram": 123456789, "ssd": 234567890},
+        num_pages={"dram": 12 * 3, "ssd": 12 * 6},
+    )
+    rows = [
+        row(
+            name,
+            turns,
+            reference="recompute",
+            busy_s=1.0,
+            hit_pages={} if name == "recompute" else counts.hit_pages,
+            theoretical_hit_rate=0.9,
+            bytes_stored=None if name == "recompute" else 3 << 20,
+        )
+        | of_tiers(turns[name], turns[name], None if name == "recompute" else counts, page_size=35)
+        for name in SPARSE.servers
+    ]
+    servers = [
+        {
+            "configuration": name,
+            "restores": {"loaded": 24, "refused": 0, "turns_not_stored": 0},
+            "memory_bytes": 1 << 31,
+            "tiers_mbs": {"dram": 1.0},
+        }
+        for name in SPARSE.servers
+    ]
+    result = {
+        "configuration": {**SPARSE.to_json(), "dtype": "float32", "total_tokens": 9},
+        "machine": {"cpu": "a CPU", "cores": 2},
+        "versions": {"sglang": "0"},
+        "duration_s": 60.0,
+        "servers": servers,
+        "rows": rows,
+        "turns": turns,
+        "krul": {},
+    }
+    kept = summarize_multiturn(result)
+    write_summary(kept, tmp_path / "out.json")
+    assert (tmp_path / "out.json").stat().st_size < 8000
+    read = orjson.loads((tmp_path / "out.json").read_bytes())
+    table = multiturn_table(MULTITURN_RESULT, read)
+    assert "host memory for 25% of them as native KV, an SSD for 50% of them" in table
+    cells = "| 0% | dram 12.0 ssd 24.0 | 52 MiB, 3 MiB | 100% |"
+    assert table.count(cells) == len(SPARSE.krul_servers) == 8
     draw(read, tmp_path / "out.png")
     assert (tmp_path / "out.png").stat().st_size > 1000
 

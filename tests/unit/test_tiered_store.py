@@ -360,6 +360,59 @@ def test_no_room_for_a_prefetch_stops_it(rig: Rig) -> None:
     rig.assert_nothing_is_held()
 
 
+def test_what_was_prefetched_is_counted_once_as_found_or_as_wasted(rig: Rig) -> None:
+    for name in "cd":
+        put_below(rig.ssd, name, 0, 2)
+    keys = {name: page_keys(name, 0, 2) for name in "cd"}
+    rig.ssd.reads_go_on.clear()
+    for each in keys.values():
+        assert rig.store.prefetch(MODEL, each, tokens_of(each)) == 2
+    # On its way is not there.
+    assert tiers_of(lease_pages(rig.store, "c", 0, 2)) == [("ssd", 2)]
+    rig.ssd.reads_go_on.set()
+    wait_until(lambda: rig.store.stats().fetched_segments == 2)
+
+    def counted() -> tuple[int, int]:
+        stats = rig.store.stats()
+        return stats.prefetch_useful_bytes, stats.prefetch_wasted_bytes
+
+    assert counted() == (0, 0)
+    for _ in range(2):
+        assert tiers_of(lease_pages(rig.store, "c", 0, 2)) == [("dram", 2)]
+        assert counted() == (sum(SIZES), 0)
+    rig.store.clear(MODEL)
+    assert counted() == (sum(SIZES), sum(SIZES))
+
+
+def test_what_a_load_fetches_is_no_prefetch(rig: Rig) -> None:
+    put_below(rig.ssd, "c", 0, 2)
+    lease = lease_pages(rig.store, "c", 0, 2)
+    assert lease is not None
+    rig.store.fetch(lease)
+    wait_until(lambda: rig.store.stats().fetched_segments == 1)
+    assert tiers_of(lease_pages(rig.store, "c", 0, 2)) == [("dram", 2)]
+    rig.store.clear(MODEL)
+    stats = rig.store.stats()
+    assert (stats.prefetch_useful_bytes, stats.prefetch_wasted_bytes) == (0, 0)
+
+
+def test_a_segment_is_not_prefetched_for_a_few_of_its_pages(rig: Rig) -> None:
+    put_below(rig.ssd, "c", 0, 16)
+    put_below(rig.ssd, "c", 16, 18)
+    for num_pages, expected in ((1, 0), (2, 2)):
+        keys = page_keys("c", 0, num_pages)
+        assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == expected
+    wait_until(lambda: rig.store.stats().fetched_segments == 1)
+    # What a load asks for is read, however little it is.
+    put_below(rig.ssd, "d", 0, 16)
+    lease = lease_pages(rig.store, "d", 0, 1)
+    assert lease is not None
+    rig.store.fetch(lease)
+    wait_until(lambda: rig.store.stats().fetched_segments == 2)
+    rig.store.release(lease)
+    rig.assert_nothing_is_held()
+
+
 @pytest.mark.parametrize("step", ["admit", "lease_arrival"])
 def test_an_error_while_a_segment_is_let_in_leaves_nothing(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, step: str

@@ -71,7 +71,7 @@ class Rig:
         lease = self.engine.lease(MODEL, KEYS, TOKENS)
         assert lease is not None
         assert lease.num_pages == len(KEYS)
-        held = HeldLease(KeyRun.of(KEYS), lease, 0.0)
+        held = HeldLease(KeyRun.of(KEYS), KEYS, lambda: TOKENS, lease, 0.0)
         load = restore.plan_load(held, KEYS[0], torch.arange(END), ReturningRequest(0, 1))
         self.engine.release(lease)
         return load, restore

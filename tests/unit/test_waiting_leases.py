@@ -155,6 +155,30 @@ def test_a_lookup_ahead_fetches_at_once_and_is_renewed_like_any(
     rig.assert_nothing_is_held()
 
 
+def test_what_found_no_room_is_fetched_when_there_is_some(
+    rig: Rig, waiting: WaitingLeases, clock: Clock
+) -> None:
+    put_below(rig.ssd, "c", 0, 4)
+    reservation = rig.host.reserve((64 * 64,))
+    assert reservation is not None
+    with waiting.looking_ahead():
+        assert promise(waiting) == 4
+        assert rig.store.stats().failed_fetches == 1
+    rig.host.abort(reservation)
+    clock.now_s += RENEW_INTERVAL_S
+    with waiting.looking_ahead():
+        # Nobody has to ask for it again.
+        pass
+    wait_until_read(rig)
+    clock.now_s += RENEW_INTERVAL_S
+    assert promise(waiting) == 4
+    held = waiting.take("r")
+    assert held is not None
+    assert held.lease.is_in_dram
+    rig.store.release(held.lease)
+    rig.assert_nothing_is_held()
+
+
 def test_lookups_ahead_hold_no_more_than_they_may(rig: Rig) -> None:
     for name in "abc":
         put_in_dram(rig, name, 0, 4)

@@ -111,10 +111,10 @@ class Fetcher:
         self.num_fetched = 0
         self.num_failed = 0
 
-    def bring(self, part: LowerPart, began_at: int) -> Lease:
+    def bring(self, part: LowerPart, began_at: int, *, is_prefetch: bool = False) -> Lease:
         """Start to read a part into DRAM, and turn the tier's hold of it into a lease on the segment there.
 
-        Does not wait for bytes. ``began_at`` is the tiered lease's.
+        Does not wait for bytes. ``began_at`` is the tiered lease's. ``is_prefetch``: no load has asked yet.
 
         Raises:
             TierReadError: there is no room. The tier still holds the part.
@@ -125,6 +125,7 @@ class Fetcher:
             copy = self._lease_copy(part, began_at)
             if copy is None:
                 arrival, lease = self._admit(part, began_at)
+                arrival.segment.is_prefetched = is_prefetch
         if copy is not None:
             part.tier.release(part.run)
             return copy

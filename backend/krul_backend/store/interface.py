@@ -110,7 +110,8 @@ class KVStore(Protocol):
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
         """Start to read into DRAM what ``lease`` would find in lower tiers; returns how many pages that is.
 
-        Stops where DRAM has no room. Arguments as for ``lease``.
+        Stops where DRAM has no room, and where next to nothing of a segment would be used. Arguments as for
+        ``lease``.
         """
 
     @abstractmethod

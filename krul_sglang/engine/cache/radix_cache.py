@@ -21,6 +21,9 @@ from krul_sglang.engine.restore.restore_path import ReturningRequest
 from krul_sglang.engine.save.turn import StoredPath, TurnOwner, owner_of
 from krul_sglang.hints import tenant_of
 
+NUM_LOOKED_UP_AGAIN = 2
+"""Requests at the front of the queue that are looked up again when it moves: there may be room by now."""
+
 
 class _PendingTurn(NamedTuple):
     """A turn that is being stored; its first fields are those of SGLang's own pending offloads.
@@ -51,13 +54,15 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
     cache_linker: KrulLinker
     _probe_candidate: _ProbeCandidate | None = None
     _seen_ahead: frozenset[str] = frozenset()
+    _next_ahead: str = ""
 
     def look_ahead(self, queue: Iterable[Any]) -> None:
-        """Look up the requests that wait next, each once, so that what is stored of them is in DRAM in time.
+        """Look up the requests that wait next, so that what is stored of them is in DRAM in time.
 
         ``queue``: SGLang's waiting requests, the next one first. It looks up itself only those that it tries
-        to admit: none while a batch is full. The window is what the device pool could hold. It depends on
-        nothing that may differ between ranks, because they look up together.
+        to admit: none while a batch is full. The window is what the device pool could hold. Each is looked up
+        once, and again when it has come to the front. All this depends on nothing that may differ between
+        ranks, because they look up together.
         """
         num_tokens = 0
         seen: list[str] = []
@@ -67,9 +72,11 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
                 if seen and num_tokens > self.cache.token_to_kv_pool_allocator.size:
                     break
                 seen.append(req.rid)
-                if req.rid not in self._seen_ahead:
+                is_again = seen[0] != self._next_ahead and len(seen) <= NUM_LOOKED_UP_AGAIN
+                if is_again or req.rid not in self._seen_ahead:
                     req.init_next_round_input(self.cache, cow_mamba=False)
         self._seen_ahead = frozenset(seen)
+        self._next_ahead = seen[0] if seen else ""
 
     def match(self, key: Any, req: Any, result: Any) -> Any:
         # The hit of an earlier round is out of date if the prefix on the device has changed.

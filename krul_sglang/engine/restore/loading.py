@@ -28,10 +28,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LoadCounters:
-    """``num_bytes`` were read from the store, for ``tokens`` that came back (heads and tails together)."""
+    """``num_bytes`` were read from the store, for ``tokens`` that came back (heads and tails together).
+
+    ``dram_tokens``: those of requests that had nothing to wait for in a lower tier when they were admitted.
+    """
 
     requests: int = 0
     tokens: int = 0
+    dram_tokens: int = 0
     num_bytes: int = 0
     failed_batches: int = 0
 
@@ -293,6 +297,7 @@ class LayerWiseLoader:
     def _count(self, loads: Sequence[Load]) -> None:
         self.counters.requests += len(loads)
         self.counters.tokens += sum(len(load.slots) for load in loads)
+        self.counters.dram_tokens += sum(len(load.slots) for load in loads if load.lease.is_in_dram)
         self.counters.num_bytes += sum(reader.num_bytes for load in loads for reader in load.readers)
 
 

@@ -35,13 +35,16 @@ class KeyRun:
 
 @dataclass(frozen=True)
 class HeldLease:
-    """The lease of a waiting request, and the page keys it was given for.
+    """The lease of a waiting request, and the page keys and tokens that it was given for.
 
-    ``asked_s``: when the store was asked last. ``is_fetching``: a prefetch from lower tiers was started.
-    ``moved``: the run that is leased, if it is stored at another place than where the request has it.
+    ``token_ids``: as for ``KVStore.lease``. ``asked_s``: when the store was asked last. ``is_fetching``: a
+    prefetch from lower tiers was started. ``moved``: the run that is leased, if it is stored at another place
+    than where the request has it; then keys and tokens are those of the run.
     """
 
     run: KeyRun
+    page_keys: Sequence[str]
+    token_ids: Callable[[], TokenIds]
     lease: Lease
     asked_s: float
     is_fetching: bool = False
@@ -96,7 +99,13 @@ class WaitingLeases:
 
     @contextmanager
     def looking_ahead(self) -> Iterator[None]:
-        """Calls of ``hold`` within are for requests that this scheduling round has not admitted."""
+        """Calls of ``hold`` within are for requests that this scheduling round has not admitted.
+
+        What was fetched before for such requests, and found no room, is fetched again.
+        """
+        for rid, held in list(self._held.items()):
+            if held.is_fetching:
+                self._held[rid] = self._promote_to_dram(held)
         self._is_ahead = True
         try:
             yield
@@ -118,7 +127,7 @@ class WaitingLeases:
         run = KeyRun.of(page_keys)
         held, missed = self._held.get(rid), self._missed.get(rid)
         if held is not None and held.run == run:
-            held = self._promote_to_dram(held, page_keys, token_ids)
+            held = self._promote_to_dram(held)
         elif missed is not None and missed[0] == run and self._clock() < missed[1] + RETRY_MISS_S:
             return 0
         else:
@@ -130,7 +139,7 @@ class WaitingLeases:
                 self._note_miss(rid, run)
                 return 0
             if self._is_ahead:
-                held = self._promote_to_dram(held, page_keys, token_ids)
+                held = self._promote_to_dram(held)
         self._held[rid] = held
         return held.num_pages(self._model.identity.page_size)
 
@@ -171,10 +180,13 @@ class WaitingLeases:
             if of_run is not None and of_run.num_pages >= least_pages:
                 if lease is not None:
                     self._store.release(lease)
-                return HeldLease(run, of_run, self._clock(), moved=moved)
+                tokens_of_run = moved.token_ids
+                return HeldLease(
+                    run, moved.page_keys, lambda: tokens_of_run, of_run, self._clock(), moved=moved
+                )
             if of_run is not None:
                 self._store.release(of_run)
-        return None if lease is None else HeldLease(run, lease, self._clock())
+        return None if lease is None else HeldLease(run, page_keys, token_ids, lease, self._clock())
 
     def _held_bytes(self) -> int:
         """Bytes of the segments that are leased; one that several requests share counts for each."""
@@ -191,18 +203,13 @@ class WaitingLeases:
                 break
             del self._missed[other]
 
-    def _promote_to_dram(
-        self, held: HeldLease, page_keys: Sequence[str], token_ids: Callable[[], TokenIds]
-    ) -> HeldLease:
+    def _promote_to_dram(self, held: HeldLease) -> HeldLease:
         now_s = self._clock()
         if held.lease.is_in_dram or (held.is_fetching and now_s < held.asked_s + RENEW_INTERVAL_S):
             return held
-        if held.moved is None:
-            tokens = token_ids()
-        else:
-            page_keys, tokens = held.moved.page_keys, held.moved.token_ids
-        if not held.is_fetching:
-            self._store.prefetch(self._model.identity, page_keys, tokens)
+        page_keys, tokens = held.page_keys, held.token_ids()
+        # Again if it was asked for before: there may have been no room then. What is on its way stays so.
+        self._store.prefetch(self._model.identity, page_keys, tokens)
         lease = self._store.lease(self._model.identity, page_keys, tokens)
         if lease is None:
             # The earlier lease is still valid.

@@ -165,6 +165,8 @@ def _store_lines(store: StoreStats) -> str:
             f"hit rate {hit_rate}: {store.hit_pages} of {asked} pages in {store.lookups} lookups; "
             f"{store.token_mismatches} contradicted, {store.failed_fetches} failed fetches, "
             f"{store.undecodable_segments} undecodable",
+            f"prefetched and then found {format_bytes(store.prefetch_useful_bytes)}, and not "
+            f"{format_bytes(store.prefetch_wasted_bytes)}",
             f"leases {store.num_leases}, reservations {store.num_reservations} "
             f"({store.rejected_reservations} rejected), pinned {format_bytes(store.pinned_bytes)}, "
             f"fast copies {format_bytes(store.fast_copy_bytes)}",

@@ -131,6 +131,8 @@ def _lookups(stats: StoreStats) -> Iterator[Metric]:
     }
     yield _counter("krul_failed_hits", "Hits that became misses: times, by cause.", causes, "cause")
     yield _counter("krul_fetched_segments", "Segments brought up from lower tiers.", stats.fetched_segments)
+    outcomes = {"useful": stats.prefetch_useful_bytes, "wasted": stats.prefetch_wasted_bytes}
+    yield _counter("krul_prefetched_bytes", "Fetched ahead: found later, or evicted.", outcomes, "outcome")
     yield _counter("krul_committed_segments", "Segments stored.", stats.committed_segments)
     yield _counter(
         "krul_rejected_reservations", "Segments not stored for want of space.", stats.rejected_reservations

@@ -180,8 +180,9 @@ class StoreStats:
     those bytes, without alignment. ``lookups`` counts calls of ``lease``, ``hit_pages`` and ``missed_pages``
     the pages that they asked for; ``tier_hit_pages`` the hits by tier. ``fetched_segments`` came from a lower
     tier; ``failed_fetches`` were asked for, but did not come. ``undecodable_segments`` were dropped because
-    an engine could not decode them. ``pinned_bytes`` are kept by pins. ``hints`` reached a stored
-    conversation; ``comeback_pages`` were read into DRAM because of one; hints can name
+    an engine could not decode them. ``pinned_bytes`` are kept by pins. Of what came by ``prefetch``, lookups
+    found ``prefetch_useful_bytes`` in DRAM; ``prefetch_wasted_bytes`` left it before. ``hints`` reached a
+    stored conversation; ``comeback_pages`` were read into DRAM because of one; hints can name
     ``named_conversations``.
 
     Fast copies (see ``KVStore.reserve``) take ``fast_copy_bytes``, without alignment, which are part of
@@ -214,6 +215,8 @@ class StoreStats:
     lookups: int
     hit_pages: int
     missed_pages: int
+    prefetch_useful_bytes: int
+    prefetch_wasted_bytes: int
     tier_hit_pages: Mapping[str, int]
     fetched_segments: int
     failed_fetches: int

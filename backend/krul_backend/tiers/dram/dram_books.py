@@ -41,6 +41,8 @@ class DramCounters:
     lookups: int = 0
     hit_pages: int = 0
     missed_pages: int = 0
+    prefetch_useful_bytes: int = 0
+    prefetch_wasted_bytes: int = 0
 
 
 class ClearMarks:
@@ -257,6 +259,13 @@ class DramBooks:
             self._order.advise(segment, hint)
             self._quotas.advise(segment, hint)
 
+    def note_found(self, segments: Iterable[StoredSegment]) -> None:
+        """Note that a lookup found these; a prefetch was worth it for those that it brought whole."""
+        for segment in segments:
+            if segment.is_prefetched and segment.status is None:
+                segment.is_prefetched = False
+                self.counters.prefetch_useful_bytes += segment.manifest.num_bytes
+
     def quarantine(self, segment: StoredSegment) -> bool:
         """Take a damaged segment out of the index; False if it had left before."""
         if not segment.is_indexed:
@@ -275,6 +284,9 @@ class DramBooks:
         del self.segments[segment.segment_id]
         self._count(segment, -1)
         segment.is_indexed = False
+        if segment.is_prefetched:
+            segment.is_prefetched = False
+            self.counters.prefetch_wasted_bytes += segment.manifest.num_bytes
         if segment.num_pins == 0:
             self.give(segment.all_extents, segment.manifest.tenant)
 

@@ -140,6 +140,7 @@ class HostStore:
             books.counters.missed_pages += len(keys) - num_pages
             if match.runs:
                 _grant(books, lease_id, match.runs)
+                books.note_found(run.segment for run in match.runs)
                 books.touch_pages(model, keys[:num_pages])
         if match.is_contradicted:
             logger.warning(

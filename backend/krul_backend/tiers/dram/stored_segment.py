@@ -29,7 +29,8 @@ class StoredSegment:
     the store's lock, and only if no other pin is on the segment. So whoever has pinned a segment can read
     these fields without the lock.
 
-    ``is_fast_copy``: see ``KVStore.reserve``.
+    ``is_fast_copy``: see ``KVStore.reserve``. ``is_prefetched``: it was read ahead of a load, and no
+    lookup has found it here since.
 
     ``status`` is set while layers arrive from ``origin``, a lower tier; its flags lie in ``flags_extent``,
     which is freed with the segment. ``lower_load_s``: seconds to read the segment from the fastest lower tier
@@ -43,6 +44,7 @@ class StoredSegment:
     checksums: Checksums
     last_used_s: float
     is_fast_copy: bool = False
+    is_prefetched: bool = False
     origin: str = DRAM_TIER
     status: LayerStatus | None = None
     flags_extent: Extent | None = None

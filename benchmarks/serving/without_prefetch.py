@@ -1,0 +1,34 @@
+"""An SGLang server in which nothing is fetched for a request that waits.
+
+``python -m benchmarks.serving.without_prefetch`` takes the arguments of ``sglang.launch_server``. No request
+is looked up before its turn, and what lies below host memory is read when its load starts.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Iterable
+from typing import Any
+from unittest.mock import patch
+
+
+def switch_off() -> None:
+    """Take the prefetch out of this process."""
+    from krul_sglang.engine.cache.radix_cache import KrulLinkerWrapper
+    from krul_sglang.engine.restore.waiting_leases import HeldLease, WaitingLeases
+
+    def look_ahead(self: KrulLinkerWrapper, queue: Iterable[Any]) -> None:
+        pass
+
+    def keep(self: WaitingLeases, held: HeldLease) -> HeldLease:
+        return held
+
+    patch.object(KrulLinkerWrapper, "look_ahead", look_ahead).start()
+    patch.object(WaitingLeases, "_promote_to_dram", keep).start()
+
+
+# SGLang's processes are spawned: each imports the module that the first one was started with.
+if __name__ in ("__main__", "__mp_main__"):
+    switch_off()
+if __name__ == "__main__":
+    runpy.run_module("sglang.launch_server", run_name="__main__")
