@@ -42,7 +42,7 @@ from krul_sglang.models.find import find_model
 logger = logging.getLogger(__name__)
 
 RECOMPUTED = (0, 32, 64, 128, 256)
-"""So many of the first kept tokens are computed again. A server computes 32, and those before the first page
+"""So many of the first kept tokens are computed again. A server computes 128, and those before the first page
 of the run that it finds: about 32 more."""
 
 KEPT_SHARE = 0.5

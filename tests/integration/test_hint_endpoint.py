@@ -104,7 +104,7 @@ def test_a_conversation_comes_back_when_it_is_expected(daemon: Daemon) -> None:
     with HintClient(daemon.url, daemon.token_file) as hints:
         assert hints.send("timed-0", next_use_s=1.0) is not None
         wait_until(lambda: is_in_dram(daemon, "timed-0"))
-    assert daemon.store.stats().comeback_pages - before == 2
+    wait_until(lambda: daemon.store.stats().comeback_pages - before == 2)
 
 
 def test_what_is_demoted_leaves_first_and_stays_below(daemon: Daemon) -> None:

@@ -152,9 +152,9 @@ def test_a_conversation_comes_back_before_its_use(rig: Rig) -> None:
     name(rig, "c", 2)
     # Due at once: it is expected sooner than it could be read.
     rig.store.advise(Hint(next_use_s=MARGIN_S / 2), session=AGENT)
+    wait_until(lambda: rig.store.stats().comeback_pages == 2)
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
     assert is_in_dram(rig, "c", 0, 2)
-    assert rig.store.stats().comeback_pages == 2
     assert len(rig.store._advisor.comebacks) == 0
 
 

@@ -96,6 +96,23 @@ def test_a_run_ends_within_the_first_window_that_differs() -> None:
     assert 1200 <= found.end < 1200 + 10 * WINDOW_EVERY
 
 
+def test_a_run_does_not_go_from_pages_of_text_on_to_those_after_a_moved_run() -> None:
+    index = RunIndex(16)
+    whole = text(11, 1600)
+    named = [*keys("a", 30), *keys("moved", 70)]
+    index.add("", named, whole, range(100), moved_from=30)
+    found = index.find("", whole)
+    assert found is not None
+    assert found.stored_at >= 30 * 16
+    assert found.prior_key is not None
+    assert found.prior_key.startswith("moved-") or found.prior_key == moved_key("a-29", "")
+    # Where fewer of those are left, the pages of the text alone are the longer run.
+    found = index.find("", whole[: 40 * 16])
+    assert found is not None
+    assert found.stored_at < 30 * 16
+    assert found.prior_key is None or found.prior_key.startswith("a-")
+
+
 def test_windows_are_bounded_and_the_oldest_leave() -> None:
     index = RunIndex(16, max_windows=100)
     for seed in range(20):

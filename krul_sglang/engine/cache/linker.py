@@ -244,6 +244,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 owner.tenant,
                 owner.session,
                 owner.hint,
+                path.moved_from,
             )
         )
 

@@ -138,7 +138,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             moved_key(path.page_keys[page - 1] if page else None, tenant_of(extra_key, cache_salt)),
             page_size=size,
         )
-        return replace(path, page_keys=[*path.page_keys[:page], *keys])
+        return replace(path, page_keys=[*path.page_keys[:page], *keys], moved_from=page)
 
     def offload_nodes(self, node_ids: Sequence[Any]) -> None:
         """Does nothing: prompt chunks and split prefixes are not stored; the whole turn is, when it ends."""

@@ -33,9 +33,10 @@ MAX_WINDOWS = 1 << 18
 MIN_RUN_TOKENS = 64
 """A shorter run saves too little."""
 
-RECOMPUTED_TOKENS = 32
+RECOMPUTED_TOKENS = 128
 """The first tokens of a run are computed, as the gap before it is: what they were computed with is missing in
-this prompt, and they pay most attention to it."""
+this prompt, and they depend on it most. With SmolLM2 recall loses 2 points with 32 of them, and none that can
+be told from chance with 128 (``benchmarks.truncation``)."""
 
 MOVED_TOKENS = "krul_moved_tokens"
 """Attribute of SGLang's requests: how many tokens of their prompt came back as a moved run."""
@@ -49,10 +50,11 @@ class _StoredPage(NamedTuple):
     """A page that begins at token ``first_token`` of a stored conversation, ``offset`` tokens after a window.
 
     ``prior_key`` is the key of the page before it, from which the keys of the pages that follow can be
-    computed; None for the first page.
+    computed, as far as they have the same ``chain``; None for the first page.
     """
 
     prior_key: str | None
+    chain: str
     first_token: int
     offset: int
 
@@ -111,9 +113,20 @@ class RunIndex:
     def __len__(self) -> int:
         return len(self._pages)
 
-    def add(self, tenant: str, page_keys: Sequence[str], token_ids: TokenIds, stored: range) -> None:
-        """Remember the pages ``stored`` of a conversation that has ``page_keys`` and ``token_ids``."""
+    def add(
+        self,
+        tenant: str,
+        page_keys: Sequence[str],
+        token_ids: TokenIds,
+        stored: range,
+        moved_from: int | None = None,
+    ) -> None:
+        """Remember the pages ``stored`` of a conversation that has ``page_keys`` and ``token_ids``.
+
+        Pages from ``moved_from`` on, if given, are named after ``moved_key``.
+        """
         size = self._page_size
+        chain = "" if moved_from is None else page_keys[moved_from]
         begin = max(0, stored.start * size - WINDOW_TOKENS + 1)
         places, hashes = _windows(token_ids[begin : stored.stop * size])
         with self._lock:
@@ -121,14 +134,22 @@ class RunIndex:
                 page = -(-(begin + place) // size)
                 if stored.start <= page < stored.stop:
                     key = tenant, digest
+                    is_moved = moved_from is not None and page >= moved_from
                     prior_key = page_keys[page - 1] if page else None
-                    self._pages[key] = _StoredPage(prior_key, page * size, page * size - begin - place)
+                    if page == moved_from:
+                        prior_key = moved_key(prior_key, tenant)
+                    self._pages[key] = _StoredPage(
+                        prior_key, chain if is_moved else "", page * size, page * size - begin - place
+                    )
                     self._pages.move_to_end(key)
             while len(self._pages) > self._max_windows:
                 self._pages.popitem(last=False)
 
     def find(self, tenant: str, token_ids: TokenIds) -> RunStart | None:
-        """Where the run begins that shares most windows with ``token_ids``; None if no page of one fits."""
+        """Where the run begins that shares most windows with ``token_ids``; None if no page of one fits.
+
+        A run has the same shift and the same chain of keys throughout.
+        """
         places, hashes = _windows(token_ids)
         found: list[tuple[int, _StoredPage]] = []
         with self._lock:
@@ -139,10 +160,10 @@ class RunIndex:
                     found.append((place, page))
         if not found:
             return None
-        shifts = [place + page.offset - page.first_token for place, page in found]
-        (shift, _), *_ = Counter(shifts).most_common(1)
-        place, page = found[shifts.index(shift)]
-        last = max(place for (place, _), of_window in zip(found, shifts, strict=True) if of_window == shift)
+        runs = [(place + page.offset - page.first_token, page.chain) for place, page in found]
+        (longest, _), *_ = Counter(runs).most_common(1)
+        place, page = found[runs.index(longest)]
+        last = max(place for (place, _), run in zip(found, runs, strict=True) if run == longest)
         # The next window is another one: the run ends within it.
         end = next((int(after) + WINDOW_TOKENS for after in places if after > last), len(token_ids))
         return RunStart(place + page.offset, min(end, len(token_ids)), page.first_token, page.prior_key)

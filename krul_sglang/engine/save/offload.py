@@ -316,7 +316,7 @@ class TurnOffloader:
         )
         self._store.commit(reservation, manifest, checksums)
         if self.runs is not None:
-            self.runs.add(turn.tenant, turn.page_keys, turn.token_ids, run)
+            self.runs.add(turn.tenant, turn.page_keys, turn.token_ids, run, turn.moved_from)
         if is_fast_copy:
             self.counters.fast_copy_bytes += manifest.num_bytes
             return True

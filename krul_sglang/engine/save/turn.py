@@ -19,12 +19,13 @@ from krul_sglang.hints import tenant_of
 class StoredPath:
     """Whole pages from the first token on that are stored, and in the device pool as well.
 
-    ``page_keys``, ``token_ids`` and ``slots`` are those of a ``Turn``.
+    ``page_keys``, ``token_ids``, ``slots`` and ``moved_from`` are those of a ``Turn``.
     """
 
     page_keys: Sequence[str]
     token_ids: TokenIds
     slots: torch.Tensor
+    moved_from: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Turn:
     after which the slots hold the KV. ``attention`` is what was recorded of it, if anything.
     Whoever submits a turn keeps its slots locked until it is popped; the offloader releases ``attention``.
     ``tenant`` is whom its bytes count for; ``session`` the name of the conversation, if it has one; ``hint``
-    what its request said about its future. A turn that is to be dropped is not stored.
+    what its request said about its future. A turn that is to be dropped is not stored. Pages from
+    ``moved_from`` on, if given, were computed on top of a moved run, and are named after ``moved_key``.
     """
 
     page_keys: Sequence[str]
@@ -61,6 +63,7 @@ class Turn:
     tenant: str = ""
     session: SessionName | None = None
     hint: Hint = NO_HINT
+    moved_from: int | None = None
 
 
 def owner_of(req: Any, hints: RequestHints) -> TurnOwner:
