@@ -403,12 +403,18 @@ def test_a_segment_is_not_prefetched_for_a_few_of_its_pages(rig: Rig) -> None:
         keys = page_keys("c", 0, num_pages)
         assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == expected
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
-    # What a load asks for is read, however little it is.
+    # Nor is what a load asks for left out, however little it is.
     put_below(rig.ssd, "d", 0, 16)
     lease = lease_pages(rig.store, "d", 0, 1)
     assert lease is not None
     rig.store.fetch(lease)
     wait_until(lambda: rig.store.stats().fetched_segments == 2)
+    # The first page of many prompts, and all that follows it in one of them.
+    put_below(rig.ssd, "e", 0, 32)
+    put_below(rig.ssd, "f", 1, 5)
+    keys = (*page_keys("e", 0, 1), *page_keys("f", 1, 5))
+    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == 5
+    wait_until(lambda: rig.store.stats().fetched_segments == 4)
     rig.store.release(lease)
     rig.assert_nothing_is_held()
 

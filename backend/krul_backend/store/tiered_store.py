@@ -152,8 +152,9 @@ class TieredStore(KVStore):
         try:
             for i, part in enumerate(parts):
                 if isinstance(part, LowerPart):
-                    if part.num_pages < LEAST_PREFETCHED_SHARE * len(part.run.segment.manifest.page_keys):
-                        # Later pages of the conversation are of no use without these.
+                    # With this part all later ones become useful.
+                    num_pages = sum(each.num_pages for each in parts[i:])
+                    if num_pages < LEAST_PREFETCHED_SHARE * len(part.run.segment.manifest.page_keys):
                         break
                     parts[i] = self._fetcher.bring(part, began_at, is_prefetch=True)
         except TierReadError:
