@@ -354,10 +354,5 @@ def tables() -> dict[str, str]:
         "tiers": tiers_table(orjson.loads(TIERS_RESULT.read_bytes())),
         "policy": policy_table(policies),
         "policy-queue": queue_table(policies),
-        "truncation-quality": truncation.truncation_quality_table(
-            orjson.loads(truncation.QUALITY_RESULT.read_bytes())
-        ),
-        "truncation-serving": truncation.truncation_serving_table(
-            orjson.loads(truncation.SERVING_RESULT.read_bytes())
-        ),
+        **truncation.truncation_tables(),
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 from benchmarks.pages import RESULTS, ROOT
 
 QUALITY_RESULT = RESULTS / "truncation-quality-cpu.json"
@@ -55,6 +57,15 @@ def truncation_serving_table(result: Mapping[str, Any]) -> str:
         f"Machine: {result['machine']['cores']} cores. Source: [`{source}`]({source}).",
     )
     return "\n".join([*lines, "", " ".join(notes)])
+
+
+def truncation_tables() -> dict[str, str]:
+    """The tables of the kept results, by the names of their places; what was not measured is empty."""
+    made = {QUALITY_RESULT: truncation_quality_table, SERVING_RESULT: truncation_serving_table}
+    return {
+        path.stem.removesuffix("-cpu"): table(orjson.loads(path.read_bytes())) if path.exists() else ""
+        for path, table in made.items()
+    }
 
 
 def _recall(row: Mapping[str, Any]) -> str:
