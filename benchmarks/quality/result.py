@@ -22,7 +22,7 @@ POOL_BITS = 16
 _MOST_SHARED = 3
 """So many of the pairs that were shared most are kept of a row."""
 
-_LEFT_OF_SAMPLES = ("recall", "value_recall", "num_bytes")
+_KEPT_SAMPLES = ("kl", "kl_over_expected")
 
 
 def row(
@@ -64,8 +64,8 @@ def row(
 def summarize(result: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of a run's ``result``: all of its means, and quantiles in place of samples.
 
-    ``conversations`` become a count per group and length. Recall of single conversations is 0 or 1, and bytes
-    follow from the length, so their means say all. What is None is left out.
+    ``conversations`` become a count per group and length. Of single conversations the divergences stay. What
+    is None is left out.
     """
     kinds = Counter((each["group"], each["history_tokens"]) for each in result["conversations"])
     return {
@@ -171,6 +171,6 @@ def _answers(outcomes: Sequence[Outcome], uncompressed: Sequence[Samples]) -> di
 def _row_summary(row: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in row.items() if value is not None and name != "conversations"}
     kept["samples"] = {
-        name: quantiles(values) for name, values in row["samples"].items() if name not in _LEFT_OF_SAMPLES
+        name: quantiles(values) for name, values in row["samples"].items() if name in _KEPT_SAMPLES
     }
     return kept

@@ -8,7 +8,10 @@ from benchmarks.samples import without_samples
 
 Row = dict[str, Any]
 
-_SAID_ELSEWHERE = ("strategy", "planner", "new_tokens", "ideal_s", "head_tokens", "bytes_loaded")
+_SAID_ELSEWHERE = (
+    *("strategy", "planner", "new_tokens", "ideal_s", "head_tokens", "bytes_loaded"),
+    *("compute_busy", "load_busy"),
+)
 
 
 def settings(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
