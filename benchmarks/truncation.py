@@ -49,6 +49,7 @@ KEPT_SHARE = 0.5
 """Of the history, in whole turns; less if the turn at that place is long."""
 
 PAGE_SIZE = 16
+_HOST_MEMORY = "5GiB"
 _SERVER_ARGS = ("--page-size", str(PAGE_SIZE), "--enable-cache-report")
 
 
@@ -201,7 +202,7 @@ def serve(model_path: str, tokenizer: Any, num_conversations: int) -> list[dict[
     longest = max(len(chat.whole) for chat in chats)
     pool = (longest + 256) // PAGE_SIZE * PAGE_SIZE
     shared = (*_SERVER_ARGS, "--dtype", default_dtype(), "--max-total-tokens", str(pool))
-    options = {"host_memory": "1GiB", "strategy": "none", "truncation_reuse": True}
+    options = {"host_memory": _HOST_MEMORY, "strategy": "none", "truncation_reuse": True}
     krul = ("--radix-cache-backend", "krul", "--unified-cache-external-linker-config")
     commands = {
         "recompute": shared,
