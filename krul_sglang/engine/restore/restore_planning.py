@@ -247,11 +247,13 @@ class RestorePlanning:
     def _run(self, reader: SegmentReader) -> StoredRun:
         header, decoder = reader.source.header, reader.decoder
         first_token, end_token = reader.first_token, reader.end_token
+        # A lower tier reads whole segments, however few tokens of one are wanted.
+        num_read_for = header.num_tokens if reader.source.tier == DRAM_TIER else reader.num_tokens
         return StoredRun(
             tier=reader.source.tier,
             first_token=first_token,
             end_token=end_token,
-            layer_token_bytes=tuple(num_bytes / header.num_tokens for num_bytes in decoder.layer_num_bytes),
+            layer_token_bytes=tuple(num_bytes / num_read_for for num_bytes in decoder.layer_num_bytes),
             decode_token_s=self._decode_costs.token_s(decoder.stored_as),
             last_use=decoder.last_use,
             stored_from=tuple(
