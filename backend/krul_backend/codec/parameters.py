@@ -17,7 +17,7 @@ _KEYS = {"codec", "version", "group_size", "are_keys_unrotated", "layers", "pair
 
 
 class RetentionRule(Enum):
-    """Which tokens of a shared pair keep their own vectors, by the angle between the two layers' vectors.
+    """Says which tokens of a pair keep their own vectors, by the angle between the two layers' vectors.
 
     ``THRESHOLD`` (MiniCache, section 4.3): distance above ``d_max - (d_max - d_min) * amount``, with the
     largest and smallest distance of the head in the segment. MiniCache's inequality, read literally, keeps

@@ -19,16 +19,16 @@ from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.dram.host_store import HostStore
 
 MAX_NAMES = 100_000
-"""How many names of conversations are kept."""
+"""Names of conversations that are kept at most."""
 
 MARGIN_S = 0.5
-"""How long before its use a conversation is in DRAM, beside the time that reading it takes."""
+"""A conversation is read back so long before its use, and twice the time that reading takes."""
 
 _MAX_MODELS = 16
 """Of one name: each rank of a server is a model of its own."""
 
 _DROP_FLUSH_S = 1.0
-"""How long a drop waits for segments that are being written to a tier at that moment."""
+"""A drop waits so long for segments that are being written to a tier at that moment."""
 
 Prefetch = Callable[[ModelIdentity, Sequence[str], TokenIds], int]
 
@@ -58,7 +58,7 @@ class SessionNames:
                 self._ends.popitem(last=False)
 
     def get(self, session: SessionName) -> tuple[PathEnd, ...]:
-        """Where the conversation ends for each model; nothing if the name is not known."""
+        """Return the conversation's last page for each model; nothing if the name is not known."""
         key = _digest(session)
         with self._lock:
             ends = self._ends.get(key, ())
@@ -143,7 +143,7 @@ class Advisor:
         return self._host.advise(model, page_keys, hint)
 
     def _stored_end(self, model: ModelIdentity, page_keys: Sequence[str]) -> int:
-        """How many of the first pages are stored without a gap, as far as it is known without a network."""
+        """Count the first pages that are stored without a gap, as far as it is known without a network."""
         end = 0
         while end < len(page_keys):
             at = end

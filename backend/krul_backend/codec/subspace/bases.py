@@ -273,7 +273,7 @@ def split_vectors(vectors: torch.Tensor, shape: LayerShape, num_layers: int) -> 
 
 
 def older_path(path: Path, digest: str) -> Path:
-    """Where the bases of this digest lie that were once in ``path``, or in the same place elsewhere."""
+    """Return where bases of this digest are kept after newer ones have taken their place in ``path``."""
     return path.with_name(f"{path.stem}-{digest}{path.suffix}")
 
 

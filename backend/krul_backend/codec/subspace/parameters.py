@@ -54,7 +54,7 @@ class GroupParameters:
     record_num_bytes: NDArray[np.uint32]
 
     def stored(self) -> _StoredGroup:
-        """What ``parse`` accepts.
+        """Return the group as it stands in a segment's parameters; ``parse`` reads it back.
 
         Raises:
             CodecError: a record of 2^18 bytes or more.
