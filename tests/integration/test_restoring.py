@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from krul_sglang.demo.server import ServerProcess
+from krul_sglang.demo.server import ServerProcess, wait_for_saves
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     POOL_TOKENS,
@@ -75,6 +75,7 @@ def return_together(server: ServerProcess, *, evict: bool) -> list[Answer]:
     prompts = [random_prompt(name, 400 + 130 * i) for i, name in enumerate(TOGETHER)]
     for prompt in prompts:
         ask(server, prompt, max_new_tokens=1)
+        wait_for_saves(server)
     if evict:
         push_out(server, num_tokens=POOL_TOKENS, seed="together")
     with ThreadPoolExecutor(len(prompts)) as pool:

@@ -91,10 +91,14 @@ def assert_same(expected: Sequence[Answer], actual: Sequence[Answer]) -> None:
 
 
 def push_out(server: ServerProcess, *, num_tokens: int, seed: object) -> None:
-    """Fill the device pool with other prompts, so that everything idle is evicted from it."""
+    """Fill the device pool with other prompts, so that everything idle is evicted from it.
+
+    Returns when they are stored: turns that wait for it hold the room of those that end next.
+    """
     length = 600
     for i in range(num_tokens // length + 1):
         ask(server, random_prompt(("noise", seed, i), length), max_new_tokens=2)
+    wait_for_saves(server)
 
 
 def play(server: ServerProcess, name: str, *, evict: bool) -> list[Answer]:
