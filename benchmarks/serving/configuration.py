@@ -15,8 +15,11 @@ from krul_sglang.demo.environment import without_cwd
 
 SERVERS = ("recompute", "device", "native", "compressed", "full-load")
 KRUL_SERVERS = ("native", "compressed", "full-load")
-VARIANTS = {"lru": {"eviction": "lru"}, "no-prefetch": {}}
-"""What follows a ``+`` in the name of a krul server, as in ``native+lru+no-prefetch``, with its options."""
+VARIANTS = {"lru": {"eviction": "lru"}, "no-prefetch": {}, "hints": {}}
+"""What follows a ``+`` in the name of a krul server, as in ``native+lru+no-prefetch``, with its options.
+
+Each request to one with ``hints`` names its conversation and says that it returns after the think time.
+"""
 CLIENTS = ("krul", "bench_serving", "divergence")
 
 COMPRESSED_OPTIONS = {"strategy": SUBSPACE}
@@ -128,6 +131,8 @@ class Configuration:
         for option, value in positive.items():
             if value is not None and not value > 0:
                 raise ServingBenchmarkError(f"{option} {value} is not possible; expected more than 0")
+        if any(has_variant(name, "hints") for name in self.servers) and not self.think_time_s:
+            raise ServingBenchmarkError("+hints says when a conversation returns: give it a --think-time")
         if self.think_time_s < 0:
             raise ServingBenchmarkError(f"--think-time {self.think_time_s} is not possible")
         if self.ssd_read_mbs is not None and self.ssd is None and self.ssd_share is None:
@@ -192,6 +197,11 @@ class Configuration:
 def is_krul(name: str) -> bool:
     """Whether the server of this name has krul."""
     return name.split("+")[0] in KRUL_SERVERS
+
+
+def has_variant(name: str, variant: str) -> bool:
+    """Whether a server's name has this one of ``VARIANTS``."""
+    return variant in name.split("+")[1:]
 
 
 def _check_servers(names: Collection[str]) -> None:

@@ -6,12 +6,13 @@ import asyncio
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import openai
 
-from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
+from benchmarks.serving.configuration import Configuration, ServingBenchmarkError, has_variant
 from benchmarks.serving.servers import Server
 from krul_sglang.demo.conversations import Conversation, Message
 from krul_sglang.demo.player import TimedAnswer, TurnResult, play_order, request
@@ -144,7 +145,9 @@ async def _play_batch(
         messages = arrival.conversation.messages(arrival.turn, history)
         if first_sent == began:
             first_sent = time.perf_counter()
-        result = await ask(client, key, arrival.turn, messages, configuration.max_tokens)
+        result = await ask(
+            client, key, arrival.turn, messages, configuration.max_tokens, _hints(name, key, configuration)
+        )
         answers.ended_at[name, key] = time.perf_counter()
         if name == configuration.reference:
             answers.history[key, arrival.turn] = result.answer
@@ -163,11 +166,26 @@ async def _play_batch(
     return turns
 
 
+def _hints(name: str, conversation: str, configuration: Configuration) -> dict[str, Any]:
+    """What a request says to a server of hints beside its prompt."""
+    if not has_variant(name, "hints"):
+        return {}
+    hint = {"next_use_s": configuration.think_time_s}
+    return {"session_id": conversation, "custom_params": {"krul_hints": hint}}
+
+
 async def ask(
-    client: openai.AsyncOpenAI, conversation: str, turn: int, messages: list[Message], max_tokens: int
+    client: openai.AsyncOpenAI,
+    conversation: str,
+    turn: int,
+    messages: list[Message],
+    max_tokens: int,
+    more: Mapping[str, Any] | None = None,
 ) -> TurnResult:
-    """One request, greedy and streamed."""
+    """One request, greedy and streamed, with ``more`` fields in its body."""
+    fields = request(messages, max_tokens)
+    fields["extra_body"] |= more or {}
     answer = TimedAnswer(conversation, turn)
-    async for chunk in await client.chat.completions.create(**request(messages, max_tokens)):
+    async for chunk in await client.chat.completions.create(**fields):
         answer.take(chunk)
     return answer.result()

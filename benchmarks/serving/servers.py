@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import psutil
 
-from benchmarks.serving.configuration import Configuration, ServingBenchmarkError, is_krul
+from benchmarks.serving.configuration import Configuration, ServingBenchmarkError, has_variant, is_krul
 from benchmarks.serving.slow_ssd import SlowSsdDaemon
 from krul_backend.memory import parse_bytes
 from krul_backend.strategy.strategy import SUBSPACE
@@ -181,7 +181,7 @@ def make_server(name: str, configuration: Configuration, pools: PoolSizes, folde
         args += ["--radix-cache-backend", "krul"]
         args += ["--unified-cache-external-linker-config", orjson.dumps(values).decode()]
     process = ServerProcess(configuration.model_path, args=args, ready_timeout_s=_READY_TIMEOUT_S)
-    if "no-prefetch" in name.split("+"):
+    if has_variant(name, "no-prefetch"):
         process.command[process.command.index("sglang.launch_server")] = WITHOUT_PREFETCH
     return Server(name, pool_tokens, options, process, daemon)
 

@@ -228,6 +228,7 @@ class FakeServer:
     running: int = 0
     most_running: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+    hints: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def answer(self, messages: list[Message]) -> Iterator[dict[str, Any]]:
         with self.lock:
@@ -272,6 +273,8 @@ def serving(fake: FakeServer) -> Iterator[FakeServer]:
             self.send_response(200)
             self.send_header("content-type", "text/event-stream")
             self.end_headers()
+            if "custom_params" in asked:
+                fake.hints.append((asked["session_id"], asked["custom_params"]["krul_hints"]))
             for chunk in fake.answer(asked["messages"]):
                 base = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
                 self.wfile.write(b"data: " + orjson.dumps(base | chunk) + b"\n\n")
@@ -294,10 +297,14 @@ def serving(fake: FakeServer) -> Iterator[FakeServer]:
 
 
 @contextmanager
-def two_fakes() -> Iterator[tuple[list[tuple[str, list[Message]]], list[FakeServer], list[Server]]]:
+def two_fakes(
+    *names: str,
+) -> Iterator[tuple[list[tuple[str, list[Message]]], list[FakeServer], list[Server]]]:
     log: list[tuple[str, list[Message]]] = []
     with ExitStack() as stack:
-        fakes = [stack.enter_context(serving(FakeServer(name, log))) for name in ("device", "native")]
+        fakes = [
+            stack.enter_context(serving(FakeServer(name, log))) for name in names or ("device", "native")
+        ]
         yield log, fakes, [Server(fake.name, 64, {}, fake) for fake in fakes]  # type: ignore[arg-type]
 
 
@@ -372,6 +379,18 @@ def test_in_rotation_a_conversation_waits_for_itself_alone_and_servers_play_one_
     # The prompts of a later group have the answers of the reference, too.
     (last,) = {tuple(message["content"] for message in asked) for _, asked in log[-2:]}
     assert last == ("one", "device 1", "two", "device 3", "three")
+
+
+def test_a_server_of_hints_is_told_when_conversations_return() -> None:
+    names = ("device", "native+hints")
+    with pytest.raises(ServingBenchmarkError, match="give it a --think-time"):
+        configuration(servers=names)
+    settings = configuration(servers=names, think_time_s=0.01)
+    batches = schedule([conversation("a", "one", "two")], rate=None, seed=0)
+    with two_fakes(*names) as (_, fakes, servers):
+        asyncio.run(play(servers, settings, batches, lambda name, turn: None))
+    assert not fakes[0].hints
+    assert fakes[1].hints == [("a", {"next_use_s": 0.01})] * 2
 
 
 def test_a_server_that_is_gone_is_a_clear_error() -> None:
