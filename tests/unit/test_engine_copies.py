@@ -221,6 +221,21 @@ def test_every_turn_is_put_to_the_chooser_and_gives_its_capture_back(bench: Benc
     assert [of_turn.releases for of_turn in captured] == [1, 1, 1, 1]
 
 
+def test_a_rank_whose_store_cannot_answer_still_takes_part_in_the_choice(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("an answer that makes no sense")
+
+    with Blocked(bench.offloader):
+        bench.offloader.submit(bench.turn("a", 2))
+        monkeypatch.setattr(bench.store, "find_missing", fail)
+    bench.offloader.wait()
+    assert not bench.offloader.pop_completed()
+    assert bench.chooser.asked == [None]
+    assert bench.offloader.counters.failed_turns == 1
+
+
 def test_a_load_over_several_segments_from_the_middle_of_the_first(bench: Bench) -> None:
     whole = bench.turn("a", 5)
     first = Turn(whole.page_keys[:3], whole.token_ids[:12], whole.slots[:12], [])

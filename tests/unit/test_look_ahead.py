@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-from krul_sglang.engine.cache.radix_cache import KrulLinkerWrapper
+from krul_sglang.engine.cache.radix_cache import MAX_LOOKED_UP_AHEAD, KrulLinkerWrapper
 
 POOL_TOKENS = 1000
 
@@ -63,6 +63,16 @@ def test_the_window_is_what_the_device_pool_could_hold() -> None:
     assert queue.round(("b", 400), ("c", 1), ("d", 1)) == ("b", "c", "d")
     # The next one is looked up, whatever its length.
     assert queue.round(("e", POOL_TOKENS + 1), ("f", 1)) == ("e",)
+
+
+def test_many_that_come_at_once_are_looked_up_in_several_rounds() -> None:
+    queue = Queue()
+    waiting = [(str(number), 1) for number in range(2 * MAX_LOOKED_UP_AHEAD + 1)]
+    names = tuple(name for name, _ in waiting)
+    assert queue.round(*waiting) == names[:MAX_LOOKED_UP_AHEAD]
+    assert queue.round(*waiting) == names[MAX_LOOKED_UP_AHEAD:-1]
+    assert queue.round(*waiting) == names[-1:]
+    assert queue.round(*waiting) == ()
 
 
 def test_one_that_has_left_the_window_is_forgotten() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.rotary import RotaryTable
 from krul_sglang.engine.common.moved_runs import (
     WINDOW_EVERY,
     WINDOW_TOKENS,
@@ -14,6 +19,9 @@ from krul_sglang.engine.common.moved_runs import (
     RunIndex,
     moved_key,
 )
+from krul_sglang.engine.restore import load_batch
+from krul_sglang.engine.restore.load_batch import MovedKeys
+from tests.support.engine_builders import TensorPool
 
 
 def text(seed: int, num_tokens: int) -> np.ndarray:
@@ -156,3 +164,18 @@ def test_keys_after_a_moved_run_are_no_keys_of_text() -> None:
     assert moved_key("ab", "") == moved_key("ab", "a tenant")
     assert moved_key(None, "a tenant") != moved_key(None, "another")
     assert len(moved_key(None, "")) == 64
+
+
+def test_keys_are_turned_piece_by_piece_in_their_slots_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_batch, "_TURNED_AT_ONCE", 5)
+    pool: Any = TensorPool(LayerShape(2, 8, 8, torch.bfloat16), num_layers=2, num_slots=40)
+    angles = torch.arange(64)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01])
+    rotary = RotaryTable(angles.cos(), angles.sin(), is_neox=True)
+    slots = torch.randperm(40, generator=torch.Generator().manual_seed(3))[:13]
+    keys, values = (buffer.clone() for buffer in pool.buffers(1))
+    MovedKeys(rotary, shift=-20).turn(pool, 1, slots, first_token=7)
+    wanted = keys.clone()
+    wanted[slots] = rotary.move(keys[slots].float(), torch.arange(27, 40), torch.arange(7, 20)).to(keys.dtype)
+    assert not torch.equal(wanted, keys)
+    assert torch.equal(pool.buffers(1)[0], wanted)
+    assert torch.equal(pool.buffers(1)[1], values)

@@ -194,9 +194,11 @@ def test_a_conversation_that_needs_longer_heads_than_allowed_is_refused() -> Non
     assert planning.counters.refused == 1
 
 
-def moved(planning: RestorePlanning, shift: int) -> list[SegmentReader]:
+def moved(
+    planning: RestorePlanning, shift: int, kept_heads: tuple[int, ...] | None = None
+) -> list[SegmentReader]:
     """Readers of tokens [8, 48) of the stored conversation, which the prompt has ``shift`` tokens later."""
-    segments = tuple(stored("native", start, end, None) for start, end in pairwise(BOUNDS))
+    segments = tuple(stored("native", start, end, kept_heads) for start, end in pairwise(BOUNDS))
     readers = planning.open(lease_of(segments, DEVICE_TOKENS), NUM_TOKENS, shift)
     assert readers is not None
     return readers
@@ -215,6 +217,17 @@ def test_what_is_before_a_moved_run_is_computed_and_runs_are_planned_in_whole_pa
     assert planned.plan.head_ends == (16,) * NUM_LAYERS
     counters = planning.counters
     assert (counters.moved_loads, counters.moved_tokens) == (1, 46 - 16)
+
+
+def test_a_page_of_two_segments_is_not_loaded_where_the_first_was_trimmed() -> None:
+    planner = HeadsPlanner(lowest_heads)
+    planning = planning_of(planner)
+    readers = moved(planning, 2, kept_heads=(24, 24, 8, 0))
+    # Token 24 of the prompt is the last but one of the first segment.
+    assert [(reader.first_token, reader.end_token) for reader in readers[:2]] == [(10, 26), (26, 46)]
+    assert planning.plan(readers[:2], device_tokens=4, new_tokens=1, load_from=13) is not None
+    (problem,) = planner.problems
+    assert [run.stored_from for run in problem.runs] == [(24, 24, 16, 16), (28, 28, 24, 24)]
 
 
 def test_ranks_that_found_their_moved_runs_elsewhere_load_neither() -> None:

@@ -20,7 +20,7 @@ from krul_backend.daemon.protocol.messages import MAX_MODELS
 from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.strategy import LayerGroups, Strategy
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.attach.factory import change_weights
+from krul_sglang.engine.attach.factory import change_weights, probe_when_idle
 from krul_sglang.engine.budget.served_bases import ServedBases, TextDrift
 from krul_sglang.engine.cache.linker import KrulLinker
 from krul_sglang.engine.cache.runtime import KrulRuntime
@@ -245,8 +245,11 @@ def test_ranks_take_the_name_that_they_agree_on(make_rank: Any, monkeypatch: pyt
 
 
 class Cache:
+    """Notes what it, or its linker, is told."""
+
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.linker = self
 
     def begin_weights_change(self) -> None:
         self.said.append("begin")
@@ -348,3 +351,18 @@ def test_a_client_introduces_a_model_again_that_the_daemon_may_have_forgotten() 
     assert len(channels.hellos) == MAX_MODELS // 2 + 1
     connection.say_hello(MODEL, 1.0)
     assert channels.hellos[-1] == MODEL.fingerprint
+
+
+@pytest.mark.parametrize(("is_idle", "said"), [(True, ["probe"]), (False, ["drop"])])
+def test_a_path_kept_for_a_probe_never_keeps_memory_from_requests_that_wait(
+    is_idle: bool, said: list[str]
+) -> None:
+    """Without a running batch nothing else would ever free it for them."""
+    heard: list[str] = []
+    linker = SimpleNamespace(
+        probe_when_idle=lambda: heard.append("probe"), drop_probe_candidate=lambda: heard.append("drop")
+    )
+    scheduler = Updater(SimpleNamespace(linker=linker)).scheduler
+    scheduler.is_fully_idle = lambda: is_idle
+    probe_when_idle(scheduler)
+    assert heard == said

@@ -46,9 +46,3 @@ def test_slots_wait_for_the_turn_that_reads_them(
 ) -> None:
     cache.free_kv_row(record, ranges)
     assert events == (["settle", "free"] if is_waited_for else ["free"])
-
-
-def test_a_cache_without_a_linker_frees_at_once(cache: Any, events: list[str]) -> None:
-    cache.linker = None
-    cache.free_kv_row(RECORD, [(0, 60)])
-    assert events == ["free"]

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 
 from krul_backend.segment import TokenIds
-from krul_sglang.engine.common.moved_runs import FindRun, MovedRun
+from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore import waiting_leases
-from krul_sglang.engine.restore.waiting_leases import RENEW_INTERVAL_S, RETRY_MISS_S, WaitingLeases
+from krul_sglang.engine.restore.waiting_leases import (
+    MAX_RENEW_INTERVAL_S,
+    RENEW_INTERVAL_S,
+    RETRY_MISS_S,
+    WaitingLeases,
+)
 from tests.support.store_builders import Clock, page_keys, tokens_of
 from tests.support.tiered_builders import MODEL, Rig, put_below, put_in_dram, tiers_of
 
@@ -209,6 +215,50 @@ def test_between_two_renewals_the_store_is_left_alone(rig: Rig, waiting: Waiting
     rig.assert_nothing_is_held()
 
 
+def test_each_renewal_is_later_than_the_one_before(rig: Rig, waiting: WaitingLeases, clock: Clock) -> None:
+    put_below(rig.ssd, "c", 0, 4)
+    rig.ssd.reads_go_on.clear()
+    with waiting.looking_ahead():
+        promise(waiting)
+    asked_s = [clock.now_s]
+    before = lookups(rig)
+    for _ in range(200):
+        clock.now_s += RENEW_INTERVAL_S / 2
+        promise(waiting)
+        if lookups(rig) > before:
+            before = lookups(rig)
+            asked_s.append(clock.now_s)
+    pauses = [after - first for first, after in pairwise(asked_s)]
+    doubled = [RENEW_INTERVAL_S * 2**number for number in range(4)]
+    assert pauses[:4] == pytest.approx(doubled, abs=0.6 * RENEW_INTERVAL_S)
+    assert pauses[-1] == pytest.approx(MAX_RENEW_INTERVAL_S, abs=0.6 * RENEW_INTERVAL_S)
+    rig.ssd.reads_go_on.set()
+    wait_until_read(rig)
+    # Its request is admitted: what has arrived is known.
+    held = waiting.take("r")
+    assert held is not None
+    assert held.lease.is_in_dram
+    rig.store.release(held.lease)
+    rig.assert_nothing_is_held()
+
+
+def test_a_renewed_lease_is_never_shorter(
+    rig: Rig, waiting: WaitingLeases, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_below(rig.ssd, "c", 0, 4)
+    lease, shorter = rig.store.lease, KEYS[:2]
+    with waiting.looking_ahead():
+        assert promise(waiting) == 4
+        monkeypatch.setattr(
+            rig.store, "lease", lambda model, keys, tokens: lease(model, shorter, tokens_of(shorter))
+        )
+        clock.now_s += RENEW_INTERVAL_S
+        assert promise(waiting) == 4
+    waiting.release_all()
+    wait_until_read(rig)
+    rig.assert_nothing_is_held()
+
+
 def test_a_promise_outlives_a_store_that_finds_it_no_more(
     rig: Rig, waiting: WaitingLeases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,7 +300,7 @@ def moved_run(first: int, end: int) -> MovedRun:
 def test_a_moved_run_is_held_where_it_brings_more_than_the_prefix(
     rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting_leases, "MIN_RUN_TOKENS", 8)
+    monkeypatch.setattr(waiting_leases, "RECOMPUTED_TOKENS", 4)
     waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock)
     keys = page_keys("new", 0, 20)
     put_in_dram(rig, "new", 0, 3)
@@ -273,11 +323,17 @@ def test_a_moved_run_is_held_where_it_brings_more_than_the_prefix(
     assert held.moved is not None
     assert held.lease.num_pages == 7
     rig.store.release(held.lease)
-    # Two pages are fewer than the three of the prefix, and none is nothing.
+    # Less its recomputed tokens, one page, two pages are fewer than the three of the prefix; none is nothing.
     assert hold("b", lambda num_found: moved_run(10, 14)) == 3
+    assert hold("e", lambda num_found: moved_run(8, 12)) == 3
     assert hold("c", lambda num_found: moved_run(12, 14)) == 3
     assert hold("d", lambda num_found: None) == 3
-    assert len(waiting) == 3
+    # Nor is one held whose head may not be computed at once.
+    waiting.max_head_tokens = 10 + RECOMPUTED_TOKENS - 1
+    assert hold("f", find) == 3
+    waiting.max_head_tokens += 1
+    assert hold("g", find) > 3
+    assert len(waiting) == 6
     waiting.release_all()
     rig.assert_nothing_is_held()
 
@@ -285,7 +341,7 @@ def test_a_moved_run_is_held_where_it_brings_more_than_the_prefix(
 def test_a_moved_run_comes_to_dram_while_its_request_waits(
     rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting_leases, "MIN_RUN_TOKENS", 8)
+    monkeypatch.setattr(waiting_leases, "RECOMPUTED_TOKENS", 4)
     waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock)
     keys = page_keys("new", 0, 20)
     put_below(rig.ssd, "old", 5, 9)

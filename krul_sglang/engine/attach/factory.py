@@ -243,7 +243,7 @@ def change_weights(original: Any, updater: Any, request: Any, *args: Any, **kwar
     is_change = getattr(request, "action", _RESET_WEIGHTS) == _RESET_WEIGHTS
     if runtime is None or not is_change:
         return original(updater, request, *args, **kwargs)
-    runtime.cache.begin_weights_change()
+    runtime.cache.linker.begin_weights_change()
     try:
         return original(updater, request, *args, **kwargs)
     finally:
@@ -253,17 +253,24 @@ def change_weights(original: Any, updater: Any, request: Any, *args: Any, **kwar
 
 
 def probe_when_idle(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook of ``Scheduler.on_idle``: probes a stored path while no request runs or waits."""
+    """BEFORE hook of ``Scheduler.on_idle``: probes a stored path while no request runs or waits.
+
+    If requests wait while none runs, they may need the memory of the path that is kept for a probe.
+    """
     runtime = KrulRuntime.find(scheduler)
-    if runtime is not None and scheduler.is_fully_idle():
-        runtime.cache.probe_when_idle()
+    if runtime is None:
+        return
+    if scheduler.is_fully_idle():
+        runtime.cache.linker.probe_when_idle()
+    else:
+        runtime.cache.linker.drop_probe_candidate()
 
 
 def end_session(result: Any, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """AFTER hook of ``close_session``: the conversation of a session that a client closes is demoted."""
     runtime = KrulRuntime.find(scheduler)
     if runtime is not None:
-        runtime.cache.end_session(request.session_id)
+        runtime.linker.end_session(request.session_id)
     return result
 
 
@@ -271,7 +278,7 @@ def look_ahead(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """AFTER hook of ``get_new_batch_prefill``: what is stored of requests that still wait comes to DRAM."""
     runtime = KrulRuntime.find(scheduler)
     if runtime is not None:
-        runtime.cache.look_ahead(scheduler.waiting_queue)
+        runtime.cache.linker.look_ahead(scheduler.waiting_queue)
     return result
 
 

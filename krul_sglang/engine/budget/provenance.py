@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from krul_backend.device import Device
 from krul_sglang.engine.restore.load_batch import Load, LoadBatch
 from krul_sglang.engine.restore.segment_reader import SegmentReader
 
@@ -35,9 +36,11 @@ class KvProvenance:
     """Remembers for every slot of the pool whether the KV in it was decoded from a lossy segment.
 
     It also remembers what is moved: what came back at another position, or after other text, than it was
-    computed with (see ``MovedRun``). It tracks slots, not pages: a page that left the device and was computed
-    again is exact, and lies in slots that a forward has written. All notes are written by device operations
-    after the forward, on its stream. None are written before the first load that is lossy or moved.
+    computed with (see ``MovedRun``), and what was computed on top of that.
+
+    It tracks slots, not pages: a page that left the device and was computed again is exact, and lies in slots
+    that a forward has written. All notes are written by device operations after the forward, on its stream.
+    None are written before the first load that is lossy or moved.
 
     Args:
         num_slots: of the pool.
@@ -45,15 +48,15 @@ class KvProvenance:
         batch_of: the loads of a forward by SGLang's consumer index, None if it has none.
     """
 
-    def __init__(
-        self, num_slots: int, device: torch.device, batch_of: Callable[[int], LoadBatch | None]
-    ) -> None:
+    def __init__(self, num_slots: int, device: Device, batch_of: Callable[[int], LoadBatch | None]) -> None:
+        self._device = device
         self._batch_of = batch_of
         # First token of the segment + 1; 0 where the KV is exact.
-        self._segments = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._damages = torch.zeros(num_slots, dtype=torch.float64, device=device)
-        self._is_moved = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self._segments = torch.zeros(num_slots, dtype=torch.int64, device=device.torch_device)
+        self._damages = torch.zeros(num_slots, dtype=torch.float64, device=device.torch_device)
+        self._is_moved = torch.zeros(num_slots, dtype=torch.bool, device=device.torch_device)
         self._is_all_exact = True
+        self._is_none_moved = True
 
     def after_forward(self, schedule_batch: Any) -> None:
         """Note what a forward of SGLang's ``ScheduleBatch`` has computed, and what was loaded for it."""
@@ -65,8 +68,12 @@ class KvProvenance:
             # Loads that were given up were recomputed instead, so they are exact.
             if batch is not None and not batch.is_abandoned:
                 self._mark_loaded(load)
-        if schedule_batch.out_cache_loc is not None:
-            self._mark_exact(schedule_batch.out_cache_loc)
+        slots = schedule_batch.out_cache_loc
+        if slots is not None and not self._is_all_exact:
+            follows_moved = None if self._is_none_moved else self._follows_moved(schedule_batch, len(slots))
+            self._mark_exact(slots)
+            if follows_moved is not None:
+                self._is_moved.index_copy_(0, slots.long(), follows_moved)
 
     def read(self, slots: torch.Tensor) -> list[DamagedSpan]:
         """The lossy tokens of a conversation that lies in ``slots`` (int64 ``[T]``). Waits for the device."""
@@ -83,9 +90,9 @@ class KvProvenance:
         ]
 
     def first_moved(self, slots: torch.Tensor) -> int | None:
-        """The first token of a conversation in ``slots`` (int64 ``[T]``) that is moved; None if none is. What
-        follows it was computed on top of it. Waits for the device."""
-        if self._is_all_exact:
+        """The first token of a conversation in ``slots`` (int64 ``[T]``) that is moved, or was computed on
+        top of what is moved; None if none is. Waits for the device."""
+        if self._is_none_moved:
             return None
         moved = self._is_moved[slots].cpu().numpy()
         return int(moved.argmax()) if moved.any() else None
@@ -93,6 +100,23 @@ class KvProvenance:
     def is_exact(self, slots: torch.Tensor) -> bool:
         """Whether all that lies in ``slots`` is what the model computes of the conversation alone."""
         return not self.read(slots) and self.first_moved(slots) is None
+
+    def _follows_moved(self, schedule_batch: Any, num_slots: int) -> torch.Tensor:
+        """For each new token of a forward, bool ``[num_slots]``: whether what lies before the first new one
+        of its request is moved.
+
+        Asked of that one slot: SGLang may replace a request's earlier slots by others of the same tokens,
+        which another request has computed.
+        """
+        counts: torch.Tensor | None = None
+        if schedule_batch.forward_mode.is_extend():
+            starts, counts = self._device.from_list([schedule_batch.prefix_lens, schedule_batch.extend_lens])
+        else:
+            starts = schedule_batch.seq_lens - 1
+        slots = schedule_batch.req_to_token_pool.req_to_token
+        before = slots[schedule_batch.req_pool_indices, (starts - 1).clamp(min=0)]
+        is_moved: torch.Tensor = self._is_moved[before.long()] & (starts > 0)
+        return is_moved if counts is None else is_moved.repeat_interleave(counts, output_size=num_slots)
 
     def _mark_exact(self, slots: torch.Tensor) -> None:
         if not self._is_all_exact:
@@ -102,7 +126,7 @@ class KvProvenance:
     def _mark_loaded(self, load: Load) -> None:
         if load.moved is not None:
             self._is_moved.index_fill_(0, load.tail_slots(-1), True)
-            self._is_all_exact = False
+            self._is_all_exact = self._is_none_moved = False
         for reader in load.readers:
             first = first_lossy_token(reader, load.plan.head_ends)
             if first < reader.end_token:

@@ -81,7 +81,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._budget: ErrorBudget | None = None
         if self._bases is not None or runtime.config.truncation_reuse:
             keys, _ = self._pool.buffers(0)
-            runtime.provenance = KvProvenance(len(keys), keys.device, lambda index: self.loader.batch(index))
+            runtime.provenance = KvProvenance(
+                len(keys), self._pool.streams, lambda index: self.loader.batch(index)
+            )
         self.provenance = runtime.provenance
         if self._bases is not None:
             assert runtime.provenance is not None
@@ -157,6 +159,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def attach_restore(self, restore_path: RestorePath) -> None:
         """Set what plans and runs restores. Called once, before the first request."""
         self._restore_path = restore_path
+        self._waiting.max_head_tokens = restore_path.planning.max_head_tokens
         self._offloader.costs = restore_path.planning.costs
 
     def allocate_space(self, allocation: SpaceAllocation) -> None:

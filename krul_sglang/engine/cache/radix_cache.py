@@ -24,6 +24,9 @@ from krul_sglang.hints import tenant_of
 NUM_LOOKED_UP_AGAIN = 2
 """Requests at the front of the queue that are looked up again when it moves: there may be room by now."""
 
+MAX_LOOKED_UP_AHEAD = 16
+"""Requests that are looked up ahead in one scheduling round: running ones wait for it."""
+
 
 class _PendingTurn(NamedTuple):
     """A turn that is being stored; its first fields are those of SGLang's own pending offloads.
@@ -61,20 +64,23 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
 
         ``queue``: SGLang's waiting requests, the next one first. It looks up itself only those that it tries
         to admit: none while a batch is full. The window is what the device pool could hold. Each is looked up
-        once, and again when it has come to the front. All this depends on nothing that may differ between
-        ranks, because they look up together.
+        once, and again when it has come to the front; if many have come at once, some of them in each round.
+        All this depends on nothing that may differ between ranks, because they look up together.
         """
-        num_tokens = 0
+        num_tokens = num_lookups = 0
         seen: list[str] = []
         with self.cache_linker.looking_ahead():
             for req in queue:
                 num_tokens += len(req.origin_input_ids) + len(req.output_ids)
                 if seen and num_tokens > self.cache.token_to_kv_pool_allocator.size:
                     break
-                seen.append(req.rid)
-                is_again = seen[0] != self._next_ahead and len(seen) <= NUM_LOOKED_UP_AGAIN
+                is_again = len(seen) < NUM_LOOKED_UP_AGAIN and (seen or [req.rid])[0] != self._next_ahead
                 if is_again or req.rid not in self._seen_ahead:
+                    if num_lookups == MAX_LOOKED_UP_AHEAD:
+                        break
+                    num_lookups += 1
                     req.init_next_round_input(self.cache, cow_mamba=False)
+                seen.append(req.rid)
         self._seen_ahead = frozenset(seen)
         self._next_ahead = seen[0] if seen else ""
 
@@ -213,7 +219,10 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             self.cache.dec_lock_ref(candidate.node, candidate.lock_params)
 
     def begin_weights_change(self) -> None:
-        """Finish storing KV of the old weights, then give the model a new identity."""
+        """Finish storing KV of the old weights, then give the model a new identity.
+
+        Called on every rank before the engine writes weights, or releases their memory or the pool's.
+        """
         self.drop_probe_candidate()
         self.settle_offloads()
         self.cache_linker.begin_weights_change()
@@ -243,7 +252,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
 class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     """The radix cache behind ``--radix-cache-backend krul``."""
 
-    linker: KrulLinkerWrapper | None
+    linker: KrulLinkerWrapper
 
     def init_cache_linker(self, cache_linker: KrulLinker) -> None:
         self.linker = KrulLinkerWrapper(self, cache_linker)
@@ -251,24 +260,21 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Insert as SGLang does; at the end of a turn also store it."""
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
-        if self.linker is not None and not self.disable and _turn_ended_well(req):
+        if _turn_ended_well(req):
             self.linker.offload_turn(req)
 
     def claim_kv_row(self, req: Any) -> bool:
         """Leave the KV of a streaming session's turn to the session, as SGLang does, and store the turn."""
-        is_turn = self.linker is not None and not self.disable and _turn_ended_well(req)
-        slot = self.session.borrowed_slot(req) if is_turn else None
-        owner = None
-        if self.linker is not None and slot is not None:
-            owner = owner_of(req, self.linker.cache_linker.request_hints)
+        slot = self.session.borrowed_slot(req) if _turn_ended_well(req) else None
+        owner = None if slot is None else owner_of(req, self.linker.cache_linker.request_hints)
         is_claimed: bool = super().claim_kv_row(req)
-        if self.linker is not None and is_claimed and owner is not None:
+        if is_claimed and owner is not None:
             self.linker.offload_session_turn(req, slot, owner)
         return is_claimed
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         """Free slots that no tree node owns; a session's slots only after its turns have been stored."""
-        if self.linker is not None and self.linker.is_reading(kv, ranges):
+        if self.linker.is_reading(kv, ranges):
             self.linker.settle_offloads()
         super().free_kv_row(kv, ranges)
 
@@ -286,38 +292,17 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """
         result = evict(params)
         missing = params.num_tokens - result.num_tokens_evicted
-        if missing > 0 and self.linker is not None and self.linker.holds_memory:
+        if missing > 0 and self.linker.holds_memory:
             self.linker.drop_probe_candidate()
             self.linker.settle_offloads()
             result.num_tokens_evicted += evict(EvictParams(num_tokens=missing)).num_tokens_evicted
         return result
-
-    def look_ahead(self, queue: Iterable[Any]) -> None:
-        """See ``KrulLinkerWrapper.look_ahead``."""
-        if self.linker is not None and not self.disable:
-            self.linker.look_ahead(queue)
-
-    def probe_when_idle(self) -> None:
-        """Probe a stored path, if one is kept for it. Called when no request runs or waits."""
-        if self.linker is not None:
-            self.linker.probe_when_idle()
-
-    def end_session(self, name: str) -> None:
-        """A client has closed the session of this name."""
-        if self.linker is not None:
-            self.linker.cache_linker.end_session(name)
-
-    def begin_weights_change(self) -> None:
-        """Called on every rank before the engine writes weights, or releases their memory or the pool's."""
-        assert self.linker is not None
-        self.linker.begin_weights_change()
 
     def end_weights_change(self) -> None:
         """Called on every rank when the weights are complete."""
         allocator = self.token_to_kv_pool_allocator
         num_pages = allocator.size // allocator.page_size
         is_pool_empty = allocator.available_size() // allocator.page_size == num_pages
-        assert self.linker is not None
         self.linker.cache_linker.end_weights_change(is_pool_empty=is_pool_empty)
 
 

@@ -30,9 +30,6 @@ WINDOW_EVERY = 32
 MAX_WINDOWS = 1 << 18
 """Windows that are remembered, about 8 million tokens of conversations; those not used for longest leave."""
 
-MIN_RUN_TOKENS = 64
-"""A shorter run saves too little."""
-
 RECOMPUTED_TOKENS = 128
 """The first tokens of a run are computed, as the gap before it is: what they were computed with is missing in
 this prompt, and they depend on it most. With SmolLM2 recall loses 2 points with 32 of them, and none that can
@@ -88,6 +85,11 @@ class MovedRun:
     page_keys: Sequence[str]
     token_ids: TokenIds
     first_token: int
+
+    @property
+    def num_head_tokens(self) -> int:
+        """Tokens that are computed before the first one that can be loaded."""
+        return self.start + RECOMPUTED_TOKENS - self.first_token
 
     def num_pages(self, num_leased: int, page_size: int) -> int:
         """Whole pages of the prompt between ``first_token`` and the end of the first ``num_leased`` pages."""

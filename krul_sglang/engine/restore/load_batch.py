@@ -24,6 +24,10 @@ _AGREEMENTS = 8
 """How often ranks exchange, during one load, which layers have landed everywhere; once if all have."""
 
 
+_TURNED_AT_ONCE = 4096
+"""Tokens whose keys are turned together: it is done in float32, in memory beside SGLang's own budget."""
+
+
 class LoadFailedError(KrulError):
     """A layer of a load will not land: its copy failed, or nothing moved for too long."""
 
@@ -47,11 +51,12 @@ class MovedKeys:
     def turn(self, pool: DevicePool, layer: int, slots: torch.Tensor, first_token: int) -> None:
         """Turn the keys of a layer in ``slots`` (int64 ``[T]``), of the prompt's tokens from ``first_token``
         on."""
-        positions = torch.arange(first_token, first_token + len(slots), device=slots.device)
-        keys = pool.elements(layer, slots, torch.float32).k
-        turned = self.rotary.move(keys, positions - self.shift, positions)
         k_buffer, _ = pool.typed_buffers(layer)
-        k_buffer[slots] = turned.to(k_buffer.dtype)
+        for begin in range(0, len(slots), _TURNED_AT_ONCE):
+            part = slots[begin : begin + _TURNED_AT_ONCE]
+            positions = torch.arange(first_token + begin, first_token + begin + len(part), device=part.device)
+            keys = pool.gather_keys(layer, part).view(k_buffer.dtype).float()
+            k_buffer[part] = self.rotary.move(keys, positions - self.shift, positions).to(k_buffer.dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -136,7 +136,7 @@ class RestorePlanning:
         self._codec = codec
         self._agreement = agreement
         self._page_size = page_size
-        self._max_head_tokens = max_head_tokens
+        self.max_head_tokens = max_head_tokens
         self._max_new_tokens = max_new_tokens
         self._batch_head_tokens = 0
         self._tier_costs = tier_costs
@@ -194,7 +194,7 @@ class RestorePlanning:
             new_tokens=max(1, min(new_tokens, self._max_new_tokens)),
             runs=runs,
             costs=self.costs.current(),
-            max_head_tokens=max(0, self._max_head_tokens - self._batch_head_tokens),
+            max_head_tokens=max(0, self.max_head_tokens - self._batch_head_tokens),
         )
         plan = self._unless_out_of_memory(lambda: self._planner.plan(problem))
         plan = self._agreed_plan(RestorePlan.recompute(problem) if plan is None else plan)
@@ -306,22 +306,21 @@ def _of_moved(
     Nothing before ``load_from`` can be loaded.
     """
     bounds = [device_tokens, *(run.end_token // page_size * page_size for run in runs)]
-    return tuple(
-        replace(
-            run,
-            first_token=first,
-            end_token=end,
-            stored_from=tuple(
-                # Where nothing was left out, the run before ends.
-                first
-                if load_from <= token == run.first_token
-                else min(max(first, -(-max(token, load_from) // page_size) * page_size), end)
-                for token in run.stored_from
-            ),
+    moved = []
+    # Where a layer is stored up to the end of the run before, and from there on: one page may have tokens of
+    # both.
+    goes_on = [False] * len(runs[0].stored_from)
+    for run, (first, end) in zip(runs, itertools.pairwise(bounds), strict=True):
+        stored_from = tuple(
+            first
+            if is_whole and load_from <= token == run.first_token
+            else min(max(first, -(-max(token, load_from) // page_size) * page_size), end)
+            for token, is_whole in zip(run.stored_from, goes_on, strict=True)
         )
-        for run, (first, end) in zip(runs, itertools.pairwise(bounds), strict=True)
-        if first < end
-    )
+        goes_on = [token < run.end_token for token in run.stored_from]
+        if first < end:
+            moved.append(replace(run, first_token=first, end_token=end, stored_from=stored_from))
+    return tuple(moved)
 
 
 def _loadable_from(runs: Sequence[StoredRun]) -> list[int]:

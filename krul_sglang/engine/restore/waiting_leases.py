@@ -7,15 +7,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from krul_backend.segment import TokenIds
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import Lease
-from krul_sglang.engine.common.moved_runs import MIN_RUN_TOKENS, FindRun, MovedRun
+from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
 from krul_sglang.engine.common.served_model import ServedModel
 
 RENEW_INTERVAL_S = 0.05
-"""Seconds between two questions whether what was fetched for a waiting request has arrived."""
+"""Seconds until it is asked whether what was fetched for a waiting request has arrived. Twice as long before
+each further question, since every one goes through all of the prefix."""
+MAX_RENEW_INTERVAL_S = 1.0
 RETRY_MISS_S = 1.0
 """Seconds before the store is asked again for a request of which it had nothing."""
 
@@ -37,9 +40,9 @@ class KeyRun:
 class HeldLease:
     """The lease of a waiting request, and the page keys and tokens that it was given for.
 
-    ``token_ids``: as for ``KVStore.lease``. ``asked_s``: when the store was asked last. ``is_fetching``: a
-    prefetch from lower tiers was started. ``moved``: the run that is leased, if it is stored at another place
-    than where the request has it; then keys and tokens are those of the run.
+    ``token_ids``: as for ``KVStore.lease``. ``asked_s``: when the store was asked last. ``num_renewals``: how
+    often a prefetch from lower tiers was asked for, and the lease renewed. ``moved``: the run that is leased,
+    if it is stored at another place than where the request has it; then keys and tokens are those of the run.
     """
 
     run: KeyRun
@@ -47,12 +50,22 @@ class HeldLease:
     token_ids: Callable[[], TokenIds]
     lease: Lease
     asked_s: float
-    is_fetching: bool = False
+    num_renewals: int = 0
     moved: MovedRun | None = None
 
     @property
     def first_key(self) -> str:
         return self.run.first_key
+
+    @property
+    def renew_at_s(self) -> float:
+        """When the lease should be renewed, once something is being fetched for it."""
+        return self.asked_s + min(RENEW_INTERVAL_S * 2.0 ** (self.num_renewals - 1), MAX_RENEW_INTERVAL_S)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of the leased segments; one that several requests share counts for each."""
+        return sum(sum(piece.header.layer_num_bytes) for piece in self.lease.slices)
 
     def num_pages(self, page_size: int) -> int:
         """How many of the request's pages can be restored."""
@@ -70,7 +83,11 @@ class WaitingLeases:
     planned for DRAM. If the store had nothing, it is asked again after ``RETRY_MISS_S``.
 
     What lookups ahead hold cannot be evicted, so they hold nothing more once ``max_ahead_bytes`` are held.
+
+    ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
     """
+
+    max_head_tokens = sys.maxsize
 
     def __init__(
         self,
@@ -86,6 +103,7 @@ class WaitingLeases:
         self._model = model
         self._clock = clock
         self._held: dict[str, HeldLease] = {}
+        self._held_bytes = 0
         # By request id, the oldest first: of which run the store had nothing, and when it was asked.
         self._missed: dict[str, tuple[KeyRun, float]] = {}
 
@@ -104,8 +122,8 @@ class WaitingLeases:
         What was fetched before for such requests, and found no room, is fetched again.
         """
         for rid, held in list(self._held.items()):
-            if held.is_fetching:
-                self._held[rid] = self._promote_to_dram(held)
+            if held.num_renewals:
+                self._keep(rid, self._promote_to_dram(held))
         self._is_ahead = True
         try:
             yield
@@ -132,7 +150,7 @@ class WaitingLeases:
             return 0
         else:
             self.release(rid)
-            if self._is_ahead and self._held_bytes() >= self._max_ahead_bytes:
+            if self._is_ahead and self._held_bytes >= self._max_ahead_bytes:
                 return 0
             held = self._lease(run, page_keys, token_ids, find_run)
             if held is None:
@@ -140,17 +158,21 @@ class WaitingLeases:
                 return 0
             if self._is_ahead:
                 held = self._promote_to_dram(held)
-        self._held[rid] = held
+        self._keep(rid, held)
         return held.num_pages(self._model.identity.page_size)
 
     def take(self, rid: str) -> HeldLease | None:
         """Hand the lease over to the caller, who releases it; None if there is none."""
         self._missed.pop(rid, None)
-        return self._held.pop(rid, None)
+        held = self._pop(rid)
+        if held is not None and held.num_renewals and not held.lease.is_in_dram:
+            # What has arrived since it was asked last is planned for as what is in DRAM.
+            held = self._renew(held)
+        return held
 
     def give_back(self, rid: str) -> None:
         """End the lease of a request that still waits, if it has one."""
-        held = self._held.pop(rid, None)
+        held = self._pop(rid)
         if held is not None:
             self._store.release(held.lease)
 
@@ -173,11 +195,11 @@ class WaitingLeases:
         lease = self._store.lease(self._model.identity, page_keys, token_ids())
         num_pages = 0 if lease is None else lease.num_pages
         moved = None if find_run is None or num_pages == len(page_keys) else find_run(num_pages)
-        if moved is not None:
-            # What is found in its place is computed again then, as all that is before the run.
+        if moved is not None and moved.num_head_tokens <= self.max_head_tokens:
             of_run = self._store.lease(self._model.identity, moved.page_keys, moved.token_ids)
-            least_pages = max(num_pages + 1, -(-MIN_RUN_TOKENS // self._model.identity.page_size))
-            if of_run is not None and of_run.num_pages >= least_pages:
+            # What is found in its place is computed again then, as all that is before the run.
+            num_more = 0 if of_run is None else of_run.num_pages - num_pages
+            if of_run is not None and num_more * self._model.identity.page_size > RECOMPUTED_TOKENS:
                 if lease is not None:
                     self._store.release(lease)
                 tokens_of_run = moved.token_ids
@@ -188,11 +210,16 @@ class WaitingLeases:
                 self._store.release(of_run)
         return None if lease is None else HeldLease(run, page_keys, token_ids, lease, self._clock())
 
-    def _held_bytes(self) -> int:
-        """Bytes of the segments that are leased; one that several requests share counts for each."""
-        return sum(
-            sum(piece.header.layer_num_bytes) for held in self._held.values() for piece in held.lease.slices
-        )
+    def _keep(self, rid: str, held: HeldLease) -> None:
+        self._pop(rid)
+        self._held[rid] = held
+        self._held_bytes += held.num_bytes
+
+    def _pop(self, rid: str) -> HeldLease | None:
+        held = self._held.pop(rid, None)
+        if held is not None:
+            self._held_bytes -= held.num_bytes
+        return held
 
     def _note_miss(self, rid: str, run: KeyRun) -> None:
         now_s = self._clock()
@@ -204,16 +231,20 @@ class WaitingLeases:
             del self._missed[other]
 
     def _promote_to_dram(self, held: HeldLease) -> HeldLease:
-        now_s = self._clock()
-        if held.lease.is_in_dram or (held.is_fetching and now_s < held.asked_s + RENEW_INTERVAL_S):
+        if held.lease.is_in_dram or (held.num_renewals and self._clock() < held.renew_at_s):
             return held
+        return self._renew(held)
+
+    def _renew(self, held: HeldLease) -> HeldLease:
         page_keys, tokens = held.page_keys, held.token_ids()
         # Again if it was asked for before: there may have been no room then. What is on its way stays so.
         self._store.prefetch(self._model.identity, page_keys, tokens)
         lease = self._store.lease(self._model.identity, page_keys, tokens)
-        if lease is None:
-            # The earlier lease is still valid.
-            lease = held.lease
+        # The earlier lease is still valid.
+        if lease is None or lease.num_pages < held.lease.num_pages:
+            lease, unused = held.lease, lease
         else:
-            self._store.release(held.lease)
-        return replace(held, lease=lease, asked_s=now_s, is_fetching=True)
+            unused = held.lease
+        if unused is not None:
+            self._store.release(unused)
+        return replace(held, lease=lease, asked_s=self._clock(), num_renewals=held.num_renewals + 1)

@@ -175,12 +175,13 @@ class TurnOffloader:
     def _store_turn(self, turn: Turn, has_room: bool) -> Outcome:
         try:
             with self._device.working_on(self._stream, turn.ready):
-                missing, encoding = self._choose(turn, has_room)
+                missing = self._missing_segments(turn) if has_room else None
+                encoding = self._choose(turn, missing)
                 head_ends = self._head_ends(len(turn.token_ids), encoding)
                 if turn.hint.drop:
                     self._advise(turn)
-                if not has_room:
-                    return Outcome.SKIPPED
+                if missing is None:
+                    return Outcome.FAILED if has_room else Outcome.SKIPPED
                 can_wait = False
                 if self.keeps_fast_copies and encoding.fast_copy is not None:
                     is_found = self._store_fast_copies(turn, missing, encoding.fast_copy, head_ends)
@@ -207,13 +208,11 @@ class TurnOffloader:
             self._advise(turn)
         return Outcome.STORED
 
-    def _choose(self, turn: Turn, has_room: bool) -> tuple[list[range], TurnEncoding]:
-        """The runs of pages to be stored, and how."""
+    def _choose(self, turn: Turn, missing: Sequence[range] | None) -> TurnEncoding:
+        """How the missing runs of pages are stored. Without any, too: ranks decide together, and each of them
+        must take part."""
         try:
-            # Asked again here: an earlier turn in the queue may have stored a common prefix meanwhile.
-            missing = self._missing_segments(turn) if has_room else []
-            # Without room, too: ranks decide together, and each of them must take part.
-            return missing, self._chooser.choose(turn if has_room else None, missing)
+            return self._chooser.choose(None if missing is None else turn, missing or ())
         finally:
             if turn.attention is not None:
                 turn.attention.release()
@@ -238,11 +237,20 @@ class TurnOffloader:
         except Exception:
             logger.exception("krul: a hint about %d tokens could not be given", len(turn.token_ids))
 
-    def _missing_segments(self, turn: Turn) -> list[range]:
-        """Runs of pages to be stored, cut so that a layer of none is larger than the device should hold."""
+    def _missing_segments(self, turn: Turn) -> list[range] | None:
+        """Runs of pages to be stored, cut so that a layer of none is larger than the device should hold.
+
+        None if the store cannot say. Asked again here: an earlier turn in the queue may have stored a common
+        prefix since this one was submitted.
+        """
+        try:
+            runs = self._store.find_missing(self._model.identity, turn.page_keys)
+        except Exception:
+            logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
+            return None
         return [
             range(first, min(first + self._segment_pages, run.stop))
-            for run in self._store.find_missing(self._model.identity, turn.page_keys)
+            for run in runs
             for first in range(run.start, run.stop, self._segment_pages)
         ]
 
@@ -290,17 +298,6 @@ class TurnOffloader:
             TokenRun(read, start, end - start, head_ends),
             lambda: self._gate.give_way(patience),
         )
-        reservation = self._store.reserve(encoded.layer_num_bytes, turn.tenant, is_fast_copy=is_fast_copy)
-        if reservation is None:
-            return False
-        try:
-            for layer, block in encoded.blocks:
-                self._device.download(torch.from_numpy(reservation.blocks[layer]), block)
-            self._device.synchronize(self._stream)
-            checksums = block_checksums(reservation.blocks)
-        except BaseException:
-            self._give_back(reservation)
-            raise
         manifest = SegmentManifest(
             model=self._model.identity,
             page_keys=tuple(turn.page_keys[run.start : run.stop]),
@@ -314,6 +311,17 @@ class TurnOffloader:
             tenant=turn.tenant,
             recompute_s=self._recompute_s(start, end),
         )
+        reservation = self._store.reserve(encoded.layer_num_bytes, turn.tenant, is_fast_copy=is_fast_copy)
+        if reservation is None:
+            return False
+        try:
+            for layer, block in encoded.blocks:
+                self._device.download(torch.from_numpy(reservation.blocks[layer]), block)
+            self._device.synchronize(self._stream)
+            checksums = block_checksums(reservation.blocks)
+        except BaseException:
+            self._give_back(reservation)
+            raise
         self._store.commit(reservation, manifest, checksums)
         if self.runs is not None:
             self.runs.add(turn.tenant, turn.page_keys, turn.token_ids, run, turn.moved_from)
