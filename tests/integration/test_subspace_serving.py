@@ -152,11 +152,11 @@ def test_two_ranks_choose_probe_and_restore_together(tiny_models: dict[str, Path
     with ForkedServer(tiny_models["float32"], args=args, env=STRICT_ON_TWO_CORES) as server:
         history = random_prompt("two ranks", 500)
         for turn in range(3):
-            # Other prompts are probed, too: the path of one stays on the device until then.
-            num_probes = settled_stats(server)["compression"]["budget"]["probes"]
             answer = ask(server, history)
             assert turn == 0 or answer.host_tokens > 480
-            wait_for_probes(server, num_probes)
+            # What is kept for a probe stays on the device until the server has been idle. Later turns are not
+            # probed: what came back is no truth.
+            assert settled_stats(server)["compression"]["budget"]["probes"] > 0
             history += [*answer.output_ids, *random_prompt(("question", turn), 37)]
             push_out(server, num_tokens=2048, seed=turn)
         stats = settled_stats(server)
