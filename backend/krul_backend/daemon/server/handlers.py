@@ -217,7 +217,8 @@ class SessionHandlers:
         return Deferred(
             lambda: self._store.advise(
                 hint, model=model, page_keys=request.page_keys, session=request.session
-            )
+            ),
+            lane=Lane.DROP if hint.drop else Lane.SHORT,
         )
 
     def _trim(self, session: Session, request: TrimRequest) -> Deferred[int]:
@@ -230,7 +231,7 @@ class SessionHandlers:
     def _clear(self, session: Session, request: ClearRequest) -> Deferred[None]:
         fingerprint = request.fingerprint
         model = _model_of(session, fingerprint) if fingerprint is not None else None
-        return Deferred(lambda: self._store.clear(model))
+        return Deferred(lambda: self._store.clear(model), lane=Lane.CLEAR, key=(ClearRequest, fingerprint))
 
 
 def admin_handlers(
