@@ -17,6 +17,7 @@ from krul_backend.daemon.protocol.messages import (
     ClearRequest,
     FetchRequest,
     InspectRequest,
+    ListRequest,
     PingRequest,
     ReleaseRequest,
     Reply,
@@ -35,6 +36,7 @@ from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.dram.host_store import HostStore
 from tests.support import daemon_client
 from tests.support.daemon_client import MODEL, TIMEOUT_S, RawClient
+from tests.support.stats_builders import make_segment_info
 from tests.support.store_builders import wait_until
 
 RESERVE: dict[str, Any] = {"reservation_id": 1, "layer_num_bytes": (64,), "tenant": ""}
@@ -57,6 +59,7 @@ class MoodyStore(TieredStore):
         self.may_drop = threading.Event()
         self.begun_clears: list[ModelIdentity | None] = []
         self.num_ended_clears = 0
+        self.num_lists = 0
 
     def reserve(self, *args: Any, **kwargs: Any) -> Any:
         if self.error is not None:
@@ -81,7 +84,8 @@ class MoodyStore(TieredStore):
         raise OSError("the disk is on fire")
 
     def list_segments(self) -> Any:
-        return []
+        self.num_lists += 1
+        return [make_segment_info(number) for number in (3, 1, 2)]
 
 
 class Observed:
@@ -252,6 +256,23 @@ def test_who_looks_for_space_holds_nobody_up(tmp_path: Path) -> None:
         reply = client.receive()
         assert isinstance(reply, Reply)
         assert reply.result is not None
+
+
+def test_the_parts_of_a_list_are_of_one_list(tmp_path: Path) -> None:
+    store = MoodyStore()
+
+    def ids(offset: int) -> list[int]:
+        infos, num_segments = client.ask(ListRequest, offset=offset, limit=2)
+        assert num_segments == 3
+        return [info.segment_id for info in infos]
+
+    with serving(tmp_path / "run", store) as client:
+        assert (ids(0), ids(2), store.num_lists) == ([1, 2], [3], 1)
+        assert (ids(1), store.num_lists) == ([2, 3], 2), "nobody had begun a list"
+        assert (ids(0), ids(0), ids(2), store.num_lists) == ([1, 2], [1, 2], [3], 4)
+        assert client.ask(ListRequest)[1] == 3
+        assert client.ask(ListRequest, offset=3) == ((), 3)
+        assert store.num_lists == 6
 
 
 def test_an_answer_to_a_peer_that_is_gone_is_dropped(tmp_path: Path) -> None:

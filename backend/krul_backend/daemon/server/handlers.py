@@ -243,15 +243,25 @@ def admin_handlers(
     ``daemon_stats`` returns what the server counts, for the answer to ``stats``.
     """
 
-    def list_segments(request: ListRequest) -> Deferred[list[SegmentInfo]]:
+    # What was listed last, as long as somebody may ask for a later part of it.
+    listed: list[SegmentInfo] = []
+
+    def list_segments(request: ListRequest) -> Any:
         def work() -> list[SegmentInfo]:
             return sorted(store.list_segments(), key=lambda info: info.segment_id)
 
         def finish(future: Future[list[SegmentInfo]]) -> tuple[list[SegmentInfo], int]:
-            infos = future.result()
-            return infos[request.offset : request.offset + request.limit], len(infos)
+            listed[:] = future.result()
+            return part()
 
-        return Deferred(work, finish)
+        def part() -> tuple[list[SegmentInfo], int]:
+            end, num_segments = request.offset + request.limit, len(listed)
+            infos = listed[request.offset : end]
+            if end >= num_segments:
+                listed.clear()
+            return infos, num_segments
+
+        return part() if request.offset and listed else Deferred(work, finish)
 
     def flush(request: FlushRequest) -> Deferred[bool]:
         return Deferred(lambda: store.flush(min(request.timeout_s, MAX_FLUSH_S)), lane=Lane.FLUSH)
