@@ -27,8 +27,8 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
 UNANSWERED = (DaemonError, StoreClosedError)
 """Errors that mean that the daemon could not be asked, not that the request was wrong."""
 
-_NOT_BEGUN = (DaemonUnreachableError, ProtocolError, StoreClosedError)
-"""Errors after which it is not known that the daemon has tried to do what it was asked for."""
+_TO_REPEAT = (DaemonUnreachableError, ProtocolError, StoreClosedError)
+"""Errors after which a clear is repeated: nobody knows whether the store has tried it."""
 
 
 @dataclass
@@ -323,7 +323,7 @@ class DaemonLink:
         self._changed.notify_all()
 
     def _clear_pending(self, connection: DaemonConnection) -> None:
-        """Ask for every pending clear. Raises one of ``_NOT_BEGUN``; what was not answered stays pending."""
+        """Ask for every pending clear. Raises one of ``_TO_REPEAT``; what was not answered stays pending."""
         with self._changed:
             pending = tuple(self._pending_clears)
         for fingerprint in {clear.fingerprint: None for clear in pending}:
@@ -333,7 +333,7 @@ class DaemonLink:
                 connection.say_hello(model, self._request_timeout_s)
             try:
                 connection.ask(ClearRequest(fingerprint=fingerprint), CLEAR_TIMEOUT_S)
-            except _NOT_BEGUN:
+            except _TO_REPEAT:
                 raise
             except tuple(EXCEPTIONS.values()) as error:
                 # Asked again, it would fail again. What a tier cannot forget it does not find any more.
