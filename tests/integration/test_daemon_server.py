@@ -361,6 +361,25 @@ def test_a_signal_ends_it_well(tmp_path: Path, number: signal.Signals) -> None:
         client.arena[:] = 1
 
 
+def test_a_signal_ends_it_although_a_clear_hangs(tmp_path: Path) -> None:
+    code = textwrap.dedent("""
+        import threading
+        from krul_backend.daemon.server import build_store, lanes
+        build_store.TieredStore.clear = lambda store, model: threading.Event().wait()
+        lanes._END_TIMEOUT_S = 0.5
+        from krul_backend.daemon.cli.app import main
+        main()
+    """)
+    daemon = DaemonProcess(tmp_path / "run", program=("-c", code))
+    with daemon, RawClient(daemon.runtime_dir) as client:
+        client.send(ClearRequest, fingerprint=None)
+        client.ask(PingRequest)
+        daemon.process.terminate()
+        status, log = daemon.end()
+        assert status == 0, log
+        assert "Traceback" not in log
+
+
 def test_it_ends_when_asked(tmp_path: Path) -> None:
     with DaemonProcess(tmp_path / "run") as daemon, RawClient(daemon.runtime_dir) as client:
         client.ask(ShutdownRequest, token="")

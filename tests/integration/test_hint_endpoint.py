@@ -9,6 +9,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from krul_backend.daemon.client.daemon_store import DaemonStore
+from krul_backend.daemon.server import hint_endpoint
 from krul_backend.daemon.server.hint_endpoint import HintEndpoint
 from krul_backend.errors import HintError
 from krul_backend.tiers.common.hint import Hint, SessionName
@@ -214,6 +216,59 @@ def test_too_many_hints_are_refused_and_cost_little(daemon: Daemon) -> None:
     with socket.create_connection((host, int(port))) as silent:
         silent.sendall(b"POST /v1/hints HTTP/1.1\r\nHost: x\r\n")
         assert daemon.post({"session": "nobody", "demote": True}).status_code == 404
+
+
+def ask(connection: http.client.HTTPConnection, token: str) -> http.client.HTTPResponse:
+    headers = {"Authorization": f"Bearer {token}"}
+    connection.request("POST", "/v1/hints", b'{"session": "a", "demote": true}', headers)
+    reply = connection.getresponse()
+    reply.read()
+    return reply
+
+
+def test_a_wrong_token_ends_the_connection(daemon: Daemon) -> None:
+    with closing(http.client.HTTPConnection(daemon.url.removeprefix("http://"), timeout=10)) as connection:
+        reply = ask(connection, daemon.token)
+        assert (reply.status, reply.will_close) == (404, False)
+        reply = ask(connection, "wrong")
+        assert (reply.status, reply.will_close) == (401, True)
+
+
+@contextmanager
+def serving(directory: Path) -> Iterator[tuple[tuple[str, int], str]]:
+    """An endpoint in this process: its address and token."""
+    port = find_free_port()
+    endpoint = HintEndpoint(port, directory / "token", lambda session, hint: 7)
+    try:
+        yield ("127.0.0.1", port), (directory / "token").read_text()
+    finally:
+        endpoint.close()
+
+
+def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hint_endpoint, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(hint_endpoint, "_IDLE_S", 600.0)
+    with serving(tmp_path) as (address, token), ExitStack() as stack:
+        # One at a time: those that are being set up do not count yet.
+        used = [stack.enter_context(closing(http.client.HTTPConnection(*address))) for _ in range(2)]
+        assert [ask(connection, token).status for connection in used] == [200, 200]
+        with socket.create_connection(address, timeout=10) as refused:
+            assert refused.recv(1) == b""
+        assert [ask(connection, token).status for connection in used] == [200, 200]
+
+
+def test_a_silent_connection_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hint_endpoint, "_IDLE_S", 0.2)
+    with (
+        serving(tmp_path) as (address, token),
+        closing(http.client.HTTPConnection(*address)) as used,
+        socket.create_connection(address, timeout=10) as silent,
+    ):
+        silent.sendall(b"POST /v1/hints HTTP/1.1\r\nHost: x\r\n")
+        assert silent.recv(1) == b""
+        assert ask(used, token).status == 200
+        used.sock.settimeout(10)
+        assert used.sock.recv(1) == b""
 
 
 def test_a_taken_port_is_one_line_and_the_daemon_goes_on(

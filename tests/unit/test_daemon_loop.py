@@ -13,8 +13,13 @@ import pytest
 import zmq
 
 from krul_backend.daemon.protocol.messages import (
+    AdviseRequest,
+    ClearRequest,
+    FetchRequest,
     InspectRequest,
+    ListRequest,
     PingRequest,
+    ReleaseRequest,
     Reply,
     ReserveRequest,
     StatsRequest,
@@ -25,15 +30,24 @@ from krul_backend.daemon.protocol.messages import (
 from krul_backend.daemon.protocol.runtime_dir import RuntimeDir
 from krul_backend.daemon.server.server import DaemonServer
 from krul_backend.errors import ConfigError, ManifestError, ProtocolError, StoreClosedError, TierReadError
+from krul_backend.segment import ModelIdentity
 from krul_backend.store.tiered_store import TieredStore
+from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.dram.host_store import HostStore
-from tests.support.daemon_client import TIMEOUT_S, RawClient
+from tests.support import daemon_client
+from tests.support.daemon_client import MODEL, TIMEOUT_S, RawClient
+from tests.support.stats_builders import make_segment_info
+from tests.support.store_builders import wait_until
 
+RESERVE: dict[str, Any] = {"reservation_id": 1, "layer_num_bytes": (64,), "tenant": ""}
 TRIM: dict[str, Any] = {"segment_id": 1, "layer_first_token": (0,), "layer_num_bytes": (0,)}
 
 
 class MoodyStore(TieredStore):
-    """Fails where it is told to, and trims when it is let."""
+    """Fails where it is told to, and trims, clears and drops when it is let.
+
+    ``begun_clears`` are the models of all clears so far; ``num_ended_clears`` of them have returned.
+    """
 
     def __init__(self) -> None:
         super().__init__(HostStore(1 << 20))
@@ -41,6 +55,11 @@ class MoodyStore(TieredStore):
         self.may_trim = threading.Event()
         self.may_reserve = threading.Event()
         self.may_reserve.set()
+        self.may_clear = threading.Event()
+        self.may_drop = threading.Event()
+        self.begun_clears: list[ModelIdentity | None] = []
+        self.num_ended_clears = 0
+        self.num_lists = 0
 
     def reserve(self, *args: Any, **kwargs: Any) -> Any:
         if self.error is not None:
@@ -52,11 +71,21 @@ class MoodyStore(TieredStore):
         assert self.may_trim.wait(TIMEOUT_S)
         return super().trim(*args)
 
+    def clear(self, model: ModelIdentity | None = None) -> None:
+        self.begun_clears.append(model)
+        self.may_clear.wait(TIMEOUT_S)
+        self.num_ended_clears += 1
+
+    def advise(self, *args: Any, **kwargs: Any) -> int:
+        assert self.may_drop.wait(TIMEOUT_S)
+        return 0
+
     def verify(self) -> Any:
         raise OSError("the disk is on fire")
 
     def list_segments(self) -> Any:
-        return []
+        self.num_lists += 1
+        return [make_segment_info(number) for number in (3, 1, 2)]
 
 
 class Observed:
@@ -109,12 +138,11 @@ def test_every_error_of_the_store_is_an_answer(
 ) -> None:
     store = MoodyStore()
     store.error = error
-    reserve = {"reservation_id": 1, "layer_num_bytes": (64,), "tenant": ""}
     with serving(tmp_path / "run", store) as client:
-        answer = client.refusal(ReserveRequest, **reserve)
+        answer = client.refusal(ReserveRequest, **RESERVE)
         assert (answer.code, answer.message) == (code, message)
         store.error = None
-        assert client.ask(ReserveRequest, **reserve) is not None
+        assert client.ask(ReserveRequest, **RESERVE) is not None
         assert client.ask(StatsRequest)[1].failed_requests == 1
 
 
@@ -153,21 +181,98 @@ def test_long_work_that_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
             client.send(TrimRequest, **TRIM)
         refused = client.refusal(TrimRequest, **TRIM)
         assert "2 long operations wait already" in refused.message
+        assert client.ask(ReserveRequest, **RESERVE) is not None, "other lanes have their own bound"
         store.may_trim.set()
         assert {type(client.receive()) for _ in range(2)} == {Reply}
         client.ask(InspectRequest, segment_id=1)
+
+
+def test_a_lease_whose_fetch_is_refused_ends_with_its_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path / "run", MoodyStore()) as client:
+        daemon_client.store(client, "c", 0, 2)
+        assert daemon_client.lease(client, "c", 2, number=5)
+        monkeypatch.setattr("krul_backend.daemon.server.lanes.MAX_PENDING", 0)
+        for _ in range(2):
+            assert "wait already" in client.refusal(FetchRequest, lease_id=5).message
+        client.ask(ReleaseRequest, lease_id=5)
+        assert client.ask(StatsRequest)[0].num_leases == 0
+
+
+def test_equal_clears_that_wait_are_done_once_and_hold_nobody_up(tmp_path: Path) -> None:
+    store = MoodyStore()
+    with serving(tmp_path / "run", store) as client:
+        fingerprint = client.say_hello(MODEL)
+        asked = [client.send(ClearRequest, fingerprint=None)]
+        wait_until(lambda: store.begun_clears == [None])
+        # What was stored after the first one began is for the second one to forget.
+        asked += [client.send(ClearRequest, fingerprint=None) for _ in range(5)]
+        asked.append(client.send(ClearRequest, fingerprint=fingerprint))
+        assert client.ask(ReserveRequest, **RESERVE) is not None
+        store.may_trim.set()
+        client.ask(TrimRequest, **TRIM)
+        store.may_clear.set()
+        answers = [client.receive() for _ in asked]
+        assert {type(answer) for answer in answers} == {Reply}
+        assert [answer.id for answer in answers] == asked
+        assert store.begun_clears == [None, None, MODEL]
+        client.ask(ClearRequest, fingerprint=None)
+        assert store.begun_clears == [None, None, MODEL, None]
+
+
+def test_drops_hold_up_no_lookups(tmp_path: Path) -> None:
+    store = MoodyStore()
+    store.may_trim.set()
+    with serving(tmp_path / "run", store) as client:
+        for _ in range(8):
+            client.send(AdviseRequest, hint=Hint(drop=True), session=SessionName("", "c"))
+        client.ask(TrimRequest, **TRIM)
+        store.may_drop.set()
+        assert {type(client.receive()) for _ in range(8)} == {Reply}
+
+
+def test_work_that_hangs_does_not_keep_the_server_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("krul_backend.daemon.server.lanes._END_TIMEOUT_S", 0.1)
+    store = MoodyStore()
+    with serving(tmp_path / "run", store) as client:
+        client.send(ClearRequest, fingerprint=None)
+        wait_until(lambda: store.begun_clears == [None])
+    assert store.num_ended_clears == 0
+    assert "hangs in krul-clear" in caplog.text
+    store.may_clear.set()
+    wait_until(lambda: store.num_ended_clears == 1)
 
 
 def test_who_looks_for_space_holds_nobody_up(tmp_path: Path) -> None:
     store = MoodyStore()
     store.may_reserve.clear()
     with serving(tmp_path / "run", store) as client:
-        client.send(ReserveRequest, reservation_id=1, layer_num_bytes=(64,), tenant="")
+        client.send(ReserveRequest, **RESERVE)
         client.ask(PingRequest)
         store.may_reserve.set()
         reply = client.receive()
         assert isinstance(reply, Reply)
         assert reply.result is not None
+
+
+def test_the_parts_of_a_list_are_of_one_list(tmp_path: Path) -> None:
+    store = MoodyStore()
+
+    def ids(offset: int) -> list[int]:
+        infos, num_segments = client.ask(ListRequest, offset=offset, limit=2)
+        assert num_segments == 3
+        return [info.segment_id for info in infos]
+
+    with serving(tmp_path / "run", store) as client:
+        assert (ids(0), ids(2), store.num_lists) == ([1, 2], [3], 1)
+        assert (ids(1), store.num_lists) == ([2, 3], 2), "nobody had begun a list"
+        assert (ids(0), ids(0), ids(2), store.num_lists) == ([1, 2], [1, 2], [3], 4)
+        assert client.ask(ListRequest)[1] == 3
+        assert client.ask(ListRequest, offset=3) == ((), 3)
+        assert store.num_lists == 6
 
 
 def test_an_answer_to_a_peer_that_is_gone_is_dropped(tmp_path: Path) -> None:

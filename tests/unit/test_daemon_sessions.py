@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import os
+import select
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,27 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+class FullListener:
+    """A listening socket that accepts nobody while ``is_full`` is set, for want of descriptors."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.is_full = True
+        self.num_refused = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.is_full:
+            self.num_refused += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def fileno(self) -> int:
+        return self._listener.fileno()
+
+    def close(self) -> None:
+        self._listener.close()
 
 
 class Table:
@@ -90,6 +113,22 @@ def test_a_client_that_leaves_before_its_greeting_is_no_session(served: Table) -
     served.table.serve()
     served.table.serve()
     assert len(served.table) == 0
+
+
+def test_too_many_open_files_make_clients_wait_and_nothing_spin(
+    served: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = FullListener(served.table._listener)
+    monkeypatch.setattr(served.table, "_listener", listener)
+    first = served.connect()
+    assert not select.select([served.table], [], [], 0)[0], "there is nothing to do until somebody else comes"
+    served.table.serve()
+    assert (listener.num_refused, len(served.table)) == (1, 0)
+    listener.is_full = False
+    second = served.connect()
+    assert {token_of(first), token_of(second)} == {session.token for session in served.table}
+    first.close()
+    second.close()
 
 
 def test_silent_connections_give_way_when_there_are_too_many(

@@ -366,10 +366,32 @@ def test_a_clear_that_was_not_heard_comes_before_the_next_lease(daemon: FakeDaem
     assert ops == ["find_missing", "clear", "clear", "lease"]
 
 
-def test_a_clear_that_fails_is_repeated_before_anything_is_leased(
-    daemon: FakeDaemon, make_store: Make
+def test_a_clear_that_fails_is_not_repeated(
+    daemon: FakeDaemon, make_store: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     daemon.answers["clear"] = lambda request: ErrorReply(id=request.id, code="internal", message="disk")
+    store = make_store()
+    store.clear(MODEL)
+    assert store.is_connected
+    store.find_missing(MODEL, KEYS)
+    assert daemon.ops()[-2:] == ["clear", "find_missing"]
+    daemon.is_hung.set()
+    store.clear()
+    assert not store.is_connected
+    daemon.is_hung.clear()
+    wait_until(lambda: store.is_connected)
+    assert daemon.ops().count("clear") == 2
+    assert store.counters.failures == 2
+    assert [record.message for record in caplog.records if "disk" in record.message] == [
+        "krul daemon cannot answer 'clear' (said once): disk"
+    ]
+
+
+@pytest.mark.parametrize("code", ["protocol", "closed"])
+def test_a_clear_that_was_not_begun_is_repeated_before_anything_is_leased(
+    daemon: FakeDaemon, make_store: Make, code: str
+) -> None:
+    daemon.answers["clear"] = lambda request: ErrorReply(id=request.id, code=code, message="not now")  # type: ignore[arg-type]
     store = make_store()
     store.clear(MODEL)
     assert store.lease(MODEL, KEYS, TOKENS) is None

@@ -90,7 +90,7 @@ class AdminClient:
     def list_segments(self) -> list[SegmentInfo]:
         """All segments, ordered by id.
 
-        More than ``MAX_LISTED_SEGMENTS`` come in several replies; the store may have changed between them.
+        More than ``MAX_LISTED_SEGMENTS`` come in several replies: parts of one list, if nobody else lists.
         """
         segments: list[SegmentInfo] = []
         while True:

@@ -14,7 +14,7 @@ import zmq
 from krul_backend.daemon.client.client_session import ClientSession, DaemonConnection
 from krul_backend.daemon.client.request_channel import RequestTimeoutError, SessionEndedError
 from krul_backend.daemon.client.views import ArenaBytes
-from krul_backend.daemon.protocol.messages import PROTOCOL_VERSION, ClearRequest, PingRequest
+from krul_backend.daemon.protocol.messages import EXCEPTIONS, PROTOCOL_VERSION, ClearRequest, PingRequest
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError, StoreClosedError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
 
@@ -26,6 +26,9 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
 
 UNANSWERED = (DaemonError, StoreClosedError)
 """Errors that mean that the daemon could not be asked, not that the request was wrong."""
+
+_TO_REPEAT = (DaemonUnreachableError, ProtocolError, StoreClosedError)
+"""Errors after which a clear is repeated: nobody knows whether the store has tried it."""
 
 
 @dataclass
@@ -52,7 +55,7 @@ class _State(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class _Clear:
-    """A ``clear`` that the daemon has not confirmed, of one model or of all (None)."""
+    """A ``clear`` that the daemon has not answered, of one model or of all (None)."""
 
     model: ModelIdentity | None
 
@@ -69,9 +72,9 @@ class DaemonLink:
         CONNECTED --(a request times out)--> SUSPECT --(a ping is answered)--------------> CONNECTED
             '-------(the session ends)--------> LOST --(new session, new mapping, hello)------^
 
-    A thread of the link reconnects, with growing delays. A ``clear`` that did not succeed is repeated then,
-    before anybody sees the connection again. A daemon that hangs is waited for, not restarted: its leases and
-    what it keeps in DRAM may still be good.
+    A thread of the link reconnects, with growing delays. A ``clear`` that was not done is repeated then,
+    before anybody sees the connection again; one that the store has tried, and failed, is not. A daemon that
+    hangs is waited for, not restarted: its leases and what it keeps in DRAM may still be good.
 
     Args: see ``DaemonStore``.
 
@@ -320,7 +323,7 @@ class DaemonLink:
         self._changed.notify_all()
 
     def _clear_pending(self, connection: DaemonConnection) -> None:
-        """Ask for every pending clear. Raises as ``RequestChannels.ask``; those not answered stay pending."""
+        """Ask for every pending clear. Raises one of ``_TO_REPEAT``; what was not answered stays pending."""
         with self._changed:
             pending = tuple(self._pending_clears)
         for fingerprint in {clear.fingerprint: None for clear in pending}:
@@ -328,7 +331,13 @@ class DaemonLink:
             model = same[0].model
             if model is not None:
                 connection.say_hello(model, self._request_timeout_s)
-            connection.ask(ClearRequest(fingerprint=fingerprint), CLEAR_TIMEOUT_S)
+            try:
+                connection.ask(ClearRequest(fingerprint=fingerprint), CLEAR_TIMEOUT_S)
+            except _TO_REPEAT:
+                raise
+            except tuple(EXCEPTIONS.values()) as error:
+                # Asked again, it would fail again. What a tier cannot forget it does not find any more.
+                self.note(connection, "clear", error)
             with self._changed:
                 # A clear that came in meanwhile stays: it is meant for segments stored meanwhile, too.
                 self._pending_clears = [clear for clear in self._pending_clears if clear not in same]

@@ -70,7 +70,7 @@ class DaemonStore(KVStore):
 
     Leases and reservations end with the session that granted them, on both sides: releasing a lease of an
     earlier session does nothing, and its arrays stay readable as long as they are referenced. A ``clear``
-    that failed is repeated before anything can be leased from a later connection.
+    that was not answered is repeated before anything can be leased again.
 
     Args:
         endpoint: the daemon's runtime directory, or ``ipc://<directory>/control.sock``.
@@ -304,7 +304,7 @@ class DaemonStore(KVStore):
         return stats[0] if stats is not None else _NO_STATS
 
     def clear(self, model: ModelIdentity | None = None) -> None:
-        """As the interface says. If the daemon cannot do it now, it is repeated before the next lease."""
+        """As the interface says. If the daemon does not answer now, it is repeated before the next lease."""
         self._check_open()
         self._link.clear(model)
 

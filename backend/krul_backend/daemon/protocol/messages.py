@@ -324,7 +324,10 @@ class StatsRequest(Request[tuple[StoreStats, DaemonStats]], frozen=True, kw_only
 
 
 class ListRequest(Request[tuple[tuple[SegmentInfo, ...], int]], frozen=True, kw_only=True, tag="list"):
-    """Asks for ``limit`` segments from the ``offset``-th on, ordered by id, and how many there are in all."""
+    """Asks for ``limit`` segments from the ``offset``-th on, ordered by id, and how many there are in all.
+
+    With an offset, the list is the one that anybody began last, unless its end was asked for.
+    """
 
     offset: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     limit: Annotated[int, Meta(ge=1, le=MAX_LISTED_SEGMENTS)] = MAX_LISTED_SEGMENTS

@@ -217,7 +217,8 @@ class SessionHandlers:
         return Deferred(
             lambda: self._store.advise(
                 hint, model=model, page_keys=request.page_keys, session=request.session
-            )
+            ),
+            lane=Lane.DROP if hint.drop else Lane.SHORT,
         )
 
     def _trim(self, session: Session, request: TrimRequest) -> Deferred[int]:
@@ -230,7 +231,7 @@ class SessionHandlers:
     def _clear(self, session: Session, request: ClearRequest) -> Deferred[None]:
         fingerprint = request.fingerprint
         model = _model_of(session, fingerprint) if fingerprint is not None else None
-        return Deferred(lambda: self._store.clear(model))
+        return Deferred(lambda: self._store.clear(model), lane=Lane.CLEAR, key=(ClearRequest, fingerprint))
 
 
 def admin_handlers(
@@ -242,15 +243,25 @@ def admin_handlers(
     ``daemon_stats`` returns what the server counts, for the answer to ``stats``.
     """
 
-    def list_segments(request: ListRequest) -> Deferred[list[SegmentInfo]]:
+    # What was listed last, as long as somebody may ask for a later part of it.
+    listed: list[SegmentInfo] = []
+
+    def list_segments(request: ListRequest) -> Any:
         def work() -> list[SegmentInfo]:
             return sorted(store.list_segments(), key=lambda info: info.segment_id)
 
         def finish(future: Future[list[SegmentInfo]]) -> tuple[list[SegmentInfo], int]:
-            infos = future.result()
-            return infos[request.offset : request.offset + request.limit], len(infos)
+            listed[:] = future.result()
+            return part()
 
-        return Deferred(work, finish)
+        def part() -> tuple[list[SegmentInfo], int]:
+            end, num_segments = request.offset + request.limit, len(listed)
+            infos = listed[request.offset : end]
+            if end >= num_segments:
+                listed.clear()
+            return infos, num_segments
+
+        return part() if request.offset and listed else Deferred(work, finish)
 
     def flush(request: FlushRequest) -> Deferred[bool]:
         return Deferred(lambda: store.flush(min(request.timeout_s, MAX_FLUSH_S)), lane=Lane.FLUSH)

@@ -25,9 +25,12 @@ HINTS_HOST, HINTS_PATH = "127.0.0.1", "/v1/hints"
 MAX_BODY_BYTES = 16 << 10
 MAX_AT_ONCE = 64
 MAX_PER_SECOND = 1000
+MAX_CONNECTIONS = 256
 
 _START_TIMEOUT_S = 10.0
 _BODY_TIMEOUT_S = 5.0
+_IDLE_S = 10.0
+"""A connection that says nothing for so long is closed."""
 
 TakeHint = Callable[[SessionName, Hint], int]
 
@@ -85,24 +88,36 @@ class HintEndpoint:
     async def _run(self, port: int) -> None:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post(HINTS_PATH, self._answer)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=_IDLE_S)
         await runner.setup()
+        server = runner.server
+        assert server is not None, "it was set up"
+
+        def new_protocol() -> asyncio.BaseProtocol:
+            return server() if len(server.connections) < MAX_CONNECTIONS else _NoRoom()
+
+        listening: asyncio.Server | None = None
         try:
-            await web.TCPSite(runner, HINTS_HOST, port).start()
+            listening = await self._loop.create_server(new_protocol, HINTS_HOST, port)
             logger.info(
                 "hints at http://%s:%d%s, token in %s", HINTS_HOST, port, HINTS_PATH, self._token_path
             )
             self._has_begun.set()
             await self._stop.wait()
         finally:
+            if listening is not None:
+                listening.close()
             await runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
         if not self._is_allowed(request):
             name = self._token_path.name
-            return _refusal(
+            refusal = _refusal(
                 401, f"no token, or a wrong one: send 'Authorization: Bearer' with that of {name}"
             )
+            # Whoever guesses connects again for each guess.
+            refusal.force_close()
+            return refusal
         if not self._is_within_rate():
             return _refusal(
                 429, f"too many hints, accepted are {MAX_PER_SECOND} a second and {MAX_AT_ONCE} at a time"
@@ -139,6 +154,13 @@ class HintEndpoint:
             self._second, self._num_in_second = second, 0
         self._num_in_second += 1
         return self._num_in_second <= MAX_PER_SECOND and self._num_running < MAX_AT_ONCE
+
+
+class _NoRoom(asyncio.Protocol):
+    """Ends a connection at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
 
 
 def parse_body(body: bytes) -> tuple[SessionName, Hint]:

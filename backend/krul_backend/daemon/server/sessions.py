@@ -95,7 +95,8 @@ class SessionTable:
         os.chmod(path, 0o600)
         self._listener.listen(128)
         self._epoll = select.epoll()
-        self._epoll.register(self._listener, select.EPOLLIN)
+        # Edge-triggered: while no file can be opened, clients wait, and are not heard of again and again.
+        self._epoll.register(self._listener, select.EPOLLIN | select.EPOLLET)
 
     def fileno(self) -> int:
         return self._epoll.fileno()
@@ -120,7 +121,7 @@ class SessionTable:
             if session is not None:
                 self._hear(session)
             elif fileno == self._listener.fileno():
-                self._accept()
+                self._accept_all()
 
     def close(self) -> None:
         """Disconnect everybody. What they hold is left as it is."""
@@ -131,13 +132,20 @@ class SessionTable:
         self._by_token.clear()
         self._by_fileno.clear()
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            # Too many open files are such an error, too. The client is told nothing, and tries again.
-            logger.debug("a connection was lost before it was accepted: %s", error)
-            return
+    def _accept_all(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # Too many open files, say. The client is told nothing; when it, or another one, connects
+                # again, those that wait are accepted, too.
+                logger.warning("no client can be accepted now: %s", error)
+                return
+            self._welcome(connection)
+
+    def _welcome(self, connection: socket.socket) -> None:
         try:
             pid, uid = peer_of(connection)
             if not is_own_user(uid):
