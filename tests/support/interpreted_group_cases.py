@@ -6,6 +6,7 @@ it is imported whether it interprets.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -26,6 +27,9 @@ from krul_backend.codec.triton_group_restore import TritonTail
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from tests.support.group_restore_cases import GroupCase, check_group, encode_case, exact_values
+
+NUM_EXAMPLES = int(os.environ.get("DAMAGED_EXAMPLES", "8"))
+"""Of damaged records: each takes a second."""
 
 FP32 = LayerShape(2, 16, 8, torch.float32)
 BF16 = replace(FP32, dtype=torch.bfloat16)
@@ -113,7 +117,7 @@ def test_of_a_tail_no_more_than_what_is_wanted_is_decoded() -> None:
     assert torch.equal(values, exact_values(tail)[:100, torch.from_numpy(scales) != 0])
 
 
-@settings(max_examples=25, deadline=None, database=None, derandomize=True)
+@settings(max_examples=NUM_EXAMPLES, deadline=None, database=None, derandomize=True)
 @given(seed=st.integers(0, 1000), kind=st.sampled_from(["flip", "random", "cut", "moved"]))
 def test_damage_is_what_the_coder_calls_damage(seed: int, kind: str) -> None:
     """Whatever lies around the records: nothing else is read."""

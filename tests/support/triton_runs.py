@@ -50,9 +50,11 @@ def compiled_ptx(kernel: Any, arguments: dict[str, Any], compute_capability: int
     return ptx
 
 
-def run_interpreted(cases: str) -> None:
+def run_interpreted(cases: str, **environment: str) -> None:
     """Run a file of tests in a process of its own, in which triton interprets; all must pass."""
-    result = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
+    result = run_python(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", cases), TRITON_INTERPRET="1", **environment
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "skipped" not in result.stdout
 

@@ -121,3 +121,8 @@ print([name for name in sys.modules if name.startswith(("krul_backend.codec.trit
 
 def test_the_kernels_in_the_interpreter() -> None:
     run_interpreted("tests/support/interpreted_group_cases.py")
+
+
+@pytest.mark.long
+def test_the_kernels_in_the_interpreter_with_more_damage() -> None:
+    run_interpreted("tests/support/interpreted_group_cases.py", DAMAGED_EXAMPLES="50")
