@@ -137,7 +137,11 @@ class LowerTier(ABC):
 
     @abstractmethod
     def clear(self, model: ModelIdentity | None = None) -> None:
-        """Forget all stored and queued segments (of one model), durably: not even a crash restores them."""
+        """Forget all stored and queued segments (of one model), durably: not even a crash restores them.
+
+        If the medium does not answer within some seconds, the tier finds nothing of them any more, and makes
+        that durable when it can.
+        """
 
     @abstractmethod
     def list_segments(self) -> list[SegmentInfo]:
@@ -262,6 +266,7 @@ class WriteQueue:
         self._changed = threading.Condition()
         self._waiting: deque[QueuedSegment] = deque()
         self._is_closed = False
+        self._is_woken = False
         self._num_put = 0
         self._num_bytes = 0
         # Numbered in the order in which they were put; also those that are being written.
@@ -286,10 +291,17 @@ class WriteQueue:
             return True
 
     def wait(self) -> bool:
-        """Wait for a segment to take (True), or for the close of an empty queue (False)."""
+        """Wait for a segment to take or a ``wake`` (True), or for the close of an empty queue (False)."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_closed)
-            return bool(self._waiting)
+            self._changed.wait_for(lambda: self._waiting or self._is_woken or self._is_closed)
+            was_woken, self._is_woken = self._is_woken, False
+            return bool(self._waiting) or was_woken
+
+    def wake(self) -> None:
+        """End a ``wait``, the current one or the next, although there may be no segment to take."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
 
     def take(self, max_num_bytes: int) -> list[QueuedSegment]:
         """Take the first few segments: at least one if any waits, further ones up to ``max_num_bytes``."""

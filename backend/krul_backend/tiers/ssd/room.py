@@ -24,7 +24,7 @@ MAX_DEAD_SHARE = 0.2
 MAX_EVICTED = 128
 """The most segments that are evicted in one hold of the tier's lock."""
 
-_BREATH_S = 1e-4
+BREATH_S = 1e-4
 """Pause between two holds of the lock. It is not a fair lock: without a pause nobody else would get it."""
 
 
@@ -58,7 +58,8 @@ class Room:
     def make(self, record_num_bytes: int) -> bool:
         """Free space until a record of this size can be appended.
 
-        False if segments that are held leave no room, or records that must be moved cannot be read now.
+        False if segments that are held leave no room, if records that must be moved cannot be read now, or if
+        a clear waits that would have to wait for that.
 
         Raises:
             OSError: a file could not be written or removed.
@@ -80,7 +81,7 @@ class Room:
                 has_evicted = not has_dead and not is_worth_it and self._evict(max(shortfall, lacking_bytes))
                 is_any_busy = any(self._writer.is_busy(file) for file in self._writer.files.values())
             if has_evicted:
-                time.sleep(_BREATH_S)
+                time.sleep(BREATH_S)
             elif has_dead:
                 self.remove_dead()
             elif worst is not None:
@@ -131,9 +132,11 @@ class Room:
     def _compact(self, file: LogFile) -> bool:
         """Copy a file's live records to the end of the log. The file is dead afterwards, and removed next.
 
-        False if the tier was suspended meanwhile: then some records were moved and others not, and there is
-        no use in trying the file again now, as it cannot be read.
+        False if the tier was suspended meanwhile, or a clear waits: then some records were moved and others
+        not, and there is no use in trying the file again now.
         """
+        if self._state.pending_clears:
+            return False
         # Seal first: if this is the file that is written now, its records would be appended to itself.
         self._writer.seal()
         with self._state.lock:
@@ -141,6 +144,8 @@ class Room:
         segments.sort(key=lambda segment: segment.offset)
         num_moved = num_unsynced_bytes = 0
         for segment in segments:
+            if self._state.pending_clears:
+                break
             manifest = segment.manifest
             blocks = [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.layer_num_bytes]
             try:
