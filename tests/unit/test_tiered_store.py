@@ -15,7 +15,7 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.between_tiers import NUM_THREADS
 from krul_backend.store.tiered_store import TieredStore
-from krul_backend.tiers.common.interface import SegmentSlice
+from krul_backend.tiers.common.interface import SegmentSlice, TierStats
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 from tests.support.fake_tier import FakeTier
 from tests.support.store_builders import (
@@ -737,6 +737,21 @@ def test_lists_say_where_a_segment_lies_and_name_it_once(rig: Rig) -> None:
         (alone, 8): ("dram",),
         (2, 12): ("mooncake",),
     }
+
+
+def test_a_tier_is_asked_for_its_counts_while_leases_can_be_given(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    was_locked: list[bool] = []
+    of_tier = rig.ssd.stats
+
+    def stats() -> TierStats:
+        was_locked.append(rig.store._lock.locked())
+        return of_tier()
+
+    monkeypatch.setattr(rig.ssd, "stats", stats)
+    rig.store.stats()
+    assert was_locked == [False]
 
 
 def test_verify_and_stats_cover_all_tiers(rig: Rig) -> None:
