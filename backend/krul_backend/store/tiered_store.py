@@ -261,7 +261,7 @@ class TieredStore(KVStore):
     ) -> int:
         if model is not None:
             if session is not None and page_keys:
-                self._advisor.names.put(session, model, page_keys[-1])
+                self._advisor.name(session, model, page_keys)
             return self._advisor.advise(model, page_keys, hint)
         if session is None:
             raise ValueError("a hint is about a model's pages, or about a session: neither was given")
