@@ -303,6 +303,38 @@ def test_a_dropped_conversation_is_in_no_tier(rig: Rig) -> None:
         rig.store.advise(Hint(drop=True), session=AGENT)
 
 
+def test_a_drop_asks_a_tier_once_for_each_segment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for first in range(0, 10, 2):
+        put(rig.store, "c", first, first + 2)
+    rig.store.flush(10)
+    discarded: list[str] = []
+    discard = rig.mooncake.discard
+
+    def count(manifest: SegmentManifest) -> None:
+        discarded.append(manifest.page_keys[0])
+        discard(manifest)
+
+    monkeypatch.setattr(rig.mooncake, "discard", count)
+    rig.store.advise(Hint(drop=True), model=MODEL, page_keys=page_keys("c", 0, 10))
+    assert discarded == ["c/8", "c/6", "c/4", "c/2", "c/0"]
+    assert [len(tier.records) for tier in rig.tiers] == [0, 0]
+
+
+def test_a_drop_reaches_what_a_tier_is_writing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.ssd.writes_go_on.clear()
+    put(rig.store, "c", 0, 2)
+    flush = rig.ssd.flush
+
+    def finish(timeout_s: float) -> bool:
+        rig.ssd.writes_go_on.set()
+        return flush(timeout_s)
+
+    monkeypatch.setattr(rig.ssd, "flush", finish)
+    rig.store.advise(Hint(drop=True), model=MODEL, page_keys=page_keys("c", 0, 2))
+    assert rig.ssd.num_puts == 1
+    assert rig.ssd.records == {}
+
+
 def test_a_drop_leaves_what_others_go_through(rig: Rig) -> None:
     put(rig.store, "system", 0, 2)
     for branch in "ab":

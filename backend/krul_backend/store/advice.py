@@ -234,22 +234,26 @@ class Advisor:
             if any(store.is_needed(model, last_key) for store in self._stores):
                 break
             self._host.discard(manifest, however_encoded=True)
-            # What waits to be written is as DRAM had it. What was written may be encoded otherwise.
-            written = (tier.holder_of(model, last_key) for tier in self._tiers)
-            dropped += [manifest, *(held for held in written if held is not None)]
             # After this no tier is given a segment that has left DRAM's index; earlier ones the tiers drop.
             self._settle()
-            self._discard(dropped[-1 - len(self._tiers) :])
+            # What waits to be written is as DRAM had it. What was written may be encoded otherwise.
+            encodings = [manifest]
+            for tier in self._tiers:
+                held = tier.holder_of(model, last_key)
+                if held is not None and not any(held.shares_encoded_pages(other) for other in encodings):
+                    encodings.append(held)
+            for tier in self._tiers:
+                for each in encodings:
+                    tier.discard(each)
+            dropped += encodings
         if dropped:
             # What was being written meanwhile.
             for tier in self._tiers:
                 tier.flush(_DROP_FLUSH_S)
-            self._discard(dropped)
-
-    def _discard(self, manifests: Sequence[SegmentManifest]) -> None:
-        for tier in self._tiers:
-            for manifest in manifests:
-                tier.discard(manifest)
+                for manifest in dropped:
+                    held = tier.holder_of(model, manifest.page_keys[-1])
+                    if held is not None and held.shares_encoded_pages(manifest):
+                        tier.discard(manifest)
 
     def _count(self, *, num_hints: int = 0, num_comeback_pages: int = 0) -> None:
         with self._counting:
