@@ -367,6 +367,27 @@ def test_the_queue_is_bounded(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_the_queue_is_bounded_for_segments_without_bytes(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    tier = open_tier(tmp_path, disk, max_queued_bytes=20_000)
+    with busy_writer(tier, disk):
+        whole = [make_manifest(f"c{i}", 0, 2, SIZES) for i in range(4)]
+        empty = [
+            dataclasses.replace(
+                manifest,
+                codec_params={"": "x" * 9000},
+                layer_first_token=(manifest.end_token,) * 2,
+                layer_num_bytes=(0, 0),
+            )
+            for manifest in whole
+        ]
+        assert [put_manifest(tier, manifest) for manifest in empty] == [True, True, False, False]
+        assert tier.stats().queued_bytes > 2 * 9000
+    assert tier.flush(20)
+    assert tier.stats().queued_bytes == 0
+    tier.close()
+
+
 def test_segments_are_listed_and_costs_are_measured(tier: SsdTier) -> None:
     put(tier, "a", 2, 5)
     (info,) = tier.list_segments()

@@ -250,13 +250,18 @@ class QueuedSegment:
     metadata: bytes
     done: Callable[[], None]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the blocks and of the metadata: a segment may have no others."""
+        return self.manifest.num_bytes + len(self.metadata)
+
 
 class WriteQueue:
     """A first-in-first-out queue that also knows what was taken but not settled (written, or given up).
 
     Args:
         counters: of the tier; what is given up counts as skipped.
-        max_num_bytes: of all blocks that are not settled; a larger segment is accepted only into an empty
+        max_num_bytes: of all segments that are not settled; a larger segment is accepted only into an empty
             queue.
     """
 
@@ -280,13 +285,13 @@ class WriteQueue:
     def put(self, item: QueuedSegment) -> bool:
         """Add a segment; False when the queue is full or closed."""
         with self._changed:
-            is_full = self._num_bytes > 0 and self._num_bytes + item.manifest.num_bytes > self._max_num_bytes
+            is_full = self._num_bytes > 0 and self._num_bytes + item.num_bytes > self._max_num_bytes
             if is_full or self._is_closed:
                 return False
             self._waiting.append(item)
             self._unsettled[item] = self._num_put
             self._num_put += 1
-            self._num_bytes += item.manifest.num_bytes
+            self._num_bytes += item.num_bytes
             self._changed.notify_all()
             return True
 
@@ -309,7 +314,7 @@ class WriteQueue:
             taken: list[QueuedSegment] = []
             num_bytes = 0
             while self._waiting:
-                num_bytes += self._waiting[0].manifest.num_bytes
+                num_bytes += self._waiting[0].num_bytes
                 if taken and num_bytes > max_num_bytes:
                     break
                 taken.append(self._waiting.popleft())
@@ -339,7 +344,7 @@ class WriteQueue:
         with self._changed:
             for item in items:
                 del self._unsettled[item]
-                self._num_bytes -= item.manifest.num_bytes
+                self._num_bytes -= item.num_bytes
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:

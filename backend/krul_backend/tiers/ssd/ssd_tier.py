@@ -44,7 +44,7 @@ class SsdTier(LowerTier):
         policy: order of eviction, owned by the tier from here on; least recently used first if not given.
         disk: the system calls.
         clock: seconds, monotonic; for idle times and suspensions.
-        max_queued_bytes: size of the blocks that may wait to be written; further segments are skipped.
+        max_queued_bytes: size of the segments that may wait to be written; further ones are skipped.
         file_bytes: size of a log file; by default a 32nd of the capacity, at least 64 MiB or an eighth of it.
         patience_s: how long to wait for another process to leave the directory.
 
