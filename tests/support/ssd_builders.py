@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ class FaultyDisk(Disk):
     ``num_good_writes``: so many more calls of ``pwritev`` succeed before the next raise ENOSPC.
     ``is_full``: no file can grow, as on a full disk; what it has can be overwritten.
     ``unreadable``: names of files that cannot be read. ``before_read`` is called before anything is read.
+    Without ``gate`` reads stall, without ``writes_go_on`` writes do; ``is_writing`` says that one does.
     """
 
     def __init__(self) -> None:
@@ -43,6 +45,9 @@ class FaultyDisk(Disk):
         self.gate = threading.Event()
         self.gate.set()
         self.num_stalled = 0
+        self.writes_go_on = threading.Event()
+        self.writes_go_on.set()
+        self.is_writing = threading.Event()
 
     def _check(self, name: str) -> None:
         if name in self.errors:
@@ -72,6 +77,9 @@ class FaultyDisk(Disk):
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._check("pwritev")
+        if not self.writes_go_on.is_set():
+            self.is_writing.set()
+            assert self.writes_go_on.wait(20)
         if self.num_good_writes is not None:
             if self.num_good_writes == 0:
                 raise OSError(errno.ENOSPC, "injected")
@@ -105,6 +113,19 @@ class FaultyDisk(Disk):
 def open_tier(directory: Path, disk: Disk | None = None, **options: Any) -> SsdTier:
     options = {"capacity_bytes": CAPACITY_BYTES, "file_bytes": FILE_BYTES, **options}
     return SsdTier(directory, disk=disk, **options)
+
+
+@contextmanager
+def busy_writer(tier: SsdTier, disk: FaultyDisk) -> Iterator[None]:
+    """Stall the writer in the middle of a segment of two bytes, until the end of the block."""
+    disk.is_writing.clear()
+    disk.writes_go_on.clear()
+    try:
+        assert put_manifest(tier, make_manifest("busy", 0, 2, (1, 1)))
+        assert disk.is_writing.wait(20)
+        yield
+    finally:
+        disk.writes_go_on.set()
 
 
 def random_blocks(sizes: Sequence[int], seed: int) -> list[np.ndarray[Any, Any]]:

@@ -73,14 +73,56 @@ def test_a_name_stands_for_every_rank() -> None:
     names = SessionNames()
     ranks = [make_model(f"rank-{i}") for i in range(2)]
     for rank in ranks:
-        names.put(AGENT, rank, "c/1")
-    names.put(AGENT, ranks[0], "c/2")
-    assert set(names.get(AGENT)) == {(ranks[1], "c/1"), (ranks[0], "c/2")}
+        names.put(AGENT, rank, ["c/1"])
+    names.put(AGENT, ranks[0], ["c/2"])
+    assert set(names.get(AGENT)) == {(ranks[1], ("c/1",)), (ranks[0], ("c/1", "c/2"))}
     # Of a server whose weights change often the latest models stay.
     for i in range(100):
-        names.put(AGENT, make_model(f"weights-{i}"), "c/3")
+        names.put(AGENT, make_model(f"weights-{i}"), ["c/3"])
     assert len(names.get(AGENT)) == 16
     assert names.get(AGENT)[-1][0].name == "weights-99"
+
+
+def test_of_a_name_the_last_ends_are_kept() -> None:
+    names = SessionNames()
+    names.put(AGENT, MODEL, ["a", "b", "c"])
+    # A turn that takes an earlier one back.
+    names.put(AGENT, MODEL, ["a", "b", "d"])
+    names.put(AGENT, MODEL, ["b"])
+    assert names.get(AGENT) == ((MODEL, ("c", "a", "d", "b")),)
+    for i in range(100):
+        names.put(AGENT, MODEL, [f"{i}"])
+    assert names.get(AGENT) == ((MODEL, tuple(f"{i}" for i in range(84, 100))),)
+
+
+def test_a_name_stands_for_what_is_left_of_its_conversation(rig: Rig) -> None:
+    put_in_dram(rig, "c", 0, 2)
+    ids = [put_in_dram(rig, "c", 2, 3)[0], put_in_dram(rig, "c", 3, 5)[0]]
+    name(rig, "c", 5)
+    for segment_id, num_left in zip(reversed(ids), (3, 2), strict=True):
+        # As eviction does: the last one first.
+        manifest = rig.host.manifest_of(segment_id)
+        assert manifest is not None
+        rig.host.discard(manifest)
+        assert rig.store.advise(Hint(priority=80), session=AGENT) == num_left
+    # A turn that was not stored takes nothing away.
+    name(rig, "c", 6)
+    assert rig.store.advise(Hint(priority=80), session=AGENT) == 2
+    rig.host.clear()
+    with pytest.raises(KeyError, match="nothing is stored"):
+        rig.store.advise(Hint(priority=80), session=AGENT)
+
+
+def test_a_drop_by_name_reaches_earlier_ends(rig: Rig) -> None:
+    put(rig.store, "system", 0, 2)
+    keys = {branch: (*page_keys("system", 0, 2), *page_keys(branch, 2, 3)) for branch in "ab"}
+    for branch in "ab":
+        put_branch(rig, branch)
+        rig.store.advise(Hint(), model=MODEL, page_keys=keys[branch], session=AGENT)
+    rig.store.flush(10)
+    rig.store.advise(Hint(drop=True), session=AGENT)
+    assert [rig.store.find_missing(MODEL, keys[branch]) for branch in "ab"] == [[range(3)]] * 2
+    assert rig.store.stats().used_bytes == 0
 
 
 def test_nothing_that_a_hint_could_be_about_is_an_error(rig: Rig) -> None:
@@ -95,14 +137,14 @@ def test_nothing_that_a_hint_could_be_about_is_an_error(rig: Rig) -> None:
 def test_a_million_names_are_bounded_in_number_and_memory() -> None:
     names = SessionNames(max_names=1_000)
     for i in range(1_000_000):
-        names.put(SessionName("", f"agent-{i}"), MODEL, f"{i:064x}")
+        names.put(SessionName("", f"agent-{i}"), MODEL, [f"{i:064x}"])
     assert len(names) == 1_000
-    assert names.get(SessionName("", "agent-999999")) == ((MODEL, f"{999_999:064x}"),)
+    assert names.get(SessionName("", "agent-999999")) == ((MODEL, (f"{999_999:064x}",)),)
     assert names.get(SessionName("", "agent-998999")) == ()
     tracemalloc.start()
     try:
         for i in range(2_000):
-            names.put(SessionName("", f"{'n' * 200}{i}"), MODEL, f"{i:064x}")
+            names.put(SessionName("", f"{'n' * 200}{i}"), MODEL, [f"{i:064x}"])
         grown_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -114,10 +156,10 @@ def test_a_million_names_are_bounded_in_number_and_memory() -> None:
 def test_the_least_recently_used_name_leaves() -> None:
     names = SessionNames(max_names=2)
     first, second, third = (SessionName("", text) for text in "abc")
-    names.put(first, MODEL, "1")
-    names.put(second, MODEL, "2")
-    assert names.get(first) == ((MODEL, "1"),)
-    names.put(third, MODEL, "3")
+    names.put(first, MODEL, ["1"])
+    names.put(second, MODEL, ["2"])
+    assert names.get(first) == ((MODEL, ("1",)),)
+    names.put(third, MODEL, ["3"])
     assert (names.get(second), len(names)) == ((), 2)
 
 
@@ -259,6 +301,38 @@ def test_a_dropped_conversation_is_in_no_tier(rig: Rig) -> None:
     assert [len(tier.records) for tier in rig.tiers] == [0, 1]
     with pytest.raises(KeyError):
         rig.store.advise(Hint(drop=True), session=AGENT)
+
+
+def test_a_drop_asks_a_tier_once_for_each_segment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for first in range(0, 10, 2):
+        put(rig.store, "c", first, first + 2)
+    rig.store.flush(10)
+    discarded: list[str] = []
+    discard = rig.mooncake.discard
+
+    def count(manifest: SegmentManifest) -> None:
+        discarded.append(manifest.page_keys[0])
+        discard(manifest)
+
+    monkeypatch.setattr(rig.mooncake, "discard", count)
+    rig.store.advise(Hint(drop=True), model=MODEL, page_keys=page_keys("c", 0, 10))
+    assert discarded == ["c/8", "c/6", "c/4", "c/2", "c/0"]
+    assert [len(tier.records) for tier in rig.tiers] == [0, 0]
+
+
+def test_a_drop_reaches_what_a_tier_is_writing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.ssd.writes_go_on.clear()
+    put(rig.store, "c", 0, 2)
+    flush = rig.ssd.flush
+
+    def finish(timeout_s: float) -> bool:
+        rig.ssd.writes_go_on.set()
+        return flush(timeout_s)
+
+    monkeypatch.setattr(rig.ssd, "flush", finish)
+    rig.store.advise(Hint(drop=True), model=MODEL, page_keys=page_keys("c", 0, 2))
+    assert rig.ssd.num_puts == 1
+    assert rig.ssd.records == {}
 
 
 def test_a_drop_leaves_what_others_go_through(rig: Rig) -> None:

@@ -15,6 +15,7 @@ from krul_backend.errors import ManifestError, StoreClosedError
 from krul_backend.segment import MAX_CODEC_PARAMS_BYTES
 from krul_backend.tiers.common.eviction import LruPolicy
 from krul_backend.tiers.common.hashing import block_checksum, block_checksums
+from krul_backend.tiers.dram import host_store
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED
 from krul_backend.tiers.dram.host_store import HostStore
 from tests.support.checksum_gate import ChecksumGate, install_gate, let_go, run_until_gate
@@ -498,6 +499,35 @@ def test_clear_drops_what_was_reserved_before_it(store: HostStore, model: object
     assert lease_pages(store, "c", 0, 2) is None
     kept = commit_to(store, after, make_manifest("c", 0, 2, (100, 60)))
     assert stored_ids(store) == [kept]
+    assert store.stats().used_bytes == 192
+
+
+def test_a_clear_lets_others_work_and_keeps_what_they_store_meanwhile(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for conversation in "abcde":
+        put(store, conversation, 0, 1)
+    before = store.reserve((100, 60))
+    assert before is not None
+    fill(before, 1)
+    monkeypatch.setattr(host_store, "MAX_VISITED", 2)
+    num_left: list[int] = []
+    later: list[int] = []
+
+    def work(seconds: float) -> None:
+        num_left.append(store.stats().num_segments)
+        if not later:
+            dropped = commit_to(store, before, make_manifest("f", 0, 1, (100, 60)))
+            assert dropped not in stored_ids(store)
+            # All of its pages are in a segment that the clear has not removed yet.
+            later.append(put(store, "e", 0, 1, seed=7)[0])
+
+    monkeypatch.setattr(time, "sleep", work)
+    store.clear()
+    monkeypatch.undo()
+    assert num_left == [5, 3, 1]
+    assert stored_ids(store) == later
+    assert lease_pages(store, "e", 0, 1) is not None
     assert store.stats().used_bytes == 192
 
 

@@ -17,6 +17,7 @@ from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.common.page_index import PageRun
+from krul_backend.tiers.mooncake.cluster_connection import TimedCalls
 from krul_backend.tiers.mooncake.epochs import EPOCH_AGE_S
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
 from krul_backend.tiers.mooncake.stored_object import MAX_POINTERS, decode_object, encode_object
@@ -615,6 +616,47 @@ def test_what_cannot_be_decoded_leaves_the_cluster_and_is_stored_again(
     assert run.segment.manifest.codec_params == {"kind": "new"}
     assert len(match(host(), page_keys("d", 0, 3))) == 1
     assert {name.split("/s/")[0] for name in cluster.metadata_names()} == {kept}
+
+
+def test_many_removals_do_not_hold_up_lookups(
+    host: Host, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = host(), host()
+    for name in "abc":
+        put(writer, make_manifest(name, 0, 1, SIZES))
+    may_remove = threading.Event()
+    remove = FakeObjectStore.remove
+
+    def slow_remove(store: FakeObjectStore, keys: Sequence[str]) -> None:
+        assert may_remove.wait(20)
+        remove(store, keys)
+
+    monkeypatch.setattr(FakeObjectStore, "remove", slow_remove)
+    for name in "abc":
+        writer.discard(make_manifest(name, 0, 1, SIZES))
+    put(reader, make_manifest("d", 0, 1, SIZES))
+    try:
+        assert len(match(writer, page_keys("d", 0, 1))) == 1
+    finally:
+        may_remove.set()
+    wait_until(lambda: len(cluster.metadata_names()) == 1)
+
+
+def test_removals_that_wait_are_bounded() -> None:
+    calls = TimedCalls("test", 1, max_waiting=2)
+    may_go_on, has_begun = threading.Event(), threading.Event()
+    done: list[int] = []
+
+    def wait() -> None:
+        has_begun.set()
+        assert may_go_on.wait(20)
+
+    assert calls.begin(wait)
+    assert has_begun.wait(20)
+    assert [calls.begin(lambda i=i: done.append(i)) for i in range(4)] == [True, True, False, False]  # type: ignore[misc]
+    may_go_on.set()
+    wait_until(lambda: done == [0, 1])
+    calls.close()
 
 
 def test_what_cannot_be_decoded_is_not_written_if_it_waits(host: Host, cluster: FakeCluster) -> None:

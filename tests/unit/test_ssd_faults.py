@@ -5,20 +5,23 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from krul_backend.errors import DaemonError, TierReadError
+from krul_backend.errors import TierReadError
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
+from krul_backend.tiers.ssd import segment_writes
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import (
     FILE_BYTES,
     SIZES,
     FaultyDisk,
+    busy_writer,
     disk_bytes,
     fetch,
     has,
@@ -300,11 +303,115 @@ def test_a_clear_that_cannot_be_noted_removes_all(
     assert not has(tier, "a", model=make_model("other"))
 
 
-def test_a_clear_that_leaves_traces_says_so(tier: SsdTier, disk: FaultyDisk) -> None:
-    put(tier, "a")
+@pytest.mark.parametrize("is_writable_at_the_end", [False, True])
+def test_a_clear_that_leaves_traces_ends_the_use_of_the_disk(
+    tmp_path: Path,
+    disk: FaultyDisk,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    is_writable_at_the_end: bool,
+) -> None:
+    old, other = make_model("old"), make_model("other")
+    tier = open_tier(tmp_path, disk, clock=clock)
+    put(tier, "a", model=old, seed=1)
+    put(tier, "a", model=other, seed=2)
     disk.errors.update(pwritev=errno.EROFS, unlink=errno.EROFS)
-    with pytest.raises(DaemonError, match="remove its directory"):
-        tier.clear()
+    tier.clear(old)
+    tier.clear(old)
+    tier.clear(make_model("third"))
+    (message,) = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert f"remove {tmp_path / 'krul-v'}" in message
+    clock.now_s += 100 * FIRST_PAUSE_S
+    for model in (old, other):
+        assert not put(tier, "b", model=model)
+        assert not has(tier, "a", model=model)
+        assert tier.holder_of(model, page_keys("a", 0, 2)[1]) is None
+    assert (tier.stats().num_segments, tier.stats().is_suspended) == (0, True)
+    if is_writable_at_the_end:
+        disk.errors.clear()
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert has(tier, "a", model=other, seed=2)
+    # On a disk that cannot be written, nothing keeps the promise; the log said so.
+    assert has(tier, "a", model=old, seed=1) != is_writable_at_the_end
+    tier.close()
+
+
+def test_a_clear_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(segment_writes, "_CLEAR_TIMEOUT_S", 0.05)
+    other = make_model("other")
+    tier = open_tier(tmp_path, disk)
+    put(tier, "a", seed=1)
+    put(tier, "a", model=other, seed=2)
+    with busy_writer(tier, disk):
+        with caplog.at_level(logging.WARNING):
+            tier.clear(make_model())
+        assert len(caplog.records) == 1
+        assert not has(tier, "a")
+        assert has(tier, "a", model=other, seed=2)
+        blocks = random_blocks(SIZES, 3)
+        checksums = [block_checksum(block) for block in blocks]
+        assert tier.put(make_manifest("later", 0, 2, SIZES), blocks, checksums, lambda: None)
+    assert tier.flush(20)
+    assert not has(tier, "busy"), "it was put before the clear, and written after it"
+    assert has(tier, "later", seed=3)
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert not has(tier, "a")
+    assert not has(tier, "busy")
+    assert has(tier, "later", seed=3)
+    assert has(tier, "a", model=other, seed=2)
+    tier.close()
+
+
+def test_a_clear_does_not_wait_for_a_compaction(tmp_path: Path, disk: FaultyDisk) -> None:
+    other = make_model("other")
+    tier = open_tier(tmp_path, disk)
+    held = []
+    for number in range(16):
+        put(tier, f"c{number}", sizes=(9000, 5000), model=other, seed=number)
+        if number % 3 < 2:
+            held += match(tier, f"c{number}", model=other)
+    put(tier, "a")
+    # The first read is one of compaction's; the clear comes while it is under way.
+    clearing = threading.Thread(target=tier.clear, args=(make_model(),))
+
+    def clear_once() -> None:
+        disk.before_read = lambda: None
+        clearing.start()
+        while not tier._state.pending_clears:
+            time.sleep(1e-3)
+
+    disk.before_read = clear_once
+    number = 16
+    while clearing.ident is None:
+        put(tier, f"c{number}", sizes=(9000, 5000), model=other, seed=number)
+        number += 1
+    clearing.join(20)
+    assert tier.stats().skipped_segments >= 1, "the one that the compaction was for"
+    assert not has(tier, "a")
+    assert all(has(tier, f"c{number}", model=other, seed=number) for number in range(16) if number % 3 < 2)
+    for run in held:
+        tier.release(run)
+    for later in range(number, number + 40):
+        assert put(tier, f"c{later}", sizes=(9000, 5000), model=other, seed=later)
+        assert has(tier, f"c{later}", model=other, seed=later)
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert not has(tier, "a")
+    tier.close()
+
+
+def test_a_clear_lets_others_have_the_lock(tier: SsdTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        put(tier, f"c{number}")
+    monkeypatch.setattr(segment_writes, "_MAX_REMOVED", 2)
+    remaining: list[int] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: remaining.append(tier.stats().num_segments))
+    tier.clear()
+    assert remaining == [5, 3, 1]
     assert tier.stats().num_segments == 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from krul_backend.segment import ModelIdentity
+from krul_backend.tiers.common.eviction import LruPolicy
 from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
 from krul_backend.tiers.common.page_index import PageRun
+from krul_backend.tiers.ssd import room
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.room import Room
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
@@ -120,6 +124,66 @@ def test_compaction_keeps_what_is_used(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     for used in range(0, 15, 3):
         assert has(tier, f"c{used}", seed=used)
+    assert_accounted(tier, tmp_path)
+    tier.close()
+
+
+class CountingPolicy(LruPolicy):
+    """Counts how often its order is asked for, and how many segments of it are taken each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_taken: list[int] = []
+
+    def victims(self) -> Iterator[int]:
+        self.num_taken.append(0)
+        for segment_id in super().victims():
+            self.num_taken[-1] += 1
+            yield segment_id
+
+
+def test_the_order_of_eviction_is_asked_for_once_for_many_victims(tmp_path: Path) -> None:
+    policy = CountingPolicy()
+    tier = open_tier(tmp_path, policy=policy, capacity_bytes=32 * FILE_BYTES)
+    number = 0
+    # The first segment of each file is held: no file is dead until a fifth of the space is.
+    runs: list[PageRun[Any]] = []
+    while not policy.num_taken:
+        put(tier, f"c{number}", sizes=SIZES, seed=number)
+        runs += match(tier, f"c{number}") if number % 3 == 0 else ()
+        number += 1
+    assert tier.stats().evicted_segments >= 31 * FILE_BYTES // 5 // RECORD_BYTES
+    assert len(policy.num_taken) == 1
+    for run in runs:
+        tier.release(run)
+    assert_accounted(tier, tmp_path)
+    tier.close()
+
+
+def test_no_more_victims_are_looked_for_than_are_evicted(tmp_path: Path) -> None:
+    policy = CountingPolicy()
+    tier = open_tier(tmp_path, policy=policy)
+    for number in range(60):
+        put(tier, f"c{number}", sizes=SIZES, seed=number)
+    # A file of three records is dead with its last one.
+    assert set(policy.num_taken) == {3}
+    assert tier.stats().evicted_segments == sum(policy.num_taken)
+    tier.close()
+
+
+def test_many_evictions_let_others_have_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = CountingPolicy()
+    tier = open_tier(tmp_path, policy=policy)
+    breaths: list[bool] = []
+    monkeypatch.setattr(room, "MAX_EVICTED", 2)
+    monkeypatch.setattr(time, "sleep", lambda seconds: breaths.append(tier._state.lock.locked()))
+    held = put_some_held(tier)
+    for number in range(16, 64):
+        put(tier, f"c{number}", sizes=SIZES, seed=number)
+    assert len(policy.num_taken) > 2
+    assert breaths == [False] * len(policy.num_taken)
+    for run in held.values():
+        tier.release(run)
     assert_accounted(tier, tmp_path)
     tier.close()
 

@@ -15,7 +15,7 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.between_tiers import NUM_THREADS
 from krul_backend.store.tiered_store import TieredStore
-from krul_backend.tiers.common.interface import SegmentSlice
+from krul_backend.tiers.common.interface import SegmentSlice, TierStats
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 from tests.support.fake_tier import FakeTier
 from tests.support.store_builders import (
@@ -357,6 +357,40 @@ def test_no_room_for_a_prefetch_stops_it(rig: Rig) -> None:
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
     assert rig.store.prefetch(MODEL, keys[:2], tokens_of(keys[:2])) == 0
     assert rig.ssd.num_reads == 1
+    rig.assert_nothing_is_held()
+
+
+def test_prefetches_on_their_way_leave_most_of_the_memory_to_others(rig: Rig) -> None:
+    # A quarter of the arena is 1024 bytes.
+    names = [f"c{number}" for number in range(8)]
+    for name in names:
+        put_below(rig.ssd, name, 0, 2, sizes=(300, 100))
+    keys = {name: page_keys(name, 0, 2) for name in names}
+    put_in_dram(rig, "stored", 0, 2)
+    rig.ssd.reads_go_on.clear()
+    num_pages = [rig.store.prefetch(MODEL, each, tokens_of(each)) for each in keys.values()]
+    assert num_pages == [2, 2, 0, 0, 0, 0, 0, 0]
+    assert is_in_dram(rig, "stored", 0, 2)
+    # A load is not limited.
+    lease = lease_pages(rig.store, names[7], 0, 2)
+    assert lease is not None
+    pieces = rig.store.fetch(lease)
+    rig.ssd.reads_go_on.set()
+    assert wait_for(pieces) == [content_of(names[7], 0, 2, (300, 100))]
+    wait_until(lambda: rig.store.stats().fetched_segments == 3)
+    rig.store.release(lease)
+    # What has arrived does not count.
+    for name, num_fetched in zip(names[2:5], (4, 5, 6), strict=True):
+        assert rig.store.prefetch(MODEL, keys[name], tokens_of(keys[name])) == 2
+        wait_until(lambda num=num_fetched: rig.store.stats().fetched_segments == num)
+    rig.assert_nothing_is_held()
+
+
+def test_a_prefetch_of_one_large_segment_is_never_refused(rig: Rig) -> None:
+    put_below(rig.ssd, "large", 0, 2, sizes=(3000, 100))
+    keys = page_keys("large", 0, 2)
+    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == 2
+    wait_until(lambda: rig.store.stats().fetched_segments == 1)
     rig.assert_nothing_is_held()
 
 
@@ -737,6 +771,21 @@ def test_lists_say_where_a_segment_lies_and_name_it_once(rig: Rig) -> None:
         (alone, 8): ("dram",),
         (2, 12): ("mooncake",),
     }
+
+
+def test_a_tier_is_asked_for_its_counts_while_leases_can_be_given(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    was_locked: list[bool] = []
+    of_tier = rig.ssd.stats
+
+    def stats() -> TierStats:
+        was_locked.append(rig.store._lock.locked())
+        return of_tier()
+
+    monkeypatch.setattr(rig.ssd, "stats", stats)
+    rig.store.stats()
+    assert was_locked == [False]
 
 
 def test_verify_and_stats_cover_all_tiers(rig: Rig) -> None:

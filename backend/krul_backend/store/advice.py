@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.store.comebacks import Comeback, Comebacks, PathEnd
+from krul_backend.store.comebacks import Comeback, Comebacks
 from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName
 from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.lower_tier import LowerTier
@@ -27,8 +27,14 @@ MARGIN_S = 0.5
 _MAX_MODELS = 16
 """Of one name: each rank of a server is a model of its own."""
 
+MAX_ENDS = 16
+"""Of one name and model. Eviction takes the last segments first; the name then stands for what is left."""
+
 _DROP_FLUSH_S = 1.0
 """A drop waits so long for segments that are being written to a tier at that moment."""
+
+NamedEnds = tuple[ModelIdentity, tuple[str, ...]]
+"""A model, and the last pages of a conversation's last segments, the latest last."""
 
 Prefetch = Callable[[ModelIdentity, Sequence[str], TokenIds], int]
 
@@ -42,23 +48,40 @@ class SessionNames:
     def __init__(self, max_names: int = MAX_NAMES) -> None:
         self._max_names = max_names
         self._lock = threading.Lock()
-        self._ends: OrderedDict[bytes, tuple[PathEnd, ...]] = OrderedDict()
+        self._ends: OrderedDict[bytes, tuple[NamedEnds, ...]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._ends)
 
-    def put(self, session: SessionName, model: ModelIdentity, page_key: str) -> None:
-        """Let a name stand for the conversation that ends with a page, as far as this model's KV goes."""
+    def put(self, session: SessionName, model: ModelIdentity, page_keys: Sequence[str]) -> None:
+        """Let a name stand for a conversation, as far as this model's KV goes.
+
+        ``page_keys``: the last pages of its last segments, in conversation order.
+        """
         key = _digest(session)
         with self._lock:
-            others = (end for end in self._ends.get(key, ()) if end[0].fingerprint != model.fingerprint)
-            self._ends[key] = (*others, (model, page_key))[-_MAX_MODELS:]
+            before = self._ends.get(key, ())
+            # Ranks of one server have equal keys: each is kept once.
+            known = {page_key: page_key for _, ends in before for page_key in ends}
+            newest = [known.get(page_key, page_key) for page_key in page_keys]
+            others = [of_model for of_model in before if of_model[0].fingerprint != model.fingerprint]
+            earlier = [
+                page_key
+                for of_model, ends in before
+                if of_model.fingerprint == model.fingerprint
+                for page_key in ends
+                if page_key not in newest
+            ]
+            self._ends[key] = (*others, (model, (*earlier, *newest)[-MAX_ENDS:]))[-_MAX_MODELS:]
             self._ends.move_to_end(key)
             if len(self._ends) > self._max_names:
                 self._ends.popitem(last=False)
 
-    def get(self, session: SessionName) -> tuple[PathEnd, ...]:
-        """Return the conversation's last page for each model; nothing if the name is not known."""
+    def get(self, session: SessionName) -> tuple[NamedEnds, ...]:
+        """Return for each model the pages with which the conversation ended, the latest last.
+
+        Nothing if the name is not known.
+        """
         key = _digest(session)
         with self._lock:
             ends = self._ends.get(key, ())
@@ -108,16 +131,30 @@ class Advisor:
         self.comebacks.cancel(model, page_keys)
         return self._apply(model, page_keys, hint)
 
+    def name(self, session: SessionName, model: ModelIdentity, page_keys: Sequence[str]) -> None:
+        """Let a name stand for the conversation of these pages."""
+        path = self._path_to(model, page_keys[-1])
+        ends = [piece.manifest.page_keys[piece.num_pages - 1] for piece in path[-MAX_ENDS:]]
+        self.names.put(session, model, ends or page_keys[-1:])
+
     def advise_named(self, session: SessionName, hint: Hint) -> int:
-        """Apply a hint to the conversation of a name; returns as ``advise``.
+        """Apply a hint to the conversation of a name, as far as it is stored; returns as ``advise``.
 
         Raises:
             KeyError: the name is not known, or nothing is stored of the conversation any more.
         """
-        paths = [(end[0], self._path_to(*end)) for end in self.names.get(session)]
-        if not any(path for _, path in paths):
+        num_pages: list[int] = []
+        for model, ends in self.names.get(session):
+            for end in reversed(ends):
+                path = self._path_to(model, end)
+                if path:
+                    num_pages.append(self._apply(model, _keys_of(path), hint))
+                    # Earlier turns may have ended elsewhere: these are dropped, too.
+                    if not hint.drop:
+                        break
+        if not num_pages:
             raise KeyError(f"nothing is stored of a conversation of the name {session.name!r}")
-        return max(self._apply(model, _keys_of(path), hint) for model, path in paths if path)
+        return max(num_pages)
 
     def close(self) -> None:
         self.comebacks.close()
@@ -197,22 +234,26 @@ class Advisor:
             if any(store.is_needed(model, last_key) for store in self._stores):
                 break
             self._host.discard(manifest, however_encoded=True)
-            # What waits to be written is as DRAM had it. What was written may be encoded otherwise.
-            written = (tier.holder_of(model, last_key) for tier in self._tiers)
-            dropped += [manifest, *(held for held in written if held is not None)]
             # After this no tier is given a segment that has left DRAM's index; earlier ones the tiers drop.
             self._settle()
-            self._discard(dropped[-1 - len(self._tiers) :])
+            # What waits to be written is as DRAM had it. What was written may be encoded otherwise.
+            encodings = [manifest]
+            for tier in self._tiers:
+                held = tier.holder_of(model, last_key)
+                if held is not None and not any(held.shares_encoded_pages(other) for other in encodings):
+                    encodings.append(held)
+            for tier in self._tiers:
+                for each in encodings:
+                    tier.discard(each)
+            dropped += encodings
         if dropped:
             # What was being written meanwhile.
             for tier in self._tiers:
                 tier.flush(_DROP_FLUSH_S)
-            self._discard(dropped)
-
-    def _discard(self, manifests: Sequence[SegmentManifest]) -> None:
-        for tier in self._tiers:
-            for manifest in manifests:
-                tier.discard(manifest)
+                for manifest in dropped:
+                    held = tier.holder_of(model, manifest.page_keys[-1])
+                    if held is not None and held.shares_encoded_pages(manifest):
+                        tier.discard(manifest)
 
     def _count(self, *, num_hints: int = 0, num_comeback_pages: int = 0) -> None:
         with self._counting:

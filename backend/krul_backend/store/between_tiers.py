@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 4
 """Segments of one tier that are read at once; a tier reads several pieces of each at a time itself."""
 
+MAX_PREFETCHED_SHARE = 1 / 4
+"""Share of the arena that prefetched segments may take while they arrive: until then they are not evicted."""
+
 
 class WriteBehind:
     """Puts committed segments to lower tiers, and holds them in DRAM until all tiers have copied them.
@@ -107,7 +110,10 @@ class Fetcher:
         self._pools = {tier: ThreadPoolExecutor(NUM_THREADS, f"krul-read-{tier.name}") for tier in tiers}
         self._is_closing = threading.Event()
         self._admission = threading.Lock()
+        self._max_prefetched_bytes = int(MAX_PREFETCHED_SHARE * host.buffer.nbytes)
         self._counting = threading.Lock()
+        # Of segments that are on their way because of a prefetch.
+        self._prefetched_bytes = 0
         self.num_fetched = 0
         self.num_failed = 0
 
@@ -117,22 +123,26 @@ class Fetcher:
         Does not wait for bytes. ``began_at`` is the tiered lease's. ``is_prefetch``: no load has asked yet.
 
         Raises:
-            TierReadError: there is no room. The tier still holds the part.
+            TierReadError: there is no room, or too much is being prefetched. The tier still holds the part.
             StoreClosedError: the fetcher was closed. The tier still holds the part.
         """
         # One at a time: of two that miss the same segment in DRAM, the second finds the first one's.
         with self._admission:
             copy = self._lease_copy(part, began_at)
             if copy is None:
+                prefetched_bytes = part.run.segment.manifest.num_bytes if is_prefetch else 0
+                self._check_prefetched(prefetched_bytes)
                 arrival, lease = self._admit(part, began_at)
                 arrival.segment.is_prefetched = is_prefetch
+                self._count_prefetched(prefetched_bytes)
         if copy is not None:
             part.tier.release(part.run)
             return copy
         try:
-            self._pools[part.tier].submit(self._read, part.tier, part.run, arrival)
+            self._pools[part.tier].submit(self._read, part.tier, part.run, arrival, prefetched_bytes)
         except BaseException as error:
             arrival.fail()
+            self._count_prefetched(-prefetched_bytes)
             self._host.release(lease)
             if isinstance(error, RuntimeError):
                 raise StoreClosedError("the KV store was closed") from error
@@ -194,11 +204,12 @@ class Fetcher:
             arrival.fail()
             raise
 
-    def _read(self, tier: LowerTier, run: PageRun[Any], arrival: Arrival) -> None:
+    def _read(self, tier: LowerTier, run: PageRun[Any], arrival: Arrival, prefetched_bytes: int) -> None:
         has_arrived = False
         try:
             has_arrived = self._fill(tier, run, arrival)
         finally:
+            self._count_prefetched(-prefetched_bytes)
             self._count(has_arrived=has_arrived)
 
     def _fill(self, tier: LowerTier, run: PageRun[Any], arrival: Arrival) -> bool:
@@ -222,6 +233,18 @@ class Fetcher:
                 tier.release(run)
         self._arrived(arrival, tier)
         return True
+
+    def _check_prefetched(self, num_bytes: int) -> None:
+        """Refuse a prefetch of ``num_bytes`` if too much is on its way; a single one may be of any size."""
+        with self._counting:
+            on_its_way = self._prefetched_bytes
+        if num_bytes and on_its_way and on_its_way + num_bytes > self._max_prefetched_bytes:
+            self._count(has_arrived=False)
+            raise TierReadError(f"{on_its_way} bytes are being prefetched: {num_bytes} more have to wait")
+
+    def _count_prefetched(self, num_bytes: int) -> None:
+        with self._counting:
+            self._prefetched_bytes += num_bytes
 
     def _count(self, *, has_arrived: bool) -> None:
         with self._counting:

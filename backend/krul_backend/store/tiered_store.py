@@ -261,7 +261,7 @@ class TieredStore(KVStore):
     ) -> int:
         if model is not None:
             if session is not None and page_keys:
-                self._advisor.names.put(session, model, page_keys[-1])
+                self._advisor.name(session, model, page_keys)
             return self._advisor.advise(model, page_keys, hint)
         if session is None:
             raise ValueError("a hint is about a model's pages, or about a session: neither was given")
@@ -272,6 +272,7 @@ class TieredStore(KVStore):
 
     def stats(self) -> StoreStats:
         of_dram = self._host.stats()
+        of_tiers = tuple(tier.stats() for tier in self._tiers)
         with self._lock:
             return dataclasses.replace(
                 of_dram,
@@ -286,7 +287,7 @@ class TieredStore(KVStore):
                 hints=self._advisor.num_hints,
                 named_conversations=len(self._advisor.names),
                 comeback_pages=self._advisor.num_comeback_pages,
-                tiers=tuple(tier.stats() for tier in self._tiers),
+                tiers=of_tiers,
             )
 
     def clear(self, model: ModelIdentity | None = None) -> None:

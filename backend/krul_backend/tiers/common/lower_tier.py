@@ -137,7 +137,11 @@ class LowerTier(ABC):
 
     @abstractmethod
     def clear(self, model: ModelIdentity | None = None) -> None:
-        """Forget all stored and queued segments (of one model), durably: not even a crash restores them."""
+        """Forget all stored and queued segments (of one model), durably: not even a crash restores them.
+
+        If the medium does not answer within some seconds, the tier finds nothing of them any more, and makes
+        that durable when it can.
+        """
 
     @abstractmethod
     def list_segments(self) -> list[SegmentInfo]:
@@ -246,13 +250,18 @@ class QueuedSegment:
     metadata: bytes
     done: Callable[[], None]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the blocks and of the metadata: a segment may have no others."""
+        return self.manifest.num_bytes + len(self.metadata)
+
 
 class WriteQueue:
     """A first-in-first-out queue that also knows what was taken but not settled (written, or given up).
 
     Args:
         counters: of the tier; what is given up counts as skipped.
-        max_num_bytes: of all blocks that are not settled; a larger segment is accepted only into an empty
+        max_num_bytes: of all segments that are not settled; a larger segment is accepted only into an empty
             queue.
     """
 
@@ -262,6 +271,7 @@ class WriteQueue:
         self._changed = threading.Condition()
         self._waiting: deque[QueuedSegment] = deque()
         self._is_closed = False
+        self._is_woken = False
         self._num_put = 0
         self._num_bytes = 0
         # Numbered in the order in which they were put; also those that are being written.
@@ -275,21 +285,28 @@ class WriteQueue:
     def put(self, item: QueuedSegment) -> bool:
         """Add a segment; False when the queue is full or closed."""
         with self._changed:
-            is_full = self._num_bytes > 0 and self._num_bytes + item.manifest.num_bytes > self._max_num_bytes
+            is_full = self._num_bytes > 0 and self._num_bytes + item.num_bytes > self._max_num_bytes
             if is_full or self._is_closed:
                 return False
             self._waiting.append(item)
             self._unsettled[item] = self._num_put
             self._num_put += 1
-            self._num_bytes += item.manifest.num_bytes
+            self._num_bytes += item.num_bytes
             self._changed.notify_all()
             return True
 
     def wait(self) -> bool:
-        """Wait for a segment to take (True), or for the close of an empty queue (False)."""
+        """Wait for a segment to take or a ``wake`` (True), or for the close of an empty queue (False)."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_closed)
-            return bool(self._waiting)
+            self._changed.wait_for(lambda: self._waiting or self._is_woken or self._is_closed)
+            was_woken, self._is_woken = self._is_woken, False
+            return bool(self._waiting) or was_woken
+
+    def wake(self) -> None:
+        """End a ``wait``, the current one or the next, although there may be no segment to take."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
 
     def take(self, max_num_bytes: int) -> list[QueuedSegment]:
         """Take the first few segments: at least one if any waits, further ones up to ``max_num_bytes``."""
@@ -297,7 +314,7 @@ class WriteQueue:
             taken: list[QueuedSegment] = []
             num_bytes = 0
             while self._waiting:
-                num_bytes += self._waiting[0].manifest.num_bytes
+                num_bytes += self._waiting[0].num_bytes
                 if taken and num_bytes > max_num_bytes:
                     break
                 taken.append(self._waiting.popleft())
@@ -327,7 +344,7 @@ class WriteQueue:
         with self._changed:
             for item in items:
                 del self._unsettled[item]
-                self._num_bytes -= item.manifest.num_bytes
+                self._num_bytes -= item.num_bytes
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:

@@ -26,6 +26,10 @@ MAX_PINNED_SHARE = 0.5
 """Share of the arena that pinned segments may take."""
 
 
+BREATH_S = 1e-4
+"""Pause between two holds of the store's lock."""
+
+
 @dataclass
 class DramCounters:
     """Events since the store was made, under the names that ``StoreStats`` gives them."""
@@ -95,6 +99,7 @@ class DramBooks:
 
     ``leases`` are by lease id, ``pending`` by reservation id, ``arriving`` by segment id. ``index`` has all
     segments but fast copies, which ``fast_copies`` has; "indexed" means: in the one or in the other.
+    ``leaving`` are the ids of indexed segments that a clear is about to remove.
 
     Args:
         capacity_bytes: size of the arena in bytes.
@@ -109,6 +114,7 @@ class DramBooks:
         self.index: PageIndex[StoredSegment] = PageIndex()
         self.fast_copies: PageIndex[StoredSegment] = PageIndex()
         self.segments: dict[int, StoredSegment] = {}
+        self.leaving: set[int] = set()
         self.leases: dict[int, tuple[PageRun[StoredSegment], ...]] = {}
         self.pending: dict[int, PendingReservation] = {}
         self.arriving: dict[int, LayerStatus] = {}
@@ -213,7 +219,15 @@ class DramBooks:
         return self.index_of(segment).is_shared(segment)
 
     def publish(self, segment: StoredSegment) -> bool:
-        """Index a segment; False, with nothing changed, if all of its pages are indexed already."""
+        """Index a segment; False if all of its pages are indexed already.
+
+        Pages of segments that a clear is about to remove do not count: those segments are removed now.
+        """
+        if self.leaving:
+            manifest = segment.manifest
+            for older in self.index_of(segment).segments_of(manifest.model, manifest.page_keys):
+                if older.segment_id in self.leaving:
+                    self.remove(older)
         if not self.index_of(segment).add(segment):
             return False
         segment.is_indexed = True
@@ -282,6 +296,7 @@ class DramBooks:
         self._quotas.remove(segment)
         self.pins.end(segment.segment_id)
         del self.segments[segment.segment_id]
+        self.leaving.discard(segment.segment_id)
         self._count(segment, -1)
         segment.is_indexed = False
         if segment.is_prefetched:
@@ -318,7 +333,8 @@ class LockedBooks:
     - Everything in the books is read and changed inside ``open`` or ``open_unless_closed``, and nowhere else.
     - It is held for bookkeeping only. Whoever reads or writes blocks holds their segment (``hold``), not the
       lock: a held segment's bytes stay where they are.
-    - At most ``eviction_plan.MAX_VISITED`` segments are looked at in one go, so that nobody waits long.
+    - At most ``eviction_plan.MAX_VISITED`` segments are looked at in one go, so that nobody waits long. It is
+      not a fair lock: without a pause of ``BREATH_S`` between two holds nobody else would get it.
     - It is the last lock that a thread takes: no other lock is taken and no tier is called inside.
     """
 

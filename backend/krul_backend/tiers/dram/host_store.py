@@ -27,7 +27,8 @@ from krul_backend.tiers.common.interface import (
 )
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram.arrivals import Arrival, Arrivals
-from krul_backend.tiers.dram.dram_books import DramBooks, LockedBooks
+from krul_backend.tiers.dram.dram_books import BREATH_S, DramBooks, LockedBooks
+from krul_backend.tiers.dram.eviction_plan import MAX_VISITED
 from krul_backend.tiers.dram.reservations import Allocator, Reservations
 from krul_backend.tiers.dram.stored_segment import StoredSegment, plan_trim
 
@@ -286,9 +287,19 @@ class HostStore:
     def clear(self, model: ModelIdentity | None = None) -> None:
         with self._locked.open() as books:
             books.clears.clear(model)
-            for segment in list(books.segments.values()):
-                if model is None or segment.manifest.model.fingerprint == model.fingerprint:
-                    books.remove(segment)
+            cleared = [
+                segment_id
+                for segment_id, segment in books.segments.items()
+                if model is None or segment.manifest.model.fingerprint == model.fingerprint
+            ]
+            books.leaving.update(cleared)
+        for first in range(0, len(cleared), MAX_VISITED):
+            time.sleep(BREATH_S)
+            with self._locked.open() as books:
+                for segment_id in cleared[first : first + MAX_VISITED]:
+                    segment = books.segments.get(segment_id)
+                    if segment is not None:
+                        books.remove(segment)
 
     def close(self) -> None:
         self._locked.close()

@@ -16,13 +16,11 @@ from krul_backend.segment import SegmentManifest, check_codec_params_num_bytes
 from krul_backend.tiers.common.hashing import checked_checksums
 from krul_backend.tiers.common.interface import Reservation, Span
 from krul_backend.tiers.dram.arena import Extent
-from krul_backend.tiers.dram.dram_books import DramBooks, LockedBooks, PendingReservation
+from krul_backend.tiers.dram.dram_books import BREATH_S, DramBooks, LockedBooks, PendingReservation
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED, Candidate, EvictionSearch
 from krul_backend.tiers.dram.stored_segment import StoredSegment, block_in
 
 _MAX_SEARCHES = 4
-_BREATH_S = 1e-4
-"""Pause between two holds of the lock. It is not a fair lock: without a pause nobody else would get it."""
 
 Extents = tuple[Extent | None, ...]
 T = TypeVar("T")
@@ -72,7 +70,7 @@ class Allocator:
                     break
                 continue
             for first in range(0, len(victims), MAX_VISITED):
-                time.sleep(_BREATH_S)
+                time.sleep(BREATH_S)
                 with self._locked.open() as books:
                     part = victims[first : first + MAX_VISITED]
                     if not books.evict(part):
@@ -90,7 +88,7 @@ class Allocator:
         while not search.is_exhausted:
             wanted = 2 * max(search.num_found, MAX_VISITED)
             while search.num_found < wanted and not search.is_exhausted:
-                time.sleep(_BREATH_S)
+                time.sleep(BREATH_S)
                 with self._locked.open():
                     search.look_on(MAX_VISITED)
             victims = search.plan(space)

@@ -112,9 +112,13 @@ class TimedCalls:
     """Runs calls on a few threads of its own; a caller waits for its call for a limited time.
 
     A late call goes on. ``is_late`` is true while there is one: a new call would likely be late, too.
+
+    Args:
+        max_waiting: how many calls of ``begin`` may wait for a thread.
     """
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(self, name: str, num_threads: int, max_waiting: int = 1024) -> None:
+        self._max_waiting = max_waiting
         self._lock = threading.Lock()
         self._num_late = 0
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -142,9 +146,12 @@ class TimedCalls:
             self._num_late += 1
         return False
 
-    def begin(self, function: Callable[[], None]) -> None:
-        """Run a call that nobody waits for."""
+    def begin(self, function: Callable[[], None]) -> bool:
+        """Run a call that nobody waits for; False if too many wait for a thread."""
+        if self._calls.qsize() >= self._max_waiting:
+            return False
         self._calls.put(_Call(function))
+        return True
 
     def close(self) -> None:
         """End the threads after the calls that were begun. Does not wait for them."""

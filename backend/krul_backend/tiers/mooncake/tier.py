@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -32,6 +33,8 @@ from krul_backend.tiers.mooncake.mooncake_client import (
     require_mooncake,
 )
 from krul_backend.tiers.mooncake.stored_object import StoredObject
+
+logger = logging.getLogger(__name__)
 
 NAME = "mooncake"
 _NUM_LOOKUP_THREADS = 2
@@ -77,6 +80,8 @@ class MooncakeTier(LowerTier):
             self._known, self._epochs, clock, lambda: self._counters.add(corrupted_segments=1)
         )
         self._calls = TimedCalls("krul-mooncake-lookup", _NUM_LOOKUP_THREADS)
+        # In a thread of their own: a drop of a long conversation must not hold up lookups.
+        self._removals = TimedCalls("krul-mooncake-remove", 1)
         try:
             self._connection.store()
         except ObjectStoreError as error:
@@ -161,7 +166,8 @@ class MooncakeTier(LowerTier):
         self._writer.queue.give_up(lambda item: item.manifest.shares_encoded_pages(manifest))
         known = self._forget_like(manifest)
         # In the background, because it may take long when the master is gone.
-        self._calls.begin(lambda: self._remove_like(manifest, known))
+        if not self._removals.begin(lambda: self._remove_like(manifest, known)):
+            logger.info("many removals wait: %d tokens stay in the cluster", manifest.num_tokens)
 
     def holder_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
         return self._known.manifest_of(model, page_key)
@@ -250,6 +256,7 @@ class MooncakeTier(LowerTier):
     def close(self) -> None:
         self._writer.close()
         self._calls.close()
+        self._removals.close()
         self._connection.close()
 
     def _ask(self, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds) -> None:

@@ -159,6 +159,10 @@ class TierState:
     The lock is never held during I/O.
 
     While ``suspension`` is active nothing is read or written; while ``fullness`` is, nothing is written.
+
+    ``pending_clears``: an event for each clear that is not noted on the disk yet, by the model's fingerprint
+    (None: of all models); set when the writer has tried. ``is_given_up``: it could not be noted, so nothing
+    is read or written any more.
     """
 
     catalog: Catalog
@@ -167,15 +171,24 @@ class TierState:
     clock: Clock
     lock: threading.Lock = field(default_factory=threading.Lock)
     counters: TierCounters = field(default_factory=TierCounters)
+    pending_clears: dict[str | None, threading.Event] = field(default_factory=dict)
+    is_given_up: bool = False
     is_closed: bool = False
 
     @property
+    def is_suspended(self) -> bool:
+        return self.is_given_up or self.suspension.is_active
+
+    @property
     def is_usable(self) -> bool:
-        return not self.is_closed and not self.suspension.is_active
+        return not self.is_closed and not self.is_suspended
 
     @property
     def is_writable(self) -> bool:
         return self.is_usable and not self.fullness.is_active
+
+    def is_being_cleared(self, model: ModelIdentity) -> bool:
+        return None in self.pending_clears or model.fingerprint in self.pending_clears
 
     def failed(self, cause: str, error: OSError) -> None:
         """Note a failure of something other than a read. A full file system only stops writing."""

@@ -51,7 +51,7 @@ class LogWriter:
         recovered: Recovered,
     ) -> None:
         self._disk = disk
-        self._directory = directory
+        self.directory = directory
         self._lock = lock
         self._file_bytes = file_bytes
         self._unsynced: list[_Unsynced] = []
@@ -160,7 +160,7 @@ class LogWriter:
             self._disk.unlink(file.path)
         self._let_go(file)
         try:
-            self._disk.sync_directory(self._directory)
+            self._disk.sync_directory(self.directory)
         except OSError:
             self._is_removal_in_doubt = True
             raise
@@ -199,7 +199,7 @@ class LogWriter:
         with self._lock:
             self.used_bytes += FILE_HEADER_NUM_BYTES
         try:
-            file = LogFile.create(self._disk, self._directory, self.next_number)
+            file = LogFile.create(self._disk, self.directory, self.next_number)
         except OSError:
             with self._lock:
                 self.used_bytes -= FILE_HEADER_NUM_BYTES

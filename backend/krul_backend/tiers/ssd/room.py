@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from functools import partial
 
 import numpy as np
@@ -19,6 +20,12 @@ logger = logging.getLogger(__name__)
 
 MAX_DEAD_SHARE = 0.2
 """The share of the space that may be dead before live records are copied to free it."""
+
+MAX_EVICTED = 128
+"""The most segments that are evicted in one hold of the tier's lock."""
+
+BREATH_S = 1e-4
+"""Pause between two holds of the lock. It is not a fair lock: without a pause nobody else would get it."""
 
 
 class Room:
@@ -51,7 +58,8 @@ class Room:
     def make(self, record_num_bytes: int) -> bool:
         """Free space until a record of this size can be appended.
 
-        False if segments that are held leave no room, or records that must be moved cannot be read now.
+        False if segments that are held leave no room, if records that must be moved cannot be read now, or if
+        a clear waits that would have to wait for that.
 
         Raises:
             OSError: a file could not be written or removed.
@@ -68,12 +76,13 @@ class Room:
                 if worst is not None and not self._can_compact(worst):
                     worst = None
                 # With less dead space, further evictions may empty a whole file, and no copy is needed.
-                num_dead_bytes = sum(map(_dead_bytes, files))
-                is_worth_it = worst is not None and num_dead_bytes >= MAX_DEAD_SHARE * self._limit_bytes
-                if not has_dead and not is_worth_it and self._evict(shortfall):
-                    continue
+                lacking_bytes = int(MAX_DEAD_SHARE * self._limit_bytes) - sum(map(_dead_bytes, files))
+                is_worth_it = worst is not None and lacking_bytes <= 0
+                has_evicted = not has_dead and not is_worth_it and self._evict(max(shortfall, lacking_bytes))
                 is_any_busy = any(self._writer.is_busy(file) for file in self._writer.files.values())
-            if has_dead:
+            if has_evicted:
+                time.sleep(BREATH_S)
+            elif has_dead:
                 self.remove_dead()
             elif worst is not None:
                 if not self._compact(worst):
@@ -101,14 +110,21 @@ class Room:
         return _dead_bytes(file) > 0 and self._writer.used_bytes + needed <= self._capacity_bytes
 
     def _evict(self, num_bytes: int) -> bool:
-        """Evict segments of ``num_bytes`` together, or all that may be evicted; False if there is none."""
+        """Evict segments until ``num_bytes`` more are dead, or a whole file; False if there is none to evict.
+
+        Stops after ``MAX_EVICTED`` segments, as the lock is held.
+        """
         victims: list[SsdSegment] = []
+        live_bytes: dict[LogFile, int] = {}
         num_left = num_bytes
+        # Each step of this iteration costs something: the last one is not taken.
         for segment in self._state.catalog.victims():
-            if num_left <= 0:
-                break
             victims.append(segment)
             num_left -= segment.taken_bytes
+            file = segment.file
+            live_bytes[file] = live_bytes.get(file, file.live_bytes) - segment.taken_bytes
+            if num_left <= 0 or len(victims) == MAX_EVICTED or (not live_bytes[file] and self._is_idle(file)):
+                break
         for segment in victims:
             self._evict_one(segment)
         return bool(victims)
@@ -116,9 +132,11 @@ class Room:
     def _compact(self, file: LogFile) -> bool:
         """Copy a file's live records to the end of the log. The file is dead afterwards, and removed next.
 
-        False if the tier was suspended meanwhile: then some records were moved and others not, and there is
-        no use in trying the file again now, as it cannot be read.
+        False if the tier was suspended meanwhile, or a clear waits: then some records were moved and others
+        not, and there is no use in trying the file again now.
         """
+        if self._state.pending_clears:
+            return False
         # Seal first: if this is the file that is written now, its records would be appended to itself.
         self._writer.seal()
         with self._state.lock:
@@ -126,6 +144,8 @@ class Room:
         segments.sort(key=lambda segment: segment.offset)
         num_moved = num_unsynced_bytes = 0
         for segment in segments:
+            if self._state.pending_clears:
+                break
             manifest = segment.manifest
             blocks = [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.layer_num_bytes]
             try:

@@ -6,9 +6,10 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from krul_backend.errors import DaemonError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.lower_tier import QueuedSegment, WriteQueue
 from krul_backend.tiers.common.record import block_offsets, segment_num_bytes
@@ -16,15 +17,21 @@ from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
 from krul_backend.tiers.ssd.clear_file import ClearFile
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
-from krul_backend.tiers.ssd.room import Room
+from krul_backend.tiers.ssd.room import BREATH_S, Room
 
 logger = logging.getLogger(__name__)
 
+_CLEAR_TIMEOUT_S = 5.0
+"""A clear waits so long until it is noted on the disk."""
+
+_MAX_REMOVED = 128
+"""The most segments that a clear takes out in one hold of the tier's lock."""
+
 
 class SegmentWrites:
-    """Writes queued segments in a thread of its own. Thread-safe.
+    """Writes queued segments, and notes clears, in a thread of its own: no other changes files. Thread-safe.
 
-    What waits is in ``queue``. ``_log_lock`` is held by the thread that changes files, also during I/O.
+    What waits is in ``queue``.
 
     Args:
         next_sequence: the sequence of the first record that will be written.
@@ -45,7 +52,6 @@ class SegmentWrites:
         self._clears = clears
         self._sequences = itertools.count(next_sequence)
         self.queue = WriteQueue(max_queued_bytes, state.counters)
-        self._log_lock = threading.Lock()
         # A daemon: a disk that never answers must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name="ssd-write", daemon=True)
         self._thread.start()
@@ -58,29 +64,24 @@ class SegmentWrites:
         return False
 
     def clear(self, model: ModelIdentity | None) -> None:
-        """As ``LowerTier.clear``. Raises DaemonError if the clear cannot be made durable."""
+        """As ``LowerTier.clear``. Waits some seconds for the writer, which notes the clear on the disk."""
         fingerprint = None if model is None else model.fingerprint
 
         def is_cleared(of: QueuedSegment | SsdSegment) -> bool:
             return fingerprint is None or of.manifest.model.fingerprint == fingerprint
 
-        # With the log locked no write is in progress, so none can be published after the clear.
-        with self._log_lock:
-            with contextlib.suppress(OSError):
-                # Later records go into new files, which the clear does not cover.
-                self._writer.seal()
-            dropped = self.queue.drop(is_cleared)
-            with self._state.lock:
-                for segment in self._state.catalog.segments:
-                    if is_cleared(segment):
-                        self._state.catalog.remove(segment)
-            try:
-                self._forget_durably(fingerprint)
-                self._room.remove_dead()
-            except OSError as error:
-                self._state.failed("failed removal", error)
-            finally:
-                self.queue.settle(dropped)
+        # From here on until the clear is noted, nothing of the model becomes findable.
+        with self._state.lock:
+            noted = self._state.pending_clears.setdefault(fingerprint, threading.Event())
+        dropped = self.queue.drop(is_cleared)
+        self._remove(is_cleared)
+        self.queue.wake()
+        if not self._thread.is_alive() or not noted.wait(_CLEAR_TIMEOUT_S):
+            logger.warning(
+                "the SSD does not answer: a clear will be noted there when it does. Until then nothing of "
+                "what was cleared is found here, but a daemon that starts after a crash would find it again"
+            )
+        self.queue.settle(dropped)
 
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, for ``timeout_s`` at most; False if a write hangs even then."""
@@ -92,13 +93,18 @@ class SegmentWrites:
 
     def _serve(self) -> None:
         while self.queue.wait():
-            with self._log_lock:
+            items: list[QueuedSegment] = []
+            try:
+                # Before new segments are taken, and never between two of a group: what was taken before a
+                # clear is not published until the clear is noted, and what was put after it is written then.
+                self._note_clears()
                 items = self.queue.take(GROUP_NUM_BYTES)
-                try:
-                    self._write(items)
-                except Exception:
-                    logger.exception("writing to the SSD failed: the segments stay in DRAM only")
+                self._write(items)
+            except Exception:
+                logger.exception("writing to the SSD failed: the segments stay in DRAM only")
             self.queue.settle(items)
+        # Those that failed, once more.
+        self._note_clears()
 
     def _write(self, items: Sequence[QueuedSegment]) -> None:
         """Write a group of segments with one sync. Segments that fail are given up, and counted."""
@@ -143,6 +149,9 @@ class SegmentWrites:
         def publish(file: LogFile, offset: int) -> None:
             published.append(item)
             manifest = item.manifest
+            if state.is_being_cleared(manifest.model):
+                state.counters.add(skipped_segments=1)
+                return
             state.counters.add(written_segments=1, written_bytes=manifest.num_bytes)
             state.catalog.add(
                 SsdSegment(
@@ -160,13 +169,43 @@ class SegmentWrites:
 
         return publish
 
+    def _note_clears(self) -> None:
+        """Make pending clears durable. If that fails, this process uses the disk no more."""
+        state = self._state
+        with state.lock:
+            pending = dict(state.pending_clears)
+        if not pending:
+            return
+        with contextlib.suppress(OSError):
+            # Later records go into new files, which the clears do not cover.
+            self._writer.seal()
+        try:
+            for fingerprint in pending:
+                self._forget_durably(fingerprint)
+        except OSError as error:
+            self._give_up(error)
+        else:
+            with state.lock:
+                for fingerprint in pending:
+                    del state.pending_clears[fingerprint]
+            if not state.is_given_up:
+                self._remove_dead_files()
+        for noted in pending.values():
+            noted.set()
+
+    def _remove_dead_files(self) -> None:
+        try:
+            self._room.remove_dead()
+        except OSError as error:
+            self._state.failed("failed removal", error)
+
     def _forget_durably(self, fingerprint: str | None) -> None:
         """Write a note of a clear; while that fails, remove log files, those with least live bytes first.
 
         On a full disk this makes room for the note; if no note can be written at all, no file is left.
 
         Raises:
-            DaemonError: the note cannot be written, and a file not be removed.
+            OSError: the note cannot be written, and a file not be removed.
         """
         is_removing = False
         while True:
@@ -181,17 +220,39 @@ class SegmentWrites:
                 logger.warning("a clear cannot be noted on the SSD (%s): removing files instead", failure)
             with self._state.lock:
                 file = min(self._writer.files.values(), key=lambda file: file.live_bytes, default=None)
-                for segment in self._state.catalog.segments:
-                    if segment.file is file:
-                        self._state.catalog.remove(segment)
             if file is None and not self._writer.has_unread:
                 return
-            try:
-                if file is None:
-                    raise failure
-                self._writer.remove(file)
-            except OSError as error:
-                raise DaemonError(
-                    f"the SSD can neither note a clear nor remove what was cleared ({error}): remove its "
-                    "directory before the next start, or old KV is found again"
-                ) from error
+            if file is None:
+                raise failure
+            self._remove(partial(_is_in, file))
+            self._writer.remove(file)
+
+    def _give_up(self, error: OSError) -> None:
+        """Find and write nothing any more: what is on the disk was cleared, and the disk does not know it."""
+        with self._state.lock:
+            was_given_up, self._state.is_given_up = self._state.is_given_up, True
+        self._remove(lambda segment: True)
+        if not was_given_up:
+            logger.error(
+                "the SSD can neither note a clear nor remove what was cleared (%s): this daemon uses it no "
+                "more, and tries once more when it ends. If that fails, the next daemon that can write to "
+                "the disk finds old KV again: remove %s before",
+                error,
+                self._writer.directory,
+            )
+
+    def _remove(self, is_removed: Callable[[SsdSegment], bool]) -> None:
+        """Take all segments out for which the predicate is true."""
+        with self._state.lock:
+            segments = self._state.catalog.segments
+        segments = [segment for segment in segments if is_removed(segment)]
+        for first in range(0, len(segments), _MAX_REMOVED):
+            time.sleep(BREATH_S)
+            with self._state.lock:
+                for segment in segments[first : first + _MAX_REMOVED]:
+                    if segment.is_indexed:
+                        self._state.catalog.remove(segment)
+
+
+def _is_in(file: LogFile, segment: SsdSegment) -> bool:
+    return segment.file is file

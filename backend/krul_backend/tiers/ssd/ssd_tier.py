@@ -44,7 +44,7 @@ class SsdTier(LowerTier):
         policy: order of eviction, owned by the tier from here on; least recently used first if not given.
         disk: the system calls.
         clock: seconds, monotonic; for idle times and suspensions.
-        max_queued_bytes: size of the blocks that may wait to be written; further segments are skipped.
+        max_queued_bytes: size of the segments that may wait to be written; further ones are skipped.
         file_bytes: size of a log file; by default a 32nd of the capacity, at least 64 MiB or an eighth of it.
         patience_s: how long to wait for another process to leave the directory.
 
@@ -180,9 +180,7 @@ class SsdTier(LowerTier):
     def clear(self, model: ModelIdentity | None = None) -> None:
         """As ``LowerTier.clear``.
 
-        Raises:
-            DaemonError: the clear can be neither noted on disk, nor its files removed. This process finds
-                nothing any more, but the next one could.
+        If the disk can neither note the clear nor remove files, this process uses it no more.
         """
         self._writes.clear(model)
 
@@ -235,7 +233,7 @@ class SsdTier(LowerTier):
                 num_pages=self._state.catalog.num_pages,
                 queued_segments=queued_segments,
                 queued_bytes=queued_bytes,
-                is_suspended=self._state.suspension.is_active,
+                is_suspended=self._state.is_suspended,
                 **self._state.counters.snapshot(),
             )
 
