@@ -101,7 +101,14 @@ class SubspaceCodec:
         self._encoders = tuple(basis.encoder[:, _EXACT_COEFFICIENTS:].to(encoding) for basis in bases.groups)
         decoding, memory = torch.bfloat16 if is_fast else torch.float32, KeptMemory()
         self._transforms = tuple(
-            GroupTransform(basis, basis.decoder.to(decoding), rotary, bases.shape, memory)
+            GroupTransform(
+                basis,
+                basis.decoder.to(decoding),
+                basis.magnitudes.cpu().numpy(),
+                rotary,
+                bases.shape,
+                memory,
+            )
             for basis in bases.groups
         )
 
@@ -281,7 +288,7 @@ class SubspaceCodec:
             rounding = dequantize(chunk, step, shifts[first:end]).sub_(coefficients)
             errors = errors.with_rounding(rounding, worth[first:end])
             magnitudes += coefficients.abs_().sum(0)
-        base = base_scales(basis.magnitudes[:num_kept].cpu().numpy(), step)
+        base = base_scales(self._transforms[group].magnitudes[:num_kept], step)
         offsets = best_offsets(base, (magnitudes / (segment.num_tokens * step)).cpu().numpy(), levels)
         encoded = coder.encode(levels, scales_of(base, offsets), shifts.cpu().numpy())
         first_tokens = [
