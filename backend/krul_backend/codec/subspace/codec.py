@@ -293,7 +293,8 @@ class SubspaceCodec:
             magnitudes += coefficients.abs_().sum(0)
         base = base_scales(self._transforms[group].magnitudes[:num_kept], step)
         offsets = best_offsets(base, (magnitudes / (segment.num_tokens * step)).cpu().numpy(), levels)
-        encoded = coder.encode(levels, scales_of(base, offsets), shifts.cpu().numpy())
+        scales = scales_of(base, offsets)
+        encoded = coder.encode(levels, scales, shifts.cpu().numpy(), num_threads=torch.get_num_threads())
         first_tokens = [
             part[: segment.num_first_tokens].contiguous().cpu().view(torch.uint8).flatten()
             for kv in (layers if segment.num_first_tokens else ())
