@@ -69,7 +69,7 @@ def products_of_bf16() -> Iterator[None]:
 def coded_tail(data: np.ndarray, sizes: np.ndarray, scales: np.ndarray, num_tokens: int) -> CodedTail:
     """A tail of records alone: the basis is not needed for its coefficients."""
     unused = cast(Any, None)
-    transform = GroupTransform(unused, unused, None, FP32, KeptMemory())
+    transform = GroupTransform(unused, unused, unused, None, FP32, KeptMemory())
     segment = SegmentTokens(0, num_tokens, 0)
     block = torch.from_numpy(data)
     return CodedTail(0, num_tokens, block, 0, sizes, scales, 1.0, RansCoder(), transform, segment)

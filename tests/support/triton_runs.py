@@ -39,8 +39,8 @@ def compiled_ptx(kernel: Any, arguments: dict[str, Any], compute_capability: int
         number = "fp32" if isinstance(value, float) else "i32"
         signature[parameter.name] = pointers[value.dtype] if is_tensor else number
         # As triton's launcher says it: pointers are aligned, and what is a multiple of 16 is known to be one.
-        is_specialized = isinstance(value, int) and not parameter.do_not_specialize
-        if is_tensor or (is_specialized and value % 16 == 0):
+        is_specialized = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+        if is_specialized and (is_tensor or (isinstance(value, int) and value % 16 == 0)):
             attributes[(place,)] = [["tt.divisibility", 16]]
     ptx: str = triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes),

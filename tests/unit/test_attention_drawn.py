@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from krul_backend.attention.rows import PRIOR_ROWS, attention_drawn
 from tests.support.attention_builders import Sequence
@@ -94,3 +97,26 @@ def test_without_rows_that_see_the_turn_all_its_tokens_draw_the_same(positions: 
     assert drawn.shape == (3, 2, 6)
     # Two query heads, and 16 tokens that a query after the turn sees.
     assert torch.equal(drawn, torch.full((3, 2, 6), 2 / 16))
+
+
+class LargestResult(TorchDispatchMode):
+    """Remembers how many elements the largest tensor has that an operation made."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.num_elements = max(self.num_elements, result.numel())
+        return result
+
+
+def test_of_a_long_conversation_no_more_than_the_keys_of_one_layer_are_held() -> None:
+    sequence = Sequence.random(num_layers=1, num_tokens=600, num_heads=16, num_kv_heads=2, head_dim=32)
+    rows = sequence.rows(560)
+    with LargestResult() as largest:
+        attention_drawn(rows, sequence.read_keys, 500, 100, block_bytes=1)
+    # Not those of the 16 query heads, which are eight times as many.
+    assert largest.num_elements == 600 * 2 * 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -13,6 +14,7 @@ from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.segment_codec import MOST_BASES, SegmentCodec
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import SUBSPACE
 from krul_sglang.engine.budget.probing import ProbeOutcome
 from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
@@ -29,7 +31,7 @@ from tests.support.budget_builders import (
     OtherRank,
 )
 from tests.support.planning_builders import HeadsPlanner, planning_of
-from tests.support.subspace_builders import make_bases
+from tests.support.subspace_builders import make_bases, make_layers
 
 LIMIT = 0.05
 FIRST_PAGES, MORE_PAGES = 32, 8
@@ -211,6 +213,24 @@ def test_the_bases_in_use_and_the_last_older_ones_are_held() -> None:
     assert held == [4.0, 5.0, 6.0, 1.0]
     codec.add_subspace(variant(9.0))
     assert [subspace.bases.damage_factor for subspace in codec._subspaces.values()] == [5.0, 6.0, 1.0, 9.0]
+
+
+def test_bases_that_are_held_no_more_are_freed_with_the_decoders_that_used_them() -> None:
+    first = variant(1.0)
+    codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY, subspace=first)
+    layers = make_layers(BASES, 8, ROTARY)
+    encoded = first.encode(
+        layers.__getitem__, start_token=0, num_tokens=8, attention=None, max_damage=1.0, coder="rans"
+    )
+    codec.open(encoded.params, start_token=0, num_tokens=8)
+    bases = weakref.ref(first.bases)
+    for number in range(MOST_BASES):
+        assert bases() is not None
+        first = variant(2.0 + number)
+        codec.add_subspace(first)
+    assert bases() is None
+    with pytest.raises(CodecError, match="which are not here"):
+        codec.open(encoded.params, start_token=0, num_tokens=8)
 
 
 # ---- bases of another digest ----

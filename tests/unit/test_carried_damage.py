@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from krul_backend.codec.subspace.codec import EncodedSegment
 from krul_backend.strategy.selectors import make_selector
 from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import Reservation
@@ -17,12 +18,14 @@ from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.save.strategy_choice import SelectorDecision
 from krul_sglang.engine.save.turn import Turn
 from tests.support.budget_builders import (
+    BASES,
     NUM_LAYERS,
     PAGE_BYTES,
     PAGE_SIZE,
     BudgetedServer,
     OtherRank,
 )
+from tests.support.subspace_builders import make_layers
 
 LIMIT = 0.05
 STEPS = 0.06
@@ -252,6 +255,66 @@ def test_a_turn_that_the_bases_cannot_represent_is_native(
     server.compute(FIRST_PAGES)
     assert server.store_turn()["last_damage"] == pytest.approx(USED * LIMIT, rel=STEPS)
     assert not is_native(server)
+
+
+def compute_unlike(server: BudgetedServer, num_pages: int) -> None:
+    """Every second token is one that the bases cannot represent: none of those that a step is chosen by."""
+    first = len(server.slots)
+    server.compute(num_pages)
+    slots = server.slots[first + 1 :: 2]
+    unlike = make_layers(BASES, len(slots), None, outside=8 * UNFAMILIAR)
+    for layer, kv in enumerate(unlike):
+        server.pool.write(layer, slots, kv.k, kv.v)
+
+
+def test_a_run_that_turns_out_to_cost_too_much_is_native(server: BudgetedServer) -> None:
+    """Of a turn of two runs, the other one is not. What follows knows what both have lost."""
+    server.decide_by(server.budget, max_layer_bytes=64 * PAGE_BYTES)
+    compute_unlike(server, 64)
+    server.compute(MORE_PAGES)
+    said = server.store_turn()
+    assert said["last_outside"] < 0.1 * LIMIT
+    assert [is_native(server, segment) for segment in range(2)] == [True, False]
+    assert said["unfamiliar_turns"] == 1
+    assert said["text"]["unfamiliar_share"] == pytest.approx(64 / 72)
+    noted = server.noted_damage()
+    assert noted[0] == 0
+    assert said["last_damage"] == pytest.approx(noted[1])
+    server.compute(MORE_PAGES)
+    assert server.store_turn()["last_spent"] == pytest.approx(noted[1] * 72 / 80)
+    assert not is_native(server)
+
+
+def test_a_run_that_costs_more_than_its_sample_said_is_encoded_with_a_smaller_step(
+    server: BudgetedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[float] = []
+    encode = server.subspace.encode
+
+    def encode_by_a_cheap_sample(*args: Any, max_damage: float, **options: Any) -> EncodedSegment:
+        encoded = encode(*args, max_damage=1.5 * max_damage, **options)
+        steps.append(encoded.params["step"])
+        return encoded
+
+    monkeypatch.setattr(server.subspace, "encode", encode_by_a_cheap_sample)
+    server.compute(FIRST_PAGES)
+    said = server.store_turn()
+    assert said["last_damage"] == pytest.approx(USED * LIMIT, rel=STEPS)
+    assert not is_native(server)
+    assert server.headers[0].codec_params["step"] == steps[1] < steps[0]
+    assert said["unfamiliar_turns"] == 0
+
+
+def test_what_cannot_be_encoded_is_native(server: BudgetedServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Values that are no numbers, in a token by which no step is chosen."""
+    server.compute(64)
+    for layer in range(NUM_LAYERS):
+        server.pool.buffers(layer)[1][server.slots[5]] = math.nan
+    said = server.store_turn()
+    assert is_native(server)
+    assert (said["unfamiliar_turns"], said["last_damage"]) == (1, 0)
+    assert server.noted_damage() == [0]
+    assert "256 tokens are stored natively" in caplog.text
 
 
 def test_runs_get_equal_rounding_beside_what_each_loses_anyway(server: BudgetedServer) -> None:

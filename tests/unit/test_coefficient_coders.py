@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.codec import expected_bits, falling_levels
+from krul_backend.codec.coefficients import coders
 from krul_backend.codec.coefficients.coders import (
     CoefficientCoder,
     EncodedLevels,
@@ -103,6 +107,34 @@ def test_values_are_levels_nearer_to_zero_in_steps_of_their_token(
     wide = levels.astype(np.float64)
     expected = np.sign(wide) * (np.abs(wide) - shrink) * np.sqrt(2.0) ** shifts[:, None]
     assert np.allclose(values, expected, rtol=2e-7, atol=0)
+
+
+@both_coders
+@pytest.mark.parametrize("num_tokens", [0, 1, 64, 65, 300, 64 * 9 - 1])
+def test_threads_that_share_the_records_write_the_same_bytes(
+    coder: CoefficientCoder, num_tokens: int
+) -> None:
+    levels, scales, shifts = falling_levels(num_tokens, 40, 9, 0.05)
+    alone = coder.encode(levels, scales, shifts)
+    for num_threads in (2, 3, 8):
+        shared = coder.encode(levels, scales, shifts, num_threads=num_threads)
+        assert np.array_equal(shared.data, alone.data)
+        assert np.array_equal(shared.record_num_bytes, alone.record_num_bytes)
+
+
+def test_records_are_encoded_in_as_many_threads_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+    both = threading.Barrier(2)
+    encode_block = coders.encode_block
+
+    def watched(*args: Any) -> Any:
+        threads.add(threading.get_ident())
+        both.wait(timeout=60)
+        return encode_block(*args)
+
+    monkeypatch.setattr(coders, "encode_block", watched)
+    RansCoder().encode(*falling_levels(300, 40, 9, 0.05), num_threads=2)
+    assert len(threads) == 2
 
 
 @both_coders

@@ -25,10 +25,17 @@ from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import SUBSPACE, Strategy
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.restore import segment_reader
-from krul_sglang.engine.restore.segment_reader import GroupReader, SegmentReader, UnitReader, open_segments
+from krul_sglang.engine.restore.segment_reader import (
+    GroupReader,
+    KeptRoom,
+    SegmentReader,
+    UnitReader,
+    open_segments,
+)
+from krul_sglang.engine.restore.tail_groups import TailGroups
 from krul_sglang.engine.save.allocation import trim_path
 from tests.support.codec_builders import rotary_table
-from tests.support.engine_builders import TensorPool, check_tails, make_store, read_tails
+from tests.support.engine_builders import TensorPool, check_tails, make_load, make_store, read_tails
 from tests.support.segment_builders import Stored, lease_of, store_in
 from tests.support.subspace_builders import make_bases, make_layers
 
@@ -299,6 +306,27 @@ def test_a_conversation_may_be_stored_in_both_ways() -> None:
         for decoded, true in zip(whole_decode(), LAYERS, strict=True)
     ]
     check_tails(expected, 0, head_ends, slots, before, pool, tolerance=TOLERANCE)
+
+
+class KernelDevice(Device):
+    """A CPU that claims to run kernels; nothing is decoded here."""
+
+    runs_triton = True
+
+
+@pytest.mark.parametrize(("kind", "num_groups"), [(Device, 1), (KernelDevice, 3)])
+def test_segments_are_decoded_together_only_where_no_kernels_do_it(
+    kind: type[Device], num_groups: int
+) -> None:
+    """A device holds the block and the coefficients of all segments of a group at once."""
+    slots = torch.arange(END)
+    load = make_load(lease_of(whole_segments(), 0), CODEC, slots)
+    for reader in load.readers:
+        reader.begin(NO_HEADS, KeptRoom())
+    groups = TailGroups([load], kind(torch.device("cpu"))).of_layer(0)
+    assert [len(group.blocks) for group in groups] == [3 // num_groups] * num_groups
+    starts = [part.header.start_token for group in groups for part, _ in group.blocks]
+    assert starts == list(BOUNDS[:-1])
 
 
 def test_segments_in_bases_that_are_not_here_cannot_be_opened() -> None:

@@ -30,8 +30,19 @@ def test_on_the_cpu_rows_are_decoded_and_copied(dtype: torch.dtype, coder: str) 
 
 
 def test_a_cpu_runs_no_kernels() -> None:
+    assert not can_fuse_groups(SHAPE, "rans", CPU)
+
+
+def test_a_tail_is_made_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading numbers that lie on a device waits for all that was queued there before."""
     decoder, block, _ = encode_case(GroupCase(SHAPE), CPU)
-    assert not can_fuse_groups(decoder.tail(0, block, 0, 90), CPU)
+
+    def refuse(tensor: torch.Tensor, *_: object) -> None:
+        raise AssertionError("waits for the device")
+
+    for name in ("cpu", "to", "item", "tolist", "numpy"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    assert decoder.tail(0, block, 0, 90).num_used > 0
 
 
 @pytest.mark.parametrize(

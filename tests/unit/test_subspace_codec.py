@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -98,7 +99,7 @@ def test_products_in_bf16_leave_the_largest_coefficients_exact(
     segment = SegmentTokens(0, 150, 0)
 
     def coefficients(rows: slice | torch.Tensor, num_kept: int = 128) -> torch.Tensor:
-        return codec._coefficients(0, codec._vectors(0, layers.__getitem__, rows, segment), num_kept)
+        return codec._coefficients(0, codec._vectors(0, layers, rows, segment), num_kept)
 
     found = coefficients(slice(0, 150))
     bare = [LayerKV(rotary.unrotate(kv.k, torch.arange(150)), kv.v) for kv in layers]
@@ -273,6 +274,19 @@ def test_attention_says_what_is_lost_outside_of_the_bases() -> None:
         for share in (1, 3)
     )
     assert dwelt_on == pytest.approx(3 * plain, rel=1e-4)
+
+
+def test_a_long_segment_is_read_no_more_often_than_a_short_one() -> None:
+    """Once to choose the step, and once to encode it, in whatever pieces."""
+    layers = make_layers(standard_bases(), 3000, None)
+    codec, reads = SubspaceCodec(standard_bases(), None, CODERS), Counter[int]()
+
+    def read(layer: int) -> LayerKV:
+        reads[layer] += 1
+        return layers[layer]
+
+    codec.encode(read, start_token=0, num_tokens=3000, attention=None, max_damage=0.1, coder="rans")
+    assert reads == dict.fromkeys(range(3), 2)
 
 
 def test_damage_of_a_long_segment_is_near_the_limit() -> None:

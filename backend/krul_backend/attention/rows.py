@@ -154,13 +154,15 @@ def attention_drawn(
     """The mean share of its attention that a query spends on each of the tokens ``[start_token, start_token +
     num_tokens)``, over the queries of ``rows`` that see it, summed over the query heads of each KV head.
 
-    Returns fp32 ``[L, Hkv, num_tokens]`` on the device of the queries. Weights of at most ``block_bytes``
-    are held at a time (one row is the least). Without rows that see any of the tokens, all draw the same:
-    ``1 / T`` of each head, where ``T`` is the last token's position plus one.
+    Returns fp32 ``[L, Hkv, num_tokens]`` on the device of the queries. Beside the keys that ``read_keys``
+    returns, those of one KV head are held in fp32 at a time, and the weights of its query heads, of at most
+    ``block_bytes`` (one row is the least). Without rows that see any of the tokens, all draw the same: ``1 /
+    T`` of each head, where ``T`` is the last token's position plus one.
     """
     device = rows.queries.device
     num_kv_heads = int(rows.kv_heads.max()) + 1
-    heads = rows.kv_heads.to(device)
+    kv_heads = rows.kv_heads.to(device)
+    query_heads = [torch.nonzero(kv_heads == head).flatten() for head in range(num_kv_heads)]
     group = rows.num_heads // num_kv_heads
     end = start_token + num_tokens
     positions = rows.positions.cpu()
@@ -171,19 +173,23 @@ def attention_drawn(
     if block_bytes is None:
         block_bytes = default_block_bytes(device)
     num_visible = int(positions.max()) + 1
-    block_rows = max(1, block_bytes // (4 * num_visible * rows.num_heads))
+    block_rows = max(1, block_bytes // (4 * num_visible * max(map(len, query_heads))))
     num_seen = torch.zeros(num_tokens)
     tokens = torch.arange(start_token, end)
+    only_head = torch.zeros(1, dtype=torch.int64, device=device)
     for block in torch.split(used, block_rows):
         num_seen += (positions[block][:, None] >= tokens).sum(0)
         block_positions = positions[block].to(device)
         for layer in range(rows.num_layers):
             keys = read_keys(layer)[:num_visible]
             queries = rows.queries[layer, block.to(device)]
-            # [H, rows, num_visible] -> [H, tokens of the turn]
-            drawn = attention_rows(queries, keys, block_positions, heads, rows.scaling).sum(1)
-            part = drawn[:, start_token:end]
-            totals[layer, :, : part.shape[1]].index_add_(0, heads, part)
+            for head, heads in enumerate(query_heads):
+                # The query heads of a KV head are rows of one product: [rows * query heads, 1, D].
+                of_head = queries[:, heads].flatten(0, 1)[:, None]
+                seen = block_positions.repeat_interleave(len(heads))
+                weights = attention_rows(of_head, keys[:, head, None], seen, only_head, rows.scaling)
+                part = weights.sum((0, 1))[start_token:end]
+                totals[layer, head, : len(part)] += part
     num_seen = num_seen.to(device)
     average = totals.sum(-1, keepdim=True) / num_seen.sum()
     return (totals + PRIOR_ROWS * average) / (num_seen + PRIOR_ROWS)

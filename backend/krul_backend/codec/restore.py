@@ -122,7 +122,7 @@ def group_tail(tail: CodedTail, device: Device) -> GroupTail:
     Where ``can_fuse_groups`` holds, its block is copied to the device and decoded there, both on the current
     stream, and this returns at once: the block must not change until that has run.
     """
-    if can_fuse_groups(tail, device):
+    if can_fuse_groups(tail.transform.shape, tail.coder.name, device):
         from krul_backend.codec.triton_group_restore import TritonTail
 
         return TritonTail(tail, device)
@@ -179,13 +179,12 @@ def _wanted(targets: Sequence[GroupTarget], layer: int, rows: slice) -> list[sli
     return runs
 
 
-def can_fuse_groups(tail: CodedTail, device: Device) -> bool:
-    """Return whether kernels decode a tail on ``device``.
+def can_fuse_groups(shape: LayerShape, coder: str, device: Device) -> bool:
+    """Return whether kernels decode tails of this coder for pools of this shape on ``device``.
 
     They do not on a CPU, if elements of the pool are not bf16, fp16 or fp32, or for a coder other than rANS.
     """
-    is_known = tail.transform.shape.dtype in _FUSED_DTYPES and tail.coder.name == RansCoder.name
-    return device.runs_triton and is_known
+    return device.runs_triton and shape.dtype in _FUSED_DTYPES and coder == RansCoder.name
 
 
 def _check_target(

@@ -166,6 +166,12 @@ class SegmentCodec:
             place = len(others) - 1 if is_older and others else len(others)
             others.insert(place, (digest, subspace))
             self._subspaces = dict(others[-MOST_BASES:])
+            # A decoder holds its bases.
+            self._opened = {
+                key: decoder
+                for key, decoder in self._opened.items()
+                if not isinstance(decoder, SubspaceDecoder) or decoder.bases_digest in self._subspaces
+            }
 
     def prepare(
         self,

@@ -268,7 +268,9 @@ def _restore_channels(
         "first_token",
         "end_token",
         "start_token",
-    ]
+    ],
+    # They begin at any token.
+    do_not_specialize_on_alignment=["slots"],
 )
 def restore_group_layer(
     exact, rest, num_exact, num_coded, places, exact_decoder, decoder, vector_size, k_at, v_at, mean, step,

@@ -179,7 +179,11 @@ def _restore_vectors(
             tl.store(rows + second_channel[None, :], second.to(buffer.dtype.element_ty), mask=second_mask)
 
 
-@triton.jit(do_not_specialize=["first_token", "end_token", "start_token", "num_full_groups"])
+@triton.jit(
+    do_not_specialize=["first_token", "end_token", "start_token", "num_full_groups"],
+    # They begin at any token.
+    do_not_specialize_on_alignment=["slots"],
+)
 def restore_groups(
     block, own_block, missing_bytes, own_missing_bytes,
     cos_table, sin_table, angle_stride,
@@ -261,7 +265,11 @@ def _restore_rows(
     tl.store(out + channel[None, :], x, mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_token", "end_token", "num_k_rows", "num_v_rows"])
+@triton.jit(
+    do_not_specialize=["first_token", "end_token", "num_k_rows", "num_v_rows"],
+    # They begin at any token.
+    do_not_specialize_on_alignment=["slots"],
+)
 def restore_retained(
     k_tokens, k_rows, k_head_ends, num_k_rows, v_tokens, v_rows, v_head_ends, num_v_rows,
     slots, first_token, end_token,

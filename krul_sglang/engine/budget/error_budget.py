@@ -21,6 +21,7 @@ from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carried_damage, spent_damage
 from krul_sglang.engine.budget.served_bases import ServedBases
 from krul_sglang.engine.budget.subspace_encoding import (
+    SHARE_OF_LEFT,
     RunLimit,
     SubspaceEncoding,
     first_group_token_bytes,
@@ -33,9 +34,6 @@ from krul_sglang.engine.save.turn import StoredPath, Turn
 from krul_sglang.engine.save.turn_encoding import LayerEncoding, TurnEncoding
 
 logger = logging.getLogger(__name__)
-
-_SHARE_OF_LEFT = 0.9
-"""Of what is left for a turn: its step is chosen by a sample of its tokens, and may cost a little more."""
 
 _LEARNING_RATE = 0.2
 _LARGEST_CORRECTION = 8.0
@@ -91,7 +89,8 @@ class ErrorBudget(Decision):
     Tokens that came back lossy count with what they have lost, also when their segment has left the store
     and they are stored again. A turn is stored natively if nothing is left for it, if what the bases cannot
     represent of it costs nearly all of that, if nothing was recorded of its attention, until every rank has
-    its bases, or if the weights are no longer those that the bases were learned from.
+    its bases, or if the weights are no longer those that the bases were learned from. So is a run of it that
+    turns out, once it is encoded, to cost more than it may.
 
     On idle servers a stored conversation is decoded and compared with the truth, after a share of the turns,
     ``probe_share``. That moves the correction of expected damage. What is noted of a segment, in its
@@ -170,24 +169,33 @@ class ErrorBudget(Decision):
         if self._in_use is None or measured is None or agreed is None or left <= 0:
             return self._native(last_keys, runs, history.carried)
         num_tokens, num_new = len(turn.token_ids), sum(map(len, runs))
-        usable = _SHARE_OF_LEFT * left
+        usable = SHARE_OF_LEFT * left
         if agreed[1] > MOST_OUTSIDE * usable:
-            self._count_unfamiliar(num_new)
+            self._warn_unfamiliar()
+            self._num_unfamiliar += 1
+            self._bases.drift.add_unfamiliar(num_new)
             return self._native(last_keys, runs, history.carried)
-        limits = [
+        limits = []
+        for run, carried, drawn, lost in zip(
+            runs, history.carried, measured.attention, measured.outside, strict=True
+        ):
             # What rounding may cost is shared by length. It is counted at the end of the conversation.
-            RunLimit((lost + (usable - outside) * len(run) / num_new) * num_tokens / run.stop, carried, drawn)
-            for run, carried, drawn, lost in zip(
-                runs, history.carried, measured.attention, measured.outside, strict=True
-            )
-        ]
+            at_end, to_own_end = lost + (usable - outside) * len(run) / num_new, num_tokens / run.stop
+            limits.append(RunLimit(at_end * to_own_end, lost * to_own_end, carried, drawn))
+        num_unfamiliar = self._num_unfamiliar
 
-        def on_encoded(index: int, encoded: EncodedSegment) -> None:
-            run = runs[index]
-            self._last_damage += encoded.damage * run.stop / num_tokens
-            self._remember(last_keys[index], run, encoded.damage + limits[index].carried)
+        def on_encoded(index: int, encoded: EncodedSegment | None) -> None:
+            run, damage = runs[index], 0.0 if encoded is None else encoded.damage
+            self._last_damage += damage * run.stop / num_tokens
+            self._remember(last_keys[index], run, damage + limits[index].carried)
             # What is known of other bases says nothing of those that came meanwhile.
-            if measured.bases is self._in_use:
+            are_newest = measured.bases is self._in_use
+            if encoded is None:
+                # The turn counts once, however many of its runs are native.
+                self._num_unfamiliar = num_unfamiliar + 1
+                if are_newest:
+                    self._bases.drift.add_unfamiliar(len(run))
+            elif are_newest:
                 self._bases.drift.add(encoded.mean_offset, len(run))
 
         native, bases = self._unshared(history.carried), measured.bases
@@ -305,15 +313,13 @@ class ErrorBudget(Decision):
         spent, outside, _ = stacked.amax(0).tolist()
         return spent, outside
 
-    def _count_unfamiliar(self, num_tokens: int) -> None:
+    def _warn_unfamiliar(self) -> None:
         if not self._num_unfamiliar:
             logger.warning(
                 "krul: a turn is unlike the text that the bases were learned from, and is stored natively: "
                 "they would lose %.3g nats of it. Learn bases from such text if this is frequent",
                 self._correction * self._last_outside,
             )
-        self._num_unfamiliar += 1
-        self._bases.drift.add_unfamiliar(num_tokens)
 
     def wants_probe(self) -> bool:
         """True if this turn is to be probed: the first one, then a share of them. Call it once per turn."""

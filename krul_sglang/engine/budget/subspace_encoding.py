@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,8 +12,14 @@ from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.interface import LayerShape
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
+from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import SUBSPACE
 from krul_sglang.engine.save.turn_encoding import EncodedRun, TokenRun, TurnEncoding
+
+logger = logging.getLogger(__name__)
+
+SHARE_OF_LEFT = 0.9
+"""Of what is left for a turn: its step is chosen by a sample of its tokens, and may cost a little more."""
 
 _FIRST_RATIO = 10.0
 """Until the first turn has been encoded, blocks are expected to be smaller than the KV by this factor."""
@@ -22,30 +29,32 @@ _LEARNING_RATE = 0.2
 
 @dataclass(frozen=True, eq=False)
 class RunLimit:
-    """The limit of one run of tokens. ``max_damage`` may be added by storing it, ``carried`` was lost before:
-    both in nats at the run's own end, see ``DamagedSpan``.
+    """The limit of one run of tokens. Storing it is to add ``max_damage``, of which ``outside`` is lost
+    whatever the step; ``carried`` was lost before. All in nats at the run's own end, see ``DamagedSpan``.
 
     ``attention [L, Hkv, tokens of the run]``: see ``GroupBasis.token_worth``.
     """
 
     max_damage: float
+    outside: float
     carried: float
     attention: torch.Tensor
 
 
 class SubspaceEncoding(TurnEncoding):
-    """Stores a turn in the model's bases. ``on_encoded(index, encoded)`` is told of each run; ``native`` is
-    how the turn would be stored without the bases."""
+    """Stores a turn in the model's bases, but natively those of its runs that they cannot keep within their
+    limits. ``on_encoded(index, encoded)`` is told of each run; None: it is native. ``native`` is how the turn
+    would be stored without the bases."""
 
     def __init__(
         self,
         codec: SubspaceCodec,
         limits: Sequence[RunLimit],
         group_token_bytes: list[float],
-        on_encoded: Callable[[int, EncodedSegment], None],
+        on_encoded: Callable[[int, EncodedSegment | None], None],
         native: TurnEncoding,
     ) -> None:
-        self.fast_copy = native
+        self.fast_copy = self._native = native
         self.stored_as = codec.bases.layer_groups(RansCoder.name)
         self._groups = groups = self.stored_as.groups
         self.last_use = tuple(
@@ -62,18 +71,10 @@ class SubspaceEncoding(TurnEncoding):
         self._on_encoded = on_encoded
 
     def encode(self, index: int, run: TokenRun, pause: Callable[[], None]) -> EncodedRun:
-        limit = self._limits[index]
-        encoded = self._codec.encode(
-            run.read,
-            start_token=run.start_token,
-            num_tokens=run.num_tokens,
-            attention=limit.attention,
-            max_damage=limit.max_damage,
-            coder=RansCoder.name,
-            carried_damage=limit.carried,
-            before_group=pause,
-        )
+        encoded = self._encoded(self._limits[index], run, pause)
         self._on_encoded(index, encoded)
+        if encoded is None:
+            return self._native.encode(index, run, pause)
         for group, block in enumerate(encoded.blocks):
             here = block.numel() / run.num_tokens
             self._group_token_bytes[group] += _LEARNING_RATE * (here - self._group_token_bytes[group])
@@ -86,6 +87,40 @@ class SubspaceEncoding(TurnEncoding):
             if kept[group.start]
         ]
         return EncodedRun(SUBSPACE, encoded.params, first, kept, encoded.num_bytes - sum(kept), blocks)
+
+    def _encoded(self, limit: RunLimit, run: TokenRun, pause: Callable[[], None]) -> EncodedSegment | None:
+        """Encode a run; None if that costs too much, or fails.
+
+        The step is chosen by a sample of the tokens. If all of them together cost more than the run may add,
+        it is encoded once more, with as much less for rounding as rounding has cost too much.
+        """
+        most, aim = limit.max_damage / SHARE_OF_LEFT, limit.max_damage
+        for _ in range(2):
+            try:
+                encoded = self._codec.encode(
+                    run.read,
+                    start_token=run.start_token,
+                    num_tokens=run.num_tokens,
+                    attention=limit.attention,
+                    max_damage=aim,
+                    coder=RansCoder.name,
+                    carried_damage=limit.carried,
+                    before_group=pause,
+                )
+            except CodecError as error:
+                logger.warning("krul: %d tokens are stored natively: %s", run.num_tokens, error)
+                return None
+            if encoded.damage <= most:
+                return encoded
+            rounding = limit.max_damage - limit.outside
+            aim = limit.outside + rounding**2 / (encoded.damage - limit.outside)
+        logger.info(
+            "krul: %d tokens are stored natively: in the bases they would lose %.3g nats, %.3g are allowed",
+            run.num_tokens,
+            encoded.damage,
+            most,
+        )
+        return None
 
 
 def first_group_token_bytes(bases: ModelBases, shape: LayerShape) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from krul_backend.codec.restore import NativeTail, NativeTails
+from krul_backend.codec.restore import NativeTail, NativeTails, can_fuse_groups
 from krul_backend.device import Device
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.block_checks import LayerBlock
@@ -39,7 +39,8 @@ class TailGroups:
     """Makes the groups of each layer: natively stored tails of all segments join, and those in shared
     subspaces; others stay alone.
 
-    A group of several native tails has at most ``MAX_JOINED_BYTES``.
+    A group of several native tails has at most ``MAX_JOINED_BYTES``. Tails in shared subspaces stay alone,
+    too, where kernels decode them: each is copied to the device whole, and nothing is gained together.
     """
 
     def __init__(self, loads: Sequence[Load], device: Device) -> None:
@@ -65,14 +66,14 @@ class TailGroups:
         """What makes the groups of this layer, and of others with the same heads."""
         groups: list[Callable[[int], TailGroup]] = []
         parts = [(reader, slots) for reader, slots in self._parts if reader.has_tail(layer)]
-        # By the bases that they are stored in.
-        shared: dict[str, list[tuple[GroupReader, torch.Tensor]]] = {}
+        # By the bases that they are stored in; or one by one.
+        shared: dict[object, list[tuple[GroupReader, torch.Tensor]]] = {}
         for reader, slots in parts:
             if isinstance(reader, GroupReader):
-                shared.setdefault(reader.decoder.bases_digest, []).append((reader, slots))
-        groups += [
-            partial(_Decoded, of_bases, partial(restore_groups, of_bases)) for of_bases in shared.values()
-        ]
+                decoder = reader.decoder
+                is_alone = can_fuse_groups(decoder.shape, decoder.stored_as.coder, self._device)
+                shared.setdefault(reader if is_alone else decoder.bases_digest, []).append((reader, slots))
+        groups += [partial(_Decoded, tails, partial(restore_groups, tails)) for tails in shared.values()]
         joined: list[tuple[_Part, NativeTail]] = []
         num_bytes = 0
         for reader, slots in parts:

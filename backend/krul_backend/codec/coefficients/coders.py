@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS, Integers, Levels, Scales, Shifts, Values
+from krul_backend.codec.coefficients.compiled import (
+    RECORD_TOKENS,
+    Integers,
+    Levels,
+    Scales,
+    Shifts,
+    Values,
+    Words,
+)
 from krul_backend.codec.coefficients.records import SMALLEST_SHIFT, decode_block, encode_block
 from krul_backend.codec.coefficients.scales import BAND
 from krul_backend.codec.coefficients.tables import NUM_SCALES, CoderTables, standard_tables
@@ -20,6 +30,8 @@ from krul_backend.errors import CodecError
 LARGEST_SHIFT = 7
 
 _LEAST_RECORDS_OF_THREAD = 2
+
+_Done = TypeVar("_Done")
 
 _FACTORS = np.exp2(np.arange(SMALLEST_SHIFT, LARGEST_SHIFT + 1) / 2).astype(np.float32)
 
@@ -47,8 +59,11 @@ class CoefficientCoder:
     version: int
     _tables: CoderTables | None = None
 
-    def encode(self, levels: Levels, scales: Scales, shifts: Shifts) -> EncodedLevels:
+    def encode(
+        self, levels: Levels, scales: Scales, shifts: Shifts, *, num_threads: int = 1
+    ) -> EncodedLevels:
         """Encode ``levels`` int16 ``[T, R]`` with ``scales`` uint8 ``[R]`` and ``shifts`` int8 ``[T]``.
+        ``num_threads`` share the records; the bytes are the same for any number.
 
         Raises ``CodecError`` for a wrong shape or dtype, a scale above 47, a shift outside -8 to 7, or a
         level of scale 0 that is not zero.
@@ -67,21 +82,33 @@ class CoefficientCoder:
             raise CodecError(f"shifts are {SMALLEST_SHIFT} to {LARGEST_SHIFT}")
         if bool(levels[:, scales == 0].any()):
             raise CodecError("a level of scale 0 is not zero")
-        record_num_words = np.zeros(num_records(len(levels)), np.int64)
+        count = num_records(len(levels))
+        record_num_words = np.zeros(count, np.int64)
+        most_words = _most_words(len(scales))
         # The system gives memory for the pages that are written only.
-        data = np.empty(len(record_num_words) * _most_words(len(scales)), np.uint16)
+        data = np.empty(count * most_words, np.uint16)
         places = self._places(scales)
-        end = encode_block(
-            # The loops are compiled for arrays that may be written to, once.
-            np.require(levels, requirements=["C", "A", "W"]),
-            places,
-            scales[places].astype(np.int64),
-            np.require(shifts, requirements=["C", "W"]),
-            None if self._tables is None else self._tables.encoding,
-            data,
-            record_num_words,
-        )
-        return EncodedLevels(data[:end].copy().view(np.uint8), (2 * record_num_words).astype(np.uint32))
+        scales_of_places = scales[places].astype(np.int64)
+        # The loops are compiled for arrays that may be written to, once.
+        levels = np.require(levels, requirements=["C", "A", "W"])
+        shifts = np.require(shifts, requirements=["C", "W"])
+
+        def encode_records(first: int, end: int) -> Words:
+            """The words of records ``[first, end)``."""
+            rows, words = slice(first * RECORD_TOKENS, end * RECORD_TOKENS), data[first * most_words :]
+            num_words = encode_block(
+                levels[rows],
+                places,
+                scales_of_places,
+                shifts[rows],
+                None if self._tables is None else self._tables.encoding,
+                words,
+                record_num_words[first:end],
+            )
+            return words[:num_words]
+
+        parts = _in_parts(encode_records, count, num_threads)
+        return EncodedLevels(np.concatenate(parts).view(np.uint8), (2 * record_num_words).astype(np.uint32))
 
     def decode(
         self,
@@ -121,10 +148,10 @@ class CoefficientCoder:
         source = np.require(data, requirements=["C", "W"])
         scales_of_places = scales[places].astype(np.int64)
 
-        def decode_records(first: int, end: int) -> int:
-            """Decode records ``[first, end)``; the first damaged one, or ``end``."""
+        def decode_records(first: int, end: int) -> int | None:
+            """Decode records ``[first, end)``; the first damaged one, if there is one."""
             rows = slice(first * RECORD_TOKENS, end * RECORD_TOKENS)
-            return first + decode_block(
+            good = first + decode_block(
                 source,
                 starts[first : end + 1],
                 places,
@@ -137,15 +164,12 @@ class CoefficientCoder:
                 _FACTORS * np.float32(step) if as_values else np.ones_like(_FACTORS),
                 out[rows],
             )
+            return good if good < end else None
 
         count = len(record_num_bytes)
-        num_parts = max(1, min(num_threads, count // _LEAST_RECORDS_OF_THREAD))
-        bounds = [count * part // num_parts for part in range(num_parts + 1)]
-        others = [_threads().submit(decode_records, *part) for part in pairwise(bounds[1:])]
-        ends = [decode_records(0, bounds[1]), *(other.result() for other in others)]
-        for good, end in zip(ends, bounds[1:], strict=True):
-            if good < end:
-                raise CodecError(f"record {good} of {count} is damaged")
+        for damaged in _in_parts(decode_records, count, num_threads):
+            if damaged is not None:
+                raise CodecError(f"record {damaged} of {count} is damaged")
         return shifts
 
     def _places(self, scales: Scales) -> Integers:
@@ -185,10 +209,19 @@ def _most_words(num_coefficients: int) -> int:
     return 64 + -(-num_coefficients // BAND) * (1 + 2 * RECORD_TOKENS * BAND)
 
 
+def _in_parts(work: Callable[[int, int], _Done], num_records: int, num_threads: int) -> list[_Done]:
+    """Share records ``[first, end)`` among threads, this one included; return what ``work`` makes of each
+    part."""
+    num_parts = max(1, min(num_threads, num_records // _LEAST_RECORDS_OF_THREAD))
+    bounds = [num_records * part // num_parts for part in range(num_parts + 1)]
+    others = [_threads().submit(work, *part) for part in pairwise(bounds[1:])]
+    return [work(0, bounds[1]), *(other.result() for other in others)]
+
+
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Threads that decode records beside the one that asks."""
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="krul-decode")
+    """Threads that code records beside the one that asks."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="krul-code")
 
 
 def _check_scales(scales: Scales) -> None:

@@ -101,7 +101,14 @@ class SubspaceCodec:
         self._encoders = tuple(basis.encoder[:, _EXACT_COEFFICIENTS:].to(encoding) for basis in bases.groups)
         decoding, memory = torch.bfloat16 if is_fast else torch.float32, KeptMemory()
         self._transforms = tuple(
-            GroupTransform(basis, basis.decoder.to(decoding), rotary, bases.shape, memory)
+            GroupTransform(
+                basis,
+                basis.decoder.to(decoding),
+                basis.magnitudes.cpu().numpy(),
+                rotary,
+                bases.shape,
+                memory,
+            )
             for basis in bases.groups
         )
 
@@ -124,7 +131,8 @@ class SubspaceCodec:
 
         ``attention [L, Hkv, num_tokens]``: see ``GroupBasis.token_worth``; None counts all tokens alike.
         ``carried_damage`` (nats) is what the KV has lost before: it is added in the parameters.
-        ``before_group`` is called before the work on each group, which it may hold up. Blocks are on the CPU.
+        ``before_group`` is called before the work on each group, which it may hold up. Each layer is read
+        twice, and the layers of one group are held at a time. Blocks are on the CPU.
 
         Raises:
             CodecError: no tokens, a limit that is not positive, an unknown coder, or positions beyond the
@@ -226,7 +234,8 @@ class SubspaceCodec:
         rows = torch.arange(num_sampled) * segment.num_tokens // num_sampled
         worths, samples = [], []
         for group, basis in enumerate(self.bases.groups):
-            worth, vectors = self._worth(basis, attention, segment), self._vectors(group, read, rows, segment)
+            worth = self._worth(basis, attention, segment)
+            vectors = self._vectors(group, [read(layer) for layer in basis.layers], rows, segment)
             worths.append(worth)
             samples.append(
                 Sample(basis, vectors, self._coefficients(group, vectors, basis.rank), worth[rows])
@@ -268,12 +277,13 @@ class SubspaceCodec:
         """The parameters and the block of one group, and its errors. What coefficients cost that are left out
         is not in their own damage."""
         basis, shifts = self.bases.groups[group], step_shifts(worth)
+        layers = [read(layer) for layer in basis.layers]
         levels = np.empty((segment.num_tokens, num_kept), np.int16)
         magnitudes = torch.zeros(num_kept, device=basis.mean.device)
         errors = GroupErrors.none(basis)
         for first in range(0, segment.num_tokens, CHUNK_TOKENS):
             end = min(first + CHUNK_TOKENS, segment.num_tokens)
-            vectors = self._vectors(group, read, slice(first, end), segment)
+            vectors = self._vectors(group, layers, slice(first, end), segment)
             coefficients = self._coefficients(group, vectors, num_kept)
             chunk = quantize(coefficients, step, shifts[first:end])
             levels[first:end] = chunk.to(torch.int16).cpu().numpy()
@@ -281,13 +291,14 @@ class SubspaceCodec:
             rounding = dequantize(chunk, step, shifts[first:end]).sub_(coefficients)
             errors = errors.with_rounding(rounding, worth[first:end])
             magnitudes += coefficients.abs_().sum(0)
-        base = base_scales(basis.magnitudes[:num_kept].cpu().numpy(), step)
+        base = base_scales(self._transforms[group].magnitudes[:num_kept], step)
         offsets = best_offsets(base, (magnitudes / (segment.num_tokens * step)).cpu().numpy(), levels)
-        encoded = coder.encode(levels, scales_of(base, offsets), shifts.cpu().numpy())
+        scales = scales_of(base, offsets)
+        encoded = coder.encode(levels, scales, shifts.cpu().numpy(), num_threads=torch.get_num_threads())
         first_tokens = [
             part[: segment.num_first_tokens].contiguous().cpu().view(torch.uint8).flatten()
-            for layer in (basis.layers if segment.num_first_tokens else ())
-            for part in tensors_of(read(layer))
+            for kv in (layers if segment.num_first_tokens else ())
+            for part in tensors_of(kv)
         ]
         block = torch.cat([*first_tokens, torch.from_numpy(encoded.data)])
         all_offsets = np.zeros(num_bands(basis.rank), np.uint8)
@@ -295,13 +306,12 @@ class SubspaceCodec:
         return GroupParameters(all_offsets, encoded.record_num_bytes), block, errors
 
     def _vectors(
-        self, group: int, read: ReadLayer, rows: slice | torch.Tensor, segment: SegmentTokens
+        self, group: int, layers: Sequence[LayerKV], rows: slice | torch.Tensor, segment: SegmentTokens
     ) -> torch.Tensor:
         """The vectors of these tokens of the segment, less the basis' mean: fp32 ``[number of rows, D]``.
-        They are 0 for the first tokens, of which nothing is lost."""
+        They are 0 for the first tokens, of which nothing is lost. ``layers``: those of the group."""
         basis, places = self.bases.groups[group], torch.arange(segment.num_tokens)[rows]
         positions = places + segment.start_token
-        layers = [read(layer) for layer in basis.layers]
         # [T, layers * Hkv, D]: rotating the keys of all layers at once is faster.
         keys = torch.cat([kv.k[rows] for kv in layers], dim=1)
         if self._rotary is not None:

@@ -66,11 +66,13 @@ class GroupTransform:
     """Turns the coefficients of a group into KV of the pool.
 
     ``decoder [R, D]``: that of the basis, in the element type in which small coefficients are multiplied.
+    ``magnitudes [R]``: those of the basis, on the host, where they are read without waiting for a device.
     ``rotary``: put on keys; None for a model without it. ``shape``: of each layer in the pool.
     """
 
     basis: GroupBasis
     decoder: torch.Tensor
+    magnitudes: NDArray[np.float32]
     rotary: RotaryTable | None
     shape: LayerShape
     memory: KeptMemory

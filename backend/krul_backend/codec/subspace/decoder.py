@@ -113,17 +113,17 @@ class SubspaceDecoder(SegmentLayout):
         if block.dtype is not torch.uint8 or block.ndim != 1 or block.numel() != expected:
             raise CodecError(f"a block of {expected} bytes is needed, got {block.dtype} {tuple(block.shape)}")
         parameters, record = self._parameters.groups[group], first_token // RECORD_TOKENS
-        magnitudes = self._bases.groups[group].magnitudes.cpu().numpy()
+        transform = self._transforms[group]
         return CodedTail(
             first_token,
             end_token,
             block,
             self._first_tokens_num_bytes(group) if record == 0 else 0,
             parameters.record_num_bytes[record:],
-            scales_of(base_scales(magnitudes, self._parameters.step), parameters.offsets),
+            scales_of(base_scales(transform.magnitudes, self._parameters.step), parameters.offsets),
             self._parameters.step,
             self._coder,
-            self._transforms[group],
+            transform,
             self._segment,
         )
 
