@@ -129,13 +129,15 @@ def test_segments_that_name_each_other_are_all_victims(kind: str) -> None:
     kind=st.sampled_from(sorted(KINDS)),
     parents=st.lists(st.integers(-1, 10**6), min_size=1, max_size=12),
     worths=st.lists(st.tuples(st.integers(0, 50_000), st.floats(0, 3)), min_size=12, max_size=12),
-    touches=st.lists(st.tuples(st.integers(0, 10**6), st.booleans()), max_size=40),
+    touches=st.lists(
+        st.tuples(st.integers(0, 10**6), st.sampled_from(["touch", "evict", "hold", "release"])), max_size=40
+    ),
 )
 def test_in_any_tree_and_history_no_segment_leaves_after_its_child(
     kind: str,
     parents: list[int],
     worths: list[tuple[int, float]],
-    touches: list[tuple[int, bool]],
+    touches: list[tuple[int, str]],
 ) -> None:
     # Node i's parent is one of the nodes before it, or none (-1).
     tree = [choice % (i + 1) - 1 for i, choice in enumerate(parents)]
@@ -153,20 +155,35 @@ def test_in_any_tree_and_history_no_segment_leaves_after_its_child(
     for node in range(len(tree)):
         touch(node)
     removed: set[int] = set()
-    for choice, is_eviction in touches:
-        if is_eviction:
-            victim = next(policy.victims(), None)
+    held: set[int] = set()
+    for choice, action in touches:
+        node = choice % len(tree)
+        if action == "evict":
+            blocked = {before for each in held for before in path_to(each)}
+            victim = next((victim for victim in policy.victims() if victim not in blocked), None)
             if victim is not None:
                 policy.remove(victim)
                 removed.add(victim)
+        elif action != "touch":
+            # As a pin does: with all that comes before it.
+            path = [each for each in path_to(node) if each not in removed]
+            for each in path:
+                policy.hold(each, is_held=action == "hold")
+            held = held.union(path) if action == "hold" else held.difference(path)
         else:
-            node = choice % len(tree)
             touch(node)
             removed -= set(path_to(node))
             if kind == "lru":
                 assert next(reversed(list(policy.victims()))) == path_to(node)[0]
     order = list(policy.victims())
-    assert sorted(order) == sorted(set(range(len(tree))) - removed)
+    stored = set(range(len(tree))) - removed
+    assert stored - {before for each in held for before in path_to(each)} <= set(order) <= stored
+    if kind == "value":
+        assert held.isdisjoint(order)
+    for node in held:
+        policy.hold(node, is_held=False)
+    order = list(policy.victims())
+    assert sorted(order) == sorted(stored)
     position = {node: i for i, node in enumerate(order)}
     for node in order:
         assert tree[node] < 0 or position[node] < position[tree[node]]

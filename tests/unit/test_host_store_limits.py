@@ -11,10 +11,11 @@ import pytest
 import xxhash
 
 from krul_backend.errors import ConfigError, StoreClosedError, TierReadError
-from krul_backend.tiers.common.eviction import LruPolicy, make_policy
+from krul_backend.tiers.common.eviction import LruPolicy, ValuePolicy, make_policy
 from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.dram.arrivals import Arrival
-from krul_backend.tiers.dram.eviction_plan import MAX_FREE_SHARE, MAX_VISITED
+from krul_backend.tiers.dram.dram_books import DramBooks
+from krul_backend.tiers.dram.eviction_plan import MAX_FREE_SHARE, MAX_VISITED, Candidate
 from krul_backend.tiers.dram.host_store import HostStore
 from tests.support.store_builders import (
     Clock,
@@ -64,6 +65,35 @@ def test_a_pinned_segment_stays_until_its_time_is_over(store: HostStore, clock: 
     clock.now_s = 10.0
     assert store.stats().pinned_bytes == 0
     assert store.reserve((4096,)) is not None
+
+
+def test_a_reservation_does_not_walk_past_what_is_pinned(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HostStore(192 * 40, ValuePolicy(clock), clock=clock)
+    for number in range(20):
+        put(store, f"p{number}", 0, 2)
+        store.advise(MODEL, page_keys(f"p{number}", 0, 2), Hint(ttl_s=10.0))
+    clock.now_s += 5.0
+    for number in range(20):
+        put(store, f"c{number}", 0, 2)
+    looked_at: list[int] = []
+    look = DramBooks._look
+
+    def count(books: DramBooks, segment_id: int) -> Candidate | None:
+        looked_at.append(segment_id)
+        return look(books, segment_id)
+
+    monkeypatch.setattr(DramBooks, "_look", count)
+    put(store, "more", 0, 2)
+    assert len(looked_at) == 1
+    # Pinned no more: used longest ago.
+    clock.now_s += 5.0
+    looked_at.clear()
+    put(store, "even-more", 0, 2)
+    assert len(looked_at) == 1
+    assert store.find_missing(MODEL, page_keys("p0", 0, 2)) == [range(2)]
+    store.close()
 
 
 def test_a_later_pin_replaces_an_earlier_one(store: HostStore, clock: Clock) -> None:

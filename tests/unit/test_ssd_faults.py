@@ -415,6 +415,28 @@ def test_a_clear_lets_others_have_the_lock(tier: SsdTier, monkeypatch: pytest.Mo
     assert tier.stats().num_segments == 0
 
 
+def test_what_is_put_during_a_clear_survives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path)
+    for number in range(5):
+        put(tier, f"c{number}", seed=number)
+    is_put = threading.Event()
+
+    def put_once(seconds: float) -> None:
+        if not is_put.is_set():
+            # The clear has begun, and nothing of it is removed yet.
+            is_put.set()
+            put(tier, "c4", seed=9)
+
+    monkeypatch.setattr(time, "sleep", put_once)
+    tier.clear()
+    for _ in range(2):
+        assert has(tier, "c4", seed=9)
+        assert tier.stats().num_segments == 1
+        tier.close()
+        tier = open_tier(tmp_path)
+    tier.close()
+
+
 def test_a_disk_that_fails_at_the_start_suspends_the_tier(tmp_path: Path) -> None:
     disk = FaultyDisk()
     open_tier(tmp_path).close()

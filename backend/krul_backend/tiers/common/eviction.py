@@ -84,6 +84,12 @@ class EvictionPolicy(ABC):
     def advise(self, segment_id: int, hint: Hint) -> None:  # noqa: B027
         """Note a hint about a known segment. An order that does not depend on hints leaves it at this."""
 
+    def hold(self, segment_id: int, *, is_held: bool) -> None:  # noqa: B027
+        """Note that a known segment may not be evicted for now, or may be again.
+
+        An order may name held segments all the same, and leave it to its owner to pass over them.
+        """
+
     @abstractmethod
     def remove(self, segment_id: int) -> None:
         """Forget a segment.
@@ -94,7 +100,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def victims(self) -> Iterator[int]:
-        """All known segments, the first to leave first.
+        """All known segments (but held ones, see ``hold``), the first to leave first.
 
         The order is computed lazily. If the policy changes meanwhile, a few segments may be left out, and
         some be named that are not known any more.
@@ -149,6 +155,7 @@ class _Node:
     last_used_s: float
     pause_s: float = _UNKNOWN_PAUSE_S
     is_reachable: bool = True
+    is_held: bool = False
     parent: _Node | None = None
     children: set[int] = field(default_factory=set)
     weight: float = 1.0
@@ -194,11 +201,11 @@ class ValuePolicy(EvictionPolicy):
     almost nothing.
 
     Every worth changes with time, so no order of all segments is kept, only the order of last use among the
-    *leaves*, the segments that no known one continues. The next victim is the one that is worth least among
-    some candidates: the ``NUM_OLDEST`` leaves that were used longest ago, because idle time counts most, and
-    ``NUM_SAMPLED`` random leaves, to find large segments that save little. After each victim the next oldest
-    leaf becomes a candidate, and so does the segment that the victim continued, if nothing else continues it.
-    So the cost grows with the number of victims, not with the number of segments.
+    *leaves*, the segments that no known one continues and that are not held. The next victim is the one that
+    is worth least among some candidates: the ``NUM_OLDEST`` leaves that were used longest ago, because idle
+    time counts most, and ``NUM_SAMPLED`` random leaves, to find large segments that save little. After each
+    victim the next oldest leaf becomes a candidate, and so does the segment that the victim continued, if
+    nothing else continues it. So the cost grows with the number of victims, not with the number of segments.
 
     Args:
         seed: of the random sample.
@@ -256,6 +263,18 @@ class ValuePolicy(EvictionPolicy):
             # what is worth more must not take the place of others.
             self._leaf_order.move_to_end(segment_id, last=after > before)
 
+    def hold(self, segment_id: int, *, is_held: bool) -> None:
+        # Held segments that were used long ago are worth least of all: as leaves, all of them would be named
+        # before any other.
+        node = self._nodes[segment_id]
+        if is_held == node.is_held:
+            return
+        node.is_held = is_held
+        if is_held:
+            self._drop_leaf(segment_id)
+        elif not node.children:
+            self._add_leaf(segment_id, is_next=True)
+
     def remove(self, segment_id: int) -> None:
         node = self._nodes.pop(segment_id)
         self._unlink(node)
@@ -287,7 +306,7 @@ class ValuePolicy(EvictionPolicy):
             if before is not None:
                 before_id = before.segment.segment_id
                 num_gone[before_id] = num_gone.get(before_id, 0) + 1
-                if num_gone[before_id] == len(before.children):
+                if num_gone[before_id] == len(before.children) and not before.is_held:
                     heapq.heappush(candidates, (before.worth(now_s), before_id))
             following = next((leaf for leaf in later if leaf in self._nodes), None)
             if following is not None:
@@ -302,13 +321,13 @@ class ValuePolicy(EvictionPolicy):
         if parent is None:
             return
         parent.children.discard(node.segment.segment_id)
-        if not parent.children:
-            self._add_leaf(parent.segment.segment_id)
-            # To the front, so that it is a candidate at once.
-            self._leaf_order.move_to_end(parent.segment.segment_id, last=False)
+        if not parent.children and not parent.is_held:
+            self._add_leaf(parent.segment.segment_id, is_next=True)
 
-    def _add_leaf(self, segment_id: int) -> None:
+    def _add_leaf(self, segment_id: int, *, is_next: bool = False) -> None:
+        """Add a leaf to the end of the order, or to its front, so that it ``is_next`` to be a candidate."""
         self._leaf_order[segment_id] = None
+        self._leaf_order.move_to_end(segment_id, last=not is_next)
         self._leaf_position[segment_id] = len(self._leaves)
         self._leaves.append(segment_id)
 

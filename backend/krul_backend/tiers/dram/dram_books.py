@@ -121,7 +121,7 @@ class DramBooks:
         self.counters = DramCounters()
         self.clears = ClearMarks()
         self.clock = clock
-        self.pins = PinBook(int(self.arena.capacity_bytes * MAX_PINNED_SHARE), clock)
+        self.pins = PinBook(int(self.arena.capacity_bytes * MAX_PINNED_SHARE), clock, self._note_pin)
         self.stored_bytes = 0
         self.stored_tokens = 0
         self.num_fast_copies = 0
@@ -140,6 +140,7 @@ class DramBooks:
         Segments with ids after ``newest_id`` are never evicted by it, nor any but fast copies if it may evict
         ``only_fast_copies``.
         """
+        self.pins.drop_ended()
         wanted = [num_bytes for num_bytes in sizes if num_bytes]
         needed_bytes = sum(aligned_num_bytes(num_bytes) for num_bytes in wanted)
         return EvictionSearch(
@@ -195,6 +196,11 @@ class DramBooks:
         self.stored_bytes -= num_bytes
         self.counters.trimmed_segments += 1
         self.counters.trimmed_bytes += num_bytes
+
+    def _note_pin(self, segment: StoredSegment, is_pinned: bool) -> None:
+        """Let the orders of eviction leave pinned segments out."""
+        self._order.hold(segment, is_held=is_pinned)
+        self._quotas.hold(segment, is_held=is_pinned)
 
     def _look(self, segment_id: int) -> Candidate | None:
         """A segment as it is now; None if it may not be evicted."""
@@ -292,9 +298,9 @@ class DramBooks:
     def remove(self, segment: StoredSegment) -> None:
         """Take a segment out of the index; free it now, or at its last unpin."""
         self.index_of(segment).remove(segment)
+        self.pins.end(segment.segment_id)
         self._order.remove(segment)
         self._quotas.remove(segment)
-        self.pins.end(segment.segment_id)
         del self.segments[segment.segment_id]
         self.leaving.discard(segment.segment_id)
         self._count(segment, -1)

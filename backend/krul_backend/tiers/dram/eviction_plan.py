@@ -45,6 +45,10 @@ class FastCopiesFirst:
         """Note a hint about a known segment."""
         self._policy(is_fast_copy=segment.is_fast_copy).advise(segment.segment_id, hint)
 
+    def hold(self, segment: StoredSegment, *, is_held: bool) -> None:
+        """Note that a known segment may not be evicted for now, or may be again."""
+        self._policy(is_fast_copy=segment.is_fast_copy).hold(segment.segment_id, is_held=is_held)
+
     def remove(self, segment: StoredSegment) -> None:
         self._policy(is_fast_copy=segment.is_fast_copy).remove(segment.segment_id)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from krul_backend.tiers.common.hint import Hint
@@ -21,11 +21,14 @@ class PinBook:
 
     Args:
         limit_bytes: how much of the arena all pinned segments together may take.
+        note: called with a segment when it becomes pinned (True), and when that ends (False).
     """
 
-    def __init__(self, limit_bytes: int, clock: Clock) -> None:
+    def __init__(self, limit_bytes: int, clock: Clock, note: Callable[[StoredSegment, bool], None]) -> None:
         self._limit_bytes = limit_bytes
         self._clock = clock
+        self._note = note
+        self._segments: dict[int, StoredSegment] = {}
         self._until_s: dict[int, float] = {}
         self._num_bytes: dict[int, int] = {}
         self._pinned_bytes = 0
@@ -34,7 +37,7 @@ class PinBook:
 
     @property
     def pinned_bytes(self) -> int:
-        self._drop_ended()
+        self.drop_ended()
         return self._pinned_bytes
 
     def pin(self, segment: StoredSegment, ttl_s: float) -> bool:
@@ -42,14 +45,16 @@ class PinBook:
 
         False if too many bytes would be pinned; an earlier pin then stays.
         """
-        self._drop_ended()
+        self.drop_ended()
         segment_id, taken_bytes = segment.segment_id, segment.taken_bytes
         others_bytes = self._pinned_bytes - self._num_bytes.get(segment_id, 0)
         if others_bytes + taken_bytes > self._limit_bytes:
             return False
         until_s = self._clock() + ttl_s
         self._until_s[segment_id] = until_s
+        self._segments[segment_id] = segment
         self._num_bytes[segment_id] = taken_bytes
+        self._note(segment, True)
         self._pinned_bytes = others_bytes + taken_bytes
         heapq.heappush(self._ends, (until_s, segment_id))
         self._drop_replaced()
@@ -57,7 +62,7 @@ class PinBook:
 
     def end(self, segment_id: int) -> None:
         """End a segment's pin, if it has one."""
-        self._drop_ended()
+        self.drop_ended()
         self._forget(segment_id)
         self._drop_replaced()
 
@@ -73,7 +78,8 @@ class PinBook:
         until_s = self._until_s.get(segment_id)
         return max(0.0, until_s - self._clock()) if until_s is not None else 0.0
 
-    def _drop_ended(self) -> None:
+    def drop_ended(self) -> None:
+        """Forget the pins whose time is over."""
         now_s = self._clock()
         while self._ends and self._ends[0][0] <= now_s:
             until_s, segment_id = heapq.heappop(self._ends)
@@ -89,6 +95,7 @@ class PinBook:
     def _forget(self, segment_id: int) -> None:
         if self._until_s.pop(segment_id, None) is not None:
             self._pinned_bytes -= self._num_bytes.pop(segment_id)
+            self._note(self._segments.pop(segment_id), False)
 
 
 @dataclass
@@ -158,6 +165,11 @@ class TenantQuotas:
         """Note a hint about an indexed segment."""
         if self._limit_bytes is not None:
             self._books(segment.manifest.tenant).order.advise(segment, hint)
+
+    def hold(self, segment: StoredSegment, *, is_held: bool) -> None:
+        """Note that an indexed segment may not be evicted for now, or may be again."""
+        if self._limit_bytes is not None:
+            self._books(segment.manifest.tenant).order.hold(segment, is_held=is_held)
 
     def victims(self, tenant: str, *, only_fast_copies: bool) -> Iterator[int]:
         """Ids of a tenant's segments, the first to evict first."""

@@ -7,8 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.lower_tier import QueuedSegment, WriteQueue
@@ -66,15 +65,12 @@ class SegmentWrites:
     def clear(self, model: ModelIdentity | None) -> None:
         """As ``LowerTier.clear``. Waits some seconds for the writer, which notes the clear on the disk."""
         fingerprint = None if model is None else model.fingerprint
-
-        def is_cleared(of: QueuedSegment | SsdSegment) -> bool:
-            return fingerprint is None or of.manifest.model.fingerprint == fingerprint
-
-        # From here on until the clear is noted, nothing of the model becomes findable.
         with self._state.lock:
+            # From here on until the clear is noted, nothing of the model becomes findable.
             noted = self._state.pending_clears.setdefault(fingerprint, threading.Event())
-        dropped = self.queue.drop(is_cleared)
-        self._remove(is_cleared)
+            dropped = self.queue.drop(lambda item: _is_of(fingerprint, item))
+            segments = self._state.catalog.segments
+        self._remove(segment for segment in segments if _is_of(fingerprint, segment))
         self.queue.wake()
         if not self._thread.is_alive() or not noted.wait(_CLEAR_TIMEOUT_S):
             logger.warning(
@@ -181,6 +177,8 @@ class SegmentWrites:
             self._writer.seal()
         try:
             for fingerprint in pending:
+                # All of it has to be gone before new segments of the model are written.
+                self._remove(segment for segment in self._segments() if _is_of(fingerprint, segment))
                 self._forget_durably(fingerprint)
         except OSError as error:
             self._give_up(error)
@@ -224,14 +222,14 @@ class SegmentWrites:
                 return
             if file is None:
                 raise failure
-            self._remove(partial(_is_in, file))
+            self._remove([segment for segment in self._segments() if segment.file is file])
             self._writer.remove(file)
 
     def _give_up(self, error: OSError) -> None:
         """Find and write nothing any more: what is on the disk was cleared, and the disk does not know it."""
         with self._state.lock:
             was_given_up, self._state.is_given_up = self._state.is_given_up, True
-        self._remove(lambda segment: True)
+        self._remove(self._segments())
         if not was_given_up:
             logger.error(
                 "the SSD can neither note a clear nor remove what was cleared (%s): this daemon uses it no "
@@ -241,18 +239,21 @@ class SegmentWrites:
                 self._writer.directory,
             )
 
-    def _remove(self, is_removed: Callable[[SsdSegment], bool]) -> None:
-        """Take all segments out for which the predicate is true."""
+    def _segments(self) -> list[SsdSegment]:
         with self._state.lock:
-            segments = self._state.catalog.segments
-        segments = [segment for segment in segments if is_removed(segment)]
-        for first in range(0, len(segments), _MAX_REMOVED):
+            return self._state.catalog.segments
+
+    def _remove(self, segments: Iterable[SsdSegment]) -> None:
+        """Take segments out, those that have not left yet."""
+        left = iter(segments)
+        while some := list(itertools.islice(left, _MAX_REMOVED)):
             time.sleep(BREATH_S)
             with self._state.lock:
-                for segment in segments[first : first + _MAX_REMOVED]:
+                for segment in some:
                     if segment.is_indexed:
                         self._state.catalog.remove(segment)
 
 
-def _is_in(file: LogFile, segment: SsdSegment) -> bool:
-    return segment.file is file
+def _is_of(fingerprint: str | None, of: QueuedSegment | SsdSegment) -> bool:
+    """Whether something is of a model, given by its fingerprint; None stands for all of them."""
+    return fingerprint is None or of.manifest.model.fingerprint == fingerprint
