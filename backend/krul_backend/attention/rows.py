@@ -176,18 +176,17 @@ def attention_drawn(
     block_rows = max(1, block_bytes // (4 * num_visible * max(map(len, query_heads))))
     num_seen = torch.zeros(num_tokens)
     tokens = torch.arange(start_token, end)
-    only_head = torch.zeros(1, dtype=torch.int64, device=device)
     for block in torch.split(used, block_rows):
         num_seen += (positions[block][:, None] >= tokens).sum(0)
-        block_positions = positions[block].to(device)
+        is_hidden = torch.arange(num_visible, device=device) > positions[block].to(device)[:, None]
         for layer in range(rows.num_layers):
             keys = read_keys(layer)[:num_visible]
-            queries = rows.queries[layer, block.to(device)]
+            queries = rows.queries[layer, block.to(device)].float()
             for head, heads in enumerate(query_heads):
-                # The query heads of a KV head are rows of one product: [rows * query heads, 1, D].
-                of_head = queries[:, heads].flatten(0, 1)[:, None]
-                seen = block_positions.repeat_interleave(len(heads))
-                weights = attention_rows(of_head, keys[:, head, None], seen, only_head, rows.scaling)
+                # One product for all query heads of a KV head: [rows * query heads, num_visible].
+                scores = torch.mm(queries[:, heads].flatten(0, 1), keys[:, head].float().T).mul_(rows.scaling)
+                scores = scores.view(len(block), len(heads), num_visible)
+                weights = scores.masked_fill_(is_hidden[:, None], -torch.inf).softmax(dim=-1)
                 part = weights.sum((0, 1))[start_token:end]
                 totals[layer, head, : len(part)] += part
     num_seen = num_seen.to(device)
