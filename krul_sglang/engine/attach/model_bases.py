@@ -16,7 +16,7 @@ from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_backend.errors import CodecError, ConfigError
+from krul_backend.errors import CodecError, ConfigError, KrulError
 from krul_backend.segment import ModelIdentity
 from krul_sglang.engine.attach.shared_bases import OlderBases, SharedBases
 from krul_sglang.engine.budget.served_bases import RecentText, ServedBases, TextDrift
@@ -187,15 +187,15 @@ class BasesFile:
 
     def _copy_shared(self) -> bool:
         """Write the store's bases to the file; False if there are none."""
-        content = None if self._shared is None else self._shared.get()
-        if content is None:
-            return False
         try:
+            content = None if self._shared is None else self._shared.get()
+            if content is None:
+                return False
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.path) as file:
                 file.write(content)
-        except OSError as error:
-            logger.warning("krul: the store's bases cannot be written to %s: %s", self.path, error)
+        except (KrulError, OSError) as error:
+            logger.warning("krul: the store's bases cannot be copied to %s: %s", self.path, error)
             return False
         return True
 
