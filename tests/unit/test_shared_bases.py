@@ -108,6 +108,7 @@ def test_those_that_would_fill_the_store_are_not_put(rig: Rig) -> None:
 
 def test_damaged_ones_are_dropped(rig: Rig) -> None:
     rig.put(CONTENT, "a" * 64)
+    assert rig.tiered.flush(PATIENCE_S)
     lease = rig.tiered.lease(MODEL, (f"{NEWEST}-{'a' * 64}",), rig.shared()._token_ids)
     assert lease is not None
     rig.tiered.release(lease)
@@ -116,7 +117,6 @@ def test_damaged_ones_are_dropped(rig: Rig) -> None:
     with pytest.raises(TierReadError, match="wrong checksum"):
         rig.shared().get()
     # A tier below DRAM has a sound copy.
-    assert rig.tiered.flush(PATIENCE_S)
     assert rig.shared().get() == CONTENT
 
 
