@@ -31,8 +31,8 @@ from krul_backend.memory import format_bytes, memory_limit_bytes
 from krul_sglang.models.checkpoint import Checkpoint
 
 _MEMORY_OF_WEIGHTS = 3
-"""Memory that learning takes, over the size of the weights' files: weights of 16 bits become float32, and
-what is learned from them comes on top."""
+"""Memory that the model takes, over the size of the weights' files: weights of 16 bits become float32, and
+what it computes with them comes on top."""
 
 
 class BackgroundLearningError(KrulError):
@@ -116,13 +116,14 @@ class LearningProcess:
         self._process.stdin.close()
 
 
-def check_memory(num_weight_bytes: int) -> None:
-    """Refuse to learn where it could take memory that the server needs.
+def check_memory(num_weight_bytes: int, num_learning_bytes: int) -> None:
+    """Refuse to learn where it could take memory that the server needs. ``num_learning_bytes`` come on top of
+    the model's.
 
     Raises:
         BackgroundLearningError: it may take more than is free, or than half of what this process may have.
     """
-    needed = _MEMORY_OF_WEIGHTS * num_weight_bytes
+    needed = _MEMORY_OF_WEIGHTS * num_weight_bytes + num_learning_bytes
     allowed = min(psutil.virtual_memory().available, memory_limit_bytes() // 2)
     if needed > allowed:
         raise BackgroundLearningError(
@@ -151,7 +152,7 @@ def main() -> None:
         import torch
         from transformers.utils.logging import disable_progress_bar
 
-        from krul_sglang.learning.command import ensure_bases, relearn_bases
+        from krul_sglang.learning.command import ensure_bases, memory_of_learning, relearn_bases
 
         disable_progress_bar()
         checkpoint = Checkpoint(**given["checkpoint"])
@@ -165,7 +166,9 @@ def main() -> None:
             Path(given["cache_dir"]),
             tell=lambda line: print(line, file=lines),
             tp_size=given["tp_size"],
-            before_loading=lambda: check_memory(checkpoint.num_weight_bytes()),
+            before_loading=lambda: check_memory(
+                checkpoint.num_weight_bytes(), memory_of_learning(checkpoint, given["tp_size"])
+            ),
         )
     except Exception as error:
         if not isinstance(error, KrulError):

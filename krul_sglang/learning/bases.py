@@ -7,9 +7,10 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from krul_backend.codec.coefficients.coders import FixedWidthCoder
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import ModelBases, vector_size
 from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
 from krul_backend.codec.subspace.learning import BasisLearner, LearningText
@@ -19,6 +20,15 @@ from krul_sglang.learning.reader import TextReader
 logger = logging.getLogger(__name__)
 
 LAYERS_OF_GROUP = 5
+
+_MOST_CHANNELS = 5120
+"""Channels of a group: keys and values of its layers, on one rank. Memory grows with their square, so wide
+layers are in smaller groups."""
+
+_SUMS_BYTES, _FIT_BYTES, _BASES_BYTES, _WORK_BYTES = 16, 16, 8, 64
+"""For each square of a group's channels: two fp64 matrices of sums, two of the fit, two fp32 ones of bases
+that keep all coefficients, and eight fp64 ones while a group is fitted."""
+
 _LEAST_SHARE = 0.1
 """Of a divergence, at least so much is put down to errors of the tokens' own."""
 
@@ -36,9 +46,9 @@ class LearningPlan:
 
     ``text_tokens``: the length of the pieces that texts are cut into. ``read_tokens``: of each such piece the
     KV of these is learned from, and of a shorter one the same share; the others are predicted.
-    ``layers_of_group``: consecutive layers that share a basis. ``measured_share`` of the pieces are not
-    learned from: by them the damage that is expected is compared with the truth, at a limit of
-    ``measured_damage`` nats.
+    ``layers_of_group``: consecutive layers that share a basis; fewer do if they are wide. ``measured_share``
+    of the pieces are not learned from: by them the damage that is expected is compared with the truth, at a
+    limit of ``measured_damage`` nats.
     """
 
     text_tokens: int = 1024
@@ -51,8 +61,10 @@ class LearningPlan:
         """So many tokens of a piece are learned from, the first ones."""
         return len(piece) * self.read_tokens // self.text_tokens
 
-    def group_ends(self, num_layers: int) -> list[int]:
-        return [*range(self.layers_of_group, num_layers, self.layers_of_group), num_layers]
+    def group_ends(self, num_layers: int, layer_channels: int) -> list[int]:
+        """The last layer of each group, plus one, where keys and values of a layer have so many channels."""
+        each = max(1, min(self.layers_of_group, _MOST_CHANNELS // layer_channels))
+        return [*range(each, num_layers, each), num_layers]
 
 
 def learn_bases(
@@ -75,8 +87,9 @@ def learn_bases(
     # Spread over the pieces: neighbours come from one text.
     measured = {(2 * index + 1) * len(pieces) // (2 * num_measured) for index in range(num_measured)}
     ranks = [heads_of_rank(reader.shape.num_kv_heads, rank, tp_size) for rank in range(tp_size)]
-    ends = plan.group_ends(reader.num_layers)
-    learners = [BasisLearner(replace(reader.shape, num_kv_heads=len(heads)), ends) for heads in ranks]
+    shape = replace(reader.shape, num_kv_heads=len(ranks[0]))
+    ends = plan.group_ends(reader.num_layers, vector_size(shape))
+    learners = [BasisLearner(shape, ends) for _ in ranks]
     num_read = 0
     for number, ids in enumerate(pieces):
         if number not in measured:
@@ -103,6 +116,17 @@ def learn_bases(
         )
         learned.append(ModelBases(bases.shape, bases.groups, factor))
     return learned
+
+
+def learning_num_bytes(shape: LayerShape, num_layers: int, tp_size: int) -> int:
+    """About the memory that learning takes beside the model: see ``learn_bases``. ``shape`` is that of all KV
+    heads."""
+    of_rank = replace(shape, num_kv_heads=len(heads_of_rank(shape.num_kv_heads, 0, tp_size)))
+    channels = vector_size(of_rank)
+    ends = [0, *LearningPlan().group_ends(num_layers, channels)]
+    squares = [((end - first) * channels) ** 2 for first, end in pairwise(ends)]
+    # Of all ranks sums and finished bases, of one rank its fits, and of one group what its fit works with.
+    return (tp_size * (_SUMS_BYTES + _BASES_BYTES) + _FIT_BYTES) * sum(squares) + _WORK_BYTES * max(squares)
 
 
 def heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> range:

@@ -12,11 +12,18 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from krul_backend.codec.interface import LayerShape
 from krul_backend.codec.subspace.bases import ModelBases, replace_bases
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
-from krul_sglang.learning.bases import LearningError, LearningPlan, learn_bases, stored_num_bytes
-from krul_sglang.learning.reader import TextReader
+from krul_sglang.learning.bases import (
+    LearningError,
+    LearningPlan,
+    learn_bases,
+    learning_num_bytes,
+    stored_num_bytes,
+)
+from krul_sglang.learning.reader import POOL_DTYPE, TextReader
 from krul_sglang.learning.texts import begun_pieces, cut_pieces, own_texts, read_texts
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 
@@ -125,6 +132,18 @@ def relearn_bases(
             )
         for path, bases in zip(paths, learned, strict=True):
             replace_bases(path, bases)
+
+
+def memory_of_learning(checkpoint: Checkpoint, tp_size: int) -> int:
+    """About the bytes that learning the bases of a checkpoint takes beside its model.
+
+    Raises:
+        LearningError: heads that ``tp_size`` ranks cannot share.
+    """
+    config = AutoConfig.from_pretrained(checkpoint.path, revision=checkpoint.revision)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = LayerShape(config.num_key_value_heads, head_dim, head_dim, POOL_DTYPE)
+    return learning_num_bytes(shape, config.num_hidden_layers, tp_size)
 
 
 def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, TextReader]:

@@ -27,7 +27,12 @@ from krul_sglang.learning.background import (
     check_memory,
 )
 from krul_sglang.learning.bases import LearningError
-from krul_sglang.learning.command import ensure_bases, learn_to_files, relearn_bases
+from krul_sglang.learning.command import (
+    ensure_bases,
+    learn_to_files,
+    memory_of_learning,
+    relearn_bases,
+)
 from krul_sglang.learning.texts import cut_pieces, own_texts
 from krul_sglang.models.checkpoint import Checkpoint, bases_path
 from tests.support.forked_server import ForkedServer
@@ -184,9 +189,17 @@ def test_a_process_ends_with_its_server(
 
 
 def test_what_could_take_the_servers_memory_is_not_learned() -> None:
-    check_memory(1 << 20)
+    check_memory(1 << 20, 0)
     with pytest.raises(BackgroundLearningError, match=r"about 3072.0 TiB .* `krul-sglang learn`"):
-        check_memory(1 << 50)
+        check_memory(1 << 50, 0)
+    with pytest.raises(BackgroundLearningError, match=r"about 1024.0 TiB .* `krul-sglang learn`"):
+        check_memory(1 << 20, 1 << 50)
+
+
+def test_learning_takes_more_memory_than_the_model(tiny: Checkpoint) -> None:
+    assert 0 < memory_of_learning(tiny, 1) < 1 << 30
+    with pytest.raises(LearningError, match="cannot be shared by 3 ranks"):
+        memory_of_learning(tiny, 3)
 
 
 def familiar_prompt(model: str, num_tokens: int) -> list[int]:

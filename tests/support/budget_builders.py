@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,8 +75,8 @@ class FakeProber:
         self.outcome: ProbeOutcome | None = None
         self.asked: list[tuple[StoredPath, bool]] = []
 
-    def measure(self, path: StoredPath, *, is_exact: bool) -> ProbeOutcome | None:
-        self.asked.append((path, is_exact))
+    def measure(self, path: StoredPath, is_exact: Callable[[], bool]) -> ProbeOutcome | None:
+        self.asked.append((path, is_exact()))
         return self.outcome
 
 

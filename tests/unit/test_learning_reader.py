@@ -14,14 +14,21 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.interface import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
-from krul_backend.codec.subspace.bases import ModelBases
+from krul_backend.codec.subspace.bases import ModelBases, vector_size
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.learning import LearningText
 from krul_backend.errors import CodecError
 from krul_sglang.cli import app as cli
-from krul_sglang.learning.bases import LearningError, LearningPlan, damage_ratio, learn_bases
+from krul_sglang.learning import bases as learning
+from krul_sglang.learning.bases import (
+    LearningError,
+    LearningPlan,
+    damage_ratio,
+    learn_bases,
+    learning_num_bytes,
+)
 from krul_sglang.learning.reader import TextReader, dynamic_cache
 from krul_sglang.learning.texts import cut_pieces, own_texts, read_texts
 from tests.support.tiny_model import build_tiny_model, random_llama
@@ -210,10 +217,43 @@ def test_too_little_text_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "ends"), [(1, [1]), (5, [5]), (6, [5, 6]), (30, [5, 10, 15, 20, 25, 30])]
+    ("num_layers", "channels", "ends"),
+    [
+        (1, 384, [1]),
+        (5, 384, [5]),
+        (6, 384, [5, 6]),
+        (30, 384, [5, 10, 15, 20, 25, 30]),  # SmolLM2
+        (10, 1024, [5, 10]),  # Qwen3-30B-A3B
+        (5, 2048, [2, 4, 5]),  # Llama-3-8B
+        (3, 2560, [2, 3]),
+        (3, 2561, [1, 2, 3]),
+        (2, 16_384, [1, 2]),
+    ],
 )
-def test_groups_are_consecutive_layers(num_layers: int, ends: list[int]) -> None:
-    assert LearningPlan(layers_of_group=5).group_ends(num_layers) == ends
+def test_groups_are_consecutive_layers_and_fewer_of_wide_ones(
+    num_layers: int, channels: int, ends: list[int]
+) -> None:
+    assert LearningPlan(layers_of_group=5).group_ends(num_layers, channels) == ends
+
+
+def test_bases_have_the_groups_that_their_width_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    channels = vector_size(reader().shape)
+    monkeypatch.setattr(learning, "_MOST_CHANNELS", channels)
+    pieces = [ids(PLAN.text_tokens, seed) for seed in range(4)]
+    (bases,) = learn_bases(reader(), pieces, PLAN)
+    assert [group.end_layer for group in bases.groups] == [1, 2, 3]
+    # A rank with half of the heads has room for both layers.
+    for bases in learn_bases(reader(), pieces, PLAN, tp_size=2):
+        assert [group.end_layer for group in bases.groups] == [2, 3]
+
+
+def test_memory_of_learning_grows_with_the_groups_and_the_square_of_their_width() -> None:
+    heads, head_dim = 8, 128
+    shape = LayerShape(heads, head_dim, head_dim, torch.bfloat16)
+    wide = 2 * 2 * heads * head_dim  # two layers of Llama-3-8B
+    assert learning_num_bytes(shape, 32, 1) == (16 * (16 + 16 + 8) + 64) * wide**2
+    narrow = 5 * 2 * head_dim  # five layers of one head
+    assert learning_num_bytes(shape, 80, 8) == (16 * (8 * (16 + 8) + 16) + 64) * narrow**2
 
 
 class Letters:

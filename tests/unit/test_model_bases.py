@@ -310,11 +310,74 @@ def test_a_rank_that_does_not_lead_waits_for_its_file(
     agreement: Any = SimpleNamespace(gather=lambda mine, shape: [torch.ones(1), mine])
     Rank.files.append(file)
     file.learn(agreement, 2, rank.prepare)
-    wait_until(lambda: file.served.state.startswith("learning: "))
+    assert file.served.state == "left to the first rank of this host"
     time.sleep(0.1)
     assert file.served.subspace is None, "the damaged file is still there"
     rank.have_learned(make_bases(SHAPE, [2, 1]))
+    wait_until(lambda: file.served.state == "learned while serving")
+    assert file.served.subspace is not None
+
+
+def test_a_first_rank_that_has_its_bases_learns_for_the_others(
+    model: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    def learning(self: object, *given: object) -> Iterator[str]:
+        yield "1 of 2"
+        may_end.wait(60)
+        has_ended.set()
+
+    monkeypatch.setattr(LearningInAThread, "learning", learning, raising=False)
+    monkeypatch.setattr(model_bases, "LearningProcess", LearningInAThread)
+    rank = Rank(model, cache_dir, tp_rank=0, tp_size=2)
+    rank.have_learned(make_bases(SHAPE, [2, 1]))
+    file = rank.start()
+    before = file.served.subspace
+    agreement: Any = SimpleNamespace(gather=lambda mine, shape: [mine, torch.zeros(1)])
+    Rank.files.append(file)
+    file.learn(agreement, 2, rank.prepare)
+    wait_until(lambda: file.served.state == "learning: 1 of 2")
+    may_end.set()
+    assert has_ended.wait(60)
+    wait_until(lambda: file.served.state == "read at the start")
+    assert file.served.subspace is before
+
+
+def test_bases_without_room_on_the_device_leave_the_server_native(
+    model: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def to(self: ModelBases, device: torch.device) -> ModelBases:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.80 GiB")
+
+    monkeypatch.setattr(model_bases, "LearningProcess", None)
+    monkeypatch.setattr(model_bases, "_POLL_S", 0.01)
+    rank = Rank(model, cache_dir)
+    rank.have_learned(make_bases(SHAPE, [2, 1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelBases, "to", to)
+        file = rank.start()
+        rank.learn(file)
+    assert file.served.subspace is None
+    assert file.served.state == "failed: CUDA out of memory. Tried to allocate 3.80 GiB"
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "--mem-fraction-static" in warning.getMessage()
+    # Others, which may be smaller, are taken.
+    rank.have_learned(make_bases(SHAPE, [2, 1], seed=1))
     wait_until(lambda: file.served.subspace is not None)
+
+
+def test_other_errors_with_bases_end_the_start(
+    model: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def to(self: ModelBases, device: torch.device) -> ModelBases:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    rank = Rank(model, cache_dir)
+    rank.have_learned(make_bases(SHAPE, [2, 1]))
+    monkeypatch.setattr(ModelBases, "to", to)
+    with pytest.raises(RuntimeError, match="illegal"):
+        rank.start()
 
 
 def test_learning_ends_with_the_server(

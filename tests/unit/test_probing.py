@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from krul_backend.codec.interface import LayerKV
+from krul_backend.errors import KrulError
 from krul_sglang.engine.budget import probing
-from krul_sglang.engine.budget.probing import PROBED_TOKENS, ProbeOutcome, Prober
+from krul_sglang.engine.budget.probing import PROBED_TOKENS, HistoryAttention, ProbeOutcome, Prober
+from krul_sglang.engine.restore.segment_reader import GroupReader
 from tests.support.budget_builders import NUM_LAYERS, PAGE_SIZE, BudgetedServer
 
 LIMIT = 0.05
@@ -31,12 +33,16 @@ class FakeForward:
     def __init__(self) -> None:
         self.histories: list[list[LayerKV]] = []
         self.is_recorded = False
+        self.num_calls = 0
         self.error: Exception | None = None
+        self.attention_error: Exception | None = None
 
     def __call__(
         self, model_runner: Any, token_ids: torch.Tensor, first_position: int, attention: Any, unrecorded: Any
     ) -> torch.Tensor:
+        self.num_calls += 1
         self.token_ids, self.first_position = token_ids.tolist(), first_position
+        attention.error = self.attention_error
         with unrecorded as is_suspended:
             self.is_recorded |= not is_suspended
             if self.error is not None:
@@ -92,7 +98,7 @@ def damage_of_history(server: BudgetedServer) -> float:
 
 def measure(server: BudgetedServer, *, is_exact: bool = True, group: Any = None) -> ProbeOutcome | None:
     """Probe the conversation; whatever comes of it, nothing stays leased."""
-    outcome = make_prober(server, group).measure(server.path, is_exact=is_exact)
+    outcome = make_prober(server, group).measure(server.path, lambda: is_exact)
     assert server.store.stats().num_leases == 0
     return outcome
 
@@ -200,6 +206,17 @@ def test_without_exact_kv_there_is_nothing_to_compare_with(
     assert forward.histories == []
 
 
+def test_long_histories_are_not_probed(
+    server: BudgetedServer, forward: FakeForward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_two_turns(server)
+    monkeypatch.setattr(probing, "MOST_HISTORY_TOKENS", HISTORY - 1)
+    assert measure(server, group=OtherRanks(monkeypatch)) is None
+    assert forward.histories == []
+    monkeypatch.setattr(probing, "MOST_HISTORY_TOKENS", HISTORY)
+    assert measure(server) is not None
+
+
 def test_a_forward_that_fails_leaves_nothing_leased(server: BudgetedServer, forward: FakeForward) -> None:
     store_two_turns(server)
     forward.error = RuntimeError("no memory")
@@ -208,30 +225,133 @@ def test_a_forward_that_fails_leaves_nothing_leased(server: BudgetedServer, forw
     assert server.store.stats().num_leases == 0
 
 
-def other_rank_adds(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
-    """Another rank has these values in the sums of all ranks, one after the other."""
-    remaining = iter(values)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, group: total.add_(next(remaining)))
+class OtherRanks:
+    """Another rank, which adds to this rank's values in the exchanges, in turn. ``mine`` are those of this
+    rank."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *added: list[float]) -> None:
+        self.mine: list[list[float]] = []
+        self._added = iter(added)
+        monkeypatch.setattr(torch.distributed, "all_reduce", self.all_reduce)
+
+    def all_reduce(self, total: torch.Tensor, group: Any) -> None:
+        assert group is self
+        self.mine.append(total.tolist())
+        total += torch.tensor(next(self._added), dtype=torch.float64)
+
+
+# Of another rank: whether it failed, then whether it is not ready and what it noted, or its divergence and 1.
+READY, NOT_READY, WENT_WELL, FAILED = [0.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 1.0]
 
 
 def test_no_rank_probes_unless_all_can(
     server: BudgetedServer, forward: FakeForward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_two_turns(server)
-    other_rank_adds(monkeypatch, 1.0)
-    assert measure(server, group=object()) is None
+    assert measure(server, group=OtherRanks(monkeypatch, NOT_READY)) is None
     assert forward.histories == []
 
 
-def test_what_all_ranks_lose_is_expected_together(
+def test_a_rank_that_cannot_probe_says_so(
     server: BudgetedServer, forward: FakeForward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_two_turns(server)
-    other_rank_adds(monkeypatch, 0.0, 3.0)
-    outcome = measure(server, group=object())
+    others = OtherRanks(monkeypatch, READY)
+    assert measure(server, is_exact=False, group=others) is None
+    assert others.mine == [NOT_READY]
+
+
+def test_all_ranks_have_one_outcome(
+    server: BudgetedServer, forward: FakeForward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_two_turns(server)
+    own = measure(server)
+    outcome = measure(server, group=OtherRanks(monkeypatch, [0.0, 0.0, 3.0], [0.0, 0.25, 1.0]))
+    assert own is not None
     assert outcome is not None
-    num_tokens = len(server.slots)
-    assert outcome.noted == pytest.approx(damage_of_history(server) + 3.0 / num_tokens)
+    assert outcome.noted == pytest.approx(damage_of_history(server) + 3.0)
+    assert outcome.kl == pytest.approx((own.kl + 0.25) / 2)
+
+
+@pytest.mark.parametrize("added", [([1.0, 0.0, 0.0],), (READY, FAILED)], ids=["not ready", "in the forward"])
+def test_no_rank_has_an_outcome_if_another_one_failed(
+    added: tuple[list[float], ...],
+    server: BudgetedServer,
+    forward: FakeForward,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store_two_turns(server)
+    with pytest.raises(KrulError, match="another rank"):
+        measure(server, group=OtherRanks(monkeypatch, *added))
+    assert len(forward.histories) == 2 * (len(added) - 1)
+
+
+def raise_error(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("no memory")
+
+
+def fail_to_lease(server: BudgetedServer, forward: FakeForward, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(server.store, "lease", raise_error)
+
+
+def fail_to_open(server: BudgetedServer, forward: FakeForward, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(probing, "open_segments", raise_error)
+
+
+def fail_in_a_forward(server: BudgetedServer, forward: FakeForward, patch: pytest.MonkeyPatch) -> None:
+    forward.error = RuntimeError("no memory")
+
+
+def fail_in_the_check(server: BudgetedServer, forward: FakeForward, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GroupReader, "check", raise_error)
+
+
+@pytest.mark.parametrize(
+    ("fail", "num_exchanges"),
+    [(fail_to_lease, 1), (fail_to_open, 1), (fail_in_a_forward, 2), (fail_in_the_check, 2)],
+)
+def test_a_rank_that_fails_tells_the_others_and_runs_what_they_run(
+    fail: Callable[..., None],
+    num_exchanges: int,
+    server: BudgetedServer,
+    forward: FakeForward,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store_two_turns(server)
+    others = OtherRanks(monkeypatch, READY, WENT_WELL)
+    with monkeypatch.context() as patch:
+        fail(server, forward, patch)
+        with pytest.raises(RuntimeError, match="no memory"):
+            measure(server, group=others)
+    assert [failed for failed, *_ in others.mine] == [0.0] * (num_exchanges - 1) + [1.0]
+    assert forward.num_calls == 2 * (num_exchanges - 1)
+    assert server.store.stats().num_leases == 0
+
+
+def test_an_error_in_attention_does_not_end_the_forward() -> None:
+    """The model's collectives go on, in which other ranks wait."""
+    attention = HistoryAttention(4, 2, raise_error, torch.device("cpu"), None)
+    layer = SimpleNamespace(
+        layer_id=0,
+        tp_q_head_num=4,
+        tp_k_head_num=2,
+        tp_v_head_num=2,
+        qk_head_dim=8,
+        v_head_dim=6,
+        scaling=1.0,
+    )
+    output = attention.forward(torch.ones(2, 32), torch.ones(2, 16), torch.ones(2, 12), layer)
+    assert torch.equal(output, torch.zeros(2, 24))
+    assert str(attention.error) == "no memory"
+
+
+def test_a_history_that_cannot_be_decoded_fails_the_probe(
+    server: BudgetedServer, forward: FakeForward
+) -> None:
+    store_two_turns(server)
+    forward.attention_error = RuntimeError("no memory")
+    with pytest.raises(RuntimeError, match="no memory"):
+        measure(server)
 
 
 def test_a_probe_moves_the_expected_damage_towards_the_truth(server: BudgetedServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -12,16 +13,17 @@ from typing import Any
 import pytest
 
 from krul_backend.codec.interface import LayerShape
-from krul_backend.codec.subspace.bases import older_path
+from krul_backend.codec.subspace.bases import ModelBases, older_path
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.daemon.client.daemon_store import DaemonStore
+from krul_backend.errors import CodecError, TierReadError
 from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
 from krul_backend.tiers.mooncake.tier import MooncakeTier
 from krul_sglang.engine.attach.model_bases import BasesFile
-from krul_sglang.engine.attach.shared_bases import NEWEST, SharedBases
+from krul_sglang.engine.attach.shared_bases import NEWEST, OlderBases, SharedBases
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.models.checkpoint import Checkpoint, bases_path
 from tests.support.budget_builders import BASES, MODEL, NUM_LAYERS, ROTARY, SHAPE
@@ -39,8 +41,8 @@ CONTENT = bytes(range(256)) * 40
 class Rig:
     """``engine`` is the store as an engine sees it; what it commits goes to a tier below DRAM, too."""
 
-    def __init__(self, tiered: TieredStore, engine: KVStore, folder: Path) -> None:
-        self.tiered, self.engine, self.folder = tiered, engine, folder
+    def __init__(self, tiered: TieredStore, engine: KVStore, tier: FakeTier, folder: Path) -> None:
+        self.tiered, self.engine, self.tier, self.folder = tiered, engine, tier, folder
 
     def shared(self) -> SharedBases:
         return SharedBases(self.engine, MODEL)
@@ -53,14 +55,15 @@ class Rig:
 
 @pytest.fixture(params=["in process", "daemon"])
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
-    tiered = TieredStore(HostStore(CAPACITY), (FakeTier(),))
+    tier = FakeTier()
+    tiered = TieredStore(HostStore(CAPACITY), (tier,))
     if request.param == "in process":
-        yield Rig(tiered, tiered, tmp_path)
+        yield Rig(tiered, tiered, tier, tmp_path)
         tiered.close()
         return
     with serving(tiered) as runtime_dir:
         engine = DaemonStore(runtime_dir, model=MODEL, request_timeout_s=10.0)
-        yield Rig(tiered, engine, tmp_path)
+        yield Rig(tiered, engine, tier, tmp_path)
         engine.close()
 
 
@@ -105,12 +108,40 @@ def test_those_that_would_fill_the_store_are_not_put(rig: Rig) -> None:
 
 def test_damaged_ones_are_dropped(rig: Rig) -> None:
     rig.put(CONTENT, "a" * 64)
+    assert rig.tiered.flush(PATIENCE_S)
     lease = rig.tiered.lease(MODEL, (f"{NEWEST}-{'a' * 64}",), rig.shared()._token_ids)
     assert lease is not None
     rig.tiered.release(lease)
     spans = lease.slices[0].spans
     rig.tiered.host.buffer[spans[0].offset] ^= 1
-    assert rig.shared().get() is None
+    with pytest.raises(TierReadError, match="wrong checksum"):
+        rig.shared().get()
+    # A tier below DRAM has a sound copy.
+    assert rig.shared().get() == CONTENT
+
+
+def test_a_read_that_fails_says_nothing_of_whether_they_are_there(rig: Rig) -> None:
+    rig.put(CONTENT, "a" * 64)
+    assert rig.tiered.flush(PATIENCE_S)
+    rig.tiered.host.clear()
+    rig.tier.fail_after = 0
+    with pytest.raises(TierReadError):
+        rig.shared().get()
+    rig.tier.fail_after = None
+    assert rig.shared().get() == CONTENT
+
+
+def test_a_daemon_that_does_not_answer_says_nothing_of_whether_they_are_there(tmp_path: Path) -> None:
+    store = DaemonStore(tmp_path / "nobody", model=MODEL, request_timeout_s=1.0)
+    with closing(store), pytest.raises(TierReadError):
+        SharedBases(store, MODEL).get()
+
+
+def test_a_tier_that_is_out_of_use_may_have_them(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = rig.tier.stats()
+    monkeypatch.setattr(rig.tier, "stats", lambda: replace(stats, is_suspended=True))
+    with pytest.raises(TierReadError):
+        rig.shared().get()
 
 
 def test_other_hosts_of_a_cluster_get_them(tmp_path: Path) -> None:
@@ -211,3 +242,99 @@ def test_bases_of_another_shape_in_the_store_are_not_used(rig: Rig, engines: lis
     rig.shared().put(path, other.digest)
     path.unlink()
     assert engines[0].start().served.subspace is None
+
+
+# ---- older ones ----
+
+
+class Search:
+    """Looks for bases with a clock that stands still, in a store whose answers a test decides."""
+
+    def __init__(self, path: Path) -> None:
+        self.now_s = 0.0
+        self.added: list[str] = []
+        self.answers: list[bytes | Exception | None] = []
+        self.add_error: Exception | None = None
+        shared: Any = self
+        self.older = OlderBases(path, shared, self.add, lambda: self.now_s)
+
+    def get(self, digest: str) -> bytes | None:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def add(self, bases: ModelBases) -> None:
+        if self.add_error is not None:
+            raise self.add_error
+        self.added.append(bases.digest)
+
+    def may_come(self) -> bool:
+        """What is said first; then, if a search began, it has ended."""
+        said = self.older.may_come(BASES.digest)
+        for thread in threading.enumerate():
+            if thread.name == "krul-older-bases":
+                thread.join()
+        return said
+
+
+@pytest.fixture
+def search(tmp_path: Path) -> Search:
+    return Search(tmp_path / "bases" / "model.safetensors")
+
+
+def content_of(bases: ModelBases, folder: Path) -> bytes:
+    bases.save(folder / "saved")
+    return (folder / "saved").read_bytes()
+
+
+def test_bases_that_no_one_has_do_not_come(search: Search) -> None:
+    search.answers = [None]
+    assert search.may_come()
+    assert not search.may_come()
+
+
+def test_bases_that_could_not_be_read_are_looked_for_again_after_a_while(
+    search: Search, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    search.answers = [TierReadError("no room"), OSError("no disk"), content_of(BASES, tmp_path)]
+    assert search.may_come()
+    assert search.may_come()
+    assert len(search.answers) == 2, "not at once"
+    search.now_s = 30.0
+    assert search.may_come()
+    search.now_s = 60.0
+    assert search.may_come()
+    assert (search.answers, search.added) == ([], [BASES.digest])
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "no room" in warning.getMessage()
+
+
+def test_bases_that_found_no_memory_on_the_device_are_looked_for_again(
+    search: Search, tmp_path: Path
+) -> None:
+    search.answers, search.add_error = [content_of(BASES, tmp_path)], RuntimeError("out of memory")
+    assert search.may_come()
+    search.now_s, search.add_error = 30.0, None
+    assert search.may_come()
+    assert search.added == [BASES.digest]
+
+
+def test_bases_for_other_layers_do_not_come(search: Search, tmp_path: Path) -> None:
+    search.answers, search.add_error = [content_of(BASES, tmp_path)], CodecError("other layers")
+    assert search.may_come()
+    assert not search.may_come()
+
+
+def test_a_file_that_cannot_be_read_is_not_one_that_is_not_there(search: Search, tmp_path: Path) -> None:
+    path = older_path(tmp_path / "bases" / "model.safetensors", BASES.digest)
+    path.mkdir(parents=True)
+    search.answers = [None, None]
+    assert search.may_come()
+    search.now_s = 30.0
+    assert search.may_come()
+    path.rmdir()
+    BASES.save(path)
+    search.now_s = 60.0
+    assert search.may_come()
+    assert search.added == [BASES.digest]

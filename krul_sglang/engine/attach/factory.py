@@ -184,6 +184,7 @@ def build_cache(ctx: Any) -> Any:
     # The linker is made by SGLang, which hands on nothing of ours but these parameters.
     runtime.attach_to(ctx.params)
     runtime.cache = create_unified_radix_cache(ctx, cache_class=KrulRadixCache)
+    runtime.cache.capture = runtime.capture
     make_ready = attach_restore(runtime, resolved["chunked_prefill_size"])
     if file is not None:
         runtime.linker.codec.may_come = file.may_come

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_backend.errors import CodecError, ConfigError
+from krul_backend.errors import CodecError, ConfigError, KrulError
+from krul_backend.memory import is_out_of_memory
 from krul_backend.segment import ModelIdentity
 from krul_sglang.engine.attach.shared_bases import OlderBases, SharedBases
 from krul_sglang.engine.budget.served_bases import RecentText, ServedBases, TextDrift
@@ -90,12 +91,24 @@ class BasesFile:
         if not self.path.exists() and self._copy_shared():
             state = "found in the store"
         self._stamp = _stamp(self.path)
+        self._has_no_room = False
         if self._stamp is None:
             return
         try:
             self.served.have(self._codec(self._read()), state)
         except CodecError as error:
             logger.warning("krul: %s", error)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._has_no_room = True
+            self.served.state = f"failed: {error}"
+            logger.warning(
+                "krul: there is no memory for the bases on %s, turns stay native; start with a lower "
+                "--mem-fraction-static: %s",
+                pool.device,
+                error,
+            )
 
     def learn(
         self,
@@ -113,58 +126,80 @@ class BasesFile:
         """
         self._prepare = prepare
         self._relearn_within = relearn_within
-        is_there = torch.tensor([self.served.subspace is not None], dtype=torch.float64)
-        of_ranks = agreement.gather(is_there, (1,))
+        # What has no room now would have none either if it were learned.
+        is_there = self.served.subspace is not None or self._has_no_room
+        of_ranks = agreement.gather(torch.tensor([is_there], dtype=torch.float64), (1,))
         assert of_ranks is not None
         leader = self._model.tp_rank // ranks_per_host * ranks_per_host
         is_leader = self._model.tp_rank == leader
         lacks = not all(bool(of_rank.item()) for of_rank in of_ranks[leader : leader + ranks_per_host])
         if is_leader and relearn_within is not None:
             self.served.recent = RecentText(self._model.page_size)
-        if lacks and (is_leader or self.served.subspace is None):
+        if lacks and (is_leader or not is_there):
             self._first_until_s = time.monotonic() + _LONGEST_LEARNING_S
-            self.served.state = "learning"
-        threading.Thread(target=self._watch, args=(is_leader,), name="krul-bases", daemon=True).start()
+        if not is_there:
+            self.served.state = "learning" if is_leader else "left to the first rank of this host"
+        threading.Thread(
+            target=self._watch, args=(is_leader and lacks,), name="krul-bases", daemon=True
+        ).start()
 
     def may_come(self, digest: str) -> bool:
         """Whether bases with this digest, which a stored segment names, may come. Does not wait."""
         # Learning from the program's own text gives the same bases again.
         return self._older.may_come(digest) or time.monotonic() < self._first_until_s
 
-    def _watch(self, is_leader: bool) -> None:
-        """Bring the first bases, and then newer ones, until the server ends."""
-        if self._first_until_s:
-            self._bring_first(self._learn() if is_leader else self._wait_for_leader())
-            self._first_until_s = 0.0
+    def _watch(self, learns_first: bool) -> None:
+        """Have the first bases learned, if that is to be done here. Then bring newer ones, until the server
+        ends."""
+        if learns_first:
+            self._learn_first()
         while not self._is_closed.wait(_POLL_S):
             if _stamp(self.path) not in (None, self._stamp):
                 try:
-                    self._take("learned again")
+                    self._take()
                 except Exception as error:
                     logger.warning("krul: the bases stay as they are: %s", error)
             elif self.served.drift.is_unlike and time.monotonic() >= self._relearn_at_s:
                 self._relearn()
 
-    def _bring_first(self, steps: Iterator[str]) -> None:
+    def _learn_first(self) -> None:
+        failure = self._learn("learning")
         try:
-            for step in steps:
-                self.served.state = f"learning: {step}"
-                logger.info("krul: learning bases: %s", step)
-            if not self._is_closed.is_set():
-                self._take("learned while serving")
+            if failure is None and not self._is_closed.is_set():
+                self._take()
         except Exception as error:
+            failure = str(error)
+        self._first_until_s = 0.0
+        if failure is not None and not self._is_closed.is_set():
             # Whatever it is, the server goes on without bases.
-            if not self._is_closed.is_set():
-                logger.warning("krul: there are no bases of the model, turns stay native: %s", error)
-                logger.debug("krul: how that came", exc_info=True)
-                self.served.state = f"failed: {error}"
+            logger.warning("krul: there are no bases of the model, turns stay native: %s", failure)
+            self.served.state = f"failed: {failure}"
 
-    def _take(self, state: str) -> None:
+    def _learn(self, doing: str, recent: RecentTurns | None = None) -> str | None:
+        """Have bases learned; meanwhile the state says how far that is. Returns why it failed, if it did."""
+        before = self.served.state
+        try:
+            self._process = LearningProcess(self._checkpoint, self._cache_dir, self._model.tp_size, recent)
+            if self._is_closed.is_set():
+                self._process.close()
+            for step in self._process.lines():
+                self.served.state = f"{doing}: {step}"
+                logger.info("krul: bases: %s", self.served.state)
+        except Exception as error:
+            logger.debug("krul: how learning failed", exc_info=True)
+            return str(error)
+        finally:
+            self.served.state = before
+        return None
+
+    def _take(self) -> None:
         """Read the file. Its bases are the newest from here on, unless they are already."""
         self._stamp = _stamp(self.path)
         bases, before = self._read(), self.served.subspace
         if before is None or before.bases.digest != bases.digest:
+            state = "learned while serving" if before is None else "learned again"
             self.served.have(self._prepared(bases, is_older=False), state)
+        self._first_until_s = 0.0
 
     def _relearn(self) -> None:
         """Have the bases learned again, from recent turns as well, if there are enough of them."""
@@ -172,14 +207,7 @@ class BasesFile:
         pieces = [] if recent is None else recent.pieces()
         if self._relearn_within is None or sum(map(len, pieces)) < _LEAST_RECENT_TOKENS:
             return
-        state, refusal = self.served.state, None
-        try:
-            for step in self._learn(RecentTurns(pieces, self._relearn_within)):
-                self.served.state = f"learning again: {step}"
-                logger.info("krul: learning bases again: %s", step)
-        except Exception as error:
-            refusal = str(error)
-        self.served.state = state
+        refusal = self._learn("learning again", RecentTurns(pieces, self._relearn_within))
         if self._is_closed.is_set():
             return
         self._relearn_at_s = time.monotonic() + (_RELEARN_EVERY_S if refusal is None else _AFTER_REFUSAL_S)
@@ -187,28 +215,17 @@ class BasesFile:
 
     def _copy_shared(self) -> bool:
         """Write the store's bases to the file; False if there are none."""
-        content = None if self._shared is None else self._shared.get()
-        if content is None:
-            return False
         try:
+            content = None if self._shared is None else self._shared.get()
+            if content is None:
+                return False
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.path) as file:
                 file.write(content)
-        except OSError as error:
-            logger.warning("krul: the store's bases cannot be written to %s: %s", self.path, error)
+        except (KrulError, OSError) as error:
+            logger.warning("krul: the store's bases cannot be copied to %s: %s", self.path, error)
             return False
         return True
-
-    def _learn(self, recent: RecentTurns | None = None) -> Iterator[str]:
-        self._process = LearningProcess(self._checkpoint, self._cache_dir, self._model.tp_size, recent)
-        if self._is_closed.is_set():
-            self._process.close()
-        yield from self._process.lines()
-
-    def _wait_for_leader(self) -> Iterator[str]:
-        yield "by the first rank of this host"
-        while _stamp(self.path) in (None, self._stamp) and not self._is_closed.wait(_POLL_S):
-            pass
 
     def _end(self) -> None:
         self._is_closed.set()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from krul_backend.codec.subspace.bases import ModelBases, older_path, write_older
-from krul_backend.errors import CodecError, KrulError
+from krul_backend.errors import CodecError, KrulError, TierReadError
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hashing import block_checksum, block_checksums
@@ -28,6 +30,10 @@ _LARGEST_SHARE = 1 / 16
 _LEARNING_S = 60.0
 """What they save whoever finds them, for the eviction: learning takes a minute at least."""
 
+_AGAIN_AFTER_S = 30.0
+"""Bases that could not be read are looked for again after this time: room in memory, a daemon or a disk may
+have come back by then."""
+
 
 class SharedBases:
     """One rank's bases in the store: a segment of one page for each digest, whose first layer has the bytes
@@ -42,8 +48,11 @@ class SharedBases:
         self._token_ids = np.zeros(model.page_size, dtype=np.int32)
 
     def get(self, digest: str | None = None) -> bytes | None:
-        """The bytes of the file of bases with this digest, or of the newest; None if the store has none, or
-        cannot read them."""
+        """The bytes of the file of bases with this digest, or of the newest; None if the store has none.
+
+        Raises:
+            KrulError: they cannot be read now, or it cannot be told whether they are there.
+        """
         if digest is None:
             named = self._read(NEWEST)
             if named is None:
@@ -66,20 +75,26 @@ class SharedBases:
     def _read(self, key: str) -> bytes | None:
         lease = self._store.lease(self._model, (key,), self._token_ids)
         if lease is None:
-            return None
+            if self._is_missing(key):
+                return None
+            raise TierReadError("the store does not say whether it has the bases")
         try:
             (source,) = lease.slices if lease.is_in_dram else self._store.fetch(lease)
             if source.status is not None:
                 source.status.wait(0, _READ_TIMEOUT_S)
             if block_checksum(source.blocks[0]) != source.checksums[0]:
+                # This copy goes. A lower tier may have a sound one.
                 self._store.report_damage(source.segment_id)
-                return None
+                raise TierReadError("the store's bases have a wrong checksum")
             return source.blocks[0].tobytes()
-        except KrulError as error:
-            logger.warning("krul: the store's bases cannot be read: %s", error)
-            return None
         finally:
             self._store.release(lease)
+
+    def _is_missing(self, key: str) -> bool:
+        """Whether no tier has this key. False without an answer, and while a tier is out of use."""
+        # No page is missing in a store that does not answer.
+        is_missing = bool(self._store.find_missing(self._model, (key,)))
+        return is_missing and not any(tier.is_suspended for tier in self._store.stats().tiers)
 
     def _has(self, key: str, digest: str) -> bool:
         """Whether this key's segment is that of this digest. One of another digest is dropped."""
@@ -125,23 +140,35 @@ def _params(digest: str) -> dict[str, str]:
 class OlderBases:
     """Looks for bases by their digest, each on a thread of its own; whoever asks does not wait.
 
+    Bases are absent only if nobody has them. If they could not be read, or used, for another reason, such as
+    a lack of memory, they may still come, and are looked for again after a while.
+
     ``path``: the file of the current bases. ``add`` is called with older ones, once they are read.
     """
 
-    def __init__(self, path: Path, shared: SharedBases | None, add: Callable[[ModelBases], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        shared: SharedBases | None,
+        add: Callable[[ModelBases], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._path = path
         self._shared = shared
         self._add = add
+        self._clock = clock
         self._lock = threading.Lock()
         self._sought: set[str] = set()
         self._absent: set[str] = set()
+        # When to look again for those that could not be read.
+        self._again_at_s: dict[str, float] = {}
 
     def may_come(self, digest: str) -> bool:
         """Whether bases with this digest may still come; False once nobody has them. Does not wait."""
         with self._lock:
             if digest in self._absent:
                 return False
-            if digest not in self._sought:
+            if digest not in self._sought and self._clock() >= self._again_at_s.get(digest, -math.inf):
                 self._sought.add(digest)
                 threading.Thread(
                     target=self._seek, args=(digest,), name="krul-older-bases", daemon=True
@@ -149,36 +176,69 @@ class OlderBases:
         return True
 
     def _seek(self, digest: str) -> None:
-        is_found = False
+        is_absent, has_failed = False, False
         try:
             bases = self._find(digest)
-            if bases is not None:
+            if bases is None:
+                is_absent = True
+            else:
                 self._add(bases)
-                is_found = True
-        except Exception as error:
-            # Whatever it is, what is stored in them is stored again.
+        except CodecError as error:
+            # They are for other layers than the model's. What is stored in them is stored again.
             logger.warning("krul: older bases %s cannot be used: %s", digest[:16], error)
-        finally:
-            with self._lock:
-                if not is_found:
-                    self._absent.add(digest)
-                # Found ones are sought again if they had to make room for others meanwhile.
-                self._sought.discard(digest)
+            is_absent = True
+        except Exception as error:
+            has_failed = True
+            logger.log(
+                # Not every time.
+                logging.DEBUG if digest in self._again_at_s else logging.WARNING,
+                "krul: older bases %s cannot be read now, what is stored in them waits: %s",
+                digest[:16],
+                error,
+            )
+        with self._lock:
+            self._again_at_s.pop(digest, None)
+            if is_absent:
+                self._absent.add(digest)
+            if has_failed:
+                self._again_at_s[digest] = self._clock() + _AGAIN_AFTER_S
+            # Found ones are sought again if they had to make room for others meanwhile.
+            self._sought.discard(digest)
 
     def _find(self, digest: str) -> ModelBases | None:
+        """The bases with this digest; None if nobody has them.
+
+        Raises:
+            KrulError, OSError: they may be somewhere, but cannot be read now.
+        """
+        unread: OSError | None = None
         # Another process may have written them to the current file a moment ago.
         for path in (older_path(self._path, digest), self._path):
-            bases = _load(path, digest)
+            try:
+                bases = _load(path, digest)
+            except OSError as error:
+                bases, unread = None, error
             if bases is not None:
                 return bases
         content = None if self._shared is None else self._shared.get(digest)
-        return None if content is None else _load(write_older(self._path, digest, content), digest)
+        if content is not None:
+            return _load(write_older(self._path, digest, content), digest)
+        if unread is not None:
+            raise unread
+        return None
 
 
 def _load(path: Path, digest: str) -> ModelBases | None:
-    """The bases in a file if they have this digest; None otherwise, and without a sound file."""
+    """The bases in a file if they have this digest; None otherwise, and without a sound file.
+
+    Raises:
+        OSError: there is a file, which cannot be read.
+    """
     try:
         bases = ModelBases.load(path)
-    except CodecError:
+    except CodecError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            raise cause from error
         return None
     return bases if bases.digest == digest else None

@@ -339,7 +339,7 @@ class ErrorBudget(Decision):
         if self._in_use is None:
             self._probes_due = 1.0
             return
-        outcome = self._prober.measure(path, is_exact=self._provenance.is_exact(path.slots))
+        outcome = self._prober.measure(path, partial(self._provenance.is_exact, path.slots))
         if outcome is None:
             return
         self.num_probes += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 PROBED_TOKENS = 64
 
+MOST_HISTORY_TOKENS = 8192
+"""Longer histories are not probed. All of a history is decoded, and attended to twice, on the scheduler's
+thread: a request that comes meanwhile waits for that."""
+
 _LEAST_DIVERGENCE = 1e-9
 """Rounding alone makes differences of this size."""
 
@@ -38,6 +42,9 @@ class HistoryAttention(AttentionBackend):  # type: ignore[misc]
 
     It neither reads nor writes slots. ``history(layer)`` has the ``num_history`` tokens before them.
     ``token_to_kv_pool`` is SGLang's pool, which models that write KV themselves get from their backend.
+
+    An error does not end the forward, since other ranks wait in its collectives: the output is zero instead,
+    and ``error`` is the first one.
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class HistoryAttention(AttentionBackend):  # type: ignore[misc]
         token_to_kv_pool: Any,
     ) -> None:
         self.token_to_kv_pool = token_to_kv_pool
+        self.error: Exception | None = None
         self._history = history
         # [W, num_history + W]: token t sees the history and the tokens up to itself.
         self._mask = torch.ones(num_tokens, num_history + num_tokens, dtype=torch.bool, device=device).tril(
@@ -66,7 +74,11 @@ class HistoryAttention(AttentionBackend):  # type: ignore[misc]
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
         )
-        return self._attend(queries, self._history(layer.layer_id), own, layer.scaling)
+        try:
+            return self._attend(queries, self._history(layer.layer_id), own, layer.scaling)
+        except Exception as error:
+            self.error = self.error or error
+            return q.new_zeros(len(queries), layer.tp_q_head_num * layer.v_head_dim)
 
     def _attend(self, q: torch.Tensor, history: LayerKV, own: LayerKV, scaling: float) -> torch.Tensor:
         keys = torch.cat([history.k, own.k]).transpose(0, 1)
@@ -136,11 +148,25 @@ class ProbeOutcome:
     noted: float
 
 
+@dataclass(frozen=True, eq=False)
+class _Probe:
+    """What one rank has ready for a probe: the tokens ``[W]`` after the history, and both histories."""
+
+    token_ids: torch.Tensor
+    num_history: int
+    readers: Sequence[SegmentReader]
+    true: HistoryAttention
+    stored: HistoryAttention
+
+
 class Prober:
     """Compares next-token distributions on the true history of a conversation and on the stored one.
 
     It runs short forwards on the scheduler's thread, on all ranks together, because the model's collectives
     run in them. ``group`` joins the ranks of the model, None for one rank.
+
+    The ranks exchange twice, whatever fails on one of them: each says whether it is ready, then all run both
+    forwards, then each says how that went. So all come to the same outcome, or all fail.
     """
 
     def __init__(
@@ -161,45 +187,85 @@ class Prober:
         self._model = model
         self._group = group
 
-    def measure(self, path: StoredPath, *, is_exact: bool) -> ProbeOutcome | None:
+    def measure(self, path: StoredPath, is_exact: Callable[[], bool]) -> ProbeOutcome | None:
         """Run the last tokens of ``path`` on its true history, which lies in the pool, and on the stored one.
 
-        None if a rank has no exact KV (``is_exact``), or not the whole history in host memory, or if the
-        stored history is expected to cost nothing.
+        None if the history is too long, if a rank has no exact KV (``is_exact()``), or not the whole history
+        in host memory, or if the stored history is expected to cost nothing. Raises what fails on this rank,
+        and KrulError if something fails on another one.
         """
         page_size = self._model.identity.page_size
-        num_pages = (len(path.token_ids) - PROBED_TOKENS) // page_size
-        if num_pages < 1:
+        num_history = (len(path.token_ids) - PROBED_TOKENS) // page_size * page_size
+        if not 0 < num_history <= MOST_HISTORY_TOKENS:
             return None
-        num_history = num_pages * page_size
-        lease: Lease | None = None
-        if is_exact:
-            lease = self._store.lease(
-                self._model.identity,
-                path.page_keys[:num_pages],
-                path.token_ids[:num_history],
-                with_fast_copies=False,
-            )
-        try:
-            readers = self._readers(lease, num_history)
-            if self._sum_of_ranks(float(readers is None)) or readers is None:
+        with ExitStack() as held:
+            probe: _Probe | None = None
+            error: Exception | None = None
+            noted = kl = 0.0
+            try:
+                if is_exact():
+                    probe = self._prepared(path, num_history, held)
+                if probe is not None:
+                    noted = sum(map(damage_of, probe.readers)) / len(path.token_ids)
+            except Exception as caught:
+                error = caught
+            num_unready, noted = self._sums_of_ranks(error, float(probe is None), noted)
+            if num_unready or probe is None or not noted > 0:
                 return None
-            noted = self._sum_of_ranks(sum(map(damage_of, readers))) / len(path.token_ids)
-            if not noted > 0:
-                return None
-            true = self._run(path, num_history, self._true_history(path, num_history))
-            stored = self._run(path, num_history, _StoredHistory(self._pool, path, readers))
-            for reader in readers:
-                reader.check()
-            kl = (true.exp() * (true - stored)).sum(-1).mean().item()
-            return ProbeOutcome(max(kl, _LEAST_DIVERGENCE), noted)
-        finally:
-            if lease is not None:
-                self._store.release(lease)
+            try:
+                kl = self._divergence(probe)
+            except Exception as caught:
+                error = caught
+            kl, num_ranks = self._sums_of_ranks(error, kl, 1.0)
+            return ProbeOutcome(max(kl / num_ranks, _LEAST_DIVERGENCE), noted)
 
-    def _readers(self, lease: Lease | None, num_history: int) -> list[SegmentReader] | None:
+    def _prepared(self, path: StoredPath, num_history: int, held: ExitStack) -> _Probe | None:
+        """All that this rank can do before the forwards; None if it cannot read the whole history."""
+        lease = self._store.lease(
+            self._model.identity,
+            path.page_keys[: num_history // self._model.identity.page_size],
+            path.token_ids[:num_history],
+            with_fast_copies=False,
+        )
+        if lease is None:
+            return None
+        held.callback(self._store.release, lease)
+        readers = self._readers(lease, num_history)
+        if readers is None:
+            return None
+        token_ids = self._pool.streams.from_list(path.token_ids[num_history:].tolist())
+        true, stored = (
+            HistoryAttention(
+                num_history, len(token_ids), history, self._pool.device, self._model_runner.token_to_kv_pool
+            )
+            for history in (
+                lambda layer: self._pool.gather(layer, path.slots[:num_history]),
+                _StoredHistory(self._pool, path, readers),
+            )
+        )
+        return _Probe(token_ids, num_history, readers, true, stored)
+
+    def _divergence(self, probe: _Probe) -> float:
+        """The divergence of the predictions on the stored history from those on the true one, in nats."""
+        predictions, errors = [], []
+        for attention in (probe.true, probe.stored):
+            # After an error the other ranks run the second forward, too.
+            try:
+                predictions.append(self._run(probe, attention))
+            except Exception as error:
+                errors.append(error)
+            if attention.error is not None:
+                errors.append(attention.error)
+        if errors:
+            raise errors[0]
+        for reader in probe.readers:
+            reader.check()
+        true, stored = predictions
+        return (true.exp() * (true - stored)).sum(-1).mean().item()
+
+    def _readers(self, lease: Lease, num_history: int) -> list[SegmentReader] | None:
         """Readers of the whole history; None if it is not in host memory, damaged or undecodable."""
-        if lease is None or not lease.is_in_dram:
+        if not lease.is_in_dram:
             return None
         try:
             readers = open_segments(lease, self._codec, num_history)
@@ -214,27 +280,26 @@ class Prober:
         )
         return readers if is_whole and is_sound else None
 
-    def _true_history(self, path: StoredPath, num_history: int) -> Callable[[int], LayerKV]:
-        return lambda layer: self._pool.gather(layer, path.slots[:num_history])
-
-    def _run(self, path: StoredPath, num_history: int, history: Callable[[int], LayerKV]) -> torch.Tensor:
+    def _run(self, probe: _Probe, attention: HistoryAttention) -> torch.Tensor:
         """Logarithms of the probabilities of every next token, for all tokens after the history."""
-        token_ids = self._pool.streams.from_list(path.token_ids[num_history:].tolist())
-        attention = HistoryAttention(
-            num_history, len(token_ids), history, self._pool.device, self._model_runner.token_to_kv_pool
-        )
         unrecorded: AbstractContextManager[None] = (
             nullcontext() if self._capture is None else self._capture.suspended()
         )
-        logits = probe_forward(self._model_runner, token_ids, num_history, attention, unrecorded)
+        logits = probe_forward(self._model_runner, probe.token_ids, probe.num_history, attention, unrecorded)
         return logits.log_softmax(-1)
 
-    def _sum_of_ranks(self, value: float) -> float:
-        if self._group is None:
-            return value
-        total = torch.tensor([value], dtype=torch.float64)
-        torch.distributed.all_reduce(total, group=self._group)
-        return float(total)
+    def _sums_of_ranks(self, error: Exception | None, *values: float) -> list[float]:
+        """The sums of these values over all ranks. Every rank raises if one passes an error, which is raised
+        there."""
+        total = torch.tensor([float(error is not None), *values], dtype=torch.float64)
+        if self._group is not None:
+            torch.distributed.all_reduce(total, group=self._group)
+        if error is not None:
+            raise error
+        num_failed, *sums = total.tolist()
+        if num_failed:
+            raise KrulError("a probe failed on another rank")
+        return sums
 
 
 class _StoredHistory:

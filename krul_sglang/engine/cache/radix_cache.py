@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from krul_sglang.engine.cache.linker import KrulLinker
+from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.moved_runs import MOVED_TOKENS, MovedRun, moved_key
 from krul_sglang.engine.restore.restore_path import ReturningRequest
 from krul_sglang.engine.save.turn import StoredPath, TurnOwner, owner_of
@@ -253,6 +254,7 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     """The radix cache behind ``--radix-cache-backend krul``."""
 
     linker: KrulLinkerWrapper
+    capture: TurnCapture | None = None
 
     def init_cache_linker(self, cache_linker: KrulLinker) -> None:
         self.linker = KrulLinkerWrapper(self, cache_linker)
@@ -267,10 +269,19 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Leave the KV of a streaming session's turn to the session, as SGLang does, and store the turn."""
         slot = self.session.borrowed_slot(req) if _turn_ended_well(req) else None
         owner = None if slot is None else owner_of(req, self.linker.cache_linker.request_hints)
+        request_slot = req.kv.req_pool_idx
         is_claimed: bool = super().claim_kv_row(req)
         if is_claimed and owner is not None:
             self.linker.offload_session_turn(req, slot, owner)
+        if self.capture is not None and is_claimed:
+            self.capture.forget(req.rid, request_slot)
         return is_claimed
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """Give up a request's row, as SGLang does, and what was recorded of it unless its turn is stored."""
+        super().on_release(req, checkpointed=checkpointed)
+        if self.capture is not None:
+            self.capture.forget(req.rid, req.kv.req_pool_idx)
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         """Free slots that no tree node owns; a session's slots only after its turns have been stored."""

@@ -108,9 +108,7 @@ class EstimatorCapture(TurnCapture):
                 self._add(place, part, queries)
             except Exception:
                 logger.exception("krul: attention of request %s could not be reduced", part.rid)
-                turn = self.take(part.rid, part.slot)
-                if turn is not None:
-                    turn.release()
+                self.forget(part.rid, part.slot)
 
     def end_forward(self) -> None:
         self._parts, self._queries = [], torch.empty(0)

@@ -94,7 +94,7 @@ class RequestPlaces:
     """Hands ``num_places`` places to requests, which are known by their row in SGLang's request pool.
 
     A place is taken until it is released, also after its request has ended, so that another thread can read
-    what was recorded there. A request that was aborted loses its place when its slot gets another one.
+    what was recorded there.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -217,6 +217,12 @@ class TurnCapture(ABC):
 
         None if it was not recorded. The caller releases it.
         """
+
+    def forget(self, rid: str, slot: int) -> None:
+        """Make room if a request was recorded that has ended in this row, and that nobody took."""
+        turn = self.take(rid, slot)
+        if turn is not None:
+            turn.release()
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

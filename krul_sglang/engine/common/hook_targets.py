@@ -92,6 +92,7 @@ TARGETS = (
     Target(f"{_CACHE}.checkpoint_into_tree", ("self", "req", "up_to", "kwargs")),
     Target(f"{_CACHE}.claim_kv_row", ("self", "req")),
     Target(f"{_CACHE}.free_kv_row", ("self", "kv", "ranges")),
+    Target(f"{_CACHE}.on_release", ("self", "req", "checkpointed")),
     Target("sglang.srt.session.streaming_session.StreamingSession.borrowed_slot", ("self", "req")),
     Target("sglang.srt.mem_cache.utils.get_storage_hash_str", ("key", "prior_hash", "page_size")),
     Target(f"{_CACHE}.path_device_indices", ("self", "node")),
