@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.simulate.run import run
 from krul_sglang.demo import environment
-from krul_sglang.json_file import write_json
+from krul_sglang.json_file import write_result
 
 
 def main() -> None:
@@ -25,9 +25,7 @@ def main() -> None:
         "versions": environment.versions(),
         **outcome,
     }
-    write_json(result, arguments.json)
-    if arguments.raw is not None:
-        write_json({**result, "rows": rows}, arguments.raw)
+    write_result({**result, "rows": rows}, result, json=arguments.json, raw=arguments.raw)
     for row in result["summary"]["paper"]:
         ratio = f"{row['ratio']:.2f} (paper: {row['paper']})"
         print(f"{row['tier']:36} {row['codec']:10} {row['baseline']:22} {ratio}")
