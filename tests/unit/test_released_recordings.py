@@ -30,7 +30,7 @@ def cache(capture: QueryCapture, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(UnifiedRadixCache, "on_release", lambda self, req, checkpointed: None)
     monkeypatch.setattr(UnifiedRadixCache, "claim_kv_row", claim)
     cache: Any = KrulRadixCache.__new__(KrulRadixCache)
-    cache.linker, cache.capture = None, capture
+    cache.capture = capture
     return cache
 
 
@@ -48,7 +48,8 @@ def record(capture: QueryCapture, rid: str, slot: int) -> None:
 
 
 def request(session: str | None = None) -> Any:
-    return SimpleNamespace(rid="a", kv=SimpleNamespace(req_pool_idx=5), session=session)
+    kv = SimpleNamespace(req_pool_idx=5)
+    return SimpleNamespace(rid="a", kv=kv, session=session, finished=lambda: False)
 
 
 def has_room(capture: QueryCapture) -> bool:
