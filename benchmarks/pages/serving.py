@@ -25,6 +25,7 @@ SERVING_TURNS_RESULT = RESULTS / "serving-turns-cpu.json"
 SERVING_SLOW_RESULT = RESULTS / "serving-slow-cpu.json"
 MULTITURN_RESULT = RESULTS / "multiturn-cpu.json"
 SLOW_DISK_RESULT = RESULTS / "multiturn-slow-disk-cpu.json"
+HINTS_RESULT = RESULTS / "multiturn-hints-cpu.json"
 
 
 def serving_table(results: dict[Path, dict[str, Any]]) -> str:
@@ -140,7 +141,9 @@ def _serving_heading(result: dict[str, Any]) -> str:
     lengths = ", ".join(map(str, configuration["history_tokens"]))
     load = "one request at a time" if rate is None else f"{rate:g} arrivals per second in a round"
     if configuration.get("rotates"):
-        load = "each asked again when it was answered"
+        pause_s = configuration.get("think_time_s")
+        after = f"{pause_s:g} s after" if pause_s else "when"
+        load = f"each asked again {after} it was answered"
     for place in ("host", "ssd"):
         if configuration.get(f"{place}_share") is not None:
             name = {"host": "host memory", "ssd": "an SSD"}[place]
@@ -183,6 +186,7 @@ def serving_tables() -> dict[str, str]:
         "serving-turns": (SERVING_TURNS_RESULT, serving_turns_table),
         "multiturn": (MULTITURN_RESULT, partial(multiturn_table, MULTITURN_RESULT)),
         "multiturn-slow-disk": (SLOW_DISK_RESULT, partial(multiturn_table, SLOW_DISK_RESULT)),
+        "multiturn-hints": (HINTS_RESULT, partial(multiturn_table, HINTS_RESULT)),
     }
     return {
         "serving": serving_table(serving),
