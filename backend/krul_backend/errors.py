@@ -39,6 +39,10 @@ class TierReadError(KrulError):
     """A segment of a lower tier cannot be read: no room in DRAM, an error, a wrong checksum, or too slow."""
 
 
+class NoRoomError(TierReadError):
+    """All of DRAM is in use: by leases, by turns that are being stored, by reads that have not arrived."""
+
+
 class RecordError(KrulError):
     """Bytes are not a record, or a damaged one, or one of another format."""
 

@@ -138,7 +138,7 @@ def test_every_other_operation_reaches_the_store(client: RawClient) -> None:
     assert client.ask(FindMissingRequest, **model) == ((2, 4),)
     (found,) = client.ask(PathSegmentsRequest, **model)
     assert (found.segment_id, found.header.num_tokens) == (segment_id, 8)
-    assert client.ask(PrefetchRequest, tokens, **model) == 0
+    assert client.ask(PrefetchRequest, tokens, **model).num_pages == 0
     assert client.ask(AdviseRequest, hint=Hint(ttl_s=60.0), **model) == 2
     ((listed,), _) = client.ask(ListRequest)
     assert (listed.segment_id, listed.num_bytes, listed.tiers) == (segment_id, 160, ("dram",))

@@ -275,7 +275,7 @@ def test_pins_costs_prefetch_and_flush(store: WatchedStore) -> None:
     keys = page_keys("c", 0, 2)
     assert store.advise(Hint(ttl_s=60.0), model=MODEL, page_keys=keys) == 2
     assert store.stats().pinned_bytes > 0
-    assert store.prefetch(MODEL, keys, tokens_of(keys)) == 0, "it is in DRAM already"
+    assert store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 0, "it is in DRAM already"
     assert store.tier_costs() == {}, "there is no tier below"
     assert store.admin.flush(5.0) is True
 

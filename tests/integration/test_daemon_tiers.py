@@ -86,7 +86,7 @@ def test_a_prefetch_brings_segments_without_a_lease(stored: Path) -> None:
         client.say_hello(MODEL)
         keys = page_keys("disk", 0, 3)
         prefetch = {"fingerprint": MODEL.fingerprint, "page_keys": keys}
-        assert client.ask(PrefetchRequest, tokens_of(keys), **prefetch) == 3
+        assert client.ask(PrefetchRequest, tokens_of(keys), **prefetch).num_pages == 3
         deadline_s = time.monotonic() + TIMEOUT_S
         while client.ask(StatsRequest)[0].fetched_segments < 2:
             assert time.monotonic() < deadline_s

@@ -77,7 +77,7 @@ def test_a_read_that_fails_is_told_through_shared_memory(rig: Rig, store: Watche
 def test_prefetched_pages_are_in_dram_by_the_time_of_the_lease(rig: Rig, store: WatchedStore) -> None:
     _, content = put_below(rig.mooncake, "c", 0, 3)
     keys = page_keys("c", 0, 3)
-    assert store.prefetch(MODEL, keys, tokens_of(keys)) == 3
+    assert store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 3
     wait_until(lambda: store.stats().fetched_segments == 1)
     lease = lease_pages(store, "c", 0, 3)
     assert lease is not None

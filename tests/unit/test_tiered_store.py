@@ -273,7 +273,7 @@ def test_fetching_a_lease_again_gives_the_same_segments(rig: Rig) -> None:
 def test_an_arriving_segment_is_not_evicted_or_trimmed(rig: Rig) -> None:
     _, content = put_below(rig.ssd, "c", 0, 3)
     rig.ssd.reads_go_on.clear()
-    assert rig.store.prefetch(MODEL, page_keys("c", 0, 3), tokens_of(page_keys("c", 0, 3))) == 3
+    assert rig.store.prefetch(MODEL, page_keys("c", 0, 3), tokens_of(page_keys("c", 0, 3))).num_pages == 3
     (info,) = rig.host.list_segments()
     assert rig.store.stats().num_leases == 0
     assert rig.store.reserve((64 * 64,)) is None
@@ -323,7 +323,7 @@ def test_a_read_that_fails_tells_its_readers_and_leaves_nothing(
     rig.assert_nothing_is_held()
     # And it can be fetched again.
     rig.ssd.fail_after = None
-    assert rig.store.prefetch(MODEL, page_keys("c", 0, 3), tokens_of(page_keys("c", 0, 3))) == 3
+    assert rig.store.prefetch(MODEL, page_keys("c", 0, 3), tokens_of(page_keys("c", 0, 3))).num_pages == 3
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
 
 
@@ -350,12 +350,12 @@ def test_no_room_for_a_prefetch_stops_it(rig: Rig) -> None:
     put_below(rig.ssd, "c", 3, 4)
     rig.ssd.reads_go_on.clear()
     keys = page_keys("c", 0, 4)
-    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == 2
+    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 2
     # What is on its way already counts, and is not started again.
-    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == 2
+    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 2
     rig.ssd.reads_go_on.set()
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
-    assert rig.store.prefetch(MODEL, keys[:2], tokens_of(keys[:2])) == 0
+    assert rig.store.prefetch(MODEL, keys[:2], tokens_of(keys[:2])).num_pages == 0
     assert rig.ssd.num_reads == 1
     rig.assert_nothing_is_held()
 
@@ -368,7 +368,7 @@ def test_prefetches_on_their_way_leave_most_of_the_memory_to_others(rig: Rig) ->
     keys = {name: page_keys(name, 0, 2) for name in names}
     put_in_dram(rig, "stored", 0, 2)
     rig.ssd.reads_go_on.clear()
-    num_pages = [rig.store.prefetch(MODEL, each, tokens_of(each)) for each in keys.values()]
+    num_pages = [rig.store.prefetch(MODEL, each, tokens_of(each)).num_pages for each in keys.values()]
     assert num_pages == [2, 2, 0, 0, 0, 0, 0, 0]
     assert is_in_dram(rig, "stored", 0, 2)
     # A load is not limited.
@@ -381,7 +381,7 @@ def test_prefetches_on_their_way_leave_most_of_the_memory_to_others(rig: Rig) ->
     rig.store.release(lease)
     # What has arrived does not count.
     for name, num_fetched in zip(names[2:5], (4, 5, 6), strict=True):
-        assert rig.store.prefetch(MODEL, keys[name], tokens_of(keys[name])) == 2
+        assert rig.store.prefetch(MODEL, keys[name], tokens_of(keys[name])).num_pages == 2
         wait_until(lambda num=num_fetched: rig.store.stats().fetched_segments == num)
     rig.assert_nothing_is_held()
 
@@ -389,7 +389,7 @@ def test_prefetches_on_their_way_leave_most_of_the_memory_to_others(rig: Rig) ->
 def test_a_prefetch_of_one_large_segment_is_never_refused(rig: Rig) -> None:
     put_below(rig.ssd, "large", 0, 2, sizes=(3000, 100))
     keys = page_keys("large", 0, 2)
-    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == 2
+    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 2
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
     rig.assert_nothing_is_held()
 
@@ -400,7 +400,7 @@ def test_what_was_prefetched_is_counted_once_as_found_or_as_wasted(rig: Rig) -> 
     keys = {name: page_keys(name, 0, 2) for name in "cd"}
     rig.ssd.reads_go_on.clear()
     for each in keys.values():
-        assert rig.store.prefetch(MODEL, each, tokens_of(each)) == 2
+        assert rig.store.prefetch(MODEL, each, tokens_of(each)).num_pages == 2
     # On its way is not there.
     assert tiers_of(lease_pages(rig.store, "c", 0, 2)) == [("ssd", 2)]
     rig.ssd.reads_go_on.set()
@@ -435,7 +435,7 @@ def test_a_segment_is_not_prefetched_for_a_few_of_its_pages(rig: Rig) -> None:
     put_below(rig.ssd, "c", 16, 18)
     for num_pages, expected in ((1, 0), (2, 2)):
         keys = page_keys("c", 0, num_pages)
-        assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == expected
+        assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == expected
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
     # Nor is what a load asks for left out, however little it is.
     put_below(rig.ssd, "d", 0, 16)
@@ -447,7 +447,7 @@ def test_a_segment_is_not_prefetched_for_a_few_of_its_pages(rig: Rig) -> None:
     put_below(rig.ssd, "e", 0, 32)
     put_below(rig.ssd, "f", 1, 5)
     keys = (*page_keys("e", 0, 1), *page_keys("f", 1, 5))
-    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == 5
+    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 5
     wait_until(lambda: rig.store.stats().fetched_segments == 4)
     rig.store.release(lease)
     rig.assert_nothing_is_held()
@@ -581,7 +581,7 @@ def test_what_comes_from_the_cluster_is_written_to_the_disk_too(rig: Rig) -> Non
     put_below(rig.ssd, "d", 0, 3)
     for name in "cd":
         keys = page_keys(name, 0, 3)
-        assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == 3
+        assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 3
     wait_until(lambda: rig.store.stats().fetched_segments == 2)
     assert rig.store.flush(10)
     assert [record.content for record in rig.ssd.records.values()][1] == content

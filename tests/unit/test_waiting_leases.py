@@ -18,7 +18,17 @@ from krul_sglang.engine.restore.waiting_leases import (
     WaitingLeases,
 )
 from tests.support.store_builders import Clock, page_keys, tokens_of
-from tests.support.tiered_builders import MODEL, Rig, put_below, put_in_dram, tiers_of
+from tests.support.tiered_builders import (
+    FLAGS_BYTES,
+    MODEL,
+    TAKEN_BYTES,
+    Rig,
+    content_of,
+    put_below,
+    put_in_dram,
+    tiers_of,
+    wait_for,
+)
 
 KEYS = page_keys("c", 0, 4)
 
@@ -42,10 +52,10 @@ def lookups(rig: Rig) -> int:
     return rig.store.stats().lookups
 
 
-def wait_until_read(rig: Rig) -> None:
-    """Until what was fetched has arrived, and its tier is held no more."""
+def wait_until_read(rig: Rig, num_segments: int = 1, num_holds: int = 0) -> None:
+    """Until so much of what was fetched has arrived, and its tier is held no more than that."""
     deadline_s = time.monotonic() + 20
-    while rig.ssd.num_holds or rig.store.stats().fetched_segments == 0:
+    while rig.ssd.num_holds > num_holds or rig.store.stats().fetched_segments < num_segments:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
@@ -185,17 +195,42 @@ def test_what_found_no_room_is_fetched_when_there_is_some(
     rig.assert_nothing_is_held()
 
 
-def test_lookups_ahead_hold_no_more_than_they_may(rig: Rig) -> None:
+@pytest.mark.parametrize(("num_segments", "expected"), [(0.5, [4, 0, 0]), (1.9, [4, 0, 0]), (2, [4, 4, 0])])
+def test_lookups_ahead_hold_no_more_than_they_may(rig: Rig, num_segments: float, expected: list[int]) -> None:
     for name in "abc":
         put_in_dram(rig, name, 0, 4)
     (num_bytes, *_) = {info.num_bytes for info in rig.store.list_segments()}
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), max_ahead_bytes=2 * num_bytes)
+    max_ahead_bytes = int(num_segments * num_bytes)
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), max_ahead_bytes=max_ahead_bytes)
     with waiting.looking_ahead():
         found = [promise(waiting, name, page_keys(name, 0, 4)) for name in "abc"]
-    assert found == [4, 4, 0]
+    assert found == expected
+    assert rig.store.stats().num_leases == len(waiting)
     # Not a miss: it is found in its own round.
     assert promise(waiting, "c", page_keys("c", 0, 4)) == 4
     waiting.release_all()
+    rig.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("num_segments", [2, 3])
+def test_what_is_admitted_takes_the_room_of_the_last_in_the_queue(clock: Clock, num_segments: int) -> None:
+    rig = Rig(num_segments * (TAKEN_BYTES + FLAGS_BYTES))
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock)
+    for name in "abc":
+        put_below(rig.ssd, name, 0, 4)
+    # "c" is looked up last, and admitted first.
+    for number, name in enumerate("abc"):
+        with waiting.looking_ahead():
+            assert promise(waiting, name, page_keys(name, 0, 4)) == 4
+        wait_until_read(rig, min(number + 1, num_segments), num_holds=3 - num_segments)
+    held = waiting.take("c")
+    assert held is not None
+    assert held.found_room
+    assert len(waiting) == num_segments - 1
+    assert wait_for(rig.store.fetch(held.lease)) == [content_of("c", 0, 4)]
+    rig.store.release(held.lease)
+    waiting.release_all()
+    wait_until_read(rig)
     rig.assert_nothing_is_held()
 
 

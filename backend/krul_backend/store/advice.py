@@ -14,7 +14,7 @@ import numpy as np
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.comebacks import Comeback, Comebacks
 from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName
-from krul_backend.tiers.common.interface import Clock
+from krul_backend.tiers.common.interface import Clock, Prefetched
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.dram.host_store import HostStore
 
@@ -36,7 +36,7 @@ _DROP_FLUSH_S = 1.0
 NamedEnds = tuple[ModelIdentity, tuple[str, ...]]
 """A model, and the last pages of a conversation's last segments, the latest last."""
 
-Prefetch = Callable[[ModelIdentity, Sequence[str], TokenIds], int]
+Prefetch = Callable[[ModelIdentity, Sequence[str], TokenIds], Prefetched]
 
 
 class SessionNames:
@@ -211,7 +211,7 @@ class Advisor:
         return pieces[::-1]
 
     def _fetch(self, model: ModelIdentity, path: Sequence[_Piece]) -> int:
-        num_pages = self._prefetch(model, _keys_of(path), _token_ids_of(path))
+        num_pages = self._prefetch(model, _keys_of(path), _token_ids_of(path)).num_pages
         self._count(num_comeback_pages=num_pages)
         return num_pages
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from krul_backend.errors import StoreClosedError, TierReadError
+from krul_backend.errors import NoRoomError, StoreClosedError, TierReadError
 from krul_backend.store.tiered_lease import LowerPart
 from krul_backend.tiers.common.interface import Lease
 from krul_backend.tiers.common.lower_tier import LowerTier
@@ -123,7 +123,8 @@ class Fetcher:
         Does not wait for bytes. ``began_at`` is the tiered lease's. ``is_prefetch``: no load has asked yet.
 
         Raises:
-            TierReadError: there is no room, or too much is being prefetched. The tier still holds the part.
+            NoRoomError: there is no room in DRAM. The tier still holds the part.
+            TierReadError: too much is being prefetched. The tier still holds the part.
             StoreClosedError: the fetcher was closed. The tier still holds the part.
         """
         # One at a time: of two that miss the same segment in DRAM, the second finds the first one's.
@@ -197,7 +198,7 @@ class Fetcher:
         arrival = self._host.admit(manifest, checksums, tier.name, tier.load_s(manifest), began_at)
         if arrival is None:
             self._count(has_arrived=False)
-            raise TierReadError(f"no room in DRAM for {manifest.num_bytes} bytes from {tier.name}")
+            raise NoRoomError(f"no room in DRAM for {manifest.num_bytes} bytes from {tier.name}")
         try:
             return arrival, self._host.lease_arrival(arrival, run.first_page, run.end_page)
         except BaseException:

@@ -13,6 +13,7 @@ from krul_backend.tiers.common.interface import (
     DamageReason,
     Lease,
     PathSegment,
+    Prefetched,
     Reservation,
     SegmentSlice,
     StoreStats,
@@ -107,8 +108,8 @@ class KVStore(Protocol):
         """
 
     @abstractmethod
-    def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
-        """Start to read into DRAM what ``lease`` would find in lower tiers; returns how many pages that is.
+    def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Prefetched:
+        """Start to read into DRAM what ``lease`` would find in lower tiers.
 
         Stops where DRAM has no room, and where next to nothing of a segment would be used. Arguments as for
         ``lease``.

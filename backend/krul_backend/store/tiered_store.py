@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from krul_backend.errors import StoreClosedError, TierReadError
+from krul_backend.errors import NoRoomError, StoreClosedError, TierReadError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.advice import Advisor
@@ -26,6 +26,7 @@ from krul_backend.tiers.common.interface import (
     DamageReport,
     Lease,
     PathSegment,
+    Prefetched,
     Reservation,
     SegmentDetails,
     SegmentInfo,
@@ -147,7 +148,8 @@ class TieredStore(KVStore):
                 slices.extend(self._host.fetch(part))
         return tuple(slices)
 
-    def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
+    def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Prefetched:
+        found_room = True
         began_at, parts = self._match(model, page_keys, token_ids)
         try:
             for i, part in enumerate(parts):
@@ -157,14 +159,14 @@ class TieredStore(KVStore):
                     if num_pages < LEAST_PREFETCHED_SHARE * len(part.run.segment.manifest.page_keys):
                         break
                     parts[i] = self._fetcher.bring(part, began_at, is_prefetch=True)
-        except TierReadError:
-            # No room: later pages of the conversation are of no use without these.
-            pass
+        except TierReadError as error:
+            # Later pages of the conversation are of no use without these.
+            found_room = not isinstance(error, NoRoomError)
         finally:
             release_parts(self._host, parts)
         leases = (part for part in parts if isinstance(part, Lease))
         arriving = (piece for lease in leases for piece in lease.slices if piece.tier != DRAM_TIER)
-        return sum(piece.end_page - piece.first_page for piece in arriving)
+        return Prefetched(sum(piece.end_page - piece.first_page for piece in arriving), found_room)
 
     def release(self, lease: Lease) -> None:
         with self._lock:

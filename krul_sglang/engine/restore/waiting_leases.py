@@ -41,8 +41,9 @@ class HeldLease:
     """The lease of a waiting request, and the page keys and tokens that it was given for.
 
     ``token_ids``: as for ``KVStore.lease``. ``asked_s``: when the store was asked last. ``num_renewals``: how
-    often a prefetch from lower tiers was asked for, and the lease renewed. ``moved``: the run that is leased,
-    if it is stored at another place than where the request has it; then keys and tokens are those of the run.
+    often a prefetch from lower tiers was asked for, and the lease renewed; ``found_room``: whether DRAM had
+    room for it then. ``moved``: the run that is leased, if it is stored at another place than where
+    the request has it; then keys and tokens are those of the run.
     """
 
     run: KeyRun
@@ -51,6 +52,7 @@ class HeldLease:
     lease: Lease
     asked_s: float
     num_renewals: int = 0
+    found_room: bool = True
     moved: MovedRun | None = None
 
     @property
@@ -82,7 +84,8 @@ class WaitingLeases:
     lies below DRAM is prefetched, and the lease is renewed until all of it is in DRAM, so that the load is
     planned for DRAM. If the store had nothing, it is asked again after ``RETRY_MISS_S``.
 
-    What lookups ahead hold cannot be evicted, so they hold nothing more once ``max_ahead_bytes`` are held.
+    What is held cannot be evicted. So lookups ahead hold at most ``max_ahead_bytes``, or one lease that is
+    larger; and the last in the queue lose theirs when a request that is admitted finds no room in DRAM.
 
     ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
     """
@@ -102,6 +105,7 @@ class WaitingLeases:
         self._store = store
         self._model = model
         self._clock = clock
+        # By request id, in the order in which they were first looked up.
         self._held: dict[str, HeldLease] = {}
         self._held_bytes = 0
         # By request id, the oldest first: of which run the store had nothing, and when it was asked.
@@ -157,6 +161,9 @@ class WaitingLeases:
                 self._note_miss(rid, run)
                 return 0
             if self._is_ahead:
+                if self._held and self._held_bytes + held.num_bytes > self._max_ahead_bytes:
+                    self._store.release(held.lease)
+                    return 0
                 held = self._promote_to_dram(held)
         self._keep(rid, held)
         return held.num_pages(self._model.identity.page_size)
@@ -165,9 +172,12 @@ class WaitingLeases:
         """Hand the lease over to the caller, who releases it; None if there is none."""
         self._missed.pop(rid, None)
         held = self._pop(rid)
-        if held is not None and held.num_renewals and not held.lease.is_in_dram:
-            # What has arrived since it was asked last is planned for as what is in DRAM.
+        # What has arrived since it was asked last is planned for as what is in DRAM. The rest needs room.
+        while held is not None and not held.lease.is_in_dram and (held.num_renewals or self._held):
             held = self._renew(held)
+            if held.found_room or not self._held:
+                break
+            self.give_back(next(reversed(self._held)))
         return held
 
     def give_back(self, rid: str) -> None:
@@ -211,9 +221,10 @@ class WaitingLeases:
         return None if lease is None else HeldLease(run, page_keys, token_ids, lease, self._clock())
 
     def _keep(self, rid: str, held: HeldLease) -> None:
-        self._pop(rid)
+        before = self._held.get(rid)
+        # In its place in the order, if it has one.
         self._held[rid] = held
-        self._held_bytes += held.num_bytes
+        self._held_bytes += held.num_bytes - (0 if before is None else before.num_bytes)
 
     def _pop(self, rid: str) -> HeldLease | None:
         held = self._held.pop(rid, None)
@@ -238,7 +249,7 @@ class WaitingLeases:
     def _renew(self, held: HeldLease) -> HeldLease:
         page_keys, tokens = held.page_keys, held.token_ids()
         # Again if it was asked for before: there may have been no room then. What is on its way stays so.
-        self._store.prefetch(self._model.identity, page_keys, tokens)
+        prefetched = self._store.prefetch(self._model.identity, page_keys, tokens)
         lease = self._store.lease(self._model.identity, page_keys, tokens)
         # The earlier lease is still valid.
         if lease is None or lease.num_pages < held.lease.num_pages:
@@ -247,4 +258,10 @@ class WaitingLeases:
             unused = held.lease
         if unused is not None:
             self._store.release(unused)
-        return replace(held, lease=lease, asked_s=self._clock(), num_renewals=held.num_renewals + 1)
+        return replace(
+            held,
+            lease=lease,
+            asked_s=self._clock(),
+            num_renewals=held.num_renewals + 1,
+            found_room=prefetched.found_room,
+        )

@@ -48,6 +48,7 @@ from krul_backend.tiers.common.interface import (
     DamageReason,
     Lease,
     PathSegment,
+    Prefetched,
     Reservation,
     SegmentSlice,
     StoreStats,
@@ -247,11 +248,11 @@ class DaemonStore(KVStore):
             self._link.note(connection, "fetch", error)
             raise TierReadError(f"nothing was fetched: {error}") from error
 
-    def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> int:
+    def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Prefetched:
         keys = tuple(page_keys)
         token_ids = checked_token_ids(token_ids, len(keys), model.page_size)
         request = PrefetchRequest(fingerprint=model.fingerprint, page_keys=keys)
-        return self._try(request, model, token_ids=token_ids) or 0
+        return self._try(request, model, token_ids=token_ids) or Prefetched()
 
     def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
         request = ReportDamageRequest(segment_id=segment_id, reason=reason)

@@ -23,6 +23,7 @@ from krul_backend.tiers.common.interface import (
     DamageReason,
     DamageReport,
     PathSegment,
+    Prefetched,
     SegmentDetails,
     SegmentInfo,
     SegmentSlice,
@@ -30,7 +31,7 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 64 << 20
 MAX_PAGES = 1_000_000
 MAX_LAYERS = 1024
@@ -274,7 +275,7 @@ class TrimRequest(Request[int], frozen=True, kw_only=True, tag="trim"):
     layer_num_bytes: _LayerBytes
 
 
-class PrefetchRequest(_PagesRequest[int], frozen=True, kw_only=True, tag="prefetch"):
+class PrefetchRequest(_PagesRequest[Prefetched], frozen=True, kw_only=True, tag="prefetch"):
     has_token_ids: ClassVar[bool] = True
 
 

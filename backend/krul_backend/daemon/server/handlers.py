@@ -41,6 +41,7 @@ from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.interface import (
     Lease,
     PathSegment,
+    Prefetched,
     Reservation,
     SegmentInfo,
     SegmentSlice,
@@ -145,7 +146,9 @@ class SessionHandlers:
             done.set_exception(error)
         return finish(done)
 
-    def _prefetch(self, session: Session, request: PrefetchRequest, token_ids: TokenIds) -> Deferred[int]:
+    def _prefetch(
+        self, session: Session, request: PrefetchRequest, token_ids: TokenIds
+    ) -> Deferred[Prefetched]:
         model = _model_of(session, request.fingerprint)
         return Deferred(lambda: self._store.prefetch(model, request.page_keys, token_ids))
 

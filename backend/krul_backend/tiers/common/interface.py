@@ -127,6 +127,14 @@ class Lease:
         return all(part.tier == DRAM_TIER for part in self.slices)
 
 
+@dataclass(frozen=True)
+class Prefetched:
+    """What a prefetch did: so many pages are on their way to DRAM; for more there was room, or not."""
+
+    num_pages: int = 0
+    found_room: bool = True
+
+
 @dataclass(frozen=True, eq=False)
 class PathSegment:
     """A committed segment on the path of a conversation, as it was when asked for. Not pinned."""
