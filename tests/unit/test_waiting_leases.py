@@ -15,6 +15,7 @@ from krul_sglang.engine.restore.waiting_leases import (
     MAX_RENEW_INTERVAL_S,
     RENEW_INTERVAL_S,
     RETRY_MISS_S,
+    RETRY_ROOM_S,
     WaitingLeases,
 )
 from tests.support.store_builders import Clock, page_keys, tokens_of
@@ -181,7 +182,7 @@ def test_what_found_no_room_is_fetched_when_there_is_some(
         assert promise(waiting) == 4
         assert rig.store.stats().failed_fetches == 1
     rig.host.abort(reservation)
-    clock.now_s += RENEW_INTERVAL_S
+    clock.now_s += RETRY_ROOM_S
     with waiting.looking_ahead():
         # Nobody has to ask for it again.
         pass

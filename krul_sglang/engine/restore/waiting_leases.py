@@ -19,6 +19,8 @@ RENEW_INTERVAL_S = 0.05
 """Seconds until it is asked whether what was fetched for a waiting request has arrived. Twice as long before
 each further question, since every one goes through all of the prefix."""
 MAX_RENEW_INTERVAL_S = 1.0
+RETRY_ROOM_S = 0.2
+"""Seconds before room in DRAM is asked for again."""
 RETRY_MISS_S = 1.0
 """Seconds before the store is asked again for a request of which it had nothing."""
 
@@ -62,6 +64,8 @@ class HeldLease:
     @property
     def renew_at_s(self) -> float:
         """When the lease should be renewed, once something is being fetched for it."""
+        if not self.found_room:
+            return self.asked_s + RETRY_ROOM_S
         return self.asked_s + min(RENEW_INTERVAL_S * 2.0 ** (self.num_renewals - 1), MAX_RENEW_INTERVAL_S)
 
     @cached_property
