@@ -56,6 +56,15 @@ def test_the_next_two_are_looked_up_again_when_the_queue_moves() -> None:
     assert queue.round(*waiting[5:]) == ("f",)
 
 
+def test_as_many_as_left_the_queue_are_looked_up_again() -> None:
+    queue = Queue()
+    waiting = [(name, 100) for name in "abcdefgh"]
+    queue.round(*waiting)
+    assert queue.round(*waiting[3:]) == ("d", "e", "f")
+    assert queue.round(*waiting[3:]) == ()
+    assert queue.round(("x", 100), *waiting[3:]) == ("x", "d")
+
+
 def test_the_window_is_what_the_device_pool_could_hold() -> None:
     queue = Queue()
     assert queue.round(("a", 600), ("b", 400), ("c", 1), ("d", 1)) == ("a", "b")

@@ -22,6 +22,7 @@ from tests.support.store_builders import Clock, page_keys, tokens_of
 from tests.support.tiered_builders import (
     FLAGS_BYTES,
     MODEL,
+    SIZES,
     TAKEN_BYTES,
     Rig,
     content_of,
@@ -209,6 +210,40 @@ def test_lookups_ahead_hold_no_more_than_they_may(rig: Rig, num_segments: float,
     assert rig.store.stats().num_leases == len(waiting)
     # Not a miss: it is found in its own round.
     assert promise(waiting, "c", page_keys("c", 0, 4)) == 4
+    waiting.release_all()
+    rig.assert_nothing_is_held()
+
+
+def test_what_is_too_much_for_one_is_not_given_to_those_behind_it(rig: Rig) -> None:
+    put_in_dram(rig, "a", 0, 4)
+    put_in_dram(rig, "b", 0, 4)
+    put_in_dram(rig, "c", 0, 2, (10, 10))
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), max_ahead_bytes=sum(SIZES) + 20)
+    for _ in range(2):
+        with waiting.looking_ahead():
+            found = [promise(waiting, name, page_keys(name, 0, 4)) for name in "abc"]
+        assert found == [4, 0, 0]
+    waiting.release("a")
+    with waiting.looking_ahead():
+        found = [promise(waiting, name, page_keys(name, 0, 4)) for name in "bc"]
+    assert found == [4, 2]
+    waiting.release_all()
+    rig.assert_nothing_is_held()
+
+
+def test_a_segment_that_requests_share_counts_once(rig: Rig) -> None:
+    put_in_dram(rig, "c", 0, 4)
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), max_ahead_bytes=sum(SIZES))
+    with waiting.looking_ahead():
+        assert [promise(waiting, rid, KEYS[: 4 - number]) for number, rid in enumerate("abc")] == [4, 3, 2]
+    waiting.release("a")
+    put_in_dram(rig, "d", 0, 4)
+    with waiting.looking_ahead():
+        assert promise(waiting, "d", page_keys("d", 0, 4)) == 0
+    waiting.release("b")
+    waiting.release("c")
+    with waiting.looking_ahead():
+        assert promise(waiting, "d", page_keys("d", 0, 4)) == 4
     waiting.release_all()
     rig.assert_nothing_is_held()
 

@@ -23,7 +23,8 @@ from krul_sglang.engine.save.turn import StoredPath, TurnOwner, owner_of
 from krul_sglang.hints import tenant_of
 
 NUM_LOOKED_UP_AGAIN = 2
-"""Requests at the front of the queue that are looked up again when it moves: there may be room by now."""
+"""Requests at the front of the queue that are looked up again when it moves, or as many as have left it if
+those were more: there may be room by now."""
 
 MAX_LOOKED_UP_AHEAD = 16
 """Requests that are looked up ahead in one scheduling round: running ones wait for it."""
@@ -57,8 +58,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
 
     cache_linker: KrulLinker
     _probe_candidate: _ProbeCandidate | None = None
-    _seen_ahead: frozenset[str] = frozenset()
-    _next_ahead: str = ""
+    _seen_ahead: tuple[str, ...] = ()
 
     def look_ahead(self, queue: Iterable[Any]) -> None:
         """Look up the requests that wait next, so that what is stored of them is in DRAM in time.
@@ -68,22 +68,25 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         once, and again when it has come to the front; if many have come at once, some of them in each round.
         All this depends on nothing that may differ between ranks, because they look up together.
         """
-        num_tokens = num_lookups = 0
+        num_tokens = num_lookups = num_again = 0
         seen: list[str] = []
+        before = self._seen_ahead
+        known = frozenset(before)
         with self.cache_linker.looking_ahead():
             for req in queue:
                 num_tokens += len(req.origin_input_ids) + len(req.output_ids)
                 if seen and num_tokens > self.cache.token_to_kv_pool_allocator.size:
                     break
-                is_again = len(seen) < NUM_LOOKED_UP_AGAIN and (seen or [req.rid])[0] != self._next_ahead
-                if is_again or req.rid not in self._seen_ahead:
+                if not seen and before[:1] != (req.rid,):
+                    num_left = before.index(req.rid) if req.rid in known else 0
+                    num_again = max(num_left, NUM_LOOKED_UP_AGAIN)
+                if len(seen) < num_again or req.rid not in known:
                     if num_lookups == MAX_LOOKED_UP_AHEAD:
                         break
                     num_lookups += 1
                     req.init_next_round_input(self.cache, cow_mamba=False)
                 seen.append(req.rid)
-        self._seen_ahead = frozenset(seen)
-        self._next_ahead = seen[0] if seen else ""
+        self._seen_ahead = tuple(seen)
 
     def match(self, key: Any, req: Any, result: Any) -> Any:
         # The hit of an earlier round is out of date if the prefix on the device has changed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -69,9 +70,11 @@ class HeldLease:
         return self.asked_s + min(RENEW_INTERVAL_S * 2.0 ** (self.num_renewals - 1), MAX_RENEW_INTERVAL_S)
 
     @cached_property
-    def num_bytes(self) -> int:
-        """Bytes of the leased segments; one that several requests share counts for each."""
-        return sum(sum(piece.header.layer_num_bytes) for piece in self.lease.slices)
+    def segments(self) -> dict[tuple[str, int], int]:
+        """Bytes of each leased segment, by its tier and id."""
+        return {
+            (piece.tier, piece.segment_id): sum(piece.header.layer_num_bytes) for piece in self.lease.slices
+        }
 
     def num_pages(self, page_size: int) -> int:
         """How many of the request's pages can be restored."""
@@ -89,7 +92,9 @@ class WaitingLeases:
     planned for DRAM. If the store had nothing, it is asked again after ``RETRY_MISS_S``.
 
     What is held cannot be evicted. So lookups ahead hold at most ``max_ahead_bytes``, or one lease that is
-    larger; and the last in the queue lose theirs when a request that is admitted finds no room in DRAM.
+    larger, a segment that requests share counted once. The first that would be too much ends the lookups of
+    its round, so that later ones do not take its place. And the last in the queue lose what they hold when a
+    request that is admitted finds no room in DRAM.
 
     ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
     """
@@ -106,11 +111,14 @@ class WaitingLeases:
     ) -> None:
         self._max_ahead_bytes = max_ahead_bytes
         self._is_ahead = False
+        self._is_full = False
         self._store = store
         self._model = model
         self._clock = clock
         # By request id, in the order in which they were first looked up.
         self._held: dict[str, HeldLease] = {}
+        # How many leases hold each segment, and the bytes of all these segments.
+        self._uses: Counter[tuple[str, int]] = Counter()
         self._held_bytes = 0
         # By request id, the oldest first: of which run the store had nothing, and when it was asked.
         self._missed: dict[str, tuple[KeyRun, float]] = {}
@@ -132,7 +140,7 @@ class WaitingLeases:
         for rid, held in list(self._held.items()):
             if held.num_renewals:
                 self._keep(rid, self._promote_to_dram(held))
-        self._is_ahead = True
+        self._is_ahead, self._is_full = True, False
         try:
             yield
         finally:
@@ -158,14 +166,16 @@ class WaitingLeases:
             return 0
         else:
             self.release(rid)
-            if self._is_ahead and self._held_bytes >= self._max_ahead_bytes:
+            if self._is_ahead and self._is_full:
                 return 0
             held = self._lease(run, page_keys, token_ids, find_run)
             if held is None:
                 self._note_miss(rid, run)
                 return 0
             if self._is_ahead:
-                if self._held and self._held_bytes + held.num_bytes > self._max_ahead_bytes:
+                more = sum(num_bytes for key, num_bytes in held.segments.items() if key not in self._uses)
+                if self._held and self._held_bytes + more > self._max_ahead_bytes:
+                    self._is_full = True
                     self._store.release(held.lease)
                     return 0
                 held = self._promote_to_dram(held)
@@ -228,13 +238,23 @@ class WaitingLeases:
         before = self._held.get(rid)
         # In its place in the order, if it has one.
         self._held[rid] = held
-        self._held_bytes += held.num_bytes - (0 if before is None else before.num_bytes)
+        self._count_uses(held, 1)
+        if before is not None:
+            self._count_uses(before, -1)
 
     def _pop(self, rid: str) -> HeldLease | None:
         held = self._held.pop(rid, None)
         if held is not None:
-            self._held_bytes -= held.num_bytes
+            self._count_uses(held, -1)
         return held
+
+    def _count_uses(self, held: HeldLease, step: int) -> None:
+        for key, num_bytes in held.segments.items():
+            was_held = key in self._uses
+            self._uses[key] += step
+            if not self._uses[key]:
+                del self._uses[key]
+            self._held_bytes += num_bytes * ((key in self._uses) - was_held)
 
     def _note_miss(self, rid: str, run: KeyRun) -> None:
         now_s = self._clock()
