@@ -231,6 +231,29 @@ def test_what_is_too_much_for_one_is_not_given_to_those_behind_it(rig: Rig) -> N
     rig.assert_nothing_is_held()
 
 
+def test_what_waits_below_dram_is_prefetched_when_there_is_room(rig: Rig, clock: Clock) -> None:
+    put_in_dram(rig, "a", 0, 4)
+    put_below(rig.ssd, "b", 0, 4)
+    put_below(rig.ssd, "c", 0, 1)
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock, max_ahead_bytes=sum(SIZES))
+    for _ in range(2):
+        with waiting.looking_ahead():
+            found = [promise(waiting, name, page_keys(name, 0, 4)) for name in "abc"]
+        # "c" would fit, but "b" comes before it.
+        assert found == [4, 4, 0]
+        assert rig.store.stats().fetched_segments == 0
+    waiting.release("a")
+    with waiting.looking_ahead():
+        # No lookup is needed for it.
+        pass
+    wait_until_read(rig)
+    held = waiting.take("b")
+    assert held is not None
+    assert held.lease.is_in_dram
+    rig.store.release(held.lease)
+    rig.assert_nothing_is_held()
+
+
 def test_a_segment_that_requests_share_counts_once(rig: Rig) -> None:
     put_in_dram(rig, "c", 0, 4)
     waiting = WaitingLeases(rig.store, ServedModel(MODEL), max_ahead_bytes=sum(SIZES))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from krul_backend.segment import TokenIds
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import Lease
+from krul_backend.tiers.common.interface import DRAM_TIER, Lease
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
 from krul_sglang.engine.common.served_model import ServedModel
 
@@ -76,6 +76,13 @@ class HeldLease:
             (piece.tier, piece.segment_id): sum(piece.header.layer_num_bytes) for piece in self.lease.slices
         }
 
+    @cached_property
+    def pinned(self) -> dict[tuple[str, int], int]:
+        """Those of ``segments`` that are in DRAM, or on their way there: they cannot be evicted."""
+        if self.num_renewals:
+            return self.segments
+        return {key: num_bytes for key, num_bytes in self.segments.items() if key[0] == DRAM_TIER}
+
     def num_pages(self, page_size: int) -> int:
         """How many of the request's pages can be restored."""
         if self.moved is None:
@@ -91,10 +98,11 @@ class WaitingLeases:
     lies below DRAM is prefetched, and the lease is renewed until all of it is in DRAM, so that the load is
     planned for DRAM. If the store had nothing, it is asked again after ``RETRY_MISS_S``.
 
-    What is held cannot be evicted. So lookups ahead hold at most ``max_ahead_bytes``, or one lease that is
-    larger, a segment that requests share counted once. The first that would be too much ends the lookups of
-    its round, so that later ones do not take its place. And the last in the queue lose what they hold when a
-    request that is admitted finds no room in DRAM.
+    What is held in DRAM cannot be evicted. So lookups ahead pin at most ``max_ahead_bytes`` there, or one
+    lease that is larger, a segment that requests share counted once. The first that would be too much ends
+    the lookups of its round, so that later ones do not take its place; what it has below DRAM is held there,
+    and prefetched as soon as there is room. And the last in the queue lose what they hold when a request that
+    is admitted finds no room in DRAM.
 
     ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
     """
@@ -117,9 +125,9 @@ class WaitingLeases:
         self._clock = clock
         # By request id, in the order in which they were first looked up.
         self._held: dict[str, HeldLease] = {}
-        # How many leases hold each segment, and the bytes of all these segments.
-        self._uses: Counter[tuple[str, int]] = Counter()
-        self._held_bytes = 0
+        # How many leases pin each segment in DRAM, and the bytes of all these segments.
+        self._pins: Counter[tuple[str, int]] = Counter()
+        self._pinned_bytes = 0
         # By request id, the oldest first: of which run the store had nothing, and when it was asked.
         self._missed: dict[str, tuple[KeyRun, float]] = {}
 
@@ -135,12 +143,13 @@ class WaitingLeases:
     def looking_ahead(self) -> Iterator[None]:
         """Calls of ``hold`` within are for requests that this scheduling round has not admitted.
 
-        What was fetched before for such requests, and found no room, is fetched again.
+        What such requests hold below DRAM, because there was no room, is prefetched.
         """
-        for rid, held in list(self._held.items()):
-            if held.num_renewals:
-                self._keep(rid, self._promote_to_dram(held))
         self._is_ahead, self._is_full = True, False
+        for rid, held in list(self._held.items()):
+            promoted = self._promote_ahead(rid, held)
+            if promoted is not held:
+                self._keep(rid, promoted)
         try:
             yield
         finally:
@@ -161,7 +170,7 @@ class WaitingLeases:
         run = KeyRun.of(page_keys)
         held, missed = self._held.get(rid), self._missed.get(rid)
         if held is not None and held.run == run:
-            held = self._promote_to_dram(held)
+            held = self._promote_ahead(rid, held) if self._is_ahead else self._promote_to_dram(held)
         elif missed is not None and missed[0] == run and self._clock() < missed[1] + RETRY_MISS_S:
             return 0
         else:
@@ -173,12 +182,11 @@ class WaitingLeases:
                 self._note_miss(rid, run)
                 return 0
             if self._is_ahead:
-                more = sum(num_bytes for key, num_bytes in held.segments.items() if key not in self._uses)
-                if self._held and self._held_bytes + more > self._max_ahead_bytes:
+                if not self._has_room(rid, held.pinned):
                     self._is_full = True
                     self._store.release(held.lease)
                     return 0
-                held = self._promote_to_dram(held)
+                held = self._promote_ahead(rid, held)
         self._keep(rid, held)
         return held.num_pages(self._model.identity.page_size)
 
@@ -238,23 +246,37 @@ class WaitingLeases:
         before = self._held.get(rid)
         # In its place in the order, if it has one.
         self._held[rid] = held
-        self._count_uses(held, 1)
+        self._count_pins(held, 1)
         if before is not None:
-            self._count_uses(before, -1)
+            self._count_pins(before, -1)
 
     def _pop(self, rid: str) -> HeldLease | None:
         held = self._held.pop(rid, None)
         if held is not None:
-            self._count_uses(held, -1)
+            self._count_pins(held, -1)
         return held
 
-    def _count_uses(self, held: HeldLease, step: int) -> None:
-        for key, num_bytes in held.segments.items():
-            was_held = key in self._uses
-            self._uses[key] += step
-            if not self._uses[key]:
-                del self._uses[key]
-            self._held_bytes += num_bytes * ((key in self._uses) - was_held)
+    def _count_pins(self, held: HeldLease, step: int) -> None:
+        for key, num_bytes in held.pinned.items():
+            was_pinned = key in self._pins
+            self._pins[key] += step
+            if not self._pins[key]:
+                del self._pins[key]
+            self._pinned_bytes += num_bytes * ((key in self._pins) - was_pinned)
+
+    def _has_room(self, rid: str, segments: Mapping[tuple[str, int], int]) -> bool:
+        """Whether a request that waits may pin these segments, too; it may if no other one pins any."""
+        more = sum(num_bytes for key, num_bytes in segments.items() if key not in self._pins)
+        before = self._held.get(rid)
+        of_others = self._pinned_bytes - (0 if before is None else sum(before.pinned.values()))
+        return of_others <= 0 or self._pinned_bytes + more <= self._max_ahead_bytes
+
+    def _promote_ahead(self, rid: str, held: HeldLease) -> HeldLease:
+        if not held.num_renewals and not held.lease.is_in_dram:
+            self._is_full = self._is_full or not self._has_room(rid, held.segments)
+            if self._is_full:
+                return held
+        return self._promote_to_dram(held)
 
     def _note_miss(self, rid: str, run: KeyRun) -> None:
         now_s = self._clock()
