@@ -6,6 +6,7 @@ other module asks which kind of device it has.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -17,6 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
+BACKGROUND_NICENESS = 10
+"""Of threads whose work nobody waits for, where they share cores with forwards: they get a tenth of a core
+that a forward wants, too."""
 
 
 class Device:
@@ -81,6 +86,13 @@ class Device:
         On a CPU the thread uses one core from now on, to leave the others to the forward.
         """
         self._module.set_device(self.torch_device)
+
+    def bind_background_thread(self) -> None:
+        """As ``bind_thread``; on a CPU the thread also gives way to those that compute for requests."""
+        self.bind_thread()
+        if self.shares_cores:
+            # Linux keeps a priority per thread.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
 
     def as_current(self) -> AbstractContextManager[Any]:
         """The calling thread's current device is this one inside, and the one before it afterwards."""

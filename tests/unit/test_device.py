@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from krul_backend.device import Device, StreamClock
+from krul_backend.device import BACKGROUND_NICENESS, Device, StreamClock
 from krul_sglang.engine.cache.store_connection import lock_arena
 from krul_sglang.engine.common.kv_pool import DevicePool
 from tests.support.engine_builders import PATIENCE_S, in_threads
@@ -58,6 +59,17 @@ def test_what_each_device_is_called(strict: StrictDevice) -> None:
     assert Device(CPU).name == "cpu"
     assert strict.name == f"strict {INDEX}"
     assert (Device(CPU).shares_cores, strict.shares_cores) == (True, False)
+
+
+def test_a_background_thread_of_a_cpu_gives_way_to_others() -> None:
+    def bind() -> tuple[int, int]:
+        Device(CPU).bind_background_thread()
+        return torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    with in_threads() as start:
+        assert start(bind).result(PATIENCE_S) == (1, before + BACKGROUND_NICENESS)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_a_bound_thread_of_a_cpu_works_on_one_core_and_others_are_not_changed() -> None:

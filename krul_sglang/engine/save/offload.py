@@ -104,7 +104,7 @@ class TurnOffloader:
         self._device = pool.streams
         self._stream = self._device.new_stream()
         self._worker = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="krul-offload", initializer=self._device.bind_thread
+            max_workers=1, thread_name_prefix="krul-offload", initializer=self._device.bind_background_thread
         )
 
     def submit(self, turn: Turn) -> None:
