@@ -120,6 +120,23 @@ def test_tenants_never_find_each_others_runs(server: ServerProcess) -> None:
     assert ask(server, whole[150:], cache_salt="a").host_tokens > 400
 
 
+def test_two_ranks_move_the_same_turns(one_layer: Path) -> None:
+    options = {"host_memory": "128MiB", "truncation_reuse": True, "planner": "full-load"}
+    args = (*small_krul_server_args(POOL_TOKENS, options), "--tp", "2")
+    prompt = [*SYSTEM, *KEPT, *QUESTION]
+    with ForkedServer(one_layer, args=args, env=STRICT) as ranks:
+        expected = ask(ranks, prompt, cache_salt="computed alone")
+        ask(ranks, [*SYSTEM, *DROPPED, *KEPT], max_new_tokens=1)
+        settled_stats(ranks)
+        push_out(ranks, num_tokens=POOL_TOKENS)
+        found = ask(ranks, prompt)
+        assert found.host_tokens > 600
+        assert settled_stats(ranks)["restore"]["plans"]["moved_loads"] == 1
+        assert found.output_ids == expected.output_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=2e-4)
+        assert_nothing_left_behind(ranks)
+
+
 def test_what_was_computed_on_moved_turns_is_never_taken_for_exact(
     server: ServerProcess, one_layer: Path, daemon: Path
 ) -> None:

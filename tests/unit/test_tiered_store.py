@@ -430,25 +430,36 @@ def test_what_a_load_fetches_is_no_prefetch(rig: Rig) -> None:
     assert (stats.prefetch_useful_bytes, stats.prefetch_wasted_bytes) == (0, 0)
 
 
-def test_a_segment_is_not_prefetched_for_a_few_of_its_pages(rig: Rig) -> None:
+def test_a_segment_below_is_not_found_for_a_few_of_its_pages(rig: Rig) -> None:
     put_below(rig.ssd, "c", 0, 16)
     put_below(rig.ssd, "c", 16, 18)
     for num_pages, expected in ((1, 0), (2, 2)):
         keys = page_keys("c", 0, num_pages)
         assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == expected
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
-    # Nor is what a load asks for left out, however little it is.
     put_below(rig.ssd, "d", 0, 16)
-    lease = lease_pages(rig.store, "d", 0, 1)
-    assert lease is not None
-    rig.store.fetch(lease)
-    wait_until(lambda: rig.store.stats().fetched_segments == 2)
+    assert lease_pages(rig.store, "d", 0, 1) is None
+    lease = lease_pages(rig.store, "d", 0, 2)
+    assert tiers_of(lease) == [("ssd", 2)]
+    rig.store.release(lease)
     # The first page of many prompts, and all that follows it in one of them.
     put_below(rig.ssd, "e", 0, 32)
     put_below(rig.ssd, "f", 1, 5)
     keys = (*page_keys("e", 0, 1), *page_keys("f", 1, 5))
     assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 5
-    wait_until(lambda: rig.store.stats().fetched_segments == 4)
+    wait_until(lambda: rig.store.stats().fetched_segments == 3)
+    rig.assert_nothing_is_held()
+
+
+def test_what_comes_before_a_segment_that_is_hardly_used_is_found(rig: Rig) -> None:
+    put_in_dram(rig, "c", 0, 3)
+    put_below(rig.ssd, "c", 3, 20)
+    put_in_dram(rig, "c", 20, 22)
+    lease = lease_pages(rig.store, "c", 0, 5)
+    assert tiers_of(lease) == [("dram", 3)]
+    rig.store.release(lease)
+    lease = lease_pages(rig.store, "c", 0, 22)
+    assert tiers_of(lease) == [("dram", 3), ("ssd", 17), ("dram", 2)]
     rig.store.release(lease)
     rig.assert_nothing_is_held()
 

@@ -89,7 +89,8 @@ class KVStore(Protocol):
         it ended. The prefix ends before a page whose token ids or position contradict its key, which is
         counted in ``token_mismatches``. Returns None if not one page is usable. A lease counts as use: its
         segments become the most recently used ones. A page is found whether or not every layer holds its
-        tokens: see the headers. **Bytes are not verified here**: see ``SegmentSlice.checksums``.
+        tokens: see the headers. What lies in a lower tier is left out if next to nothing of its segment would
+        be used. **Bytes are not verified here**: see ``SegmentSlice.checksums``.
 
         Raises:
             ValueError: if ``token_ids`` does not have ``len(page_keys) * page_size`` elements.
@@ -111,8 +112,7 @@ class KVStore(Protocol):
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Prefetched:
         """Start to read into DRAM what ``lease`` would find in lower tiers.
 
-        Stops where DRAM has no room, and where next to nothing of a segment would be used. Arguments as for
-        ``lease``.
+        Stops where DRAM has no room. Arguments as for ``lease``.
         """
 
     @abstractmethod

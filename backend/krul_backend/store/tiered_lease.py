@@ -14,6 +14,10 @@ from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram.host_store import HostStore
 
+LEAST_USED_SHARE = 1 / 8
+"""Lower tiers read segments whole. None is read of which less would be used, all that follows it included:
+many prompts share their first page, and computing it is sooner than reading a whole conversation."""
+
 
 @dataclass(frozen=True, eq=False)
 class LowerPart:
@@ -29,6 +33,11 @@ class LowerPart:
     @property
     def num_pages(self) -> int:
         return self.run.num_pages
+
+    @property
+    def least_num_pages(self) -> float:
+        """With fewer pages from this part on, a prefix is not worth reading it."""
+        return LEAST_USED_SHARE * len(self.run.segment.manifest.page_keys)
 
     @property
     def slices(self) -> tuple[SegmentSlice, ...]:
@@ -77,6 +86,8 @@ def release_parts(host: HostStore, parts: Sequence[Part]) -> None:
 class PrefixWalk:
     """Finds and holds the longest prefix of one request over all tiers.
 
+    It ends before a segment of a lower tier of which too little would be used (``LEAST_USED_SHARE``).
+
     ``token_ids``: ``[len(page_keys) * page_size]``, the tokens that the keys stand for.
 
     ::
@@ -115,6 +126,7 @@ class PrefixWalk:
             self._extend_in_dram()
             while self._at < len(self._page_keys) and self._extend_below():
                 self._extend_in_dram()
+            self._drop_little_used()
         except BaseException:
             release_parts(self._host, self._parts)
             raise
@@ -152,6 +164,16 @@ class PrefixWalk:
             if runs:
                 return True
         return False
+
+    def _drop_little_used(self) -> None:
+        num_pages = sum(part.num_pages for part in self._parts)
+        for number, part in enumerate(self._parts):
+            # With this part all later ones become useful.
+            if isinstance(part, LowerPart) and num_pages < part.least_num_pages:
+                release_parts(self._host, self._parts[number:])
+                del self._parts[number:]
+                break
+            num_pages -= part.num_pages
 
     def _advance(self, num_pages: int, start_token: int, end_page: int) -> None:
         self._at += num_pages

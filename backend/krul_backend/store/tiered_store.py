@@ -40,10 +40,6 @@ from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 logger = logging.getLogger(__name__)
 
-LEAST_PREFETCHED_SHARE = 1 / 8
-"""Segments are read whole. For a request that only waits none is read of which less would be used: many
-prompts share their first page, and reading a whole conversation for it takes the time of the disk."""
-
 
 class TieredStore(KVStore):
     """Commits segments to DRAM, copies them to every lower tier later, and fetches them from there.
@@ -154,10 +150,6 @@ class TieredStore(KVStore):
         try:
             for i, part in enumerate(parts):
                 if isinstance(part, LowerPart):
-                    # With this part all later ones become useful.
-                    num_pages = sum(each.num_pages for each in parts[i:])
-                    if num_pages < LEAST_PREFETCHED_SHARE * len(part.run.segment.manifest.page_keys):
-                        break
                     parts[i] = self._fetcher.bring(part, began_at, is_prefetch=True)
         except TierReadError as error:
             # Later pages of the conversation are of no use without these.
