@@ -239,18 +239,19 @@ def test_what_waits_below_dram_is_prefetched_when_there_is_room(rig: Rig, clock:
     for _ in range(2):
         with waiting.looking_ahead():
             found = [promise(waiting, name, page_keys(name, 0, 4)) for name in "abc"]
-        # "c" would fit, but "b" comes before it.
-        assert found == [4, 4, 0]
+        assert found == [4, 4, 1]
         assert rig.store.stats().fetched_segments == 0
     waiting.release("a")
     with waiting.looking_ahead():
-        # No lookup is needed for it.
+        # No lookup is needed for the next one in the queue.
         pass
-    wait_until_read(rig)
+    wait_until_read(rig, num_holds=1)
+    assert rig.store.stats().fetched_segments == 1
     held = waiting.take("b")
     assert held is not None
     assert held.lease.is_in_dram
     rig.store.release(held.lease)
+    waiting.release("c")
     rig.assert_nothing_is_held()
 
 

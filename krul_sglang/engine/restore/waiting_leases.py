@@ -99,10 +99,10 @@ class WaitingLeases:
     planned for DRAM. If the store had nothing, it is asked again after ``RETRY_MISS_S``.
 
     What is held in DRAM cannot be evicted. So lookups ahead pin at most ``max_ahead_bytes`` there, or one
-    lease that is larger, a segment that requests share counted once. The first that would be too much ends
-    the lookups of its round, so that later ones do not take its place; what it has below DRAM is held there,
-    and prefetched as soon as there is room. And the last in the queue lose what they hold when a request that
-    is admitted finds no room in DRAM.
+    lease that is larger, a segment that requests share counted once. After the first that would be too much
+    none pins more, so that later ones do not take its place. What they have below DRAM is held there, and
+    prefetched in order as soon as there is room. And the last in the queue lose what they hold when a request
+    that is admitted finds no room in DRAM.
 
     ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
     """
@@ -175,15 +175,12 @@ class WaitingLeases:
             return 0
         else:
             self.release(rid)
-            if self._is_ahead and self._is_full:
-                return 0
             held = self._lease(run, page_keys, token_ids, find_run)
             if held is None:
                 self._note_miss(rid, run)
                 return 0
             if self._is_ahead:
-                if not self._has_room(rid, held.pinned):
-                    self._is_full = True
+                if not held.pinned.keys() <= self._pins.keys() and not self._may_pin(rid, held.pinned):
                     self._store.release(held.lease)
                     return 0
                 held = self._promote_ahead(rid, held)
@@ -264,18 +261,21 @@ class WaitingLeases:
                 del self._pins[key]
             self._pinned_bytes += num_bytes * ((key in self._pins) - was_pinned)
 
-    def _has_room(self, rid: str, segments: Mapping[tuple[str, int], int]) -> bool:
-        """Whether a request that waits may pin these segments, too; it may if no other one pins any."""
+    def _may_pin(self, rid: str, segments: Mapping[tuple[str, int], int]) -> bool:
+        """Whether a request that waits may pin these segments, too; it may if no other one pins any.
+
+        If not, none behind it may in this round.
+        """
         more = sum(num_bytes for key, num_bytes in segments.items() if key not in self._pins)
         before = self._held.get(rid)
         of_others = self._pinned_bytes - (0 if before is None else sum(before.pinned.values()))
-        return of_others <= 0 or self._pinned_bytes + more <= self._max_ahead_bytes
+        has_room = of_others <= 0 or self._pinned_bytes + more <= self._max_ahead_bytes
+        self._is_full = self._is_full or not has_room
+        return not self._is_full
 
     def _promote_ahead(self, rid: str, held: HeldLease) -> HeldLease:
-        if not held.num_renewals and not held.lease.is_in_dram:
-            self._is_full = self._is_full or not self._has_room(rid, held.segments)
-            if self._is_full:
-                return held
+        if not held.num_renewals and not held.lease.is_in_dram and not self._may_pin(rid, held.segments):
+            return held
         return self._promote_to_dram(held)
 
     def _note_miss(self, rid: str, run: KeyRun) -> None:
