@@ -7,7 +7,14 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-from krul_sglang.engine.cache.radix_cache import MAX_LOOKED_UP_AHEAD, KrulLinkerWrapper
+import numpy as np
+
+from krul_sglang.engine.cache.radix_cache import (
+    MAX_LOOKED_UP_AHEAD,
+    KrulLinkerWrapper,
+    _PathEnd,
+    _PendingTurn,
+)
 
 POOL_TOKENS = 1000
 
@@ -18,8 +25,13 @@ class Queue:
     def __init__(self) -> None:
         self.looked_up: list[str] = []
         self.wrapper: Any = KrulLinkerWrapper.__new__(KrulLinkerWrapper)
-        self.wrapper.cache = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(size=POOL_TOKENS))
-        self.wrapper.cache_linker = SimpleNamespace(looking_ahead=nullcontext)
+        self.released: list[str] = []
+        self.wrapper.cache = SimpleNamespace(
+            token_to_kv_pool_allocator=SimpleNamespace(size=POOL_TOKENS),
+            tree_core=SimpleNamespace(finish_external_linker_offload=lambda *args: None),
+            dec_lock_ref=lambda *args: None,
+        )
+        self.wrapper.cache_linker = SimpleNamespace(looking_ahead=nullcontext, release=self.released.append)
 
     def request(self, rid: str, num_tokens: int) -> Any:
         def look_up(cache: Any, *, cow_mamba: bool) -> None:
@@ -30,6 +42,12 @@ class Queue:
         return SimpleNamespace(
             rid=rid, origin_input_ids=ids[:-1], output_ids=ids[-1:], init_next_round_input=look_up
         )
+
+    def stored(self, token_ids: Sequence[int]) -> None:
+        """A turn of pages of 4 tokens has been stored."""
+        end = _PathEnd.of(np.asarray(token_ids, dtype=np.int32), page_size=4)
+        self.wrapper.pending_offloads = [_PendingTurn(1, None, path_end=end)]
+        self.wrapper.commit_completed_offloads([True])
 
     def round(self, *sizes: tuple[str, int]) -> Sequence[str]:
         """A scheduling round that leaves these requests waiting; returns which are looked up."""
@@ -54,6 +72,21 @@ def test_the_next_two_are_looked_up_again_when_the_queue_moves() -> None:
     assert queue.round(*waiting[1:]) == ()
     assert queue.round(*waiting[4:]) == ("e", "f")
     assert queue.round(*waiting[5:]) == ("f",)
+
+
+def test_a_prompt_that_goes_on_from_a_turn_is_looked_up_again_when_that_is_stored() -> None:
+    queue = Queue()
+    waiting = [("a", 100), ("b", 3), ("c", 9), ("d", 8)]
+    queue.round(*waiting)
+    queue.stored(list(range(8)))
+    assert queue.round(*waiting) == ("a", "c")
+    assert queue.released == ["a", "c"]
+    assert queue.round(*waiting) == ()
+    # Other tokens, or the same ones elsewhere.
+    queue.stored([0, 1, 2, 3, 4, 5, 6, 8])
+    queue.stored([9, 0, 1, 2, 3, 4, 5, 6])
+    assert queue.round(*waiting) == ()
+    assert queue.released == ["a", "c"]
 
 
 def test_as_many_as_left_the_queue_are_looked_up_again() -> None:

@@ -26,7 +26,7 @@ def cache() -> Any:
     """A turn in the tree and one of a session, 48 tokens of its record, wait to be stored."""
     cache: Any = KrulRadixCache.__new__(KrulRadixCache)
     cache.linker = KrulLinkerWrapper.__new__(KrulLinkerWrapper)
-    cache.linker.pending_offloads = [_PendingTurn(1, None), _PendingTurn(2, None, (), RECORD, 48)]
+    cache.linker.pending_offloads = [_PendingTurn(1, None), _PendingTurn(2, None, kv=RECORD, num_tokens=48)]
     return cache
 
 

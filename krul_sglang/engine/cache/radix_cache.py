@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from krul_backend.segment import TokenIds
 from krul_sglang.engine.cache.linker import KrulLinker
 from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.moved_runs import MOVED_TOKENS, MovedRun, moved_key
@@ -30,6 +31,22 @@ MAX_LOOKED_UP_AHEAD = 16
 """Requests that are looked up ahead in one scheduling round: running ones wait for it."""
 
 
+class _PathEnd(NamedTuple):
+    """Where a path of whole pages ends, and the tokens of its last page."""
+
+    num_tokens: int
+    page_tokens: list[int]
+
+    @classmethod
+    def of(cls, token_ids: TokenIds, page_size: int) -> _PathEnd:
+        return cls(len(token_ids), token_ids[-page_size:].tolist())
+
+    def is_passed_by(self, token_ids: Sequence[int]) -> bool:
+        """Whether a prompt has this page at its place: in all likelihood it goes on from the path."""
+        begin = self.num_tokens - len(self.page_tokens)
+        return list(token_ids[begin : self.num_tokens]) == self.page_tokens
+
+
 class _PendingTurn(NamedTuple):
     """A turn that is being stored; its first fields are those of SGLang's own pending offloads.
 
@@ -40,6 +57,7 @@ class _PendingTurn(NamedTuple):
     lock_node_id: Any
     lock_params: Any
     publish_node_ids: Sequence[Any] = ()
+    path_end: _PathEnd | None = None
     kv: Any = None
     num_tokens: int = 0
 
@@ -59,19 +77,22 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
     cache_linker: KrulLinker
     _probe_candidate: _ProbeCandidate | None = None
     _seen_ahead: tuple[str, ...] = ()
+    _stored_ends: tuple[_PathEnd, ...] = ()
 
     def look_ahead(self, queue: Iterable[Any]) -> None:
         """Look up the requests that wait next, so that what is stored of them is in DRAM in time.
 
         ``queue``: SGLang's waiting requests, the next one first. It looks up itself only those that it tries
         to admit: none while a batch is full. The window is what the device pool could hold. Each is looked up
-        once, and again when it has come to the front; if many have come at once, some of them in each round.
+        once, again when the turn before it has been stored, and again when it has come to the front; if many
+        have come at once, some of them in each round.
         All this depends on nothing that may differ between ranks, because they look up together.
         """
         num_tokens = num_lookups = num_again = 0
         seen: list[str] = []
         before = self._seen_ahead
         known = frozenset(before)
+        stored, self._stored_ends = self._stored_ends, ()
         with self.cache_linker.looking_ahead():
             for req in queue:
                 num_tokens += len(req.origin_input_ids) + len(req.output_ids)
@@ -80,7 +101,11 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
                 if not seen and before[:1] != (req.rid,):
                     num_left = before.index(req.rid) if req.rid in known else 0
                     num_again = max(num_left, NUM_LOOKED_UP_AGAIN)
-                if len(seen) < num_again or req.rid not in known:
+                is_longer = any(end.is_passed_by(req.origin_input_ids) for end in stored)
+                if is_longer:
+                    # The store is asked anew, not only whether what it had is in DRAM by now.
+                    self.cache_linker.release(req.rid)
+                if is_longer or len(seen) < num_again or req.rid not in known:
                     if num_lookups == MAX_LOOKED_UP_AHEAD:
                         break
                     num_lookups += 1
@@ -199,7 +224,14 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         except BaseException:
             self.cache.dec_lock_ref(node, lock_params)
             raise
-        self.pending_offloads.append(_PendingTurn(node, lock_params, (), kv, num_tokens))
+        end = _PathEnd.of(path.token_ids, self.cache.page_size)
+        self.pending_offloads.append(_PendingTurn(node, lock_params, (), end, kv, num_tokens))
+
+    def commit_completed_offloads(self, successes: Sequence[bool]) -> None:
+        """Unlock the nodes of turns, as SGLang does, and note where those turns end."""
+        ends = (pending.path_end for pending in self.pending_offloads[: len(successes)])
+        self._stored_ends += tuple(end for end in ends if end is not None)
+        super().commit_completed_offloads(successes)
 
     def is_reading(self, kv: Any, ranges: Sequence[tuple[int, int]]) -> bool:
         """Whether a turn that is being stored still reads these ranges of a session's record ``kv``."""
