@@ -64,14 +64,14 @@ def test_each_is_looked_up_once_in_the_order_of_the_queue() -> None:
     assert queue.round(*waiting) == ("e",)
 
 
-def test_the_next_two_are_looked_up_again_when_the_queue_moves() -> None:
+def test_the_next_four_are_looked_up_again_when_the_queue_moves() -> None:
     queue = Queue()
-    waiting = [(name, 100) for name in "abcdef"]
-    queue.round(*waiting[:5])
-    assert queue.round(*waiting[1:]) == ("b", "c", "f")
+    waiting = [(name, 100) for name in "abcdefgh"]
+    queue.round(*waiting[:7])
+    assert queue.round(*waiting[1:]) == ("b", "c", "d", "e", "h")
     assert queue.round(*waiting[1:]) == ()
-    assert queue.round(*waiting[4:]) == ("e", "f")
-    assert queue.round(*waiting[5:]) == ("f",)
+    assert queue.round(*waiting[6:]) == ("g", "h")
+    assert queue.round(*waiting[7:]) == ("h",)
 
 
 def test_a_prompt_that_goes_on_from_a_turn_is_looked_up_again_when_that_is_stored() -> None:
@@ -89,13 +89,13 @@ def test_a_prompt_that_goes_on_from_a_turn_is_looked_up_again_when_that_is_store
     assert queue.released == ["a", "c"]
 
 
-def test_as_many_as_left_the_queue_are_looked_up_again() -> None:
+def test_twice_as_many_as_left_the_queue_are_looked_up_again() -> None:
     queue = Queue()
-    waiting = [(name, 100) for name in "abcdefgh"]
+    waiting = [(name, 10) for name in "abcdefghijkl"]
     queue.round(*waiting)
-    assert queue.round(*waiting[3:]) == ("d", "e", "f")
+    assert queue.round(*waiting[3:]) == ("d", "e", "f", "g", "h", "i")
     assert queue.round(*waiting[3:]) == ()
-    assert queue.round(("x", 100), *waiting[3:]) == ("x", "d")
+    assert queue.round(("x", 10), *waiting[3:]) == ("x", "d", "e", "f")
 
 
 def test_the_window_is_what_the_device_pool_could_hold() -> None:

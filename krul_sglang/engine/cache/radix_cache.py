@@ -23,9 +23,9 @@ from krul_sglang.engine.restore.restore_path import ReturningRequest
 from krul_sglang.engine.save.turn import StoredPath, TurnOwner, owner_of
 from krul_sglang.hints import tenant_of
 
-NUM_LOOKED_UP_AGAIN = 2
-"""Requests at the front of the queue that are looked up again when it moves, or as many as have left it if
-those were more: there may be room by now."""
+NUM_LOOKED_UP_AGAIN = 4
+"""Requests at the front of the queue that are looked up again when it moves, or twice as many as have left it
+if that is more: there may be room by now, or what was on the device is not there any more."""
 
 MAX_LOOKED_UP_AHEAD = 16
 """Requests that are looked up ahead in one scheduling round: running ones wait for it."""
@@ -100,7 +100,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
                     break
                 if not seen and before[:1] != (req.rid,):
                     num_left = before.index(req.rid) if req.rid in known else 0
-                    num_again = max(num_left, NUM_LOOKED_UP_AGAIN)
+                    num_again = max(2 * num_left, NUM_LOOKED_UP_AGAIN)
                 is_longer = any(end.is_passed_by(req.origin_input_ids) for end in stored)
                 if is_longer:
                     # The store is asked anew, not only whether what it had is in DRAM by now.

@@ -99,10 +99,9 @@ class WaitingLeases:
     planned for DRAM. If the store had nothing, it is asked again after ``RETRY_MISS_S``.
 
     What is held in DRAM cannot be evicted. So lookups ahead pin at most ``max_ahead_bytes`` there, or one
-    lease that is larger, a segment that requests share counted once. After the first that would be too much
-    none pins more, so that later ones do not take its place. What they have below DRAM is held there, and
-    prefetched in order as soon as there is room. And the last in the queue lose what they hold when a request
-    that is admitted finds no room in DRAM.
+    lease that is larger, a segment that requests share counted once. What would be too much stays held on its
+    tier, and is prefetched as soon as there is room; nothing that was looked up after it is prefetched before
+    it. The last in the queue lose what they hold when a request that is admitted finds no room in DRAM.
 
     ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
     """
@@ -174,16 +173,9 @@ class WaitingLeases:
         elif missed is not None and missed[0] == run and self._clock() < missed[1] + RETRY_MISS_S:
             return 0
         else:
-            self.release(rid)
-            held = self._lease(run, page_keys, token_ids, find_run)
+            held = self._lease_anew(rid, run, page_keys, token_ids, find_run)
             if held is None:
-                self._note_miss(rid, run)
                 return 0
-            if self._is_ahead:
-                if not held.pinned.keys() <= self._pins.keys() and not self._may_pin(rid, held.pinned):
-                    self._store.release(held.lease)
-                    return 0
-                held = self._promote_ahead(rid, held)
         self._keep(rid, held)
         return held.num_pages(self._model.identity.page_size)
 
@@ -213,6 +205,35 @@ class WaitingLeases:
     def release_all(self) -> None:
         for rid in [*self._held, *self._missed]:
             self.release(rid)
+
+    def _lease_anew(
+        self,
+        rid: str,
+        run: KeyRun,
+        page_keys: Sequence[str],
+        token_ids: Callable[[], TokenIds],
+        find_run: FindRun | None,
+    ) -> HeldLease | None:
+        """A lease in place of the one that is held, if any; None if nothing is found, or too much for now."""
+        self._missed.pop(rid, None)
+        before = self._pop(rid)
+        try:
+            held = self._lease(run, page_keys, token_ids, find_run)
+        finally:
+            if before is not None:
+                self._store.release(before.lease)
+        if held is None:
+            self._note_miss(rid, run)
+        elif before is not None and before.pinned:
+            # The prompt's prefix on the device has changed. It keeps its place in DRAM.
+            held = self._promote_to_dram(held)
+        elif self._is_ahead:
+            if not self._has_room(rid, held.pinned):
+                self._is_full = True
+                self._store.release(held.lease)
+                return None
+            held = self._promote_ahead(rid, held)
+        return held
 
     def _lease(
         self,
@@ -261,21 +282,18 @@ class WaitingLeases:
                 del self._pins[key]
             self._pinned_bytes += num_bytes * ((key in self._pins) - was_pinned)
 
-    def _may_pin(self, rid: str, segments: Mapping[tuple[str, int], int]) -> bool:
-        """Whether a request that waits may pin these segments, too; it may if no other one pins any.
-
-        If not, none behind it may in this round.
-        """
+    def _has_room(self, rid: str, segments: Mapping[tuple[str, int], int]) -> bool:
+        """Whether a request that waits may pin these segments, too; it may if no other one pins any."""
         more = sum(num_bytes for key, num_bytes in segments.items() if key not in self._pins)
         before = self._held.get(rid)
         of_others = self._pinned_bytes - (0 if before is None else sum(before.pinned.values()))
-        has_room = of_others <= 0 or self._pinned_bytes + more <= self._max_ahead_bytes
-        self._is_full = self._is_full or not has_room
-        return not self._is_full
+        return of_others <= 0 or self._pinned_bytes + more <= self._max_ahead_bytes
 
     def _promote_ahead(self, rid: str, held: HeldLease) -> HeldLease:
-        if not held.num_renewals and not held.lease.is_in_dram and not self._may_pin(rid, held.segments):
-            return held
+        if not held.num_renewals and not held.lease.is_in_dram:
+            self._is_full = self._is_full or not self._has_room(rid, held.segments)
+            if self._is_full:
+                return held
         return self._promote_to_dram(held)
 
     def _note_miss(self, rid: str, run: KeyRun) -> None:
