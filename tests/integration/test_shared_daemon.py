@@ -96,7 +96,8 @@ def serve_queue(store: DaemonStore, turns: list[Turn]) -> Counter[str]:
     waiting = WaitingLeases(store, model, max_ahead_bytes=max_ahead_bytes)
     outcomes: Counter[str] = Counter()
     for number, turn in enumerate(turns):
-        with waiting.looking_ahead():
+        with waiting.looking_ahead() as queue:
+            queue += [str(ahead) for ahead in turns[number : number + WINDOW]]
             for ahead in turns[number : number + WINDOW]:
                 waiting.hold(str(ahead), ahead.keys, lambda ahead=ahead: tokens_of(ahead.keys))
         time.sleep(SERVICE_S)

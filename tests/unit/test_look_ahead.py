@@ -31,7 +31,9 @@ class Queue:
             tree_core=SimpleNamespace(finish_external_linker_offload=lambda *args: None),
             dec_lock_ref=lambda *args: None,
         )
-        self.wrapper.cache_linker = SimpleNamespace(looking_ahead=nullcontext, release=self.released.append)
+        self.wrapper.cache_linker = SimpleNamespace(
+            looking_ahead=lambda: nullcontext([]), release=self.released.append
+        )
 
     def request(self, rid: str, num_tokens: int) -> Any:
         def look_up(cache: Any, *, cow_mamba: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -60,6 +61,20 @@ def wait_until_read(rig: Rig, num_segments: int = 1, num_holds: int = 0) -> None
     while rig.ssd.num_holds > num_holds or rig.store.stats().fetched_segments < num_segments:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+def look_ahead(waiting: WaitingLeases, rids: str, keys: Sequence[tuple[str, ...]] = ()) -> list[int]:
+    """What is promised to requests that wait in this order, each named by a letter: its conversation."""
+    with waiting.looking_ahead() as queue:
+        queue += rids
+        keys = keys or [page_keys(rid, 0, 4) for rid in rids]
+        return [promise(waiting, rid, of_rid) for rid, of_rid in zip(rids, keys, strict=True)]
+
+
+def wait_a_round(waiting: WaitingLeases, rids: str) -> None:
+    """A scheduling round that looks up none of the requests that wait."""
+    with waiting.looking_ahead() as queue:
+        queue += rids
 
 
 def promise(waiting: WaitingLeases, rid: str = "r", keys: tuple[str, ...] = KEYS) -> int:
@@ -161,8 +176,7 @@ def test_a_lookup_ahead_fetches_at_once_and_is_renewed_like_any(
     rig: Rig, waiting: WaitingLeases, clock: Clock
 ) -> None:
     put_below(rig.ssd, "c", 0, 4)
-    with waiting.looking_ahead():
-        assert promise(waiting) == 4
+    assert look_ahead(waiting, "r", [KEYS]) == [4]
     wait_until_read(rig)
     clock.now_s += RENEW_INTERVAL_S
     assert promise(waiting) == 4
@@ -179,14 +193,12 @@ def test_what_found_no_room_is_fetched_when_there_is_some(
     put_below(rig.ssd, "c", 0, 4)
     reservation = rig.host.reserve((64 * 64,))
     assert reservation is not None
-    with waiting.looking_ahead():
-        assert promise(waiting) == 4
-        assert rig.store.stats().failed_fetches == 1
+    assert look_ahead(waiting, "r", [KEYS]) == [4]
+    assert rig.store.stats().failed_fetches == 1
     rig.host.abort(reservation)
     clock.now_s += RETRY_ROOM_S
-    with waiting.looking_ahead():
-        # Nobody has to ask for it again.
-        pass
+    # Nobody has to ask for it again.
+    wait_a_round(waiting, "r")
     wait_until_read(rig)
     clock.now_s += RENEW_INTERVAL_S
     assert promise(waiting) == 4
@@ -204,8 +216,7 @@ def test_lookups_ahead_hold_no_more_than_they_may(rig: Rig, num_segments: float,
     (num_bytes, *_) = {info.num_bytes for info in rig.store.list_segments()}
     max_ahead_bytes = int(num_segments * num_bytes)
     waiting = WaitingLeases(rig.store, ServedModel(MODEL), max_ahead_bytes=max_ahead_bytes)
-    with waiting.looking_ahead():
-        found = [promise(waiting, name, page_keys(name, 0, 4)) for name in "abc"]
+    found = look_ahead(waiting, "abc")
     assert found == expected
     assert rig.store.stats().num_leases == len(waiting)
     # Not a miss: it is found in its own round.
@@ -220,12 +231,10 @@ def test_what_is_in_dram_is_held_if_it_is_not_too_much(rig: Rig) -> None:
     put_in_dram(rig, "c", 0, 2, (10, 10))
     waiting = WaitingLeases(rig.store, ServedModel(MODEL), max_ahead_bytes=sum(SIZES) + 20)
     for _ in range(2):
-        with waiting.looking_ahead():
-            found = [promise(waiting, name, page_keys(name, 0, 4)) for name in "abc"]
+        found = look_ahead(waiting, "abc")
         assert found == [4, 0, 2]
     waiting.release("a")
-    with waiting.looking_ahead():
-        found = [promise(waiting, name, page_keys(name, 0, 4)) for name in "bc"]
+    found = look_ahead(waiting, "bc")
     assert found == [4, 2]
     waiting.release_all()
     rig.assert_nothing_is_held()
@@ -237,15 +246,12 @@ def test_what_waits_below_dram_is_prefetched_when_there_is_room(rig: Rig, clock:
     put_below(rig.ssd, "c", 0, 1, (10, 10))
     waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock, max_ahead_bytes=sum(SIZES) + 20)
     for _ in range(2):
-        with waiting.looking_ahead():
-            found = [promise(waiting, name, page_keys(name, 0, 4)) for name in "abc"]
+        found = look_ahead(waiting, "abc")
         # "c" would fit, but "b" comes before it.
         assert found == [4, 4, 1]
         assert rig.store.stats().fetched_segments == 0
     waiting.release("a")
-    with waiting.looking_ahead():
-        # No lookup is needed.
-        pass
+    wait_a_round(waiting, "bc")
     wait_until_read(rig, num_segments=2)
     held = waiting.take("b")
     assert held is not None
@@ -261,12 +267,9 @@ def test_a_request_keeps_its_place_in_dram_when_its_prefix_on_the_device_changes
     put_below(rig.ssd, "c", 0, 4)
     put_below(rig.ssd, "d", 0, 4)
     waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock, max_ahead_bytes=sum(SIZES))
-    with waiting.looking_ahead():
-        assert promise(waiting, "c", KEYS[1:]) == 3
-        wait_until_read(rig)
-        assert promise(waiting, "d", page_keys("d", 0, 4)) == 4
-    with waiting.looking_ahead():
-        assert promise(waiting, "c", KEYS) == 4
+    assert look_ahead(waiting, "c", [KEYS[1:]]) == [3]
+    wait_until_read(rig)
+    assert look_ahead(waiting, "cd") == [4, 4]
     assert rig.store.stats().num_leases == 2
     held = waiting.take("c")
     assert held is not None
@@ -279,16 +282,28 @@ def test_a_request_keeps_its_place_in_dram_when_its_prefix_on_the_device_changes
 def test_a_segment_that_requests_share_counts_once(rig: Rig) -> None:
     put_in_dram(rig, "c", 0, 4)
     waiting = WaitingLeases(rig.store, ServedModel(MODEL), max_ahead_bytes=sum(SIZES))
-    with waiting.looking_ahead():
-        assert [promise(waiting, rid, KEYS[: 4 - number]) for number, rid in enumerate("abc")] == [4, 3, 2]
+    assert look_ahead(waiting, "abc", [KEYS, KEYS[:3], KEYS[:2]]) == [4, 3, 2]
     waiting.release("a")
     put_in_dram(rig, "d", 0, 4)
-    with waiting.looking_ahead():
-        assert promise(waiting, "d", page_keys("d", 0, 4)) == 0
+    assert look_ahead(waiting, "d") == [0]
     waiting.release("b")
     waiting.release("c")
-    with waiting.looking_ahead():
-        assert promise(waiting, "d", page_keys("d", 0, 4)) == 4
+    assert look_ahead(waiting, "d") == [4]
+    waiting.release_all()
+    rig.assert_nothing_is_held()
+
+
+def test_the_next_one_gets_the_room_of_those_behind_it(rig: Rig, clock: Clock) -> None:
+    put_in_dram(rig, "a", 0, 4)
+    put_in_dram(rig, "b", 0, 4)
+    put_below(rig.ssd, "c", 0, 4)
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock, max_ahead_bytes=2 * sum(SIZES))
+    assert look_ahead(waiting, "ab") == [4, 4]
+    # It waits before them.
+    assert look_ahead(waiting, "cab") == [4, 4, 4]
+    assert len(waiting) == 2
+    assert waiting.take("b") is None
+    wait_until_read(rig)
     waiting.release_all()
     rig.assert_nothing_is_held()
 
@@ -300,9 +315,8 @@ def test_what_is_admitted_takes_the_room_of_the_last_in_the_queue(clock: Clock, 
     for name in "abc":
         put_below(rig.ssd, name, 0, 4)
     # "c" is looked up last, and admitted first.
-    for number, name in enumerate("abc"):
-        with waiting.looking_ahead():
-            assert promise(waiting, name, page_keys(name, 0, 4)) == 4
+    for number in range(3):
+        assert look_ahead(waiting, "abc"[: number + 1]) == [4] * (number + 1)
         wait_until_read(rig, min(number + 1, num_segments), num_holds=3 - num_segments)
     held = waiting.take("c")
     assert held is not None
@@ -334,8 +348,7 @@ def test_between_two_renewals_the_store_is_left_alone(rig: Rig, waiting: Waiting
 def test_each_renewal_is_later_than_the_one_before(rig: Rig, waiting: WaitingLeases, clock: Clock) -> None:
     put_below(rig.ssd, "c", 0, 4)
     rig.ssd.reads_go_on.clear()
-    with waiting.looking_ahead():
-        promise(waiting)
+    look_ahead(waiting, "r", [KEYS])
     asked_s = [clock.now_s]
     before = lookups(rig)
     for _ in range(200):
@@ -363,7 +376,8 @@ def test_a_renewed_lease_is_never_shorter(
 ) -> None:
     put_below(rig.ssd, "c", 0, 4)
     lease, shorter = rig.store.lease, KEYS[:2]
-    with waiting.looking_ahead():
+    with waiting.looking_ahead() as queue:
+        queue.append("r")
         assert promise(waiting) == 4
         monkeypatch.setattr(
             rig.store, "lease", lambda model, keys, tokens: lease(model, shorter, tokens_of(shorter))

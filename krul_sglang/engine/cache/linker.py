@@ -152,7 +152,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         keys = transfers[0].keys
         return list(range(1, self._waiting.hold(rid, keys, *self._expected.pop(rid)) + 1))
 
-    def looking_ahead(self) -> AbstractContextManager[None]:
+    def looking_ahead(self) -> AbstractContextManager[list[str]]:
         """To be held around lookups of requests that wait: see ``WaitingLeases``."""
         return self._waiting.looking_ahead()
 

@@ -89,11 +89,10 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         All this depends on nothing that may differ between ranks, because they look up together.
         """
         num_tokens = num_lookups = num_again = 0
-        seen: list[str] = []
         before = self._seen_ahead
         known = frozenset(before)
         stored, self._stored_ends = self._stored_ends, ()
-        with self.cache_linker.looking_ahead():
+        with self.cache_linker.looking_ahead() as seen:
             for req in queue:
                 num_tokens += len(req.origin_input_ids) + len(req.output_ids)
                 if seen and num_tokens > self.cache.token_to_kv_pool_allocator.size:

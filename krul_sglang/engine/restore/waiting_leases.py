@@ -100,8 +100,8 @@ class WaitingLeases:
 
     What is held in DRAM cannot be evicted. So lookups ahead pin at most ``max_ahead_bytes`` there, or one
     lease that is larger, a segment that requests share counted once. What would be too much stays held on its
-    tier, and is prefetched as soon as there is room; nothing that was looked up after it is prefetched before
-    it. The last in the queue lose what they hold when a request that is admitted finds no room in DRAM.
+    tier, and is prefetched as soon as there is room. The last in the queue lose what they pin when one before
+    them needs the room, or one that is admitted.
 
     ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
     """
@@ -118,11 +118,11 @@ class WaitingLeases:
     ) -> None:
         self._max_ahead_bytes = max_ahead_bytes
         self._is_ahead = False
-        self._is_full = False
+        # Ids of requests that waited in the last round, the next one first.
+        self._queue: tuple[str, ...] = ()
         self._store = store
         self._model = model
         self._clock = clock
-        # By request id, in the order in which they were first looked up.
         self._held: dict[str, HeldLease] = {}
         # How many leases pin each segment in DRAM, and the bytes of all these segments.
         self._pins: Counter[tuple[str, int]] = Counter()
@@ -139,20 +139,20 @@ class WaitingLeases:
         return len(self._missed)
 
     @contextmanager
-    def looking_ahead(self) -> Iterator[None]:
+    def looking_ahead(self) -> Iterator[list[str]]:
         """Calls of ``hold`` within are for requests that this scheduling round has not admitted.
 
-        What such requests hold below DRAM, because there was no room, is prefetched.
+        The caller appends the ids of those that wait, the next one first, to what this yields. At the end,
+        what they hold below DRAM is prefetched in this order, as far as it may be pinned.
         """
-        self._is_ahead, self._is_full = True, False
-        for rid, held in list(self._held.items()):
-            promoted = self._promote_ahead(rid, held)
-            if promoted is not held:
-                self._keep(rid, promoted)
+        self._is_ahead = True
+        queue: list[str] = []
         try:
-            yield
+            yield queue
         finally:
             self._is_ahead = False
+        self._queue = tuple(queue)
+        self._prefetch()
 
     def hold(
         self,
@@ -169,7 +169,7 @@ class WaitingLeases:
         run = KeyRun.of(page_keys)
         held, missed = self._held.get(rid), self._missed.get(rid)
         if held is not None and held.run == run:
-            held = self._promote_ahead(rid, held) if self._is_ahead else self._promote_to_dram(held)
+            held = held if self._is_ahead else self._promote_to_dram(held)
         elif missed is not None and missed[0] == run and self._clock() < missed[1] + RETRY_MISS_S:
             return 0
         else:
@@ -186,9 +186,8 @@ class WaitingLeases:
         # What has arrived since it was asked last is planned for as what is in DRAM. The rest needs room.
         while held is not None and not held.lease.is_in_dram and (held.num_renewals or self._held):
             held = self._renew(held)
-            if held.found_room or not self._held:
+            if held.found_room or not self._give_back_last(self._queue):
                 break
-            self.give_back(next(reversed(self._held)))
         return held
 
     def give_back(self, rid: str) -> None:
@@ -227,12 +226,9 @@ class WaitingLeases:
         elif before is not None and before.pinned:
             # The prompt's prefix on the device has changed. It keeps its place in DRAM.
             held = self._promote_to_dram(held)
-        elif self._is_ahead:
-            if not self._has_room(rid, held.pinned):
-                self._is_full = True
-                self._store.release(held.lease)
-                return None
-            held = self._promote_ahead(rid, held)
+        elif self._is_ahead and not self._has_room(rid, held.pinned):
+            self._store.release(held.lease)
+            return None
         return held
 
     def _lease(
@@ -262,7 +258,6 @@ class WaitingLeases:
 
     def _keep(self, rid: str, held: HeldLease) -> None:
         before = self._held.get(rid)
-        # In its place in the order, if it has one.
         self._held[rid] = held
         self._count_pins(held, 1)
         if before is not None:
@@ -289,12 +284,27 @@ class WaitingLeases:
         of_others = self._pinned_bytes - (0 if before is None else sum(before.pinned.values()))
         return of_others <= 0 or self._pinned_bytes + more <= self._max_ahead_bytes
 
-    def _promote_ahead(self, rid: str, held: HeldLease) -> HeldLease:
-        if not held.num_renewals and not held.lease.is_in_dram:
-            self._is_full = self._is_full or not self._has_room(rid, held.segments)
-            if self._is_full:
-                return held
-        return self._promote_to_dram(held)
+    def _prefetch(self) -> None:
+        """Prefetch for the requests of the queue, up to the first that finds no room: it gets that of those
+        behind it."""
+        for number, rid in enumerate(self._queue):
+            held = self._held.get(rid)
+            if held is None or held.lease.is_in_dram:
+                continue
+            while not held.num_renewals and not self._has_room(rid, held.segments):
+                if not self._give_back_last(self._queue[number + 1 :]):
+                    return
+            promoted = self._promote_to_dram(held)
+            if promoted is not held:
+                self._keep(rid, promoted)
+
+    def _give_back_last(self, rids: Sequence[str]) -> bool:
+        """End the last lease of these requests that pins anything; False if none does."""
+        for rid in reversed(rids):
+            if rid in self._held and self._held[rid].pinned:
+                self.give_back(rid)
+                return True
+        return False
 
     def _note_miss(self, rid: str, run: KeyRun) -> None:
         now_s = self._clock()
