@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 MAX_TENANTS_OF_SESSIONS = 10_000
 """How many named conversations of tenants are known to be closed by name."""
 
-MAX_AHEAD_SHARE = 0.5
-"""Share of host memory that may be held for requests that wait, so that turns can still be stored."""
+MAX_AHEAD_SHARE = 0.6
+"""Share of host memory that may be pinned for requests that wait, so that turns can still be stored."""
 
 
 class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
