@@ -253,9 +253,9 @@ def test_a_server_stores_natively_until_it_has_bases_and_then_in_them(
         for prompt, before, tolerance in zip(prompts, computed, (1e-3, 1.0), strict=True):
             expected = pytest.approx(np.mean(before.logprobs), abs=tolerance)
             assert restored_logprob(server, prompt, before) == expected
+        text = settled_stats(server)["compression"]["budget"]["text"]
         with urllib.request.urlopen(f"{server.url}/metrics") as page:
             metrics = page.read().decode()
-        text = settled_stats(server)["compression"]["budget"]["text"]
         assert f'krul_text_offset_mean{{tp_rank="0"}} {text["mean_offset"]}' in metrics
         with AdminClient(krul_stats(server)["daemon"]["endpoint"]) as daemon:
             shared = [info for info in daemon.list_segments() if info.codec == "bases"]
@@ -290,7 +290,8 @@ def test_unlike_turns_lead_to_new_bases_and_old_ones_are_still_decoded(
         assert stats["budget"]["unfamiliar_turns"] == 0
         for number in range(9):
             ask(server, random_prompt(("unlike", number), 600), max_new_tokens=2)
-        stats = settled_stats(server)["compression"]
+            # One at a time: of what waits for a busy thread to be stored, some is stored natively, unmeasured.
+            stats = settled_stats(server)["compression"]
         assert stats["subspace_turns"] == num_compressed + 1
         assert stats["budget"]["unfamiliar_turns"] == 9
         wait_until(lambda: budget_of(server)["bases"] != first[:16], "new bases", timeout_s=600)

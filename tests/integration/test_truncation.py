@@ -13,6 +13,7 @@ from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     PAGE_SIZE,
     STRICT,
+    STRICT_ON_TWO_CORES,
     ask,
     assert_nothing_left_behind,
     krul_stats,
@@ -124,11 +125,11 @@ def test_two_ranks_move_the_same_turns(one_layer: Path) -> None:
     options = {"host_memory": "128MiB", "truncation_reuse": True, "planner": "full-load"}
     args = (*small_krul_server_args(POOL_TOKENS, options), "--tp", "2")
     prompt = [*SYSTEM, *KEPT, *QUESTION]
-    with ForkedServer(one_layer, args=args, env=STRICT) as ranks:
+    with ForkedServer(one_layer, args=args, env=STRICT_ON_TWO_CORES) as ranks:
         expected = ask(ranks, prompt, cache_salt="computed alone")
         ask(ranks, [*SYSTEM, *DROPPED, *KEPT], max_new_tokens=1)
         settled_stats(ranks)
-        push_out(ranks, num_tokens=POOL_TOKENS)
+        push_out(ranks, num_tokens=POOL_TOKENS, seed="two ranks")
         found = ask(ranks, prompt)
         assert found.host_tokens > 600
         assert settled_stats(ranks)["restore"]["plans"]["moved_loads"] == 1
