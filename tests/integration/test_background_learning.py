@@ -290,7 +290,7 @@ def test_unlike_turns_lead_to_new_bases_and_old_ones_are_still_decoded(
         assert stats["budget"]["unfamiliar_turns"] == 0
         for number in range(9):
             ask(server, random_prompt(("unlike", number), 600), max_new_tokens=2)
-            # One at a time: of what waits for a busy thread to be stored, some is stored natively, unmeasured.
+            # One at a time: turns that wait for a busy thread may be stored natively, unmeasured.
             stats = settled_stats(server)["compression"]
         assert stats["subspace_turns"] == num_compressed + 1
         assert stats["budget"]["unfamiliar_turns"] == 9

@@ -102,7 +102,6 @@ class Rank:
     def store_turn(self, name: str) -> None:
         tokens, slots = np.arange(NUM_TOKENS, dtype=np.int32), torch.arange(NUM_TOKENS)
         self.linker.offload_turn(StoredPath(keys_of(name), tokens, slots), TurnOwner("r", 0))
-        self.linker.wait_for_offloads()
         assert self.linker.pop_completed_offload()
 
     def lookup(self, name: str, rid: str = "r") -> int:

@@ -269,14 +269,11 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "KrulLinker stores whole turns; it needs KrulRadixCache (--radix-cache-backend krul)"
         )
 
-    def wait_for_offloads(self) -> None:
-        """Block until every submitted turn has completed."""
-        self._offloader.wait()
-
     def num_completed_offloads(self) -> int:
         return self._offloader.num_completed()
 
     def pop_completed_offload(self) -> bool:
+        """Take the oldest completion, after waiting for it: whether every page of that turn is stored now."""
         return self._offloader.pop_completed()
 
     # ---- probes ----

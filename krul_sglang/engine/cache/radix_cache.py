@@ -266,17 +266,22 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         self.drop_probe_candidate()
         super().reset()
 
-    @property
-    def holds_memory(self) -> bool:
-        """Whether krul keeps paths locked that no request needs."""
-        return bool(self.pending_offloads) or self._probe_candidate is not None
+    def release_oldest(self) -> bool:
+        """Unlock one path that no request needs; False if there is none.
+
+        It is that of the next probe, else that of the oldest pending turn, once the turn is stored.
+        Tensor-parallel ranks call this at the same point, so their queues stay in step.
+        """
+        if self._probe_candidate is not None:
+            self.drop_probe_candidate()
+        elif self.pending_offloads:
+            self.commit_completed_offloads(self.take_completed_offloads(1))
+        else:
+            return False
+        return True
 
     def settle_offloads(self) -> None:
-        """Wait for every pending offload and unlock its nodes.
-
-        Tensor-parallel ranks call this at the same point, so their queues stay in step: all are empty after.
-        """
-        self.cache_linker.wait_for_offloads()
+        """Wait until every pending turn is stored, and unlock its path. All ranks call this at one point."""
         self.commit_completed_offloads(self.take_completed_offloads(len(self.pending_offloads)))
 
     def release_request(self, rid: str) -> None:
@@ -319,8 +324,8 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         """Free slots that no tree node owns; a session's slots only after its turns have been stored."""
-        if self.linker.is_reading(kv, ranges):
-            self.linker.settle_offloads()
+        while self.linker.is_reading(kv, ranges):
+            self.linker.release_oldest()
         super().free_kv_row(kv, ranges)
 
     def evict(self, params: Any) -> Any:
@@ -331,15 +336,12 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return self._evict_despite_offloads(params, evict)
 
     def _evict_despite_offloads(self, params: Any, evict: Callable[[Any], Any]) -> Any:
-        """Evict; if turns that wait to be stored hold the memory that is needed, wait for them once.
+        """Evict; if pending turns hold the memory that is needed, wait for as many of them as that takes.
 
         Without that memory SGLang would retract or abort running requests, which is worse than a short wait.
         """
         result = evict(params)
-        missing = params.num_tokens - result.num_tokens_evicted
-        if missing > 0 and self.linker.holds_memory:
-            self.linker.drop_probe_candidate()
-            self.linker.settle_offloads()
+        while (missing := params.num_tokens - result.num_tokens_evicted) > 0 and self.linker.release_oldest():
             result.num_tokens_evicted += evict(EvictParams(num_tokens=missing)).num_tokens_evicted
         return result
 

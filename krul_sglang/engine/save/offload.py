@@ -121,7 +121,7 @@ class TurnOffloader:
         self._queue.append((self._worker.submit(self._store_turn, turn, has_room), num_tokens))
 
     def num_completed(self) -> int:
-        """Completed turns at the front of the queue: those that ``pop_completed`` can take now."""
+        """Completed turns at the front of the queue: ``pop_completed`` takes these without waiting."""
         count = 0
         for future, _ in self._queue:
             if not future.done():
@@ -133,7 +133,7 @@ class TurnOffloader:
         return len(self._queue)
 
     def pop_completed(self) -> bool:
-        """Take the oldest completion: whether every page of that turn is stored now."""
+        """Take the oldest completion, after waiting for it: whether every page of that turn is stored now."""
         future, num_tokens = self._queue.popleft()
         self._pending_tokens -= num_tokens
         outcome = future.result()
