@@ -20,8 +20,9 @@ import numpy.typing as npt
 import torch
 
 BACKGROUND_NICENESS = 10
-"""Of threads whose work nobody waits for, where they share cores with forwards: they get a tenth of a core
-that a forward wants, too."""
+"""Added to that of threads that store turns, where they share cores with forwards: of a core that a forward
+wants, too, they get a tenth."""
+MAX_NICENESS = 19
 
 
 class Device:
@@ -92,7 +93,9 @@ class Device:
         self.bind_thread()
         if self.shares_cores:
             # Linux keeps a priority per thread.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+            thread = threading.get_native_id()
+            niceness = os.getpriority(os.PRIO_PROCESS, thread) + BACKGROUND_NICENESS
+            os.setpriority(os.PRIO_PROCESS, thread, min(niceness, MAX_NICENESS))
 
     def as_current(self) -> AbstractContextManager[Any]:
         """The calling thread's current device is this one inside, and the one before it afterwards."""

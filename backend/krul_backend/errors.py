@@ -43,6 +43,10 @@ class NoRoomError(TierReadError):
     """All of DRAM is in use: by leases, by turns that are being stored, by reads that have not arrived."""
 
 
+class TooMuchAtOnceError(TierReadError):
+    """Enough is being prefetched: more would take the room that loads need."""
+
+
 class RecordError(KrulError):
     """Bytes are not a record, or a damaged one, or one of another format."""
 

@@ -8,6 +8,7 @@ import pytest
 
 from krul_backend.errors import TierReadError
 from krul_backend.planner.costs import TierCost
+from krul_backend.tiers.common.interface import Prefetched
 from tests.support.daemon_builders import WatchedStore, serving
 from tests.support.store_builders import lease_pages, page_keys, put, tokens_of, wait_until
 from tests.support.tiered_builders import MODEL, SIZES, Rig, put_below, put_in_dram, tiers_of, wait_for
@@ -83,6 +84,16 @@ def test_prefetched_pages_are_in_dram_by_the_time_of_the_lease(rig: Rig, store: 
     assert lease is not None
     assert wait_for(store.fetch(lease)) == [content]
     store.release(lease)
+
+
+def test_a_refused_prefetch_says_why(rig: Rig, store: WatchedStore) -> None:
+    put_below(rig.mooncake, "c", 0, 3)
+    keys = page_keys("c", 0, 3)
+    reservation = rig.host.reserve((store.stats().capacity_bytes,))
+    assert reservation is not None
+    assert store.prefetch(MODEL, keys, tokens_of(keys)) == Prefetched(0, "no room")
+    rig.host.abort(reservation)
+    assert store.prefetch(MODEL, keys, tokens_of(keys)) == Prefetched(3)
 
 
 def test_tiers_costs_and_their_statistics(rig: Rig, store: WatchedStore) -> None:

@@ -100,6 +100,37 @@ def test_twice_as_many_as_left_the_queue_are_looked_up_again() -> None:
     assert queue.round(("x", 10), *waiting[3:]) == ("x", "d", "e", "f")
 
 
+def test_many_that_leave_at_once_do_not_make_the_others_unknown() -> None:
+    queue = Queue()
+    waiting = [(str(number), 1) for number in range(100)]
+    for _ in range(100 // MAX_LOOKED_UP_AHEAD + 1):
+        queue.round(*waiting)
+    for num_left in range(10, 100, 10):
+        again = queue.round(*waiting[num_left:])
+        assert again == tuple(name for name, _ in waiting[num_left : num_left + MAX_LOOKED_UP_AHEAD // 2])
+        assert queue.round(*waiting[num_left:]) == ()
+
+
+def test_many_that_go_on_from_a_stored_turn_are_looked_up_in_several_rounds() -> None:
+    queue = Queue()
+    waiting = [("other", 3), *((str(number), 20) for number in range(MAX_LOOKED_UP_AHEAD + 4))]
+    for _ in range(2):
+        queue.round(*waiting)
+    queue.stored(list(range(16)))
+    names = tuple(name for name, _ in waiting[1:])
+    assert queue.round(*waiting) == names[:MAX_LOOKED_UP_AHEAD]
+    # None keeps a lease that is too short.
+    assert tuple(queue.released) == names
+    assert queue.round(*waiting) == names[MAX_LOOKED_UP_AHEAD:]
+    assert queue.round(*waiting) == ()
+
+
+def test_a_page_of_one_token_does_not_say_that_a_prompt_goes_on() -> None:
+    end = _PathEnd.of(np.arange(100, dtype=np.int32), page_size=1)
+    assert end.is_passed_by(list(range(120)))
+    assert not end.is_passed_by([*range(90), 0, *range(91, 120)])
+
+
 def test_the_window_is_what_the_device_pool_could_hold() -> None:
     queue = Queue()
     assert queue.round(("a", 600), ("b", 400), ("c", 1), ("d", 1)) == ("a", "b")

@@ -15,7 +15,7 @@ from krul_backend.planner.costs import TierCost
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.between_tiers import NUM_THREADS
 from krul_backend.store.tiered_store import TieredStore
-from krul_backend.tiers.common.interface import SegmentSlice, TierStats
+from krul_backend.tiers.common.interface import Prefetched, SegmentSlice, TierStats
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 from tests.support.fake_tier import FakeTier
 from tests.support.store_builders import (
@@ -355,7 +355,8 @@ def test_no_room_for_a_prefetch_stops_it(rig: Rig) -> None:
     assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 2
     rig.ssd.reads_go_on.set()
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
-    assert rig.store.prefetch(MODEL, keys[:2], tokens_of(keys[:2])).num_pages == 0
+    assert rig.store.prefetch(MODEL, keys[:2], tokens_of(keys[:2])) == Prefetched(0)
+    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == Prefetched(0, "no room")
     assert rig.ssd.num_reads == 1
     rig.assert_nothing_is_held()
 
@@ -368,8 +369,8 @@ def test_prefetches_on_their_way_leave_most_of_the_memory_to_others(rig: Rig) ->
     keys = {name: page_keys(name, 0, 2) for name in names}
     put_in_dram(rig, "stored", 0, 2)
     rig.ssd.reads_go_on.clear()
-    num_pages = [rig.store.prefetch(MODEL, each, tokens_of(each)).num_pages for each in keys.values()]
-    assert num_pages == [2, 2, 0, 0, 0, 0, 0, 0]
+    prefetched = [rig.store.prefetch(MODEL, each, tokens_of(each)) for each in keys.values()]
+    assert prefetched == [Prefetched(2)] * 2 + [Prefetched(0, "too much at once")] * 6
     assert is_in_dram(rig, "stored", 0, 2)
     # A load is not limited.
     lease = lease_pages(rig.store, names[7], 0, 2)

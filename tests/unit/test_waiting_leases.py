@@ -16,7 +16,7 @@ from krul_sglang.engine.restore.waiting_leases import (
     MAX_RENEW_INTERVAL_S,
     RENEW_INTERVAL_S,
     RETRY_MISS_S,
-    RETRY_ROOM_S,
+    RETRY_PREFETCH_S,
     WaitingLeases,
 )
 from tests.support.store_builders import Clock, page_keys, tokens_of
@@ -75,6 +75,16 @@ def wait_a_round(waiting: WaitingLeases, rids: str) -> None:
     """A scheduling round that looks up none of the requests that wait."""
     with waiting.looking_ahead() as queue:
         queue += rids
+
+
+def end_all(rig: Rig, waiting: WaitingLeases, rids: str) -> str:
+    """End the leases of these requests, one after the other; returns who held one."""
+    held = {rid: waiting.take(rid) for rid in rids}
+    for lease in filter(None, held.values()):
+        rig.store.release(lease.lease)
+    wait_until_read(rig, num_segments=0)
+    rig.assert_nothing_is_held()
+    return "".join(rid for rid in rids if held[rid])
 
 
 def promise(waiting: WaitingLeases, rid: str = "r", keys: tuple[str, ...] = KEYS) -> int:
@@ -158,12 +168,11 @@ def test_what_lies_below_comes_up_while_a_request_waits(
     put_in_dram(rig, "c", 0, 1)
     put_below(rig.ssd, "c", 1, 4)
     assert promise(waiting) == 4
-    # In its first round nothing is fetched: it may be computed rather.
+    # Nothing is fetched before it waits: it may be computed rather.
+    assert promise(waiting) == 4
     assert rig.ssd.num_reads == 0
-    assert promise(waiting) == 4
+    wait_a_round(waiting, "r")
     wait_until_read(rig)
-    clock.now_s += RENEW_INTERVAL_S
-    assert promise(waiting) == 4
     held = waiting.take("r")
     assert held is not None
     assert tiers_of(held.lease) == [("dram", 1), ("dram", 3)]
@@ -196,7 +205,7 @@ def test_what_found_no_room_is_fetched_when_there_is_some(
     assert look_ahead(waiting, "r", [KEYS]) == [4]
     assert rig.store.stats().failed_fetches == 1
     rig.host.abort(reservation)
-    clock.now_s += RETRY_ROOM_S
+    clock.now_s += RETRY_PREFETCH_S
     # Nobody has to ask for it again.
     wait_a_round(waiting, "r")
     wait_until_read(rig)
@@ -209,35 +218,52 @@ def test_what_found_no_room_is_fetched_when_there_is_some(
     rig.assert_nothing_is_held()
 
 
-@pytest.mark.parametrize(("num_segments", "expected"), [(0.5, [4, 0, 0]), (1.9, [4, 0, 0]), (2, [4, 4, 0])])
-def test_lookups_ahead_hold_no_more_than_they_may(rig: Rig, num_segments: float, expected: list[int]) -> None:
+@pytest.mark.parametrize(("num_segments", "expected"), [(0.5, "a"), (1.9, "a"), (2, "ab")])
+def test_requests_that_wait_pin_no_more_than_they_may(rig: Rig, num_segments: float, expected: str) -> None:
+    """The first of them is held, whatever it takes. The others are found when they are admitted."""
     for name in "abc":
         put_in_dram(rig, name, 0, 4)
-    (num_bytes, *_) = {info.num_bytes for info in rig.store.list_segments()}
-    max_ahead_bytes = int(num_segments * num_bytes)
+    max_ahead_bytes = int(num_segments * sum(SIZES))
     waiting = WaitingLeases(rig.store, ServedModel(MODEL), max_ahead_bytes=max_ahead_bytes)
-    found = look_ahead(waiting, "abc")
-    assert found == expected
-    assert rig.store.stats().num_leases == len(waiting)
-    # Not a miss: it is found in its own round.
+    assert look_ahead(waiting, "abc") == [4, 4, 4]
+    assert rig.store.stats().num_leases == len(waiting) == len(expected)
     assert promise(waiting, "c", page_keys("c", 0, 4)) == 4
-    waiting.release_all()
-    rig.assert_nothing_is_held()
+    assert end_all(rig, waiting, "abc") == expected + "c"
 
 
-def test_what_is_in_dram_is_held_if_it_is_not_too_much(rig: Rig) -> None:
+def test_what_is_in_dram_is_held_as_far_as_it_fits(rig: Rig) -> None:
     put_in_dram(rig, "a", 0, 4)
     put_in_dram(rig, "b", 0, 4)
     put_in_dram(rig, "c", 0, 2, (10, 10))
     waiting = WaitingLeases(rig.store, ServedModel(MODEL), max_ahead_bytes=sum(SIZES) + 20)
     for _ in range(2):
-        found = look_ahead(waiting, "abc")
-        assert found == [4, 0, 2]
-    waiting.release("a")
-    found = look_ahead(waiting, "bc")
-    assert found == [4, 2]
-    waiting.release_all()
-    rig.assert_nothing_is_held()
+        assert look_ahead(waiting, "abc") == [4, 4, 2]
+        assert len(waiting) == 2
+    waiting.release("b")
+    assert end_all(rig, waiting, "abc") == "ac"
+
+
+def test_one_that_comes_to_the_front_gets_the_room_of_the_last(rig: Rig) -> None:
+    for name in "abc":
+        put_in_dram(rig, name, 0, 4)
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), max_ahead_bytes=2 * sum(SIZES))
+    look_ahead(waiting, "ab")
+    look_ahead(waiting, "cab")
+    assert end_all(rig, waiting, "abc") == "ac"
+
+
+def test_one_outside_of_the_queue_counts_as_the_last(rig: Rig, clock: Clock) -> None:
+    """A cache-aware policy looks up more than the window holds, and the window moves."""
+    put_in_dram(rig, "a", 0, 4)
+    put_in_dram(rig, "b", 0, 4)
+    put_below(rig.ssd, "c", 0, 4)
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock, max_ahead_bytes=2 * sum(SIZES))
+    for name in "ab":
+        promise(waiting, name, page_keys(name, 0, 4))
+    look_ahead(waiting, "c")
+    assert len(waiting) == 2
+    wait_until_read(rig)
+    assert end_all(rig, waiting, "abc") == "ac"
 
 
 def test_what_waits_below_dram_is_prefetched_when_there_is_room(rig: Rig, clock: Clock) -> None:
@@ -282,15 +308,10 @@ def test_a_request_keeps_its_place_in_dram_when_its_prefix_on_the_device_changes
 def test_a_segment_that_requests_share_counts_once(rig: Rig) -> None:
     put_in_dram(rig, "c", 0, 4)
     waiting = WaitingLeases(rig.store, ServedModel(MODEL), max_ahead_bytes=sum(SIZES))
-    assert look_ahead(waiting, "abc", [KEYS, KEYS[:3], KEYS[:2]]) == [4, 3, 2]
-    waiting.release("a")
     put_in_dram(rig, "d", 0, 4)
-    assert look_ahead(waiting, "d") == [0]
-    waiting.release("b")
-    waiting.release("c")
-    assert look_ahead(waiting, "d") == [4]
-    waiting.release_all()
-    rig.assert_nothing_is_held()
+    shared = [KEYS, KEYS[:3], page_keys("d", 0, 4), KEYS[:2]]
+    assert look_ahead(waiting, "abdc", shared) == [4, 3, 4, 2]
+    assert end_all(rig, waiting, "abdc") == "abc"
 
 
 def test_the_next_one_gets_the_room_of_those_behind_it(rig: Rig, clock: Clock) -> None:
@@ -299,31 +320,127 @@ def test_the_next_one_gets_the_room_of_those_behind_it(rig: Rig, clock: Clock) -
     put_below(rig.ssd, "c", 0, 4)
     waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock, max_ahead_bytes=2 * sum(SIZES))
     assert look_ahead(waiting, "ab") == [4, 4]
-    # It waits before them.
     assert look_ahead(waiting, "cab") == [4, 4, 4]
-    assert len(waiting) == 2
-    assert waiting.take("b") is None
     wait_until_read(rig)
-    waiting.release_all()
-    rig.assert_nothing_is_held()
+    assert end_all(rig, waiting, "cab") == "ca"
 
 
-@pytest.mark.parametrize("num_segments", [2, 3])
-def test_what_is_admitted_takes_the_room_of_the_last_in_the_queue(clock: Clock, num_segments: int) -> None:
+def test_none_loses_its_room_to_one_that_it_is_not_enough_for(rig: Rig, clock: Clock) -> None:
+    """That one comes to DRAM when it is the first."""
+    put_in_dram(rig, "a", 0, 4)
+    put_below(rig.ssd, "b", 0, 4)
+    put_in_dram(rig, "c", 0, 2, (10, 10))
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock, max_ahead_bytes=sum(SIZES) + 20 - 1)
+    look_ahead(waiting, "acb")
+    assert len(waiting) == 2
+    assert rig.ssd.num_reads == 0
+    waiting.release("a")
+    look_ahead(waiting, "bc")
+    wait_until_read(rig)
+    assert end_all(rig, waiting, "bc") == "b"
+
+
+@pytest.mark.parametrize(("num_segments", "left"), [(2, "a"), (3, "ab")])
+def test_what_is_admitted_takes_the_room_of_the_last_in_the_queue(
+    clock: Clock, num_segments: int, left: str
+) -> None:
     rig = Rig(num_segments * (TAKEN_BYTES + FLAGS_BYTES))
     waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock)
     for name in "abc":
         put_below(rig.ssd, name, 0, 4)
-    # "c" is looked up last, and admitted first.
     for number in range(3):
-        assert look_ahead(waiting, "abc"[: number + 1]) == [4] * (number + 1)
+        look_ahead(waiting, "abc"[: number + 1])
         wait_until_read(rig, min(number + 1, num_segments), num_holds=3 - num_segments)
+    # "c" is looked up last, and admitted first.
     held = waiting.take("c")
     assert held is not None
-    assert held.found_room
-    assert len(waiting) == num_segments - 1
+    waiting.make_room(held)
     assert wait_for(rig.store.fetch(held.lease)) == [content_of("c", 0, 4)]
     rig.store.release(held.lease)
+    assert end_all(rig, waiting, "abc") == left
+
+
+def test_an_admitted_request_takes_no_more_room_than_it_needs(clock: Clock) -> None:
+    """Even if that is of no use: turns that are being stored hold the rest."""
+    rig = Rig(3 * TAKEN_BYTES + 128)
+    reservation = rig.host.reserve((128,))
+    assert reservation is not None
+    for name in "abc":
+        put_in_dram(rig, name, 0, 4)
+    put_below(rig.ssd, "x", 0, 4)
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock)
+    assert look_ahead(waiting, "abcx") == [4, 4, 4, 4]
+    held = waiting.take("x")
+    assert held is not None
+    waiting.make_room(held)
+    assert len(waiting) == 2
+    rig.store.release(held.lease)
+    rig.host.abort(reservation)
+    assert end_all(rig, waiting, "abc") == "ab"
+
+
+def test_after_a_refusal_none_asks_for_a_while_and_then_all_do_in_their_order(clock: Clock) -> None:
+    """Neither those behind the one that was refused, nor those that come later, get before it."""
+    rig = Rig(2 * (TAKEN_BYTES + FLAGS_BYTES))
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock)
+    reservation = rig.host.reserve((2 * (TAKEN_BYTES + FLAGS_BYTES),))
+    assert reservation is not None
+    for name in "abcd":
+        put_below(rig.ssd, name, 0, 4)
+    look_ahead(waiting, "abc")
+    rig.host.abort(reservation)
+    for _ in range(10):
+        clock.now_s += RETRY_PREFETCH_S / 20
+        look_ahead(waiting, "abcd")
+    assert (rig.store.stats().failed_fetches, rig.ssd.num_reads) == (1, 0)
+    clock.now_s += RETRY_PREFETCH_S / 2
+    wait_a_round(waiting, "abcd")
+    wait_until_read(rig, num_segments=2, num_holds=2)
+    assert rig.store.stats().failed_fetches == 2
+    in_dram = []
+    for name in "abcd":
+        held = waiting.take(name)
+        assert held is not None
+        in_dram.append(held.lease.is_in_dram)
+        rig.store.release(held.lease)
+    assert in_dram == [True, True, False, False]
+    rig.assert_nothing_is_held()
+
+
+def test_many_leases_are_renewed_in_several_rounds(
+    rig: Rig, waiting: WaitingLeases, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting_leases, "MAX_RENEWALS", 2)
+    for name in "abc":
+        put_below(rig.ssd, name, 0, 4)
+    before = lookups(rig)
+    look_ahead(waiting, "abc")
+    # Three are leased, and two prefetched.
+    assert lookups(rig) == before + 5
+    wait_a_round(waiting, "abc")
+    assert lookups(rig) == before + 6
+    wait_until_read(rig, num_segments=3)
+    assert end_all(rig, waiting, "abc") == "abc"
+
+
+def test_a_round_in_which_nothing_changes_goes_through_no_lease(
+    rig: Rig, waiting: WaitingLeases, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_dram(rig, "a", 0, 4)
+    put_below(rig.ssd, "b", 0, 4)
+    rig.ssd.reads_go_on.clear()
+    look_ahead(waiting, "ab")
+    rounds: list[float] = []
+    monkeypatch.setattr(waiting, "_settle", rounds.append)
+    wait_a_round(waiting, "ab")
+    assert rounds == []
+    clock.now_s += RENEW_INTERVAL_S
+    wait_a_round(waiting, "ab")
+    assert len(rounds) == 1
+    wait_a_round(waiting, "b")
+    assert len(rounds) == 2
+    monkeypatch.undo()
+    rig.ssd.reads_go_on.set()
     waiting.release_all()
     wait_until_read(rig)
     rig.assert_nothing_is_held()
@@ -332,12 +449,12 @@ def test_what_is_admitted_takes_the_room_of_the_last_in_the_queue(clock: Clock, 
 def test_between_two_renewals_the_store_is_left_alone(rig: Rig, waiting: WaitingLeases, clock: Clock) -> None:
     put_below(rig.ssd, "c", 0, 4)
     rig.ssd.reads_go_on.clear()
-    assert promise(waiting) == promise(waiting) == 4
+    assert look_ahead(waiting, "r", [KEYS]) == [4]
     before = lookups(rig)
-    assert promise(waiting) == promise(waiting) == 4
+    assert look_ahead(waiting, "r", [KEYS]) == [4]
     assert lookups(rig) == before
     clock.now_s += RENEW_INTERVAL_S
-    assert promise(waiting) == 4
+    assert look_ahead(waiting, "r", [KEYS]) == [4]
     assert lookups(rig) == before + 1
     rig.ssd.reads_go_on.set()
     waiting.release("r")
@@ -353,7 +470,7 @@ def test_each_renewal_is_later_than_the_one_before(rig: Rig, waiting: WaitingLea
     before = lookups(rig)
     for _ in range(200):
         clock.now_s += RENEW_INTERVAL_S / 2
-        promise(waiting)
+        wait_a_round(waiting, "r")
         if lookups(rig) > before:
             before = lookups(rig)
             asked_s.append(clock.now_s)
@@ -395,6 +512,7 @@ def test_a_promise_outlives_a_store_that_finds_it_no_more(
     put_below(rig.ssd, "c", 0, 4)
     assert promise(waiting) == 4
     monkeypatch.setattr(rig.store, "lease", lambda *args: None)
+    wait_a_round(waiting, "r")
     assert promise(waiting) == 4
     waiting.release("r")
     wait_until_read(rig)
@@ -475,11 +593,9 @@ def test_a_moved_run_comes_to_dram_while_its_request_waits(
     waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock)
     keys = page_keys("new", 0, 20)
     put_below(rig.ssd, "old", 5, 9)
-    for _ in range(2):
-        assert waiting.hold("a", keys, lambda: tokens_of(keys), lambda num_found: moved_run(5, 9)) > 0
-    wait_until_read(rig)
-    clock.now_s += 2 * RENEW_INTERVAL_S
     assert waiting.hold("a", keys, lambda: tokens_of(keys), lambda num_found: moved_run(5, 9)) > 0
+    wait_a_round(waiting, "a")
+    wait_until_read(rig)
     held = waiting.take("a")
     assert held is not None
     assert held.lease.is_in_dram

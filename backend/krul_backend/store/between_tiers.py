@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from krul_backend.errors import NoRoomError, StoreClosedError, TierReadError
+from krul_backend.errors import NoRoomError, StoreClosedError, TierReadError, TooMuchAtOnceError
 from krul_backend.store.tiered_lease import LowerPart
 from krul_backend.tiers.common.interface import Lease
 from krul_backend.tiers.common.lower_tier import LowerTier
@@ -124,7 +124,7 @@ class Fetcher:
 
         Raises:
             NoRoomError: there is no room in DRAM. The tier still holds the part.
-            TierReadError: too much is being prefetched. The tier still holds the part.
+            TooMuchAtOnceError: enough is being prefetched. The tier still holds the part.
             StoreClosedError: the fetcher was closed. The tier still holds the part.
         """
         # One at a time: of two that miss the same segment in DRAM, the second finds the first one's.
@@ -241,7 +241,7 @@ class Fetcher:
             on_its_way = self._prefetched_bytes
         if num_bytes and on_its_way and on_its_way + num_bytes > self._max_prefetched_bytes:
             self._count(has_arrived=False)
-            raise TierReadError(f"{on_its_way} bytes are being prefetched: {num_bytes} more have to wait")
+            raise TooMuchAtOnceError(f"{on_its_way} bytes are being prefetched: {num_bytes} more wait")
 
     def _count_prefetched(self, num_bytes: int) -> None:
         with self._counting:

@@ -112,7 +112,7 @@ class KVStore(Protocol):
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Prefetched:
         """Start to read into DRAM what ``lease`` would find in lower tiers.
 
-        Stops where DRAM has no room. Arguments as for ``lease``.
+        Stops where DRAM has no room, or where enough is on its way. Arguments as for ``lease``.
         """
 
     @abstractmethod

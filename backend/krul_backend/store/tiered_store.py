@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from krul_backend.errors import NoRoomError, StoreClosedError, TierReadError
+from krul_backend.errors import NoRoomError, StoreClosedError, TooMuchAtOnceError
 from krul_backend.planner.costs import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.advice import Advisor
@@ -27,6 +27,7 @@ from krul_backend.tiers.common.interface import (
     Lease,
     PathSegment,
     Prefetched,
+    PrefetchRefusal,
     Reservation,
     SegmentDetails,
     SegmentInfo,
@@ -145,20 +146,22 @@ class TieredStore(KVStore):
         return tuple(slices)
 
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Prefetched:
-        found_room = True
+        refusal: PrefetchRefusal | None = None
         began_at, parts = self._match(model, page_keys, token_ids)
         try:
             for i, part in enumerate(parts):
                 if isinstance(part, LowerPart):
                     parts[i] = self._fetcher.bring(part, began_at, is_prefetch=True)
-        except TierReadError as error:
-            # Later pages of the conversation are of no use without these.
-            found_room = not isinstance(error, NoRoomError)
+        except NoRoomError:
+            refusal = "no room"
+        except TooMuchAtOnceError:
+            refusal = "too much at once"
         finally:
+            # Later pages of the conversation are of no use without those that were refused.
             release_parts(self._host, parts)
         leases = (part for part in parts if isinstance(part, Lease))
         arriving = (piece for lease in leases for piece in lease.slices if piece.tier != DRAM_TIER)
-        return Prefetched(sum(piece.end_page - piece.first_page for piece in arriving), found_room)
+        return Prefetched(sum(piece.end_page - piece.first_page for piece in arriving), refusal)
 
     def release(self, lease: Lease) -> None:
         with self._lock:

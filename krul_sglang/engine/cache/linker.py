@@ -193,6 +193,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if load is None:
             self._store.release(held.lease)
             return False
+        self._waiting.make_room(held)
         self.loader.queue(rid, load)
         return True
 

@@ -23,28 +23,32 @@ from krul_sglang.engine.restore.restore_path import ReturningRequest
 from krul_sglang.engine.save.turn import StoredPath, TurnOwner, owner_of
 from krul_sglang.hints import tenant_of
 
-NUM_LOOKED_UP_AGAIN = 4
-"""Requests at the front of the queue that are looked up again when it moves, or twice as many as have left it
-if that is more: there may be room by now, or what was on the device is not there any more."""
-
 MAX_LOOKED_UP_AHEAD = 16
 """Requests that are looked up ahead in one scheduling round: running ones wait for it."""
 
+NUM_LOOKED_UP_AGAIN = 4
+"""Requests at the front of the queue that are looked up again when it moves, or twice as many as have left it
+if that is more, up to half of ``MAX_LOOKED_UP_AHEAD``: there may be room by now, or what was on the device is
+not there any more."""
+
+_PATH_END_TOKENS = 16
+"""So many tokens, or a page if that is more, say whether a prompt goes on from a stored path."""
+
 
 class _PathEnd(NamedTuple):
-    """Where a path of whole pages ends, and the tokens of its last page."""
+    """Where a path of whole pages ends, and its last tokens."""
 
     num_tokens: int
-    page_tokens: list[int]
+    last_tokens: list[int]
 
     @classmethod
     def of(cls, token_ids: TokenIds, page_size: int) -> _PathEnd:
-        return cls(len(token_ids), token_ids[-page_size:].tolist())
+        return cls(len(token_ids), token_ids[-max(page_size, _PATH_END_TOKENS) :].tolist())
 
     def is_passed_by(self, token_ids: Sequence[int]) -> bool:
-        """Whether a prompt has this page at its place: in all likelihood it goes on from the path."""
-        begin = self.num_tokens - len(self.page_tokens)
-        return list(token_ids[begin : self.num_tokens]) == self.page_tokens
+        """Whether a prompt has these tokens at their place: in all likelihood it goes on from the path."""
+        begin = self.num_tokens - len(self.last_tokens)
+        return list(token_ids[begin : self.num_tokens]) == self.last_tokens
 
 
 class _PendingTurn(NamedTuple):
@@ -99,16 +103,19 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
                     break
                 if not seen and before[:1] != (req.rid,):
                     num_left = before.index(req.rid) if req.rid in known else 0
-                    num_again = max(2 * num_left, NUM_LOOKED_UP_AGAIN)
-                is_longer = any(end.is_passed_by(req.origin_input_ids) for end in stored)
-                if is_longer:
+                    num_again = min(max(2 * num_left, NUM_LOOKED_UP_AGAIN), MAX_LOOKED_UP_AHEAD // 2)
+                is_known = req.rid in known
+                if any(end.is_passed_by(req.origin_input_ids) for end in stored):
                     # The store is asked anew, not only whether what it had is in DRAM by now.
                     self.cache_linker.release(req.rid)
-                if is_longer or len(seen) < num_again or req.rid not in known:
-                    if num_lookups == MAX_LOOKED_UP_AHEAD:
-                        break
-                    num_lookups += 1
-                    req.init_next_round_input(self.cache, cow_mamba=False)
+                    is_known = False
+                if not is_known or len(seen) < num_again:
+                    if num_lookups < MAX_LOOKED_UP_AHEAD:
+                        num_lookups += 1
+                        req.init_next_round_input(self.cache, cow_mamba=False)
+                    elif not is_known:
+                        # It is not known in the next round either, and looked up then.
+                        continue
                 seen.append(req.rid)
         self._seen_ahead = tuple(seen)
 

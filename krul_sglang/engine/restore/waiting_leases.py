@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import Counter
@@ -20,8 +21,10 @@ RENEW_INTERVAL_S = 0.05
 """Seconds until it is asked whether what was fetched for a waiting request has arrived. Twice as long before
 each further question, since every one goes through all of the prefix."""
 MAX_RENEW_INTERVAL_S = 1.0
-RETRY_ROOM_S = 0.2
-"""Seconds before room in DRAM is asked for again."""
+RETRY_PREFETCH_S = 0.2
+"""Seconds before anything is prefetched again after the store refused to."""
+MAX_RENEWALS = 16
+"""Leases that are renewed in one scheduling round: running requests wait for it."""
 RETRY_MISS_S = 1.0
 """Seconds before the store is asked again for a request of which it had nothing."""
 
@@ -39,14 +42,19 @@ class KeyRun:
         return cls(page_keys[0], page_keys[-1], len(page_keys))
 
 
+SegmentBytes = Mapping[tuple[str, int], int]
+"""Bytes of segments, by their tier and id."""
+
+
 @dataclass(frozen=True)
 class HeldLease:
     """The lease of a waiting request, and the page keys and tokens that it was given for.
 
     ``token_ids``: as for ``KVStore.lease``. ``asked_s``: when the store was asked last. ``num_renewals``: how
-    often a prefetch from lower tiers was asked for, and the lease renewed; ``found_room``: whether DRAM had
-    room for it then. ``moved``: the run that is leased, if it is stored at another place than where
-    the request has it; then keys and tokens are those of the run.
+    often a prefetch from lower tiers was asked for, and the lease renewed; ``is_refused``: the last one was
+    refused, or a part of it. ``num_arriving``: pages that were on their way to DRAM then. ``moved``: the run
+    that is leased, if it is stored at another place than where the request has it; then keys and tokens are
+    those of the run.
     """
 
     run: KeyRun
@@ -55,7 +63,8 @@ class HeldLease:
     lease: Lease
     asked_s: float
     num_renewals: int = 0
-    found_room: bool = True
+    is_refused: bool = False
+    num_arriving: int = 0
     moved: MovedRun | None = None
 
     @property
@@ -64,24 +73,32 @@ class HeldLease:
 
     @property
     def renew_at_s(self) -> float:
-        """When the lease should be renewed, once something is being fetched for it."""
-        if not self.found_room:
-            return self.asked_s + RETRY_ROOM_S
+        """When the lease should be renewed; at once if nothing is on its way for it."""
+        if not self.num_renewals or self.is_refused:
+            return self.asked_s
         return self.asked_s + min(RENEW_INTERVAL_S * 2.0 ** (self.num_renewals - 1), MAX_RENEW_INTERVAL_S)
 
     @cached_property
-    def segments(self) -> dict[tuple[str, int], int]:
-        """Bytes of each leased segment, by its tier and id."""
+    def segments(self) -> SegmentBytes:
+        """All leased segments."""
         return {
             (piece.tier, piece.segment_id): sum(piece.header.layer_num_bytes) for piece in self.lease.slices
         }
 
     @cached_property
-    def pinned(self) -> dict[tuple[str, int], int]:
+    def pinned(self) -> SegmentBytes:
         """Those of ``segments`` that are in DRAM, or on their way there: they cannot be evicted."""
-        if self.num_renewals:
-            return self.segments
-        return {key: num_bytes for key, num_bytes in self.segments.items() if key[0] == DRAM_TIER}
+        pinned = {}
+        num_arriving = self.num_arriving
+        for piece in self.lease.slices:
+            key = piece.tier, piece.segment_id
+            if piece.tier != DRAM_TIER:
+                # The first ones of a prefix are fetched first.
+                if num_arriving <= 0:
+                    continue
+                num_arriving -= piece.end_page - piece.first_page
+            pinned[key] = self.segments[key]
+        return pinned
 
     def num_pages(self, page_size: int) -> int:
         """How many of the request's pages can be restored."""
@@ -90,18 +107,34 @@ class HeldLease:
         return self.moved.num_pages(self.lease.num_pages, page_size)
 
 
+class _Room:
+    """Adds up the bytes of segments, each counted once, up to a limit. What comes first may exceed it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._segments: set[tuple[str, int]] = set()
+
+    def fits(self, segments: SegmentBytes) -> bool:
+        more = sum(num_bytes for key, num_bytes in segments.items() if key not in self._segments)
+        return not more or not self._num_bytes or self._num_bytes + more <= self._max_bytes
+
+    def add(self, segments: SegmentBytes) -> None:
+        self._num_bytes += sum(num_bytes for key, num_bytes in segments.items() if key not in self._segments)
+        self._segments.update(segments)
+
+
 class WaitingLeases:
     """Holds leases by request id, until they are taken for a load or released. For the scheduler's thread.
 
     SGLang looks a waiting request up in each scheduling round that tries to admit it; the store is asked in
-    the first one. If the request still waits in a later round, or if it is looked up ahead of its turn, what
-    lies below DRAM is prefetched, and the lease is renewed until all of it is in DRAM, so that the load is
-    planned for DRAM. If the store had nothing, it is asked again after ``RETRY_MISS_S``.
+    the first one. If the store had nothing, it is asked again after ``RETRY_MISS_S``. At the end of a round
+    (``looking_ahead``), what those that still wait hold below DRAM is prefetched in the order of the queue,
+    and their leases are renewed until all of it is in DRAM, so that the load is planned for DRAM.
 
-    What is held in DRAM cannot be evicted. So lookups ahead pin at most ``max_ahead_bytes`` there, or one
-    lease that is larger, a segment that requests share counted once. What would be too much stays held on its
-    tier, and is prefetched as soon as there is room. The last in the queue lose what they pin when one before
-    them needs the room, or one that is admitted.
+    What is held in DRAM cannot be evicted. So requests that wait pin at most ``max_ahead_bytes`` there, or
+    the first of them what it needs; a segment that several share counts once. Behind the first that does not
+    fit nothing is prefetched: what lies below DRAM stays held there, what is in DRAM as far as it fits.
 
     ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
     """
@@ -117,16 +150,16 @@ class WaitingLeases:
         max_ahead_bytes: int = sys.maxsize,
     ) -> None:
         self._max_ahead_bytes = max_ahead_bytes
-        self._is_ahead = False
-        # Ids of requests that waited in the last round, the next one first.
-        self._queue: tuple[str, ...] = ()
         self._store = store
         self._model = model
         self._clock = clock
         self._held: dict[str, HeldLease] = {}
-        # How many leases pin each segment in DRAM, and the bytes of all these segments.
-        self._pins: Counter[tuple[str, int]] = Counter()
-        self._pinned_bytes = 0
+        # Ids of requests that waited in the last round, the next one first.
+        self._queue: tuple[str, ...] = ()
+        # Whether leases came or went since the last round, and when there is something to do even if not.
+        self._has_changed = False
+        self._settle_at_s = math.inf
+        self._prefetch_at_s = -math.inf
         # By request id, the oldest first: of which run the store had nothing, and when it was asked.
         self._missed: dict[str, tuple[KeyRun, float]] = {}
 
@@ -140,19 +173,17 @@ class WaitingLeases:
 
     @contextmanager
     def looking_ahead(self) -> Iterator[list[str]]:
-        """Calls of ``hold`` within are for requests that this scheduling round has not admitted.
+        """To be held around lookups of the requests that a scheduling round has not admitted.
 
-        The caller appends the ids of those that wait, the next one first, to what this yields. At the end,
-        what they hold below DRAM is prefetched in this order, as far as it may be pinned.
+        The caller appends the ids of those that wait, the next one first, to what this yields. At the end
+        they get room in DRAM in this order.
         """
-        self._is_ahead = True
         queue: list[str] = []
-        try:
-            yield queue
-        finally:
-            self._is_ahead = False
-        self._queue = tuple(queue)
-        self._prefetch()
+        yield queue
+        now_s = self._clock()
+        if self._has_changed or self._queue != tuple(queue) or now_s >= self._settle_at_s:
+            self._queue = tuple(queue)
+            self._settle(now_s)
 
     def hold(
         self,
@@ -168,27 +199,39 @@ class WaitingLeases:
         """
         run = KeyRun.of(page_keys)
         held, missed = self._held.get(rid), self._missed.get(rid)
-        if held is not None and held.run == run:
-            held = held if self._is_ahead else self._promote_to_dram(held)
-        elif missed is not None and missed[0] == run and self._clock() < missed[1] + RETRY_MISS_S:
-            return 0
-        else:
-            held = self._lease_anew(rid, run, page_keys, token_ids, find_run)
-            if held is None:
+        if held is None or held.run != run:
+            if missed is not None and missed[0] == run and self._clock() < missed[1] + RETRY_MISS_S:
                 return 0
-        self._keep(rid, held)
-        return held.num_pages(self._model.identity.page_size)
+            held = self._lease_anew(rid, run, page_keys, token_ids, find_run)
+        return 0 if held is None else held.num_pages(self._model.identity.page_size)
 
     def take(self, rid: str) -> HeldLease | None:
         """Hand the lease over to the caller, who releases it; None if there is none."""
         self._missed.pop(rid, None)
         held = self._pop(rid)
-        # What has arrived since it was asked last is planned for as what is in DRAM. The rest needs room.
-        while held is not None and not held.lease.is_in_dram and (held.num_renewals or self._held):
-            held = self._renew(held)
-            if held.found_room or not self._give_back_last(self._queue):
+        if held is None or held.lease.is_in_dram or not held.num_renewals:
+            return held
+        # What has arrived since it was asked last is planned for as what is in DRAM.
+        return self._leased_again(held)
+
+    def make_room(self, held: HeldLease) -> None:
+        """Begin to read what a load will need from below DRAM. If there is no room for it, those that wait
+        lose as much, the last ones first."""
+        if held.lease.is_in_dram or not self._held:
+            return
+        prefetched = self._store.prefetch(self._model.identity, held.page_keys, held.token_ids())
+        if prefetched.refusal != "no room":
+            return
+        missing = sum(num_bytes for key, num_bytes in held.segments.items() if key[0] != DRAM_TIER)
+        pins = Counter(key for other in self._held.values() for key in other.pinned)
+        for rid in reversed(self._in_order()):
+            if missing <= 0:
                 break
-        return held
+            pinned = self._held[rid].pinned
+            pins.subtract(pinned.keys())
+            missing -= sum(num_bytes for key, num_bytes in pinned.items() if not pins[key])
+            if pinned:
+                self.give_back(rid)
 
     def give_back(self, rid: str) -> None:
         """End the lease of a request that still waits, if it has one."""
@@ -213,7 +256,7 @@ class WaitingLeases:
         token_ids: Callable[[], TokenIds],
         find_run: FindRun | None,
     ) -> HeldLease | None:
-        """A lease in place of the one that is held, if any; None if nothing is found, or too much for now."""
+        """Hold a lease in place of the one that is held, if any; None if nothing is found."""
         self._missed.pop(rid, None)
         before = self._pop(rid)
         try:
@@ -223,12 +266,9 @@ class WaitingLeases:
                 self._store.release(before.lease)
         if held is None:
             self._note_miss(rid, run)
-        elif before is not None and before.pinned:
-            # The prompt's prefix on the device has changed. It keeps its place in DRAM.
-            held = self._promote_to_dram(held)
-        elif self._is_ahead and not self._has_room(rid, held.pinned):
-            self._store.release(held.lease)
-            return None
+        else:
+            self._held[rid] = held
+            self._has_changed = True
         return held
 
     def _lease(
@@ -256,55 +296,37 @@ class WaitingLeases:
                 self._store.release(of_run)
         return None if lease is None else HeldLease(run, page_keys, token_ids, lease, self._clock())
 
-    def _keep(self, rid: str, held: HeldLease) -> None:
-        before = self._held.get(rid)
-        self._held[rid] = held
-        self._count_pins(held, 1)
-        if before is not None:
-            self._count_pins(before, -1)
-
     def _pop(self, rid: str) -> HeldLease | None:
-        held = self._held.pop(rid, None)
-        if held is not None:
-            self._count_pins(held, -1)
-        return held
+        self._has_changed |= rid in self._held
+        return self._held.pop(rid, None)
 
-    def _count_pins(self, held: HeldLease, step: int) -> None:
-        for key, num_bytes in held.pinned.items():
-            was_pinned = key in self._pins
-            self._pins[key] += step
-            if not self._pins[key]:
-                del self._pins[key]
-            self._pinned_bytes += num_bytes * ((key in self._pins) - was_pinned)
+    def _in_order(self) -> list[str]:
+        """Who holds leases, in the order of the queue; those that wait outside of it are the last."""
+        return [rid for rid in dict.fromkeys((*self._queue, *self._held)) if rid in self._held]
 
-    def _has_room(self, rid: str, segments: Mapping[tuple[str, int], int]) -> bool:
-        """Whether a request that waits may pin these segments, too; it may if no other one pins any."""
-        more = sum(num_bytes for key, num_bytes in segments.items() if key not in self._pins)
-        before = self._held.get(rid)
-        of_others = self._pinned_bytes - (0 if before is None else sum(before.pinned.values()))
-        return of_others <= 0 or self._pinned_bytes + more <= self._max_ahead_bytes
-
-    def _prefetch(self) -> None:
-        """Prefetch for the requests of the queue, up to the first that finds no room: it gets that of those
-        behind it."""
-        for number, rid in enumerate(self._queue):
-            held = self._held.get(rid)
-            if held is None or held.lease.is_in_dram:
-                continue
-            while not held.num_renewals and not self._has_room(rid, held.segments):
-                if not self._give_back_last(self._queue[number + 1 :]):
-                    return
-            promoted = self._promote_to_dram(held)
-            if promoted is not held:
-                self._keep(rid, promoted)
-
-    def _give_back_last(self, rids: Sequence[str]) -> bool:
-        """End the last lease of these requests that pins anything; False if none does."""
-        for rid in reversed(rids):
-            if rid in self._held and self._held[rid].pinned:
+    def _settle(self, now_s: float) -> None:
+        """Prefetch for those that wait, in their order, and end leases that pin too much."""
+        self._has_changed = False
+        self._settle_at_s = math.inf
+        room = _Room(self._max_ahead_bytes)
+        may_prefetch = now_s >= self._prefetch_at_s
+        num_renewals = 0
+        for rid in self._in_order():
+            held = self._held[rid]
+            if not held.lease.is_in_dram:
+                # Those behind the first that does not fit do not take the room that it waits for.
+                may_prefetch = may_prefetch and room.fits(held.segments)
+                if may_prefetch and now_s >= held.renew_at_s:
+                    held = self._held[rid] = self._renewed(held)
+                    num_renewals += 1
+                    if held.is_refused:
+                        self._prefetch_at_s = now_s + RETRY_PREFETCH_S
+                    may_prefetch = not held.is_refused and num_renewals < MAX_RENEWALS
+                self._settle_at_s = min(self._settle_at_s, max(held.renew_at_s, self._prefetch_at_s))
+            if room.fits(held.pinned):
+                room.add(held.pinned)
+            else:
                 self.give_back(rid)
-                return True
-        return False
 
     def _note_miss(self, rid: str, run: KeyRun) -> None:
         now_s = self._clock()
@@ -315,16 +337,20 @@ class WaitingLeases:
                 break
             del self._missed[other]
 
-    def _promote_to_dram(self, held: HeldLease) -> HeldLease:
-        if held.lease.is_in_dram or (held.num_renewals and self._clock() < held.renew_at_s):
-            return held
-        return self._renew(held)
+    def _renewed(self, held: HeldLease) -> HeldLease:
+        """Have what lies below DRAM prefetched, and lease it where it is going to be."""
+        # Also if it was asked for before: not all may have come. What is on its way stays so.
+        prefetched = self._store.prefetch(self._model.identity, held.page_keys, held.token_ids())
+        return replace(
+            self._leased_again(held),
+            num_renewals=held.num_renewals + 1,
+            is_refused=prefetched.refusal is not None,
+            num_arriving=prefetched.num_pages,
+        )
 
-    def _renew(self, held: HeldLease) -> HeldLease:
-        page_keys, tokens = held.page_keys, held.token_ids()
-        # Again if it was asked for before: there may have been no room then. What is on its way stays so.
-        prefetched = self._store.prefetch(self._model.identity, page_keys, tokens)
-        lease = self._store.lease(self._model.identity, page_keys, tokens)
+    def _leased_again(self, held: HeldLease) -> HeldLease:
+        """A lease in place of an earlier one, which says what has arrived in DRAM since."""
+        lease = self._store.lease(self._model.identity, held.page_keys, held.token_ids())
         # The earlier lease is still valid.
         if lease is None or lease.num_pages < held.lease.num_pages:
             lease, unused = held.lease, lease
@@ -332,10 +358,4 @@ class WaitingLeases:
             unused = held.lease
         if unused is not None:
             self._store.release(unused)
-        return replace(
-            held,
-            lease=lease,
-            asked_s=self._clock(),
-            num_renewals=held.num_renewals + 1,
-            found_room=prefetched.found_room,
-        )
+        return replace(held, lease=lease, asked_s=self._clock())

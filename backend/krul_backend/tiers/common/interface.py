@@ -127,12 +127,16 @@ class Lease:
         return all(part.tier == DRAM_TIER for part in self.slices)
 
 
+PrefetchRefusal = Literal["no room", "too much at once"]
+"""All of DRAM is in use, or enough is on its way there."""
+
+
 @dataclass(frozen=True)
 class Prefetched:
-    """What a prefetch did: so many pages are on their way to DRAM; for more there was room, or not."""
+    """What a prefetch did: ``num_pages`` are on their way to DRAM; the rest, if any, was refused."""
 
     num_pages: int = 0
-    found_room: bool = True
+    refusal: PrefetchRefusal | None = None
 
 
 @dataclass(frozen=True, eq=False)
