@@ -218,7 +218,7 @@ def selftest(
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything measured to FILE.")
     ] = None,
 ) -> None:
-    """Check on a running server that krul gives back what it took.
+    """Check on a running server that krul restores what it has stored.
 
     Asks a random prompt, pushes it out of the device pool with other random prompts, and asks it again: the
     second time most of it must come from host memory, with the same answer. It costs one pool of prefill.

@@ -1,4 +1,4 @@
-"""Holds the bases of the served model, and watches whether the text that is stored is still like theirs."""
+"""Holds the bases of the served model, and watches whether stored text is like the text learned from."""
 
 from __future__ import annotations
 

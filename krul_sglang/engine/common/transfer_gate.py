@@ -1,4 +1,4 @@
-"""Lets restores and forwards go before saves: a request waits for them, nobody waits for a save."""
+"""Lets restores and forwards go before saves: requests wait for the former, and none for a save."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ IDLE_AFTER_S = 0.05
 
 @dataclass
 class Patience:
-    """What a saver will still wait over all its pieces of work: ``left_s`` seconds, for restores, and also
-    for forwards if it waits ``until_idle``."""
+    """How long a saver will still wait, over all its pieces of work: ``left_s`` seconds, for restores, and
+    also for forwards if it waits ``until_idle``."""
 
     left_s: float
     until_idle: bool = False
