@@ -25,7 +25,8 @@ class Patience:
 class TransferGate:
     """Makes savers wait between two pieces of work while a restore runs: copies both ways slow each other.
 
-    Those that can wait longer also wait until the server is idle, where forwards share its cores.
+    A saver is a thread that stores turns. Those that can wait longer also wait until the server is idle,
+    where forwards share its cores.
     """
 
     def __init__(self, max_wait_s: float = 1.0, max_idle_wait_s: float = 5.0) -> None:
