@@ -339,8 +339,9 @@ def learn(
 ) -> None:
     """Learn the bases that a model's KV is compressed in, from some text.
 
-    The first server of a model with `strategy=subspace` does it by itself, on the CPU and without --text. It
-    takes the memory of the model once more.
+    The first server of a model with `strategy=subspace` does it by itself, on the CPU and without --text. On
+    a CPU the model computes in float32: that takes about three times the size of a checkpoint of 16 bits in
+    memory, and some more for the bases.
     """
     from krul_sglang.config import KrulConfig
     from krul_sglang.learning.command import learn_to_files
