@@ -270,25 +270,26 @@ class KrulConfig:
         True,
         _parse_switch,
         "true or false",
-        'For the strategy "subspace": learn the bases again, beside the server, when much text is unlike '
-        "what they were learned from: then also from recent turns of requests without `cache_salt` and "
-        "`extra_key`. Bases hold means and covariances over thousands of tokens, but no text. Set it to "
-        "false where clients must have no influence on each other, or no cores are to spare.",
+        'For the strategy "subspace": learn the bases again, in a process beside the server, when much text '
+        "is unlike what they were learned from. Recent turns are then learned from, too, but not those of "
+        "requests with `cache_salt` or `extra_key`. Bases hold means and covariances over thousands of "
+        "tokens, but no text. Set it to false where clients must have no influence on each other, or no "
+        "cores are to spare.",
     )
     fast_copies: str = _choice(
         AUTO,
         FAST_COPIES,
-        'For the strategy "subspace": "auto" keeps turns natively, too, in host memory that nothing else '
-        "needs, if that loads faster than decoding by the costs measured on this machine. Such copies leave "
-        'before anything else does. "never" leaves that memory free.',
+        'For the strategy "subspace": "auto" keeps a second, native copy of turns in host memory that '
+        "nothing else needs, if loading it is faster than decoding by the costs measured on this machine. "
+        'Such copies are evicted before anything else. "never" leaves that memory free.',
     )
     truncation_reuse: bool = _option(
         False,
         _parse_switch,
         "true or false",
         "Restore the turns that a client kept when it dropped the oldest ones, with keys turned to their new "
-        "positions. They were computed with the dropped turns in sight, so answers differ from those of a "
-        "server that computes the shorter prompt.",
+        "positions. Their KV was computed when the dropped turns were before them, so answers differ from "
+        "those of a server that computes the shorter prompt.",
     )
     estimator: str = _choice(
         "sampled",
@@ -341,8 +342,8 @@ class KrulConfig:
         2.0,
         _POSITIVE,
         "a positive number",
-        "Seconds beyond the planned time for which a load may make no progress before it is given up and the "
-        "KV recomputed. Raise it where a disk or a network pauses for longer and comes back.",
+        "A load that makes no progress for its planned time and this many seconds is given up, and the KV is "
+        "recomputed. Raise it where a disk or a network may pause for longer.",
     )
 
     fault_injection: str = _choice(

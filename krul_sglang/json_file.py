@@ -1,4 +1,4 @@
-"""Results on disk: everything that was measured, or a summary of it that is small enough to keep."""
+"""Writes results to disk: everything that was measured, or a summary that is small enough to keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory limit of this process, errors of lack of memory, and sizes as text."""
+"""Tells the memory limit of this process and which errors mean lack of memory, and reads and writes sizes."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def selftest(
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything measured to FILE.")
     ] = None,
 ) -> None:
-    """Check on a running server that krul gives back what it took.
+    """Check on a running server that krul restores what it has stored.
 
     Asks a random prompt, pushes it out of the device pool with other random prompts, and asks it again: the
     second time most of it must come from host memory, with the same answer. It costs one pool of prefill.
@@ -339,8 +339,9 @@ def learn(
 ) -> None:
     """Learn the bases that a model's KV is compressed in, from some text.
 
-    The first server of a model with `strategy=subspace` does it by itself, on the CPU and without --text. It
-    takes the memory of the model once more.
+    The first server of a model with `strategy=subspace` does it by itself, on the CPU and without --text. On
+    a CPU the model computes in float32: that takes about three times the size of a checkpoint of 16 bits in
+    memory, and some more for the bases.
     """
     from krul_sglang.config import KrulConfig
     from krul_sglang.learning.command import learn_to_files

@@ -1,4 +1,4 @@
-"""krul inside of SGLang's scheduler: rooms in the order in which KV passes them.
+"""krul inside of SGLang's scheduler: packages in the order in which KV passes them.
 
 ``attach`` starts them; a turn ends in ``cache``, and goes through ``capture`` and ``save`` to the store; a
 turn that returns goes from ``cache`` through ``restore`` into the pool; ``budget`` learns what compression

@@ -1,5 +1,5 @@
 """Tells how alike the attention of layers is, token by token.
 
-Rows of attention enter, as the engine captured them; similarities between layers and statistics for the
-damage meter come out. Numbers only; the engine and the strategies call it.
+Query rows enter, as the engine captured them, and keys; the distances between layers' attention come out, or
+the attention that each token draws. Numbers only; the engine and the strategies call it.
 """

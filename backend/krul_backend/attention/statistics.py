@@ -1,4 +1,4 @@
-"""Statistics of a conversation's attention: how far layers are apart, and how much they look where."""
+"""Sums up a conversation's attention: distances between layers, and mass on the first and last tokens."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class RetentionRule(Enum):
 class CodecOptions:
     """Options for encoding blocks. What decoding needs of these options is stored with each segment.
 
-    ``group_size``: tokens that have one scale per key channel, and the unit of partial reads. The others are
-    of pairs that share directions.
+    ``group_size``: tokens that have one scale per key channel, and the unit of partial reads. The other
+    options are for pairs that share directions.
     ``slerp_t``: how far the shared direction lies from the lower layer's to the upper layer's.
     ``retention``, ``retained_amount``: see ``RetentionRule``; 0 retains no token for its angle.
     ``num_first_tokens``: tokens at the start of the conversation that are always retained.

@@ -40,7 +40,7 @@ class SegmentEncoding:
     ``layer_first_token``: the position in the conversation from which each layer's block is kept.
     ``layer_num_bytes``: the exact size of each block from there on; see ``SegmentLayout``.
     ``left_out_num_bytes``: bytes of the parts of blocks that are not kept. Retained rows of pairs of which
-    nothing is kept are not counted: nobody has found out how many there would be.
+    nothing is kept are not counted: how many there would be is not known.
     ``params``: plain JSON values with all that decoding needs beside the model's own shape.
     """
 

@@ -1,4 +1,4 @@
-"""Costs fitted to measurements, once, and corrected by what restores really take."""
+"""Fits costs to measurements, and corrects them by what restores really take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long many plans of one problem take, at once: what planners search with.
+"""Computes how long each of many plans of one problem takes, for planners to search with.
 
 A plan is judged by a model of the restore::
 

@@ -1,4 +1,4 @@
-"""Does what hints say about stored conversations, and knows the names of these."""
+"""Carries out hints about stored conversations, and remembers the names of conversations."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _digest(session: SessionName) -> bytes:
 
 
 class Advisor:
-    """Does what hints say, over all tiers. Thread-safe.
+    """Carries out hints, over all tiers. Thread-safe.
 
     ``num_hints`` counts the hints that reached something, ``num_comeback_pages`` the pages that were read
     into DRAM because of hints.

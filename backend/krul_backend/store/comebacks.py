@@ -26,7 +26,7 @@ PathEnd = tuple[ModelIdentity, str]
 
 @dataclass(frozen=True)
 class Comeback:
-    """A conversation that is to be in DRAM in time: read at ``due_s``, which takes ``load_s``."""
+    """A conversation that is to be read into DRAM at ``due_s``, before its next use; takes ``load_s``."""
 
     end: PathEnd
     due_s: float

@@ -121,7 +121,7 @@ class KVStore(Protocol):
         store for that.
 
         ``checksum``: a block had a wrong one. The store checks this itself before it drops the segment.
-        ``undecodable``: the engine lacks something that the codec parameters name, such as a map that another
+        ``undecodable``: the engine lacks something that the codec parameters name, such as bases that another
         engine learned. The store cannot check this: it drops every copy that is encoded alike from every
         tier, so that the pages count as missing and the next turn stores them again. The slice may lie in a
         lower tier.

@@ -45,8 +45,8 @@ _MAX_REMEMBERED = 100_000
 
 @dataclass(frozen=True, eq=False)
 class _BasesInUse:
-    """Bases, of which this rank had ``number - 1`` before, and the bytes that a token takes in each of their
-    groups: a mean, which each turn moves."""
+    """Bases that turns are stored in, the ``number``-th of this rank, and the bytes that a token takes in
+    each of their groups: a mean, which each turn moves."""
 
     number: int
     subspace: SubspaceCodec

@@ -1,4 +1,4 @@
-"""Holds the bases of the served model, and watches whether the text that is stored is still like theirs."""
+"""Holds the bases of the served model, and watches whether stored text is like the text learned from."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class TextDrift:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Forget what was measured: with other bases it is another text that is unlike theirs."""
+        """Forget what was measured: it was measured against bases that are not the newest any more."""
         self.last: float | None = None
         self.mean: float | None = None
         self.unfamiliar_share = 0.0
@@ -111,7 +111,7 @@ class TextDrift:
 
     @property
     def is_unlike(self) -> bool:
-        """Whether bases that are learned from text like this may store it in less."""
+        """Whether bases that are learned from text like this may store it in fewer bytes."""
         is_far = self._num_measured >= _LEAST_TOKENS and (self.mean or 0.0) > UNFAMILIAR_OFFSET
         return is_far or (self._num_tokens >= _LEAST_TOKENS and self.unfamiliar_share > _UNFAMILIAR_SHARE)
 
@@ -154,16 +154,16 @@ class TextDrift:
 
 
 class ServedBases:
-    """Holds one rank's newest bases, from the moment on when they are there; until then ``subspace`` is None.
+    """Holds one rank's newest bases; ``subspace`` is None until there are any.
 
     ``num_had`` counts them. ``state`` says in a few words where they come from, how far learning is, or why
-    there are none. ``drift`` measures whether they should be learned again, ``recent`` is what from; None on
-    a rank that does not learn. ``num_relearned``: how often that came to new bases; ``refusal``: why the last
-    time it did not, None if it did.
+    there are none. ``drift`` measures whether they should be learned again; ``recent`` keeps the text for
+    that, and is None on a rank that does not learn. ``num_relearned``: how often
+    that came to new bases; ``refusal``: why the last time it did not, None if it did.
     """
 
     def __init__(self, drift: TextDrift, end: Callable[[], None] = lambda: None) -> None:
-        """``end`` ends the work of whoever brings bases."""
+        """``end`` stops what learns bases or looks for them."""
         self.subspace: SubspaceCodec | None = None
         self.num_had = 0
         self.state = "none"
@@ -174,7 +174,7 @@ class ServedBases:
         self._end = end
 
     def have(self, subspace: SubspaceCodec, state: str) -> None:
-        """The bases are there, and come from where ``state`` says."""
+        """Take these bases as the newest; ``state`` says where they come from."""
         self.subspace, self.state = subspace, state
         self.num_had += 1
         logger.info("krul: bases %s of the model: %s", subspace.bases.digest[:16], state)
@@ -192,7 +192,7 @@ class ServedBases:
             logger.warning("krul: the bases stay as they are: %s", refusal)
 
     def close(self) -> None:
-        """End whatever brings bases."""
+        """Stop what learns bases or looks for them."""
         self._end()
 
     def as_dict(self) -> dict[str, Any]:

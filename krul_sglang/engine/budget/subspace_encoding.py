@@ -29,7 +29,7 @@ _LEARNING_RATE = 0.2
 
 @dataclass(frozen=True, eq=False)
 class RunLimit:
-    """The limit of one run of tokens. Storing it is to add ``max_damage``, of which ``outside`` is lost
+    """The limit of one run of tokens. Storing it may add ``max_damage``, of which ``outside`` is lost
     whatever the step; ``carried`` was lost before. All in nats at the run's own end, see ``DamagedSpan``.
 
     ``attention [L, Hkv, tokens of the run]``: see ``GroupBasis.token_worth``.

@@ -1,5 +1,5 @@
 """SGLang's radix cache and cache linker, extended by krul.
 
 Requests enter as SGLang looks them up, finishes and evicts them; loads and stored turns leave to the other
-rooms. SGLang calls it.
+packages. SGLang calls it.
 """

@@ -28,7 +28,7 @@ _ATTRIBUTE = "krul"
 
 @dataclass(eq=False)
 class KrulRuntime:
-    """Holds what krul knows of its server. Hooks find it at the SGLang object that they are given.
+    """Holds all that krul keeps for one rank. Hooks find it at the SGLang object that they are given.
 
     The scheduler, its model runner and the parameters of its cache carry the same object. The start fills
     the fields in this order; a field that is read before it is set raises AttributeError.

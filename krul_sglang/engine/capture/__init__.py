@@ -1,5 +1,5 @@
 """Observes attention while the engine computes, for the requests whose turns will be stored.
 
-Queries and keys enter from a hook on the attention backend; rows of attention per turn leave. ``attach``
-installs it; ``save`` takes what it recorded.
+Queries enter from hooks on the attention modules; per turn the recorded query rows leave, or statistics made
+of them. ``attach`` installs it; ``save`` takes what it recorded.
 """

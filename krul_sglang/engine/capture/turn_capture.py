@@ -1,4 +1,4 @@
-"""The base of captures, which record the attention of running requests: what of a forward belongs to whom."""
+"""The base of captures, which record attention of requests: tells which rows belong to which request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets restores and forwards go before saves: a request waits for them, nobody waits for a save."""
+"""Lets restores and forwards go before saves: requests wait for the former, and none for a save."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ IDLE_AFTER_S = 0.05
 
 @dataclass
 class Patience:
-    """What a saver will still wait over all its pieces of work: ``left_s`` seconds, for restores, and also
-    for forwards if it waits ``until_idle``."""
+    """How long a saver will still wait, over all its pieces of work: ``left_s`` seconds, for restores, and
+    also for forwards if it waits ``until_idle``."""
 
     left_s: float
     until_idle: bool = False
@@ -25,7 +25,8 @@ class Patience:
 class TransferGate:
     """Makes savers wait between two pieces of work while a restore runs: copies both ways slow each other.
 
-    Those that can wait longer also wait until the server is idle, where forwards share its cores.
+    A saver is a thread that stores turns. Those that can wait longer also wait until the server is idle,
+    where forwards share its cores.
     """
 
     def __init__(self, max_wait_s: float = 1.0, max_idle_wait_s: float = 5.0) -> None:

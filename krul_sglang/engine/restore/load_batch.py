@@ -65,8 +65,8 @@ class Load:
 
     Tokens ``[device_tokens, device_tokens + len(slots))`` of the conversation go to ``slots`` (int64, on the
     pool's device): in each layer those from ``plan.head_ends[layer]`` on, which ``readers`` copy, one after
-    another, out of the lease's segments. ``moved``: if they are stored at other positions, or after other
-    text; then the first of ``slots`` may be no reader's, but the heads'.
+    another, out of the lease's segments. ``moved``: set if they are stored at other positions, or after
+    other text; then the first of ``slots`` may be filled by heads alone.
     """
 
     lease: Lease

@@ -38,8 +38,8 @@ class NoMemoryError(KrulError):
 class ForwardCounters:
     """``head_tokens``: tokens of the first layer. ``rescued_requests``: a load failed, all was recomputed.
 
-    ``out_of_memory``: forwards of heads that ended so. ``lost_requests``: SGLang ended them with an error,
-    because they could be neither loaded nor recomputed.
+    ``out_of_memory``: forwards of heads that ran out of memory. ``lost_requests``: SGLang ended them with an
+    error, because they could be neither loaded nor recomputed.
     """
 
     head_tokens: int = 0
@@ -52,8 +52,8 @@ class ForwardCounters:
 class RestoreForward:
     """Runs forwards of batches that have loads under way. On the scheduler's thread, on every rank alike.
 
-    ``heads`` is None if this model's heads cannot be recomputed: then a failed load is the engine's to deal
-    with: it aborts the request. ``chunk_tokens`` are recomputed in one forward at most.
+    ``heads`` is None if this model's heads cannot be recomputed: then the engine deals with a failed load, by
+    aborting the request. ``chunk_tokens`` are recomputed in one forward at most.
     """
 
     def __init__(

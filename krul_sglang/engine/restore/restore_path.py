@@ -28,7 +28,7 @@ class HeadProof:
     """The result of the proof at start: ``rows`` (one token's key or value of one head and layer) recomputed.
 
     ``rows_within_one_ulp`` of them differ from the prefill's by at most one unit in the last place, see
-    ``start_proof.py``; ``max_relative_error`` is that of the row that is off most, of every hundred.
+    ``start_proof.py``; ``max_relative_error`` is the 99th percentile of the rows' relative errors.
     """
 
     rows: int

@@ -92,9 +92,9 @@ class PlanCounters:
     """``loads`` plans had a tail in some layer, ``refused`` ones would have lost against recompute.
 
     ``head_tokens`` of the first layer and ``prefix_tokens`` of all planned loads. ``undecodable`` segments
-    were leased and reported, since nothing here can decode them. ``out_of_memory``: times that there was none
-    to open or plan a load, which was refused then. ``moved_loads`` brought back ``moved_tokens`` at other
-    positions, or after other text, than those that they were computed with.
+    were leased and reported, since nothing here can decode them. ``out_of_memory``: how often there was
+    no memory to open or plan a load, which was refused then. ``moved_loads`` brought back ``moved_tokens`` at
+    other positions, or after other text, than those that they were computed with.
     """
 
     loads: int = 0

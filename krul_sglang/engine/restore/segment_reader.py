@@ -53,7 +53,7 @@ class KeptRoom:
 class SegmentReader(ABC):
     """Reads tokens ``[first_token, end_token)`` of a conversation from one leased segment.
 
-    A plan is made from what it says of the segment. If the plan loads, ``begin`` follows, and then ``fetch``
+    The planner asks it about the segment. If the plan loads, ``begin`` follows, and then ``fetch``
     and ``restore`` of each layer in ascending order, except of layers with a ``native_tail``: their bytes
     (``native_bytes``) are restored together with those of other segments. Positions are absolute::
 
@@ -61,8 +61,8 @@ class SegmentReader(ABC):
         [head_ends[l], end_token)     read, decoded and written to their slots
 
     ``source`` is what was leased, ``num_tokens`` how many of its tokens are wanted, from the first one on.
-    ``shift``: by how many tokens the conversation has them later than the one that they were stored for; keys
-    are restored as they were stored. ``num_bytes`` were read so far.
+    ``shift``: how many tokens later they are in this conversation than in the one that they were stored for;
+    keys are restored as they were stored. ``num_bytes`` were read so far.
     """
 
     def __init__(self, source: SegmentSlice, decoder: OpenedSegment, num_tokens: int, shift: int = 0) -> None:

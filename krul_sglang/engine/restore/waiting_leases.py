@@ -18,7 +18,7 @@ from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, Mov
 from krul_sglang.engine.common.served_model import ServedModel
 
 RENEW_INTERVAL_S = 0.05
-"""Seconds until it is asked whether what was fetched for a waiting request has arrived. Twice as long before
+"""Seconds until the store is asked whether a waiting request's prefetch has arrived. The time doubles with
 each further question, since every one goes through all of the prefix."""
 MAX_RENEW_INTERVAL_S = 1.0
 RETRY_PREFETCH_S = 0.2

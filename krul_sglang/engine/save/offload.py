@@ -37,7 +37,7 @@ loading hold a layer of a segment, or both of a pair, on the device at a time, b
 
 
 class Outcome(Enum):
-    """What became of a turn: every page of it is stored; there was no room; something went wrong."""
+    """What became of a turn: every page of it is stored; it was not taken (no room, ``drop``); an error."""
 
     STORED = auto()
     SKIPPED = auto()

@@ -64,9 +64,9 @@ class GroupErrors:
     """The errors that were made in the KV of some tokens in one group.
 
     Errors that differ from token to token cost each for itself, the more the more attention its token draws:
-    ``own_damage`` is their cost in nats, before the model's factor. What all tokens are off by together costs
-    on top, since attention does not average it away. It is most of what text loses that is unlike the text
-    learned from, because its KV lies elsewhere. ``total [D]`` is the sum of the errors of ``num_tokens``, and
+    ``own_damage`` is their cost in nats, before the model's factor. The error that all tokens share costs on
+    top, since attention does not average it out. In text unlike the text learned from it is most of the loss,
+    because the mean of its KV lies elsewhere. ``total [D]`` is the sum of the errors of ``num_tokens``, and
     ``scatter`` the sum of their squares, each channel times its ``shift_costs``.
     """
 
@@ -136,7 +136,7 @@ class Sample:
     keeping.
 
     ``vectors [T, D]``, less the mean, have the ``coefficients [T, R]``. ``worth [T]`` of the tokens: 0 for
-    those that are stored as they are. ``outside``: the errors that no step keeps from.
+    those that are stored as they are. ``outside``: the errors that remain whatever the step.
     """
 
     def __init__(

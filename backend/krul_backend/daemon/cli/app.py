@@ -101,7 +101,7 @@ def serve_command(
     ] = DaemonConfig.hints_port,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every detail.")] = False,
 ) -> None:
-    """Keep KV until a signal, or until nobody needs it any more."""
+    """Run a daemon that keeps stored KV, until a signal; with --exit-when-unused until no client is left."""
     if embedded and os.fork():
         # An engine ends by killing all its descendants. The daemon must not be one: it has to write what was
         # just committed. Forking is safe: no thread was started, and only the standard streams are open.

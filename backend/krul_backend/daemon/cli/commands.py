@@ -77,7 +77,7 @@ def stats(
     as_json: AsJson = False,
     timeout_s: Timeout = 5.0,
 ) -> None:
-    """Show what each tier holds and did, and what holds on to it."""
+    """Show what each tier holds and has done, and how many leases and reservations hold it."""
     with _daemon(endpoint, curve_dir, timeout_s) as client:
         store, daemon = client.stats()
     _print(as_json, {"store": to_json(store), "daemon": to_json(daemon)}, lambda: stats_report(store, daemon))

@@ -1,5 +1,5 @@
 """A ``KVStore`` that a daemon keeps, and what starts a daemon and asks it for its state.
 
-Engines and the command line use this room. Calls of the store's interface come in and become requests to the
-daemon; arrays in the daemon's shared memory come out. While the daemon is gone, every lookup is a miss.
+Engines and the command line use this package. Calls of the store's interface come in and become requests to
+the daemon; arrays in the daemon's shared memory come out. While the daemon is gone, every lookup is a miss.
 """

@@ -1,4 +1,4 @@
-"""The client's end of a session: what shows that it lasts, the daemon's arena, and the requests in it."""
+"""The client's end of a session: the connection that keeps it open, the daemon's arena, and its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps track of connected clients: each has a stream socket, and when that ends, the client has ended."""
+"""Keeps track of connected clients: each has a stream socket, which closes when the client ends."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class EvictionPolicy(ABC):
 
 
 class LruPolicy(EvictionPolicy):
-    """The least recently used segment first; on one path the head counts as used last.
+    """The least recently used segment first; of one conversation the first segment counts as used last.
 
     Of hints it knows ``demote`` alone.
     """

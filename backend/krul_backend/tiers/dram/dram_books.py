@@ -1,4 +1,4 @@
-"""The books of the DRAM tier: what is where, who holds it, what was counted, and the lock around all that."""
+"""The bookkeeping of the DRAM tier: where blocks lie, who holds them, counters, and the lock around that."""
 
 from __future__ import annotations
 

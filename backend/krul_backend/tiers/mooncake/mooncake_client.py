@@ -1,4 +1,4 @@
-"""What the tier needs of a cluster, Mooncake's own client as that, and the options of the tier."""
+"""The object store that the tier needs, as an interface and by Mooncake's own client; the tier's options."""
 
 from __future__ import annotations
 

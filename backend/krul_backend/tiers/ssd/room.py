@@ -1,4 +1,4 @@
-"""Keeps the log files within their capacity: removes, compacts, evicts."""
+"""Keeps the log files within their capacity: evicts segments, compacts and removes files."""
 
 from __future__ import annotations
 
