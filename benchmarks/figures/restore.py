@@ -62,7 +62,10 @@ def against_history(result: dict[str, Any], path: Path) -> None:
     }
     if not by_setting:
         return
-    planned = {method["name"] for method in result["methods"] if method["planner"] == "optimal"}
+    # Files from before the local search was the planner call it "optimal".
+    planned = {
+        method["name"] for method in result["methods"] if method["planner"] in ("local-search", "optimal")
+    }
     figure, axes = _grid(by_setting)
     for (shape, tier), rows in by_setting.items():
         axis = axes[shape, tier]
