@@ -298,7 +298,7 @@ def test_unlike_turns_lead_to_new_bases_and_old_ones_are_still_decoded(
         # They are in use after the turn at which all ranks have them.
         for number in range(3):
             ask(server, random_prompt(("like the unlike", number), 600), max_new_tokens=2)
-        stats = settled_stats(server)["compression"]
+            stats = settled_stats(server)["compression"]
         assert stats["subspace_turns"] == num_compressed + 3
         budget = stats["budget"]
         assert (budget["bases_state"], budget["bases_held"]) == ("learned again", 2)
