@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.parameters import CodecOptions
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from krul_backend.errors import ManifestError, StoreClosedError
 from krul_backend.segment import MAX_CODEC_PARAMS_BYTES
 from krul_backend.tiers.common.eviction import LruPolicy
-from krul_backend.tiers.common.hashing import block_checksum, block_checksums
+from krul_backend.tiers.common.interface import block_checksum, block_checksums
 from krul_backend.tiers.dram import host_store
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED
 from krul_backend.tiers.dram.host_store import HostStore

@@ -18,9 +18,15 @@ from benchmarks.simulate.pipeline import simulate
 from benchmarks.simulate.run import HISTORY_TOKENS, NEW_TOKENS
 from benchmarks.simulate.run import make_problem as simulated_problem
 from krul_backend.errors import RestoreError
-from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.planner.head_search import limit_lengths
-from krul_backend.planner.interface import RestorePlanner, RestoreProblem, StoredRun
+from krul_backend.planner.interface import (
+    ComputeCost,
+    RestoreCosts,
+    RestorePlanner,
+    RestoreProblem,
+    StoredRun,
+    TierCost,
+)
 from krul_backend.planner.planners import (
     PLANNERS,
     FullLoadPlanner,

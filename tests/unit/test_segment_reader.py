@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from krul_backend.tiers.common.interface import Lease

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from krul_backend.errors import DaemonError, TierReadError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
-from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.interface import block_checksum
 from krul_backend.tiers.common.record import block_offsets, encode_metadata, encode_segment
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import FaultyDisk, disk_bytes, has, open_tier, put

@@ -7,9 +7,14 @@ from dataclasses import replace
 from typing import ClassVar
 
 from krul_backend.errors import RestoreError
-from krul_backend.planner.costs import RestoreCosts
 from krul_backend.planner.head_search import full_load_heads, pyramid_heads, search_heads, uniform_heads
-from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem, StoredRun
+from krul_backend.planner.interface import (
+    RestoreCosts,
+    RestorePlan,
+    RestorePlanner,
+    RestoreProblem,
+    StoredRun,
+)
 from krul_backend.planner.timing import RestoreTiming, Tokens
 
 

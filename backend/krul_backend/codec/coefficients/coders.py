@@ -23,8 +23,7 @@ from krul_backend.codec.coefficients.compiled import (
     Words,
 )
 from krul_backend.codec.coefficients.records import SMALLEST_SHIFT, decode_block, encode_block
-from krul_backend.codec.coefficients.scales import BAND
-from krul_backend.codec.coefficients.tables import NUM_SCALES, CoderTables, standard_tables
+from krul_backend.codec.coefficients.scales import BAND, NUM_SCALES, CoderTables, standard_tables
 from krul_backend.errors import CodecError
 
 LARGEST_SHIFT = 7

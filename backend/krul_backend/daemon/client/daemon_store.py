@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.daemon.client.client_session import DaemonConnection
+from krul_backend.daemon.client.client_session import DaemonConnection, view_in, with_views
 from krul_backend.daemon.client.daemon_link import UNANSWERED, DaemonLink, LinkCounters
 from krul_backend.daemon.client.request_channel import SessionEndedError
-from krul_backend.daemon.client.views import view_in, with_views
 from krul_backend.daemon.protocol.messages import (
     AbortRequest,
     AdviseRequest,
@@ -39,10 +38,9 @@ from krul_backend.daemon.protocol.messages import (
 )
 from krul_backend.daemon.protocol.runtime_dir import runtime_dir_of
 from krul_backend.errors import ManifestError, ProtocolError, StoreClosedError, TierReadError
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.hashing import checked_checksums
 from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.common.interface import (
     DamageReason,
@@ -52,6 +50,7 @@ from krul_backend.tiers.common.interface import (
     Reservation,
     SegmentSlice,
     StoreStats,
+    checked_checksums,
 )
 
 SLOW_TIMEOUT_S = 10.0

@@ -26,10 +26,9 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.dram.arrivals import Arrival, Arrivals
 from krul_backend.tiers.dram.dram_books import BREATH_S, DramBooks, LockedBooks
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED
-from krul_backend.tiers.dram.reservations import Allocator, Reservations
+from krul_backend.tiers.dram.reservations import Allocator, Arrival, Arrivals, Reservations
 from krul_backend.tiers.dram.stored_segment import StoredSegment, plan_trim
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.tiers.common.lower_tier import MeasuredCost, Suspension
-from krul_backend.tiers.mooncake.epochs import ROOT
 from krul_backend.tiers.mooncake.mooncake_client import ObjectStore, ObjectStoreError
+from krul_backend.tiers.mooncake.stored_object import ROOT
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,9 @@ from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.interface import Block, Clock
 from krul_backend.tiers.common.lower_tier import QueuedSegment, Suspension, TierCounters, WriteQueue
 from krul_backend.tiers.mooncake.cluster_connection import ClusterConnection
-from krul_backend.tiers.mooncake.epochs import Epochs
 from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
 from krul_backend.tiers.mooncake.mooncake_client import ObjectStore, ObjectStoreError, StoreFullError
-from krul_backend.tiers.mooncake.stored_object import StoredObject, encode_object
+from krul_backend.tiers.mooncake.stored_object import Epochs, StoredObject, encode_object
 
 _CLOSE_TIMEOUT_S = 5.0
 

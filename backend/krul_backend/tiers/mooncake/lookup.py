@@ -15,12 +15,12 @@ from krul_backend.tiers.common.page_index import (
     num_equal_keys,
     num_equal_pages,
 )
-from krul_backend.tiers.mooncake.epochs import Epochs
 from krul_backend.tiers.mooncake.mooncake_client import ObjectStore
 from krul_backend.tiers.mooncake.stored_object import (
     MAX_METADATA_BYTES,
     MAX_POINTER_BYTES,
     MAX_POINTERS,
+    Epochs,
     StoredObject,
     decode_object,
     decode_pointer,

@@ -10,10 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from krul_backend.errors import TierReadError
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
-from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
+from krul_backend.tiers.common.interface import (
+    Block,
+    Clock,
+    DamageReport,
+    SegmentInfo,
+    TierStats,
+    block_checksum,
+)
 from krul_backend.tiers.common.lower_tier import LowerTier, MeasuredCost, Suspension, TierCounters
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.mooncake.cluster_connection import (
@@ -23,7 +29,6 @@ from krul_backend.tiers.mooncake.cluster_connection import (
     seen_cost,
 )
 from krul_backend.tiers.mooncake.cluster_writer import ClusterWriter
-from krul_backend.tiers.mooncake.epochs import Epochs
 from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
 from krul_backend.tiers.mooncake.mooncake_client import (
     MooncakeClient,
@@ -32,7 +37,7 @@ from krul_backend.tiers.mooncake.mooncake_client import (
     ObjectStoreError,
     require_mooncake,
 )
-from krul_backend.tiers.mooncake.stored_object import StoredObject
+from krul_backend.tiers.mooncake.stored_object import Epochs, StoredObject
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from krul_backend.errors import RecordError, TierReadError
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.common.lower_tier import MeasuredCost
 from krul_backend.tiers.common.record import RECORD_ALIGN

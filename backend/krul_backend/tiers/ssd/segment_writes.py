@@ -13,9 +13,9 @@ from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.lower_tier import QueuedSegment, WriteQueue
 from krul_backend.tiers.common.record import block_offsets, segment_num_bytes
 from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
-from krul_backend.tiers.ssd.clear_file import ClearFile
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
+from krul_backend.tiers.ssd.recovery import ClearFile
 from krul_backend.tiers.ssd.room import BREATH_S, Room
 
 logger = logging.getLogger(__name__)
