@@ -81,23 +81,29 @@ class HeaderSize:
 
 @dataclass(frozen=True, eq=False)
 class SegmentRecord:
-    """A stored segment. ``block_offsets[l]`` is where layer ``l``'s block starts, from the record's start."""
+    """A stored segment. ``block_offsets[l]`` is where layer ``l``'s block starts, from the record's start.
+
+    ``num_bytes``: of the whole record, padding included.
+    """
 
     sequence: int
-    record_num_bytes: int
+    num_bytes: int
     manifest: SegmentManifest
     checksums: tuple[int, ...]
     block_offsets: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, sequence: int, manifest: SegmentManifest, checksums: tuple[int, ...], metadata: bytes
+    ) -> SegmentRecord:
+        """What is written of a segment; ``metadata`` is ``encode_metadata``'s."""
+        offsets, num_bytes = _layout(FIXED_NUM_BYTES + len(metadata), manifest.layer_num_bytes)
+        return cls(sequence, num_bytes, manifest, checksums, offsets)
 
 
 def segment_num_bytes(manifest: SegmentManifest, metadata: bytes) -> int:
     """Bytes of a whole record, padding included; ``metadata`` is ``encode_metadata``'s."""
     return _layout(FIXED_NUM_BYTES + len(metadata), manifest.layer_num_bytes)[1]
-
-
-def block_offsets(manifest: SegmentManifest, metadata: bytes) -> tuple[int, ...]:
-    """Where each layer's block starts, from the record's start."""
-    return _layout(FIXED_NUM_BYTES + len(metadata), manifest.layer_num_bytes)[0]
 
 
 def encode_metadata(manifest: SegmentManifest, checksums: tuple[int, ...]) -> bytes:

@@ -11,7 +11,7 @@ from krul_backend.tiers.common.interface import Block, Clock
 from krul_backend.tiers.common.lower_tier import QueuedSegment, Suspension, TierCounters, WriteQueue
 from krul_backend.tiers.mooncake.cluster_connection import ClusterConnection
 from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
-from krul_backend.tiers.mooncake.mooncake_client import ObjectStore, ObjectStoreError, StoreFullError
+from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, ObjectStoreError, StoreFullError
 from krul_backend.tiers.mooncake.stored_object import Epochs, StoredObject, encode_object
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -97,7 +97,7 @@ class ClusterWriter:
             return False
         return True
 
-    def _write(self, store: ObjectStore, item: QueuedSegment) -> None:
+    def _write(self, store: MooncakeClient, item: QueuedSegment) -> None:
         manifest = item.manifest
         num_clears = self._known.num_clears
         prefix = self._epochs.prefix(store, manifest.model.fingerprint, may_create=True)

@@ -15,7 +15,7 @@ from krul_backend.tiers.common.page_index import (
     num_equal_keys,
     num_equal_pages,
 )
-from krul_backend.tiers.mooncake.mooncake_client import ObjectStore
+from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient
 from krul_backend.tiers.mooncake.stored_object import (
     MAX_METADATA_BYTES,
     MAX_POINTER_BYTES,
@@ -186,7 +186,7 @@ class Lookup:
         return match.runs, is_end or self._known.is_absent(epoch.prefix, page_keys[num_pages])
 
     def ask(
-        self, store: ObjectStore, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
+        self, store: MooncakeClient, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
     ) -> None:
         """Ask the cluster for a prefix; afterwards ``known_runs`` returns what it has.
 
@@ -211,14 +211,14 @@ class Lookup:
                 self._known.note_absent(prefix, page_keys[num_pages])
                 return
 
-    def find_copy(self, store: ObjectStore, prefix: str, manifest: SegmentManifest) -> bool:
+    def find_copy(self, store: MooncakeClient, prefix: str, manifest: SegmentManifest) -> bool:
         """Whether the cluster holds all pages of a segment in one that begins like it; remembers that one."""
         num_clears = self._known.num_clears
         return self._learn(
             store, prefix, manifest.model, manifest.page_keys, manifest.token_ids, num_clears
         ) >= len(manifest.page_keys)
 
-    def publish(self, store: ObjectStore, prefix: str, first_page_key: str, digest: str) -> bool:
+    def publish(self, store: MooncakeClient, prefix: str, first_page_key: str, digest: str) -> bool:
         """Store a pointer to a written segment; False if too many others begin with this page."""
         pointer = encode_pointer(digest)
         for n in range(MAX_POINTERS):
@@ -233,7 +233,7 @@ class Lookup:
                 return True
         return False
 
-    def _confirm(self, store: ObjectStore, segment: StoredObject) -> bool:
+    def _confirm(self, store: MooncakeClient, segment: StoredObject) -> bool:
         """Whether a known segment is still there; forgets it if not."""
         if self._known.is_confirmed(segment):
             return True
@@ -246,7 +246,7 @@ class Lookup:
 
     def _learn(
         self,
-        store: ObjectStore,
+        store: MooncakeClient,
         prefix: str,
         model: ModelIdentity,
         page_keys: tuple[str, ...],

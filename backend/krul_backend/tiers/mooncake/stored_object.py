@@ -19,7 +19,7 @@ from krul_backend.errors import RecordError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.record import decode_header, encode_metadata, encode_segment
-from krul_backend.tiers.mooncake.mooncake_client import ObjectStore
+from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient
 
 ROOT = f"krul/{FORMAT_VERSION}"
 EPOCH_AGE_S = 1.0
@@ -61,7 +61,7 @@ class Epochs:
                 return None
             return known
 
-    def prefix(self, store: ObjectStore, fingerprint: str, *, may_create: bool = False) -> str | None:
+    def prefix(self, store: MooncakeClient, fingerprint: str, *, may_create: bool = False) -> str | None:
         """The model's prefix, read from the cluster if not known; None if nothing was ever stored.
 
         Raises:
@@ -89,7 +89,7 @@ class Epochs:
             self._known.clear()
             self._num_clears += 1
 
-    def settle(self, store: ObjectStore) -> None:
+    def settle(self, store: MooncakeClient) -> None:
         """Replace the epochs of pending clears, and remove cleared objects that nobody is reading.
 
         Raises:
@@ -115,7 +115,7 @@ def _names(fingerprint: str) -> tuple[str, str]:
     return f"{ROOT}/epoch", f"{ROOT}/{fingerprint}/epoch"
 
 
-def _read(store: ObjectStore, name: str, *, may_create: bool) -> str | None:
+def _read(store: MooncakeClient, name: str, *, may_create: bool) -> str | None:
     number = _number(store.get(name, 16))
     if number is None and may_create:
         store.put(name, secrets.token_hex(8).encode(), is_pinned=True)

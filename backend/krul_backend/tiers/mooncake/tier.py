@@ -33,7 +33,6 @@ from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
 from krul_backend.tiers.mooncake.mooncake_client import (
     MooncakeClient,
     MooncakeOptions,
-    ObjectStore,
     ObjectStoreError,
     require_mooncake,
 )
@@ -67,7 +66,7 @@ class MooncakeTier(LowerTier):
         options: MooncakeOptions,
         arena: npt.NDArray[np.uint8] | None,
         *,
-        connect: Callable[[MooncakeOptions, Block | None], ObjectStore] | None = None,
+        connect: Callable[[MooncakeOptions, Block | None], MooncakeClient] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         if connect is None:
@@ -277,12 +276,12 @@ class MooncakeTier(LowerTier):
         except ObjectStoreError as error:
             self._suspension.failed("cannot clear", error)
 
-    def _check_epoch(self, store: ObjectStore, segment: StoredObject) -> None:
+    def _check_epoch(self, store: MooncakeClient, segment: StoredObject) -> None:
         if self._epochs.prefix(store, segment.manifest.model.fingerprint) != segment.prefix:
             self._known.forget(segment)
             raise TierReadError("the segment was cleared")
 
-    def _read_block(self, store: ObjectStore, segment: StoredObject, layer: int, block: Block) -> None:
+    def _read_block(self, store: MooncakeClient, segment: StoredObject, layer: int, block: Block) -> None:
         started_s = self._clock()
         if not store.get_into(segment.block_key(layer), block):
             if self._known.forget(segment):

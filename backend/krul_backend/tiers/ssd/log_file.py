@@ -107,7 +107,7 @@ class LogFile:
                 offset = self._next_magic(offset + RECORD_ALIGN)
             else:
                 yield offset, record
-                offset = end = offset + record.record_num_bytes
+                offset = end = offset + record.num_bytes
         # Sync even if nothing was cut off: the process that wrote the records may not have synced them.
         self._disk.truncate(self._fd, end)
         self._disk.fdatasync(self._fd)

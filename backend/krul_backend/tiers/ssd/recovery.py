@@ -16,6 +16,7 @@ import xxhash
 
 from krul_backend.errors import DaemonError, RecordError
 from krul_backend.tiers.common.record import SegmentRecord
+from krul_backend.tiers.ssd.catalog import SsdSegment
 from krul_backend.tiers.ssd.disk import Disk, read_up_to, write_all
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.own_files import (
@@ -153,24 +154,16 @@ def _decode_copy(data: bytes) -> tuple[int, bytes] | None:
 
 
 @dataclass(frozen=True)
-class FoundRecord:
-    """A record with a right header that was not cleared."""
-
-    file: LogFile
-    offset: int
-    record: SegmentRecord
-
-
-@dataclass(frozen=True)
 class Recovered:
-    """The result of ``recover``: ``files`` ordered by number, ``records`` by sequence.
+    """The result of ``recover``: ``files`` ordered by number, ``segments`` by sequence.
 
+    The segments have right headers and were not cleared; none is in a catalog yet.
     ``unread``: sizes, by number, of files that could not be read; their records are not known. All files have
     numbers below ``next_number``, all records that were found have sequences below ``next_sequence``.
     """
 
     files: list[LogFile]
-    records: list[FoundRecord]
+    segments: list[SsdSegment]
     unread: Mapping[int, int]
     clears: ClearFile
     next_number: int
@@ -192,7 +185,7 @@ def recover(disk: Disk, directory: Path) -> Recovered:
         paths = log_paths(directory)
         clears = _load_clears(disk, directory, paths.values())
         files: list[LogFile] = []
-        records: list[FoundRecord] = []
+        segments: list[SsdSegment] = []
         unread: dict[int, int] = {}
         reasons: list[str] = []
         next_sequence = 1
@@ -216,7 +209,7 @@ def recover(disk: Disk, directory: Path) -> Recovered:
             for offset, record in found:
                 next_sequence = max(next_sequence, record.sequence + 1)
                 if not clears.is_cleared(record.manifest.model.fingerprint, number):
-                    records.append(FoundRecord(file, offset, record))
+                    segments.append(SsdSegment(record, file, offset))
         disk.sync_directory(directory)
     except OSError as error:
         raise DaemonError(
@@ -225,9 +218,9 @@ def recover(disk: Disk, directory: Path) -> Recovered:
         ) from error
     if reasons:
         logger.warning("left alone in %s: %s", directory, ", ".join(reasons))
-    records.sort(key=lambda found: found.record.sequence)
+    segments.sort(key=lambda segment: segment.record.sequence)
     next_number = max(clears.first_open_number, *(number + 1 for number in paths.values()), 1)
-    return Recovered(files, records, unread, clears, next_number, next_sequence)
+    return Recovered(files, segments, unread, clears, next_number, next_sequence)
 
 
 def _load_clears(disk: Disk, directory: Path, numbers: Collection[int]) -> ClearFile:
@@ -248,7 +241,7 @@ def _scan(disk: Disk, path: Path, stamp: LogStamp) -> tuple[LogFile, list[tuple[
     except BaseException:
         file.close()
         raise
-    num_damaged_bytes = file.num_bytes - FILE_HEADER_NUM_BYTES - sum(r.record_num_bytes for _, r in found)
+    num_damaged_bytes = file.num_bytes - FILE_HEADER_NUM_BYTES - sum(record.num_bytes for _, record in found)
     if num_damaged_bytes:
         logger.warning("%s is damaged: %d bytes of it are skipped", path, num_damaged_bytes)
     return file, found

@@ -177,10 +177,10 @@ class SegmentReads:
             landed(layer)
 
         # [first, taken_bytes) of the record: from the sector in which layer 0's block starts.
-        first = segment.block_offsets[0] // RECORD_ALIGN * RECORD_ALIGN
+        first = segment.record.block_offsets[0] // RECORD_ALIGN * RECORD_ALIGN
         num_bytes = segment.taken_bytes - first
         sizes = segment.manifest.layer_num_bytes
-        sink = BlockSink(first, segment.block_offsets, sizes, segment.checksums, blocks, land)
+        sink = BlockSink(first, segment.record.block_offsets, sizes, segment.checksums, blocks, land)
         started_s = time.monotonic()
         try:
             self._reader.read(
