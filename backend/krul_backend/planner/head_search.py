@@ -40,13 +40,19 @@ _FAN_OUT = 16
 
 
 def full_load_heads(timing: RestoreTiming) -> Tokens:
-    """[L]: the head ends of ``FullLoadPlanner``, if any are possible."""
+    """[L]: the smallest heads that are allowed: none where everything is stored (the paper's "full KV load").
+
+    Some head ends must be possible, here and below.
+    """
     problem = timing.problem
     return limit_lengths(timing.lowest, problem.device_tokens, problem.max_lengths)
 
 
 def uniform_heads(timing: RestoreTiming) -> Tokens:
-    """[L]: the head ends of ``UniformPlanner``, if any are possible."""
+    """[L]: equal heads in all layers (the paper's "partial KV recompute"), larger only where less is stored.
+
+    They balance computing and loading.
+    """
     problem = timing.problem
     if problem.max_lengths == 0:
         return timing.lowest
@@ -61,7 +67,12 @@ def uniform_heads(timing: RestoreTiming) -> Tokens:
 
 
 def pyramid_heads(timing: RestoreTiming) -> Tokens:
-    """[L]: the head ends of ``PyramidPlanner``, if any are possible."""
+    """[L]: recomputation falls and loading grows linearly with the layer (the paper, 6.2, eq. 2 to 5).
+
+    The mean ratio over layers is the one that balances computing and loading (eq. 1). Up to a mean of a half
+    the line ends at 0 after the last layer; beyond, it starts at 1. It is rounded to ``max_lengths`` steps
+    of equally many layers.
+    """
     problem = timing.problem
     num_layers, max_lengths = problem.num_layers, problem.max_lengths
     if max_lengths == 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class RestorePlan:
 class RestorePlanner(ABC):
     """Splits each layer of a prefix into a head and a tail. Deterministic: equal problems, equal plans."""
 
-    name: ClassVar[str]
+    name: str
 
     @abstractmethod
     def plan(self, problem: RestoreProblem) -> RestorePlan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
 
 from krul_backend.errors import RestoreError
 from krul_backend.planner.head_search import full_load_heads, pyramid_heads, search_heads, uniform_heads
@@ -25,7 +24,7 @@ class LocalSearchPlanner(RestorePlanner):
     never ends later than those of full load, uniform and pyramid.
     """
 
-    name: ClassVar[str] = "local-search"
+    name = "local-search"
 
     def plan(self, problem: RestoreProblem) -> RestorePlan:
         timing, recompute = RestoreTiming(problem), RestorePlan.recompute(problem)
@@ -35,60 +34,36 @@ class LocalSearchPlanner(RestorePlanner):
         return recompute if recompute.end_s < plan.end_s + problem.costs.overhead_s else plan
 
 
-class _HeadsPlanner(RestorePlanner):
-    """Plans the head ends ``[L]`` that ``heads_of`` finds, if any are possible."""
-
-    heads_of: Callable[[RestoreTiming], Tokens]
-
-    def plan(self, problem: RestoreProblem) -> RestorePlan:
-        timing = RestoreTiming(problem)
-        return timing.plan(self.heads_of(timing)) if timing.is_possible else RestorePlan.recompute(problem)
-
-
-class FullLoadPlanner(_HeadsPlanner):
-    """The smallest heads that are allowed: none where everything is stored (the paper's "full KV load")."""
-
-    name: ClassVar[str] = "full-load"
-    heads_of = staticmethod(full_load_heads)
-
-
 class FullRecomputePlanner(RestorePlanner):
     """The engine computes the whole prefix itself (the paper's "full KV recompute")."""
 
-    name: ClassVar[str] = "full-recompute"
+    name = "full-recompute"
 
     def plan(self, problem: RestoreProblem) -> RestorePlan:
         return RestorePlan.recompute(problem)
 
 
-class UniformPlanner(_HeadsPlanner):
-    """Equal heads in all layers (the paper's "partial KV recompute"), larger only where less is stored.
+class HeadsPlanner(RestorePlanner):
+    """Plans the head ends ``[L]`` that ``heads_of`` finds, if any are possible."""
 
-    They balance computing and loading.
-    """
+    def __init__(self, name: str, heads_of: Callable[[RestoreTiming], Tokens]) -> None:
+        self.name = name
+        self._heads_of = heads_of
 
-    name: ClassVar[str] = "uniform"
-    heads_of = staticmethod(uniform_heads)
-
-
-class PyramidPlanner(_HeadsPlanner):
-    """Recomputation falls and loading grows linearly with the layer (the paper, 6.2, eq. 2 to 5).
-
-    The mean ratio over layers is the one that balances computing and loading (eq. 1). Up to a mean of a half
-    the line ends at 0 after the last layer; beyond, it starts at 1. It is rounded to ``max_lengths`` steps
-    of equally many layers.
-    """
-
-    name: ClassVar[str] = "pyramid"
-    heads_of = staticmethod(pyramid_heads)
+    def plan(self, problem: RestoreProblem) -> RestorePlan:
+        timing = RestoreTiming(problem)
+        return timing.plan(self._heads_of(timing)) if timing.is_possible else RestorePlan.recompute(problem)
 
 
-PLANNERS: dict[str, Callable[[], RestorePlanner]] = {
-    LocalSearchPlanner.name: LocalSearchPlanner,
-    FullLoadPlanner.name: FullLoadPlanner,
-    FullRecomputePlanner.name: FullRecomputePlanner,
-    UniformPlanner.name: UniformPlanner,
-    PyramidPlanner.name: PyramidPlanner,
+PLANNERS: dict[str, RestorePlanner] = {
+    planner.name: planner
+    for planner in (
+        LocalSearchPlanner(),
+        HeadsPlanner("full-load", full_load_heads),
+        FullRecomputePlanner(),
+        HeadsPlanner("uniform", uniform_heads),
+        HeadsPlanner("pyramid", pyramid_heads),
+    )
 }
 
 
@@ -96,7 +71,7 @@ def make_planner(name: str) -> RestorePlanner:
     """The planner of this name. Raises RestoreError for an unknown one."""
     if name not in PLANNERS:
         raise RestoreError(f"planner {name!r} is unknown (accepted: {', '.join(PLANNERS)})")
-    return PLANNERS[name]()
+    return PLANNERS[name]
 
 
 def allocate(
