@@ -227,13 +227,13 @@ class StoreStats:
     prefetch_useful_bytes: int
     prefetch_wasted_bytes: int
     tier_hit_pages: Mapping[str, int]
-    fetched_segments: int
-    failed_fetches: int
-    undecodable_segments: int
-    hints: int
-    named_conversations: int
-    comeback_pages: int
-    tiers: tuple[TierStats, ...]
+    fetched_segments: int = 0
+    failed_fetches: int = 0
+    undecodable_segments: int = 0
+    hints: int = 0
+    named_conversations: int = 0
+    comeback_pages: int = 0
+    tiers: tuple[TierStats, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,65 @@ Extents = tuple[Extent | None, ...]
 T = TypeVar("T")
 
 
-class Allocator:
-    """Takes extents for whole segments. Thread-safe."""
+class Arrival:
+    """The writer's end of one arriving segment. Leases may be given on the segment from the start.
+
+    The segment stays pinned until ``finish`` or ``fail``, one of which must be called. A segment that fails
+    leaves the index at once, and whoever waits for one of its layers is told.
+
+    Args:
+        blocks: writable ``[num_bytes]`` per layer, the bytes to be filled.
+        end: called once, with the segment and whether it arrived whole.
+    """
+
+    def __init__(
+        self,
+        segment: StoredSegment,
+        status: LayerStatus,
+        blocks: Sequence[Block],
+        end: Callable[[StoredSegment, bool], None],
+    ) -> None:
+        self.segment = segment
+        self.blocks = tuple(blocks)
+        self._flags = status.flags
+        self._end = end
+        self._is_over = False
+
+    def landed(self, layer: int) -> None:
+        """Tell readers that a layer's block is written and its checksum is right."""
+        self._flags[layer] = LANDED
+
+    def finish(self) -> None:
+        """End the arrival; all layers have landed, and the segment is an ordinary one from here on.
+
+        Raises:
+            RuntimeError: a layer has not landed, or the arrival ended before.
+        """
+        if self._is_over or not (self._flags == LANDED).all():
+            raise RuntimeError(f"segment {self.segment.segment_id} cannot finish: {self._flags.tolist()}")
+        self._is_over = True
+        self._end(self.segment, True)
+
+    def fail(self) -> None:
+        """End the arrival; layers that have not landed never will. Does nothing if it ended before."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._flags[self._flags == PENDING] = FAILED
+        self._end(self.segment, False)
+
+
+class Reservations:
+    """Takes extents for whole segments, and makes segments of them when they are written. Thread-safe.
+
+    ``reserve``, ``commit`` and ``abort`` are those of ``KVStore``, for what an engine writes. ``admit`` lets
+    in segments of lower tiers: they are indexed before their bytes are there.
+    """
 
     def __init__(self, locked: LockedBooks) -> None:
         self._locked = locked
 
-    def take(
+    def _take(
         self,
         sizes: Sequence[int],
         tenant: str,
@@ -105,14 +157,6 @@ class Allocator:
                 return victims
         return None
 
-
-class Reservations:
-    """``KVStore.reserve``, ``commit`` and ``abort``. Thread-safe."""
-
-    def __init__(self, locked: LockedBooks, allocator: Allocator) -> None:
-        self._locked = locked
-        self._allocator = allocator
-
     def reserve(
         self, layer_num_bytes: Sequence[int], tenant: str, *, is_fast_copy: bool
     ) -> Reservation | None:
@@ -131,7 +175,7 @@ class Reservations:
             books.pending[reservation.reservation_id] = pending
             return reservation
 
-        return self._allocator.take(sizes, tenant, use, is_fast_copy=is_fast_copy)
+        return self._take(sizes, tenant, use, is_fast_copy=is_fast_copy)
 
     def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
         with self._locked.open() as books:
@@ -166,96 +210,6 @@ class Reservations:
             if books is not None:
                 pending = _settle(books, reservation)
                 books.give(pending.extents, pending.tenant)
-
-
-def _settle(books: DramBooks, reservation: Reservation) -> PendingReservation:
-    """Take a reservation off the books; its blocks become read-only for the holder."""
-    pending = books.pending.pop(reservation.reservation_id, None)
-    if pending is None:
-        raise KeyError(f"reservation {reservation.reservation_id} is unknown, committed or aborted")
-    for block in pending.reservation.blocks:
-        block.flags.writeable = False
-    return pending
-
-
-def _checked_manifest(reservation: Reservation, manifest: SegmentManifest) -> SegmentManifest:
-    """A copy of the manifest that the caller cannot change any more: its token ids confirm later hits."""
-    given = tuple(manifest.layer_num_bytes)
-    reserved = tuple(block.nbytes for block in reservation.blocks)
-    if given != reserved:
-        raise ManifestError(f"the manifest's layer blocks {given} differ from the reserved {reserved}")
-    try:
-        check_codec_params_num_bytes(len(orjson.dumps(manifest.codec_params)))
-    except orjson.JSONEncodeError as error:
-        raise ManifestError(f"codec parameters that JSON has no words for: {error}") from error
-    token_ids = np.array(manifest.token_ids, dtype=np.int32)
-    token_ids.flags.writeable = False
-    return dataclasses.replace(
-        manifest,
-        page_keys=tuple(manifest.page_keys),
-        token_ids=token_ids,
-        layer_num_bytes=given,
-        layer_first_token=tuple(manifest.layer_first_token),
-    )
-
-
-class Arrival:
-    """The writer's end of one arriving segment. Leases may be given on the segment from the start.
-
-    The segment stays pinned until ``finish`` or ``fail``, one of which must be called. A segment that fails
-    leaves the index at once, and whoever waits for one of its layers is told.
-
-    Args:
-        blocks: writable ``[num_bytes]`` per layer, the bytes to be filled.
-        end: called once, with the segment and whether it arrived whole.
-    """
-
-    def __init__(
-        self,
-        segment: StoredSegment,
-        status: LayerStatus,
-        blocks: Sequence[Block],
-        end: Callable[[StoredSegment, bool], None],
-    ) -> None:
-        self.segment = segment
-        self.blocks = tuple(blocks)
-        self._flags = status.flags
-        self._end = end
-        self._is_over = False
-
-    def landed(self, layer: int) -> None:
-        """Tell readers that a layer's block is written and its checksum is right."""
-        self._flags[layer] = LANDED
-
-    def finish(self) -> None:
-        """End the arrival; all layers have landed, and the segment is an ordinary one from here on.
-
-        Raises:
-            RuntimeError: a layer has not landed, or the arrival ended before.
-        """
-        if self._is_over or not (self._flags == LANDED).all():
-            raise RuntimeError(f"segment {self.segment.segment_id} cannot finish: {self._flags.tolist()}")
-        self._is_over = True
-        self._end(self.segment, True)
-
-    def fail(self) -> None:
-        """End the arrival; layers that have not landed never will. Does nothing if it ended before."""
-        if self._is_over:
-            return
-        self._is_over = True
-        self._flags[self._flags == PENDING] = FAILED
-        self._end(self.segment, False)
-
-
-class Arrivals:
-    """Makes room in DRAM for segments of lower tiers, and indexes them before their bytes are there.
-
-    Thread-safe.
-    """
-
-    def __init__(self, locked: LockedBooks, allocator: Allocator) -> None:
-        self._locked = locked
-        self._allocator = allocator
 
     def admit(
         self,
@@ -299,11 +253,11 @@ class Arrivals:
             is_outdated = began_at is not None and books.clears.is_outdated(began_at, manifest.model)
             if not is_outdated and books.publish(segment):
                 books.touch(books.index.path_to(segment))
-            return Arrival(segment, status, blocks, self._end)
+            return Arrival(segment, status, blocks, self._end_arrival)
 
-        return self._allocator.take(sizes, manifest.tenant, use)
+        return self._take(sizes, manifest.tenant, use)
 
-    def _end(self, segment: StoredSegment, is_whole: bool) -> None:
+    def _end_arrival(self, segment: StoredSegment, is_whole: bool) -> None:
         with self._locked.open_unless_closed() as books:
             if is_whole:
                 segment.status = None
@@ -313,3 +267,34 @@ class Arrivals:
             if not is_whole and segment.is_indexed:
                 books.remove(segment)
             books.unpin((segment,))
+
+
+def _settle(books: DramBooks, reservation: Reservation) -> PendingReservation:
+    """Take a reservation off the books; its blocks become read-only for the holder."""
+    pending = books.pending.pop(reservation.reservation_id, None)
+    if pending is None:
+        raise KeyError(f"reservation {reservation.reservation_id} is unknown, committed or aborted")
+    for block in pending.reservation.blocks:
+        block.flags.writeable = False
+    return pending
+
+
+def _checked_manifest(reservation: Reservation, manifest: SegmentManifest) -> SegmentManifest:
+    """A copy of the manifest that the caller cannot change any more: its token ids confirm later hits."""
+    given = tuple(manifest.layer_num_bytes)
+    reserved = tuple(block.nbytes for block in reservation.blocks)
+    if given != reserved:
+        raise ManifestError(f"the manifest's layer blocks {given} differ from the reserved {reserved}")
+    try:
+        check_codec_params_num_bytes(len(orjson.dumps(manifest.codec_params)))
+    except orjson.JSONEncodeError as error:
+        raise ManifestError(f"codec parameters that JSON has no words for: {error}") from error
+    token_ids = np.array(manifest.token_ids, dtype=np.int32)
+    token_ids.flags.writeable = False
+    return dataclasses.replace(
+        manifest,
+        page_keys=tuple(manifest.page_keys),
+        token_ids=token_ids,
+        layer_num_bytes=given,
+        layer_first_token=tuple(manifest.layer_first_token),
+    )
