@@ -81,7 +81,6 @@ def allocate(
     page_size: int,
     new_tokens: int,
     max_head_tokens: int | None = None,
-    max_lengths: int = 8,
 ) -> tuple[int, ...]:
     """Head ends that ``planner`` would recompute if the whole conversation came back from its tier.
 
@@ -101,6 +100,5 @@ def allocate(
         runs=(stored,),
         costs=costs,
         max_head_tokens=max_head_tokens,
-        max_lengths=max_lengths,
     )
     return planner.plan(problem).head_ends

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -49,7 +48,7 @@ class OptimalPlanner(RestorePlanner):
     Never later than the other planners of this package.
     """
 
-    name: ClassVar[str] = "optimal"
+    name = "optimal"
 
     def __init__(self, tolerance: float = 1e-3, max_nodes: int = 32) -> None:
         self.tolerance = tolerance

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Clock
@@ -61,29 +62,11 @@ class KnownSegments:
         with self._lock:
             return list(self._segments.values())
 
-    @property
-    def num_pages(self) -> int:
+    @contextmanager
+    def index(self) -> Iterator[PageIndex[StoredObject]]:
+        """The pages of the known segments, to look things up inside the block."""
         with self._lock:
-            return self._index.num_pages
-
-    def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[StoredObject]:
-        """The known segments that hold the pages, each once."""
-        with self._lock:
-            return self._index.segments_of(model, page_keys)
-
-    def manifest_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
-        """The manifest of the known segment that holds a page."""
-        with self._lock:
-            return self._index.manifest_of(model, page_key)
-
-    def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
-        """See ``LowerTier.is_needed``."""
-        with self._lock:
-            return self._index.is_needed(model, page_key)
-
-    def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
-        with self._lock:
-            return self._index.find_missing(model, page_keys)
+            yield self._index
 
     def match_prefix(
         self, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds

@@ -102,7 +102,8 @@ class MooncakeTier(LowerTier):
         )
 
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
-        return self._known.find_missing(model, page_keys)
+        with self._known.index() as index:
+            return index.find_missing(model, page_keys)
 
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
@@ -160,7 +161,7 @@ class MooncakeTier(LowerTier):
         checksums: Sequence[int],
         done: Callable[[], None],
     ) -> bool:
-        if not self._known.find_missing(manifest.model, manifest.page_keys):
+        if not self.find_missing(manifest.model, manifest.page_keys):
             done()
             return True
         return self._writer.put(manifest, tuple(blocks), tuple(checksums), done)
@@ -174,11 +175,13 @@ class MooncakeTier(LowerTier):
             logger.info("many removals wait: %d tokens stay in the cluster", manifest.num_tokens)
 
     def holder_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
-        return self._known.manifest_of(model, page_key)
+        with self._known.index() as index:
+            return index.manifest_of(model, page_key)
 
     def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
         """As ``LowerTier.is_needed``, as far as this daemon knows what is in the cluster."""
-        return self._known.is_needed(model, page_key)
+        with self._known.index() as index:
+            return index.is_needed(model, page_key)
 
     def cost(self) -> TierCost:
         return self._cost.current
@@ -239,6 +242,8 @@ class MooncakeTier(LowerTier):
         the client does not tell what others stored in this memory.
         """
         segments = self._known.segments()
+        with self._known.index() as index:
+            num_pages = index.num_pages
         stored_bytes = sum(segment.manifest.num_bytes for segment in segments)
         capacity_bytes = self._options.segment_bytes
         used_bytes = min(stored_bytes, capacity_bytes)
@@ -250,7 +255,7 @@ class MooncakeTier(LowerTier):
             free_bytes=capacity_bytes - used_bytes,
             stored_bytes=stored_bytes,
             num_segments=len(segments),
-            num_pages=self._known.num_pages,
+            num_pages=num_pages,
             queued_segments=queued_segments,
             queued_bytes=queued_bytes,
             is_suspended=self._suspension.is_active,
@@ -297,7 +302,8 @@ class MooncakeTier(LowerTier):
 
     def _forget_like(self, manifest: SegmentManifest) -> list[StoredObject]:
         """Forget known segments that hold a page of this one and are encoded like it; returns them."""
-        known = self._known.segments_of(manifest.model, manifest.page_keys)
+        with self._known.index() as index:
+            known = index.segments_of(manifest.model, manifest.page_keys)
         return [
             segment
             for segment in known
