@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from krul_backend.errors import ManifestError
-from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.common.interface import Block, Clock
+from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.lower_tier import QueuedSegment, Suspension, TierCounters, WriteQueue
 from krul_backend.tiers.mooncake.cluster_connection import ClusterConnection
 from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
@@ -47,15 +45,8 @@ class ClusterWriter:
         self._thread = threading.Thread(target=self._work, name="krul-mooncake-writer", daemon=True)
         self._thread.start()
 
-    def put(
-        self,
-        manifest: SegmentManifest,
-        blocks: tuple[Block, ...],
-        checksums: tuple[int, ...],
-        done: Callable[[], None],
-    ) -> bool:
+    def put(self, item: QueuedSegment) -> bool:
         """See ``LowerTier.put``."""
-        item = QueuedSegment(manifest, blocks, checksums, b"", done)
         if self._suspension.is_active or not self.queue.put(item):
             self._counters.add(skipped_segments=1)
             return False

@@ -20,7 +20,13 @@ from krul_backend.tiers.common.interface import (
     TierStats,
     block_checksum,
 )
-from krul_backend.tiers.common.lower_tier import LowerTier, MeasuredCost, Suspension, TierCounters
+from krul_backend.tiers.common.lower_tier import (
+    LowerTier,
+    MeasuredCost,
+    QueuedSegment,
+    Suspension,
+    TierCounters,
+)
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.mooncake.cluster_connection import (
     UNMEASURED,
@@ -164,7 +170,7 @@ class MooncakeTier(LowerTier):
         if not self.find_missing(manifest.model, manifest.page_keys):
             done()
             return True
-        return self._writer.put(manifest, tuple(blocks), tuple(checksums), done)
+        return self._writer.put(QueuedSegment(manifest, tuple(blocks), tuple(checksums), b"", done))
 
     def discard(self, manifest: SegmentManifest) -> None:
         """As ``LowerTier.discard``: forgotten at once, removed from the cluster in the background."""
