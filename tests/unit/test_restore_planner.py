@@ -18,7 +18,6 @@ from benchmarks.simulate.pipeline import simulate
 from benchmarks.simulate.run import HISTORY_TOKENS, NEW_TOKENS
 from benchmarks.simulate.run import make_problem as simulated_problem
 from krul_backend.errors import RestoreError
-from krul_backend.planner.head_search import limit_lengths
 from krul_backend.planner.interface import (
     ComputeCost,
     RestoreCosts,
@@ -31,6 +30,7 @@ from krul_backend.planner.planners import (
     PLANNERS,
     LocalSearchPlanner,
     allocate,
+    limit_lengths,
     make_planner,
 )
 from krul_backend.planner.timing import RestoreTiming
