@@ -22,14 +22,14 @@ from transformers import AutoTokenizer
 from benchmarks.quality.model import load_model
 from krul_backend.codec.coefficients.coders import CoefficientCoder, FixedWidthCoder, RansCoder
 from krul_backend.codec.coefficients.compiled import Levels, Scales, Shifts
-from krul_backend.codec.coefficients.scales import base_scales
-from krul_backend.codec.coefficients.tables import (
+from krul_backend.codec.coefficients.scales import (
     ESCAPE,
     NUM_SCALES,
     PROBABILITY_BITS,
     ROUNDING,
     SYMBOLS,
     alphabets,
+    base_scales,
 )
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec

@@ -30,7 +30,7 @@ from benchmarks.quality.chat_recall import ChatRecall, chat_recall_conversations
 from benchmarks.quality.conversation import Answer, Conversation
 from benchmarks.quality.model import HistoryModel, concatenate, load_model, token_slice
 from benchmarks.quality.result import interval
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.rotary import RotaryTable
 from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
 from krul_sglang.demo.run import default_dtype

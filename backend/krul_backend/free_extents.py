@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from sortedcontainers import SortedList
@@ -33,16 +33,28 @@ class FreeExtents:
         return other
 
     @contextmanager
-    def trial(self) -> Iterator[FreeTrial]:
-        """Free ranges on trial, to see what would fit; the end of the block undoes it, error or not.
+    def trial(self) -> Iterator[Callable[[int, int], None]]:
+        """Free ranges on trial, to see what would fit: call what this yields with offset and size of each.
 
-        Nothing else may be given or taken meanwhile.
+        The end of the block undoes it, error or not; nothing else may be given or taken meanwhile. Its cost
+        grows with the number of these ranges, not with that of all free ranges.
         """
-        trial = FreeTrial(self)
+        given: list[tuple[int, int, int, int]] = []
+
+        def give(offset: int, num_bytes: int) -> None:
+            given.append((offset, num_bytes, *self.give(offset, num_bytes)))
+
         try:
-            yield trial
+            yield give
         finally:
-            trial.end()
+            # The last one first: then each is still in the range that it was joined to.
+            for offset, num_bytes, start, joined_bytes in reversed(given):
+                end, joined_end = offset + num_bytes, start + joined_bytes
+                self._remove(start, joined_bytes)
+                if start < offset:
+                    self._insert(start, offset - start)
+                if end < joined_end:
+                    self._insert(end, joined_end - end)
 
     @property
     def num_ranges(self) -> int:
@@ -139,35 +151,6 @@ class FreeExtents:
         del self._size_at[offset]
         del self._start_of_end[offset + size]
         self.free_bytes -= size
-
-
-class FreeTrial:
-    """Ranges that are free on trial. Its cost grows with these, not with the number of free ranges."""
-
-    def __init__(self, free: FreeExtents) -> None:
-        self._free = free
-        self._given: list[tuple[int, int, int, int]] = []
-
-    def give(self, offset: int, num_bytes: int) -> int:
-        """As ``FreeExtents.give``; returns the bytes of the free range that it is in now."""
-        start, joined = self._free.give(offset, num_bytes)
-        self._given.append((offset, num_bytes, start, joined))
-        return joined
-
-    def find_all(self, sizes: Sequence[int]) -> list[int] | None:
-        """As ``FreeExtents.find_all``."""
-        return self._free.find_all(sizes)
-
-    def end(self) -> None:
-        """Undo all ``give``, the last one first: then each is still in the range that it was joined to."""
-        while self._given:
-            offset, num_bytes, start, joined = self._given.pop()
-            end, joined_end = offset + num_bytes, start + joined
-            self._free._remove(start, joined)
-            if start < offset:
-                self._free._insert(start, offset - start)
-            if end < joined_end:
-                self._free._insert(end, joined_end - end)
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -71,11 +71,6 @@ class SegmentHeader:
         """Position in the conversation right after the last token."""
         return self.start_token + self.num_tokens
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all layer blocks."""
-        return sum(self.layer_num_bytes)
-
 
 @dataclass(frozen=True, eq=False)
 class SegmentManifest:

@@ -15,7 +15,7 @@ from benchmarks.quality.chat import Message, chat_turns
 from benchmarks.quality.conversation import Answer, BenchmarkError, Conversation, Samples, compared
 from benchmarks.quality.model import HistoryModel, VisibleTokens
 from benchmarks.quality.recall_words import FILLER, RELATIONS, REPLIES, REQUEST, Relation
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 
 CHAT_HISTORY_TOKENS = 2048
 """About so many."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from krul_backend.attention.rows import attention_rows
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 
 _ROWS_PER_BLOCK = 256
 _INDEX_BYTES = 4

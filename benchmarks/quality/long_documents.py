@@ -18,7 +18,7 @@ from benchmarks.longbench.loader import Example, LongBenchError, read_examples, 
 from benchmarks.longbench.tasks import Task, task_of, truncate_middle
 from benchmarks.quality.conversation import Answer, Conversation, Samples, compared
 from benchmarks.quality.model import HistoryModel, VisibleTokens
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 
 INPUT_TOKENS = 128
 

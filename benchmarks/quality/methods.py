@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.baselines import RandomSelector, SeededEvidence
 from krul_backend.attention.rows import QueryRows
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.selectors import (
     FixedSelector,

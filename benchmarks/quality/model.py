@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_sglang.learning.reader import POOL_DTYPE, CapturedAttention, dynamic_cache, observed_attention
 
 VisibleTokens = Sequence[Tensor]

@@ -22,7 +22,7 @@ from benchmarks.quality.methods import Eviction, Method, Stored, StoreTurn, Turn
 from benchmarks.quality.model import HistoryModel, Run, concatenate, token_slice
 from krul_backend.attention.rows import QueryRows, accumulate, sample_positions
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.strategy.strategy import Pair
 from krul_sglang.learning.reader import pooled
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.quality.conversation import Answer, Conversation, Samples, compared
 from benchmarks.quality.model import HistoryModel, VisibleTokens
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from reference_model.corpus import load_corpus
 from reference_model.evaluation_items import make_item
 from reference_model.facts import Kind

@@ -12,7 +12,7 @@ from benchmarks.restore.loader import LayerLoader
 from benchmarks.restore.restorer import Measured, Restorer, Turn
 from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}
 """Largest relative error of the logits, by the model's dtype: products of other shapes round in another

@@ -10,7 +10,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.restore.pool import KVPool
 from benchmarks.restore.shapes import ModelShape
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.rotary import RotaryTable
 
 _NORM_EPSILON = 1e-5

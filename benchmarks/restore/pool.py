@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 
 
 class KVPool:

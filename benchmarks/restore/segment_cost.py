@@ -20,18 +20,16 @@ from benchmarks.restore.configuration import RestoreBenchmarkError, WrongRestore
 from benchmarks.restore.pool import KVPool, scattered_slots
 from benchmarks.restore.result import spread
 from benchmarks.restore.shapes import SHAPES
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
 from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.planner.interface import RestorePlan
+from krul_backend.planner.interface import ComputeCost, RestoreCosts, RestorePlan, TierCost
 from krul_backend.planner.planners import make_planner
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.strategy.strategy import Strategy
-from krul_backend.tiers.common.hashing import block_checksum, block_checksums
-from krul_backend.tiers.common.interface import DRAM_TIER
+from krul_backend.tiers.common.interface import DRAM_TIER, block_checksum, block_checksums
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
 from krul_sglang.engine.common.agreement import RankAgreement

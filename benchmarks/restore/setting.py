@@ -14,8 +14,7 @@ from benchmarks.restore.restorer import Measured, Restorer, Turn
 from benchmarks.restore.result import median_sample, row, timeline
 from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
-from krul_backend.planner.costs import RestoreCosts
-from krul_backend.planner.interface import RestorePlan, RestoreProblem, StoredRun
+from krul_backend.planner.interface import RestoreCosts, RestorePlan, RestoreProblem, StoredRun
 from krul_backend.planner.planners import make_planner
 
 WARM_UPS = 1

@@ -21,11 +21,11 @@ from benchmarks.restore.setting import Setting, restore_problem
 from benchmarks.restore.shapes import SHAPES
 from benchmarks.restore.stored import StoredConversation, segment_ends, store
 from benchmarks.restore.tiers import SsdTier, Tier
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
 from krul_backend.planner.calibration import fit_compute, fit_tier
-from krul_backend.planner.costs import RestoreCosts, TierCost
+from krul_backend.planner.interface import RestoreCosts, TierCost
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.restore.pool import KVPool
 from benchmarks.restore.tiers import Tier
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.strategy.strategy import Strategy
 

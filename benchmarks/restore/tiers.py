@@ -13,7 +13,7 @@ import torch
 from benchmarks.link import Link
 from krul_backend.device import Device
 from krul_backend.errors import KrulError
-from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.interface import block_checksum
 
 _DISK_BLOCK = 4096
 """Direct reads start, end and land at multiples of this, which every disk accepts."""

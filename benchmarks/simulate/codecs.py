@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from benchmarks.simulate.hardware import HBM_SHARE, Gpu, Model
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.parameters import CodecOptions, RetentionRule
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.selectors import num_shared_pairs

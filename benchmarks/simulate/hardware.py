@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 
 ELEMENT_BYTES = 2
 """bf16 weights and KV."""

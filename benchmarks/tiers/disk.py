@@ -24,7 +24,7 @@ from benchmarks.tiers.segments import (
     token_ids,
 )
 from benchmarks.tiers.timing import byte_row, interleaved, seconds_of
-from krul_backend.tiers.common.hashing import block_checksums
+from krul_backend.tiers.common.interface import block_checksums
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 

@@ -20,8 +20,7 @@ from benchmarks.tiers.segments import (
 )
 from benchmarks.tiers.timing import byte_row, interleaved, seconds_of
 from krul_backend.daemon.client.daemon_store import DaemonStore
-from krul_backend.tiers.common.hashing import block_checksum, block_checksums
-from krul_backend.tiers.common.interface import Lease
+from krul_backend.tiers.common.interface import Lease, block_checksum, block_checksums
 
 _RING_BYTES = 256 << 20
 _PAGE_BYTES = 4096

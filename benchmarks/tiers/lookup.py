@@ -13,8 +13,7 @@ from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.daemon.server.serve import tune_garbage_collection
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.hashing import block_checksums
-from krul_backend.tiers.common.interface import Lease
+from krul_backend.tiers.common.interface import Lease, block_checksums
 from krul_backend.tiers.dram.host_store import HostStore
 
 NUM_LAYERS = 32

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from krul_backend.codec.coefficients.coders import FixedWidthCoder
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import ModelBases, vector_size
 from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
 from krul_backend.codec.subspace.learning import BasisLearner, LearningText

@@ -15,7 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from krul_backend.attention.rows import QueryRows, attention_drawn, sample_positions
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.learning import LearningText
 

@@ -14,7 +14,7 @@ import orjson
 
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.segment import ModelIdentity
-from krul_backend.tiers.common.hashing import block_checksums
+from krul_backend.tiers.common.interface import block_checksums
 from tests.crash.conversations import NUM_LAYERS, Turn, model_of, page_keys, tokens_of
 from tests.crash.engine import check_lease
 

@@ -16,8 +16,7 @@ from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import DaemonError, KrulError
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.hashing import block_checksum, block_checksums
-from krul_backend.tiers.common.interface import Lease
+from krul_backend.tiers.common.interface import Lease, block_checksum, block_checksums
 from tests.crash.conversations import NUM_LAYERS, Turn, model_of, page_keys, tokens_of
 from tests.crash.journal import Journal
 

@@ -17,7 +17,7 @@ import torch
 from benchmarks.restore.configuration import Configuration, TierSpec
 from benchmarks.restore.run import run as run_benchmark
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.restore import GroupTarget, can_fuse, group_tail, restore_layer, write_tails
 from krul_backend.codec.segment_codec import UnitBlocks
 from krul_backend.codec.subspace.codec import SubspaceCodec

@@ -52,9 +52,8 @@ from krul_backend.daemon.protocol.messages import (
 )
 from krul_backend.daemon.server.server import NEVER_USED_S, UNUSED_S
 from krul_backend.segment import FORMAT_VERSION
-from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.hint import Hint
-from krul_backend.tiers.common.interface import StoreStats
+from krul_backend.tiers.common.interface import StoreStats, block_checksum
 from tests.support.daemon_client import (
     MODEL,
     SIZES,

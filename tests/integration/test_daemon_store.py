@@ -29,8 +29,8 @@ from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.daemon.client.launcher import MAX_RESTARTS, EmbeddedDaemon
 from krul_backend.daemon.client.request_channel import CurveKeys
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ManifestError, TierReadError
-from krul_backend.tiers.common.hashing import block_checksum
 from krul_backend.tiers.common.hint import Hint
+from krul_backend.tiers.common.interface import block_checksum
 from krul_sglang.engine.cache.store_connection import lock_arena
 from tests.support.daemon_builders import WatchedStore
 from tests.support.store_builders import (
@@ -458,7 +458,7 @@ def test_the_command_lines_client(store: WatchedStore, shared_daemon: EmbeddedDa
 def test_the_command_lines_client_can_end_a_daemon(own_daemon: EmbeddedDaemon) -> None:
     with AdminClient(f"ipc://{own_daemon.runtime_dir}/control.sock", timeout_s=2.0) as admin:
         admin.shutdown()
-        wait_until(lambda: not own_daemon.is_running)
+        wait_until(lambda: not psutil.pid_exists(own_daemon.pid))
     with pytest.raises(DaemonUnreachableError, match="no krul daemon"):
         AdminClient(own_daemon.runtime_dir)
 

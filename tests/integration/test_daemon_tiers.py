@@ -15,8 +15,7 @@ from krul_backend.daemon.protocol.messages import (
     StatsRequest,
     TierCostsRequest,
 )
-from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.interface import LayerStatus
+from krul_backend.tiers.common.interface import LayerStatus, block_checksum
 from tests.support.daemon_client import (
     MODEL,
     SIZES,

@@ -19,9 +19,9 @@ import pytest
 from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import DaemonError
-from krul_backend.tiers.mooncake.epochs import EPOCH_AGE_S
-from krul_backend.tiers.mooncake.epochs import ROOT as EPOCH_ROOT
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, MooncakeOptions, require_mooncake
+from krul_backend.tiers.mooncake.stored_object import EPOCH_AGE_S
+from krul_backend.tiers.mooncake.stored_object import ROOT as EPOCH_ROOT
 from krul_sglang.demo.server import find_free_port
 from tests.crash.conversations import model_of
 from tests.crash.conversing import check, converse

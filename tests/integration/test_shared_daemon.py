@@ -16,7 +16,7 @@ from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import TierReadError
 from krul_backend.segment import ModelIdentity
-from krul_backend.tiers.common.hashing import block_checksums
+from krul_backend.tiers.common.interface import block_checksums
 from krul_sglang.engine.cache.linker import MAX_AHEAD_SHARE
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore.waiting_leases import WaitingLeases

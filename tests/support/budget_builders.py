@@ -10,7 +10,7 @@ import torch
 
 from krul_backend.attention.rows import QueryRows
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.segment import ModelIdentity, SegmentHeader

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.common.interface import Block, block_checksum
 
 
 class ChecksumGate:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.parameters import CodecOptions
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder, SegmentEncoding

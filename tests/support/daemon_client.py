@@ -32,8 +32,7 @@ from krul_backend.daemon.protocol.messages import (
     ReserveRequest,
 )
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
-from krul_backend.tiers.common.hashing import block_checksums
-from krul_backend.tiers.common.interface import SegmentSlice, Span
+from krul_backend.tiers.common.interface import SegmentSlice, Span, block_checksums
 from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
 
 TIMEOUT_S = 20.0

@@ -37,7 +37,7 @@ class FakeCluster:
 
 
 class FakeObjectStore:
-    """One client of a cluster; see ``ObjectStore``."""
+    """One client of a cluster; see ``MooncakeClient``, whose methods it has."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self._cluster = cluster

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from krul_backend.errors import TierReadError
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.lower_tier import LowerTier

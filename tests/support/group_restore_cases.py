@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.restore import GroupTail, GroupTarget, write_tails
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import split_vectors

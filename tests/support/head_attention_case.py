@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_sglang.engine.common.span_attention import GatheredAttention, Span, SpanAttention
 from krul_sglang.engine.restore.head_attention import HeadAttention
 from tests.support.engine_builders import TensorPool

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _convert_float
 
 from krul_backend.codec.coefficients.coders import EncodedLevels, RansCoder
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.restore import GroupTail, GroupTarget, group_tail, write_tails
 from krul_backend.codec.subspace.coded_tail import CodedTail, GroupTransform, KeptMemory, SegmentTokens
 from krul_backend.codec.triton_group_restore import TritonTail

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.segment_codec import SegmentDecoder
 from krul_backend.codec.triton_restore import restore_fused
 from krul_backend.errors import CodecError

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import Strategy
-from krul_backend.tiers.common.hashing import block_checksums
+from krul_backend.tiers.common.interface import block_checksums
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.load_batch import Load, LoadBatch

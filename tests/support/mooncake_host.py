@@ -15,8 +15,7 @@ import numpy as np
 
 from krul_backend.errors import TierReadError
 from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.common.interface import Block, block_checksum
 from krul_backend.tiers.dram.arena import Arena
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
 from krul_backend.tiers.mooncake.tier import MooncakeTier

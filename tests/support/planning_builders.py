@@ -9,8 +9,14 @@ import torch
 
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem
+from krul_backend.planner.interface import (
+    ComputeCost,
+    RestoreCosts,
+    RestorePlan,
+    RestorePlanner,
+    RestoreProblem,
+    TierCost,
+)
 from krul_backend.planner.timing import RestoreTiming
 from krul_backend.strategy.strategy import Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER

@@ -16,7 +16,7 @@ from benchmarks.restore.restorer import Restorer, Turn
 from benchmarks.restore.shapes import ModelShape
 from benchmarks.restore.stored import StoredConversation, segment_ends, store
 from benchmarks.restore.tiers import DramTier
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
 

@@ -10,8 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from krul_backend.errors import RestoreError
-from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.planner.interface import RestoreProblem, StoredRun
+from krul_backend.planner.interface import ComputeCost, RestoreCosts, RestoreProblem, StoredRun, TierCost
 from krul_backend.planner.timing import RestoreTiming
 
 HOST = "host"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.parameters import CodecOptions, RetentionRule
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.strategy.strategy import Precision, Strategy

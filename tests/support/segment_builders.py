@@ -9,14 +9,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.parameters import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import Precision, Strategy
-from krul_backend.tiers.common.hashing import block_checksums
-from krul_backend.tiers.common.interface import DRAM_TIER, Lease, SegmentSlice, Span
+from krul_backend.tiers.common.interface import DRAM_TIER, Lease, SegmentSlice, Span, block_checksums
 from tests.support.codec_builders import random_layers, rotary_table
 from tests.support.store_builders import commit_to
 

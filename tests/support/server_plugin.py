@@ -27,7 +27,7 @@ SKIPPED_HEADS = {**WITH_PLUGIN, _SKIP_HEADS: "1"}
 
 def register() -> None:
     """Called by SGLang in every process of the server, before its arguments are read."""
-    PLANNERS[RandomPlanner.name] = RandomPlanner
+    PLANNERS[RandomPlanner.name] = RandomPlanner()
     if os.environ.get(_SKIP_HEADS):
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

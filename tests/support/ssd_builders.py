@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.interface import block_checksum
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.ssd_tier import SsdTier

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.hashing import block_checksums
-from krul_backend.tiers.common.interface import Lease, Reservation
+from krul_backend.tiers.common.interface import Lease, Reservation, block_checksums
 from krul_backend.tiers.dram.host_store import HostStore
 
 PAGE_SIZE = 4

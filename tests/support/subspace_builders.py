@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, split_vectors, vector_size
 

@@ -13,7 +13,7 @@ import torch
 
 from krul_backend.codec.coefficients.coders import CoefficientCoder, FixedWidthCoder, RansCoder
 from krul_backend.codec.coefficients.scales import BAND, unpack_offsets
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import ModelBases, group_vectors
 from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec

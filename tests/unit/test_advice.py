@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.advice import MARGIN_S, SessionNames
 from krul_backend.store.comebacks import Comeback, Comebacks

@@ -14,8 +14,15 @@ import torch
 
 from krul_backend.device import Device
 from krul_backend.errors import TierReadError
-from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.interface import FAILED, LANDED, PENDING, Block, LayerStatus, SegmentSlice
+from krul_backend.tiers.common.interface import (
+    FAILED,
+    LANDED,
+    PENDING,
+    Block,
+    LayerStatus,
+    SegmentSlice,
+    block_checksum,
+)
 from krul_sglang.engine.restore import block_checks
 from krul_sglang.engine.restore.block_checks import BlockChecks, DamagedBlockError
 from tests.support.engine_builders import PATIENCE_S, in_threads

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.parameters import CodecOptions
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
@@ -40,13 +40,13 @@ def changed(path: tuple[str | int, ...], value: object) -> dict[str, Any]:
         (None, "not the parameters"),
         ({}, "not the parameters"),
         (changed(("codec",), "raw"), "not the parameters"),
-        (changed(("version",), 1), "version 1"),
-        (changed(("version",), 3), "version 3"),
-        (changed(("version",), True), "version True"),
+        (changed(("version",), 1), "version"),
+        (changed(("version",), 3), "version"),
+        (changed(("version",), True), "version"),
         (changed(("surplus",), 1), "surplus"),
-        (changed(("group_size",), 0), "group_size 0"),
-        (changed(("group_size",), 16.0), "group_size 16.0"),
-        (changed(("are_keys_unrotated",), 1), "neither true nor false"),
+        (changed(("group_size",), 0), "group_size"),
+        (changed(("group_size",), 16.0), "group_size"),
+        (changed(("are_keys_unrotated",), 1), "are_keys_unrotated"),
         (changed(("layers", 0, "partner"), 4), "paired with layer 4 of 4"),
         (changed(("layers", 0, "partner"), 0), "paired with itself"),
         (changed(("layers", 1, "partner"), 2), "paired with layer 2, and that one with 0"),
@@ -55,21 +55,24 @@ def changed(path: tuple[str | int, ...], value: object) -> dict[str, Any]:
         (changed(("layers", 0, "precision"), ["int4"]), "precision"),
         (changed(("layers", 0, "precision"), "int8"), "a pair has one precision"),
         (changed(("layers", 0), 3), "a layer of a strategy"),
-        (changed(("layers",), "layers"), "a list"),
+        (changed(("layers",), "layers"), "array"),
         (changed(("layers",), []), "at least one layer"),
         (changed(("layers",), ENCODING.params["layers"][:3]), "a strategy of 3 layers"),
         (changed(("pairs",), []), "1 pairs have"),
-        (changed(("pairs",), [{"k": [1, 1]}]), "a pair has"),
-        (changed(("pairs", 0, "sharing"), "slerp"), "a pair has"),
-        (changed(("pairs", 0), {"sharing": "predicted", "map": "3"}), "a pair has"),
-        (changed(("pairs", 0), [[1, 1], [1, 1]]), "a pair has"),
+        (changed(("pairs",), [{"k": [1, 1]}]), "field `v`"),
+        (changed(("pairs", 0, "sharing"), "slerp"), "field `sharing`"),
+        (
+            changed(("pairs", 0), {"sharing": "predicted", "map": "3"}),
+            "field `(k|sharing)`",
+        ),
+        (changed(("pairs", 0), [[1, 1], [1, 1]]), "got `array`"),
         (changed(("pairs", 0, "k"), [1]), "2 KV heads"),
         (changed(("pairs", 0, "v"), [0, NUM_TOKENS + 1]), "not all in 0..20"),
-        (changed(("pairs", 0, "v"), [0, -1]), "not all in"),
-        (changed(("pairs", 0, "v"), [0, 1.5]), "not all in"),
-        (changed(("damage",), -0.1), "damage -0.1"),
-        (changed(("damage",), True), "damage True"),
-        (changed(("damage",), "0.1"), "damage '0.1'"),
+        (changed(("pairs", 0, "v"), [0, -1]), ">= 0"),
+        (changed(("pairs", 0, "v"), [0, 1.5]), "got `float`"),
+        (changed(("damage",), -0.1), "damage"),
+        (changed(("damage",), True), "damage"),
+        (changed(("damage",), "0.1"), "damage"),
     ],
 )
 def test_contradicting_parameters_are_refused(params: Any, message: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.codec import expected_bits, falling_levels, level_bits
-from krul_backend.codec.coefficients.tables import alphabets, magnitude
+from krul_backend.codec.coefficients.scales import alphabets, magnitude
 
 STANDARD_DIGEST = "065eca317e9ac8a56297427ba4800ea1f6369dbb95d33e2e672b403bfcd9a061"
 

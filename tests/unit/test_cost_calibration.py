@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.device import Device
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.engine.attach import cost_calibration
 from krul_sglang.engine.attach.cost_calibration import CostCalibration, units_in_use

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from krul_backend.errors import TierReadError
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.tiers.common.interface import Prefetched
 from tests.support.daemon_builders import WatchedStore, serving
 from tests.support.store_builders import lease_pages, page_keys, put, tokens_of, wait_until

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
 from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.hint import Hint

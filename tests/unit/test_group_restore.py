@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.restore import GroupTarget, can_fuse_groups, group_tail, write_tails
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
@@ -118,7 +118,7 @@ def test_products_of_a_pool_of_fp32_use_no_tf32() -> None:
 def test_the_kernels_are_not_imported_on_the_cpu() -> None:
     code = """
 import sys, torch
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.restore import group_tail
 from krul_backend.device import Device
 from tests.support.group_restore_cases import GroupCase, check_group

@@ -14,7 +14,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.models.utils import create_fused_set_kv_buffer_arg, enable_fused_set_kv_buffer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.device import Device
 from krul_sglang.engine.attach import attach
 from krul_sglang.engine.common.hook_targets import IncompatibleEngineError

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from krul_backend.errors import ManifestError, StoreClosedError
 from krul_backend.segment import MAX_CODEC_PARAMS_BYTES
 from krul_backend.tiers.common.eviction import LruPolicy
-from krul_backend.tiers.common.hashing import block_checksum, block_checksums
+from krul_backend.tiers.common.interface import block_checksum, block_checksums
 from krul_backend.tiers.dram import host_store
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED
 from krul_backend.tiers.dram.host_store import HostStore
@@ -685,7 +685,7 @@ def test_a_commit_and_a_lease_read_no_block(store: HostStore, monkeypatch: pytes
     reservation = store.reserve((100, 60))
     assert reservation is not None
     num_threads = threading.active_count()
-    for module in ("common.hashing", "dram.stored_segment"):
+    for module in ("common.interface", "dram.stored_segment"):
         monkeypatch.setattr(f"krul_backend.tiers.{module}.block_checksum", None)
     store.commit(reservation, make_manifest("c", 0, 2, (100, 60)), (5, 6))
     lease = lease_pages(store, "c", 0, 2)

@@ -13,10 +13,10 @@ import xxhash
 from krul_backend.errors import ConfigError, StoreClosedError, TierReadError
 from krul_backend.tiers.common.eviction import LruPolicy, ValuePolicy, make_policy
 from krul_backend.tiers.common.hint import Hint
-from krul_backend.tiers.dram.arrivals import Arrival
 from krul_backend.tiers.dram.dram_books import DramBooks
 from krul_backend.tiers.dram.eviction_plan import MAX_FREE_SHARE, MAX_VISITED, Candidate
 from krul_backend.tiers.dram.host_store import HostStore
+from krul_backend.tiers.dram.reservations import Arrival
 from tests.support.store_builders import (
     Clock,
     commit_to,

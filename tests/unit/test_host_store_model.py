@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.eviction import LruPolicy
-from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.interface import Lease, Reservation
+from krul_backend.tiers.common.interface import Lease, Reservation, block_checksum
 from krul_backend.tiers.dram.arena import ALIGNMENT_BYTES, aligned_num_bytes
 from krul_backend.tiers.dram.host_store import HostStore
 from tests.support.store_builders import (

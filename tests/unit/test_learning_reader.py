@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import ModelBases, vector_size
 from krul_backend.codec.subspace.codec import SubspaceCodec

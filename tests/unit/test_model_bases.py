@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.subspace.bases import ModelBases, older_path, replace_bases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.errors import ConfigError

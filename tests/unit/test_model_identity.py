@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_sglang.engine.attach.model_identity import identify_model, weights_digest
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.served_model import ServedModel

@@ -14,13 +14,11 @@ import pytest
 
 from krul_backend.errors import ConfigError, DaemonError, TierReadError
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.common.interface import Block, block_checksum
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.mooncake.cluster_connection import TimedCalls
-from krul_backend.tiers.mooncake.epochs import EPOCH_AGE_S
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
-from krul_backend.tiers.mooncake.stored_object import MAX_POINTERS, decode_object, encode_object
+from krul_backend.tiers.mooncake.stored_object import EPOCH_AGE_S, MAX_POINTERS, decode_object, encode_object
 from krul_backend.tiers.mooncake.tier import MooncakeTier
 from tests.support.fake_object_store import FakeCluster, FakeObjectStore
 from tests.support.store_builders import (

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_sglang.engine.common.moved_runs import (
     WINDOW_EVERY,

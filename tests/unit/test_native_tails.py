@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.parameters import CodecOptions
 from krul_backend.codec.restore import NativeTail, NativeTails
 from krul_backend.codec.segment_codec import SegmentCodec

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.subspace.bases import ModelBases, older_path, replace_bases
 from tests.support.subspace_builders import make_bases
 

@@ -9,8 +9,7 @@ import orjson
 import pytest
 
 from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.costs import RestoreCosts
-from krul_backend.planner.interface import RestorePlanner
+from krul_backend.planner.interface import RestoreCosts, RestorePlanner
 from krul_backend.planner.planners import FullRecomputePlanner, LocalSearchPlanner
 from krul_backend.strategy.strategy import LayerGroups, Precision, StoredAs, Strategy
 from krul_sglang.engine.common.agreement import RankAgreement

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from krul_backend.planner.costs import ComputeCost, TierCost
+from krul_backend.planner.interface import ComputeCost, TierCost
 from krul_backend.planner.planners import LocalSearchPlanner
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.restore import restore_planning

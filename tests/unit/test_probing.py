@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.errors import KrulError
 from krul_sglang.engine.budget import probing
 from krul_sglang.engine.budget.probing import PROBED_TOKENS, HistoryAttention, ProbeOutcome, Prober

@@ -25,7 +25,7 @@ from benchmarks.quality.protocol import Outcome, Played, Protocol
 from benchmarks.quality.result import interval, row, summarize
 from benchmarks.quality.teacher_forced import TeacherForced
 from krul_backend.attention.rows import QueryRows, accumulate
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.strategy import Strategy
 from krul_sglang.learning.reader import pooled, rotary_table

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.codec import falling_levels
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.coefficients.tables import Alphabet, alphabets
+from krul_backend.codec.coefficients.scales import Alphabet, alphabets
 
 
 def alphabet_of(scale: int, shift: int) -> Alphabet:

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.shared_pair import SharedPair
 from krul_backend.errors import CodecError
@@ -113,7 +113,7 @@ def test_slots_that_begin_at_any_token_take_the_same_compilation() -> None:
 def test_the_kernels_are_not_imported_on_the_cpu() -> None:
     code = """
 import sys, torch
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.restore import restore_layer
 from krul_backend.strategy.strategy import Precision
 from tests.support.restore_oracle import RestoreCase, encode_case

@@ -27,8 +27,7 @@ from benchmarks.restore.rows import longest, settings, summarize, tier_name
 from benchmarks.restore.run import run
 from benchmarks.restore.setting import restore_problem
 from benchmarks.simulate.pipeline import simulate
-from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.planner.interface import RestorePlan
+from krul_backend.planner.interface import ComputeCost, RestoreCosts, RestorePlan, TierCost
 from krul_backend.planner.planners import make_planner
 from krul_sglang.json_file import write_summary
 from tests.support.restore_bench_builders import SHAPE, Bench, bench

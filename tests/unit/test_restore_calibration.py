@@ -15,7 +15,7 @@ from krul_backend.planner.calibration import (
     fit_compute,
     fit_tier,
 )
-from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 from krul_backend.planner.planners import LocalSearchPlanner
 from tests.support.restore_builders import make_problem, stored_run
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from krul_backend.planner.costs import FORMAT, ComputeCost, RestoreCosts, TierCost, load_costs, save_costs
+from krul_backend.planner.calibration import FORMAT, load_costs, save_costs
+from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 
 COSTS = RestoreCosts(
     ComputeCost(4e-5, 2.5e-6, 1.2e-10), ComputeCost(0.0, 1.0, 2.0), {"host": TierCost(3e-5, 1 / 22e9)}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from krul_backend.device import Device
 from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore import restore_forward
 from krul_sglang.engine.restore.head_recompute import Head

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulate.pipeline import simulate
 from krul_backend.errors import RestoreError
-from krul_backend.planner.costs import ComputeCost, TierCost
-from krul_backend.planner.interface import RestoreProblem
+from krul_backend.planner.interface import ComputeCost, RestoreProblem, TierCost
 from krul_backend.planner.timing import RestoreTiming
 from tests.support.restore_builders import DISK, HOST, check, is_allowed, make_problem, problems, stored_run
 

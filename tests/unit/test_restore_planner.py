@@ -18,16 +18,19 @@ from benchmarks.simulate.pipeline import simulate
 from benchmarks.simulate.run import HISTORY_TOKENS, NEW_TOKENS
 from benchmarks.simulate.run import make_problem as simulated_problem
 from krul_backend.errors import RestoreError
-from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.planner.head_search import limit_lengths
-from krul_backend.planner.interface import RestorePlanner, RestoreProblem, StoredRun
+from krul_backend.planner.interface import (
+    ComputeCost,
+    RestoreCosts,
+    RestorePlanner,
+    RestoreProblem,
+    StoredRun,
+    TierCost,
+)
 from krul_backend.planner.planners import (
     PLANNERS,
-    FullLoadPlanner,
     LocalSearchPlanner,
-    PyramidPlanner,
-    UniformPlanner,
     allocate,
+    limit_lengths,
     make_planner,
 )
 from krul_backend.planner.timing import RestoreTiming
@@ -226,24 +229,24 @@ def test_recomputation_wins_where_loading_is_slow(planner: RestorePlanner) -> No
 
 def test_full_load_recomputes_only_what_is_not_stored() -> None:
     run = replace(stored_run(0, 8, [1.0] * 3), stored_from=(4, 2, 0))
-    assert FullLoadPlanner().plan(make_problem(run)).head_ends == (4, 2, 0)
-    assert FullLoadPlanner().plan(make_problem(run, max_lengths=1)).head_ends == (4, 4, 0)
-    assert FullLoadPlanner().plan(make_problem(stored_run(2, 8, [1.0]))).head_ends == (2,)
+    assert make_planner("full-load").plan(make_problem(run)).head_ends == (4, 2, 0)
+    assert make_planner("full-load").plan(make_problem(run, max_lengths=1)).head_ends == (4, 4, 0)
+    assert make_planner("full-load").plan(make_problem(stored_run(2, 8, [1.0]))).head_ends == (2,)
 
 
 def test_the_uniform_ratio_balances_computing_and_loading() -> None:
     """A token is computed in 1 s and loaded in 4 s: four fifths are computed."""
     problem = make_problem(stored_run(0, 1000, [4.0] * 3))
-    assert UniformPlanner().plan(problem).head_ends == (800, 800, 800)
+    assert make_planner("uniform").plan(problem).head_ends == (800, 800, 800)
 
 
 def test_the_pyramid_falls_linearly_and_balances() -> None:
     """Equal costs per token: the mean ratio is a half, so the line falls from 1 to 0."""
     problem = make_problem(stored_run(0, 800, [1.0] * 4))
-    assert PyramidPlanner().plan(problem).head_ends == (700, 500, 300, 100)
-    assert PyramidPlanner().plan(replace(problem, max_lengths=2)).head_ends == (600, 600, 200, 200)
+    assert make_planner("pyramid").plan(problem).head_ends == (700, 500, 300, 100)
+    assert make_planner("pyramid").plan(replace(problem, max_lengths=2)).head_ends == (600, 600, 200, 200)
     # Three quarters are computed: the line starts at 1 and ends at a half.
-    assert PyramidPlanner().plan(make_problem(stored_run(0, 800, [3.0] * 4))).head_ends == (
+    assert make_planner("pyramid").plan(make_problem(stored_run(0, 800, [3.0] * 4))).head_ends == (
         750,
         650,
         550,
@@ -287,7 +290,7 @@ def test_what_is_left_out_when_storing_is_what_a_full_restore_recomputes(planner
 def test_fewer_bytes_per_token_leave_out_fewer_tokens() -> None:
     costs = RestoreCosts(ComputeCost(0, 1, 0), ComputeCost(0, 1, 0), {HOST: TierCost(0, 1)})
     sums = [
-        sum(allocate(UniformPlanner(), whole_conversation(size), costs, page_size=4, new_tokens=0))
+        sum(allocate(make_planner("uniform"), whole_conversation(size), costs, page_size=4, new_tokens=0))
         for size in (8.0, 3.0, 0.5, 0.01)
     ]
     assert sums == sorted(sums, reverse=True)

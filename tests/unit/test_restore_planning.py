@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from krul_backend.planner.interface import RestorePlan, RestoreProblem
-from krul_backend.planner.planners import FullLoadPlanner, FullRecomputePlanner, LocalSearchPlanner
+from krul_backend.planner.planners import FullRecomputePlanner, LocalSearchPlanner, make_planner
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.restore import restore_planning
@@ -188,7 +188,7 @@ def test_a_refused_request_uses_nothing_of_the_limit() -> None:
 
 
 def test_a_conversation_that_needs_longer_heads_than_allowed_is_refused() -> None:
-    planning = planning_of(FullLoadPlanner(), max_head_tokens=20)
+    planning = planning_of(make_planner("full-load"), max_head_tokens=20)
     slices = leased(planning, kept_heads=(32, 32, 32, 32))
     assert planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1) is None
     assert planning.counters.refused == 1

@@ -10,8 +10,7 @@ import torch
 
 from krul_backend.device import Device, Mark
 from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
-from krul_backend.planner.interface import RestorePlan
+from krul_backend.planner.interface import ComputeCost, RestoreCosts, RestorePlan, TierCost
 from krul_sglang.engine.restore.load_batch import Forecast, LayerTimes, Load, LoadBatch
 from krul_sglang.engine.restore.restore_trace import RestoreTrace, TraceLog
 

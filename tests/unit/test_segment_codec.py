@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from krul_backend.codec import segment_codec
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.parameters import CodecOptions, RetentionRule
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.segment_codec import OpenedSegment, SegmentCodec

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.subspace.bases import ModelBases, older_path
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.daemon.client.daemon_store import DaemonStore

@@ -67,7 +67,7 @@ def test_a_header_says_what_was_written(
     assert record.sequence == sequence
     assert not record.manifest.token_ids.flags.writeable
     assert all(offset % BLOCK_ALIGN == 0 for offset in record.block_offsets)
-    assert record.record_num_bytes % RECORD_ALIGN == 0
+    assert record.num_bytes % RECORD_ALIGN == 0
 
 
 @settings(max_examples=300)
@@ -135,7 +135,7 @@ def test_a_record_takes_what_it_says_and_its_blocks_lie_where_it_says(sizes: tup
     metadata = encode_metadata(manifest, tuple(range(len(sizes))))
     data = b"".join(record_buffers(manifest, metadata, blocks, 1, place=7))
     record = decode_header(data, place=7)
-    assert len(data) == record.record_num_bytes == segment_num_bytes(manifest, metadata)
+    assert len(data) == record.num_bytes == segment_num_bytes(manifest, metadata)
     for offset, block in zip(record.block_offsets, blocks, strict=True):
         assert data[offset : offset + len(block)] == block.tobytes()
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from krul_backend.errors import DaemonError, TierReadError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
-from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.record import block_offsets, encode_metadata, encode_segment
+from krul_backend.tiers.common.interface import block_checksum
+from krul_backend.tiers.common.record import SegmentRecord, encode_metadata, encode_segment
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import FaultyDisk, disk_bytes, has, open_tier, put
 from tests.support.store_builders import make_manifest, make_model
@@ -147,7 +147,7 @@ def test_what_is_damaged_is_written_over_and_the_rest_kept(log: Path) -> None:
 def first_block_at(conversation: str, num_bytes: int, model: ModelIdentity) -> int:
     """Where the block starts in the record of ``put_block``."""
     manifest = make_manifest(conversation, 0, 2, (num_bytes,), model)
-    return block_offsets(manifest, encode_metadata(manifest, (0,)))[0]
+    return SegmentRecord.of(0, manifest, (0,), encode_metadata(manifest, (0,))).block_offsets[0]
 
 
 def put_block(tier: SsdTier, conversation: str, content: bytes) -> None:

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.eviction import LruPolicy
-from krul_backend.tiers.common.hashing import block_checksum
+from krul_backend.tiers.common.interface import block_checksum
 from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.ssd import room

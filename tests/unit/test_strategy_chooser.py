@@ -9,7 +9,7 @@ import torch
 
 from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.strategy.selectors import Evidence, StrategySelector
 from krul_backend.strategy.strategy import LayerGroups, Precision, Strategy
 from krul_sglang.engine.capture.turn_capture import CapturedTurn

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.coefficients.tables import ROUNDING
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.coefficients.scales import ROUNDING
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.coded_tail import SegmentTokens

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.errors import CodecError

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
 from krul_backend.codec.subspace.learning import DIAGONAL_SHARE, LEAST_TOKENS, BasisLearner, LearningText
 from krul_backend.codec.subspace.quantizer import GroupErrors, dequantize, quantize, step_shifts

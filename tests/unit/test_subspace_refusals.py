@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from krul_backend.codec.coefficients.coders import FixedWidthCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.parameters import GroupParameters, SubspaceParameters
 from krul_backend.errors import CodecError

@@ -13,7 +13,7 @@ from benchmarks.quality.subspace import FIXED_WIDTH_LIMIT, LIMITS, Subspace, sub
 from krul_backend.attention.rows import QueryRows, attention_drawn
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from tests.support.codec_builders import rotary_table
 from tests.support.subspace_builders import make_bases, make_layers

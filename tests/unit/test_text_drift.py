@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import group_vectors, split_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_sglang.engine.budget.served_bases import RecentText, TextDrift

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from krul_backend.errors import StoreClosedError, TierReadError
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.between_tiers import NUM_THREADS
 from krul_backend.store.tiered_store import TieredStore

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from krul_backend.device import Device, StreamClock
-from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.restore.load_batch import Forecast, LoadBatch
 from krul_sglang.engine.restore.restore_trace import MAX_TRACES, RestoreTrace, TraceLog

@@ -1,15 +1,61 @@
-"""Computes where the parts of a block lie: one record per group of tokens, then a trailer for the rest."""
+"""The KV of a layer, and its block: one record per group of tokens, then a trailer for the rest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from krul_backend.errors import CodecError
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The shape of one layer's KV on one rank.
+
+    ``k [T, num_kv_heads, k_head_dim]``, ``v [T, num_kv_heads, v_head_dim]``.
+    """
+
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def k_token_bytes(self) -> int:
+        return self.num_kv_heads * self.k_head_dim * self.dtype.itemsize
+
+    @property
+    def v_token_bytes(self) -> int:
+        return self.num_kv_heads * self.v_head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """Keys ``k [T, num_kv_heads, k_head_dim]`` and values ``v [T, num_kv_heads, v_head_dim]`` of one layer.
+
+    In the pool's dtype, on any device. Keys carry their rotary embedding, as attention sees them.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def empty_kv(shape: LayerShape, num_tokens: int, device: torch.device) -> LayerKV:
+    """Room for the KV of ``num_tokens`` tokens, with undefined values."""
+    k, v = (
+        torch.empty(num_tokens, shape.num_kv_heads, head_dim, dtype=shape.dtype, device=device)
+        for head_dim in (shape.k_head_dim, shape.v_head_dim)
+    )
+    return LayerKV(k, v)
+
+
+ReadLayer = Callable[[int], LayerKV]
+"""Reads one layer's KV of a segment. It keeps nothing: a second call for a layer reads again."""
+
 
 ALIGNMENT_BYTES = 16
 """Every section starts at a multiple of this, so that a kernel can read 16 bytes at once."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from krul_backend.errors import CodecError, StrategyError
 from krul_backend.strategy.strategy import Strategy
 
 CODEC_NAME = "segment"
 CODEC_VERSION = 2
-_KEYS = {"codec", "version", "group_size", "are_keys_unrotated", "layers", "pairs"}
+"""Both are in ``_Stored``, too."""
 
 
 class RetentionRule(Enum):
@@ -59,18 +63,29 @@ class CodecOptions:
                 raise CodecError(f"{name} {value} is not in [0, 1]")
 
 
-@dataclass(frozen=True)
-class RetainedCounts:
+_Counts = tuple[Annotated[int, Meta(ge=0)], ...]
+
+
+class RetainedCounts(Struct, frozen=True, forbid_unknown_fields=True):
     """Counts the tokens of a pair of layers that keep their own vectors instead of a shared one.
 
     ``k`` has one number per KV head for keys, ``v`` one for values.
     """
 
-    k: tuple[int, ...]
-    v: tuple[int, ...]
+    k: _Counts
+    v: _Counts
 
-    def to_json(self) -> dict[str, Any]:
-        return {"k": list(self.k), "v": list(self.v)}
+
+class _Stored(Struct, frozen=True, forbid_unknown_fields=True):
+    """The parameters of a segment as JSON has them."""
+
+    codec: Literal["segment"]
+    version: Literal[2]
+    group_size: Annotated[int, Meta(ge=1)]
+    are_keys_unrotated: bool
+    layers: list[Any]
+    pairs: tuple[RetainedCounts, ...]
+    damage: Annotated[float, Meta(ge=0, le=sys.float_info.max)] | UnsetType | None = UNSET
 
 
 @dataclass(frozen=True)
@@ -100,7 +115,7 @@ class SegmentParameters:
             "group_size": self.group_size,
             "are_keys_unrotated": self.are_keys_unrotated,
             "layers": self.strategy.to_json(),
-            "pairs": [pair.to_json() for pair in self.pairs],
+            "pairs": [{"k": list(pair.k), "v": list(pair.v)} for pair in self.pairs],
         }
         if self.damage is not None:
             values["damage"] = self.damage if math.isfinite(self.damage) else None
@@ -115,69 +130,23 @@ class SegmentParameters:
         Raises:
             CodecError: for anything but what ``to_json`` writes for such a segment.
         """
-        _check_codec(params)
-        group_size = params["group_size"]
-        if not _is_count(group_size) or group_size < 1:
-            raise CodecError(f"group_size {group_size!r} is no number of tokens")
-        are_keys_unrotated = params["are_keys_unrotated"]
-        if not isinstance(are_keys_unrotated, bool):
-            raise CodecError(f"are_keys_unrotated {are_keys_unrotated!r} is neither true nor false")
-        strategy = _parse_strategy(params["layers"], num_layers)
-        pairs = params["pairs"]
-        if not isinstance(pairs, list) or len(pairs) != len(strategy.pairs):
-            raise CodecError(f"{len(strategy.pairs)} pairs have as many parameters, got {pairs!r:.200}")
-        parsed = tuple(_parse_pair(pair, num_kv_heads, num_tokens) for pair in pairs)
-        damage = _parse_damage(params, strategy)
-        return cls(strategy, group_size, are_keys_unrotated, parsed, damage)
-
-
-def _check_codec(params: object) -> None:
-    if not isinstance(params, Mapping) or params.get("codec") != CODEC_NAME:
-        raise CodecError(f"not the parameters of codec {CODEC_NAME!r}: {params!r:.200}")
-    found = params.get("version")
-    if type(found) is not int or found != CODEC_VERSION:
-        raise CodecError(f"version {found!r} of codec {CODEC_NAME!r} is unknown (known: {CODEC_VERSION})")
-    if set(params) - {"damage"} != _KEYS:
-        raise CodecError(f"codec parameters are {sorted(_KEYS)}, got {sorted(map(str, params))}")
-
-
-def _parse_strategy(layers: object, num_layers: int) -> Strategy:
-    if not isinstance(layers, list):
-        raise CodecError(f"layers of a strategy are a list, got {layers!r:.200}")
-    try:
-        strategy = Strategy.from_json(layers)
-    except (StrategyError, TypeError) as error:
-        raise CodecError(f"codec parameters with an impossible strategy: {error}") from error
-    if len(strategy.layers) != num_layers:
-        raise CodecError(f"a strategy of {len(strategy.layers)} layers for a model of {num_layers}")
-    return strategy
-
-
-def _parse_damage(params: Mapping[str, Any], strategy: Strategy) -> float:
-    if "damage" not in params:
-        return 0.0 if strategy.is_lossless else math.inf
-    damage = params["damage"]
-    if damage is None:
-        return math.inf
-    if isinstance(damage, bool) or not isinstance(damage, (int, float)) or not 0 <= damage < math.inf:
-        raise CodecError(f"damage {damage!r} is no number of nats")
-    return float(damage)
-
-
-def _parse_pair(pair: object, num_kv_heads: int, num_tokens: int) -> RetainedCounts:
-    if not isinstance(pair, Mapping) or set(pair) != {"k", "v"}:
-        raise CodecError(f"a pair has retained counts k and v, got {pair!r:.200}")
-    return RetainedCounts(*(_parse_counts(pair[name], num_kv_heads, num_tokens) for name in ("k", "v")))
-
-
-def _parse_counts(counts: object, num_kv_heads: int, num_tokens: int) -> tuple[int, ...]:
-    if not isinstance(counts, list) or len(counts) != num_kv_heads:
-        raise CodecError(f"retained counts of {num_kv_heads} KV heads are needed, got {counts!r:.200}")
-    if not all(_is_count(count) and count <= num_tokens for count in counts):
-        raise CodecError(f"retained counts {counts!r:.200} are not all in 0..{num_tokens}")
-    return tuple(counts)
-
-
-def _is_count(value: object) -> bool:
-    """True for an int of 0 or more, but not for a bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        try:
+            stored = msgspec.convert(params, _Stored)
+            strategy = Strategy.from_json(stored.layers)
+        except (msgspec.ValidationError, OverflowError, StrategyError, TypeError) as error:
+            raise CodecError(f"not the parameters of codec {CODEC_NAME!r}: {error}") from error
+        if len(strategy.layers) != num_layers:
+            raise CodecError(f"a strategy of {len(strategy.layers)} layers for a model of {num_layers}")
+        if len(stored.pairs) != len(strategy.pairs):
+            raise CodecError(f"{len(strategy.pairs)} pairs have as many parameters, got {len(stored.pairs)}")
+        for counts in (each for pair in stored.pairs for each in (pair.k, pair.v)):
+            if len(counts) != num_kv_heads:
+                raise CodecError(
+                    f"retained counts of {num_kv_heads} KV heads are needed, got {counts!r:.200}"
+                )
+            if max(counts) > num_tokens:
+                raise CodecError(f"retained counts {counts!r:.200} are not all in 0..{num_tokens}")
+        damage = math.inf if stored.damage is None else stored.damage
+        if isinstance(damage, UnsetType):
+            damage = 0.0 if strategy.is_lossless else math.inf
+        return cls(strategy, stored.group_size, stored.are_keys_unrotated, stored.pairs, damage)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.segment_codec import SegmentDecoder, UnitBlocks
 from krul_backend.codec.shared_pair import SharedPair
 from krul_backend.codec.subspace.coded_tail import CodedTail, decode_tails

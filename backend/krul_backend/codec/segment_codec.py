@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import torch
 
-from krul_backend.codec.interface import LayerKV, LayerShape, ReadLayer
+from krul_backend.codec.layout import LayerKV, LayerShape, ReadLayer
 from krul_backend.codec.parameters import CodecOptions, RetainedCounts, SegmentParameters
 from krul_backend.codec.rotary import RotaryTable, check_positions
 from krul_backend.codec.segment_layout import Unit, UnitLayout

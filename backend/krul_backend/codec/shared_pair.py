@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from krul_backend.codec.interface import LayerKV
-from krul_backend.codec.layout import GroupRun, Section, Views
+from krul_backend.codec.layout import GroupRun, LayerKV, Section, Views
 from krul_backend.codec.parameters import CodecOptions, RetainedCounts, RetentionRule
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
 from krul_backend.codec.vector_format import FP16_MAX, VectorFormat, key_and_value_formats

@@ -15,7 +15,7 @@ import triton
 
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.coefficients.tables import CoderTables
+from krul_backend.codec.coefficients.scales import CoderTables
 from krul_backend.codec.restore import GroupTail, GroupTarget
 from krul_backend.codec.subspace.bases import vector_size
 from krul_backend.codec.subspace.coded_tail import CodedTail

@@ -11,8 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
-from krul_backend.codec.interface import LayerKV, LayerShape, empty_kv
-from krul_backend.codec.layout import BlockLayout, GroupRun, Section, Views, in_groups
+from krul_backend.codec.layout import (
+    BlockLayout,
+    GroupRun,
+    LayerKV,
+    LayerShape,
+    Section,
+    Views,
+    empty_kv,
+    in_groups,
+)
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.vector_format import key_and_value_formats
 from krul_backend.strategy.strategy import Precision

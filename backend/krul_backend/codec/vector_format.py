@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from krul_backend.codec.interface import LayerShape
-from krul_backend.codec.layout import Section, Views
+from krul_backend.codec.layout import LayerShape, Section, Views
 from krul_backend.strategy.strategy import Precision
 
 FP16_MAX = 65504.0

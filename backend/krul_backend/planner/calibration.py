@@ -1,18 +1,29 @@
-"""Fits costs to measurements, and corrects them by what restores really take."""
+"""Fits costs to measurements, saves them, and corrects them by what restores really take.
+
+A server measures them once per model and device.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Literal
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Raw, Struct
 
+from krul_backend.atomic_file import replacing
 from krul_backend.errors import RestoreError
-from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 from krul_backend.planner.timing import Floats
+
+FORMAT = "krul restore costs 1"
 
 MAX_OBSERVED_RATIO = 4.0
 """A measurement counts as at most so many times its prediction, or at least one over this."""
@@ -22,6 +33,10 @@ OVERHEAD_FADING = 0.02
 """Share of the overhead that each restore which is given up for recomputation takes off it."""
 DEFAULT_HALF_LIFE = 8.0
 """Observations after which an old one counts half."""
+
+_logger = logging.getLogger(__name__)
+
+_Numbers = dict[str, Annotated[float, Meta(ge=0)]]
 
 
 def fit_compute(samples: Sequence[tuple[int, int, float]]) -> ComputeCost:
@@ -204,3 +219,70 @@ class OnlineCosts:
 
 def _scaled_compute(cost: ComputeCost, scale: float) -> ComputeCost:
     return ComputeCost(scale * cost.launch_s, scale * cost.token_s, scale * cost.context_s)
+
+
+class _Entry(Struct):
+    """The costs of one model on one device; each set of numbers by the names of its dataclass."""
+
+    head: _Numbers
+    own: _Numbers
+    tiers: dict[str, _Numbers]
+
+
+class _File(Struct):
+    """Entries by fingerprint and device. Those of others are kept as they are."""
+
+    costs: dict[str, Raw]
+    format: Literal["krul restore costs 1"] = "krul restore costs 1"
+
+
+def load_costs(path: Path, fingerprint: str, device: str) -> RestoreCosts | None:
+    """Read the costs that were saved for this model and device; None if there are none.
+
+    A file that is damaged or not one of these counts as empty, with one warning.
+    """
+    try:
+        raw = _read(path).get(_key(fingerprint, device), Raw(b"null"))
+        entry = msgspec.json.decode(raw, type=_Entry | None)
+        if entry is None:
+            return None
+        tiers = {name: TierCost(**cost) for name, cost in entry.tiers.items()}
+        return RestoreCosts(ComputeCost(**entry.head), ComputeCost(**entry.own), tiers)
+    except (RestoreError, TypeError, ValueError) as error:
+        _logger.warning("costs are measured again, those in %s cannot be used: %s", path, error)
+        return None
+
+
+def save_costs(path: Path, fingerprint: str, device: str, costs: RestoreCosts) -> None:
+    """Add these costs to the file, in one step: readers see the old file or the new one.
+
+    Entries of other models and devices stay. A file that is damaged or not one of these is left as it is,
+    with one warning: it may be somebody else's. Of two writers at the same time one entry may be lost.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    try:
+        entries = _read(path)
+    except RestoreError as error:
+        _logger.warning("measured costs are not saved: %s", error)
+        return
+    tiers = {name: asdict(cost) for name, cost in costs.tiers.items()}
+    entry = msgspec.json.encode(_Entry(asdict(costs.head), asdict(costs.own), tiers))
+    content = msgspec.json.encode(_File({**entries, _key(fingerprint, device): Raw(entry)}))
+    with replacing(path) as file:
+        file.write(msgspec.json.format(content, indent=2) + b"\n")
+
+
+def _key(fingerprint: str, device: str) -> str:
+    return f"{fingerprint} {device}"
+
+
+def _read(path: Path) -> dict[str, Raw]:
+    """All entries of the file; none if there is no file. Raises RestoreError for a file of another kind."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_File).costs
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise RestoreError(f"{path} is not a file of format {FORMAT!r} ({error}): remove it") from None

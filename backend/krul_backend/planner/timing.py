@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from krul_backend.errors import RestoreError
-from krul_backend.planner.costs import TierCost
-from krul_backend.planner.interface import RestorePlan, RestoreProblem
+from krul_backend.planner.interface import RestorePlan, RestoreProblem, TierCost
 
 Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]

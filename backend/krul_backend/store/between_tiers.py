@@ -14,8 +14,8 @@ from krul_backend.store.tiered_lease import LowerPart
 from krul_backend.tiers.common.interface import Lease
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.dram.arrivals import Arrival
 from krul_backend.tiers.dram.host_store import HostStore
+from krul_backend.tiers.dram.reservations import Arrival
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 logger = logging.getLogger(__name__)

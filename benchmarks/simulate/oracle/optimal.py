@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from benchmarks.simulate.oracle.branch_and_bound import LayerSearch, search_weights
 from benchmarks.simulate.oracle.dual import DualTables, make_levels
 from benchmarks.simulate.oracle.staircase import BestHeads, move_steps, offer_between
-from krul_backend.planner.head_search import full_load_heads, pyramid_heads, uniform_heads
 from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem
+from krul_backend.planner.planners import full_load_heads, pyramid_heads, uniform_heads
 from krul_backend.planner.timing import RestoreTiming
 
 _MAX_PAGES = 96
@@ -49,7 +48,7 @@ class OptimalPlanner(RestorePlanner):
     Never later than the other planners of this package.
     """
 
-    name: ClassVar[str] = "optimal"
+    name = "optimal"
 
     def __init__(self, tolerance: float = 1e-3, max_nodes: int = 32) -> None:
         self.tolerance = tolerance

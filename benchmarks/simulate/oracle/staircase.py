@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from krul_backend.planner.head_search import crossing, limit_lengths
+from krul_backend.planner.planners import crossing, limit_lengths
 from krul_backend.planner.timing import Floats, PlanTimes, RestoreTiming, Tokens
 
 

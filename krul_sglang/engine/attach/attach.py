@@ -15,8 +15,8 @@ from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.device import Device
 from krul_backend.errors import KrulError
 from krul_backend.memory import format_bytes
-from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.costs import RestoreCosts, load_costs, save_costs
+from krul_backend.planner.calibration import OnlineCosts, load_costs, save_costs
+from krul_backend.planner.interface import RestoreCosts
 from krul_backend.planner.planners import make_planner
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.restore import (
     GroupTarget,
     NativeTail,
@@ -23,7 +23,7 @@ from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.memory import is_out_of_memory
 from krul_backend.planner.calibration import fit_compute, fit_tier
-from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.attach.start_proof import ordinary_prefill, random_token_ids, timed

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.segment import ModelIdentity
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.served_model import ServedModel

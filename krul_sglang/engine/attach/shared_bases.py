@@ -15,7 +15,7 @@ from krul_backend.codec.subspace.bases import ModelBases, older_path, write_olde
 from krul_backend.errors import CodecError, KrulError, TierReadError
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.hashing import block_checksum, block_checksums
+from krul_backend.tiers.common.interface import block_checksum, block_checksums
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.device import Device
 from krul_sglang.engine.common.hook_targets import IncompatibleEngineError

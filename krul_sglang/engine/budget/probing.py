@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.errors import KrulError
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.interface import Lease
+from krul_backend.tiers.common.interface import Lease, block_checksum
 from krul_sglang.engine.budget.provenance import damage_of
 from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.kv_pool import DevicePool

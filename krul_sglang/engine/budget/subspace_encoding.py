@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.interface import LayerShape
+from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
 from krul_backend.errors import CodecError

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.device import Device
 from krul_sglang.engine.common.unsupported import (
     FOREIGN_ELEMENTS,

@@ -8,8 +8,7 @@ from typing import Any
 
 from krul_backend.device import Device
 from krul_backend.errors import KrulError
-from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.interface import SegmentSlice
+from krul_backend.tiers.common.interface import SegmentSlice, block_checksum
 
 LayerBlock = tuple[SegmentSlice, int]
 """A segment, and the layer whose block is meant."""

@@ -16,8 +16,7 @@ from krul_backend.codec.segment_codec import AwaitedBasesError, SegmentCodec
 from krul_backend.errors import CodecError
 from krul_backend.memory import is_out_of_memory
 from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.costs import TierCost
-from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem, StoredRun
+from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem, StoredRun, TierCost
 from krul_backend.planner.timing import RestoreTiming
 from krul_backend.strategy.strategy import LayerGroups, Precision, StoredAs
 from krul_backend.tiers.common.interface import DRAM_TIER, Lease

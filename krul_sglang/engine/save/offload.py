@@ -12,14 +12,13 @@ from enum import Enum, auto
 
 import torch
 
-from krul_backend.codec.interface import LayerKV
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.hashing import block_checksums
 from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName
-from krul_backend.tiers.common.interface import Reservation
+from krul_backend.tiers.common.interface import Reservation, block_checksums
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.moved_runs import RunIndex
 from krul_sglang.engine.common.served_model import ServedModel

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.codec.interface import ReadLayer
+from krul_backend.codec.layout import ReadLayer
 from krul_backend.codec.parameters import CODEC_NAME
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentEncoding
 from krul_backend.strategy.strategy import StoredAs, Strategy

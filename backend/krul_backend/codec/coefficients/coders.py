@@ -23,8 +23,7 @@ from krul_backend.codec.coefficients.compiled import (
     Words,
 )
 from krul_backend.codec.coefficients.records import SMALLEST_SHIFT, decode_block, encode_block
-from krul_backend.codec.coefficients.scales import BAND
-from krul_backend.codec.coefficients.tables import NUM_SCALES, CoderTables, standard_tables
+from krul_backend.codec.coefficients.scales import BAND, NUM_SCALES, CoderTables, standard_tables
 from krul_backend.errors import CodecError
 
 LARGEST_SHIFT = 7
@@ -56,7 +55,6 @@ class CoefficientCoder:
     """
 
     name: str
-    version: int
     _tables: CoderTables | None = None
 
     def encode(
@@ -186,7 +184,6 @@ class RansCoder(CoefficientCoder):
     """16 interleaved lanes of rANS per record, with a static table for each scale: see ``rans.py``."""
 
     name = "rans"
-    version = 1
 
     def __init__(self) -> None:
         self.tables = self._tables = standard_tables()
@@ -196,7 +193,6 @@ class FixedWidthCoder(CoefficientCoder):
     """A width of 0 to 8 bits for each record and band, for the fewest bytes: see ``fixed_width.py``."""
 
     name = "fixed-width"
-    version = 1
 
 
 def num_records(num_tokens: int) -> int:

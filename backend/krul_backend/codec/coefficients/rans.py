@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from krul_backend.codec.coefficients.compiled import Index, Integers, Levels, Tables, Words, compiled
-from krul_backend.codec.coefficients.tables import NUM_SCALES
+from krul_backend.codec.coefficients.scales import NUM_SCALES
 
 NUM_LANES = 16
 

@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 
 from krul_backend.atomic_file import replacing
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import LayerGroups
 

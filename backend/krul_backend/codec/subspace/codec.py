@@ -13,7 +13,7 @@ import torch
 from krul_backend.codec.coefficients.coders import CoefficientCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import base_scales, best_offsets, num_bands, scales_of
-from krul_backend.codec.interface import LayerKV, ReadLayer
+from krul_backend.codec.layout import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable, check_positions
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
 from krul_backend.codec.subspace.coded_tail import (

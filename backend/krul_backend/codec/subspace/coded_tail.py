@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients.coders import CoefficientCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, split_vectors
 from krul_backend.codec.subspace.quantizer import SHRINK

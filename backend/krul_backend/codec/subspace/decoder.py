@@ -11,7 +11,7 @@ import torch
 from krul_backend.codec.coefficients.coders import CoefficientCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import base_scales, scales_of
-from krul_backend.codec.interface import LayerKV, empty_kv
+from krul_backend.codec.layout import LayerKV, empty_kv
 from krul_backend.codec.segment_layout import SegmentLayout
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.coded_tail import CodedTail, GroupTransform, SegmentTokens, decode_tails

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from krul_backend.codec.interface import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import (
     LEAST_ATTENTION,
     GroupBasis,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from krul_backend.codec.coefficients.scales import BAND, num_bands
-from krul_backend.codec.coefficients.tables import ROUNDING
+from krul_backend.codec.coefficients.scales import BAND, ROUNDING, num_bands
 from krul_backend.codec.subspace.bases import GroupBasis
 
 SHRINK = 0.04

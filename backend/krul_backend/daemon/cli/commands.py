@@ -10,14 +10,10 @@ from typing import Annotated, Any, NoReturn
 
 import orjson
 import typer
+from msgspec import to_builtins
 from rich.console import Console, RenderableType
 
-from krul_backend.daemon.cli.reports import (
-    details_report,
-    segments_report,
-    stats_report,
-    to_json,
-)
+from krul_backend.daemon.cli.reports import details_report, segments_report, stats_report
 from krul_backend.daemon.client.admin import AdminClient, load_client_keys, resolve_endpoint
 from krul_backend.errors import KrulError
 from krul_backend.tiers.common.interface import SegmentInfo
@@ -80,7 +76,11 @@ def stats(
     """Show what each tier holds and has done, and how many leases and reservations hold it."""
     with _daemon(endpoint, curve_dir, timeout_s) as client:
         store, daemon = client.stats()
-    _print(as_json, {"store": to_json(store), "daemon": to_json(daemon)}, lambda: stats_report(store, daemon))
+    _print(
+        as_json,
+        {"store": to_builtins(store), "daemon": to_builtins(daemon)},
+        lambda: stats_report(store, daemon),
+    )
 
 
 def list_segments(
@@ -112,7 +112,7 @@ def list_segments(
     shown = meant[:limit]
     _print(
         as_json,
-        {"segments": [to_json(info) for info in shown], "num_segments": len(meant)},
+        {"segments": [to_builtins(info) for info in shown], "num_segments": len(meant)},
         lambda: segments_report(shown, len(meant)),
     )
 
@@ -129,7 +129,7 @@ def inspect(
         details = client.inspect(segment)
     if details is None:
         _fail(f"segment {segment} is not in DRAM (any more): krul-backend list shows what is where", 1)
-    _print(as_json, to_json(details), lambda: details_report(details))
+    _print(as_json, to_builtins(details), lambda: details_report(details))
 
 
 def verify(
@@ -146,8 +146,9 @@ def verify(
         report = client.verify(timeout_s)
     num_bad = len(report.bad_segments)
     text = f"{report.num_blocks} blocks, {report.num_bytes / 2**20:.1f} MiB: "
-    text += f"{num_bad} bad segments, taken out: {_ids(report.bad_segments)}" if num_bad else "all are right"
-    _print(as_json, to_json(report), lambda: text)
+    bad = ", ".join(map(str, report.bad_segments))
+    text += f"{num_bad} bad segments, taken out: {bad}" if bad else "all are right"
+    _print(as_json, to_builtins(report), lambda: text)
     raise typer.Exit(EXIT_FOUND_BAD if num_bad else 0)
 
 
@@ -193,7 +194,3 @@ def _print(as_json: bool, value: Any, report: Callable[[], RenderableType]) -> N
 def _fail(message: str, status: int = EXIT_CANNOT_RUN) -> NoReturn:
     typer.echo(f"krul-backend: error: {message}", err=True)
     raise typer.Exit(status)
-
-
-def _ids(segment_ids: tuple[int, ...]) -> str:
-    return ", ".join(str(segment_id) for segment_id in segment_ids)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -17,11 +16,6 @@ from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER, SegmentDetails, SegmentInfo, StoreStats, TierStats
 
 _NO_VALUE = "-"
-
-
-def to_json(value: Any) -> Any:
-    """A dataclass or a message as plain values for JSON."""
-    return msgspec.to_builtins(value)
 
 
 def stats_report(store: StoreStats, daemon: DaemonStats) -> RenderableType:
@@ -75,7 +69,7 @@ def details_report(details: SegmentDetails) -> RenderableType:
         "tokens": f"[{info.start_token}, {end_token}), pages of {details.page_size}",
         "after": printable(details.parent_key or "") or "the start of a conversation",
         "last page": printable(details.last_page_key),
-        "size": f"{format_bytes(info.num_bytes)}, {_bytes_per_token(info)} bytes per token",
+        "size": f"{format_bytes(info.num_bytes)}, {info.num_bytes / info.num_tokens:.0f} bytes per token",
         "codec": _codec_line(info),
         "tiers": ", ".join(info.tiers) + (", as a fast copy" if info.is_fast_copy else ""),
         "leases": str(info.num_leases),
@@ -231,10 +225,6 @@ def _strategy(codec_params: Mapping[str, Any]) -> Strategy | None:
         return Strategy.from_json(layers)
     except StrategyError:
         return None
-
-
-def _bytes_per_token(info: SegmentInfo) -> str:
-    return f"{info.num_bytes / info.num_tokens:.0f}"
 
 
 def _table() -> Table:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import zmq
 
-from krul_backend.daemon.client.client_session import ClientSession, DaemonConnection
+from krul_backend.daemon.client.client_session import ArenaBytes, ClientSession, DaemonConnection
 from krul_backend.daemon.client.request_channel import RequestTimeoutError, SessionEndedError
-from krul_backend.daemon.client.views import ArenaBytes
 from krul_backend.daemon.protocol.messages import EXCEPTIONS, PROTOCOL_VERSION, ClearRequest, PingRequest
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError, StoreClosedError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.daemon.client.client_session import DaemonConnection
+from krul_backend.daemon.client.client_session import DaemonConnection, view_in, with_views
 from krul_backend.daemon.client.daemon_link import UNANSWERED, DaemonLink, LinkCounters
 from krul_backend.daemon.client.request_channel import SessionEndedError
-from krul_backend.daemon.client.views import view_in, with_views
 from krul_backend.daemon.protocol.messages import (
     AbortRequest,
     AdviseRequest,
@@ -39,10 +38,9 @@ from krul_backend.daemon.protocol.messages import (
 )
 from krul_backend.daemon.protocol.runtime_dir import runtime_dir_of
 from krul_backend.errors import ManifestError, ProtocolError, StoreClosedError, TierReadError
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.hashing import checked_checksums
 from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.common.interface import (
     DamageReason,
@@ -52,6 +50,7 @@ from krul_backend.tiers.common.interface import (
     Reservation,
     SegmentSlice,
     StoreStats,
+    checked_checksums,
 )
 
 SLOW_TIMEOUT_S = 10.0
@@ -148,7 +147,7 @@ class DaemonStore(KVStore):
             blocks = tuple(view_in(connection.arena, span) for span in spans)
         except UNANSWERED as error:
             self._link.note(connection, "reserve", error)
-            self._post_abort(connection, reservation_id)
+            connection.post(AbortRequest(reservation_id=reservation_id))
             return None
         with self._lock:
             self._reservations[reservation_id] = connection
@@ -177,17 +176,17 @@ class DaemonStore(KVStore):
             )
         except UNANSWERED as error:
             self._link.note(connection, "commit", error)
-            self._post_abort(connection, reservation_id)
+            connection.post(AbortRequest(reservation_id=reservation_id))
             raise StoreClosedError(f"the segment was not stored: {error}") from error
         except ManifestError:
             # Raised by the daemon, which has then given the space back, or by this side, before it asked.
-            self._post_abort(connection, reservation_id)
+            connection.post(AbortRequest(reservation_id=reservation_id))
             raise
 
     def abort(self, reservation: Reservation) -> None:
         connection = self._settle(reservation)
         if connection is not None:
-            self._post_abort(connection, reservation.reservation_id)
+            connection.post(AbortRequest(reservation_id=reservation.reservation_id))
 
     def lease(
         self,
@@ -223,7 +222,7 @@ class DaemonStore(KVStore):
                 raise SessionEndedError("the krul daemon was lost while it answered")
         except UNANSWERED as error:
             self._link.note(connection, "lease", error)
-            self._post_release(connection, lease_id)
+            connection.post(ReleaseRequest(lease_id=lease_id))
             return None
         with self._lock:
             self._leases[lease_id] = connection
@@ -277,7 +276,7 @@ class DaemonStore(KVStore):
             # One lock for both: ``close`` forgets all leases, and a release after it is no error.
             connection = None if self._is_closed else self._leases.pop(lease.lease_id)
         if connection is not None:
-            self._post_release(connection, lease.lease_id)
+            connection.post(ReleaseRequest(lease_id=lease.lease_id))
 
     def advise(
         self,
@@ -383,9 +382,3 @@ class DaemonStore(KVStore):
         for block in reservation.blocks:
             block.flags.writeable = False
         return connection
-
-    def _post_release(self, connection: DaemonConnection, lease_id: int) -> None:
-        connection.post(ReleaseRequest(lease_id=lease_id))
-
-    def _post_abort(self, connection: DaemonConnection, reservation_id: int) -> None:
-        connection.post(AbortRequest(reservation_id=reservation_id))

@@ -72,10 +72,6 @@ class EmbeddedDaemon:
         return self._process.pid
 
     @property
-    def is_running(self) -> bool:
-        return self._process.is_running
-
-    @property
     def log_path(self) -> Path:
         return self.runtime_dir / LOG_NAME
 
@@ -194,10 +190,6 @@ class _Process:
         self._descriptor: int | None = None
         with contextlib.suppress(ProcessLookupError):
             self._descriptor = os.pidfd_open(pid)
-
-    @property
-    def is_running(self) -> bool:
-        return not self._has_ended(0.0)
 
     def end(self, kind: signal.Signals, timeout_s: float = 0.0) -> bool:
         """Signal it; kill it if it has not ended ``timeout_s`` later. Returns whether it ended by itself."""

@@ -1,4 +1,4 @@
-"""The types that stores and tiers hand out: blocks, leases, reservations, statistics, listings."""
+"""The types that stores and tiers hand out: blocks with checksums, leases, statistics, listings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from krul_backend.errors import TierReadError
+from krul_backend.errors import ManifestError, TierReadError
 from krul_backend.segment import SegmentHeader, SegmentManifest
 
 PENDING, LANDED, FAILED = 0, 1, 2
@@ -230,13 +231,13 @@ class StoreStats:
     prefetch_useful_bytes: int
     prefetch_wasted_bytes: int
     tier_hit_pages: Mapping[str, int]
-    fetched_segments: int
-    failed_fetches: int
-    undecodable_segments: int
-    hints: int
-    named_conversations: int
-    comeback_pages: int
-    tiers: tuple[TierStats, ...]
+    fetched_segments: int = 0
+    failed_fetches: int = 0
+    undecodable_segments: int = 0
+    hints: int = 0
+    named_conversations: int = 0
+    comeback_pages: int = 0
+    tiers: tuple[TierStats, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -317,3 +318,34 @@ class DamageReport:
     num_blocks: int
     num_bytes: int
     bad_segments: tuple[int, ...]
+
+
+Checksums = tuple[int, ...]
+
+
+def block_checksum(block: Block) -> int:
+    """XXH3 (64 bit) of a block's bytes. Releases the GIL, so it belongs outside every lock."""
+    return xxhash.xxh3_64_intdigest(block.data)
+
+
+def block_checksums(blocks: Sequence[Block]) -> Checksums:
+    """The checksum of each block, by layer.
+
+    A writer takes them right after it has written the last byte. A stray write after that is found by the
+    block's readers, whether it comes before the commit or after it.
+    """
+    return tuple(block_checksum(block) for block in blocks)
+
+
+def checked_checksums(checksums: Sequence[int], num_layers: int) -> Checksums:
+    """Check the checksums that came with a commit, and return them as a tuple.
+
+    Raises:
+        ManifestError: there is not one for each layer, or one has more than 64 bits.
+    """
+    if len(checksums) != num_layers:
+        raise ManifestError(f"{len(checksums)} checksums for {num_layers} layer blocks")
+    for layer, checksum in enumerate(checksums):
+        if not 0 <= checksum < 1 << 64:
+            raise ManifestError(f"layer {layer} has checksum {checksum}, which is not a number of 64 bits")
+    return tuple(checksums)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.page_index import PageRun

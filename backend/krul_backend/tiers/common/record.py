@@ -71,33 +71,31 @@ def aligned(num_bytes: int, align: int) -> int:
     return -(-num_bytes // align) * align
 
 
-@dataclass(frozen=True)
-class HeaderSize:
-    """Sizes from a header's first 64 bytes, whose checksum has not been compared yet."""
-
-    header_num_bytes: int
-    record_num_bytes: int
-
-
 @dataclass(frozen=True, eq=False)
 class SegmentRecord:
-    """A stored segment. ``block_offsets[l]`` is where layer ``l``'s block starts, from the record's start."""
+    """A stored segment. ``block_offsets[l]`` is where layer ``l``'s block starts, from the record's start.
+
+    ``num_bytes``: of the whole record, padding included.
+    """
 
     sequence: int
-    record_num_bytes: int
+    num_bytes: int
     manifest: SegmentManifest
     checksums: tuple[int, ...]
     block_offsets: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, sequence: int, manifest: SegmentManifest, checksums: tuple[int, ...], metadata: bytes
+    ) -> SegmentRecord:
+        """What is written of a segment; ``metadata`` is ``encode_metadata``'s."""
+        offsets, num_bytes = _layout(FIXED_NUM_BYTES + len(metadata), manifest.layer_num_bytes)
+        return cls(sequence, num_bytes, manifest, checksums, offsets)
 
 
 def segment_num_bytes(manifest: SegmentManifest, metadata: bytes) -> int:
     """Bytes of a whole record, padding included; ``metadata`` is ``encode_metadata``'s."""
     return _layout(FIXED_NUM_BYTES + len(metadata), manifest.layer_num_bytes)[1]
-
-
-def block_offsets(manifest: SegmentManifest, metadata: bytes) -> tuple[int, ...]:
-    """Where each layer's block starts, from the record's start."""
-    return _layout(FIXED_NUM_BYTES + len(metadata), manifest.layer_num_bytes)[0]
 
 
 def encode_metadata(manifest: SegmentManifest, checksums: tuple[int, ...]) -> bytes:
@@ -162,8 +160,10 @@ def record_buffers(
     return [*buffers, padding]
 
 
-def decode_size(fixed: bytes) -> HeaderSize:
-    """Decode a header's sizes from its first 64 bytes. They are in bounds, but not proven to be right yet.
+def decode_size(fixed: bytes) -> tuple[int, int]:
+    """The bytes of a header and of its record, from the header's first 64 bytes.
+
+    They are in bounds, but not proven to be right yet: the checksum was not compared.
 
     Raises:
         RecordError: there is no header here.
@@ -176,7 +176,7 @@ def decode_size(fixed: bytes) -> HeaderSize:
     is_header_possible = FIXED_NUM_BYTES <= header_num_bytes <= min(MAX_HEADER_NUM_BYTES, record_num_bytes)
     if not is_header_possible or record_num_bytes > _MAX_RECORD_NUM_BYTES or record_num_bytes % RECORD_ALIGN:
         raise RecordError(f"a header of {header_num_bytes} in a record of {record_num_bytes} bytes cannot be")
-    return HeaderSize(header_num_bytes, record_num_bytes)
+    return header_num_bytes, record_num_bytes
 
 
 def decode_header(header: bytes, place: int = 0) -> SegmentRecord:
@@ -185,23 +185,23 @@ def decode_header(header: bytes, place: int = 0) -> SegmentRecord:
     Raises:
         RecordError: damaged, cut off, of another place or format version, or contradicting itself.
     """
-    size = decode_size(header)
-    if len(header) < size.header_num_bytes:
-        raise RecordError(f"a header of {size.header_num_bytes} bytes, cut off after {len(header)}")
+    header_num_bytes, record_num_bytes = decode_size(header)
+    if len(header) < header_num_bytes:
+        raise RecordError(f"a header of {header_num_bytes} bytes, cut off after {len(header)}")
     _, checksum, _, _, sequence, *counts, version = _FIXED.unpack_from(header)
-    checked = memoryview(header)[_CHECKED_FROM : size.header_num_bytes]
+    checked = memoryview(header)[_CHECKED_FROM:header_num_bytes]
     if xxhash.xxh3_64_intdigest(checked, place) != checksum:
         raise RecordError("the header's checksum is wrong")
     if version != FORMAT_VERSION:
         raise RecordError(f"a record of format {version}, this is format {FORMAT_VERSION}")
-    metadata = memoryview(header)[FIXED_NUM_BYTES : size.header_num_bytes]
+    metadata = memoryview(header)[FIXED_NUM_BYTES:header_num_bytes]
     try:
         manifest, checksums = _decode_metadata(metadata, counts)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, ManifestError) as error:
         raise RecordError(f"a header that contradicts itself: {error}") from error
-    offsets, record_num_bytes = _layout(size.header_num_bytes, manifest.layer_num_bytes)
-    if record_num_bytes != size.record_num_bytes:
-        raise RecordError(f"blocks of {record_num_bytes} bytes in a record of {size.record_num_bytes}")
+    offsets, num_bytes = _layout(header_num_bytes, manifest.layer_num_bytes)
+    if num_bytes != record_num_bytes:
+        raise RecordError(f"blocks of {num_bytes} bytes in a record of {record_num_bytes}")
     return SegmentRecord(sequence, record_num_bytes, manifest, checksums, offsets)
 
 

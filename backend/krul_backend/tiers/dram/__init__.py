@@ -1,5 +1,5 @@
 """The DRAM tier: segments in one arena of host memory, leased in place, evicted by value.
 
-``HostStore`` is what ``store`` calls. Its parts are ``Reservations`` (writing) and ``Arrivals`` (segments of
-lower tiers); all work on the ``DramBooks`` behind ``LockedBooks``, and take space from the ``Allocator``.
+``HostStore`` is what ``store`` calls. Its part ``Reservations`` takes space for segments that are written or
+that arrive from lower tiers; both work on the ``DramBooks`` behind ``LockedBooks``.
 """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from krul_backend.free_extents import FreeExtents, FreeTrial
+from krul_backend.free_extents import FreeExtents
 from krul_backend.tiers.common.eviction import EvictionPolicy
 from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import Span
@@ -150,11 +150,11 @@ class EvictionSearch:
             fewer = _without_spared(victims, len(self._leaving), excess_bytes, placement)
             if len(fewer) == len(victims):
                 return victims
-            with space.trial() as trial:
+            with space.trial() as give:
                 for victim in fewer:
-                    _give(victim, trial)
+                    _give(victim, give)
                 # With other free ranges the best fit may be another one, so the placement is tried again.
-                placed = trial.find_all(self._sizes)
+                placed = space.find_all(self._sizes)
             if placed is None:
                 return victims
             found = fewer, placed
@@ -170,12 +170,12 @@ class EvictionSearch:
         victims = list(self._leaving)
         lacking_bytes = sum(self._sizes) - space.free_bytes - sum(victim.taken_bytes for victim in victims)
         others = self._candidates(visits)
-        with space.trial() as trial:
+        with space.trial() as give:
             for victim in victims:
-                _give(victim, trial)
+                _give(victim, give)
             while True:
                 # Compare sums first: that is cheap, and too few bytes cannot fit in any layout.
-                offsets = trial.find_all(self._sizes) if lacking_bytes <= 0 else None
+                offsets = space.find_all(self._sizes) if lacking_bytes <= 0 else None
                 if offsets is not None:
                     return victims, offsets
                 # Add more at a time as the run gets longer, so that trials cost no more than additions.
@@ -183,7 +183,7 @@ class EvictionSearch:
                 if not following:
                     return None
                 for victim in following:
-                    _give(victim, trial)
+                    _give(victim, give)
                     lacking_bytes -= victim.taken_bytes
                 victims += following
 
@@ -247,7 +247,7 @@ def _without_spared(
     return [victim for victim in victims if victim.segment in gone]
 
 
-def _give(victim: Candidate, trial: FreeTrial) -> None:
+def _give(victim: Candidate, give: Callable[[int, int], None]) -> None:
     """Free a segment's ranges on trial."""
     for offset, num_bytes in victim.ranges:
-        trial.give(offset, num_bytes)
+        give(offset, num_bytes)

@@ -26,10 +26,9 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.dram.arrivals import Arrival, Arrivals
 from krul_backend.tiers.dram.dram_books import BREATH_S, DramBooks, LockedBooks
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED
-from krul_backend.tiers.dram.reservations import Allocator, Reservations
+from krul_backend.tiers.dram.reservations import Arrival, Reservations
 from krul_backend.tiers.dram.stored_segment import StoredSegment, plan_trim
 
 logger = logging.getLogger(__name__)
@@ -69,9 +68,7 @@ class HostStore:
             raise ConfigError(f"tenant_quota is a share of the arena above 0, up to 1, not {tenant_quota}")
         policy = policy if policy is not None else make_policy("value", clock)
         self._locked = LockedBooks(DramBooks(capacity_bytes, policy, clock, tenant_quota))
-        allocator = Allocator(self._locked)
-        self._reservations = Reservations(self._locked, allocator)
-        self._arrivals = Arrivals(self._locked, allocator)
+        self._reservations = Reservations(self._locked)
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
@@ -187,8 +184,8 @@ class HostStore:
         lower_load_s: float,
         began_at: int | None = None,
     ) -> Arrival | None:
-        """Begin the arrival of a segment of a lower tier; see ``Arrivals.admit``."""
-        return self._arrivals.admit(manifest, checksums, origin, lower_load_s, began_at)
+        """Begin the arrival of a segment of a lower tier; see ``Reservations.admit``."""
+        return self._reservations.admit(manifest, checksums, origin, lower_load_s, began_at)
 
     # Checking and changing what is stored
 
@@ -323,13 +320,6 @@ class HostStore:
                 pinned_bytes=books.pins.pinned_bytes,
                 fast_copy_bytes=books.fast_copy_bytes,
                 tier_hit_pages={DRAM_TIER: books.counters.hit_pages},
-                fetched_segments=0,
-                failed_fetches=0,
-                undecodable_segments=0,
-                hints=0,
-                named_conversations=0,
-                comeback_pages=0,
-                tiers=(),
                 **vars(books.counters),
             )
 

@@ -1,4 +1,5 @@
-"""Space in the arena: taken by evicting idle segments, reserved for a segment that is written, committed."""
+"""Space in the arena: taken by evicting idle segments, for segments that an engine writes or that arrive from
+a lower tier."""
 
 from __future__ import annotations
 
@@ -13,8 +14,16 @@ import orjson
 from krul_backend.errors import ManifestError
 from krul_backend.free_extents import FreeExtents
 from krul_backend.segment import SegmentManifest, check_codec_params_num_bytes
-from krul_backend.tiers.common.hashing import checked_checksums
-from krul_backend.tiers.common.interface import Reservation, Span
+from krul_backend.tiers.common.interface import (
+    FAILED,
+    LANDED,
+    PENDING,
+    Block,
+    LayerStatus,
+    Reservation,
+    Span,
+    checked_checksums,
+)
 from krul_backend.tiers.dram.arena import Extent
 from krul_backend.tiers.dram.dram_books import BREATH_S, DramBooks, LockedBooks, PendingReservation
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED, Candidate, EvictionSearch
@@ -26,13 +35,65 @@ Extents = tuple[Extent | None, ...]
 T = TypeVar("T")
 
 
-class Allocator:
-    """Takes extents for whole segments. Thread-safe."""
+class Arrival:
+    """The writer's end of one arriving segment. Leases may be given on the segment from the start.
+
+    The segment stays pinned until ``finish`` or ``fail``, one of which must be called. A segment that fails
+    leaves the index at once, and whoever waits for one of its layers is told.
+
+    Args:
+        blocks: writable ``[num_bytes]`` per layer, the bytes to be filled.
+        end: called once, with the segment and whether it arrived whole.
+    """
+
+    def __init__(
+        self,
+        segment: StoredSegment,
+        status: LayerStatus,
+        blocks: Sequence[Block],
+        end: Callable[[StoredSegment, bool], None],
+    ) -> None:
+        self.segment = segment
+        self.blocks = tuple(blocks)
+        self._flags = status.flags
+        self._end = end
+        self._is_over = False
+
+    def landed(self, layer: int) -> None:
+        """Tell readers that a layer's block is written and its checksum is right."""
+        self._flags[layer] = LANDED
+
+    def finish(self) -> None:
+        """End the arrival; all layers have landed, and the segment is an ordinary one from here on.
+
+        Raises:
+            RuntimeError: a layer has not landed, or the arrival ended before.
+        """
+        if self._is_over or not (self._flags == LANDED).all():
+            raise RuntimeError(f"segment {self.segment.segment_id} cannot finish: {self._flags.tolist()}")
+        self._is_over = True
+        self._end(self.segment, True)
+
+    def fail(self) -> None:
+        """End the arrival; layers that have not landed never will. Does nothing if it ended before."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._flags[self._flags == PENDING] = FAILED
+        self._end(self.segment, False)
+
+
+class Reservations:
+    """Takes extents for whole segments, and makes segments of them when they are written. Thread-safe.
+
+    ``reserve``, ``commit`` and ``abort`` are those of ``KVStore``, for what an engine writes. ``admit`` lets
+    in segments of lower tiers: they are indexed before their bytes are there.
+    """
 
     def __init__(self, locked: LockedBooks) -> None:
         self._locked = locked
 
-    def take(
+    def _take(
         self,
         sizes: Sequence[int],
         tenant: str,
@@ -96,14 +157,6 @@ class Allocator:
                 return victims
         return None
 
-
-class Reservations:
-    """``KVStore.reserve``, ``commit`` and ``abort``. Thread-safe."""
-
-    def __init__(self, locked: LockedBooks, allocator: Allocator) -> None:
-        self._locked = locked
-        self._allocator = allocator
-
     def reserve(
         self, layer_num_bytes: Sequence[int], tenant: str, *, is_fast_copy: bool
     ) -> Reservation | None:
@@ -122,7 +175,7 @@ class Reservations:
             books.pending[reservation.reservation_id] = pending
             return reservation
 
-        return self._allocator.take(sizes, tenant, use, is_fast_copy=is_fast_copy)
+        return self._take(sizes, tenant, use, is_fast_copy=is_fast_copy)
 
     def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
         with self._locked.open() as books:
@@ -157,6 +210,63 @@ class Reservations:
             if books is not None:
                 pending = _settle(books, reservation)
                 books.give(pending.extents, pending.tenant)
+
+    def admit(
+        self,
+        manifest: SegmentManifest,
+        checksums: Sequence[int],
+        origin: str,
+        lower_load_s: float,
+        began_at: int | None,
+    ) -> Arrival | None:
+        """Begin the arrival of a segment of the tier ``origin``; None, counted, when there is no room.
+
+        The segment is not indexed, and freed with its last lease, when DRAM holds all of its pages already or
+        its model was cleared since ``began_at`` (a ``ClearMarks.now``). Reading it again from the lower tier
+        would take ``lower_load_s`` seconds.
+        """
+        # The last extent holds the status flags, one byte per layer.
+        sizes = (*manifest.layer_num_bytes, manifest.model.num_layers)
+
+        def use(books: DramBooks, extents: Extents) -> Arrival:
+            *block_extents, flags_extent = extents
+            flags = block_in(books.arena, flags_extent)
+            flags[:] = PENDING
+            status = LayerStatus(flags)
+            blocks = tuple(block_in(books.arena, extent) for extent in block_extents)
+            segment = StoredSegment(
+                segment_id=self._locked.next_id(),
+                manifest=manifest,
+                extents=tuple(block_extents),
+                blocks=tuple(block.view() for block in blocks),
+                checksums=tuple(checksums),
+                last_used_s=books.clock(),
+                origin=origin,
+                status=status,
+                flags_extent=flags_extent,
+                lower_load_s=lower_load_s,
+                num_pins=1,
+            )
+            for block in segment.blocks:
+                block.flags.writeable = False
+            books.arriving[segment.segment_id] = status
+            is_outdated = began_at is not None and books.clears.is_outdated(began_at, manifest.model)
+            if not is_outdated and books.publish(segment):
+                books.touch(books.index.path_to(segment))
+            return Arrival(segment, status, blocks, self._end_arrival)
+
+        return self._take(sizes, manifest.tenant, use)
+
+    def _end_arrival(self, segment: StoredSegment, is_whole: bool) -> None:
+        with self._locked.open_unless_closed() as books:
+            if is_whole:
+                segment.status = None
+            if books is None:
+                return
+            books.arriving.pop(segment.segment_id, None)
+            if not is_whole and segment.is_indexed:
+                books.remove(segment)
+            books.unpin((segment,))
 
 
 def _settle(books: DramBooks, reservation: Reservation) -> PendingReservation:

@@ -9,8 +9,16 @@ from dataclasses import dataclass, field
 from krul_backend.errors import ManifestError, TierReadError
 from krul_backend.free_extents import joined
 from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.common.hashing import Checksums, block_checksum
-from krul_backend.tiers.common.interface import DRAM_TIER, FAILED, Block, LayerStatus, SegmentSlice, Span
+from krul_backend.tiers.common.interface import (
+    DRAM_TIER,
+    FAILED,
+    Block,
+    Checksums,
+    LayerStatus,
+    SegmentSlice,
+    Span,
+    block_checksum,
+)
 from krul_backend.tiers.dram.arena import Arena, Extent
 
 

@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.tiers.common.lower_tier import MeasuredCost, Suspension
-from krul_backend.tiers.mooncake.epochs import ROOT
-from krul_backend.tiers.mooncake.mooncake_client import ObjectStore, ObjectStoreError
+from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, ObjectStoreError
+from krul_backend.tiers.mooncake.stored_object import ROOT
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +34,16 @@ class ClusterConnection:
     """
 
     def __init__(
-        self, connect: Callable[[], ObjectStore], suspension: Suspension, cost: MeasuredCost
+        self, connect: Callable[[], MooncakeClient], suspension: Suspension, cost: MeasuredCost
     ) -> None:
         self._connect = connect
         self._suspension = suspension
         self._cost = cost
         self._lock = threading.Lock()
-        self._store: ObjectStore | None = None
+        self._store: MooncakeClient | None = None
         self._is_closed = False
 
-    def store(self) -> ObjectStore:
+    def store(self) -> MooncakeClient:
         """The connected store. May take long the first time.
 
         Raises:
@@ -90,7 +90,7 @@ def seen_cost(cost: TierCost, num_bytes: int, took_s: float) -> TierCost:
     return TierCost(max(took_s - cost.byte_s * num_bytes, 0.0), cost.byte_s)
 
 
-def _measure(store: ObjectStore) -> TierCost:
+def _measure(store: MooncakeClient) -> TierCost:
     """Put two objects, get them, remove them. Raises ``ObjectStoreError``."""
     name = f"{ROOT}/probe/{secrets.token_hex(8)}"
     keys = [f"{name}/small", f"{name}/large"]
@@ -102,7 +102,7 @@ def _measure(store: ObjectStore) -> TierCost:
     return TierCost(small_s, max(large_s - small_s, 0.0) / _PROBE_NUM_BYTES)
 
 
-def _seconds_to_get(store: ObjectStore, key: str) -> float:
+def _seconds_to_get(store: MooncakeClient, key: str) -> float:
     started_s = time.monotonic()
     store.get(key, _PROBE_NUM_BYTES)
     return time.monotonic() - started_s

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from krul_backend.errors import ManifestError
-from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.common.interface import Block, Clock
+from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.lower_tier import QueuedSegment, Suspension, TierCounters, WriteQueue
 from krul_backend.tiers.mooncake.cluster_connection import ClusterConnection
-from krul_backend.tiers.mooncake.epochs import Epochs
 from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
-from krul_backend.tiers.mooncake.mooncake_client import ObjectStore, ObjectStoreError, StoreFullError
-from krul_backend.tiers.mooncake.stored_object import StoredObject, encode_object
+from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, ObjectStoreError, StoreFullError
+from krul_backend.tiers.mooncake.stored_object import Epochs, StoredObject, encode_object
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -48,15 +45,8 @@ class ClusterWriter:
         self._thread = threading.Thread(target=self._work, name="krul-mooncake-writer", daemon=True)
         self._thread.start()
 
-    def put(
-        self,
-        manifest: SegmentManifest,
-        blocks: tuple[Block, ...],
-        checksums: tuple[int, ...],
-        done: Callable[[], None],
-    ) -> bool:
+    def put(self, item: QueuedSegment) -> bool:
         """See ``LowerTier.put``."""
-        item = QueuedSegment(manifest, blocks, checksums, b"", done)
         if self._suspension.is_active or not self.queue.put(item):
             self._counters.add(skipped_segments=1)
             return False
@@ -98,7 +88,7 @@ class ClusterWriter:
             return False
         return True
 
-    def _write(self, store: ObjectStore, item: QueuedSegment) -> None:
+    def _write(self, store: MooncakeClient, item: QueuedSegment) -> None:
         manifest = item.manifest
         num_clears = self._known.num_clears
         prefix = self._epochs.prefix(store, manifest.model.fingerprint, may_create=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Clock
@@ -15,12 +16,12 @@ from krul_backend.tiers.common.page_index import (
     num_equal_keys,
     num_equal_pages,
 )
-from krul_backend.tiers.mooncake.epochs import Epochs
-from krul_backend.tiers.mooncake.mooncake_client import ObjectStore
+from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient
 from krul_backend.tiers.mooncake.stored_object import (
     MAX_METADATA_BYTES,
     MAX_POINTER_BYTES,
     MAX_POINTERS,
+    Epochs,
     StoredObject,
     decode_object,
     decode_pointer,
@@ -61,29 +62,11 @@ class KnownSegments:
         with self._lock:
             return list(self._segments.values())
 
-    @property
-    def num_pages(self) -> int:
+    @contextmanager
+    def index(self) -> Iterator[PageIndex[StoredObject]]:
+        """The pages of the known segments, to look things up inside the block."""
         with self._lock:
-            return self._index.num_pages
-
-    def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[StoredObject]:
-        """The known segments that hold the pages, each once."""
-        with self._lock:
-            return self._index.segments_of(model, page_keys)
-
-    def manifest_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
-        """The manifest of the known segment that holds a page."""
-        with self._lock:
-            return self._index.manifest_of(model, page_key)
-
-    def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
-        """See ``LowerTier.is_needed``."""
-        with self._lock:
-            return self._index.is_needed(model, page_key)
-
-    def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
-        with self._lock:
-            return self._index.find_missing(model, page_keys)
+            yield self._index
 
     def match_prefix(
         self, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
@@ -186,7 +169,7 @@ class Lookup:
         return match.runs, is_end or self._known.is_absent(epoch.prefix, page_keys[num_pages])
 
     def ask(
-        self, store: ObjectStore, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
+        self, store: MooncakeClient, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
     ) -> None:
         """Ask the cluster for a prefix; afterwards ``known_runs`` returns what it has.
 
@@ -211,14 +194,14 @@ class Lookup:
                 self._known.note_absent(prefix, page_keys[num_pages])
                 return
 
-    def find_copy(self, store: ObjectStore, prefix: str, manifest: SegmentManifest) -> bool:
+    def find_copy(self, store: MooncakeClient, prefix: str, manifest: SegmentManifest) -> bool:
         """Whether the cluster holds all pages of a segment in one that begins like it; remembers that one."""
         num_clears = self._known.num_clears
         return self._learn(
             store, prefix, manifest.model, manifest.page_keys, manifest.token_ids, num_clears
         ) >= len(manifest.page_keys)
 
-    def publish(self, store: ObjectStore, prefix: str, first_page_key: str, digest: str) -> bool:
+    def publish(self, store: MooncakeClient, prefix: str, first_page_key: str, digest: str) -> bool:
         """Store a pointer to a written segment; False if too many others begin with this page."""
         pointer = encode_pointer(digest)
         for n in range(MAX_POINTERS):
@@ -233,7 +216,7 @@ class Lookup:
                 return True
         return False
 
-    def _confirm(self, store: ObjectStore, segment: StoredObject) -> bool:
+    def _confirm(self, store: MooncakeClient, segment: StoredObject) -> bool:
         """Whether a known segment is still there; forgets it if not."""
         if self._known.is_confirmed(segment):
             return True
@@ -246,7 +229,7 @@ class Lookup:
 
     def _learn(
         self,
-        store: ObjectStore,
+        store: MooncakeClient,
         prefix: str,
         model: ModelIdentity,
         page_keys: tuple[str, ...],

@@ -1,4 +1,4 @@
-"""The object store that the tier needs, as an interface and by Mooncake's own client; the tier's options."""
+"""Mooncake's own client, as the tier uses it, and the options of the tier."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,44 +32,6 @@ class ObjectStoreError(KrulError):
 
 class StoreFullError(ObjectStoreError):
     """There is no room for an object now; the store itself works."""
-
-
-class ObjectStore(Protocol):
-    """Keeps objects of bytes by name. Thread-safe. Any object can be evicted at any time.
-
-    Every method may raise ``ObjectStoreError``. A missing object is not an error: each method says what it
-    then does.
-    """
-
-    def put(self, key: str, value: Block | bytes, *, is_pinned: bool = False) -> None:
-        """Store an object of at least one byte unless there is one of that name, which then stays as it is.
-
-        ``is_pinned``: never evict it, and keep copies on several hosts. Raises ``StoreFullError``, too.
-        """
-
-    def replace(self, key: str, value: bytes, *, is_pinned: bool = False) -> None:
-        """Store an object in place of any other of that name. Raises ``StoreFullError``, too."""
-
-    def get(self, key: str, max_num_bytes: int) -> bytes | None:
-        """A small object's bytes; None if there is none, or a larger one."""
-
-    def get_into(self, key: str, block: Block) -> bool:
-        """Fill ``block`` with an object of exactly its size; False if there is no such object.
-
-        Returns when nothing writes to ``block`` any more, also after an error.
-        """
-
-    def have_all(self, keys: Sequence[str]) -> bool:
-        """Whether all these objects are there. Asking protects them from eviction for some seconds."""
-
-    def remove(self, keys: Sequence[str]) -> None:
-        """Remove objects, also while somebody reads them (a reader then finds wrong bytes, or none)."""
-
-    def remove_matching(self, pattern: str) -> None:
-        """Remove the objects whose names match a regular expression and that nobody reads."""
-
-    def close(self) -> None:
-        """Leave the cluster; what lies in this process's memory goes with it."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +101,10 @@ def require_mooncake() -> Any:
 
 
 class MooncakeClient:
-    """``ObjectStore`` on ``mooncake.store.MooncakeDistributedStore``.
+    """Keeps objects of bytes by name, with ``mooncake.store.MooncakeDistributedStore``. Thread-safe.
+
+    Any object can be evicted at any time. Every method may raise ``ObjectStoreError``. A missing object is no
+    error: each method says what it then does.
 
     Blocks inside ``arena`` are sent and received in place (it is registered with the transfer engine); others
     are copied once. Calls release the GIL, and take about 4 s to fail when the master is gone.
@@ -178,6 +143,10 @@ class MooncakeClient:
             self._arena_range = range(arena.ctypes.data, arena.ctypes.data + arena.nbytes)
 
     def put(self, key: str, value: Block | bytes, *, is_pinned: bool = False) -> None:
+        """Store an object of at least one byte unless there is one of that name, which then stays as it is.
+
+        ``is_pinned``: never evict it, and keep copies on several hosts. Raises ``StoreFullError``, too.
+        """
         config = self._pinned if is_pinned else self._replication
         if isinstance(value, np.ndarray) and self._is_registered(value):
             code = self._store.put_from(key, value.ctypes.data, value.nbytes, config)
@@ -187,11 +156,13 @@ class MooncakeClient:
             _check(code, f"put {key}")
 
     def replace(self, key: str, value: bytes, *, is_pinned: bool = False) -> None:
+        """Store an object in place of any other of that name. Raises ``StoreFullError``, too."""
         _check(
             self._store.upsert(key, value, self._pinned if is_pinned else self._replication), f"replace {key}"
         )
 
     def get(self, key: str, max_num_bytes: int) -> bytes | None:
+        """A small object's bytes; None if there is none, or a larger one."""
         num_bytes = self._store.get_size(key)
         if num_bytes == _OBJECT_NOT_FOUND:
             return None
@@ -203,6 +174,10 @@ class MooncakeClient:
         return value or None
 
     def get_into(self, key: str, block: Block) -> bool:
+        """Fill ``block`` with an object of exactly its size; False if there is no such object.
+
+        Returns when nothing writes to ``block`` any more, also after an error.
+        """
         if not self._is_registered(block):
             value = self.get(key, block.nbytes)
             if value is None or len(value) != block.nbytes:
@@ -217,20 +192,24 @@ class MooncakeClient:
         return bool(code == block.nbytes)
 
     def have_all(self, keys: Sequence[str]) -> bool:
+        """Whether all these objects are there. Asking protects them from eviction for some seconds."""
         codes = self._store.batch_is_exist(list(keys))
         for code in codes:
             _check(code, "existence of objects")
         return len(codes) == len(keys) and all(code == 1 for code in codes)
 
     def remove(self, keys: Sequence[str]) -> None:
+        """Remove objects, also while somebody reads them (a reader then finds wrong bytes, or none)."""
         for code in self._store.batch_remove(list(keys), True):
             if code != _OBJECT_NOT_FOUND:
                 _check(code, "removal of objects")
 
     def remove_matching(self, pattern: str) -> None:
+        """Remove the objects whose names match a regular expression and that nobody reads."""
         _check(self._store.remove_by_regex(pattern, False), f"remove {pattern}")
 
     def close(self) -> None:
+        """Leave the cluster; what lies in this process's memory goes with it."""
         if self._arena is not None and self._arena_range:
             self._store.unregister_buffer(self._arena.ctypes.data)
         self._store.close()

@@ -10,11 +10,23 @@ import numpy as np
 import numpy.typing as npt
 
 from krul_backend.errors import TierReadError
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
-from krul_backend.tiers.common.hashing import block_checksum
-from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import LowerTier, MeasuredCost, Suspension, TierCounters
+from krul_backend.tiers.common.interface import (
+    Block,
+    Clock,
+    DamageReport,
+    SegmentInfo,
+    TierStats,
+    block_checksum,
+)
+from krul_backend.tiers.common.lower_tier import (
+    LowerTier,
+    MeasuredCost,
+    QueuedSegment,
+    Suspension,
+    TierCounters,
+)
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.mooncake.cluster_connection import (
     UNMEASURED,
@@ -23,16 +35,14 @@ from krul_backend.tiers.mooncake.cluster_connection import (
     seen_cost,
 )
 from krul_backend.tiers.mooncake.cluster_writer import ClusterWriter
-from krul_backend.tiers.mooncake.epochs import Epochs
 from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
 from krul_backend.tiers.mooncake.mooncake_client import (
     MooncakeClient,
     MooncakeOptions,
-    ObjectStore,
     ObjectStoreError,
     require_mooncake,
 )
-from krul_backend.tiers.mooncake.stored_object import StoredObject
+from krul_backend.tiers.mooncake.stored_object import Epochs, StoredObject
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +72,7 @@ class MooncakeTier(LowerTier):
         options: MooncakeOptions,
         arena: npt.NDArray[np.uint8] | None,
         *,
-        connect: Callable[[MooncakeOptions, Block | None], ObjectStore] | None = None,
+        connect: Callable[[MooncakeOptions, Block | None], MooncakeClient] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         if connect is None:
@@ -98,7 +108,8 @@ class MooncakeTier(LowerTier):
         )
 
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
-        return self._known.find_missing(model, page_keys)
+        with self._known.index() as index:
+            return index.find_missing(model, page_keys)
 
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
@@ -156,10 +167,10 @@ class MooncakeTier(LowerTier):
         checksums: Sequence[int],
         done: Callable[[], None],
     ) -> bool:
-        if not self._known.find_missing(manifest.model, manifest.page_keys):
+        if not self.find_missing(manifest.model, manifest.page_keys):
             done()
             return True
-        return self._writer.put(manifest, tuple(blocks), tuple(checksums), done)
+        return self._writer.put(QueuedSegment(manifest, tuple(blocks), tuple(checksums), b"", done))
 
     def discard(self, manifest: SegmentManifest) -> None:
         """As ``LowerTier.discard``: forgotten at once, removed from the cluster in the background."""
@@ -170,11 +181,13 @@ class MooncakeTier(LowerTier):
             logger.info("many removals wait: %d tokens stay in the cluster", manifest.num_tokens)
 
     def holder_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
-        return self._known.manifest_of(model, page_key)
+        with self._known.index() as index:
+            return index.manifest_of(model, page_key)
 
     def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
         """As ``LowerTier.is_needed``, as far as this daemon knows what is in the cluster."""
-        return self._known.is_needed(model, page_key)
+        with self._known.index() as index:
+            return index.is_needed(model, page_key)
 
     def cost(self) -> TierCost:
         return self._cost.current
@@ -235,6 +248,8 @@ class MooncakeTier(LowerTier):
         the client does not tell what others stored in this memory.
         """
         segments = self._known.segments()
+        with self._known.index() as index:
+            num_pages = index.num_pages
         stored_bytes = sum(segment.manifest.num_bytes for segment in segments)
         capacity_bytes = self._options.segment_bytes
         used_bytes = min(stored_bytes, capacity_bytes)
@@ -246,7 +261,7 @@ class MooncakeTier(LowerTier):
             free_bytes=capacity_bytes - used_bytes,
             stored_bytes=stored_bytes,
             num_segments=len(segments),
-            num_pages=self._known.num_pages,
+            num_pages=num_pages,
             queued_segments=queued_segments,
             queued_bytes=queued_bytes,
             is_suspended=self._suspension.is_active,
@@ -272,12 +287,12 @@ class MooncakeTier(LowerTier):
         except ObjectStoreError as error:
             self._suspension.failed("cannot clear", error)
 
-    def _check_epoch(self, store: ObjectStore, segment: StoredObject) -> None:
+    def _check_epoch(self, store: MooncakeClient, segment: StoredObject) -> None:
         if self._epochs.prefix(store, segment.manifest.model.fingerprint) != segment.prefix:
             self._known.forget(segment)
             raise TierReadError("the segment was cleared")
 
-    def _read_block(self, store: ObjectStore, segment: StoredObject, layer: int, block: Block) -> None:
+    def _read_block(self, store: MooncakeClient, segment: StoredObject, layer: int, block: Block) -> None:
         started_s = self._clock()
         if not store.get_into(segment.block_key(layer), block):
             if self._known.forget(segment):
@@ -293,7 +308,8 @@ class MooncakeTier(LowerTier):
 
     def _forget_like(self, manifest: SegmentManifest) -> list[StoredObject]:
         """Forget known segments that hold a page of this one and are encoded like it; returns them."""
-        known = self._known.segments_of(manifest.model, manifest.page_keys)
+        with self._known.index() as index:
+            known = index.segments_of(manifest.model, manifest.page_keys)
         return [
             segment
             for segment in known

@@ -14,6 +14,7 @@ from krul_backend.tiers.common.eviction import EvictionPolicy
 from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.lower_tier import Suspension, TierCounters
 from krul_backend.tiers.common.page_index import PageIndex, PageRun
+from krul_backend.tiers.common.record import SegmentRecord
 from krul_backend.tiers.ssd.log_file import LogFile
 
 logger = logging.getLogger(__name__)
@@ -28,17 +29,25 @@ class SsdSegment:
     evicted. ``is_indexed`` becomes False by eviction, a clear or a wrong checksum, and never True again.
     """
 
-    segment_id: int
-    manifest: SegmentManifest
-    checksums: tuple[int, ...]
-    sequence: int
-    block_offsets: tuple[int, ...]
-    taken_bytes: int
+    record: SegmentRecord
     file: LogFile
     offset: int
-    last_used_s: float
+    last_used_s: float = 0.0
     num_holds: int = 0
     is_indexed: bool = False
+    segment_id: int = field(default_factory=itertools.count(1).__next__)
+
+    @property
+    def manifest(self) -> SegmentManifest:
+        return self.record.manifest
+
+    @property
+    def checksums(self) -> tuple[int, ...]:
+        return self.record.checksums
+
+    @property
+    def taken_bytes(self) -> int:
+        return self.record.num_bytes
 
     @property
     def start_token(self) -> int:
@@ -57,6 +66,8 @@ class SsdSegment:
 class Catalog:
     """Keeps index, eviction order and sums of the segments that can be found. Called under the tier's lock.
 
+    ``index`` is for looking things up; only the catalog changes it.
+
     Args:
         policy: order of eviction, owned by the catalog from here on.
     """
@@ -64,9 +75,8 @@ class Catalog:
     def __init__(self, policy: EvictionPolicy, clock: Clock) -> None:
         self._policy = policy
         self._clock = clock
-        self._index: PageIndex[SsdSegment] = PageIndex()
+        self.index: PageIndex[SsdSegment] = PageIndex()
         self._segments: dict[int, SsdSegment] = {}
-        self._ids = itertools.count(1)
         self.stored_bytes = 0
 
     @property
@@ -74,47 +84,28 @@ class Catalog:
         return len(self._segments)
 
     @property
-    def num_pages(self) -> int:
-        return self._index.num_pages
-
-    @property
     def segments(self) -> list[SsdSegment]:
         return list(self._segments.values())
 
-    def next_id(self) -> int:
-        return next(self._ids)
-
     def add(self, segment: SsdSegment) -> bool:
         """Make a durable segment findable; False if all of its pages can be found already."""
-        is_new = self._index.add(segment) > 0
+        is_new = self.index.add(segment) > 0
         if is_new:
             segment.is_indexed = True
             segment.file.live_bytes += segment.taken_bytes
             self._segments[segment.segment_id] = segment
             self.stored_bytes += segment.manifest.num_bytes
-        self._touch(self._index.path_to(segment))
+        self._touch(self.index.path_to(segment))
         return is_new
 
     def remove(self, segment: SsdSegment) -> None:
         """Take an indexed segment out; its record becomes dead space in its file."""
-        self._index.remove(segment)
+        self.index.remove(segment)
         self._policy.remove(segment.segment_id)
         del self._segments[segment.segment_id]
         segment.is_indexed = False
         segment.file.live_bytes -= segment.taken_bytes
         self.stored_bytes -= segment.manifest.num_bytes
-
-    def segments_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[SsdSegment]:
-        """The segments that hold the pages, each once."""
-        return self._index.segments_of(model, page_keys)
-
-    def manifest_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
-        """The manifest of the segment that holds a page."""
-        return self._index.manifest_of(model, page_key)
-
-    def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
-        """See ``LowerTier.is_needed``."""
-        return self._index.is_needed(model, page_key)
 
     def remove_superseded(self, newer: SsdSegment) -> None:
         """Take out segments all of whose pages ``newer`` has too, which was written later.
@@ -122,20 +113,17 @@ class Catalog:
         Pages are written again only after the segment that held them was found damaged or not decodable.
         """
         manifest = newer.manifest
-        for older in self.segments_of(manifest.model, manifest.page_keys):
+        for older in self.index.segments_of(manifest.model, manifest.page_keys):
             if set(older.manifest.page_keys) <= set(manifest.page_keys):
                 self.remove(older)
-
-    def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
-        return self._index.find_missing(model, page_keys)
 
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
     ) -> tuple[PageRun[SsdSegment], ...]:
         """The longest prefix of the pages that is stored here with these tokens; counts as a use."""
-        runs = self._index.match_prefix(model, tuple(page_keys), token_ids, next_token).runs
+        runs = self.index.match_prefix(model, tuple(page_keys), token_ids, next_token).runs
         if runs:
-            before = self._index.path_to(runs[0].segment)[:-1]
+            before = self.index.path_to(runs[0].segment)[:-1]
             self._touch([*before, *(run.segment for run in runs)])
         return runs
 

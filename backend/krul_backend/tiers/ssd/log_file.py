@@ -107,7 +107,7 @@ class LogFile:
                 offset = self._next_magic(offset + RECORD_ALIGN)
             else:
                 yield offset, record
-                offset = end = offset + record.record_num_bytes
+                offset = end = offset + record.num_bytes
         # Sync even if nothing was cut off: the process that wrote the records may not have synced them.
         self._disk.truncate(self._fd, end)
         self._disk.fdatasync(self._fd)
@@ -117,10 +117,10 @@ class LogFile:
     def _record_at(self, offset: int) -> SegmentRecord | None:
         try:
             first = read_up_to(self._disk, self._fd, _FIRST_READ_BYTES, offset)
-            size = decode_size(first[:FIXED_NUM_BYTES])
-            if offset + size.record_num_bytes > self.num_bytes:
+            header_num_bytes, record_num_bytes = decode_size(first[:FIXED_NUM_BYTES])
+            if offset + record_num_bytes > self.num_bytes:
                 return None
-            rest = size.header_num_bytes - len(first)
+            rest = header_num_bytes - len(first)
             if rest > 0:
                 first += read_up_to(self._disk, self._fd, rest, offset + len(first))
             return decode_header(first, self.place(offset))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from krul_backend.segment import SegmentManifest
@@ -18,14 +17,6 @@ from krul_backend.tiers.ssd.recovery import Recovered
 
 GROUP_NUM_BYTES = 64 << 20
 """How many bytes are written per sync: the most that waits for a sync, and that the page cache holds."""
-
-
-@dataclass(frozen=True)
-class _Unsynced:
-    """A record that was written, but not synced. ``publish(file, offset)`` makes it findable."""
-
-    offset: int
-    publish: Callable[[LogFile, int], None]
 
 
 class LogWriter:
@@ -54,7 +45,8 @@ class LogWriter:
         self.directory = directory
         self._lock = lock
         self._file_bytes = file_bytes
-        self._unsynced: list[_Unsynced] = []
+        # Of records that were written, but not synced: where they are, and what makes them findable.
+        self._unsynced: list[tuple[int, Callable[[LogFile, int], None]]] = []
         open_files = [file for file in recovered.files if file.number >= recovered.clears.first_open_number]
         self._active = open_files[-1] if open_files else None
         self._unread = recovered.unread
@@ -114,7 +106,7 @@ class LogWriter:
         except OSError:
             self._give_up(file, file.num_bytes + num_bytes)
             raise
-        self._unsynced.append(_Unsynced(offset, publish))
+        self._unsynced.append((offset, publish))
 
     def commit(self) -> None:
         """Make appended records durable, then publish them.
@@ -131,8 +123,8 @@ class LogWriter:
             self._give_up(file, file.num_bytes)
             raise
         with self._lock:
-            for record in self._unsynced:
-                record.publish(file, record.offset)
+            for offset, publish in self._unsynced:
+                publish(file, offset)
         self._unsynced.clear()
 
     def seal(self) -> None:

@@ -1,18 +1,27 @@
-"""Recovery: reading the log files that are in the directory when a daemon starts."""
+"""Reads what is in the directory when a daemon starts: log files, and the file that says what was cleared."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import os
+import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
+import xxhash
+
 from krul_backend.errors import DaemonError, RecordError
 from krul_backend.tiers.common.record import SegmentRecord
-from krul_backend.tiers.ssd.clear_file import ClearFile
-from krul_backend.tiers.ssd.disk import Disk
+from krul_backend.tiers.ssd.catalog import SsdSegment
+from krul_backend.tiers.ssd.disk import Disk, read_up_to, write_all
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.own_files import (
+    CLEARS_MAGIC,
+    CLEARS_NAME,
     FILE_HEADER_NUM_BYTES,
     LogStamp,
     log_paths,
@@ -22,26 +31,139 @@ from krul_backend.tiers.ssd.own_files import (
 
 logger = logging.getLogger(__name__)
 
+_MAGIC = CLEARS_MAGIC + b"2"
+_PREFIX = struct.Struct("<8sQQQ")
+_CHECKED_FROM = 16
+_COPY_NUM_BYTES = 64 << 10
 
-@dataclass(frozen=True)
-class FoundRecord:
-    """A record with a right header that was not cleared."""
 
-    file: LogFile
-    offset: int
-    record: SegmentRecord
+class ClearFile:
+    """The file ``clears``: two equal copies of ``{"all": n, "models": {fingerprint: n}}``, 64 KiB each.
+
+    A copy is: magic ``KRULCLR2``, XXH3-64 of what follows, generation (u64), the JSON's size (u64), the JSON.
+
+    A record is cleared if its file's number is smaller than ``all`` or than its model's number. This also
+    covers files that cannot be read when the clear is made, and damage in a log cannot hide it. The copies
+    are overwritten in place, one after the other: that works on a full file system, and one of them is good
+    at any moment. The newer good one counts.
+    """
+
+    def __init__(self, disk: Disk, directory: Path) -> None:
+        self._disk = disk
+        self._directory = directory
+        self._path = directory / CLEARS_NAME
+        self._all = 0
+        self._models: dict[str, int] = {}
+        self._generation = 0
+
+    @property
+    def first_open_number(self) -> int:
+        """The smallest number of a file that may get new records: in earlier files they could be cleared."""
+        return max(self._all, *self._models.values(), 0)
+
+    def is_cleared(self, fingerprint: str, file_number: int) -> bool:
+        return file_number < max(self._all, self._models.get(fingerprint, 0))
+
+    def load(self) -> None:
+        """Read the file.
+
+        Raises:
+            RecordError: it is missing or damaged: nothing in the logs can be trusted.
+            OSError: it cannot be read.
+        """
+        try:
+            fd = self._disk.open(self._path, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise RecordError("there is no record of what was cleared") from error
+        try:
+            data = read_up_to(self._disk, fd, 2 * _COPY_NUM_BYTES, 0)
+        finally:
+            self._disk.close(fd)
+        copies = [_decode_copy(data[at : at + _COPY_NUM_BYTES]) for at in (0, _COPY_NUM_BYTES)]
+        good = [copy for copy in copies if copy is not None]
+        if not good:
+            raise RecordError("the record of what was cleared is damaged")
+        self._generation, json = max(good)
+        cleared = orjson.loads(json)
+        self._all, self._models = cleared["all"], cleared["models"]
+        if copies[0] != copies[1]:
+            # Repair the bad copy: the next damage might hit the good one.
+            with contextlib.suppress(OSError):
+                self._overwrite(json)
+
+    def create(self, file_number: int) -> None:
+        """Replace the file atomically by one that clears all files with a smaller number. Raises OSError."""
+        temporary = self._path.with_suffix(".tmp")
+        copy = _encode_copy(1, orjson.dumps({"all": file_number, "models": {}}))
+        fd = self._disk.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(self._disk, fd, [copy, copy], 0)
+            self._disk.fdatasync(fd)
+        finally:
+            self._disk.close(fd)
+        self._disk.rename(temporary, self._path)
+        self._disk.sync_directory(self._directory)
+        self._all, self._models, self._generation = file_number, {}, 1
+
+    def add(self, fingerprint: str | None, file_number: int, oldest_number: int) -> None:
+        """Clear one model's records, or (None) all, in files with a smaller number; durable on return.
+
+        Notes of clears up to ``oldest_number`` are dropped, as no file has a smaller number than that.
+
+        Raises:
+            OSError: it could not be written, or there are too many models for it.
+        """
+        cleared_all = file_number if fingerprint is None else self._all
+        models = {} if fingerprint is None else {**self._models, fingerprint: file_number}
+        models = {key: number for key, number in models.items() if number > oldest_number}
+        json = orjson.dumps({"all": cleared_all, "models": models})
+        if _PREFIX.size + len(json) > _COPY_NUM_BYTES:
+            raise OSError(errno.EFBIG, f"{len(models)} models were cleared, which is too many to note")
+        self._overwrite(json)
+        self._all, self._models = cleared_all, models
+
+    def _overwrite(self, json: bytes) -> None:
+        copy = _encode_copy(self._generation + 1, json)
+        fd = self._disk.open(self._path, os.O_WRONLY)
+        try:
+            for at in (0, _COPY_NUM_BYTES):
+                write_all(self._disk, fd, [copy], at)
+                self._disk.fdatasync(fd)
+        finally:
+            self._disk.close(fd)
+        self._generation += 1
+
+
+def _encode_copy(generation: int, json: bytes) -> bytes:
+    unsealed = _PREFIX.pack(_MAGIC, 0, generation, len(json)) + json
+    checksum = xxhash.xxh3_64_intdigest(unsealed[_CHECKED_FROM:])
+    return (_PREFIX.pack(_MAGIC, checksum, generation, len(json)) + json).ljust(_COPY_NUM_BYTES, b"\0")
+
+
+def _decode_copy(data: bytes) -> tuple[int, bytes] | None:
+    """Generation and JSON of a copy; None if it is damaged."""
+    if len(data) < _PREFIX.size:
+        return None
+    magic, checksum, generation, num_json_bytes = _PREFIX.unpack_from(data)
+    end = _PREFIX.size + num_json_bytes
+    if magic != _MAGIC or end > len(data):
+        return None
+    if xxhash.xxh3_64_intdigest(data[_CHECKED_FROM:end]) != checksum:
+        return None
+    return generation, data[_PREFIX.size : end]
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """The result of ``recover``: ``files`` ordered by number, ``records`` by sequence.
+    """The result of ``recover``: ``files`` ordered by number, ``segments`` by sequence.
 
+    The segments have right headers and were not cleared; none is in a catalog yet.
     ``unread``: sizes, by number, of files that could not be read; their records are not known. All files have
     numbers below ``next_number``, all records that were found have sequences below ``next_sequence``.
     """
 
     files: list[LogFile]
-    records: list[FoundRecord]
+    segments: list[SsdSegment]
     unread: Mapping[int, int]
     clears: ClearFile
     next_number: int
@@ -63,7 +185,7 @@ def recover(disk: Disk, directory: Path) -> Recovered:
         paths = log_paths(directory)
         clears = _load_clears(disk, directory, paths.values())
         files: list[LogFile] = []
-        records: list[FoundRecord] = []
+        segments: list[SsdSegment] = []
         unread: dict[int, int] = {}
         reasons: list[str] = []
         next_sequence = 1
@@ -87,7 +209,7 @@ def recover(disk: Disk, directory: Path) -> Recovered:
             for offset, record in found:
                 next_sequence = max(next_sequence, record.sequence + 1)
                 if not clears.is_cleared(record.manifest.model.fingerprint, number):
-                    records.append(FoundRecord(file, offset, record))
+                    segments.append(SsdSegment(record, file, offset))
         disk.sync_directory(directory)
     except OSError as error:
         raise DaemonError(
@@ -96,9 +218,9 @@ def recover(disk: Disk, directory: Path) -> Recovered:
         ) from error
     if reasons:
         logger.warning("left alone in %s: %s", directory, ", ".join(reasons))
-    records.sort(key=lambda found: found.record.sequence)
+    segments.sort(key=lambda segment: segment.record.sequence)
     next_number = max(clears.first_open_number, *(number + 1 for number in paths.values()), 1)
-    return Recovered(files, records, unread, clears, next_number, next_sequence)
+    return Recovered(files, segments, unread, clears, next_number, next_sequence)
 
 
 def _load_clears(disk: Disk, directory: Path, numbers: Collection[int]) -> ClearFile:
@@ -119,7 +241,7 @@ def _scan(disk: Disk, path: Path, stamp: LogStamp) -> tuple[LogFile, list[tuple[
     except BaseException:
         file.close()
         raise
-    num_damaged_bytes = file.num_bytes - FILE_HEADER_NUM_BYTES - sum(r.record_num_bytes for _, r in found)
+    num_damaged_bytes = file.num_bytes - FILE_HEADER_NUM_BYTES - sum(record.num_bytes for _, record in found)
     if num_damaged_bytes:
         logger.warning("%s is damaged: %d bytes of it are skipped", path, num_damaged_bytes)
     return file, found

@@ -165,7 +165,7 @@ class Room:
                     continue
                 break
             metadata = encode_metadata(manifest, segment.checksums)
-            self._writer.append(manifest, metadata, blocks, segment.sequence, partial(_move, segment))
+            self._writer.append(manifest, metadata, blocks, segment.record.sequence, partial(_move, segment))
             num_moved += 1
             num_unsynced_bytes += segment.taken_bytes
             if num_unsynced_bytes >= GROUP_NUM_BYTES:

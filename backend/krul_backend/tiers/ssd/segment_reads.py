@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from krul_backend.errors import RecordError, TierReadError
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.common.lower_tier import MeasuredCost
 from krul_backend.tiers.common.record import RECORD_ALIGN
@@ -177,10 +177,10 @@ class SegmentReads:
             landed(layer)
 
         # [first, taken_bytes) of the record: from the sector in which layer 0's block starts.
-        first = segment.block_offsets[0] // RECORD_ALIGN * RECORD_ALIGN
+        first = segment.record.block_offsets[0] // RECORD_ALIGN * RECORD_ALIGN
         num_bytes = segment.taken_bytes - first
         sizes = segment.manifest.layer_num_bytes
-        sink = BlockSink(first, segment.block_offsets, sizes, segment.checksums, blocks, land)
+        sink = BlockSink(first, segment.record.block_offsets, sizes, segment.checksums, blocks, land)
         started_s = time.monotonic()
         try:
             self._reader.read(

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.lower_tier import QueuedSegment, WriteQueue
-from krul_backend.tiers.common.record import block_offsets, segment_num_bytes
+from krul_backend.tiers.common.record import SegmentRecord, segment_num_bytes
 from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
-from krul_backend.tiers.ssd.clear_file import ClearFile
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
+from krul_backend.tiers.ssd.recovery import ClearFile
 from krul_backend.tiers.ssd.room import BREATH_S, Room
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class SegmentWrites:
             for item in items:
                 manifest = item.manifest
                 with self._state.lock:
-                    is_new = bool(self._state.catalog.find_missing(manifest.model, manifest.page_keys))
+                    is_new = bool(self._state.catalog.index.find_missing(manifest.model, manifest.page_keys))
                 if not is_new:
                     continue
                 if not self._room.make(segment_num_bytes(manifest, item.metadata)):
@@ -150,17 +150,7 @@ class SegmentWrites:
                 return
             state.counters.add(written_segments=1, written_bytes=manifest.num_bytes)
             state.catalog.add(
-                SsdSegment(
-                    segment_id=state.catalog.next_id(),
-                    manifest=manifest,
-                    checksums=item.checksums,
-                    sequence=sequence,
-                    block_offsets=block_offsets(manifest, item.metadata),
-                    taken_bytes=segment_num_bytes(manifest, item.metadata),
-                    file=file,
-                    offset=offset,
-                    last_used_s=state.clock(),
-                )
+                SsdSegment(SegmentRecord.of(sequence, manifest, item.checksums, item.metadata), file, offset)
             )
 
         return publish

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from krul_backend.errors import ConfigError, RecordError, TierReadError
-from krul_backend.planner.costs import TierCost
+from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.eviction import EvictionPolicy, LruPolicy
 from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
@@ -20,7 +20,7 @@ from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.log_writer import LogWriter
 from krul_backend.tiers.ssd.own_files import DirectoryLock, format_directory, remove_older_formats
 from krul_backend.tiers.ssd.reader import PieceReader
-from krul_backend.tiers.ssd.recovery import FoundRecord, recover
+from krul_backend.tiers.ssd.recovery import recover
 from krul_backend.tiers.ssd.room import Room
 from krul_backend.tiers.ssd.segment_reads import PROBE_NUM_BYTES, SegmentReads
 from krul_backend.tiers.ssd.segment_writes import SegmentWrites
@@ -92,8 +92,7 @@ class SsdTier(LowerTier):
         self._writer = LogWriter(disk, self._directory, self._state.lock, file_bytes, recovered)
         self._reads = SegmentReads(self._state, self._writer, self._reader)
         room = Room(capacity_bytes, file_bytes, self._state, self._writer, self._reads)
-        for found in recovered.records:
-            segment = self._found_segment(found)
+        for segment in recovered.segments:
             catalog.remove_superseded(segment)
             catalog.add(segment)
         try:
@@ -125,7 +124,7 @@ class SsdTier(LowerTier):
             if not self._state.is_usable:
                 # Segments that cannot be read now should be stored again.
                 return [range(len(page_keys))] if page_keys else []
-            return self._state.catalog.find_missing(model, page_keys)
+            return self._state.catalog.index.find_missing(model, page_keys)
 
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
@@ -159,17 +158,17 @@ class SsdTier(LowerTier):
         """As ``LowerTier.discard``. At the next start, segments that were stored later replace the record."""
         self._writes.queue.give_up(lambda item: item.manifest.shares_encoded_pages(manifest))
         with self._state.lock:
-            for segment in self._state.catalog.segments_of(manifest.model, manifest.page_keys):
+            for segment in self._state.catalog.index.segments_of(manifest.model, manifest.page_keys):
                 if segment.manifest.shares_encoded_pages(manifest):
                     self._state.catalog.remove(segment)
 
     def holder_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
         with self._state.lock:
-            return self._state.catalog.manifest_of(model, page_key)
+            return self._state.catalog.index.manifest_of(model, page_key)
 
     def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
         with self._state.lock:
-            return self._state.catalog.is_needed(model, page_key)
+            return self._state.catalog.index.is_needed(model, page_key)
 
     def cost(self) -> TierCost:
         return self._reads.cost
@@ -230,7 +229,7 @@ class SsdTier(LowerTier):
                 free_bytes=self._capacity_bytes - used_bytes,
                 stored_bytes=self._state.catalog.stored_bytes,
                 num_segments=self._state.catalog.num_segments,
-                num_pages=self._state.catalog.num_pages,
+                num_pages=self._state.catalog.index.num_pages,
                 queued_segments=queued_segments,
                 queued_bytes=queued_bytes,
                 is_suspended=self._state.is_suspended,
@@ -251,16 +250,3 @@ class SsdTier(LowerTier):
         else:
             # The write may still reach the disk: the directory stays locked until this process ends.
             logger.error("the SSD tier was closed while a write to %s hangs", self._directory)
-
-    def _found_segment(self, found: FoundRecord) -> SsdSegment:
-        return SsdSegment(
-            segment_id=self._state.catalog.next_id(),
-            manifest=found.record.manifest,
-            checksums=found.record.checksums,
-            sequence=found.record.sequence,
-            block_offsets=found.record.block_offsets,
-            taken_bytes=found.record.record_num_bytes,
-            file=found.file,
-            offset=found.offset,
-            last_used_s=self._state.clock(),
-        )
