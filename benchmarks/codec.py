@@ -3,9 +3,7 @@ alone."""
 
 from __future__ import annotations
 
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -33,7 +31,7 @@ from krul_backend.codec.coefficients.tables import (
 )
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
+from krul_sglang.demo.environment import about_run
 from krul_sglang.json_file import write_json
 from krul_sglang.learning.reader import TextReader
 from krul_sglang.learning.texts import cut_pieces, own_texts
@@ -202,10 +200,7 @@ def main(
             typer.echo("  ".join(f"{key} {_short(value)}" for key, value in coders[-1].items()))
     write_json(
         {
-            "git_revision": git_revision(),
-            "versions": versions(("numpy", "numba", "torch")),
-            "machine": machine(),
-            "command": without_cwd(shlex.join(sys.orig_argv)),
+            **about_run(("numpy", "numba", "torch")),
             "repeats": repeats,
             "rows": rows,
             "coders": coders,

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from benchmarks.restore.pool import KVPool
+from benchmarks.restore.model import KVPool
 from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
 from krul_backend.codec.restore import restore_layer

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.restore.loader import LayerLoader, Loading
-from benchmarks.restore.model import Decoder
-from benchmarks.restore.pool import KVPool
+from benchmarks.restore.model import Decoder, KVPool
 from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
 from krul_backend.device import Device, Event

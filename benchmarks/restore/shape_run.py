@@ -13,12 +13,9 @@ from benchmarks.restore.calibration import Calibration
 from benchmarks.restore.checks import TOLERANCES, Checks
 from benchmarks.restore.configuration import Configuration, TierSpec
 from benchmarks.restore.loader import LayerLoader
-from benchmarks.restore.methods import strategies
-from benchmarks.restore.model import Decoder
-from benchmarks.restore.pool import KVPool, scattered_slots
+from benchmarks.restore.model import SHAPES, Decoder, KVPool, scattered_slots
 from benchmarks.restore.restorer import Restorer, Turn
-from benchmarks.restore.setting import Setting, restore_problem
-from benchmarks.restore.shapes import SHAPES
+from benchmarks.restore.setting import Setting, restore_problem, strategies
 from benchmarks.restore.stored import StoredConversation, segment_ends, store
 from benchmarks.restore.tiers import SsdTier, Tier
 from krul_backend.codec.interface import LayerKV

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from benchmarks.restore.pool import KVPool
+from benchmarks.restore.model import KVPool
 from benchmarks.restore.tiers import Tier
 from krul_backend.codec.interface import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import statistics
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,11 @@ from benchmarks.tiers.segments import (
     page_keys,
     token_ids,
 )
-from benchmarks.tiers.timing import byte_row, interleaved, seconds_of
+from benchmarks.tiers.timing import byte_row, interleaved, percentile, seconds_of
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.tiers.common.hashing import block_checksum, block_checksums
 from krul_backend.tiers.common.interface import Lease
+from krul_backend.tiers.dram.host_store import HostStore
 
 _RING_BYTES = 256 << 20
 _PAGE_BYTES = 4096
@@ -144,3 +147,43 @@ class _Operations:
         if lease is None:
             raise TiersBenchmarkError(f"segment {number} was not found")
         return lease
+
+
+_SMALLEST_BYTES, _LARGEST_BYTES = 10_000, 8_000_000
+_NUM_BLOCKS = 4
+
+
+def fragmentation_row(configuration: Configuration) -> dict[str, Any]:
+    """The share of bytes that were free, and did not help, each time that segments had to leave."""
+    rng = random.Random(0)
+    store = HostStore(configuration.churn_arena_bytes)
+    model = make_model(_NUM_BLOCKS)
+    largest = min(_LARGEST_BYTES, configuration.churn_arena_bytes // 32)
+    shares: list[float] = []
+    try:
+        for number in range(configuration.churn):
+            # Evenly on a logarithmic scale: small segments are as frequent as large ones.
+            size = int(_SMALLEST_BYTES * (largest / _SMALLEST_BYTES) ** rng.random()) // _NUM_BLOCKS
+            sizes = (size,) * _NUM_BLOCKS
+            before = store.stats()
+            reservation = store.reserve(sizes)
+            if reservation is None:
+                raise TiersBenchmarkError(f"an idle arena had no room for {sum(sizes)} bytes")
+            # Nobody reads it.
+            store.commit(reservation, make_manifest(model, number, 0, 1, sizes), (0,) * _NUM_BLOCKS)
+            if store.stats().evicted_segments > before.evicted_segments:
+                shares.append(before.free_bytes / before.capacity_bytes)
+    finally:
+        store.close()
+    if not shares:
+        raise TiersBenchmarkError(f"{configuration.churn} segments never filled the arena")
+    return {
+        "op": "fragmentation",
+        "smallest_bytes": _SMALLEST_BYTES,
+        "largest_bytes": largest,
+        "arena_bytes": configuration.churn_arena_bytes,
+        "n": len(shares),
+        "free_share_mean": statistics.mean(shares),
+        "free_share_p99": percentile(shares, 0.99),
+        "samples": [round(share, 5) for share in shares],
+    }

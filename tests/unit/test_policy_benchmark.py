@@ -7,9 +7,9 @@ from pathlib import Path
 import orjson
 import pytest
 
+from benchmarks.policy.__main__ import REFERENCE, Configuration, make_policies, run, summarize
 from benchmarks.policy.policies import S3FifoPolicy
 from benchmarks.policy.replay import Replay
-from benchmarks.policy.run import REFERENCE, Configuration, make_policies, run, summarize
 from benchmarks.policy.traces import PAGE_TOKENS, Request, TraceError, read_sessions, synthetic_sessions
 from benchmarks.policy.workload import Conversation, Cost, Future, Turn, Workload, make_workload
 
