@@ -31,7 +31,7 @@ from krul_sglang.engine.restore.waiting_leases import WaitingLeases
 from krul_sglang.engine.save.allocation import SpaceAllocation
 from krul_sglang.engine.save.offload import TurnOffloader
 from krul_sglang.engine.save.request_hints import RequestHints
-from krul_sglang.engine.save.strategy_choice import SelectorDecision, StrategyChooser
+from krul_sglang.engine.save.strategy_choice import Decision, SelectorDecision
 from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
 
 logger = logging.getLogger(__name__)
@@ -89,15 +89,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             assert runtime.provenance is not None
             group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
             self._budget = _error_budget(runtime, self.codec, self._bases, runtime.provenance, group)
-        self._chooser = StrategyChooser(
-            _selector_decision(runtime, self.codec) if self._budget is None else self._budget
-        )
+        self._decision: Decision = self._budget or _selector_decision(runtime, self.codec)
         self._offloader = TurnOffloader(
             self._store,
             self.model,
             self._pool,
             self.codec,
-            self._chooser,
+            self._decision,
             max_pending_tokens=int(self._pool.num_tokens * runtime.config.max_pending_share),
             gate=runtime.gate,
         )
@@ -323,7 +321,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.model.rename(self._agreement.broadcast(os.urandom(16)))
         self._waiting.release_all()
         self._forget_runs()
-        self._chooser.forget_model()
+        self._decision.forget_model()
         if not was_lasting:
             self._store.clear(before)
 
@@ -367,7 +365,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "daemon": self._connection.as_dict(),
             "offload": {**asdict(self._offloader.counters), "pending": self._offloader.num_pending()},
             "compression": {
-                **self._chooser.counters.as_dict(),
+                **self._offloader.choices.as_dict(),
                 "estimator": None if self._capture is None else self._capture.stats(),
                 "budget": None if self._budget is None else self._budget.as_dict(),
             },
