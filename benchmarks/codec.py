@@ -45,7 +45,7 @@ MAGNITUDES = ((20.0, 0.02), (10.0, 0.005), (4.0, 0.002))
 
 
 def falling_levels(
-    num_tokens: int, num_coefficients: int, largest: float, smallest: float, seed: int = 0
+    num_tokens: int, num_coefficients: int, largest: float, smallest: float
 ) -> tuple[Levels, Scales, Shifts]:
     """Levels int16 ``[T, R]`` of Laplacians whose mean magnitudes fall geometrically, in steps.
 
@@ -53,7 +53,7 @@ def falling_levels(
     with.
     """
     magnitudes = np.geomspace(largest, smallest, num_coefficients).astype(np.float32)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     shifts = generator.integers(-3, 4, num_tokens).astype(np.int8)
     coefficients = generator.laplace(size=(num_tokens, num_coefficients)) * magnitudes
     coefficients /= np.exp2(shifts[:, None] / 2)

@@ -19,8 +19,20 @@ def draw_estimator(result: dict[str, Any], path: Path) -> None:
     """Accuracy by rows kept, cost of a prompt and cost of a decode step, side by side."""
     figure, (accuracy, prefill, decode) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     _draw_accuracy(accuracy, result["summary"]["accuracy"])
-    _draw_prefill(prefill, result["cost"]["prefill"])
-    _draw_decode(decode, result["cost"]["decode"])
+    for axes, stage, ratios, suffix in (
+        (prefill, "prefill", "ratios_to_forward", "_ratio"),
+        (decode, "decode", "tpot_ratio", ""),
+    ):
+        rows = result["cost"][stage]
+        tokens = [row["num_tokens"] for row in rows]
+        for name in ("exact", "heterogeneous", "sampled"):
+            axes.plot(tokens, [row[ratios][f"{name}{suffix}"] for row in rows], "o-", label=name)
+        _token_axis(axes, tokens)
+        axes.legend()
+    prefill.set(ylabel="time / time of the forward", title="cost of a prompt\n(add + finish)")
+    prefill.set_ylim(bottom=0)
+    decode.set(ylabel="time / time without an estimator", title="decode step")
+    decode.axhline(1, color="grey", linewidth=0.8)
     save(figure, path, dpi=150)
 
 
@@ -37,26 +49,6 @@ def _draw_accuracy(axes: Axes, summary: list[dict[str, Any]]) -> None:
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.set(xlabel="rows kept", ylim=(0, 1.02), title="sampled against exact\n(mean, quartiles, goals)")
     axes.legend(loc="lower right")
-
-
-def _draw_prefill(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    tokens = [row["num_tokens"] for row in rows]
-    for name in ("exact", "heterogeneous", "sampled"):
-        axes.plot(tokens, [row["ratios_to_forward"][f"{name}_ratio"] for row in rows], "o-", label=name)
-    _token_axis(axes, tokens)
-    axes.set(ylabel="time / time of the forward", title="cost of a prompt\n(add + finish)")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-
-
-def _draw_decode(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    tokens = [row["num_tokens"] for row in rows]
-    for name in ("exact", "heterogeneous", "sampled"):
-        axes.plot(tokens, [row["tpot_ratio"][name] for row in rows], "o-", label=name)
-    _token_axis(axes, tokens)
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set(ylabel="time / time without an estimator", title="decode step")
-    axes.legend()
 
 
 def _token_axis(axes: Axes, tokens: list[int]) -> None:

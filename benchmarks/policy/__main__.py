@@ -16,8 +16,15 @@ import typer
 
 from benchmarks.policy.policies import BeladyPolicy, FifoPolicy, S3FifoPolicy
 from benchmarks.policy.replay import SEGMENT_PAGES, Outcome, Replay
-from benchmarks.policy.traces import PAGE_TOKENS, Session, read_sessions
-from benchmarks.policy.workload import Cost, Future, Workload, make_workload
+from benchmarks.policy.workload import (
+    PAGE_TOKENS,
+    Cost,
+    Future,
+    Session,
+    Workload,
+    make_workload,
+    read_sessions,
+)
 from krul_backend.errors import KrulError
 from krul_backend.tiers.common.eviction import POLICIES, EvictionPolicy, make_policy
 from krul_backend.tiers.common.interface import Clock

@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tiers.cluster import mooncake_rows
 from benchmarks.tiers.configuration import MIB, Configuration
-from benchmarks.tiers.disk import disk_rows, overhead_rows
-from benchmarks.tiers.dram import dram_rows, fragmentation_row
-from benchmarks.tiers.lookup import index_rows, lookup_rows
+from benchmarks.tiers.disk import disk_rows, mooncake_rows, overhead_rows
+from benchmarks.tiers.dram import dram_rows, fragmentation_row, index_rows, lookup_rows
 from benchmarks.tiers.timing import summarize
 from krul_backend.daemon.client.launcher import EmbeddedDaemon
 from krul_backend.errors import KrulError

@@ -15,7 +15,6 @@ import torch
 from benchmarks.figures.restore import draw
 from benchmarks.pages.tables import restore_table
 from benchmarks.restore.__main__ import run
-from benchmarks.restore.checks import Checks, relative_error
 from benchmarks.restore.configuration import (
     Configuration,
     RestoreBenchmarkError,
@@ -24,7 +23,15 @@ from benchmarks.restore.configuration import (
 )
 from benchmarks.restore.restorer import Measured
 from benchmarks.restore.rows import longest, settings, summarize, tier_name
-from benchmarks.restore.setting import METHODS, median_sample, restore_problem, row, spread
+from benchmarks.restore.setting import (
+    METHODS,
+    Checks,
+    median_sample,
+    relative_error,
+    restore_problem,
+    row,
+    spread,
+)
 from benchmarks.simulate.pipeline import simulate
 from krul_backend.planner.costs import ComputeCost, RestoreCosts, TierCost
 from krul_backend.planner.interface import RestorePlan
