@@ -33,8 +33,8 @@ from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_sglang.demo.environment import about_run
 from krul_sglang.json_file import write_json
+from krul_sglang.learning.command import cut_pieces, own_texts
 from krul_sglang.learning.reader import TextReader
-from krul_sglang.learning.texts import cut_pieces, own_texts
 from krul_sglang.models.find import find_model
 
 LIMITS = (0.003, 0.01, 0.03)

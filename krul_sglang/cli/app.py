@@ -16,6 +16,9 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 BUNDLED_CONVERSATIONS = _ASSETS / "conversations.json"
 CHATS = _ASSETS / "chats.json"
 
+_Url = Annotated[str, typer.Option(help="Address of the running server, such as http://127.0.0.1:30000.")]
+_ApiKey = Annotated[str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.")]
+
 app = typer.Typer(
     name="krul-sglang",
     cls=OneLineErrors,
@@ -202,7 +205,7 @@ def demo(
 
 @app.command()
 def selftest(
-    url: Annotated[str, typer.Option(help="Address of the running server, such as http://127.0.0.1:30000.")],
+    url: _Url,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the probe prompt.", min=1)] = 600,
     min_host_share: Annotated[
         float, typer.Option(help="Least share of the prompt that has to come from host memory.")
@@ -212,9 +215,7 @@ def selftest(
         typer.Option(help="Most tokens of noise to send; a larger device pool cannot be flushed.", min=1),
     ] = 1_000_000,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for the whole probe.")] = 600.0,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.")
-    ] = None,
+    api_key: _ApiKey = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything measured to FILE.")
     ] = None,
@@ -251,7 +252,7 @@ def selftest(
 
 @app.command()
 def trace(
-    url: Annotated[str, typer.Option(help="Address of the running server, such as http://127.0.0.1:30000.")],
+    url: _Url,
     output: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a Chrome trace to FILE, for ui.perfetto.dev."),
@@ -265,9 +266,7 @@ def trace(
         typer.Option(help="Which restore --gantt draws, as numbered in the table.", show_default="the last"),
     ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for the answer.")] = 30.0,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.")
-    ] = None,
+    api_key: _ApiKey = None,
 ) -> None:
     """Show how the last restores of a running server went, layer by layer.
 
