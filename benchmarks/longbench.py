@@ -20,38 +20,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import orjson
+import msgspec
 
 from krul_backend.errors import KrulError
-
-_FIELDS = {
-    "input": str,
-    "context": str,
-    "answers": list,
-    "length": int,
-    "dataset": str,
-    "language": str,
-}
 
 
 class LongBenchError(KrulError):
     """A data folder or a line of a file that is not in LongBench's format."""
 
 
-@dataclass(frozen=True)
-class Example:
-    """One line. ``all_classes`` is empty for tasks that do not classify; ``length`` is in words, or
-    characters of Chinese text, as published."""
+class Example(msgspec.Struct, frozen=True, rename={"task": "dataset"}):
+    """One line. ``all_classes`` is None for tasks that do not classify."""
 
     task: str
     input: str
     context: str
-    answers: tuple[str, ...]
-    all_classes: tuple[str, ...]
-    length: int
-    language: str
+    answers: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    all_classes: tuple[str, ...] | None = None
 
 
 def task_files(folder: Path) -> dict[str, Path]:
@@ -64,38 +51,13 @@ def task_files(folder: Path) -> dict[str, Path]:
 
 def read_examples(path: Path) -> Iterator[Example]:
     """The examples of one file. Raises LongBenchError naming file, line and field."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _parse(line, f"{path.name}, line {number}")
-
-
-def _parse(line: bytes, place: str) -> Example:
-    try:
-        value: Any = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise LongBenchError(f"{place}: not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise LongBenchError(f"{place}: expected an object")
-    for field, kind in _FIELDS.items():
-        if not isinstance(value.get(field), kind):
-            raise LongBenchError(f"{place}: {field} must be {kind.__name__}, got {value.get(field)!r}")
-    # null for tasks that do not classify
-    classes = value.get("all_classes") or []
-    for field, texts in (("answers", value["answers"]), ("all_classes", classes)):
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise LongBenchError(f"{place}: {field} must be a list of strings, got {texts!r}")
-    if not value["answers"]:
-        raise LongBenchError(f"{place}: no answer")
-    return Example(
-        value["dataset"],
-        value["input"],
-        value["context"],
-        tuple(value["answers"]),
-        tuple(classes),
-        value["length"],
-        value["language"],
-    )
+    decoder = msgspec.json.Decoder(Example)
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if line.strip():
+            try:
+                yield decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                raise LongBenchError(f"{path.name}, line {number}: {error}") from None
 
 
 _CHINESE_PUNCTUATION = (
@@ -154,7 +116,7 @@ def code_similarity(prediction: str, answer: str, classes: Sequence[str]) -> flo
 
 def best_score(metric: Metric, prediction: str, example: Example) -> float:
     """The best over the example's reference answers."""
-    return max(metric(prediction, answer, example.all_classes) for answer in example.answers)
+    return max(metric(prediction, answer, example.all_classes or ()) for answer in example.answers)
 
 
 def _english_words(text: str) -> list[str]:

@@ -32,6 +32,8 @@ LAYER_RATIOS = (0.25, 0.5)
 
 PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4)
 EVICTION_RATIOS = (4 / 3, 2.0, 4.0, 8.0, 16.0)
+_ROWS_PER_BLOCK = 256
+_INDEX_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +114,8 @@ class Compression(Method):
 
 @dataclass(frozen=True)
 class Eviction:
-    """Keeps so many tokens that the bytes are those of a compression by ``ratio``."""
+    """Keeps heavy hitters (H2O, Zhang et al. 2023): as many tokens as take the bytes of a compression by
+    ``ratio``."""
 
     name: str
     ratio: float
@@ -206,10 +209,6 @@ def subspace_methods(codec: SubspaceCodec) -> list[Subspace]:
             "subspace fixed",
         ),
     ]
-
-
-_ROWS_PER_BLOCK = 256
-_INDEX_BYTES = 4
 
 
 def accumulated_attention(

@@ -229,15 +229,12 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._note_tenant(owner.session)
         self.offloader.submit(
             Turn(
-                path.page_keys,
-                path.token_ids,
-                path.slots,
-                self.record_offload_ready(),
-                attention,
-                owner.tenant,
-                owner.session,
-                owner.hint,
-                path.moved_from,
+                **vars(path),
+                ready=self.record_offload_ready(),
+                attention=attention,
+                tenant=owner.tenant,
+                session=owner.session,
+                hint=owner.hint,
             )
         )
 
