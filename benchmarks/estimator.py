@@ -156,7 +156,7 @@ def measure_accuracy(
     rows = []
     for i, ids in enumerate(conversations(model_folder, count)):
         results = agreements(capture_attention(model, ids), ROW_COUNTS, worker)
-        rows.append({"num_tokens": len(ids), "agreements": [dataclasses.asdict(one) for one in results]})
+        rows.append({"num_tokens": len(ids), "agreements": results})
         logger.info("conversation %d of %d: %d tokens", i + 1, count, len(ids))
     return rows
 
@@ -202,7 +202,7 @@ def main() -> None:
         accuracy = measure_accuracy(model, arguments.model, arguments.conversations, worker)
         cost = measure_cost(model, worker, arguments.repeats)
         worker_stats = dataclasses.asdict(worker.stats())
-    every_agreement = [Agreement(**one) for row in accuracy for one in row["agreements"]]
+    every_agreement = [one for row in accuracy for one in row["agreements"]]
     result = {
         "command": environment.without_cwd(shlex.join(sys.argv)),
         "git_revision": environment.git_revision(),

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -93,21 +93,9 @@ def main() -> int:
             result = run_segment_cost(SegmentCostConfiguration(arguments.segments))
             write_result(result, summarize_segment_cost(result), json=arguments.json, raw=arguments.raw)
             return 0
-        configuration = Configuration(
-            shapes=tuple(arguments.shape.split(",")),
-            tiers=tuple(TierSpec.parse(tier, arguments.bandwidth) for tier in arguments.tier.split(",")),
-            history_tokens=arguments.history,
-            new_tokens=arguments.new_tokens,
-            turns=arguments.turns,
-            page_size=arguments.page_size,
-            repeats=arguments.repeats,
-            max_load_s=arguments.max_load_s,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            is_one_layer=arguments.one_layer,
-            threads=arguments.threads,
-            ssd_folder=arguments.ssd_folder,
-        )
+        options = {option.name: getattr(arguments, option.name) for option in fields(Configuration)}
+        options["tiers"] = tuple(TierSpec.parse(tier, arguments.bandwidth) for tier in arguments.tiers)
+        configuration = Configuration(**options)
         result = run(configuration)
         write_result(result, summarize(result), json=arguments.json, raw=arguments.raw)
     except KrulError as error:
@@ -117,6 +105,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """A parser whose destinations are the fields of ``Configuration``, and some more."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.restore", description="Methods of restoring a conversation's KV."
     )
@@ -125,20 +114,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--raw", type=Path, help="file for the result with every sample")
     add("--device", choices=("cpu", "cuda"), default=_DEFAULTS.device)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default=_DEFAULTS.dtype)
-    add("--shape", default=",".join(_DEFAULTS.shapes), help=f"some of {', '.join(SHAPES)}")
-    add("--tier", default="dram", help="some of dram, ssd; dram:0.2 is limited to 0.2 GB/s")
+    add("--shape", dest="shapes", type=_names, default=_DEFAULTS.shapes, help=f"some of {', '.join(SHAPES)}")
+    tiers = "some of dram, ssd; dram:0.2 is limited to 0.2 GB/s"
+    add("--tier", dest="tiers", type=_names, default=("dram",), help=tiers)
     add("--bandwidth", type=float, help="GB/s to which tiers without a limit of their own are limited")
-    add("--history", type=_numbers, default=_DEFAULTS.history_tokens, help="stored tokens, as 512,1024,2048")
+    history = "stored tokens, as 512,1024,2048"
+    add("--history", dest="history_tokens", type=_numbers, default=_DEFAULTS.history_tokens, help=history)
     add("--new-tokens", type=int, default=_DEFAULTS.new_tokens, help="tokens of the returning turn")
     add("--turns", type=int, default=_DEFAULTS.turns, help="segments that the history is stored as")
     add("--segments", type=_numbers, help="only the host's cost of prefixes of 1,5,20 segments: no model")
     add("--page-size", type=int, default=_DEFAULTS.page_size, help="heads end at a multiple of it")
     add("--repeats", type=int, default=_DEFAULTS.repeats, help="timed restores of each method")
     add("--max-load-s", type=float, default=_DEFAULTS.max_load_s, help="no setting with longer full loads")
-    add("--one-layer", action="store_true", help="all layers share one layer's weights, to save memory")
+    one_layer = "all layers share one layer's weights, to save memory"
+    add("--one-layer", dest="is_one_layer", action="store_true", help=one_layer)
     add("--threads", type=int, default=_DEFAULTS.threads, help="that compute on a CPU; one more loads")
     add("--ssd-folder", type=Path, help="where the tier ssd keeps its file (default: a temporary folder)")
     return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -11,8 +11,7 @@ import torch
 
 from benchmarks.baselines import RandomSelector
 from benchmarks.restore.configuration import WrongRestoreError
-from benchmarks.restore.loader import LayerLoader
-from benchmarks.restore.restorer import Measured, Restorer, Span, Turn
+from benchmarks.restore.restorer import LayerLoader, Measured, Restorer, Span, Turn
 from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
 from benchmarks.tiers.timing import percentile

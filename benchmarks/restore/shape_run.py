@@ -10,9 +10,8 @@ import torch
 
 from benchmarks.restore.calibration import Calibration
 from benchmarks.restore.configuration import Configuration, TierSpec
-from benchmarks.restore.loader import LayerLoader
 from benchmarks.restore.model import SHAPES, Decoder, KVPool, scattered_slots
-from benchmarks.restore.restorer import Restorer, Turn
+from benchmarks.restore.restorer import LayerLoader, Restorer, Turn
 from benchmarks.restore.setting import TOLERANCES, Checks, Setting, restore_problem, strategies
 from benchmarks.restore.stored import StoredConversation, segment_ends, store
 from benchmarks.restore.tiers import SsdTier, Tier

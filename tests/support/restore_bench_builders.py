@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.restore.loader import LayerLoader
 from benchmarks.restore.model import Decoder, KVPool, ModelShape, scattered_slots
-from benchmarks.restore.restorer import Restorer, Turn
+from benchmarks.restore.restorer import LayerLoader, Restorer, Turn
 from benchmarks.restore.setting import strategies
 from benchmarks.restore.stored import StoredConversation, segment_ends, store
 from benchmarks.restore.tiers import DramTier
