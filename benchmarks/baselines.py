@@ -110,7 +110,7 @@ class SeededEvidence(Evidence):
 class RandomSelector(StrategySelector):
     """Shares disjoint pairs drawn uniformly from all layers, as many as ``r_l`` asks for.
 
-    ``seed`` and the ``conversation_seed`` of a ``SeededEvidence`` (0 without one) decide the draw.
+    The ``conversation_seed`` of a ``SeededEvidence`` (0 without one) decides the draw.
 
     Raises:
         StrategyError: the ratio is out of [0, 1].
@@ -118,15 +118,14 @@ class RandomSelector(StrategySelector):
 
     name = "random"
 
-    def __init__(self, layer_ratio: float, seed: int = 0, precision: Precision = Precision.NATIVE) -> None:
+    def __init__(self, layer_ratio: float, precision: Precision = Precision.NATIVE) -> None:
         super().__init__(layer_ratio, precision=precision)
-        self._seed = seed
 
     def select(self, evidence: Evidence) -> Strategy:
         num_layers = evidence.num_layers
         num_pairs = min(num_shared_pairs(num_layers, self._layer_ratio), num_layers // 2)
         conversation_seed = evidence.conversation_seed if isinstance(evidence, SeededEvidence) else 0
         # Seeded by text: Python hashes it with SHA-512, the same in every process.
-        layers = random.Random(f"{self._seed}/{conversation_seed}").sample(range(num_layers), 2 * num_pairs)
+        layers = random.Random(f"0/{conversation_seed}").sample(range(num_layers), 2 * num_pairs)
         pairs = [(min(pair), max(pair)) for pair in zip(layers[::2], layers[1::2], strict=True)]
         return Strategy.from_pairs(num_layers, pairs, self._precision)

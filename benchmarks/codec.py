@@ -3,9 +3,7 @@ alone."""
 
 from __future__ import annotations
 
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -33,10 +31,10 @@ from krul_backend.codec.coefficients.scales import (
 )
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
+from krul_sglang.demo.environment import about_run
 from krul_sglang.json_file import write_json
+from krul_sglang.learning.command import cut_pieces, own_texts
 from krul_sglang.learning.reader import TextReader
-from krul_sglang.learning.texts import cut_pieces, own_texts
 from krul_sglang.models.find import find_model
 
 LIMITS = (0.003, 0.01, 0.03)
@@ -47,7 +45,7 @@ MAGNITUDES = ((20.0, 0.02), (10.0, 0.005), (4.0, 0.002))
 
 
 def falling_levels(
-    num_tokens: int, num_coefficients: int, largest: float, smallest: float, seed: int = 0
+    num_tokens: int, num_coefficients: int, largest: float, smallest: float
 ) -> tuple[Levels, Scales, Shifts]:
     """Levels int16 ``[T, R]`` of Laplacians whose mean magnitudes fall geometrically, in steps.
 
@@ -55,7 +53,7 @@ def falling_levels(
     with.
     """
     magnitudes = np.geomspace(largest, smallest, num_coefficients).astype(np.float32)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     shifts = generator.integers(-3, 4, num_tokens).astype(np.int8)
     coefficients = generator.laplace(size=(num_tokens, num_coefficients)) * magnitudes
     coefficients /= np.exp2(shifts[:, None] / 2)
@@ -202,10 +200,7 @@ def main(
             typer.echo("  ".join(f"{key} {_short(value)}" for key, value in coders[-1].items()))
     write_json(
         {
-            "git_revision": git_revision(),
-            "versions": versions(("numpy", "numba", "torch")),
-            "machine": machine(),
-            "command": without_cwd(shlex.join(sys.orig_argv)),
+            **about_run(("numpy", "numba", "torch")),
             "repeats": repeats,
             "rows": rows,
             "coders": coders,

@@ -8,9 +8,7 @@ they were (*not turned*). Servers then answer truncated prompts with and without
 from __future__ import annotations
 
 import logging
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -32,7 +30,7 @@ from benchmarks.quality.model import HistoryModel, concatenate, load_model, toke
 from benchmarks.quality.result import interval
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.rotary import RotaryTable
-from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
+from krul_sglang.demo.environment import about_run
 from krul_sglang.demo.run import default_dtype
 from krul_sglang.demo.server import ServerProcess, wait_for_saves
 from krul_sglang.json_file import quantiles, write_result
@@ -276,10 +274,7 @@ def main(
     path = find_model(model, logger.info, option="--model")
     tokenizer = AutoTokenizer.from_pretrained(path)
     result: dict[str, Any] = {
-        "git_revision": git_revision(),
-        "versions": versions(("torch", "sglang", "transformers")),
-        "machine": machine(),
-        "command": without_cwd(shlex.join(sys.orig_argv)),
+        **about_run(("torch", "sglang", "transformers")),
         "model": model,
     }
     if served:

@@ -86,9 +86,11 @@ def _whole_number(low: int, high: float = math.inf) -> Callable[[object], int]:
     return parse
 
 
-_SHARE = _number(0.0, 1.0, is_above=True)
-_UNIT_INTERVAL = _number(0.0, 1.0)
-_POSITIVE = _number(0.0, math.inf, is_above=True)
+# How values are parsed, and what is accepted, in words.
+_SHARE = _number(0.0, 1.0, is_above=True), "a number in (0, 1]"
+_UNIT_INTERVAL = _number(0.0, 1.0), "a number in [0, 1]"
+_POSITIVE = _number(0.0, math.inf, is_above=True), "a positive number"
+_PORT = _whole_number(0, 65535), "a port number, or 0"
 
 
 def _parse_text(value: object) -> str:
@@ -120,6 +122,9 @@ def _parse_switch(value: object) -> bool:
     if not isinstance(value, str) or value.strip().lower() not in switches:
         raise ValueError("not a switch")
     return switches[value.strip().lower()]
+
+
+_SWITCH = _parse_switch, "true or false"
 
 
 def _option(default: Any, parse: Callable[[object], Any], accepted: str, description: str) -> Any:
@@ -177,8 +182,7 @@ class KrulConfig:
     )
     ssd_timeout: float = _option(
         1.0,
-        _POSITIVE,
-        "a positive number",
+        *_POSITIVE,
         "*daemon* Seconds after which a read from disk is given up and the KV is recomputed. Raise it for a "
         "slow or busy disk.",
     )
@@ -197,29 +201,25 @@ class KrulConfig:
     )
     tenant_quota: float = _option(
         1.0,
-        _SHARE,
-        "a number in (0, 1]",
+        *_SHARE,
         "*daemon* Largest share of host memory that one tenant (`cache_salt`, `extra_key`) may take. Lower "
         "it where one tenant must not push the others out.",
     )
     metrics_port: int = _option(
         0,
-        _whole_number(0, 65535),
-        "a port number, or 0",
+        *_PORT,
         "*daemon* Local port on which the daemon serves Prometheus metrics; 0: none.",
     )
     hints_port: int = _option(
         0,
-        _whole_number(0, 65535),
-        "a port number, or 0",
+        *_PORT,
         "*daemon* Local port on which the daemon takes hints of applications about their conversations "
         "(docs/agents.md), from whoever has the token in its runtime directory; 0: none. Requests carry "
         "hints without it.",
     )
     max_pending_share: float = _option(
         0.25,
-        _SHARE,
-        "a number in (0, 1]",
+        *_SHARE,
         "Largest share of the device pool that finished turns may hold while they wait to be stored. A turn "
         "that would exceed it is not stored, and counted as skipped. Raise it if many turns are skipped.",
     )
@@ -240,36 +240,31 @@ class KrulConfig:
     )
     r_l: float = _option(
         0.5,
-        _UNIT_INTERVAL,
-        "a number in [0, 1]",
+        *_UNIT_INTERVAL,
         "Share of all layers that the sharing strategies put into pairs. More saves memory and loses "
         "accuracy.",
     )
     gamma: float = _option(
         0.6,
-        _UNIT_INTERVAL,
-        "a number in [0, 1]",
+        *_UNIT_INTERVAL,
         'For "krul" and "matching": a layer may share only if at least this share of its attention goes to '
         "the first and the last tenth of the tokens that it sees. Lower it if too few layers are shared.",
     )
     error_budget: float = _option(
         0.01,
-        _POSITIVE,
-        "a positive number",
+        *_POSITIVE,
         'For the strategy "subspace": the damage allowed to a conversation over all its turns, as the mean '
         "KL divergence of next-token distributions in nats. More saves memory and changes answers more.",
     )
     probe_share: float = _option(
         0.05,
-        _UNIT_INTERVAL,
-        "a number in [0, 1]",
+        *_UNIT_INTERVAL,
         'For the strategy "subspace": share of turns after which an idle server measures how much '
         "compression changes the model's answers, to keep the budget true. 0 stops measuring.",
     )
     relearn: bool = _option(
         True,
-        _parse_switch,
-        "true or false",
+        *_SWITCH,
         'For the strategy "subspace": learn the bases again, in a process beside the server, when much text '
         "is unlike what they were learned from. Recent turns are then learned from, too, but not those of "
         "requests with `cache_salt` or `extra_key`. Bases hold means and covariances over thousands of "
@@ -285,8 +280,7 @@ class KrulConfig:
     )
     truncation_reuse: bool = _option(
         False,
-        _parse_switch,
-        "true or false",
+        *_SWITCH,
         "Restore the turns that a client kept when it dropped the oldest ones, with keys turned to their new "
         "positions. Their KV was computed when the dropped turns were before them, so answers differ from "
         "those of a server that computes the shorter prompt.",
@@ -324,8 +318,7 @@ class KrulConfig:
     )
     store_full_tail: bool = _option(
         False,
-        _parse_switch,
-        "true or false",
+        *_SWITCH,
         "Store every token in every layer. Otherwise tokens that the planner would recompute when the "
         "conversation returns are left out, which takes less memory. Set it where memory is plentiful and "
         "costs vary, or where many conversations share long prefixes.",
@@ -340,8 +333,7 @@ class KrulConfig:
     )
     load_timeout: float = _option(
         2.0,
-        _POSITIVE,
-        "a positive number",
+        *_POSITIVE,
         "A load that makes no progress for its planned time and this many seconds is given up, and the KV is "
         "recomputed. Raise it where a disk or a network may pause for longer.",
     )

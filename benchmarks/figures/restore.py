@@ -1,4 +1,4 @@
-"""Figures of the restore benchmark: ``python -m benchmarks.figures.restore [--json F] [--folder D]``.
+"""Figures of the restore benchmark.
 
 Draws the time to the first token of every method (the Krul paper's figures 13 and 15), against the length of
 the history (figure 17), and what ran when in some restores (figure 12).
@@ -6,19 +6,14 @@ the history (figure 17), and what ran when in some restores (figure 12).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-import orjson
 
+from benchmarks.figures.charts import save
 from benchmarks.restore.rows import Row, drawn_timelines, longest, settings, tier_name
-
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "restore-cpu.json"
-FIGURES = ROOT / "docs" / "figures"
 
 _STAGE_COLOURS = {"head": "C0", "own": "C2", "load": "C1"}
 _STAGE_NAMES = {"head": "head recomputed", "own": "own forward", "load": "tail loaded"}
@@ -50,7 +45,7 @@ def bars(result: dict[str, Any], path: Path) -> None:
     first.set_ylabel("time to first token [ms]")
     first.legend(fontsize=7)
     figure.tight_layout()
-    _save(figure, path)
+    save(figure, path, dpi=150, bbox_inches="tight")
 
 
 def against_history(result: dict[str, Any], path: Path) -> None:
@@ -90,7 +85,7 @@ def against_history(result: dict[str, Any], path: Path) -> None:
     first.set_ylabel("time to first token [ms]")
     first.legend(fontsize=6)
     figure.tight_layout()
-    _save(figure, path)
+    save(figure, path, dpi=150, bbox_inches="tight")
 
 
 def timelines(result: dict[str, Any], path: Path) -> None:
@@ -126,7 +121,7 @@ def timelines(result: dict[str, Any], path: Path) -> None:
             handles.setdefault(label, handle)
     figure.legend(list(handles.values()), list(handles), fontsize=7, loc="upper right", ncols=3)
     figure.tight_layout()
-    _save(figure, path)
+    save(figure, path, dpi=150, bbox_inches="tight")
 
 
 def _grid(by_setting: Mapping[tuple[str, str], list[Row]]) -> tuple[Any, dict[tuple[str, str], Any]]:
@@ -141,23 +136,8 @@ def _grid(by_setting: Mapping[tuple[str, str], list[Row]]) -> tuple[Any, dict[tu
     return figure, placed
 
 
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    plt.close(figure)
-
-
-def draw(result_path: Path, folder: Path) -> None:
+def draw(result: dict[str, Any], folder: Path) -> None:
     """Writes ``restore-ttft.png``, ``restore-history.png`` and ``restore-timeline.png`` into ``folder``."""
-    result = orjson.loads(result_path.read_bytes())
-    folder.mkdir(parents=True, exist_ok=True)
     bars(result, folder / "restore-ttft.png")
     against_history(result, folder / "restore-history.png")
     timelines(result, folder / "restore-timeline.png")
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, default=RESULT, help="result of the benchmark")
-    parser.add_argument("--folder", type=Path, default=FIGURES, help="folder of the figures")
-    arguments = parser.parse_args()
-    draw(arguments.json, arguments.folder)

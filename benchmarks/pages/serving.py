@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from benchmarks.multiturn import rows as multiturn
-from benchmarks.pages import RESULTS, ROOT
+from benchmarks import multiturn
+from benchmarks.pages import RESULTS, source, table
 from benchmarks.serving import divergence
 from benchmarks.serving.rows import COLUMNS, ratio_cell, table_cells
 
@@ -30,39 +30,39 @@ HINTS_RESULT = RESULTS / "multiturn-hints-cpu.json"
 
 def serving_table(results: dict[Path, dict[str, Any]]) -> str:
     """Returning turns by the servers that were asked, a table for each length of the history."""
-    parts = []
-    for path, result in results.items():
-        lines = [f"| {' | '.join(COLUMNS)} |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
-        lines += [f"| {' | '.join(table_cells(row))} |" for row in result["rows"]]
-        parts += [_serving_heading(result), "\n".join(lines), _serving_notes(path, result)]
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        _shown(result, table(COLUMNS, map(table_cells, result["rows"])), path)
+        for path, result in results.items()
+    )
 
 
 def serving_lengths_table(result: dict[str, Any]) -> str:
     """Returning turns of krul's servers by the length of their prompt: where nothing is gained."""
-    lines = [
-        "| prompt of a returning turn | server | turns | restored | times sooner than recompute | smallest |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
+    heads = (
+        "prompt of a returning turn",
+        "server",
+        "turns",
+        "restored",
+        "times sooner than recompute",
+        "smallest",
+    )
+    rows = []
     for row in result["rows"]:
         for group in row["by_prompt_tokens"] if row["bytes_stored"] is not None else ():
             ratio = group["times_sooner_than_recompute"]
-            lines.append(
-                f"| {group['up_to'] // 2 + 1} to {group['up_to']} tokens | {row['configuration']} | "
-                f"{group['turns']} | {group['restored']:.0%} | {ratio['median']:.2f} ({ratio['q25']:.2f}-"
-                f"{ratio['q75']:.2f}) | {ratio['min']:.2f} |"
-            )
-    notes = _serving_notes(SERVING_LENGTHS_RESULT, result)
-    return "\n".join([_serving_heading(result), "", *lines, "", notes])
+            tokens = f"{group['up_to'] // 2 + 1} to {group['up_to']} tokens"
+            found = f"{group['restored']:.0%}", ratio_cell(ratio), f"{ratio['min']:.2f}"
+            rows.append((tokens, row["configuration"], group["turns"], *found))
+    return _shown(result, table(heads, rows, left=(0, 1)), SERVING_LENGTHS_RESULT)
 
 
 def serving_slow_table(result: dict[str, Any]) -> str:
     """Returning turns from an SSD that reads slowly: against computing, and against loading all of it."""
-    lines = [
-        "| configuration | TTFT p50 | p90 | times sooner than recompute | smallest "
-        "| times sooner than full load | smallest | found on | stored | expected of the SSD |",
-        "|---|" + "---:|" * 9,
-    ]
+    heads = (
+        *("configuration", "TTFT p50", "p90", "times sooner than recompute", "smallest"),
+        *("times sooner than full load", "smallest", "found on", "stored", "expected of the SSD"),
+    )
+    rows = []
     for row, server in zip(result["rows"], result["servers"], strict=True):
         cells = dict(zip(COLUMNS, table_cells(row), strict=True))
         ssd_mbs = (server["tiers_mbs"] or {}).get("ssd")
@@ -71,24 +71,19 @@ def serving_slow_table(result: dict[str, Any]) -> str:
             ratio = row.get(f"times_sooner_than_{other}")
             parts += ["-", "-"] if ratio is None else [ratio_cell(ratio), f"{ratio['min']:.2f}"]
         parts += [cells["found on"], cells["stored"], "-" if ssd_mbs is None else f"{ssd_mbs:.0f} MB/s"]
-        lines.append(f"| {' | '.join(parts)} |")
-    notes = _serving_notes(SERVING_SLOW_RESULT, result)
-    return "\n".join([_serving_heading(result), "", *lines, "", notes])
+        rows.append(parts)
+    return _shown(result, table(heads, rows), SERVING_SLOW_RESULT)
 
 
 def multiturn_table(path: Path, result: dict[str, Any]) -> str:
     """Returning turns of many conversations, in DRAM and a disk that do not hold them."""
-    lines = [f"| {' | '.join(multiturn.COLUMNS)} |", "|---|" + "---:|" * (len(multiturn.COLUMNS) - 1)]
-    lines += [f"| {' | '.join(multiturn.table_cells(row))} |" for row in result["rows"]]
-    return "\n".join([_serving_heading(result), "", *lines, "", _serving_notes(path, result)])
+    return _shown(result, table(multiturn.COLUMNS, map(multiturn.table_cells, result["rows"])), path)
 
 
 def serving_turns_table(result: dict[str, Any]) -> str:
     """What restored turns predict against a server that never evicts, by the number of the turn."""
-    columns = divergence.COLUMNS
-    lines = [f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1)]
-    lines += [f"| {' | '.join(divergence.table_cells(row))} |" for row in result["rows"]]
-    return "\n".join([_serving_heading(result), "", *lines, "", _turns_notes(result)])
+    rows = table(divergence.COLUMNS, map(divergence.table_cells, result["rows"]))
+    return f"{_serving_heading(result)}\n\n{rows}\n\n{_turns_notes(result)}"
 
 
 def _turns_notes(result: dict[str, Any]) -> str:
@@ -100,7 +95,6 @@ def _turns_notes(result: dict[str, Any]) -> str:
         for name, value in given.items()
     ]
     unlisted = max(row["unlisted"] for row in rows)
-    source = SERVING_TURNS_RESULT.relative_to(ROOT)
     return " ".join(
         (
             f"A turn adds about {rows[0]['new_tokens']:.0f} tokens, an answer of at most",
@@ -112,7 +106,7 @@ def _turns_notes(result: dict[str, Any]) -> str:
             "the host (not: conversations of which at most half did); expected: by the server itself.",
             f"Small pool: {configuration['device_tokens']} tokens. {', '.join(options)}.",
             f"Machine: {machine['cpu']}, {machine['cores']} cores; SGLang {result['versions']['sglang']};",
-            f"{result['duration_s'] / 60:.0f} minutes. Source: [`{source}`]({source}).",
+            f"{result['duration_s'] / 60:.0f} minutes. {source(SERVING_TURNS_RESULT)}",
         )
     )
 
@@ -126,13 +120,14 @@ def serving_summary(results: dict[Path, dict[str, Any]]) -> str:
     if not results:
         return ""
     path, result = next(iter(results.items()))
-    places = [COLUMNS.index(name) for name in SERVING_SUMMARY]
-    lines = [f"| {' | '.join(SERVING_SUMMARY)} |", "|---|" + "---:|" * (len(places) - 1)]
-    for row in result["rows"]:
-        cells_of_row = table_cells(row)
-        lines.append(f"| {' | '.join(cells_of_row[place] for place in places)} |")
-    source = path.relative_to(ROOT)
-    return "\n".join([_serving_heading(result), "", *lines, "", f"Source: [`{source}`]({source})."])
+    rows = [dict(zip(COLUMNS, table_cells(row), strict=True)) for row in result["rows"]]
+    chosen = table(SERVING_SUMMARY, ([row[name] for name in SERVING_SUMMARY] for row in rows))
+    return f"{_serving_heading(result)}\n\n{chosen}\n\n{source(path)}"
+
+
+def _shown(result: dict[str, Any], rows: str, path: Path) -> str:
+    """A table between the heading and the notes that all of these tables have."""
+    return f"{_serving_heading(result)}\n\n{rows}\n\n{_serving_notes(path, result)}"
 
 
 def _serving_heading(result: dict[str, Any]) -> str:
@@ -162,7 +157,6 @@ def _serving_notes(path: Path, result: dict[str, Any]) -> str:
     configuration, rows, machine = result["configuration"], result["rows"], result["machine"]
     options = ", ".join(f"{name} = {value}" for name, value in configuration["compressed_options"].items())
     waited = "waited for" if configuration["settles"] else "not waited for"
-    source = path.relative_to(ROOT)
     return " ".join(
         (
             f"{rows[0]['returning_turns']} returning turns; ratios are of the same turn, median (quartiles).",
@@ -172,7 +166,7 @@ def _serving_notes(path: Path, result: dict[str, Any]) -> str:
             f"A cache without bounds would find {rows[0]['theoretical_hit_rate']:.0%}",
             "of the returning turns' tokens.",
             f"Machine: {machine['cpu']}, {machine['cores']} cores; SGLang {result['versions']['sglang']};",
-            f"{result['duration_s'] / 60:.0f} minutes. Source: [`{source}`]({source}).",
+            f"{result['duration_s'] / 60:.0f} minutes. {source(path)}",
         )
     )
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from benchmarks.pages import RESULTS, ROOT, truncation
-from benchmarks.pages.policy import POLICY_RESULT, policy_table, queue_table
+from benchmarks.pages import RESULTS, source, table, truncation
 from benchmarks.pages.serving import serving_tables
 from benchmarks.restore.rows import Row, longest, settings
 from krul_sglang.demo.report import ratio_text
@@ -28,33 +27,29 @@ ESTIMATOR_RESULT = RESULTS / "estimator-cpu.json"
 RESTORE_RESULT = RESULTS / "restore-cpu.json"
 SEGMENTS_RESULT = RESULTS / "restore-segments-cpu.json"
 TIERS_RESULT = RESULTS / "tiers-cpu.json"
+POLICY_RESULT = RESULTS / "policy-cpu.json"
 
 
 def demo_table(result: dict[str, Any]) -> str:
     """The demo's figure and its comparison: what a turn costs with krul, without it, and as a device hit."""
-    lines = [
-        f"![Time to first token by turn: recomputed, with krul, and never evicted]({DEMO_FIGURE})",
-        "",
-        "| turn | prompt | from krul | recompute | krul | device hit | times sooner with krul |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+    figure = f"![Time to first token by turn: recomputed, with krul, and never evicted]({DEMO_FIGURE})"
+    heads = "turn", "prompt", "from krul", "recompute", "krul", "device hit", "times sooner with krul"
+    rows = [
+        (
+            "2 and later" if each["turn"] is None else each["turn"],
+            f"{each['prompt_tokens'] / each['num_turns']:.0f} tokens",
+            f"{each['restored_tokens'] / each['prompt_tokens']:.0%}",
+            *(_ms(each["ttft_s"][server]["median"]) for server in ("recompute", "krul", "device")),
+            ratio_text(each["speedup"]),
+        )
+        for each in result["rounds"]
     ]
-    lines += [_demo_line(each) for each in result["rounds"]]
-    return "\n".join([*lines, "", _demo_notes(result)])
-
-
-def _demo_line(each: dict[str, Any]) -> str:
-    turn = "2 and later" if each["turn"] is None else each["turn"]
-    times = " | ".join(_ms(each["ttft_s"][server]["median"]) for server in ("recompute", "krul", "device"))
-    return (
-        f"| {turn} | {each['prompt_tokens'] / each['num_turns']:.0f} tokens | "
-        f"{each['restored_tokens'] / each['prompt_tokens']:.0%} | {times} | {ratio_text(each['speedup'])} |"
-    )
+    return f"{figure}\n\n{table(heads, rows)}\n\n{_demo_notes(result)}"
 
 
 def _demo_notes(result: dict[str, Any]) -> str:
     summary, machine, last = result["summary"], result["machine"], result["rounds"][-1]
     configuration, tpot_s, same = result["configuration"], summary["tpot_s"], summary["same_answers"]
-    source = DEMO_RESULT.relative_to(ROOT)
     return " ".join(
         (
             f"Median time to the first token over {result['rounds'][0]['num_turns']} conversations, asked",
@@ -66,7 +61,7 @@ def _demo_notes(result: dict[str, Any]) -> str:
             f"{last['stored']['num_tokens']} tokens (nothing compressed).",
             f"Machine: {machine['cpu']}, {machine['cores']} cores, no GPU;",
             f"{Path(configuration['model_path']).name} in {configuration['dtype']};",
-            f"SGLang {result['versions']['sglang']}. Source: [`{source}`]({source}).",
+            f"SGLang {result['versions']['sglang']}. {source(DEMO_RESULT)}",
         )
     )
 
@@ -90,7 +85,7 @@ def quality_table(path: Path, result: dict[str, Any]) -> str:
         "same top token",
         *recall_heads,
     ]
-    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    rows = []
     for row in result["rows"]:
         cells = [
             row["name"],
@@ -108,17 +103,17 @@ def quality_table(path: Path, result: dict[str, Any]) -> str:
                 _with_interval(f"{100 * row['recall_delta']:+.1f}", points, "+.1f"),
                 f"{row['answers_lost']} / {row['answers_won']}",
             ]
-        lines.append(f"| {' | '.join(cells)} |")
-    configuration, source = result["configuration"], path.relative_to(ROOT)
+        rows.append(cells)
+    configuration = result["configuration"]
     lengths = sorted({each["history_tokens"] for each in result["conversations"]})
     questions = f", {result['rows'][0]['questions']} questions" if has_recall else ""
     suite = f"suite {configuration['suite']}, turns {configuration['turns']}"
     notes = (
         f"{Path(configuration['model']).name}, {suite}: {_count(result)} conversations of "
         f"about {' and '.join(map(str, lengths))} tokens{questions}. In brackets: 95% intervals, paired with "
-        f"full KV, conversations drawn anew. Source: [`{source}`]({source})."
+        f"full KV, conversations drawn anew. {source(path)}"
     )
-    return "\n".join([*lines, "", notes])
+    return f"{table(heads, rows)}\n\n{notes}"
 
 
 def _with_interval(text: str, ends: Sequence[float] | None, form: str) -> str:
@@ -131,60 +126,56 @@ def _count(result: dict[str, Any]) -> int:
 
 def codec_table(result: dict[str, Any]) -> str:
     """How fast one core encodes and decodes."""
-    lines = [
-        "| limit in nats | coder | ratio to bf16 | encode | decode |",
-        "|---:|---|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {row['limit']} | {row['coder']} | {row['ratio']:.1f}x | {row['encode_mbs']:.0f} MB/s | "
-        f"{row['decode_mbs']:.0f} MB/s |"
+    heads = "limit in nats", "coder", "ratio to bf16", "encode", "decode"
+    rows = [
+        (
+            *(row["limit"], row["coder"], f"{row['ratio']:.1f}x"),
+            *(f"{row[name]:.0f} MB/s" for name in ("encode_mbs", "decode_mbs")),
+        )
         for row in result["rows"]
     ]
-    source = CODEC_RESULT.relative_to(ROOT)
     notes = (
         f"SmolLM2, {result['rows'][0]['num_tokens']} tokens of text; MB of bf16 KV per second of one thread, "
-        f"medians of {result['repeats']}. {result['machine']['cpu']}. Source: [`{source}`]({source})."
+        f"medians of {result['repeats']}. {result['machine']['cpu']}. {source(CODEC_RESULT)}"
     )
-    return "\n".join([*lines, "", notes])
+    return f"{table(heads, rows, left=(1,))}\n\n{notes}"
 
 
 def estimator_table(result: dict[str, Any]) -> str:
     """How near each estimator comes to the exact one, and what it costs."""
-    lines = [
-        "| estimator | rank correlation of distances | same pairs chosen |",
-        "|---|---:|---:|",
-    ]
-    for row in result["summary"]["accuracy"]:
-        lines.append(f"| {row['estimator']} | {row['spearman']['mean']:.3f} | {row['overlap']['mean']:.0%} |")
-    lines += [
-        "",
-        "| tokens | cost of a prompt: exact | heterogeneous | sampled | of a decode step: exact | "
-        "heterogeneous | sampled |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    cost = result["cost"]
-    for prefill, decode in zip(cost["prefill"], cost["decode"], strict=True):
-        ratios, tpot = prefill["ratios_to_forward"], decode["tpot_ratio"]
-        lines.append(
-            f"| {prefill['num_tokens']} | "
-            + " | ".join(f"{ratios[f'{name}_ratio']:.1%}" for name in _ESTIMATORS)
-            + " | "
-            + " | ".join(f"{tpot[name]:.3f}x" for name in _ESTIMATORS)
-            + " |"
-        )
-    configuration = result["configuration"]
-    source = ESTIMATOR_RESULT.relative_to(ROOT)
-    return " ".join(
+    accuracy = table(
+        ("estimator", "rank correlation of distances", "same pairs chosen"),
         (
-            "\n".join([*lines, "", ""]) + "Against every row of the conversation, over",
-            f"{configuration['conversations']} held-out conversations of",
-            f"{min(configuration['history_tokens'])} to {max(configuration['history_tokens'])} tokens;",
-            "sampled-N keeps N rows. Cost: of the reduction against the forward itself, and of a decode step",
-            f"with it against one without, medians of {configuration['repeats']} and more (sampled: what the",
-            "engine's capture adds, against the same step);",
-            f"{result['machine']['cores']} cores and no GPU. Source: [`{source}`]({source}).",
-        )
+            (row["estimator"], f"{row['spearman']['mean']:.3f}", f"{row['overlap']['mean']:.0%}")
+            for row in result["summary"]["accuracy"]
+        ),
     )
+    cost = table(
+        (
+            *("tokens", "cost of a prompt: exact", "heterogeneous", "sampled"),
+            *("of a decode step: exact", "heterogeneous", "sampled"),
+        ),
+        (
+            (
+                prefill["num_tokens"],
+                *(f"{prefill['ratios_to_forward'][f'{name}_ratio']:.1%}" for name in _ESTIMATORS),
+                *(f"{decode['tpot_ratio'][name]:.3f}x" for name in _ESTIMATORS),
+            )
+            for prefill, decode in zip(result["cost"]["prefill"], result["cost"]["decode"], strict=True)
+        ),
+        left=(),
+    )
+    configuration = result["configuration"]
+    notes = (
+        "Against every row of the conversation, over",
+        f"{configuration['conversations']} held-out conversations of",
+        f"{min(configuration['history_tokens'])} to {max(configuration['history_tokens'])} tokens;",
+        "sampled-N keeps N rows. Cost: of the reduction against the forward itself, and of a decode step",
+        f"with it against one without, medians of {configuration['repeats']} and more (sampled: what the",
+        "engine's capture adds, against the same step);",
+        f"{result['machine']['cores']} cores and no GPU. {source(ESTIMATOR_RESULT)}",
+    )
+    return f"{accuracy}\n\n{cost}\n\n{' '.join(notes)}"
 
 
 _ESTIMATORS = ("exact", "heterogeneous", "sampled")
@@ -196,12 +187,12 @@ def restore_table(result: dict[str, Any]) -> str:
     columns = {
         tier: longest(rows) for (name, tier), rows in settings(result["rows"]).items() if name == shape
     }
-    heads = [f"{tier}, {rows[0]['history_tokens']} tokens" for tier, rows in columns.items()]
-    lines = [f"| restored by | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    heads = (f"{tier}, {rows[0]['history_tokens']} tokens" for tier, rows in columns.items())
+    lines = []
     for cells in zip(*columns.values(), strict=True):
-        texts = [_restore_cell(cell, rows[0]) for cell, rows in zip(cells, columns.values(), strict=True)]
-        lines.append(f"| {cells[0]['method']} | {' | '.join(texts)} |")
-    return "\n".join([*lines, "", _restore_notes(result, shape)])
+        texts = (_restore_cell(cell, rows[0]) for cell, rows in zip(cells, columns.values(), strict=True))
+        lines.append((cells[0]["method"], *texts))
+    return f"{table(('restored by', *heads), lines)}\n\n{_restore_notes(result, shape)}"
 
 
 def _restore_cell(row: Row, recompute: Row) -> str:
@@ -215,7 +206,6 @@ def _restore_notes(result: dict[str, Any], shape: str) -> str:
     configuration, rows = result["configuration"], result["rows"]
     model = next(model for model in result["models"] if model["name"] == shape)
     errors = [row["predicted_s"] / row["ttft_s"]["median"] for row in rows]
-    source = RESTORE_RESULT.relative_to(ROOT)
     return " ".join(
         (
             f"Medians of {configuration['repeats']} restores, methods in turn; in brackets the ratio to full",
@@ -230,7 +220,7 @@ def _restore_notes(result: dict[str, Any], shape: str) -> str:
             "own decoded tails; quality is measured above.",
             f"Predicted over measured time, all {len(rows)} rows: median {statistics.median(errors):.2f}.",
             f"Machine: {result['machine']['cores']} cores, no GPU, load average",
-            f"{result['machine']['load_average_1min']} at the end. Source: [`{source}`]({source}).",
+            f"{result['machine']['load_average_1min']} at the end. {source(RESTORE_RESULT)}",
         )
     )
 
@@ -241,56 +231,48 @@ _LEFT_OF_TIERS = ("lookup", "index-lookup", "ssd-metadata", "fragmentation")
 
 def segments_table(result: dict[str, Any]) -> str:
     """The host's cost of a returning prefix by the number of segments that it was stored as."""
-    lines = [
-        "| shape | tokens | segments | lookup | open | plan | load | its CPU time | all | ratio |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    heads = "shape", "tokens", "segments", "lookup", "open", "plan", "load", "its CPU time", "all", "ratio"
+    rows = []
     whole: dict[tuple[str, int], float] = {}
     for row in result["rows"]:
         seconds = {step: of_step["median"] for step, of_step in row["seconds"].items()}
         first_s = whole.setdefault((row["shape"], row["tokens"]), seconds["total"])
         steps = (seconds[step] for step in ("lookup", "open", "plan", "load", "load_cpu", "total"))
-        cells = " | ".join(f"{1000 * step_s:.2f} ms" for step_s in steps)
-        lines.append(
-            f"| {row['shape']} | {row['tokens']} | {row['segments']} | {cells} | "
-            f"{seconds['total'] / first_s:.2f} |"
-        )
-    source = SEGMENTS_RESULT.relative_to(ROOT)
+        cells = (f"{1000 * step_s:.2f} ms" for step_s in steps)
+        ratio = f"{seconds['total'] / first_s:.2f}"
+        rows.append((row["shape"], row["tokens"], row["segments"], *cells, ratio))
     notes = (
         f"Medians of {result['configuration']['repeats']} restores of everything, numbers of segments in",
         "turn; every row that came back was compared. Pages of one token; a store in the same process.",
-        f"Ratio: to the fewest segments. Machine: {result['machine']['cores']} cores, no GPU. Source:",
-        f"[`{source}`]({source}).",
+        f"Ratio: to the fewest segments. Machine: {result['machine']['cores']} cores, no GPU.",
+        source(SEGMENTS_RESULT),
     )
-    return "\n".join([*lines, "", " ".join(notes)])
+    return f"{table(heads, rows)}\n\n{' '.join(notes)}"
 
 
 def tiers_table(result: dict[str, Any]) -> str:
     """Bytes of each tier against memcpy and the bare disk, then the targets."""
     rows = [row for row in result["rows"] if "left_out" not in row]
-    lines = [
-        "| operation | block | blocks | GB/s | memcpy GB/s | bare disk GB/s | ratio | p50 | p99 |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    lines += [_tiers_line(row) for row in rows if row["op"] not in _LEFT_OF_TIERS]
-    lines += ["", "| target (worst case) | bound | measured | met |", "|---|---:|---:|---:|"]
-    lines += [
-        f"| {target['name']} | {target['bound']:g} | {target['value']:.3g} | "
-        f"{'yes' if target['is_met'] else 'no'} |"
-        for target in result["targets"]
-    ]
-    return "\n".join([*lines, "", _tiers_notes(result, rows)])
+    operations = table(
+        ("operation", "block", "blocks", "GB/s", "memcpy GB/s", "bare disk GB/s", "ratio", "p50", "p99"),
+        (_tiers_cells(row) for row in rows if row["op"] not in _LEFT_OF_TIERS),
+    )
+    targets = table(
+        ("target (worst case)", "bound", "measured", "met"),
+        (
+            (each["name"], f"{each['bound']:g}", f"{each['value']:.3g}", "yes" if each["is_met"] else "no")
+            for each in result["targets"]
+        ),
+    )
+    return f"{operations}\n\n{targets}\n\n{_tiers_notes(result, rows)}"
 
 
-def _tiers_line(row: dict[str, Any]) -> str:
+def _tiers_cells(row: dict[str, Any]) -> tuple[str, ...]:
     size = row["size_bytes"]
     block = f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
     disk = f"{row['disk_gbs']:.2f}" if "disk_gbs" in row else "-"
-    return (
-        f"| {row['op']} | {block} | {row['num_blocks']} | {row['throughput_gbs']:.2f} | "
-        f"{row['memcpy_gbs']:.2f} | {disk} | {row['ratio']:.0%} | {_us(row['p50_us'])} | "
-        f"{_us(row['p99_us'])} |"
-    )
+    rates = f"{row['throughput_gbs']:.2f}", f"{row['memcpy_gbs']:.2f}", disk, f"{row['ratio']:.0%}"
+    return row["op"], block, str(row["num_blocks"]), *rates, _us(row["p50_us"]), _us(row["p99_us"])
 
 
 def _tiers_notes(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
@@ -322,8 +304,7 @@ def _tiers_notes(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
                 f"not fit into (p99 {row['free_share_p99']:.1%})."
             )
     notes += [f"{row['op']}: {row['left_out']}." for row in result["rows"] if "left_out" in row]
-    source = TIERS_RESULT.relative_to(ROOT)
-    notes.append(f"Machine: {result['machine']['cores']} cores. Source: [`{source}`]({source}).")
+    notes.append(f"Machine: {result['machine']['cores']} cores. {source(TIERS_RESULT)}")
     return " ".join(notes)
 
 
@@ -337,6 +318,51 @@ def _ms(seconds: float) -> str:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def policy_table(result: Mapping[str, Any]) -> str:
+    """Hits and saved seconds by DRAM and by users, a column for each policy."""
+    rows = result["rows"]
+    names = list(dict.fromkeys(row["policy"] for row in rows))
+    lines = []
+    configuration = result["configuration"]
+    for row in rows:
+        if row["policy"] == names[0] and row["part"] != "queue":
+            same = [each for each in rows if _setting(each) == _setting(row)]
+            cells = [f"{each['hit_rate']:.1%}, {each['saved']:.1%}" for each in same]
+            users = row.get("users", configuration["users"])
+            lines.append((users, f"{row['share']:.0%}", *cells))
+    cost = configuration["cost"]
+    notes = (
+        "Share of prompt tokens found in DRAM, then share of the seconds of computing that this saves.",
+        f"{configuration['sessions']} sessions of coding agents, {configuration['requests']} requests;",
+        f"a replay has {configuration['turns']} turns, or ten for each user.",
+        "DRAM: of all that was ever asked for. Bytes per token differ between conversations by up to",
+        f"{configuration['size_spread']:g} either way. Computing a token takes",
+        f"{cost['token_s'] * 1e6:g} us, and",
+        f"{cost['position_s'] * 1e9:g} ns more for each token before it. {source(POLICY_RESULT)}",
+    )
+    return f"{table(('users', 'DRAM', *names), lines, left=())}\n\n{' '.join(notes)}"
+
+
+def queue_table(result: Mapping[str, Any]) -> str:
+    """What it is worth to hold what waiting requests will use."""
+    rows = [row for row in result["rows"] if row["part"] == "queue"]
+    lines = []
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        cells = [f"{row['hit_rate']:.1%}, {row['saved']:.1%}" for row in rows if row["policy"] == name]
+        lines.append((name, *cells))
+    configuration = result["configuration"]
+    notes = (
+        f"{configuration['users']} users, DRAM {configuration['share_of_many']:.0%}, a server that answers",
+        f"{configuration['slots']} requests at once, each for as long as it was recorded to take.",
+    )
+    heads = "policy", "looked up when it starts", "held from its arrival on"
+    return f"{table(heads, lines)}\n\n{' '.join(notes)}"
+
+
+def _setting(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(key) for key in ("part", "users", "share"))
 
 
 def tables() -> dict[str, str]:

@@ -3,19 +3,122 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
+from transformers import AutoTokenizer
 
 from benchmarks.quality.configuration import Configuration, Suite, Turns
-from benchmarks.quality.result import summarize
-from benchmarks.quality.run import run
+from benchmarks.quality.methods import Method, all_methods, subspace_methods
+from benchmarks.quality.model import HistoryModel, load_model
+from benchmarks.quality.protocol import PAGE_SIZE, Played, Protocol
+from benchmarks.quality.result import row, summarize
+from benchmarks.variants import make_variant
+from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
+from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.subspace.bases import ModelBases
+from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.errors import KrulError
+from krul_sglang.demo.environment import about_run
 from krul_sglang.json_file import write_result
+from krul_sglang.learning.bases import LearningPlan, learn_bases
+from krul_sglang.learning.reader import TextReader, rotary_table
 from krul_sglang.models.find import find_model
 
 logger = logging.getLogger(__name__)
+
+_LEARNING_PIECES = 24
+
+
+def run(configuration: Configuration) -> dict[str, Any]:
+    """Plays every conversation with every row.
+
+    Raises:
+        KrulError: a configuration, a variant or data that cannot be used.
+    """
+    started = time.monotonic()
+    torch.set_num_threads(configuration.threads)
+    tokenizer: Any = AutoTokenizer.from_pretrained(configuration.model)
+    model = _model(configuration)
+    rotary = rotary_table(model.model, model.model.config.max_position_embeddings)
+    codec = SegmentCodec(model.shape, model.num_layers, rotary)
+    bases = _bases(configuration, tokenizer, model)
+    coders = (RansCoder(), FixedWidthCoder())
+    methods = configuration.selected(
+        [*all_methods(codec, configuration.gamma), *subspace_methods(SubspaceCodec(bases, rotary, coders))]
+    )
+    protocol = Protocol(model, configuration.rows_per_turn)
+    conversations = list(configuration.conversations(tokenizer))
+    played: list[Played] = []
+    for number, conversation in enumerate(conversations, start=1):
+        if configuration.turns is Turns.ONCE:
+            played.append(protocol.at_once(conversation, methods))
+        else:
+            storing = [method for method in methods if isinstance(method, Method)]
+            played.append(protocol.turn_by_turn(conversation, storing))
+        logger.info("%d of %d conversations", number, len(conversations))
+    uncompressed = [each.uncompressed for each in played]
+    return {
+        **about_run(("torch", "sglang")),
+        "configuration": configuration.to_json(),
+        "model": {
+            "num_layers": model.num_layers,
+            "pool_bytes_per_token": protocol.full_bytes(1),
+            "page_size": PAGE_SIZE,
+            "ranks": [group.rank for group in bases.groups],
+            "damage_factor": bases.damage_factor,
+        },
+        "duration_s": round(time.monotonic() - started, 1),
+        "conversations": [
+            {
+                "group": each.group,
+                "history_tokens": each.history_tokens,
+                "num_tokens": len(each.history),
+                "turns": len(each.turn_ends),
+            }
+            for each in conversations
+        ],
+        "rows": [
+            row(
+                method,
+                conversations,
+                [each.outcomes[method.name] for each in played],
+                uncompressed,
+                protocol.full_bytes(1),
+            )
+            for method in methods
+        ],
+    }
+
+
+def _bases(configuration: Configuration, tokenizer: Any, model: HistoryModel) -> ModelBases:
+    """Those of a file, or learned from text of the suite that is not scored."""
+    if configuration.bases is not None:
+        return ModelBases.load(configuration.bases)
+    plan = LearningPlan()
+    pieces: list[tuple[int, ...]] = []
+    for conversation in configuration.learning_conversations(tokenizer):
+        ids = conversation.history
+        pieces += [
+            ids[start : start + plan.text_tokens]
+            for start in range(0, len(ids) - plan.text_tokens + 1, plan.text_tokens)
+        ]
+    num_used = min(len(pieces), _LEARNING_PIECES)
+    used = [pieces[index * len(pieces) // num_used] for index in range(num_used)]
+    (bases,) = learn_bases(TextReader(model.model), used, plan)
+    return bases
+
+
+def _model(configuration: Configuration) -> HistoryModel:
+    dtype = getattr(torch, configuration.dtype)
+    model = load_model(configuration.model, dtype, configuration.device)
+    if configuration.variant is not None:
+        model = make_variant(model, configuration.variant)
+    return HistoryModel(model)
+
 
 _DEFAULTS = Configuration()
 

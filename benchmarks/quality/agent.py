@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.quality.chat import Message, chat_turns
-from benchmarks.quality.conversation import BenchmarkError
+from benchmarks.quality.conversation import BenchmarkError, Message, chat_turns
 from benchmarks.quality.teacher_forced import TeacherForced, continued
 
 AGENT_HISTORY_LENGTHS = (768, 2048)

@@ -14,8 +14,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.longbench.loader import Example, LongBenchError, read_examples, task_files
-from benchmarks.longbench.tasks import Task, task_of, truncate_middle
+from benchmarks.longbench import (
+    Example,
+    LongBenchError,
+    Task,
+    read_examples,
+    task_files,
+    task_of,
+    truncate_middle,
+)
 from benchmarks.quality.conversation import Answer, Conversation, Samples, compared
 from benchmarks.quality.model import HistoryModel, VisibleTokens
 from krul_backend.codec.layout import LayerKV

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import orjson
+import torch
 from torch import Tensor
 
 from benchmarks.baselines import RandomSelector, SeededEvidence
-from krul_backend.attention.rows import QueryRows
+from krul_backend.attention.rows import QueryRows, attention_drawn, attention_rows
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.codec.layout import LayerKV
+from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
 from krul_backend.strategy.selectors import (
     FixedSelector,
     KrulSelector,
@@ -28,6 +32,8 @@ LAYER_RATIOS = (0.25, 0.5)
 
 PRECISIONS = (Precision.NATIVE, Precision.INT8, Precision.INT4)
 EVICTION_RATIOS = (4 / 3, 2.0, 4.0, 8.0, 16.0)
+_ROWS_PER_BLOCK = 256
+_INDEX_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +114,8 @@ class Compression(Method):
 
 @dataclass(frozen=True)
 class Eviction:
-    """Keeps so many tokens that the bytes are those of a compression by ``ratio``."""
+    """Keeps heavy hitters (H2O, Zhang et al. 2023): as many tokens as take the bytes of a compression by
+    ``ratio``."""
 
     name: str
     ratio: float
@@ -139,3 +146,118 @@ def _selectors(gamma: float, layer_ratio: float) -> dict[str, StrategySelector]:
         "matching": MatchingSelector(layer_ratio, gamma=gamma),
         "random": RandomSelector(layer_ratio),
     }
+
+
+LIMITS = (0.001, 0.003, 0.01, 0.03, 0.1)
+"""Nats per predicted token."""
+
+FIXED_WIDTH_LIMIT = 0.01
+
+
+@dataclass(frozen=True)
+class Subspace(Method):
+    """Groups of layers in a common subspace, with the largest steps that a limit in nats allows.
+
+    Each turn may lose the share of the limit that its tokens have in the conversation so far: what older
+    turns have lost weighs less, the more tokens there are to attend to. As in a server, a turn is stored
+    natively if the bases cannot represent it within its share.
+    """
+
+    name: str
+    codec: SubspaceCodec = field(repr=False)
+    limit: float
+    coder: str
+    family: str = "subspace"
+
+    def start(self) -> StoreTurn:
+        return self._store
+
+    def _store(self, turn: Turn) -> Stored:
+        start, num_tokens = turn.start_token, len(turn.segment[0].k)
+        attention = attention_drawn(turn.rows, lambda layer: turn.kv[layer].k, start, num_tokens)
+        read = turn.segment.__getitem__
+        max_damage = self.limit * num_tokens / (start + num_tokens)
+        outside = self.codec.outside(read, start_token=start, num_tokens=num_tokens, attention=attention)
+        if outside > MOST_OUTSIDE * max_damage:
+            num_bytes = sum(part.nbytes for kv in turn.segment for part in (kv.k, kv.v))
+            return Stored(turn.segment, num_bytes, damage=0.0)
+        encoded = self.codec.encode(
+            read,
+            start_token=start,
+            num_tokens=num_tokens,
+            attention=attention,
+            max_damage=max_damage,
+            coder=self.coder,
+        )
+        decoder = self.codec.open(encoded.params, start_token=start, num_tokens=num_tokens)
+        decoded = decoder.decode_all(encoded.blocks)
+        # The parameters have sizes and scales of this segment: they count.
+        return Stored(
+            tuple(decoded), encoded.num_bytes + len(orjson.dumps(encoded.params)), damage=encoded.damage
+        )
+
+
+def subspace_methods(codec: SubspaceCodec) -> list[Subspace]:
+    """One row for each limit, and one with the coder that decodes faster."""
+    return [
+        *(Subspace(f"subspace {limit}", codec, limit, RansCoder.name) for limit in LIMITS),
+        Subspace(
+            f"subspace {FIXED_WIDTH_LIMIT} fixed",
+            codec,
+            FIXED_WIDTH_LIMIT,
+            FixedWidthCoder.name,
+            "subspace fixed",
+        ),
+    ]
+
+
+def accumulated_attention(
+    queries: Sequence[Tensor], kv: Sequence[LayerKV], kv_heads: Tensor, scaling: float
+) -> list[Tensor]:
+    """Per layer fp32 ``[Hkv, T]``: the attention each token got from all queries of its KV head's group.
+
+    ``queries[l] [T, H, D]`` of every token of the history.
+    """
+    totals = []
+    for layer_queries, layer in zip(queries, kv, strict=True):
+        num_tokens, num_kv_heads, _ = layer.k.shape
+        heads = kv_heads.to(layer.k.device)
+        total = torch.zeros(num_kv_heads, num_tokens, device=layer.k.device)
+        for start in range(0, num_tokens, _ROWS_PER_BLOCK):
+            end = min(start + _ROWS_PER_BLOCK, num_tokens)
+            positions = torch.arange(start, end, device=layer.k.device)
+            # [H, R, T]
+            rows = attention_rows(layer_queries[positions], layer.k, positions, heads, scaling)
+            total.index_add_(0, heads, rows.sum(1))
+        totals.append(total)
+    return totals
+
+
+def num_kept_tokens(num_tokens: int, num_bytes: float, shape: LayerShape, num_layers: int) -> int:
+    """How many tokens each head of each layer can keep in ``num_bytes``, a 4-byte index with each."""
+    head_bytes = (shape.k_head_dim + shape.v_head_dim) * shape.dtype.itemsize + _INDEX_BYTES
+    return min(num_tokens, int(num_bytes / (head_bytes * shape.num_kv_heads * num_layers)))
+
+
+def stored_bytes(num_kept: int, shape: LayerShape, num_layers: int) -> int:
+    head_bytes = (shape.k_head_dim + shape.v_head_dim) * shape.dtype.itemsize + _INDEX_BYTES
+    return num_kept * head_bytes * shape.num_kv_heads * num_layers
+
+
+def visible_tokens(accumulated: Sequence[Tensor], num_kept: int) -> list[Tensor]:
+    """Per layer bool ``[Hkv, T]`` with ``num_kept`` tokens of each head: the latest half of them, and those
+    before that got the most attention.
+
+    H2O decides token by token while the history grows; here one decision is made at its end, with all that
+    the tokens have got until then, which can only help it.
+    """
+    masks = []
+    for total in accumulated:
+        num_tokens = total.shape[1]
+        num_recent = num_kept // 2
+        mask = torch.zeros_like(total, dtype=torch.bool)
+        mask[:, num_tokens - num_recent :] = True
+        older = total[:, : num_tokens - num_recent]
+        mask.scatter_(1, older.topk(num_kept - num_recent, dim=1).indices, True)
+        masks.append(mask)
+    return masks

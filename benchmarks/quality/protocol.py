@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality.conversation import Answer, Conversation, Samples, segment_bounds
-from benchmarks.quality.eviction import (
+from benchmarks.quality.methods import (
+    Eviction,
+    Method,
+    Stored,
+    StoreTurn,
+    Turn,
     accumulated_attention,
     num_kept_tokens,
     stored_bytes,
     visible_tokens,
 )
-from benchmarks.quality.methods import Eviction, Method, Stored, StoreTurn, Turn
 from benchmarks.quality.model import HistoryModel, Run, concatenate, token_slice
 from krul_backend.attention.rows import QueryRows, accumulate, sample_positions
 from krul_backend.attention.statistics import AttentionStatistics

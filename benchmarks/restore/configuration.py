@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.restore.shapes import SHAPES
+from benchmarks.restore.model import SHAPES
 from benchmarks.restore.tiers import DramTier, SsdTier, Tier
 from krul_backend.device import Device
 from krul_backend.errors import KrulError

@@ -8,10 +8,90 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from benchmarks.restore.pool import KVPool
-from benchmarks.restore.shapes import ModelShape
-from krul_backend.codec.layout import LayerKV
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A Llama-like decoder: RMSNorm first, rotary embedding, grouped queries, SwiGLU, no biases."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rope_theta: float = 10000.0
+
+    def kv_shape(self, dtype: torch.dtype) -> LayerShape:
+        return LayerShape(self.num_kv_heads, self.head_dim, self.head_dim, dtype)
+
+    def kv_token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a token in the pool, all layers."""
+        shape = self.kv_shape(dtype)
+        return self.num_layers * (shape.k_token_bytes + shape.v_token_bytes)
+
+
+SHAPES = {
+    "llama-7b": ModelShape(32, 4096, 11008, 32, 32, 128, 32000),
+    # Its query, key and value biases are left out: they cost nothing beside the products.
+    "qwen1.5-7b": ModelShape(32, 4096, 11008, 32, 32, 128, 151936, 1e6),
+    "llama3-8b": ModelShape(32, 4096, 14336, 32, 8, 128, 128256, 5e5),
+    "smollm2-135m": ModelShape(30, 576, 1536, 9, 3, 64, 49152, 1e5),
+    "reference": ModelShape(12, 192, 512, 4, 2, 64, 2048),
+    "small-mha": ModelShape(8, 512, 1408, 8, 8, 64, 2048),
+    "small-gqa": ModelShape(8, 512, 1408, 8, 2, 64, 2048),
+}
+"""Published shapes by name (configurations of the models' repositories), and two that suit a CPU."""
+
+
+class KVPool:
+    """``k[l]`` and ``v[l]`` ``[num_slots, num_kv_heads, head_dim]``, one pair of buffers per layer."""
+
+    def __init__(self, shape: LayerShape, num_layers: int, num_slots: int, device: torch.device) -> None:
+        def buffers(head_dim: int) -> list[torch.Tensor]:
+            size = (num_slots, shape.num_kv_heads, head_dim)
+            return [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(num_layers)]
+
+        self.num_slots = num_slots
+        self.k = buffers(shape.k_head_dim)
+        self.v = buffers(shape.v_head_dim)
+
+    @property
+    def device(self) -> torch.device:
+        return self.k[0].device
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.k)
+
+    def fill(self, value: float) -> None:
+        """Overwrite everything. NaN, and whatever is read without having been written shows in the result."""
+        for buffer in (*self.k, *self.v):
+            buffer.fill_(value)
+
+    def write(self, layer: int, slots: torch.Tensor, kv: LayerKV) -> None:
+        """``slots`` int64 ``[T]``, all different."""
+        self.k[layer].index_copy_(0, slots, kv.k)
+        self.v[layer].index_copy_(0, slots, kv.v)
+
+    def gather(self, layer: int, slots: torch.Tensor) -> LayerKV:
+        """Copies of the rows at ``slots`` int64 ``[T]``."""
+        return LayerKV(self.k[layer].index_select(0, slots), self.v[layer].index_select(0, slots))
+
+
+def scattered_slots(num_slots: int, page_size: int, seed: int, device: torch.device) -> torch.Tensor:
+    """All slots, int64 ``[num_slots]``, whole pages in random order, as a pool that has been used gives them.
+
+    ``num_slots`` is a multiple of ``page_size``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pages = torch.randperm(num_slots // page_size, generator=generator)
+    slots = pages[:, None] * page_size + torch.arange(page_size)
+    return slots.flatten().to(device)
+
 
 _NORM_EPSILON = 1e-5
 _LOGIT_STD = 2.0
@@ -46,11 +126,10 @@ class Decoder:
         max_positions: int,
         *,
         is_one_layer: bool = False,
-        seed: int = 0,
     ) -> None:
         self.shape = shape
         self.dtype = dtype
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(0)
         self._embedding = self._random(shape.vocab_size, shape.hidden_size, scale=1.0)
         num_drawn = 1 if is_one_layer else shape.num_layers
         drawn = [self._layer_weights() for _ in range(num_drawn)]

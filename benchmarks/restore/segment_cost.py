@@ -5,8 +5,6 @@ The engine's own loader fills a pool of a model's shape from a store in this pro
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,9 +15,8 @@ import numpy as np
 import torch
 
 from benchmarks.restore.configuration import RestoreBenchmarkError, WrongRestoreError
-from benchmarks.restore.pool import KVPool, scattered_slots
-from benchmarks.restore.result import spread
-from benchmarks.restore.shapes import SHAPES
+from benchmarks.restore.model import SHAPES, KVPool, scattered_slots
+from benchmarks.restore.setting import spread
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
@@ -31,7 +28,7 @@ from krul_backend.store.tiered_store import TieredStore
 from krul_backend.strategy.strategy import Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER, block_checksum, block_checksums
 from krul_backend.tiers.dram.host_store import HostStore
-from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
+from krul_sglang.demo.environment import about_run
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.load_batch import Forecast, Load
@@ -94,10 +91,7 @@ def run_segment_cost(configuration: SegmentCostConfiguration) -> dict[str, Any]:
         for num_tokens in configuration.history_tokens:
             rows += _Bench(shape, num_tokens, configuration).rows()
     return {
-        "git_revision": git_revision(),
-        "versions": versions(("torch",)),
-        "machine": machine(),
-        "command": without_cwd(shlex.join(sys.orig_argv)),
+        **about_run(("torch",)),
         "configuration": asdict(configuration),
         "duration_s": round(time.monotonic() - started_s, 1),
         "rows": rows,

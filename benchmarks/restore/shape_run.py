@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from benchmarks.restore.calibration import Calibration
-from benchmarks.restore.checks import TOLERANCES, Checks
 from benchmarks.restore.configuration import Configuration, TierSpec
-from benchmarks.restore.loader import LayerLoader
-from benchmarks.restore.methods import strategies
-from benchmarks.restore.model import Decoder
-from benchmarks.restore.pool import KVPool, scattered_slots
-from benchmarks.restore.restorer import Restorer, Turn
-from benchmarks.restore.setting import Setting, restore_problem
-from benchmarks.restore.shapes import SHAPES
+from benchmarks.restore.model import SHAPES, Decoder, KVPool, scattered_slots
+from benchmarks.restore.restorer import LayerLoader, Restorer, Turn
+from benchmarks.restore.setting import TOLERANCES, Checks, Setting, restore_problem, strategies
 from benchmarks.restore.stored import StoredConversation, segment_ends, store
 from benchmarks.restore.tiers import SsdTier, Tier
 from krul_backend.codec.layout import LayerKV
@@ -63,9 +57,7 @@ class ShapeRun:
     def __enter__(self) -> ShapeRun:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loader.close()
 
     def rows(self) -> list[dict[str, Any]]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
-from benchmarks.restore.pool import KVPool
+from benchmarks.restore.model import KVPool
 from benchmarks.restore.tiers import Tier
-from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.strategy.strategy import Strategy
 
@@ -108,21 +107,12 @@ def store(
     """Encode what is in the pool at ``slots`` (int64, token after token) as segments that end at ``ends``."""
     segments = []
     for first, end in zip([0, *ends[:-1]], ends, strict=True):
-        kept = _Reader(pool, slots[first:end])
-        encoding = codec.prepare(strategy, kept.read, start_token=first, num_tokens=end - first)
+        read = partial(pool.gather, slots=slots[first:end])
+        encoding = codec.prepare(strategy, read, start_token=first, num_tokens=end - first)
         blocks: dict[int, torch.Tensor] = {}
         for unit in strategy.units:
-            encoded = codec.encode_unit(encoding, unit, [kept.read(layer) for layer in unit])
+            encoded = codec.encode_unit(encoding, unit, [read(layer) for layer in unit])
             blocks.update(zip(unit, encoded, strict=True))
         decoder = codec.open_units(encoding.params, start_token=first, num_tokens=end - first)
         segments.append(Segment(first, end, decoder, tuple(blocks[layer] for layer in sorted(blocks))))
     return StoredConversation(name, strategy, tuple(segments))
-
-
-@dataclass(frozen=True, eq=False)
-class _Reader:
-    pool: KVPool
-    slots: torch.Tensor
-
-    def read(self, layer: int) -> LayerKV:
-        return self.pool.gather(layer, self.slots)

@@ -70,9 +70,9 @@ def measure(
     summary = summarize(result)
     write_result(result, summary, json=arguments.json, raw=arguments.raw)
     if arguments.figure is not None:
-        from benchmarks.figures.serving import draw
+        from benchmarks.figures.charts import draw_serving
 
-        draw(summary, arguments.figure)
+        draw_serving(summary, arguments.figure)
     table = Table(*columns)
     for row in summary["rows"]:
         table.add_row(*table_cells(row))

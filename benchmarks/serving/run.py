@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +20,7 @@ from benchmarks.serving.load import Answers, play, schedule
 from benchmarks.serving.rows import of_tiers, row, theoretical_hit_rate
 from benchmarks.serving.servers import Counts, Server, check_pool, dtype, host_memory_bytes, make_server
 from krul_sglang.demo.conversations import Conversation, Message
-from krul_sglang.demo.environment import git_revision, machine, versions, without_cwd
+from krul_sglang.demo.environment import about_run, without_cwd
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.demo.sizing import EncodeMessages, PoolSizes, load_token_encoder, plan_pools
 
@@ -99,10 +97,7 @@ def run(configuration: Configuration, tell: Tell) -> dict[str, Any]:
     if ends:
         measured = _rows(configuration, conversations, encode, answers, ends)
     return {
-        "git_revision": git_revision(),
-        "versions": versions(("torch", "sglang", "transformers")),
-        "machine": machine(),
-        "command": without_cwd(shlex.join(sys.orig_argv)),
+        **about_run(("torch", "sglang", "transformers")),
         "configuration": {
             **configuration.to_json(),
             "dtype": dtype(configuration),

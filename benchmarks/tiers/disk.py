@@ -1,11 +1,18 @@
-"""The SSD tier against the bare disk: the same bytes by O_DIRECT, in turns."""
+"""The tiers below memory: SSD against the bare disk, the same bytes by O_DIRECT, in turns; and a cluster."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import mmap
 import os
+import shutil
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +22,14 @@ import numpy as np
 from benchmarks.tiers.configuration import MIB, Configuration, TiersBenchmarkError
 from benchmarks.tiers.segments import (
     Bytes,
-    Ring,
-    Source,
-    copy_blocks,
+    Operations,
     make_manifest,
     make_model,
     page_keys,
     token_ids,
 )
 from benchmarks.tiers.timing import byte_row, interleaved, seconds_of
+from krul_backend.errors import KrulError
 from krul_backend.tiers.common.interface import block_checksums
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
@@ -31,6 +37,7 @@ from krul_backend.tiers.ssd.ssd_tier import SsdTier
 _DEVICE_BLOCK_BYTES = 4096
 _RING_BYTES = 128 * MIB
 _TIMEOUT_S = 60.0
+_START_S = 15.0
 
 
 def disk_rows(configuration: Configuration, folder: Path) -> list[dict[str, Any]]:
@@ -46,7 +53,7 @@ def disk_rows(configuration: Configuration, folder: Path) -> list[dict[str, Any]
         bare = _BareFile(folder / f"bare-{block_bytes}", block_bytes, num_blocks)
         try:
             bench = TierOperations(tier, block_bytes, num_blocks, before_read=partial(evict, directory))
-            rows += _rows(bench, bare, configuration.disk_repeats)
+            rows += bench.rows("ssd-write", "ssd-read-cold", configuration.disk_repeats, bare)
         finally:
             tier.close()
             bare.close()
@@ -99,44 +106,53 @@ def evict(directory: Path) -> None:
                 os.close(descriptor)
 
 
-class TierOperations:
-    """Puts and fetches of a lower tier, timed. Sources are filled and bytes compared outside."""
+class TierOperations(Operations):
+    """Puts and fetches of a lower tier."""
 
     def __init__(
         self, tier: LowerTier, block_bytes: int, num_blocks: int, before_read: Callable[[], None]
     ) -> None:
+        super().__init__(block_bytes, num_blocks, _RING_BYTES)
         self._tier = tier
-        self._model = make_model(num_blocks)
-        self.block_bytes, self.num_blocks = block_bytes, num_blocks
-        self._source = Source(block_bytes, num_blocks)
-        self._ring = Ring(block_bytes, num_blocks, _RING_BYTES)
         self._before_read = before_read
-        self._num_written = self._num_read = 0
+        self._num_read = 0
 
-    def memcpy(self) -> float:
-        target = self._ring.take()
-        return seconds_of(lambda: copy_blocks(self._source.blocks, target))
+    def rows(
+        self, write: str, read: str, repeats: int, bare: _BareFile | None = None
+    ) -> list[dict[str, Any]]:
+        """Rows of these names: operations in turns with memcpy, and with the bare disk if there is one."""
+        rows = []
+        for op, name in ((write, "write"), (read, "read")):
+            beside = {} if bare is None else {"disk": getattr(bare, name)}
+            taken = interleaved({"tier": getattr(self, name), **beside, "memcpy": self.memcpy}, repeats)
+            rows.append(
+                byte_row(
+                    op,
+                    taken["tier"],
+                    block_bytes=self.block_bytes,
+                    num_blocks=self.num_blocks,
+                    memcpy_s=taken["memcpy"],
+                    disk_s=taken.get("disk"),
+                )
+            )
+        return rows
 
     def write(self) -> float:
         """Until it is durable."""
-        number = self._num_written
-        self._num_written += 1
-        self._source.stamp(number)
-        sizes = (self.block_bytes,) * self.num_blocks
-        manifest = make_manifest(self._model, number, 0, 1, sizes)
-        checksums = block_checksums(self._source.blocks)
-        return seconds_of(lambda: _put(self._tier, manifest, self._source.blocks, checksums))
+        _, manifest = self.next_segment()
+        checksums = block_checksums(self.source.blocks)
+        return seconds_of(lambda: _put(self._tier, manifest, self.source.blocks, checksums))
 
     def read(self) -> float:
         """Each segment once, into memory, its checksums compared by the tier."""
         number = self._num_read
         self._num_read += 1
         self._before_read()
-        target = self._ring.take()
+        target = self.ring.take()
         landed: list[int] = []
 
         def load() -> None:
-            runs = self._tier.match(self._model, page_keys(number, 0, 1), token_ids(0, 1), 0)
+            runs = self._tier.match(self.model, page_keys(number, 0, 1), token_ids(0, 1), 0)
             if not runs:
                 raise TiersBenchmarkError(f"{self._tier.name}: segment {number} was not found")
             try:
@@ -147,7 +163,7 @@ class TierOperations:
         seconds = seconds_of(load)
         if landed != list(range(self.num_blocks)):
             raise TiersBenchmarkError(f"{self._tier.name}: layers landed as {landed}")
-        self._source.check(number, target, self._tier.name)
+        self.source.check(number, target, self._tier.name)
         return seconds
 
 
@@ -198,25 +214,81 @@ class _BareFile:
             raise TiersBenchmarkError(f"the bare disk moved {num_bytes} of {self._block_bytes} bytes")
 
 
-def _rows(bench: TierOperations, bare: _BareFile, repeats: int) -> list[dict[str, Any]]:
-    writes = interleaved({"tier": bench.write, "disk": bare.write, "memcpy": bench.memcpy}, repeats)
-    reads = interleaved({"tier": bench.read, "disk": bare.read, "memcpy": bench.memcpy}, repeats)
-    return [
-        byte_row(
-            op,
-            taken["tier"],
-            block_bytes=bench.block_bytes,
-            num_blocks=bench.num_blocks,
-            memcpy_s=taken["memcpy"],
-            disk_s=taken["disk"],
-        )
-        for op, taken in (("ssd-write", writes), ("ssd-read-cold", reads))
-    ]
-
-
 def _put(tier: LowerTier, manifest: Any, blocks: list[Bytes], checksums: tuple[int, ...]) -> None:
     is_done = threading.Event()
     if not tier.put(manifest, blocks, checksums, is_done.set):
         raise TiersBenchmarkError(f"{tier.name} refused a segment")
     if not (is_done.wait(_TIMEOUT_S) and tier.flush(_TIMEOUT_S)):
         raise TiersBenchmarkError(f"{tier.name} did not write a segment within {_TIMEOUT_S:g} s")
+
+
+def mooncake_rows(configuration: Configuration, folder: Path) -> list[dict[str, Any]]:
+    """Puts and gets of whole segments; or the reason why there are none."""
+    master = shutil.which("mooncake_master", path=str(Path(sys.executable).parent))
+    if master is None or importlib.util.find_spec("mooncake") is None:
+        return [_left_out("the extra krul-sglang[mooncake] is not installed")]
+    rows: list[dict[str, Any]] = []
+    for block_bytes in configuration.block_bytes:
+        num_blocks = configuration.num_blocks(block_bytes)
+        try:
+            with _master(master, folder) as address:
+                rows += _of_cluster(configuration, address, block_bytes, num_blocks)
+        except (KrulError, OSError) as error:
+            return [*rows, _left_out(str(error))]
+    return rows
+
+
+def _of_cluster(
+    configuration: Configuration, address: str, block_bytes: int, num_blocks: int
+) -> list[dict[str, Any]]:
+    from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
+    from krul_backend.tiers.mooncake.tier import MooncakeTier
+
+    segment_bytes = block_bytes * num_blocks * (configuration.disk_repeats + 3) + (256 << 20)
+    options = MooncakeOptions(address, segment_bytes=segment_bytes, lookup_timeout_s=5.0)
+    tier = MooncakeTier(options, None)
+    try:
+        bench = TierOperations(tier, block_bytes, num_blocks, before_read=lambda: None)
+        return bench.rows("mooncake-put", "mooncake-get", configuration.disk_repeats)
+    finally:
+        tier.close()
+
+
+def _left_out(reason: str) -> dict[str, Any]:
+    return {"op": "mooncake", "left_out": reason}
+
+
+@contextlib.contextmanager
+def _master(program: str, folder: Path) -> Iterator[str]:
+    """A ``mooncake_master`` on ports of its own; its address."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    with open(folder / "mooncake.log", "ab") as log:
+        process = subprocess.Popen(
+            [program, f"--rpc_port={ports[0]}", f"--metrics_port={ports[1]}"], stdout=log, stderr=log
+        )
+    try:
+        _wait_for(ports[0])
+        yield f"127.0.0.1:{ports[0]}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_for(port: int) -> None:
+    deadline_s = time.monotonic() + _START_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+        except OSError:
+            if time.monotonic() >= deadline_s:
+                raise
+            time.sleep(0.05)
+        else:
+            return

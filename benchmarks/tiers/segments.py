@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.tiers.configuration import TiersBenchmarkError
+from benchmarks.tiers.timing import seconds_of
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 
 PAGE_SIZE = 16
@@ -90,3 +91,27 @@ class Ring:
 def copy_blocks(sources: Sequence[Bytes], targets: Sequence[Bytes]) -> None:
     for source, target in zip(sources, targets, strict=True):
         np.copyto(target, source)
+
+
+class Operations:
+    """What is timed of one kind of storage. Each operation returns its seconds; sources are filled and bytes
+    compared outside."""
+
+    def __init__(self, block_bytes: int, num_blocks: int, ring_bytes: int) -> None:
+        self.model = make_model(num_blocks)
+        self.block_bytes, self.num_blocks = block_bytes, num_blocks
+        self.source = Source(block_bytes, num_blocks)
+        self.ring = Ring(block_bytes, num_blocks, ring_bytes)
+        self._numbers = itertools.count()
+
+    def memcpy(self) -> float:
+        """Of the same blocks."""
+        target = self.ring.take()
+        return seconds_of(lambda: copy_blocks(self.source.blocks, target))
+
+    def next_segment(self) -> tuple[int, SegmentManifest]:
+        """The number and the manifest of another segment, whose blocks are those of ``source`` now."""
+        number = next(self._numbers)
+        self.source.stamp(number)
+        sizes = (self.block_bytes,) * self.num_blocks
+        return number, make_manifest(self.model, number, 0, 1, sizes)

@@ -16,6 +16,9 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 BUNDLED_CONVERSATIONS = _ASSETS / "conversations.json"
 CHATS = _ASSETS / "chats.json"
 
+_Url = Annotated[str, typer.Option(help="Address of the running server, such as http://127.0.0.1:30000.")]
+_ApiKey = Annotated[str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.")]
+
 app = typer.Typer(
     name="krul-sglang",
     cls=OneLineErrors,
@@ -63,13 +66,18 @@ def demo(
             show_default="chats, or those of the bundled model",
         ),
     ] = None,
-    turns: Annotated[int | None, typer.Option(help="Cut each conversation to its first N turns.")] = None,
-    num_conversations: Annotated[int | None, typer.Option(help="Take the first N conversations.")] = None,
+    turns: Annotated[
+        int | None, typer.Option(help="Cut each conversation to its first N turns.", min=1)
+    ] = None,
+    num_conversations: Annotated[
+        int | None, typer.Option(help="Take the first N conversations.", min=1)
+    ] = None,
     device_tokens: Annotated[
         int | None,
         typer.Option(
             help="Tokens in the small device pool.",
             show_default="1.25 x the longest conversation, plus a margin",
+            min=1,
         ),
     ] = None,
     host_memory: Annotated[
@@ -82,8 +90,8 @@ def demo(
             help="One more option of krul's configuration, as --option strategy=subspace. Repeatable.",
         ),
     ] = None,
-    page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.")] = 16,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 24,
+    page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.", min=1)] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 24,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -116,11 +124,6 @@ def demo(
     KV is compressed, or numbers have 16 bits, answers may differ: recall must be that of 'recompute' then,
     up to 2 points less, for conversations that expect something.
     """
-    _check_positive("--turns", turns)
-    _check_positive("--num-conversations", num_conversations)
-    _check_positive("--device-tokens", device_tokens)
-    _check_positive("--page-size", page_size)
-    _check_positive("--max-tokens", max_tokens)
     options = _parse_options(option or [])
 
     from krul_sglang.config import KrulConfig
@@ -136,7 +139,7 @@ def demo(
             raise ConfigError(f"this installation comes without {conversations.name}; give --conversations")
 
     from krul_sglang.demo.conversations import load_conversations
-    from krul_sglang.demo.sizing import load_token_counter, plan_pools
+    from krul_sglang.demo.sizing import load_token_encoder, plan_pools
 
     try:
         model = find_model(SMOLLM2 if model_path is None else model_path, _tell, option="--model-path")
@@ -144,10 +147,10 @@ def demo(
         raise ConfigError(f"{error}; --model-path {BUNDLED} needs no network") from error
     loaded = load_conversations(conversations)
     chosen = loaded.select(num_conversations=num_conversations, turns=turns)
-    count_tokens, context_length = load_token_counter(model)
+    encode, context_length = load_token_encoder(model)
     pools = plan_pools(
         chosen,
-        count_tokens,
+        lambda messages: len(encode(messages)),
         max_tokens=max_tokens,
         page_size=page_size,
         device_tokens=device_tokens,
@@ -202,18 +205,17 @@ def demo(
 
 @app.command()
 def selftest(
-    url: Annotated[str, typer.Option(help="Address of the running server, such as http://127.0.0.1:30000.")],
-    prompt_tokens: Annotated[int, typer.Option(help="Length of the probe prompt.")] = 600,
+    url: _Url,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the probe prompt.", min=1)] = 600,
     min_host_share: Annotated[
         float, typer.Option(help="Least share of the prompt that has to come from host memory.")
     ] = 0.5,
     max_noise_tokens: Annotated[
-        int, typer.Option(help="Most tokens of noise to send; a larger device pool cannot be flushed.")
+        int,
+        typer.Option(help="Most tokens of noise to send; a larger device pool cannot be flushed.", min=1),
     ] = 1_000_000,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for the whole probe.")] = 600.0,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.")
-    ] = None,
+    api_key: _ApiKey = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything measured to FILE.")
     ] = None,
@@ -225,9 +227,7 @@ def selftest(
 
     Exit status: 0 passed, 1 failed, 2 could not be run (no such server, not krul, pool too large).
     """
-    _check_positive("--prompt-tokens", prompt_tokens)
-    _check_positive("--max-noise-tokens", max_noise_tokens)
-    _check_positive("--timeout", timeout_s)
+    _check_timeout(timeout_s)
     if not 0.0 < min_host_share <= 1.0:
         raise ConfigError(f"--min-host-share {min_host_share} is out of range; expected a number in (0, 1]")
     _check_url(url)
@@ -252,7 +252,7 @@ def selftest(
 
 @app.command()
 def trace(
-    url: Annotated[str, typer.Option(help="Address of the running server, such as http://127.0.0.1:30000.")],
+    url: _Url,
     output: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a Chrome trace to FILE, for ui.perfetto.dev."),
@@ -266,9 +266,7 @@ def trace(
         typer.Option(help="Which restore --gantt draws, as numbered in the table.", show_default="the last"),
     ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for the answer.")] = 30.0,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.")
-    ] = None,
+    api_key: _ApiKey = None,
 ) -> None:
     """Show how the last restores of a running server went, layer by layer.
 
@@ -277,7 +275,7 @@ def trace(
 
     Exit status: 0, or 2 if there is nothing to show (no such server, not krul, no restore yet).
     """
-    _check_positive("--timeout", timeout_s)
+    _check_timeout(timeout_s)
     _check_url(url)
     _check_writable("--output", output)
     _check_drawable("--gantt", gantt)
@@ -368,9 +366,9 @@ def _tell(line: str) -> None:
     typer.echo(line, err=True)
 
 
-def _check_positive(option: str, value: float | None) -> None:
-    if value is not None and not value > 0:
-        raise ConfigError(f"{option} {value} is not possible; expected a number greater than 0")
+def _check_timeout(seconds: float) -> None:
+    if not seconds > 0:
+        raise ConfigError(f"--timeout {seconds} is not possible; expected a number greater than 0")
 
 
 def _parse_options(options: list[str]) -> dict[str, str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import orjson
 
 from krul_backend.errors import ConfigError
@@ -14,9 +15,8 @@ from krul_backend.errors import ConfigError
 Message = dict[str, str]
 """One message of the OpenAI chat format: ``role`` and ``content``."""
 
-_USER_ROLES = frozenset({"human", "user"})
-_ASSISTANT_ROLES = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard"})
-_SYSTEM_ROLES = frozenset({"system"})
+_USER_ROLES = ("human", "user")
+_ASSISTANT_ROLES = ("gpt", "assistant", "chatgpt", "bing", "bard")
 _ROLES = "human, user, gpt, assistant or system"
 
 
@@ -106,7 +106,7 @@ def _parse_entries(path: Path, raw: bytes) -> list[Any]:
     if isinstance(document, dict) and ("conversations" in document or "messages" in document):
         return [document]
     if not isinstance(document, list):
-        raise ConversationError(f"{path}: expected a list of entries, got {_describe(document)}")
+        raise ConversationError(f"{path}: expected a list of entries, got one value of another kind")
     return document
 
 
@@ -123,60 +123,46 @@ def _parse_lines(path: Path, raw: bytes) -> list[Any]:
 
 def _parse_conversation(path: Path, index: int, entry: Any) -> Conversation:
     where = f"{path}: entry {index}"
-    if not isinstance(entry, dict):
-        raise ConversationError(f"{where}: expected an object, got {_describe(entry)}")
-    if "conversations" in entry:
-        messages, role_key, text_key = entry["conversations"], "from", "value"
-    elif "messages" in entry:
-        messages, role_key, text_key = entry["messages"], "role", "content"
-    else:
+    try:
+        parsed = msgspec.convert(entry, _Entry)
+    except msgspec.ValidationError as error:
+        raise ConversationError(f"{where}: {error}") from None
+    messages = parsed.messages if parsed.conversations is None else parsed.conversations
+    if messages is None:
         raise ConversationError(f"{where}: expected a key 'conversations' or 'messages', got {sorted(entry)}")
-    if not isinstance(messages, list):
-        raise ConversationError(f"{where}: expected a list of turns, got {_describe(messages)}")
-    system: str | None = None
-    turns: list[UserTurn] = []
     for number, message in enumerate(messages):
-        role, text = _parse_message(f"{where}, turn {number}", message, role_key, text_key)
-        if role in _USER_ROLES:
-            turns.append(_parse_user_turn(f"{where}, turn {number}", message, text))
-        elif role in _SYSTEM_ROLES:
-            if number != 0:
-                raise ConversationError(f"{where}, turn {number}: a system turn is expected only as turn 0")
-            system = text
-        elif role not in _ASSISTANT_ROLES:
-            raise ConversationError(
-                f"{where}, turn {number}: expected {role_key!r} to be {_ROLES}, got {role!r}"
-            )
-    conversation_id = entry.get("id", index)
-    if not isinstance(conversation_id, str | int):
-        raise ConversationError(f"{where}: expected 'id' to be a string, got {_describe(conversation_id)}")
-    return Conversation(str(conversation_id), tuple(turns), system)
+        if message.role not in (*_USER_ROLES, *_ASSISTANT_ROLES, "system"):
+            raise ConversationError(f"{where}, turn {number}: expected {_ROLES}, got {message.role!r}")
+        if message.role == "system" and number:
+            raise ConversationError(f"{where}, turn {number}: a system turn is expected only as turn 0")
+    return Conversation(
+        str(index if parsed.id is msgspec.UNSET else parsed.id),
+        tuple(
+            UserTurn(message.content, message.expected, message.kind)
+            for message in messages
+            if message.role in _USER_ROLES
+        ),
+        next((message.content for message in messages if message.role == "system"), None),
+    )
 
 
-def _parse_message(where: str, message: Any, role_key: str, text_key: str) -> tuple[str, str]:
-    if not isinstance(message, dict):
-        raise ConversationError(f"{where}: expected an object, got {_describe(message)}")
-    for key in (role_key, text_key):
-        if key not in message:
-            raise ConversationError(f"{where}: expected a key {key!r}, got {sorted(message)}")
-        if not isinstance(message[key], str):
-            raise ConversationError(
-                f"{where}: expected {key!r} to be a string, got {_describe(message[key])}"
-            )
-    return message[role_key], message[text_key]
+class _Message(msgspec.Struct, kw_only=True):
+    """A message in OpenAI's style."""
+
+    role: str
+    content: str
+    expected: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    kind: str | None = None
 
 
-def _parse_user_turn(where: str, message: dict[str, Any], text: str) -> UserTurn:
-    for key in ("expected", "kind"):
-        value = message.get(key)
-        if value is not None and not isinstance(value, str):
-            raise ConversationError(f"{where}: expected {key!r} to be a string, got {_describe(value)}")
-    expected = message.get("expected")
-    if expected == "":
-        raise ConversationError(f"{where}: expected a non-empty 'expected': every answer contains ''")
-    return UserTurn(text, expected, message.get("kind"))
+class _ShareGptMessage(_Message, kw_only=True, rename={"role": "from", "content": "value"}):
+    """The same in ShareGPT's."""
+
+    role: str
+    content: str
 
 
-def _describe(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+class _Entry(msgspec.Struct):
+    id: str | int | msgspec.UnsetType = msgspec.UNSET
+    conversations: list[_ShareGptMessage] | None = None
+    messages: list[_Message] | None = None

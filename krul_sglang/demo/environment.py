@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+
+def about_run(packages: Sequence[str]) -> dict[str, Any]:
+    """What a result says of the run that measured it: revision, versions, machine and command line."""
+    return {
+        "git_revision": git_revision(),
+        "versions": versions(packages),
+        "machine": machine(),
+        "command": without_cwd(shlex.join(sys.orig_argv)),
+    }
 
 
 def versions(packages: Sequence[str] = ("torch", "sglang")) -> dict[str, str]:

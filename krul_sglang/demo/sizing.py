@@ -99,18 +99,12 @@ def conversation_tokens(conversation: Conversation, count_tokens: CountTokens, *
     return count_tokens(conversation.messages(num_turns, no_answers)) + num_turns * max_tokens
 
 
-def load_token_counter(model_path: str) -> tuple[CountTokens, int | None]:
-    """The model's own tokenizer and chat template as a counter, and the model's context length if it has one.
+def load_token_encoder(model_path: str) -> tuple[EncodeMessages, int | None]:
+    """The model's own tokenizer and chat template, and the model's context length if it has one.
 
     Raises:
         SizingError: no tokenizer or no chat template can be loaded.
     """
-    encode, context_length = load_token_encoder(model_path)
-    return lambda messages: len(encode(messages)), context_length
-
-
-def load_token_encoder(model_path: str) -> tuple[EncodeMessages, int | None]:
-    """Like ``load_token_counter``, with the token ids of the prompt instead of their number."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:

@@ -102,7 +102,7 @@ def capture_attention(model: Any, ids: Sequence[int]) -> CapturedAttention:
     """Run one forward over ``ids`` without a cache, and capture its attention."""
     captured = CapturedAttention()
     with observed_attention(model, captured.take):
-        model(torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=1)
+        model(torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)
     return captured
 
 
@@ -149,9 +149,7 @@ class TextReader:
 
     def read_history(self, ids: Sequence[int]) -> History:
         """The KV of a text as a server's pool would hold it, and the attention that its tokens draw."""
-        captured = CapturedAttention()
-        with torch.no_grad(), observed_attention(self._model, captured.take):
-            self._model(self._batch(ids), use_cache=False, logits_to_keep=1)
+        captured = capture_attention(self._model, ids)
         rows = captured.rows(sample_positions(0, len(ids), self._query_rows))
         attention = attention_drawn(rows, captured.read_keys, 0, len(ids))
         return History([pooled(kv) for kv in captured.layers], attention)

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import orjson
 import psutil
 import xxhash
@@ -34,6 +35,7 @@ _BESIDE_THE_POINT = frozenset(
 """Files of a model's folder that change no KV of given token ids."""
 
 _HASHED_AT_ONCE = 4
+_HashEntry = Annotated[list[Any], msgspec.Meta(min_length=4, max_length=4)]
 _YOUNGEST_REMEMBERED_S = 2.0
 
 
@@ -166,12 +168,9 @@ def _hash_of(file: Path, known: Mapping[str, list[Any]], loaded_s: float) -> lis
 def _read_hashes(path: Path) -> dict[str, list[Any]]:
     """What ``_write_hashes`` wrote; empty if the file is missing or damaged."""
     try:
-        content = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, _HashEntry])
+    except (OSError, msgspec.MsgspecError):
         return {}
-    if not isinstance(content, dict):
-        return {}
-    return {name: entry for name, entry in content.items() if isinstance(entry, list) and len(entry) == 4}
 
 
 def _write_hashes(path: Path, entries: Mapping[str, list[Any]]) -> None:

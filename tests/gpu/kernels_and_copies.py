@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.restore.__main__ import run as run_benchmark
 from benchmarks.restore.configuration import Configuration, TierSpec
-from benchmarks.restore.run import run as run_benchmark
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.restore import GroupTarget, can_fuse, group_tail, restore_layer, write_tails

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.restore.__main__ import run as run_benchmark
 from benchmarks.restore.configuration import Configuration, TierSpec
-from benchmarks.restore.run import run as run_benchmark
 from tests.gpu.stage import Setting, Stage
 
 _SERVER_TESTS = ("test_lossless.py", "test_restoring.py", "test_serving.py", "test_tiers_serving.py")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.restore.__main__ import run
 from benchmarks.restore.configuration import Configuration, TierSpec
-from benchmarks.restore.methods import METHODS
-from benchmarks.restore.run import run
+from benchmarks.restore.setting import METHODS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the load stream needs a CUDA device")
 

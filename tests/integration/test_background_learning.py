@@ -28,12 +28,13 @@ from krul_sglang.learning.background import (
 )
 from krul_sglang.learning.bases import LearningError
 from krul_sglang.learning.command import (
+    cut_pieces,
     ensure_bases,
     learn_to_files,
     memory_of_learning,
+    own_texts,
     relearn_bases,
 )
-from krul_sglang.learning.texts import cut_pieces, own_texts
 from krul_sglang.models.checkpoint import Checkpoint, bases_path
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (

@@ -23,7 +23,7 @@ from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.loading import LayerWiseLoader
 from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, TurnOffloader
-from krul_sglang.engine.save.strategy_choice import Decision, StrategyChooser
+from krul_sglang.engine.save.strategy_choice import Decision
 from krul_sglang.engine.save.turn import StoredPath, Turn
 from tests.support.codec_builders import rotary_table
 from tests.support.engine_builders import PATIENCE_S, TensorPool, make_load, make_store
@@ -237,7 +237,7 @@ class BudgetedServer:
             self.model,
             self.pool,
             self.codec,
-            StrategyChooser(decision),
+            decision,
             max_pending_tokens=NUM_SLOTS,
             max_layer_bytes=max_layer_bytes,
         )

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.restore.loader import LayerLoader
-from benchmarks.restore.methods import strategies
-from benchmarks.restore.model import Decoder
-from benchmarks.restore.pool import KVPool, scattered_slots
-from benchmarks.restore.restorer import Restorer, Turn
-from benchmarks.restore.shapes import ModelShape
+from benchmarks.restore.model import Decoder, KVPool, ModelShape, scattered_slots
+from benchmarks.restore.restorer import LayerLoader, Restorer, Turn
+from benchmarks.restore.setting import strategies
 from benchmarks.restore.stored import StoredConversation, segment_ends, store
 from benchmarks.restore.tiers import DramTier
 from krul_backend.codec.layout import LayerKV

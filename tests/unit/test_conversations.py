@@ -81,19 +81,22 @@ def test_messages_hold_the_given_answers_and_not_those_of_the_file(tmp_path: Pat
     [
         ("not json", r": not JSON: "),
         ('{"messages": []}\n{oops}', r": line 2 is not JSON: "),
-        ({"items": []}, r": expected a list of entries, got an object"),
-        ([7], r": entry 0: expected an object, got a number"),
+        ({"items": []}, r": expected a list of entries"),
+        ([7], r": entry 0: Expected `object`, got `int`"),
         ([SHAREGPT, {"id": "x"}], r": entry 1: expected a key 'conversations' or 'messages', got \['id'\]"),
-        ([{"messages": "hi"}], r": entry 0: expected a list of turns, got a string"),
-        ([{"messages": [None]}], r": entry 0, turn 0: expected an object, got null"),
-        ([{"messages": [{"role": "user"}]}], r": entry 0, turn 0: expected a key 'content', got \['role'\]"),
+        ([{"messages": "hi"}], r": entry 0: Expected `array.*`, got `str` - at `\$\.messages`"),
+        ([{"messages": [None]}], r": entry 0: Expected `object`, got `null` - at `\$\.messages\[0\]`"),
+        (
+            [{"messages": [{"role": "user"}]}],
+            r": entry 0: .* missing required field `content` - at `\$\.messages\[0\]`",
+        ),
         (
             [{"conversations": [{"from": "human", "value": 3}]}],
-            r": entry 0, turn 0: expected 'value' to be a string, got a number",
+            r": entry 0: Expected `str`, got `int` - at `\$\.conversations\[0\]\.value`",
         ),
         (
             [{"conversations": [{"from": "robot", "value": "x"}]}],
-            r": entry 0, turn 0: expected 'from' to be human, user, gpt, assistant or system, got 'robot'",
+            r": entry 0, turn 0: expected human, user, gpt, assistant or system, got 'robot'",
         ),
         (
             [
@@ -108,13 +111,13 @@ def test_messages_hold_the_given_answers_and_not_those_of_the_file(tmp_path: Pat
         ),
         (
             [{"messages": [{"role": "user", "content": "a", "expected": 5}]}],
-            r": entry 0, turn 0: expected 'expected' to be a string, got a number",
+            r": entry 0: Expected `str.*`, got `int` - at `\$\.messages\[0\]\.expected`",
         ),
         (
             [{"messages": [{"role": "user", "content": "a", "expected": ""}]}],
-            r"expected a non-empty 'expected'",
+            r": entry 0: Expected `str` of length >= 1 - at `\$\.messages\[0\]\.expected`",
         ),
-        ([{**SHAREGPT, "id": None}], r": entry 0: expected 'id' to be a string, got null"),
+        ([{**SHAREGPT, "id": None}], r": entry 0: Expected `.*str.*`, got `null` - at `\$\.id`"),
         ([SHAREGPT, SHAREGPT], r": two entries have the id 'ada'"),
         ([], r": no entry has a user turn; got 0 entries"),
     ],

@@ -37,7 +37,7 @@ from tests.support.strict_device import DEVICES, StrictDevice, check_device, mak
 TOKEN_BYTES = NUM_LAYERS * 2 * 2 * 16 * 4  # layers x (K, V) x heads x channels x float32
 
 
-class FixedChooser:
+class FixedDecision:
     """Chooses one strategy for every turn, and remembers for which it was asked."""
 
     def __init__(self, codec: SegmentCodec, strategy: Strategy) -> None:
@@ -45,7 +45,7 @@ class FixedChooser:
         self.strategy = strategy
         self.asked: list[Turn | None] = []
 
-    def choose(self, turn: Turn | None, missing: Sequence[range]) -> LayerEncoding:
+    def decide(self, turn: Turn | None, missing: Sequence[range]) -> LayerEncoding:
         self.asked.append(turn)
         return LayerEncoding(self.codec, self.strategy, (None,) * len(missing))
 
@@ -78,13 +78,13 @@ class Bench:
         device.lock_pages(self.store.host.buffer)
         self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
         self.codec = SegmentCodec(self.pool.shape, NUM_LAYERS, rotary=None)
-        self.chooser = FixedChooser(self.codec, Strategy.from_pairs(NUM_LAYERS))
+        self.decision = FixedDecision(self.codec, Strategy.from_pairs(NUM_LAYERS))
         self.offloader = TurnOffloader(
             self.store,
             ServedModel(self.model),
             self.pool,
             self.codec,
-            self.chooser,
+            self.decision,
             max_pending_tokens=max_pending_tokens,
             max_layer_bytes=max_layer_bytes,
         )
@@ -174,7 +174,7 @@ def test_a_stray_write_before_the_commit_is_a_miss(bench: Bench, monkeypatch: py
 def test_compressed_rows_come_back_as_the_codec_decodes_them(bench: Bench, strategy: Strategy) -> None:
     """Over two segments, from the middle of the first one on: what a direct round trip gives, bit for bit."""
     whole = bench.turn("a", 10)
-    bench.chooser.strategy = strategy
+    bench.decision.strategy = strategy
     assert bench.store_turn(Turn(whole.page_keys[:6], whole.token_ids[:24], whole.slots[:24], []))
     assert bench.store_turn(whole)
     expected = [decoded(bench, strategy, whole.slots[start:end], start) for start, end in ((0, 24), (24, 40))]
@@ -203,7 +203,7 @@ def decoded(bench: Bench, strategy: Strategy, slots: torch.Tensor, start: int) -
     return [decoder.decode(layer, blocks, 0, len(slots)) for layer in range(NUM_LAYERS)]
 
 
-def test_every_turn_is_put_to_the_chooser_and_gives_its_capture_back(bench: Bench) -> None:
+def test_every_turn_is_put_to_the_decision_and_gives_its_capture_back(bench: Bench) -> None:
     captured = [FakeCapturedTurn() for _ in range(4)]
     turns = [
         dataclasses.replace(bench.turn(name, num_pages), attention=of_turn)
@@ -217,7 +217,7 @@ def test_every_turn_is_put_to_the_chooser_and_gives_its_capture_back(bench: Benc
     completed = [bench.offloader.pop_completed() for _ in turns]
     assert completed == [True, False, False, False]
     # Without room a rank takes part in the choice with nothing.
-    assert bench.chooser.asked == [turns[0], None, None, turns[3]]
+    assert bench.decision.asked == [turns[0], None, None, turns[3]]
     assert [of_turn.releases for of_turn in captured] == [1, 1, 1, 1]
 
 
@@ -232,7 +232,7 @@ def test_a_rank_whose_store_cannot_answer_still_takes_part_in_the_choice(
         monkeypatch.setattr(bench.store, "find_missing", fail)
     bench.offloader.wait()
     assert not bench.offloader.pop_completed()
-    assert bench.chooser.asked == [None]
+    assert bench.decision.asked == [None]
     assert bench.offloader.counters.failed_turns == 1
 
 

@@ -16,8 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from benchmarks.estimator import summarize
-from benchmarks.estimator_accuracy import closest_pairs
+from benchmarks.estimator import closest_pairs, summarize
 from krul_backend.attention.rows import attention_rows
 from krul_sglang.learning.reader import CapturedAttention, capture_attention, observed_attention
 

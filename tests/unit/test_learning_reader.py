@@ -29,8 +29,8 @@ from krul_sglang.learning.bases import (
     learn_bases,
     learning_num_bytes,
 )
+from krul_sglang.learning.command import cut_pieces, own_texts, read_texts
 from krul_sglang.learning.reader import TextReader, dynamic_cache
-from krul_sglang.learning.texts import cut_pieces, own_texts, read_texts
 from tests.support.tiny_model import build_tiny_model, random_llama
 
 NUM_LAYERS = 3

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from krul_backend.codec.layout import LayerShape
-from krul_sglang.engine.attach.model_identity import identify_model, weights_digest
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.common.served_model import ServedModel, identify_model, weights_digest
 from krul_sglang.models.checkpoint import HASHES_FILE
 from tests.support.engine_builders import Meeting
 

@@ -8,8 +8,7 @@ from dataclasses import fields
 import pytest
 
 from benchmarks.pages import RESULTS, ROOT
-from benchmarks.pages.__main__ import MEASURED, README, pages, render
-from benchmarks.pages.configuration import PAGE, default_text
+from benchmarks.pages.__main__ import CONFIGURATION, MEASURED, README, default_text, pages, render
 from krul_sglang.config import KrulConfig
 
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
@@ -17,7 +16,7 @@ LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
 def test_every_page_is_what_would_be_written() -> None:
     made = pages()
-    assert {README, MEASURED, PAGE} < set(made)
+    assert {README, MEASURED, CONFIGURATION} < set(made)
     for path, text in made.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python -m benchmarks.pages"
 

@@ -143,7 +143,6 @@ def test_fixed_shares_neighbours_around_the_middle(layer_ratio: float, pairs: tu
 def test_random_pairs_depend_on_the_conversation_and_on_nothing_else() -> None:
     strategies = [RandomSelector(0.5).select(SeededEvidence(16, conversation_seed=n)) for n in range(50)]
     assert strategies[3] == RandomSelector(0.5).select(SeededEvidence(16, conversation_seed=3))
-    assert RandomSelector(0.5, seed=1).select(SeededEvidence(16, conversation_seed=3)) != strategies[3]
     assert all(len(strategy.pairs) == 4 for strategy in strategies)
     assert len({strategy.pairs for strategy in strategies}) > 45
     shared = {layer for strategy in strategies for pair in strategy.pairs for layer in pair}

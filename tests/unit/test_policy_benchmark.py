@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import orjson
 import pytest
 
+from benchmarks.policy.__main__ import REFERENCE, Configuration, make_policies, run, summarize
 from benchmarks.policy.policies import S3FifoPolicy
 from benchmarks.policy.replay import Replay
-from benchmarks.policy.run import REFERENCE, Configuration, make_policies, run, summarize
-from benchmarks.policy.traces import PAGE_TOKENS, Request, TraceError, read_sessions, synthetic_sessions
-from benchmarks.policy.workload import Conversation, Cost, Future, Turn, Workload, make_workload
+from benchmarks.policy.workload import (
+    PAGE_TOKENS,
+    Conversation,
+    Cost,
+    Future,
+    Request,
+    Session,
+    TraceError,
+    Turn,
+    Workload,
+    make_workload,
+    read_sessions,
+)
 
 PAGE_BYTES = 8192
 COST = Cost(token_s=1.0, position_s=0.0)
+
+
+def synthetic_sessions(count: int) -> list[Session]:
+    """Made-up sessions: prompts that grow by a few pages, short pauses and now and then a long one."""
+    chance = random.Random(0)
+    sessions = []
+    for _ in range(count):
+        num_pages = chance.randint(5, 60)
+        requests = []
+        for number in range(chance.randint(2, 20)):
+            is_long = chance.random() < 0.2
+            pause_s = chance.expovariate(1 / 600 if is_long else 1 / 10) if number else 0.0
+            requests.append(Request(pause_s, chance.uniform(1, 20), tuple(range(1, num_pages + 1))))
+            num_pages += chance.randint(0, 8)
+        sessions.append(tuple(requests))
+    return sessions
 
 
 def turns_of(*lookups: tuple[int, float, int]) -> Workload:

@@ -13,13 +13,19 @@ from hypothesis import strategies as st
 
 from benchmarks.quality.configuration import Configuration, Suite, Turns
 from benchmarks.quality.conversation import BenchmarkError, Samples, compared, segment_bounds
-from benchmarks.quality.eviction import (
+from benchmarks.quality.methods import (
+    Compression,
+    Eviction,
+    Method,
+    Stored,
+    StoreTurn,
+    Turn,
     accumulated_attention,
+    all_methods,
     num_kept_tokens,
     stored_bytes,
     visible_tokens,
 )
-from benchmarks.quality.methods import Compression, Eviction, Method, Stored, StoreTurn, Turn, all_methods
 from benchmarks.quality.model import HistoryModel, token_slice
 from benchmarks.quality.protocol import Outcome, Played, Protocol
 from benchmarks.quality.result import interval, row, summarize

@@ -20,10 +20,9 @@ from benchmarks.quality.agent import (
     threads,
     turn_ends,
 )
-from benchmarks.quality.chat import chat_turns
 from benchmarks.quality.chat_recall import ChatRecall, chat_recall_conversations
 from benchmarks.quality.configuration import Configuration, Suite
-from benchmarks.quality.conversation import BenchmarkError
+from benchmarks.quality.conversation import BenchmarkError, chat_turns
 from benchmarks.quality.model import HistoryModel, token_slice
 from benchmarks.quality.teacher_forced import text_conversations
 from krul_sglang.learning.reader import pooled

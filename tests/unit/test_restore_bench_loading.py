@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.restore import tiers
 from benchmarks.restore.configuration import RestoreBenchmarkError, TierSpec
-from benchmarks.restore.pool import KVPool
+from benchmarks.restore.model import KVPool
 from benchmarks.restore.stored import segment_ends
 from benchmarks.restore.tiers import DamagedPartError, DramTier, Link, SsdTier, Tier
 from krul_backend.device import Device

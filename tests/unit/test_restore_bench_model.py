@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.restore.model import Decoder
-from benchmarks.restore.pool import scattered_slots
+from benchmarks.restore.model import Decoder, scattered_slots
 from tests.support.restore_bench_builders import HISTORY_TOKENS, PAGE_SIZE, SHAPE, Bench, bench
 
 

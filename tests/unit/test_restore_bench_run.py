@@ -8,24 +8,30 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import orjson
 import pytest
 import torch
 
 from benchmarks.figures.restore import draw
 from benchmarks.pages.tables import restore_table
-from benchmarks.restore.checks import Checks, relative_error
+from benchmarks.restore.__main__ import run
 from benchmarks.restore.configuration import (
     Configuration,
     RestoreBenchmarkError,
     TierSpec,
     WrongRestoreError,
 )
-from benchmarks.restore.methods import METHODS
 from benchmarks.restore.restorer import Measured
-from benchmarks.restore.result import median_sample, row, spread
 from benchmarks.restore.rows import longest, settings, summarize, tier_name
-from benchmarks.restore.run import run
-from benchmarks.restore.setting import restore_problem
+from benchmarks.restore.setting import (
+    METHODS,
+    Checks,
+    median_sample,
+    relative_error,
+    restore_problem,
+    row,
+    spread,
+)
 from benchmarks.simulate.pipeline import simulate
 from krul_backend.planner.interface import ComputeCost, RestoreCosts, RestorePlan, TierCost
 from krul_backend.planner.planners import make_planner
@@ -222,7 +228,7 @@ def test_a_summary_has_the_same_table_and_no_samples(result: dict[str, Any]) -> 
 
 def test_figures_are_drawn_of_what_was_measured(result: dict[str, Any], tmp_path: Path) -> None:
     write_summary(summarize(result), tmp_path / "result.json")
-    draw(tmp_path / "result.json", tmp_path / "figures")
+    draw(orjson.loads((tmp_path / "result.json").read_bytes()), tmp_path / "figures")
     drawn = {path.name: plt.imread(path) for path in (tmp_path / "figures").iterdir()}
     # two lengths are too few for the figure against the length
     assert set(drawn) == {"restore-ttft.png", "restore-timeline.png"}

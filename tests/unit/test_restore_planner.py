@@ -10,13 +10,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulate import hardware
+from benchmarks.simulate.__main__ import HISTORY_TOKENS, NEW_TOKENS
+from benchmarks.simulate.__main__ import make_problem as simulated_problem
 from benchmarks.simulate.codecs import make_codecs
-from benchmarks.simulate.oracle.dual import DualTables, make_levels
-from benchmarks.simulate.oracle.layer_counts import best_layer_counts
+from benchmarks.simulate.oracle.dual import DualTables, best_layer_counts, make_levels
 from benchmarks.simulate.oracle.optimal import OptimalPlanner
 from benchmarks.simulate.pipeline import simulate
-from benchmarks.simulate.run import HISTORY_TOKENS, NEW_TOKENS
-from benchmarks.simulate.run import make_problem as simulated_problem
 from krul_backend.errors import RestoreError
 from krul_backend.planner.interface import (
     ComputeCost,

@@ -213,12 +213,12 @@ def test_updates_before_the_pool_was_emptied_share_one_name(make_rank: Any) -> N
 def test_turns_stay_native_when_the_bases_are_of_other_weights(make_rank: Any) -> None:
     rank = make_rank(strategy="subspace")
     turn = Turn(keys_of("a"), np.arange(NUM_TOKENS, dtype=np.int32), torch.arange(NUM_TOKENS), (), Recorded())
-    chooser = rank.linker._chooser
-    assert chooser.choose(turn, [range(NUM_PAGES)]).stored_as == LayerGroups((2, 3), "rans")
+    decision = rank.linker._decision
+    assert decision.decide(turn, [range(NUM_PAGES)]).stored_as == LayerGroups((2, 3), "rans")
     assert rank.linker.wants_probe()
     rank.linker.begin_weights_change()
     rank.linker.end_weights_change(is_pool_empty=True)
-    assert chooser.choose(turn, [range(NUM_PAGES)]).stored_as == Strategy.from_pairs(NUM_LAYERS)
+    assert decision.decide(turn, [range(NUM_PAGES)]).stored_as == Strategy.from_pairs(NUM_LAYERS)
     assert not rank.linker.wants_probe(), "a probe would teach the bases about other weights"
 
 

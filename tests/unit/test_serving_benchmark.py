@@ -15,9 +15,9 @@ from typing import Any
 import orjson
 import pytest
 
-from benchmarks.figures.serving import draw
-from benchmarks.multiturn.__main__ import SPARSE
-from benchmarks.multiturn.rows import summarize as summarize_multiturn
+from benchmarks.figures.charts import draw_serving
+from benchmarks.multiturn import SPARSE
+from benchmarks.multiturn import summarize as summarize_multiturn
 from benchmarks.pages.serving import (
     MULTITURN_RESULT,
     SERVING_RESULTS,
@@ -511,7 +511,7 @@ def test_pages_and_figure_are_made_of_the_summary_alone(tmp_path: Path) -> None:
     summary = serving_summary({SERVING_RESULTS[0]: read})
     assert "| native | 1200 ms | 2.50 (2.50-2.50) | 1000 ms | 100% |" in summary
     assert serving_table({}) == serving_summary({}) == ""
-    draw(read, tmp_path / "out.png")
+    draw_serving(read, tmp_path / "out.png")
     assert (tmp_path / "out.png").stat().st_size > 1000
 
 
@@ -571,7 +571,7 @@ def test_what_is_kept_of_many_servers_is_small_and_enough_for_page_and_figure(tm
     assert "host memory for 25% of them as native KV, an SSD for 50% of them" in table
     cells = "| 0% | dram 12.0 ssd 24.0 | 52 MiB, 3 MiB | 100% |"
     assert table.count(cells) == len(SPARSE.krul_servers) == 8
-    draw(read, tmp_path / "out.png")
+    draw_serving(read, tmp_path / "out.png")
     assert (tmp_path / "out.png").stat().st_size > 1000
 
 

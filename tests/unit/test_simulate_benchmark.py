@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import simulate as figure
+from benchmarks.figures.charts import draw_simulate
 from benchmarks.simulate import summary
+from benchmarks.simulate.__main__ import make_problem, winner
 from benchmarks.simulate.codecs import decode_token_s, last_use, layer_token_bytes, make_codecs
 from benchmarks.simulate.hardware import (
     A100,
@@ -18,7 +19,6 @@ from benchmarks.simulate.hardware import (
     restore_costs,
 )
 from benchmarks.simulate.pipeline import simulate
-from benchmarks.simulate.run import make_problem, winner
 from krul_backend.planner.planners import make_planner
 
 CODECS = {codec.name: codec for codec in make_codecs(32)}
@@ -102,7 +102,7 @@ def test_the_figure_has_a_panel_per_model_and_codec(tmp_path: Path) -> None:
         }
         for model in ("one", "two")
     ]
-    figure.draw({"map": panels}, tmp_path / "figures" / "map.png")
+    draw_simulate({"map": panels}, tmp_path / "figures" / "map.png")
     assert (tmp_path / "figures" / "map.png").read_bytes().startswith(b"\x89PNG")
 
 

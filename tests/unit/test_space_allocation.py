@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_engine_copies import NUM_LAYERS, PAGE_SIZE, FixedChooser, make_pool
+from test_engine_copies import NUM_LAYERS, PAGE_SIZE, FixedDecision, make_pool
 
 from krul_backend.codec.parameters import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
@@ -63,14 +63,14 @@ class AllocatingBench:
         self.codec = SegmentCodec(
             self.pool.shape, NUM_LAYERS, rotary=None, options=CodecOptions(group_size=GROUP)
         )
-        self.chooser: Any = FixedChooser(self.codec, NATIVE)
+        self.decision: Any = FixedDecision(self.codec, NATIVE)
         self.allocation = FixedAllocation()
         self.offloader = TurnOffloader(
             self.store,
             ServedModel(self.model),
             self.pool,
             self.codec,
-            self.chooser,
+            self.decision,
             max_pending_tokens=64,
             allocation=self.allocation if has_allocation else None,
         )
@@ -143,7 +143,7 @@ def bench() -> Iterator[AllocatingBench]:
 
 @pytest.mark.parametrize("strategy", [NATIVE, PAIRED])
 def test_heads_are_neither_stored_nor_missing(bench: AllocatingBench, strategy: Strategy) -> None:
-    bench.chooser.strategy = strategy
+    bench.decision.strategy = strategy
     turn = bench.turn(10)
     assert bench.store_turn(turn, (40, 24, 12))
     # Layer 2 is decoded from layer 0 where they are a pair.
@@ -189,7 +189,7 @@ def test_earlier_turns_are_trimmed_when_a_later_one_is_stored(bench: AllocatingB
 def test_trimming_later_leaves_what_storing_less_would_have(
     bench: AllocatingBench, strategy: Strategy, heads: tuple[int, int, int]
 ) -> None:
-    bench.chooser.strategy = strategy
+    bench.decision.strategy = strategy
     turns = [bench.turn(6), bench.turn(10)]
     for turn in turns:
         assert bench.store_turn(turn, heads)
@@ -222,7 +222,7 @@ def test_shorter_heads_bring_nothing_back_and_drop_nothing(bench: AllocatingBenc
 
 def test_an_allocation_is_told_what_a_token_takes(bench: AllocatingBench) -> None:
     assert bench.store_turn(bench.turn(6), None)
-    bench.chooser.strategy = PAIRED
+    bench.decision.strategy = PAIRED
     assert bench.store_turn(bench.turn(10), None)
     (num_native, native), (num_paired, paired) = bench.allocation.asked
     assert (num_native, native.stored_as, native.last_use) == (24, NATIVE, (0, 1, 2))
@@ -251,7 +251,7 @@ def test_an_allocation_that_keeps_everything_changes_no_byte() -> None:
     blocks = []
     for has_allocation in (False, True):
         bench = AllocatingBench(has_allocation=has_allocation)
-        bench.chooser.strategy = PAIRED
+        bench.decision.strategy = PAIRED
         for turn in (bench.turn(6), bench.turn(10)):
             assert bench.store_turn(turn, None)
         slices = bench.slices(bench.turn(10))

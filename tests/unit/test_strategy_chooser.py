@@ -18,7 +18,6 @@ from krul_sglang.engine.save.strategy_choice import (
     ChoiceCounters,
     ConversationStatistics,
     SelectorDecision,
-    StrategyChooser,
 )
 from krul_sglang.engine.save.turn import Turn
 from krul_sglang.engine.save.turn_encoding import LayerEncoding
@@ -74,18 +73,17 @@ def choose(*attentions: tuple[int, CapturedTurn | None]) -> list[AttentionStatis
     """What the selector saw of turns of one conversation: tokens stored, and what was captured."""
     selector = Remember()
     pool: Any = Pool()
-    chooser = StrategyChooser(SelectorDecision(selector, CODEC, pool, RankAgreement(None, 1), num_heads=2))
+    decision = SelectorDecision(selector, CODEC, pool, RankAgreement(None, 1), num_heads=2)
     for num_tokens, attention in attentions:
         keys = [f"page {page}" for page in range(num_tokens // 8)]
         slots = 31 - torch.arange(num_tokens)
         turn = Turn(keys, np.zeros(num_tokens, dtype=np.int32), slots, (), attention)
-        encoding = chooser.choose(turn, [range(1), range(2, 3)])
+        encoding = decision.decide(turn, [range(1), range(2, 3)])
         assert isinstance(encoding, LayerEncoding)
         assert (encoding.stored_as, encoding.damages) == (SHARED, (None, None))
         assert encoding.layer_token_bytes == CODEC.layer_token_bytes(SHARED)
         # The last layer is decoded from the block of the first one, too.
         assert encoding.last_use == (2, 1, 2)
-    assert chooser.counters.as_dict()["pairs"] == {"0-2": len(attentions)}
     return selector.seen
 
 

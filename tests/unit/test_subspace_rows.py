@@ -8,8 +8,7 @@ import orjson
 import pytest
 import torch
 
-from benchmarks.quality.methods import Turn
-from benchmarks.quality.subspace import FIXED_WIDTH_LIMIT, LIMITS, Subspace, subspace_methods
+from benchmarks.quality.methods import FIXED_WIDTH_LIMIT, LIMITS, Subspace, Turn, subspace_methods
 from krul_backend.attention.rows import QueryRows, attention_drawn
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from benchmarks.pages.tables import tiers_table
-from benchmarks.tiers import run as whole_run
+from benchmarks.tiers import __main__ as whole_run
+from benchmarks.tiers.__main__ import targets
 from benchmarks.tiers.configuration import KIB, MIB, Configuration, TiersBenchmarkError
-from benchmarks.tiers.fragmentation import fragmentation_row
+from benchmarks.tiers.dram import fragmentation_row
 from benchmarks.tiers.segments import Source
-from benchmarks.tiers.targets import targets
 from benchmarks.tiers.timing import byte_row, interleaved, percentile, summarize
 
 LEFT_OUT = {"op": "mooncake", "left_out": "not here"}

@@ -134,7 +134,7 @@ def attach_restore(
         if config.fast_copies == AUTO:
             shape = pool.shape
             native_s = costs.tiers[DRAM_TIER].byte_s * (shape.k_token_bytes + shape.v_token_bytes)
-            linker.keep_fast_copies(max(decode_costs.group_s.values()) > native_s)
+            linker.offloader.keeps_fast_copies = max(decode_costs.group_s.values()) > native_s
 
     if config.truncation_reuse and (heads is None or runtime.rotary is None):
         raise NOT_MOVABLE.error(
@@ -179,15 +179,13 @@ def attach_restore(
     )
     runtime.restore_forward = forward
     if not config.store_full_tail and heads is not None:
-        linker.allocate_space(
-            SpaceAllocation(
-                planner,
-                online,
-                decode_costs.token_s,
-                runtime.agreement,
-                page_size=runtime.model.identity.page_size,
-                max_head_tokens=max_head_tokens,
-            )
+        linker.offloader.allocation = SpaceAllocation(
+            planner,
+            online,
+            decode_costs.token_s,
+            runtime.agreement,
+            page_size=runtime.model.identity.page_size,
+            max_head_tokens=max_head_tokens,
         )
     if runtime.model.identity.tp_rank == 0:
         _log(config, costs)

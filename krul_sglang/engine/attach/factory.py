@@ -96,13 +96,13 @@ def build_cache(ctx: Any) -> Any:
 
     from krul_sglang.engine.attach.attach import attach_restore
     from krul_sglang.engine.attach.model_bases import BasesFile
-    from krul_sglang.engine.attach.model_identity import checkpoint_of, identify_model
     from krul_sglang.engine.attach.shared_bases import SharedBases
     from krul_sglang.engine.attach.start_proof import read_rotary_table
     from krul_sglang.engine.cache.radix_cache import KrulRadixCache
     from krul_sglang.engine.cache.store_connection import connect_store
     from krul_sglang.engine.common.agreement import RankAgreement
     from krul_sglang.engine.common.kv_pool import DevicePool
+    from krul_sglang.engine.common.served_model import checkpoint_of, identify_model
 
     runner = ctx.tp_worker.model_runner
     runtime = KrulRuntime.of(runner)

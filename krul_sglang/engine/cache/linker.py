@@ -28,10 +28,9 @@ from krul_sglang.engine.common.moved_runs import FindRun, RunIndex
 from krul_sglang.engine.restore.loading import FaultInjection, LayerWiseLoader
 from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
 from krul_sglang.engine.restore.waiting_leases import WaitingLeases
-from krul_sglang.engine.save.allocation import SpaceAllocation
 from krul_sglang.engine.save.offload import TurnOffloader
 from krul_sglang.engine.save.request_hints import RequestHints
-from krul_sglang.engine.save.strategy_choice import SelectorDecision, StrategyChooser
+from krul_sglang.engine.save.strategy_choice import Decision, SelectorDecision
 from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
 
 logger = logging.getLogger(__name__)
@@ -89,21 +88,19 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             assert runtime.provenance is not None
             group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
             self._budget = _error_budget(runtime, self.codec, self._bases, runtime.provenance, group)
-        self._chooser = StrategyChooser(
-            _selector_decision(runtime, self.codec) if self._budget is None else self._budget
-        )
-        self._offloader = TurnOffloader(
+        self._decision: Decision = self._budget or _selector_decision(runtime, self.codec)
+        self.offloader = TurnOffloader(
             self._store,
             self.model,
             self._pool,
             self.codec,
-            self._chooser,
+            self._decision,
             max_pending_tokens=int(self._pool.num_tokens * runtime.config.max_pending_share),
             gate=runtime.gate,
         )
         identity = self.model.identity
         self.runs = RunIndex(identity.page_size) if runtime.config.truncation_reuse else None
-        self._offloader.runs = self.runs
+        self.offloader.runs = self.runs
         faults = FaultInjection(runtime.config, identity.tp_rank, identity.tp_size, self._pool.num_layers)
         self.loader = LayerWiseLoader(
             self._store,
@@ -160,15 +157,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Set what plans and runs restores. Called once, before the first request."""
         self._restore_path = restore_path
         self._waiting.max_head_tokens = restore_path.planning.max_head_tokens
-        self._offloader.costs = restore_path.planning.costs
-
-    def allocate_space(self, allocation: SpaceAllocation) -> None:
-        """From now on leave out of segments what ``allocation`` says. Called before the first request."""
-        self._offloader.allocation = allocation
-
-    def keep_fast_copies(self, keeps: bool) -> None:
-        """Set whether turns are stored as fast copies, too. May be called from any thread."""
-        self._offloader.keeps_fast_copies = keeps
+        self.offloader.costs = restore_path.planning.costs
 
     def expect_load(self, rid: str, returning: ReturningRequest) -> None:
         """State where in the prompt of ``rid`` the pages of its next ``load`` lie."""
@@ -238,24 +227,21 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         attention = None if capture is None else capture.take(owner.rid, owner.request_slot)
         if owner.session is not None and owner.tenant:
             self._note_tenant(owner.session)
-        self._offloader.submit(
+        self.offloader.submit(
             Turn(
-                path.page_keys,
-                path.token_ids,
-                path.slots,
-                self.record_offload_ready(),
-                attention,
-                owner.tenant,
-                owner.session,
-                owner.hint,
-                path.moved_from,
+                **vars(path),
+                ready=self.record_offload_ready(),
+                attention=attention,
+                tenant=owner.tenant,
+                session=owner.session,
+                hint=owner.hint,
             )
         )
 
     def end_session(self, name: str) -> None:
         """A client has closed the session of this name: its conversation is finished."""
         with suppress(HintError):
-            self._offloader.end_session(SessionName(self._tenant_of_session.pop(name, ""), name))
+            self.offloader.end_session(SessionName(self._tenant_of_session.pop(name, ""), name))
 
     def _note_tenant(self, session: SessionName) -> None:
         """Remember whose a named conversation is: who closes it does not say."""
@@ -271,11 +257,11 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
 
     def num_completed_offloads(self) -> int:
-        return self._offloader.num_completed()
+        return self.offloader.num_completed()
 
     def pop_completed_offload(self) -> bool:
         """Take the oldest completion, after waiting for it: whether every page of that turn is stored now."""
-        return self._offloader.pop_completed()
+        return self.offloader.pop_completed()
 
     # ---- probes ----
 
@@ -297,7 +283,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Drop all stored KV of this model: after a flush it must not come back."""
-        self._offloader.discard_all()
+        self.offloader.discard_all()
         self.loader.discard_all()
         self._waiting.release_all()
         self._expected.clear()
@@ -314,7 +300,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         Called on every rank at the same point, when no turn waits to be stored. Stored KV of the old weights
         stays for other servers that have them; it is dropped only if there can be no such server.
         """
-        assert not self._offloader.num_pending()
+        assert not self.offloader.num_pending()
         was_settled = self.model.is_settled
         self.model.begin_change()
         if not was_settled:
@@ -323,7 +309,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.model.rename(self._agreement.broadcast(os.urandom(16)))
         self._waiting.release_all()
         self._forget_runs()
-        self._chooser.forget_model()
+        self._decision.forget_model()
         if not was_lasting:
             self._store.clear(before)
 
@@ -346,7 +332,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def close(self) -> None:
         if self._bases is not None:
             self._bases.close()
-        self._offloader.close()
+        self.offloader.close()
         self.loader.close()
         self._waiting.release_all()
         self._connection.close()
@@ -365,9 +351,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             },
             **asdict(self._store.stats()),
             "daemon": self._connection.as_dict(),
-            "offload": {**asdict(self._offloader.counters), "pending": self._offloader.num_pending()},
+            "offload": {**asdict(self.offloader.counters), "pending": self.offloader.num_pending()},
             "compression": {
-                **self._chooser.counters.as_dict(),
+                **self.offloader.choices.as_dict(),
                 "estimator": None if self._capture is None else self._capture.stats(),
                 "budget": None if self._budget is None else self._budget.as_dict(),
             },

@@ -24,7 +24,7 @@ from krul_sglang.engine.common.moved_runs import RunIndex
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import Patience, TransferGate
 from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
-from krul_sglang.engine.save.strategy_choice import StrategyChooser
+from krul_sglang.engine.save.strategy_choice import ChoiceCounters, Decision
 from krul_sglang.engine.save.turn import Turn
 from krul_sglang.engine.save.turn_encoding import TokenRun, TurnEncoding
 
@@ -77,7 +77,7 @@ class TurnOffloader:
         model: ServedModel,
         pool: DevicePool,
         codec: SegmentCodec,
-        chooser: StrategyChooser,
+        decision: Decision,
         *,
         max_pending_tokens: int,
         allocation: SpaceAllocation | None = None,
@@ -85,11 +85,12 @@ class TurnOffloader:
         max_layer_bytes: int = MAX_LAYER_BYTES,
     ) -> None:
         self.counters = OffloadCounters()
+        self.choices = ChoiceCounters()
         self._store = store
         self._model = model
         self._pool = pool
         self._codec = codec
-        self._chooser = chooser
+        self._decision = decision
         self._max_pending_tokens = max_pending_tokens
         self.allocation = allocation
         self.costs: OnlineCosts | None = None
@@ -211,7 +212,11 @@ class TurnOffloader:
         """How the missing runs of pages are stored. Without any, too: ranks decide together, and each of them
         must take part."""
         try:
-            return self._chooser.choose(None if missing is None else turn, missing or ())
+            encoding = self._decision.decide(None if missing is None else turn, missing or ())
+            if missing is not None:
+                self.choices.add(encoding.stored_as)
+                logger.debug("krul: %d tokens are stored as %s", len(turn.token_ids), encoding.stored_as)
+            return encoding
         finally:
             if turn.attention is not None:
                 turn.attention.release()

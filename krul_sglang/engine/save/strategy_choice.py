@@ -132,29 +132,6 @@ class SelectorDecision(Decision):
         )
 
 
-class StrategyChooser:
-    """Chooses how each finished turn is stored, as its decision says. Used by one thread.
-
-    ``counters`` count what was chosen.
-    """
-
-    def __init__(self, decision: Decision) -> None:
-        self.counters = ChoiceCounters()
-        self._decision = decision
-
-    def forget_model(self) -> None:
-        """Drop what was learned of the model: its weights have changed. No turn is being stored."""
-        self._decision.forget_model()
-
-    def choose(self, turn: Turn | None, missing: Sequence[range]) -> TurnEncoding:
-        """Choose how the ``missing`` runs of a turn's pages are stored; see ``Decision.decide``."""
-        encoding = self._decision.decide(turn, missing)
-        if turn is not None:
-            self.counters.add(encoding.stored_as)
-            logger.debug("krul: %d tokens are stored as %s", len(turn.token_ids), encoding.stored_as)
-        return encoding
-
-
 class ChoiceCounters:
     """Counts turns, those that were stored in shared subspaces, and pairs and precisions of the others."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,15 +17,17 @@ from krul_sglang.hints import tenant_of
 
 @dataclass(frozen=True)
 class StoredPath:
-    """Whole pages from the first token on that are stored, and in the device pool as well.
+    """Whole pages of a conversation from its first token on, which lie in the device pool.
 
-    ``page_keys``, ``token_ids``, ``slots`` and ``moved_from`` are those of a ``Turn``.
+    ``page_keys[i]`` is the chained hash of page ``i``, ``token_ids`` the ``len(page_keys) * page_size``
+    tokens, ``slots`` (int64, same length, on the pool's device) where their KV lies. Pages from
+    ``moved_from`` on, if given, were computed on top of a moved run, and are named after ``moved_key``.
     """
 
     page_keys: Sequence[str]
     token_ids: TokenIds
     slots: torch.Tensor
-    moved_from: int | None = None
+    moved_from: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -43,27 +45,20 @@ class TurnOwner:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A conversation as it stands when a turn ends: whole pages from its first token on.
+class Turn(StoredPath):
+    """A conversation as it stands when a turn ends.
 
-    ``page_keys[i]`` is the chained hash of page ``i``, ``token_ids`` the ``len(page_keys) * page_size``
-    tokens, ``slots`` (int64, same length, on the pool's device) where their KV lies. ``ready`` are the events
-    after which the slots hold the KV. ``attention`` is what was recorded of it, if anything.
-    Whoever submits a turn keeps its slots locked until it is popped; the offloader releases ``attention``.
-    ``tenant`` is whom its bytes count for; ``session`` the name of the conversation, if it has one; ``hint``
-    what its request said about its future. A turn that is to be dropped is not stored. Pages from
-    ``moved_from`` on, if given, were computed on top of a moved run, and are named after ``moved_key``.
+    ``ready`` are the events after which the slots hold the KV. ``attention`` is what was recorded of it, if
+    anything. Whoever submits a turn keeps its slots locked until it is popped; the offloader releases
+    ``attention``. ``tenant`` is whom its bytes count for; ``session`` the name of the conversation, if it has
+    one; ``hint`` what its request said about its future. A turn that is to be dropped is not stored.
     """
 
-    page_keys: Sequence[str]
-    token_ids: TokenIds
-    slots: torch.Tensor
     ready: Sequence[Any]
     attention: CapturedTurn | None = None
     tenant: str = ""
     session: SessionName | None = None
     hint: Hint = NO_HINT
-    moved_from: int | None = None
 
 
 def owner_of(req: Any, hints: RequestHints) -> TurnOwner:

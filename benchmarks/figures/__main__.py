@@ -1,0 +1,38 @@
+"""``python -m benchmarks.figures NAME``: draws a figure of the documentation from the result that is kept."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import orjson
+
+from benchmarks.figures import charts, restore
+from benchmarks.pages import RESULTS, ROOT
+
+FIGURES = ROOT / "docs" / "figures"
+DRAWN = {
+    "estimator": (charts.draw_estimator, "estimator-cpu.json", "estimator.png"),
+    "policy": (charts.draw_policy, "policy-cpu.json", "policy.png"),
+    "quality": (charts.draw_quality, "quality-agent-cpu.json", "quality.png"),
+    "restore": (restore.draw, "restore-cpu.json", "."),
+    "serving": (charts.draw_serving, "serving-cpu.json", "serving.png"),
+    "simulate": (charts.draw_simulate, "simulate.json", "simulate.png"),
+    "truncation": (charts.draw_truncation, "truncation-quality-cpu.json", "truncation.png"),
+}
+"""What draws each figure, from which result, and as which file; the figures of restores go into a folder."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=DRAWN)
+    parser.add_argument("--json", type=Path, help="another result")
+    parser.add_argument("--png", type=Path, help="another file, or folder of the figures of restores")
+    arguments = parser.parse_args()
+    draw, result, figure = DRAWN[arguments.name]
+    path = RESULTS / result if arguments.json is None else arguments.json
+    draw(orjson.loads(path.read_bytes()), FIGURES / figure if arguments.png is None else arguments.png)
+
+
+if __name__ == "__main__":
+    main()

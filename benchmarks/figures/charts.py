@@ -1,0 +1,237 @@
+"""Figures of one result each: a function is given the result and the path of the PNG file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch
+
+_GOALS = {"spearman": 0.95, "overlap": 0.9}
+_MEASURES = {"spearman": "rank correlation of distances", "overlap": "same pairs chosen"}
+
+
+def draw_estimator(result: dict[str, Any], path: Path) -> None:
+    """Accuracy by rows kept, cost of a prompt and cost of a decode step, side by side."""
+    figure, (accuracy, prefill, decode) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    _draw_accuracy(accuracy, result["summary"]["accuracy"])
+    for axes, stage, ratios, suffix in (
+        (prefill, "prefill", "ratios_to_forward", "_ratio"),
+        (decode, "decode", "tpot_ratio", ""),
+    ):
+        rows = result["cost"][stage]
+        tokens = [row["num_tokens"] for row in rows]
+        for name in ("exact", "heterogeneous", "sampled"):
+            axes.plot(tokens, [row[ratios][f"{name}{suffix}"] for row in rows], "o-", label=name)
+        _token_axis(axes, tokens)
+        axes.legend()
+    prefill.set(ylabel="time / time of the forward", title="cost of a prompt\n(add + finish)")
+    prefill.set_ylim(bottom=0)
+    decode.set(ylabel="time / time without an estimator", title="decode step")
+    decode.axhline(1, color="grey", linewidth=0.8)
+    save(figure, path, dpi=150)
+
+
+def _draw_accuracy(axes: Axes, summary: list[dict[str, Any]]) -> None:
+    sampled = [row for row in summary if row["estimator"].startswith("sampled-")]
+    counts = [int(row["estimator"].removeprefix("sampled-")) for row in sampled]
+    for color, measure in enumerate(_GOALS):
+        values = [row[measure] for row in sampled]
+        low, high = [value["q25"] for value in values], [value["q75"] for value in values]
+        axes.plot(counts, [value["mean"] for value in values], f"C{color}o-", label=_MEASURES[measure])
+        axes.fill_between(counts, low, high, color=f"C{color}", alpha=0.2)
+        axes.axhline(_GOALS[measure], color=f"C{color}", linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set(xlabel="rows kept", ylim=(0, 1.02), title="sampled against exact\n(mean, quartiles, goals)")
+    axes.legend(loc="lower right")
+
+
+def _token_axis(axes: Axes, tokens: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, [str(count) for count in tokens])
+    axes.minorticks_off()
+    axes.set_xlabel("tokens")
+
+
+_POLICY_STYLES = {"value": "o-", "belady": "k--"}
+
+
+def draw_policy(result: dict[str, Any], path: Path) -> None:
+    """Hit rates and saved seconds by DRAM, and hit rates by users: a line for each policy."""
+    configuration = result["configuration"]
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    by_dram = [row for row in result["rows"] if row["part"] == "dram"]
+    by_users = [row for row in result["rows"] if row["part"] == "users"]
+    _draw_policies(axes[0], by_dram, "share", "hit_rate")
+    _draw_policies(axes[1], by_dram, "share", "saved")
+    _draw_policies(axes[2], by_users, "users", "hit_rate")
+    for axis in axes[:2]:
+        axis.set(xscale="log", xlabel=f"DRAM / working set, {configuration['users']} users")
+        axis.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes[0].set_title("prompt tokens found in DRAM")
+    axes[1].set_title("seconds of computing saved")
+    axes[2].set_title("prompt tokens found in DRAM")
+    axes[2].set(xscale="log", xlabel=f"users, DRAM {configuration['share_of_many']:.0%} of the working set")
+    axes[2].set_xticks(sorted({row["users"] for row in by_users}))
+    axes[2].xaxis.set_major_formatter("{x:.0f}")
+    axes[0].legend()
+    save(figure, path, dpi=120)
+
+
+def _draw_policies(axis: Axes, rows: list[dict[str, Any]], x: str, y: str) -> None:
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        of_policy = sorted((row[x], row[y]) for row in rows if row["policy"] == name)
+        axis.plot(*zip(*of_policy, strict=True), _POLICY_STYLES.get(name, "s:"), markersize=3, label=name)
+    axis.set_ylim(0, 1)
+    axis.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axis.grid(alpha=0.3)
+
+
+KL_FLOOR = 1e-6
+"""Smaller losses are drawn here: a logarithmic axis has no zero."""
+
+BLOCK_FORMAT_RATIO = 16 / 4.5
+"""Of formats with 4 bits per element and a scale of 8 bits per 16 elements, or one of 16 bits per 32."""
+
+_MARKERS = {"native": "o", "int8": "s", "int4": "^", "int2": "v", None: "D"}
+
+
+def draw_quality(result: dict[str, Any], path: Path) -> None:
+    """KL against ratio: a colour per family, a marker per precision; one precision's rows are joined."""
+    figure, axis = plt.subplots(figsize=(8, 5.2))
+    lines: dict[tuple[str, str | None], list[dict[str, Any]]] = {}
+    for row in sorted(result["rows"], key=lambda row: float(row["ratio"])):
+        lines.setdefault((row["family"], row.get("precision")), []).append(row)
+    families = list(dict.fromkeys(family for family, _ in lines))
+    named: set[str] = set()
+    for (family, precision), rows in lines.items():
+        points = [max(row["kl"], KL_FLOOR) for row in rows]
+        intervals = [
+            row.get("ci", {}).get("kl") or (point, point) for row, point in zip(rows, points, strict=True)
+        ]
+        axis.errorbar(
+            [row["ratio"] for row in rows],
+            points,
+            yerr=[
+                [max(0.0, point - low) for point, (low, _) in zip(points, intervals, strict=True)],
+                [max(0.0, high - point) for point, (_, high) in zip(points, intervals, strict=True)],
+            ],
+            marker=_MARKERS[precision],
+            linestyle=":",
+            linewidth=1,
+            markersize=5,
+            color=plt.get_cmap("tab20")(families.index(family) % 20),
+            label=None if family in named else family,
+        )
+        named.add(family)
+    axis.axvline(BLOCK_FORMAT_RATIO, color="gray", linestyle="--", linewidth=1)
+    axis.text(BLOCK_FORMAT_RATIO, 0.01, " 4.5 bits", transform=axis.get_xaxis_transform(), color="gray")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.xaxis.set_major_formatter("{x:g}x")
+    axis.set_xlabel("bytes in the pool / bytes stored")
+    axis.set_ylabel("KL of the next token [nats]")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7, ncols=2)
+    save(figure, path, dpi=150, bbox_inches="tight")
+
+
+_MAX_WIDTH = 0.12
+"""Largest distance of two servers' points of one round, on an axis where rounds are 1 apart."""
+
+
+def draw_serving(result: dict[str, Any], path: Path) -> None:
+    """Median and quartiles of the time to the first token by round, or of all returning turns at once."""
+    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    width = min(_MAX_WIDTH, 0.8 / len(result["rows"]))
+    for place, row in enumerate(result["rows"]):
+        by_round = row.get("ttft_by_round") or {"returning": row["ttft_samples_s"]}
+        middle = (len(result["rows"]) - 1) / 2
+        x = [number + (place - middle) * width for number in range(len(by_round))]
+        medians = [1e3 * each["median"] for each in by_round.values()]
+        below = [1e3 * (each["median"] - each["q25"]) for each in by_round.values()]
+        above = [1e3 * (each["q75"] - each["median"]) for each in by_round.values()]
+        axis.errorbar(x, medians, (below, above), fmt="o", capsize=3, label=row["configuration"])
+        axis.set_xticks(range(len(by_round)), [f"turn {number}" for number in by_round])
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("time to the first token [ms]")
+    axis.legend()
+    axis.grid(axis="y", alpha=0.3)
+    save(figure, path, dpi=120)
+
+
+_WINNER_COLORS = {"recompute": "#f4a582", "both": "#b8e186", "load": "#92c5de"}
+_WINNERS = {"recompute": "recompute alone", "both": "both together", "load": "load alone"}
+
+
+def draw_simulate(result: dict[str, Any], path: Path) -> None:
+    """Who wins by rate of the link and length of the history: a panel per model and codec."""
+    panels = result["map"]
+    models = list(dict.fromkeys(panel["model"] for panel in panels))
+    codecs = list(dict.fromkeys(panel["codec"] for panel in panels))
+    figure, axes = plt.subplots(
+        len(models), len(codecs), figsize=(13, 4 * len(models)), layout="constrained", squeeze=False
+    )
+    for panel in panels:
+        axis = axes[models.index(panel["model"]), codecs.index(panel["codec"])]
+        _draw_panel(axis, panel)
+        axis.set_title(f"{panel['model']}, {panel['codec']}, {panel['hardware']}")
+    handles = [Patch(color=color, label=_WINNERS[name]) for name, color in _WINNER_COLORS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    figure.suptitle(
+        "Restoring a history before 128 new tokens (computed): what ends first, and how many times\n"
+        "sooner the planned restore ends than the better of recompute alone and load alone"
+    )
+    save(figure, path, dpi=120)
+
+
+def _draw_panel(axis: Axes, panel: dict[str, Any]) -> None:
+    rates, lengths = panel["rates_gb_s"], panel["history_tokens"]
+    ways = list(_WINNER_COLORS)
+    image = np.array([[ways.index(won) for won in line] for line in panel["winner"]])
+    for y, x in np.argwhere(image == ways.index("both")):
+        axis.text(x, y, f"{panel['gain'][y][x]:.2f}", ha="center", va="center", fontsize=7)
+    colors = ListedColormap(list(_WINNER_COLORS.values()))
+    axis.imshow(image, cmap=colors, vmin=-0.5, vmax=len(ways) - 0.5, origin="lower", aspect="auto")
+    axis.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
+    axis.set_yticks(range(len(lengths)), [f"{length // 1024}k" for length in lengths])
+    axis.set(xlabel="rate of the link [GB/s]", ylabel="history [tokens]")
+
+
+def draw_truncation(result: dict[str, Any], path: Path) -> None:
+    """What truncated prompts lose by how many of the kept tokens are computed again."""
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    moved = [row for row in result["rows"] if row["method"] == "moved"]
+    for axis, suite, name, factor, title in (
+        (axes[0], "recall", "recall", -100.0, "points of recall lost, facts of a chat"),
+        (axes[1], "recall", "nll", 1.0, "nats more per token of the right answer"),
+        (axes[2], "agent", "nll", 1.0, "nats more per token of what followed, agents"),
+    ):
+        rows = [row for row in moved if row["suite"] == suite]
+        if rows:
+            _draw_losses(axis, rows, f"{name}_delta", factor)
+        axis.set(title=title, xlabel="first kept tokens that are recomputed")
+    save(figure, path, dpi=120)
+
+
+def _draw_losses(axis: Axes, rows: list[dict[str, Any]], name: str, factor: float) -> None:
+    recomputed = [row["recomputed_tokens"] for row in rows]
+    values = [factor * row[name] for row in rows]
+    bounds = [sorted(factor * each for each in row[f"{name}_ci"]) for row in rows]
+    axis.plot(recomputed, values, "o-")
+    axis.fill_between(recomputed, [low for low, _ in bounds], [high for _, high in bounds], alpha=0.2)
+    axis.axhline(0, color="k", linewidth=0.8)
+    axis.set_xticks(recomputed)
+    axis.grid(alpha=0.3)
+
+
+def save(figure: Any, path: Path, **options: Any) -> None:
+    """Write and close a figure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, **options)
+    plt.close(figure)
