@@ -15,16 +15,11 @@ from unittest.mock import patch
 def switch_off() -> None:
     """Take the prefetch out of this process."""
     from krul_sglang.engine.cache.radix_cache import KrulLinkerWrapper
-    from krul_sglang.engine.restore.waiting_leases import HeldLease, WaitingLeases
 
     def look_ahead(self: KrulLinkerWrapper, queue: Iterable[Any]) -> None:
         pass
 
-    def keep(self: WaitingLeases, held: HeldLease) -> HeldLease:
-        return held
-
     patch.object(KrulLinkerWrapper, "look_ahead", look_ahead).start()
-    patch.object(WaitingLeases, "_promote_to_dram", keep).start()
 
 
 # SGLang's processes are spawned: each imports the module that the first one was started with.
