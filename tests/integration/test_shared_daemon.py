@@ -119,7 +119,7 @@ def serve_queue(store: DaemonStore, turns: list[Turn]) -> Counter[str]:
 
 
 def test_queues_of_two_engines_do_not_starve_each_other(tmp_path: Path) -> None:
-    """Either alone may pin 60% of DRAM ahead; both together want far more than there is."""
+    """Either alone may pin two thirds of DRAM ahead; both together want far more than there is."""
     ssd = ("--ssd-dir", str(tmp_path / "ssd"), "--ssd-capacity", "1GiB", "--ssd-timeout", "20")
     with running_daemon("--host-memory", "4MiB", *ssd) as (runtime_dir, _):
         stores = [

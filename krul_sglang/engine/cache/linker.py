@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 MAX_TENANTS_OF_SESSIONS = 10_000
 """How many named conversations of tenants are known to be closed by name."""
 
-MAX_AHEAD_SHARE = 0.6
+MAX_AHEAD_SHARE = 2 / 3
 """Share of host memory that may be pinned for requests that wait, so that turns can still be stored."""
 
 
