@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+Refusal = Literal["no room", "over quota", "too much at once"]
+"""Why a segment of a lower tier is not let into DRAM: all that it could take is in use; it is more than its
+tenant may have there, or than there is; enough is being prefetched, and no load has asked for it."""
+
 
 class KrulError(Exception):
     """Base of every error that krul raises on purpose."""
@@ -39,12 +45,12 @@ class TierReadError(KrulError):
     """A segment of a lower tier cannot be read: no room in DRAM, an error, a wrong checksum, or too slow."""
 
 
-class NoRoomError(TierReadError):
-    """All of DRAM is in use: by leases, by turns that are being stored, by reads that have not arrived."""
+class NotAdmittedError(TierReadError):
+    """A segment of a lower tier is not let into DRAM; ``refusal`` says why."""
 
-
-class TooMuchAtOnceError(TierReadError):
-    """Enough is being prefetched: more would take the room that loads need."""
+    def __init__(self, refusal: Refusal, message: str) -> None:
+        super().__init__(message)
+        self.refusal: Refusal = refusal
 
 
 class RecordError(KrulError):

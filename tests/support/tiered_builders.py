@@ -22,8 +22,8 @@ FLAGS_BYTES = 64
 class Rig:
     """``store`` over DRAM of ``capacity_bytes``, ``ssd`` and ``mooncake``."""
 
-    def __init__(self, capacity_bytes: int = 64 * 64) -> None:
-        self.host = HostStore(capacity_bytes, LruPolicy())
+    def __init__(self, capacity_bytes: int = 64 * 64, tenant_quota: float = 1.0) -> None:
+        self.host = HostStore(capacity_bytes, LruPolicy(), tenant_quota=tenant_quota)
         self.ssd = FakeTier("ssd")
         self.mooncake = FakeTier("mooncake")
         self.tiers = (self.ssd, self.mooncake)

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from krul_sglang.engine.cache import radix_cache
 from krul_sglang.engine.cache.radix_cache import (
     MAX_LOOKED_UP_AHEAD,
     KrulLinkerWrapper,
@@ -147,6 +149,16 @@ def test_many_that_come_at_once_are_looked_up_in_several_rounds() -> None:
     assert queue.round(*waiting) == names[:MAX_LOOKED_UP_AHEAD]
     assert queue.round(*waiting) == names[MAX_LOOKED_UP_AHEAD:-1]
     assert queue.round(*waiting) == names[-1:]
+    assert queue.round(*waiting) == ()
+
+
+def test_few_long_prompts_are_looked_up_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(radix_cache, "MAX_LOOKED_UP_TOKENS", 250)
+    queue = Queue()
+    waiting = [("a", 300), ("b", 100), ("c", 100), ("d", 100), ("e", 10)]
+    assert queue.round(*waiting) == ("a",)
+    assert queue.round(*waiting) == ("b", "c")
+    assert queue.round(*waiting) == ("d", "e")
     assert queue.round(*waiting) == ()
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from krul_backend.segment import TokenIds
+from krul_backend.tiers.common.interface import Prefetched
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore import waiting_leases
@@ -407,10 +408,115 @@ def test_after_a_refusal_none_asks_for_a_while_and_then_all_do_in_their_order(cl
     rig.assert_nothing_is_held()
 
 
+def test_an_admitted_request_gets_room_while_much_is_being_prefetched(clock: Clock) -> None:
+    """Its load is not limited as prefetches are: what it lacks is room."""
+    rig = Rig(4 * TAKEN_BYTES + 256 + 64 + FLAGS_BYTES)
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock)
+    for name in "abcd":
+        put_in_dram(rig, name, 0, 4)
+    put_below(rig.ssd, "e", 0, 4, (200, 40))
+    put_below(rig.ssd, "x", 0, 4, (60, 10))
+    rig.ssd.reads_go_on.clear()
+    look_ahead(waiting, "eabcdx")
+    held = waiting.take("x")
+    assert held is not None
+    asked = rig.store.prefetch(MODEL, page_keys("x", 0, 4), tokens_of(page_keys("x", 0, 4)))
+    assert asked == Prefetched(0, "too much at once")
+    waiting.make_room(held)
+    pieces = rig.store.fetch(held.lease)
+    rig.ssd.reads_go_on.set()
+    assert wait_for(pieces) == [content_of("x", 0, 4, (60, 10))]
+    rig.store.release(held.lease)
+    assert end_all(rig, waiting, "eabcd") == "eabc"
+
+
+def test_what_is_on_its_way_gives_no_room(clock: Clock) -> None:
+    rig = Rig(3 * TAKEN_BYTES + 2 * FLAGS_BYTES)
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock)
+    put_in_dram(rig, "a", 0, 4)
+    for name in "bx":
+        put_below(rig.ssd, name, 0, 4)
+    reservation = rig.host.reserve((TAKEN_BYTES + FLAGS_BYTES,))
+    assert reservation is not None
+    rig.ssd.reads_go_on.clear()
+    look_ahead(waiting, "ab")
+    promise(waiting, "x", page_keys("x", 0, 4))
+    held = waiting.take("x")
+    assert held is not None
+    waiting.make_room(held)
+    rig.store.release(held.lease)
+    rig.host.abort(reservation)
+    rig.ssd.reads_go_on.set()
+    wait_until_read(rig)
+    # Beside what is on its way for "b", the room of "a" is all that there is to give.
+    assert end_all(rig, waiting, "ab") == "b"
+
+
+def test_the_first_that_found_no_room_gets_that_of_those_behind_it(clock: Clock) -> None:
+    rig = Rig(4 * TAKEN_BYTES + FLAGS_BYTES)
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock, max_ahead_bytes=3 * sum(SIZES))
+    for name in "bcd":
+        put_in_dram(rig, name, 0, 4)
+    put_below(rig.ssd, "a", 0, 4)
+    reservation = rig.host.reserve((TAKEN_BYTES,))
+    assert reservation is not None
+    look_ahead(waiting, "abcd")
+    clock.now_s += RETRY_PREFETCH_S
+    # "d" has given up what is too much beside "a".
+    wait_a_round(waiting, "abcd")
+    wait_until_read(rig)
+    rig.host.abort(reservation)
+    assert end_all(rig, waiting, "abcd") == "abc"
+
+
+def test_one_that_may_have_no_more_in_dram_holds_nobody_up(clock: Clock) -> None:
+    rig = Rig(tenant_quota=0.05)
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock)
+    for name in "ab":
+        put_below(rig.ssd, name, 0, 4, tenant="t")
+    put_below(rig.ssd, "c", 0, 1, (10, 10))
+    look_ahead(waiting, "abc")
+    wait_until_read(rig, num_holds=2)
+    in_dram = []
+    for name in "abc":
+        held = waiting.take(name)
+        assert held is not None
+        in_dram.append(held.lease.is_in_dram)
+        rig.store.release(held.lease)
+    assert in_dram == [False, False, True]
+    stats = rig.store.stats()
+    assert (stats.failed_fetches, stats.num_leases) == (2, 0)
+
+
+def test_a_segment_below_dram_that_requests_share_counts_once(rig: Rig, clock: Clock) -> None:
+    put_below(rig.ssd, "c", 0, 4)
+    put_below(rig.ssd, "d", 0, 1, (10, 10))
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock, max_ahead_bytes=sum(SIZES) + 20)
+    look_ahead(waiting, "abd", [KEYS, KEYS[:3], page_keys("d", 0, 1)])
+    wait_until_read(rig, num_segments=2)
+    assert end_all(rig, waiting, "abd") == "abd"
+
+
+def test_a_store_that_fails_leaves_no_lease(
+    rig: Rig, waiting: WaitingLeases, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_below(rig.ssd, "c", 0, 4)
+    promise(waiting)
+
+    def fail(*args: object) -> None:
+        raise ValueError("as the store says")
+
+    monkeypatch.setattr(rig.store, "lease", fail)
+    clock.now_s += RENEW_INTERVAL_S
+    with pytest.raises(ValueError, match="as the store says"):
+        waiting.take("r")
+    rig.assert_nothing_is_held()
+
+
 def test_many_leases_are_renewed_in_several_rounds(
     rig: Rig, waiting: WaitingLeases, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting_leases, "MAX_RENEWALS", 2)
+    monkeypatch.setattr(waiting_leases, "MAX_RENEWED_PAGES", 5)
     for name in "abc":
         put_below(rig.ssd, name, 0, 4)
     before = lookups(rig)
@@ -424,20 +530,23 @@ def test_many_leases_are_renewed_in_several_rounds(
 
 
 def test_a_round_in_which_nothing_changes_goes_through_no_lease(
-    rig: Rig, waiting: WaitingLeases, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_in_dram(rig, "a", 0, 4)
     put_below(rig.ssd, "b", 0, 4)
+    put_below(rig.ssd, "c", 0, 4)
     rig.ssd.reads_go_on.clear()
-    look_ahead(waiting, "ab")
+    # There is no room for "c".
+    waiting = WaitingLeases(rig.store, ServedModel(MODEL), clock, max_ahead_bytes=2 * sum(SIZES))
+    look_ahead(waiting, "abc")
     rounds: list[float] = []
     monkeypatch.setattr(waiting, "_settle", rounds.append)
-    wait_a_round(waiting, "ab")
+    wait_a_round(waiting, "abc")
     assert rounds == []
     clock.now_s += RENEW_INTERVAL_S
-    wait_a_round(waiting, "ab")
+    wait_a_round(waiting, "abc")
     assert len(rounds) == 1
-    wait_a_round(waiting, "b")
+    wait_a_round(waiting, "bc")
     assert len(rounds) == 2
     monkeypatch.undo()
     rig.ssd.reads_go_on.set()

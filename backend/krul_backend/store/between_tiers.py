@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from krul_backend.errors import NoRoomError, StoreClosedError, TierReadError, TooMuchAtOnceError
+from krul_backend.errors import NotAdmittedError, Refusal, StoreClosedError, TierReadError
 from krul_backend.store.tiered_lease import LowerPart
 from krul_backend.tiers.common.interface import Lease
 from krul_backend.tiers.common.lower_tier import LowerTier
@@ -123,8 +123,7 @@ class Fetcher:
         Does not wait for bytes. ``began_at`` is the tiered lease's. ``is_prefetch``: no load has asked yet.
 
         Raises:
-            NoRoomError: there is no room in DRAM. The tier still holds the part.
-            TooMuchAtOnceError: enough is being prefetched. The tier still holds the part.
+            NotAdmittedError: there is no room in DRAM, or too much on its way. The tier still holds the part.
             StoreClosedError: the fetcher was closed. The tier still holds the part.
         """
         # One at a time: of two that miss the same segment in DRAM, the second finds the first one's.
@@ -198,7 +197,10 @@ class Fetcher:
         arrival = self._host.admit(manifest, checksums, tier.name, tier.load_s(manifest), began_at)
         if arrival is None:
             self._count(has_arrived=False)
-            raise NoRoomError(f"no room in DRAM for {manifest.num_bytes} bytes from {tier.name}")
+            refusal: Refusal = "over quota" if self._host.is_over_quota(manifest) else "no room"
+            raise NotAdmittedError(
+                refusal, f"no room in DRAM for {manifest.num_bytes} bytes from {tier.name}"
+            )
         try:
             return arrival, self._host.lease_arrival(arrival, run.first_page, run.end_page)
         except BaseException:
@@ -241,7 +243,7 @@ class Fetcher:
             on_its_way = self._prefetched_bytes
         if num_bytes and on_its_way and on_its_way + num_bytes > self._max_prefetched_bytes:
             self._count(has_arrived=False)
-            raise TooMuchAtOnceError(f"{on_its_way} bytes are being prefetched: {num_bytes} more wait")
+            raise NotAdmittedError("too much at once", f"{on_its_way} bytes are being prefetched")
 
     def _count_prefetched(self, num_bytes: int) -> None:
         with self._counting:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from krul_backend.errors import NoRoomError, StoreClosedError, TooMuchAtOnceError
+from krul_backend.errors import NotAdmittedError, Refusal, StoreClosedError
 from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.advice import Advisor
@@ -27,7 +27,6 @@ from krul_backend.tiers.common.interface import (
     Lease,
     PathSegment,
     Prefetched,
-    PrefetchRefusal,
     Reservation,
     SegmentDetails,
     SegmentInfo,
@@ -146,16 +145,14 @@ class TieredStore(KVStore):
         return tuple(slices)
 
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Prefetched:
-        refusal: PrefetchRefusal | None = None
+        refusal: Refusal | None = None
         began_at, parts = self._match(model, page_keys, token_ids)
         try:
             for i, part in enumerate(parts):
                 if isinstance(part, LowerPart):
                     parts[i] = self._fetcher.bring(part, began_at, is_prefetch=True)
-        except NoRoomError:
-            refusal = "no room"
-        except TooMuchAtOnceError:
-            refusal = "too much at once"
+        except NotAdmittedError as error:
+            refusal = error.refusal
         finally:
             # Later pages of the conversation are of no use without those that were refused.
             release_parts(self._host, parts)

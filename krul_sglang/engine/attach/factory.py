@@ -128,8 +128,8 @@ def build_cache(ctx: Any) -> Any:
     # Ranks may see different cgroups; all take the smallest budget, so that they hold the same prefixes.
     config.check_endpoint()
     num_hosts = resolved["nnodes"]
-    num_ranks_here = max(1, ctx.tp_size * resolved["dp_size"] // num_hosts)
-    capacity = torch.tensor([config.host_memory_bytes(num_ranks=num_ranks_here)])
+    runtime.num_ranks_here = max(1, ctx.tp_size * resolved["dp_size"] // num_hosts)
+    capacity = torch.tensor([config.host_memory_bytes(num_ranks=runtime.num_ranks_here)])
     if ctx.tp_size > 1:
         torch.distributed.all_reduce(
             capacity, op=torch.distributed.ReduceOp.MIN, group=ctx.params.tp_cache_group

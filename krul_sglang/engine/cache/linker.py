@@ -110,7 +110,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             before_layer=faults.before_layer,
         )
         self._restore_path: RestorePath | None = None
-        capacity_bytes = self._store.stats().capacity_bytes // self.model.identity.tp_size
+        capacity_bytes = self._store.stats().capacity_bytes // runtime.num_ranks_here
         max_ahead_bytes = int(capacity_bytes * MAX_AHEAD_SHARE)
         self._waiting = WaitingLeases(self._store, self.model, max_ahead_bytes=max_ahead_bytes)
         self._returning: dict[str, ReturningRequest] = {}
@@ -176,13 +176,14 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             returning = self._returning.pop(rid)
             assert self._restore_path is not None
             load = self._restore_path.plan_load(held, transfer.keys[0], transfer.device_indices, returning)
+            if load is not None:
+                self._waiting.make_room(held)
         except BaseException:
             self._store.release(held.lease)
             raise
         if load is None:
             self._store.release(held.lease)
             return False
-        self._waiting.make_room(held)
         self.loader.queue(rid, load)
         return True
 

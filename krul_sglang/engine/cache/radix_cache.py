@@ -25,6 +25,8 @@ from krul_sglang.hints import tenant_of
 
 MAX_LOOKED_UP_AHEAD = 16
 """Requests that are looked up ahead in one scheduling round: running ones wait for it."""
+MAX_LOOKED_UP_TOKENS = 1 << 16
+"""Tokens of their prompts, or one prompt: a lookup goes through all pages."""
 
 NUM_LOOKED_UP_AGAIN = 4
 """Requests at the front of the queue that are looked up again when it moves, or twice as many as have left it
@@ -92,13 +94,14 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         have come at once, some of them in each round.
         All this depends on nothing that may differ between ranks, because they look up together.
         """
-        num_tokens = num_lookups = num_again = 0
+        num_tokens = num_lookups = num_looked_up = num_again = 0
         before = self._seen_ahead
         known = frozenset(before)
         stored, self._stored_ends = self._stored_ends, ()
         with self.cache_linker.looking_ahead() as seen:
             for req in queue:
-                num_tokens += len(req.origin_input_ids) + len(req.output_ids)
+                num_of_req = len(req.origin_input_ids) + len(req.output_ids)
+                num_tokens += num_of_req
                 if seen and num_tokens > self.cache.token_to_kv_pool_allocator.size:
                     break
                 if not seen and before[:1] != (req.rid,):
@@ -110,7 +113,9 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
                     self.cache_linker.release(req.rid)
                     is_known = False
                 if not is_known or len(seen) < num_again:
-                    if num_lookups < MAX_LOOKED_UP_AHEAD:
+                    num_looked_up += num_of_req
+                    has_time = not num_lookups or num_looked_up <= MAX_LOOKED_UP_TOKENS
+                    if has_time and num_lookups < MAX_LOOKED_UP_AHEAD:
                         num_lookups += 1
                         req.init_next_round_input(self.cache, cow_mamba=False)
                     elif not is_known:

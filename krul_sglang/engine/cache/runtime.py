@@ -37,6 +37,7 @@ class KrulRuntime:
     is recorded, ``rotary`` if keys are stored with their rotary embedding, ``bases`` and ``provenance``
     unless turns are stored within an error budget. ``agreement`` joins the threads of all ranks that store
     turns, ``restore_agreement`` their scheduler threads.
+    ``num_ranks_here`` share the host memory of this host.
     ``restore_forward`` is None until forwards may restore. ``gate`` knows when forwards and restores run.
     """
 
@@ -50,6 +51,7 @@ class KrulRuntime:
     model: ServedModel = field(init=False)
     pool: DevicePool = field(init=False)
     connection: StoreConnection = field(init=False)
+    num_ranks_here: int = 1
     rotary: RotaryTable | None = None
     bases: ServedBases | None = None
     agreement: RankAgreement = field(init=False)

@@ -6,14 +6,14 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from krul_backend.segment import TokenIds
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import DRAM_TIER, Lease
+from krul_backend.tiers.common.interface import DRAM_TIER, Lease, SegmentSlice
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
 from krul_sglang.engine.common.served_model import ServedModel
 
@@ -23,8 +23,8 @@ each further question, since every one goes through all of the prefix."""
 MAX_RENEW_INTERVAL_S = 1.0
 RETRY_PREFETCH_S = 0.2
 """Seconds before anything is prefetched again after the store refused to."""
-MAX_RENEWALS = 16
-"""Leases that are renewed in one scheduling round: running requests wait for it."""
+MAX_RENEWED_PAGES = 2048
+"""Pages whose leases are renewed in one scheduling round, or one lease: running requests wait for it."""
 RETRY_MISS_S = 1.0
 """Seconds before the store is asked again for a request of which it had nothing."""
 
@@ -42,8 +42,8 @@ class KeyRun:
         return cls(page_keys[0], page_keys[-1], len(page_keys))
 
 
-SegmentBytes = Mapping[tuple[str, int], int]
-"""Bytes of segments, by their tier and id."""
+SegmentBytes = Mapping[Hashable, int]
+"""Bytes of segments, by the checksums of their blocks, which are the same in all tiers."""
 
 
 @dataclass(frozen=True)
@@ -81,24 +81,26 @@ class HeldLease:
     @cached_property
     def segments(self) -> SegmentBytes:
         """All leased segments."""
-        return {
-            (piece.tier, piece.segment_id): sum(piece.header.layer_num_bytes) for piece in self.lease.slices
-        }
+        return _bytes_of(self.lease.slices)
+
+    @cached_property
+    def in_dram(self) -> SegmentBytes:
+        """Those of ``segments`` that are in DRAM."""
+        return _bytes_of(piece for piece in self.lease.slices if piece.tier == DRAM_TIER)
 
     @cached_property
     def pinned(self) -> SegmentBytes:
         """Those of ``segments`` that are in DRAM, or on their way there: they cannot be evicted."""
-        pinned = {}
+        pinned = []
         num_arriving = self.num_arriving
         for piece in self.lease.slices:
-            key = piece.tier, piece.segment_id
             if piece.tier != DRAM_TIER:
                 # The first ones of a prefix are fetched first.
                 if num_arriving <= 0:
                     continue
                 num_arriving -= piece.end_page - piece.first_page
-            pinned[key] = self.segments[key]
-        return pinned
+            pinned.append(piece)
+        return _bytes_of(pinned)
 
     def num_pages(self, page_size: int) -> int:
         """How many of the request's pages can be restored."""
@@ -107,13 +109,17 @@ class HeldLease:
         return self.moved.num_pages(self.lease.num_pages, page_size)
 
 
+def _bytes_of(slices: Iterable[SegmentSlice]) -> SegmentBytes:
+    return {tuple(piece.checksums): sum(piece.header.layer_num_bytes) for piece in slices}
+
+
 class _Room:
     """Adds up the bytes of segments, each counted once, up to a limit. What comes first may exceed it."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._segments: set[tuple[str, int]] = set()
+        self._segments: set[Hashable] = set()
 
     def fits(self, segments: SegmentBytes) -> bool:
         more = sum(num_bytes for key, num_bytes in segments.items() if key not in self._segments)
@@ -209,10 +215,16 @@ class WaitingLeases:
         """Hand the lease over to the caller, who releases it; None if there is none."""
         self._missed.pop(rid, None)
         held = self._pop(rid)
-        if held is None or held.lease.is_in_dram or not held.num_renewals:
+        if held is None or held.lease.is_in_dram:
             return held
-        # What has arrived since it was asked last is planned for as what is in DRAM.
-        return self._leased_again(held)
+        if not held.num_renewals and self._clock() < held.asked_s + RENEW_INTERVAL_S:
+            return held
+        # What has arrived since the store was asked is planned for as what is in DRAM.
+        try:
+            return self._leased_again(held)
+        except BaseException:
+            self._store.release(held.lease)
+            raise
 
     def make_room(self, held: HeldLease) -> None:
         """Begin to read what a load will need from below DRAM. If there is no room for it, those that wait
@@ -220,17 +232,21 @@ class WaitingLeases:
         if held.lease.is_in_dram or not self._held:
             return
         prefetched = self._store.prefetch(self._model.identity, held.page_keys, held.token_ids())
-        if prefetched.refusal != "no room":
+        # If enough is being prefetched, DRAM may be full as well. A load does not wait for that.
+        if prefetched.refusal not in ("no room", "too much at once"):
             return
-        missing = sum(num_bytes for key, num_bytes in held.segments.items() if key[0] != DRAM_TIER)
+        missing = sum(held.segments.values()) - sum(held.in_dram.values())
         pins = Counter(key for other in self._held.values() for key in other.pinned)
         for rid in reversed(self._in_order()):
             if missing <= 0:
                 break
-            pinned = self._held[rid].pinned
-            pins.subtract(pinned.keys())
-            missing -= sum(num_bytes for key, num_bytes in pinned.items() if not pins[key])
-            if pinned:
+            of_last = self._held[rid]
+            pins.subtract(of_last.pinned.keys())
+            if of_last.num_arriving:
+                # What is still on its way cannot be evicted for a while.
+                of_last = self._held[rid] = self._leased_again(of_last)
+            missing -= sum(num_bytes for key, num_bytes in of_last.in_dram.items() if not pins[key])
+            if of_last.in_dram:
                 self.give_back(rid)
 
     def give_back(self, rid: str) -> None:
@@ -306,27 +322,29 @@ class WaitingLeases:
 
     def _settle(self, now_s: float) -> None:
         """Prefetch for those that wait, in their order, and end leases that pin too much."""
-        self._has_changed = False
-        self._settle_at_s = math.inf
         room = _Room(self._max_ahead_bytes)
         may_prefetch = now_s >= self._prefetch_at_s
-        num_renewals = 0
+        has_room = True
+        num_pages, settle_at_s = 0, math.inf
         for rid in self._in_order():
             held = self._held[rid]
-            if not held.lease.is_in_dram:
-                # Those behind the first that does not fit do not take the room that it waits for.
-                may_prefetch = may_prefetch and room.fits(held.segments)
+            # Those behind the first that does not fit do not take the room that it waits for.
+            has_room = has_room and room.fits(held.segments)
+            if has_room and not held.lease.is_in_dram:
                 if may_prefetch and now_s >= held.renew_at_s:
                     held = self._held[rid] = self._renewed(held)
-                    num_renewals += 1
+                    num_pages += len(held.page_keys)
+                    may_prefetch = not held.is_refused and num_pages < MAX_RENEWED_PAGES
                     if held.is_refused:
                         self._prefetch_at_s = now_s + RETRY_PREFETCH_S
-                    may_prefetch = not held.is_refused and num_renewals < MAX_RENEWALS
-                self._settle_at_s = min(self._settle_at_s, max(held.renew_at_s, self._prefetch_at_s))
-            if room.fits(held.pinned):
-                room.add(held.pinned)
+                settle_at_s = min(settle_at_s, max(held.renew_at_s, self._prefetch_at_s))
+            # One that was refused is the next to get room.
+            pinned = held.segments if held.is_refused and has_room else held.pinned
+            if room.fits(pinned):
+                room.add(pinned)
             else:
                 self.give_back(rid)
+        self._has_changed, self._settle_at_s = False, settle_at_s
 
     def _note_miss(self, rid: str, run: KeyRun) -> None:
         now_s = self._clock()
@@ -344,7 +362,8 @@ class WaitingLeases:
         return replace(
             self._leased_again(held),
             num_renewals=held.num_renewals + 1,
-            is_refused=prefetched.refusal is not None,
+            # More than a tenant may have stays below DRAM, and holds nobody else up.
+            is_refused=prefetched.refusal in ("no room", "too much at once"),
             num_arriving=prefetched.num_pages,
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from krul_backend.errors import ManifestError, TierReadError
+from krul_backend.errors import ManifestError, Refusal, TierReadError
 from krul_backend.segment import SegmentHeader, SegmentManifest
 
 PENDING, LANDED, FAILED = 0, 1, 2
@@ -128,16 +128,12 @@ class Lease:
         return all(part.tier == DRAM_TIER for part in self.slices)
 
 
-PrefetchRefusal = Literal["no room", "too much at once"]
-"""All of DRAM is in use, or enough is on its way there."""
-
-
 @dataclass(frozen=True)
 class Prefetched:
     """What a prefetch did: ``num_pages`` are on their way to DRAM; the rest, if any, was refused."""
 
     num_pages: int = 0
-    refusal: PrefetchRefusal | None = None
+    refusal: Refusal | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -177,6 +177,11 @@ class DramBooks:
         of_layers = iter(taken)
         return tuple(next(of_layers) if num_bytes else None for num_bytes in sizes)
 
+    def is_over_quota(self, sizes: Sequence[int], tenant: str) -> bool:
+        """Whether blocks are more than a tenant may take beside what it has, or more than the arena."""
+        needed_bytes = sum(map(aligned_num_bytes, sizes))
+        return needed_bytes > self.arena.capacity_bytes or self._quotas.excess_bytes(tenant, needed_bytes) > 0
+
     def give(self, extents: Iterable[Extent | None], tenant: str) -> None:
         """Free extents, and take them off the tenant's account."""
         held = [extent for extent in extents if extent is not None]

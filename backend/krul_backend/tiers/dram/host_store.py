@@ -28,7 +28,7 @@ from krul_backend.tiers.common.interface import (
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram.dram_books import BREATH_S, DramBooks, LockedBooks
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED
-from krul_backend.tiers.dram.reservations import Arrival, Reservations
+from krul_backend.tiers.dram.reservations import Arrival, Reservations, arrival_sizes
 from krul_backend.tiers.dram.stored_segment import StoredSegment, plan_trim
 
 logger = logging.getLogger(__name__)
@@ -186,6 +186,11 @@ class HostStore:
     ) -> Arrival | None:
         """Begin the arrival of a segment of a lower tier; see ``Reservations.admit``."""
         return self._reservations.admit(manifest, checksums, origin, lower_load_s, began_at)
+
+    def is_over_quota(self, manifest: SegmentManifest) -> bool:
+        """Whether a segment is more than its tenant may take beside what it has, or more than the arena."""
+        with self._locked.open() as books:
+            return books.is_over_quota(arrival_sizes(manifest), manifest.tenant)
 
     # Checking and changing what is stored
 

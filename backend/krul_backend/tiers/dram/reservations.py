@@ -225,8 +225,6 @@ class Reservations:
         its model was cleared since ``began_at`` (a ``ClearMarks.now``). Reading it again from the lower tier
         would take ``lower_load_s`` seconds.
         """
-        # The last extent holds the status flags, one byte per layer.
-        sizes = (*manifest.layer_num_bytes, manifest.model.num_layers)
 
         def use(books: DramBooks, extents: Extents) -> Arrival:
             *block_extents, flags_extent = extents
@@ -255,7 +253,7 @@ class Reservations:
                 books.touch(books.index.path_to(segment))
             return Arrival(segment, status, blocks, self._end_arrival)
 
-        return self._take(sizes, manifest.tenant, use)
+        return self._take(arrival_sizes(manifest), manifest.tenant, use)
 
     def _end_arrival(self, segment: StoredSegment, is_whole: bool) -> None:
         with self._locked.open_unless_closed() as books:
@@ -267,6 +265,11 @@ class Reservations:
             if not is_whole and segment.is_indexed:
                 books.remove(segment)
             books.unpin((segment,))
+
+
+def arrival_sizes(manifest: SegmentManifest) -> tuple[int, ...]:
+    """Bytes of each extent of an arriving segment. The last one holds its status flags, a byte per layer."""
+    return *manifest.layer_num_bytes, manifest.model.num_layers
 
 
 def _settle(books: DramBooks, reservation: Reservation) -> PendingReservation:
