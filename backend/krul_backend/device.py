@@ -89,9 +89,15 @@ class Device:
         self._module.set_device(self.torch_device)
 
     def bind_background_thread(self) -> None:
-        """As ``bind_thread``; on a CPU the thread also gives way to those that compute for requests."""
+        """As ``bind_thread``; the thread also leaves cores to those that work for requests.
+
+        With an accelerator it takes a quarter of them; on a CPU it has a lower priority. (Not with an
+        accelerator: it holds Python's lock at times, for which the scheduler would wait.)
+        """
         self.bind_thread()
-        if self.shares_cores:
+        if not self.shares_cores:
+            torch.set_num_threads(max(1, torch.get_num_threads() // 4))
+        else:
             # Linux keeps a priority per thread.
             thread = threading.get_native_id()
             niceness = os.getpriority(os.PRIO_PROCESS, thread) + BACKGROUND_NICENESS

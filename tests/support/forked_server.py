@@ -22,6 +22,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import pytest
+import torch
+
 from krul_sglang.demo.server import ServerProcess, default_device_args
 
 _ZYGOTE = Path(__file__).with_name("server_zygote.py")
@@ -35,6 +38,9 @@ class ForkedServer(ServerProcess):
 
     def _start_supervisor(self, log: BinaryIO) -> Any:
         if not default_device_args():
+            num_ranks = int(self.command[self.command.index("--tp") + 1]) if "--tp" in self.command else 1
+            if num_ranks > torch.accelerator.device_count():
+                pytest.skip(f"{num_ranks} ranks need as many GPUs")
             return super()._start_supervisor(log)
         arguments = self.command[self.command.index("-m") + 2 :]
         request = {"arguments": arguments, "env": self._env, "cwd": os.getcwd()}

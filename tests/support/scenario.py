@@ -15,7 +15,7 @@ import pytest
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
 from krul_sglang.demo.conversations import Conversation, load_conversations
 from krul_sglang.demo.player import Player, TurnResult, play_order
-from krul_sglang.demo.server import ServerProcess, wait_for_saves
+from krul_sglang.demo.server import ServerProcess, default_device_args, wait_for_saves
 
 KRUL = ("--radix-cache-backend", "krul")
 PAGE_SIZE = 16
@@ -33,6 +33,8 @@ def small_krul_server_args(pool_tokens: int, options: dict[str, Any]) -> tuple[s
     """A float32 server with a device pool of so many tokens, and krul with these options."""
     return (
         *("--dtype", "float32"),
+        # On a GPU SGLang's own choice may be one for 16 bits only.
+        *(() if default_device_args() else ("--attention-backend", "triton")),
         *("--page-size", str(PAGE_SIZE)),
         *("--max-total-tokens", str(pool_tokens)),
         *("--unified-cache-external-linker-config", json.dumps({"host_memory": "256MiB", **options})),

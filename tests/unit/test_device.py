@@ -72,6 +72,18 @@ def test_a_background_thread_of_a_cpu_gives_way_to_others() -> None:
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
+def test_a_background_thread_of_an_accelerator_takes_a_quarter_of_the_cores(strict: Device) -> None:
+    def bind() -> tuple[int, int]:
+        torch.set_num_threads(9)
+        strict.bind_background_thread()
+        return torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    with in_threads() as start:
+        assert start(bind).result(PATIENCE_S) == (2, before[1])
+    assert (torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())) == before
+
+
 def test_a_bound_thread_of_a_cpu_works_on_one_core_and_others_are_not_changed() -> None:
     before = torch.get_num_threads()
 

@@ -107,7 +107,7 @@ class Rank:
     def lookup(self, name: str, rid: str = "r") -> int:
         self.linker.expect_tokens(rid, lambda: np.arange(NUM_TOKENS, dtype=np.int32))
         transfer: Any = SimpleNamespace(keys=keys_of(name))
-        return len(self.linker.lookup(rid, [transfer]))
+        return max(self.linker.lookup(rid, [transfer]), default=0)
 
     def num_missing(self, name: str, model: ModelIdentity) -> int:
         return sum(map(len, self.store.find_missing(model, keys_of(name))))

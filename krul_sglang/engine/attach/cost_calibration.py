@@ -40,7 +40,8 @@ _MAX_FORWARD_S = 0.5
 _MIN_LENGTHS = 3
 """Lengths that a fit needs at least, however slow the machine is."""
 _REPEATS = 3
-_DECODED_TOKENS = 256
+_DECODED_TOKENS, _DECODED_ON_ACCELERATOR = 256, 2048
+"""Of a segment whose decoding is measured. An accelerator takes about as long for 256 tokens as for more."""
 _DECODED_DAMAGE = 0.01
 """Nats per predicted token that the decoded blocks of groups may have lost."""
 _BLOCKS = 8
@@ -158,6 +159,11 @@ class CostCalibration:
             seconds = min(timed(device, restore) for _ in range(_REPEATS))
         return float(blocks[0].nbytes), seconds / num_blocks
 
+    @property
+    def _num_decoded(self) -> int:
+        wanted = _DECODED_TOKENS if self._pool.streams.shares_cores else _DECODED_ON_ACCELERATOR
+        return min(wanted, self._pool.num_tokens // 2)
+
     def decode_costs(
         self,
         codec: SegmentCodec,
@@ -167,7 +173,7 @@ class CostCalibration:
         """Seconds per token and layer beyond the copy: of layers alone and in pairs, by precision."""
         single_s = {Precision.NATIVE: 0.0}
         pair_s: dict[Precision, float] = {}
-        num_tokens = min(_DECODED_TOKENS, self._pool.num_tokens // 2)
+        num_tokens = self._num_decoded
         for unit, precision in units:
             if len(unit) == 1 and precision is Precision.NATIVE:
                 continue  # the tier's cost is that of native blocks, until they are in the pool
@@ -179,7 +185,7 @@ class CostCalibration:
     def group_costs(self, subspace: SubspaceCodec, tier: TierCost) -> dict[str, float]:
         """Seconds per token and layer to decode groups, beyond those of ``tier``, by coder: of KV like that
         which the bases were learned from."""
-        num_tokens = min(_DECODED_TOKENS, self._pool.num_tokens // 2)
+        num_tokens = self._num_decoded
         sizes, seconds = self._restore_groups_s(subspace, num_tokens)
         beyond_s = max(0.0, seconds - sum(map(tier.load_s, sizes)))
         return {RansCoder.name: beyond_s / num_tokens / self._pool.num_layers}

@@ -145,9 +145,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._expected[rid] = token_ids, find_run
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every prefix length, in pages, that can be restored; see ``WaitingLeases.hold``."""
-        keys = transfers[0].keys
-        return list(range(1, self._waiting.hold(rid, keys, *self._expected.pop(rid)) + 1))
+        """The longest prefix, in pages, that can be restored, if any; so can every shorter one. See
+        ``WaitingLeases.hold``."""
+        num_pages = self._waiting.hold(rid, transfers[0].keys, *self._expected.pop(rid))
+        return [num_pages] if num_pages else []
 
     def looking_ahead(self) -> AbstractContextManager[list[str]]:
         """To be held around lookups of requests that wait: see ``WaitingLeases``."""

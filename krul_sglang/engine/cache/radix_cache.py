@@ -141,6 +141,16 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             self.cache_linker.give_back(req.rid)
         return result
 
+    def _sync_restorable_prefix(self, restorable: list[int], *, num_pages: int, device_hit_pages: int) -> int:
+        """The longest prefix that all ranks can restore, in pages.
+
+        SGLang intersects sets of lengths, page by page. Here every length up to a rank's longest is one.
+        """
+        longest = torch.tensor([min(max(restorable, default=0), num_pages)])
+        self.cache._all_reduce_attn_groups(longest, torch.distributed.ReduceOp.MIN)
+        common = int(longest.item())
+        return common if common > device_hit_pages else 0
+
     def load_back(self, req: Any) -> tuple[int, Any]:
         hit = self.hit_markers.get(req.rid)
         if hit is not None:

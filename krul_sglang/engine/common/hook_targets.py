@@ -101,6 +101,8 @@ TARGETS = (
     Target(f"{_CACHE}.inc_lock_ref", ("self", "node_id")),
     Target(f"{_CACHE}.dec_lock_ref", ("self", "node_id", "params")),
     Target(f"{_WRAPPER}.match", ("self", "key", "req", "result")),
+    Target(f"{_WRAPPER}._sync_restorable_prefix", ("self", "restorable", "num_pages", "device_hit_pages")),
+    Target(f"{_CACHE}._all_reduce_attn_groups", ("self",)),
     Target(f"{_WRAPPER}.load_back", ("self", "req")),
     Target(f"{_WRAPPER}.offload_nodes", ("self", "node_ids")),
     Target(f"{_WRAPPER}.release_request", ("self", "rid")),
