@@ -73,16 +73,10 @@ WRONG_LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "named",
-    [
-        pytest.param("--enable-hierarchical-cache", marks=pytest.mark.long),
-        pytest.param("--lora-paths", marks=pytest.mark.long),
-        "--kv-cache-dtype fp8_*",
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("named", WRONG_LAUNCHES)
 def test_a_wrong_launch_stops_with_one_line(named: str, tiny_models: dict[str, Path]) -> None:
-    """A few real launches; all cases run on the same check in ``tests/unit/test_unsupported.py``."""
+    """More real launches; all cases run on the same check in ``tests/unit/test_unsupported.py``."""
     result = launch(tiny_models["float32"], *WRONG_LAUNCHES[named])
     assert result.returncode != 0
     lines = [line for line in result.stderr.splitlines() if line.startswith("krul-sglang: ")]

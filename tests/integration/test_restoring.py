@@ -51,10 +51,6 @@ class Mode:
 RANDOM = {"planner": "random"}
 MODES = {
     "page-1-everything-stored": Mode({**RANDOM, "store_full_tail": True}, ("--page-size", "1")),
-    "page-16-chunked-prefill-failing-loads": Mode(
-        {**RANDOM, "fault_injection": "load-error", "max_head_tokens": 100_000},
-        ("--page-size", "16", "--chunked-prefill-size", "512"),
-    ),
     "page-64-stuck-loads": Mode(
         {**RANDOM, "fault_injection": "load-stall", "load_timeout": 0.5}, ("--page-size", "64")
     ),
@@ -62,9 +58,9 @@ MODES = {
         {**RANDOM, "max_head_tokens": 100_000},
         ("--chunked-prefill-size", "256", "--enable-mixed-chunk", "--schedule-policy", "lpm"),
     ),
-    "page-16-tp2-failing-loads": Mode(
-        {**RANDOM, "fault_injection": "load-error"},
-        ("--page-size", "16", "--tp", "2"),
+    "page-16-chunked-prefill-tp2-failing-loads": Mode(
+        {**RANDOM, "fault_injection": "load-error", "max_head_tokens": 100_000},
+        ("--page-size", "16", "--chunked-prefill-size", "512", "--tp", "2"),
         (("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),),
     ),
 }

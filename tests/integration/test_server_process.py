@@ -20,6 +20,7 @@ from krul_sglang.cli.server_client import CannotRunError
 from krul_sglang.demo.conversations import Conversation, UserTurn
 from krul_sglang.demo.player import Player, PlayError
 from krul_sglang.demo.server import ServerError, ServerProcess, find_free_port, start_servers
+from tests.support.forked_server import ForkedServer
 from tests.support.scenario import play_chats
 from tests.support.tiny_model import build_tiny_model
 
@@ -86,8 +87,8 @@ def test_a_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path, 
 
 
 def test_one_server_that_cannot_start_ends_those_that_start_with_it(tmp_path: Path, model_path: Path) -> None:
-    good = ServerProcess(model_path, args=_SERVER_ARGS, log_path=tmp_path / "good.log", ready_timeout_s=500)
-    broken = ServerProcess(model_path, args=["--no-such-flag"], log_path=tmp_path / "broken.log")
+    good = ForkedServer(model_path, args=_SERVER_ARGS, log_path=tmp_path / "good.log")
+    broken = ForkedServer(model_path, args=["--no-such-flag"], log_path=tmp_path / "broken.log")
     with pytest.raises(ServerError, match=r"ended with status 2 before it was ready") as caught:
         start_servers([good, broken])
     assert "--no-such-flag" in str(caught.value)
@@ -200,20 +201,9 @@ def test_a_killed_parent_leaves_no_process(tmp_path: Path, end: signal.Signals) 
     assert names_left(tree, timeout_s=60) == []
 
 
-def test_a_killed_supervisor_takes_the_server_with_it(model_path: Path, tmp_path: Path) -> None:
-    server = ServerProcess(model_path, args=_SERVER_ARGS, log_path=tmp_path / "log", ready_timeout_s=500)
+def test_stop_ends_every_process_and_the_port(model_path: Path) -> None:
+    server = ForkedServer(model_path, args=_SERVER_ARGS)
     server.start()
-    try:
-        tree = process_tree(server.pid)
-        assert len(tree) >= 4, "supervisor, server, scheduler, detokenizer"
-        os.kill(server.pid, signal.SIGKILL)
-        assert names_left(tree, timeout_s=60) == []
-    finally:
-        server.stop()
-
-
-def test_stop_ends_every_process_and_the_port(server: ServerProcess) -> None:
-    # Last in the file: it ends the server of the module.
     tree = process_tree(server.pid)
     assert len(tree) >= 4, "supervisor, server, scheduler, detokenizer"
     server.stop()
@@ -221,3 +211,11 @@ def test_stop_ends_every_process_and_the_port(server: ServerProcess) -> None:
     with pytest.raises(ServerError, match="GET /server_info failed"):
         server.server_info()
     server.stop()  # a second stop is harmless
+
+
+def test_a_killed_supervisor_takes_the_server_with_it(server: ServerProcess) -> None:
+    # Last in the file: it ends the server of the module.
+    tree = process_tree(server.pid)
+    assert len(tree) >= 4, "supervisor, server, scheduler, detokenizer"
+    os.kill(server.pid, signal.SIGKILL)
+    assert names_left(tree, timeout_s=60) == []
