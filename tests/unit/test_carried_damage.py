@@ -257,6 +257,20 @@ def test_a_turn_that_the_bases_cannot_represent_is_native(
     assert not is_native(server)
 
 
+def test_a_turn_of_which_nothing_was_recorded_is_native(
+    server: BudgetedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says so once."""
+    for turn in range(2):
+        server.compute(MORE_PAGES)
+        said = server.store_turn(is_observed=False)
+        assert (said["unrecorded_turns"], said["unfamiliar_turns"], said["last_damage"]) == (turn + 1, 0, 0)
+        assert is_native(server)
+    assert len([record for record in caplog.records if "query_memory" in record.message]) == 1
+    server.compute(MORE_PAGES)
+    assert server.store_turn()["unrecorded_turns"] == 2
+
+
 def compute_unlike(server: BudgetedServer, num_pages: int) -> None:
     """Every second token is one that the bases cannot represent: none of those that a step is chosen by."""
     first = len(server.slots)

@@ -119,7 +119,7 @@ class ErrorBudget(Decision):
         self.last_kl: float | None = None
         self.last_expected: float | None = None
         self._last_spent, self._last_damage, self._last_outside = 0.0, 0.0, 0.0
-        self._num_unfamiliar = 0
+        self._num_unfamiliar = self._num_unrecorded = 0
         self._correction = 1.0
         # By the last page of a segment, the oldest first.
         self._remembered: dict[str, DamagedSpan] = {}
@@ -257,7 +257,15 @@ class ErrorBudget(Decision):
     def _measured(self, turn: Turn, runs: Sequence[range]) -> _Measured | None:
         """Measure the runs of a turn; None without bases, or if nothing was recorded of its attention."""
         rows, bases = _rows_of(turn), self._newest() if self._in_use is None else self._in_use
-        if rows is None or not runs or bases is None or not self._are_weights_known:
+        if not runs or bases is None or not self._are_weights_known:
+            return None
+        if rows is None:
+            if not self._num_unrecorded:
+                logger.warning(
+                    "krul: nothing was recorded of a turn's attention, so it is stored natively. If many "
+                    "requests run at a time, raise query_memory (unrecorded_turns in /server_info counts)"
+                )
+            self._num_unrecorded += 1
             return None
         start, end, num_tokens = runs[0].start, runs[-1].stop, len(turn.token_ids)
         try:
@@ -365,6 +373,7 @@ class ErrorBudget(Decision):
             "last_damage": correction * self._last_damage,
             "last_outside": correction * self._last_outside,
             "unfamiliar_turns": self._num_unfamiliar,
+            "unrecorded_turns": self._num_unrecorded,
         }
 
 
