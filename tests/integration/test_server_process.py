@@ -207,7 +207,8 @@ def test_stop_ends_every_process_and_the_port(model_path: Path) -> None:
     tree = process_tree(server.pid)
     assert len(tree) >= 4, "supervisor, server, scheduler, detokenizer"
     server.stop()
-    assert names_left(tree, timeout_s=0) == []
+    # A forked supervisor says its status right before its end.
+    assert names_left(tree, timeout_s=10) == []
     with pytest.raises(ServerError, match="GET /server_info failed"):
         server.server_info()
     server.stop()  # a second stop is harmless
