@@ -59,6 +59,12 @@ class Device:
         return cls(tensor.device)
 
     @classmethod
+    def named(cls, name: str) -> Device:
+        """The device of a name such as cpu, cuda or cuda:1; of a kind without an index, the first one."""
+        device = torch.device(name)
+        return cls(device if device.type == "cpu" or device.index is not None else torch.device(name, 0))
+
+    @classmethod
     def of_machine(cls) -> Device:
         """The first accelerator of this machine; its CPU if there is none."""
         kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

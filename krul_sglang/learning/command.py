@@ -17,6 +17,7 @@ import krul_backend
 import krul_sglang
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.subspace.bases import ModelBases, replace_bases
+from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from krul_sglang.learning.bases import (
     LearningError,
@@ -231,7 +232,7 @@ def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, TextReader]:
         revision=revision,
         cache_dir=checkpoint.download_dir,
         # Few CPUs compute fast in the 16-bit types that checkpoints have.
-        dtype=torch.float32 if torch.device(device).type == "cpu" else "auto",
+        dtype=torch.float32 if Device.named(device).shares_cores else "auto",
         attn_implementation="sdpa",
     )
     return tokenizer, TextReader(model.to(device).train(False))

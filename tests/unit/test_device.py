@@ -61,6 +61,14 @@ def test_what_each_device_is_called(strict: StrictDevice) -> None:
     assert (Device(CPU).shares_cores, strict.shares_cores) == (True, False)
 
 
+@pytest.mark.parametrize(("name", "index"), [("cpu", None), ("cuda", 0), ("cuda:1", 1)])
+def test_a_name_without_an_index_is_that_of_the_first_device(
+    name: str, index: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: None)
+    assert Device.named(name).torch_device.index == index
+
+
 def test_a_background_thread_of_a_cpu_gives_way_to_others() -> None:
     def bind() -> tuple[int, int]:
         Device(CPU).bind_background_thread()

@@ -356,7 +356,7 @@ def test_no_room_for_a_prefetch_stops_it(rig: Rig) -> None:
     rig.ssd.reads_go_on.set()
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
     assert rig.store.prefetch(MODEL, keys[:2], tokens_of(keys[:2])) == Prefetched(0)
-    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == Prefetched(0, "no room")
+    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == Prefetched(0, "over quota")
     assert rig.ssd.num_reads == 1
     rig.assert_nothing_is_held()
 
