@@ -95,7 +95,7 @@ class Device:
         self._module.set_device(self.torch_device)
 
     def bind_background_thread(self) -> None:
-        """As ``bind_thread``; the thread also leaves cores to those that work for requests.
+        """Bind the calling thread as ``bind_thread`` does, and leave cores to threads that work for requests.
 
         With an accelerator it takes a quarter of them; on a CPU it has a lower priority. (Not with an
         accelerator: it holds Python's lock at times, for which the scheduler would wait.)

@@ -1,4 +1,4 @@
-"""What planners are given and return: costs in seconds that they add up, the problem, the plan."""
+"""Defines planners: the costs and the problem that they are given, and the plan that they return."""
 
 from __future__ import annotations
 

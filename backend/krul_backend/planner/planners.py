@@ -35,7 +35,7 @@ _CUTS = 1
 """Interpolations between two head ends while corners are compared; the chosen one is cut down to a page."""
 _CORNER_MOVES = np.array([1, -1, 2, -2, 4, -4, 0, 0])
 _FLOOR_MOVES = np.array([0, 0, 0, 0, 0, 0, 1, -1])
-"""What one round tries, in steps of corner and floor."""
+"""The moves that one round tries, in steps of corner and floor."""
 _MAX_ROUNDS = 32
 _MIN_GAIN = 1e-5
 """Relative gain below which a move does not count: it would not repay the time that it takes to find."""
@@ -165,7 +165,7 @@ def limit_lengths(head_ends: Tokens, device_tokens: int, max_lengths: int) -> To
 
 @dataclass(frozen=True, eq=False)
 class _Balance:
-    """Where computing begins to outlast loading, for ``C`` shapes.
+    """Find where computing begins to outlast loading, for ``C`` shapes.
 
     ``fewer`` and ``more`` [C, L]: head ends on either side of it. ``end_s`` [C]: the end in between, by
     linear interpolation.

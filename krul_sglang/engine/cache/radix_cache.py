@@ -280,8 +280,8 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
 
         Called on every rank before the engine writes weights, or releases their memory or the pool's.
         """
-        self.drop_probe_candidate()
-        self.settle_offloads()
+        while self.release_oldest():
+            pass
         self.cache_linker.begin_weights_change()
 
     def reset(self) -> None:
@@ -301,10 +301,6 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         else:
             return False
         return True
-
-    def settle_offloads(self) -> None:
-        """Wait until every pending turn is stored, and unlock its path. All ranks call this at one point."""
-        self.commit_completed_offloads(self.take_completed_offloads(len(self.pending_offloads)))
 
     def release_request(self, rid: str) -> None:
         super().release_request(rid)

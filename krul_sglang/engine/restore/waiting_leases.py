@@ -122,12 +122,15 @@ class _Room:
         self._segments: set[Hashable] = set()
 
     def fits(self, segments: SegmentBytes) -> bool:
-        more = sum(num_bytes for key, num_bytes in segments.items() if key not in self._segments)
+        more = self._more(segments)
         return not more or not self._num_bytes or self._num_bytes + more <= self._max_bytes
 
     def add(self, segments: SegmentBytes) -> None:
-        self._num_bytes += sum(num_bytes for key, num_bytes in segments.items() if key not in self._segments)
+        self._num_bytes += self._more(segments)
         self._segments.update(segments)
+
+    def _more(self, segments: SegmentBytes) -> int:
+        return sum(num_bytes for key, num_bytes in segments.items() if key not in self._segments)
 
 
 class WaitingLeases:
@@ -233,7 +236,7 @@ class WaitingLeases:
             return
         prefetched = self._store.prefetch(self._model.identity, held.page_keys, held.token_ids())
         # If enough is being prefetched, DRAM may be full as well. A load does not wait for that.
-        if prefetched.refusal not in ("no room", "too much at once"):
+        if not prefetched.is_deferred:
             return
         missing = sum(held.segments.values()) - sum(held.in_dram.values())
         pins = Counter(key for other in self._held.values() for key in other.pinned)
@@ -363,7 +366,7 @@ class WaitingLeases:
             self._leased_again(held),
             num_renewals=held.num_renewals + 1,
             # More than a tenant may have stays below DRAM, and holds nobody else up.
-            is_refused=prefetched.refusal in ("no room", "too much at once"),
+            is_refused=prefetched.is_deferred,
             num_arriving=prefetched.num_pages,
         )
 

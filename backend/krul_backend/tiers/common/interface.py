@@ -130,10 +130,15 @@ class Lease:
 
 @dataclass(frozen=True)
 class Prefetched:
-    """What a prefetch did: ``num_pages`` are on their way to DRAM; the rest, if any, was refused."""
+    """The outcome of a prefetch: ``num_pages`` are on their way to DRAM. ``refusal`` says why not all are."""
 
     num_pages: int = 0
     refusal: Refusal | None = None
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the rest may be let in as soon as there is room for it."""
+        return self.refusal in ("no room", "too much at once")
 
 
 @dataclass(frozen=True, eq=False)

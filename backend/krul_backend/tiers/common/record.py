@@ -88,7 +88,7 @@ class SegmentRecord:
     def of(
         cls, sequence: int, manifest: SegmentManifest, checksums: tuple[int, ...], metadata: bytes
     ) -> SegmentRecord:
-        """What is written of a segment; ``metadata`` is ``encode_metadata``'s."""
+        """Describe the record that a segment is written as; ``metadata`` is from ``encode_metadata``."""
         offsets, num_bytes = _layout(FIXED_NUM_BYTES + len(metadata), manifest.layer_num_bytes)
         return cls(sequence, num_bytes, manifest, checksums, offsets)
 

@@ -178,7 +178,7 @@ class DramBooks:
         return tuple(next(of_layers) if num_bytes else None for num_bytes in sizes)
 
     def is_over_quota(self, sizes: Sequence[int], tenant: str) -> bool:
-        """Whether blocks are more than a tenant may take beside what it has, or more than the arena."""
+        """True if blocks do not fit into a tenant's quota beside what the tenant has, or into the arena."""
         needed_bytes = sum(map(aligned_num_bytes, sizes))
         return needed_bytes > self.arena.capacity_bytes or self._quotas.excess_bytes(tenant, needed_bytes) > 0
 

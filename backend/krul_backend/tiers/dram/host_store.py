@@ -188,7 +188,7 @@ class HostStore:
         return self._reservations.admit(manifest, checksums, origin, lower_load_s, began_at)
 
     def is_over_quota(self, manifest: SegmentManifest) -> bool:
-        """Whether a segment is more than its tenant may take beside what it has, or more than the arena."""
+        """True if a segment does not fit into the arena, or into what its tenant has left of its quota."""
         with self._locked.open() as books:
             return books.is_over_quota(arrival_sizes(manifest), manifest.tenant)
 
