@@ -18,10 +18,9 @@ from benchmarks.restore.__main__ import run as run_benchmark
 from benchmarks.restore.configuration import Configuration, TierSpec
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.restore import GroupTarget, can_fuse, group_tail, restore_layer, write_tails
+from krul_backend.codec.restore import GroupTarget, begin_group, can_fuse, restore_layer
 from krul_backend.codec.segment_codec import UnitBlocks
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_backend.codec.subspace.coded_tail import CodedTail
 from krul_backend.codec.unit import CodedLayer
 from krul_backend.device import Device
 from krul_backend.strategy.strategy import Precision
@@ -130,7 +129,7 @@ def groups_equal_the_reference(setting: Setting) -> dict[str, int]:
     ]
     cases = cases[::11] if setting.is_dry else cases
     for case in cases:
-        check_group(case, group_tail, setting.on_device)
+        check_group(case, begin_group, setting.on_device)
     return {"cases": len(cases)}
 
 
@@ -152,8 +151,9 @@ def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
         ]
         slots = torch.randperm(num_tokens).to(setting.device)
         tail = decoder.tail(0, block, 0, num_tokens)
-        coder_s = _seconds(device, group_tail, tail, device)
-        seconds = _seconds(device, _restore_group, tail, device, buffers, slots)
+        targets = [GroupTarget(tail, [0] * layers_of_group, slots)]
+        coder_s = _seconds(device, begin_group, targets, device)
+        seconds = _seconds(device, _restore_group, targets, device, buffers)
         num_bytes = sum(buffer.nbytes for of_layer in buffers for buffer in of_layer)
         rows.append(
             {
@@ -171,9 +171,9 @@ def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
 
 
 def _restore_group(
-    tail: CodedTail, device: Device, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: torch.Tensor
+    targets: Sequence[GroupTarget], device: Device, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    write_tails([GroupTarget(group_tail(tail, device), [0] * len(buffers), slots)], buffers)
+    begin_group(targets, device).write(buffers)
 
 
 def kernel_bandwidth(setting: Setting) -> list[dict[str, Any]]:

@@ -109,17 +109,14 @@ def read_tails(
     for reader in readers:
         reader.begin(head_ends, room)
     plan = RestorePlan(tuple(head_ends), 1.0)
-    of_pool: Any = pool
-    tails = TailGroups(
-        [Load(lease, readers, slots, readers[0].first_token, plan, NO_FORECAST)], of_pool.streams
-    )
+    load = Load(lease, readers, slots, readers[0].first_token, plan, NO_FORECAST)
+    tails = TailGroups(list(load.parts()), pool.streams)
     for layer in range(pool.num_layers):
         for group in tails.of_layer(layer):
-            group.fetch(of_pool.streams)
-            group.restore(of_pool)
+            group.fetch(pool.streams)
+            group.restore(pool)
         after_layer()
-    for reader in readers:
-        reader.check()
+    tails.check()
 
 
 def check_tails(

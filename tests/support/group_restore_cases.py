@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.restore import GroupTail, GroupTarget, write_tails
+from krul_backend.codec.restore import GroupRestore, GroupTarget
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import split_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
@@ -22,8 +22,8 @@ from tests.support.codec_builders import rotary_table
 from tests.support.subspace_builders import make_bases, make_layers
 from tests.support.subspace_cases import CODERS
 
-Begin = Callable[[CodedTail, Device], GroupTail]
-"""As ``group_tail``."""
+Begin = Callable[[Sequence[GroupTarget], Device], GroupRestore]
+"""As ``begin_group``."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 0.01}
 """Of the largest element: sums in another order, coefficients in bf16, and rounding to the pool's type.
@@ -55,48 +55,75 @@ class GroupCase:
 
 
 def check_group(case: GroupCase, begin: Begin, device: Device, num_layers: int = 2) -> None:
-    """Decode and write a group of random KV into random slots; compare all slots of all layers."""
-    shape, end = case.shape, case.num_tokens if case.end_token is None else case.end_token
-    decoder, block, layers = encode_case(case, device, num_layers)
-    tail_bytes = block[decoder.tail_start(0, case.first_token) :].cpu()
-    host = device.host_empty(tail_bytes.shape, torch.uint8).copy_(tail_bytes)
-    generator = torch.Generator().manual_seed(case.num_tokens)
-    num_slots = case.num_tokens + 9
-    slots = torch.randperm(num_slots, generator=generator)[: end - case.first_token]
+    check_groups([case], begin, device, num_layers)
+
+
+def check_groups(cases: Sequence[GroupCase], begin: Begin, device: Device, num_layers: int = 2) -> None:
+    """Decode and write a group of random KV of several segments into random slots; compare all slots of all
+    layers. The cases have the same bases and the same coder."""
+    shape = cases[0].shape
+    encoded = [encode_case(case, device, num_layers) for case in cases]
+    ends = [case.num_tokens if case.end_token is None else case.end_token for case in cases]
+    sizes = [end - case.first_token for case, end in zip(cases, ends, strict=True)]
+    num_slots = sum(sizes) + 9
+    generator = torch.Generator().manual_seed(num_slots)
+    slots = torch.split(torch.randperm(num_slots, generator=generator), [*sizes, 9])[:-1]
     k_size, v_size = ((num_slots, shape.num_kv_heads, dim) for dim in (shape.k_head_dim, shape.v_head_dim))
     options: dict[str, Any] = {"dtype": shape.dtype, "device": device.torch_device}
     buffers = [
         (torch.full(k_size, 7.0, **options), torch.full(v_size, 7.0, **options)) for _ in range(num_layers)
     ]
-    firsts = [min(end, case.first_token + case.head_tokens)] * (num_layers - 1) + [case.first_token]
-    tail = begin(decoder.tail(0, host, case.first_token, end), device)
-    write_tails([GroupTarget(tail, firsts, slots.to(device.torch_device))], buffers)
-    tail.check()
-    expected = exact_rows(decoder.tail(0, tail_bytes, case.first_token, case.num_tokens))
-    num_raw = tail.tail.segment.num_first_tokens
-    for layer, (first, of_layer) in enumerate(zip(firsts, buffers, strict=True)):
-        for buffer, rows, true in zip(
-            of_layer,
-            (expected[layer].k, expected[layer].v),
-            (layers[layer].k, layers[layer].v),
-            strict=True,
+    targets, expected = [], []
+    for case, (decoder, block, _), end, of_case in zip(cases, encoded, ends, slots, strict=True):
+        tail_bytes = block[decoder.tail_start(0, case.first_token) :].cpu()
+        host = device.host_empty(tail_bytes.shape, torch.uint8).copy_(tail_bytes)
+        firsts = [min(end, case.first_token + case.head_tokens)] * (num_layers - 1) + [case.first_token]
+        tail = decoder.tail(0, host, case.first_token, end)
+        targets.append(GroupTarget(tail, firsts, of_case.to(device.torch_device)))
+        expected.append(exact_rows(decoder.tail(0, tail_bytes, case.first_token, case.num_tokens)))
+    begun = begin(targets, device)
+    begun.write(buffers)
+    begun.check()
+    # On the host small coefficients are multiplied in bf16 in every pool.
+    tolerance = 2**-7 if type(begun) is GroupRestore else TOLERANCE[shape.dtype]
+    for layer, of_layer in enumerate(buffers):
+        is_untouched = torch.ones(num_slots, dtype=torch.bool)
+        for case, target, rows, (_, _, layers), of_case in zip(
+            cases, targets, expected, encoded, slots, strict=True
         ):
-            written = slots[first - case.first_token :]
-            is_untouched = torch.ones(num_slots, dtype=torch.bool).index_fill_(0, written, False)
-            now = buffer.cpu()
-            assert bool((now[is_untouched] == 7).all())
-            found, wanted = now[written], rows[first - case.first_token : end - case.first_token]
-            # Tokens that are stored as in the pool are there to the bit.
-            num_stored = max(0, num_raw - first)
-            assert torch.equal(found[:num_stored], true[first:end][:num_stored])
-            # On the host small coefficients are multiplied in bf16 in every pool.
-            tolerance = 2**-7 if type(tail) is GroupTail else TOLERANCE[shape.dtype]
-            torch.testing.assert_close(
-                found[num_stored:].double(),
-                wanted[num_stored:],
-                rtol=0,
-                atol=float(rows.abs().max()) * tolerance,
-            )
+            written = of_case[target.first_tokens[layer] - case.first_token :]
+            is_untouched[written] = False
+            _check_rows(target, layer, of_layer, written, rows[layer], layers[layer], tolerance)
+        for buffer in of_layer:
+            assert bool((buffer.cpu()[is_untouched] == 7).all())
+
+
+def _check_rows(
+    target: GroupTarget,
+    layer: int,
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    written: torch.Tensor,
+    expected: LayerKV,
+    encoded: LayerKV,
+    tolerance: float,
+) -> None:
+    """Compare the slots ``written`` of a tail with the rows ``expected`` of it, and its first tokens with
+    those of the segment that was ``encoded``."""
+    tail, first = target.tail, target.first_tokens[layer]
+    for buffer, rows, true in zip(buffers, (expected.k, expected.v), (encoded.k, encoded.v), strict=True):
+        found, wanted = (
+            buffer.cpu()[written],
+            rows[first - tail.first_token : tail.end_token - tail.first_token],
+        )
+        # Tokens that are stored as in the pool are there to the bit.
+        num_stored = max(0, tail.segment.num_first_tokens - first)
+        assert torch.equal(found[:num_stored], true[first : tail.end_token][:num_stored])
+        torch.testing.assert_close(
+            found[num_stored:].double(),
+            wanted[num_stored:],
+            rtol=0,
+            atol=float(rows.abs().max()) * tolerance,
+        )
 
 
 def encode_case(

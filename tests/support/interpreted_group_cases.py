@@ -7,7 +7,7 @@ it is imported whether it interprets.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,12 +21,12 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _conver
 
 from krul_backend.codec.coefficients.coders import EncodedLevels, RansCoder
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.restore import GroupTail, GroupTarget, group_tail, write_tails
+from krul_backend.codec.restore import GroupRestore, GroupTarget, begin_group
 from krul_backend.codec.subspace.coded_tail import CodedTail, GroupTransform, KeptMemory, SegmentTokens
-from krul_backend.codec.triton_group_restore import TritonTail
+from krul_backend.codec.triton_group_restore import TritonGroupRestore
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
-from tests.support.group_restore_cases import GroupCase, check_group, encode_case, exact_values
+from tests.support.group_restore_cases import GroupCase, check_group, check_groups, encode_case, exact_values
 
 NUM_EXAMPLES = int(os.environ.get("DAMAGED_EXAMPLES", "5"))
 """Of damaged records: each takes a second."""
@@ -88,15 +88,25 @@ def encoded_levels(
     return RansCoder().encode(levels, scales, shifts), scales
 
 
-def values_of(group: TritonTail) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values fp32 ``[T, num_coded]`` that the kernel wrote, and which records are damaged."""
-    room = group.coefficients
-    assert room is not None
-    parts = [room.exact.view(room.num_records, room.num_exact, 64)]
-    if room.num_exact < room.num_coded:
-        parts.append(room.rest.view(room.num_records, room.num_coded - room.num_exact, 64).float())
-    values = torch.cat(parts, dim=1).transpose(1, 2).reshape(room.num_records * 64, room.num_coded)
-    return values[: room.num_tokens], group._damaged != 0
+def decoded(*tails: CodedTail) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The values fp32 ``[T, coded]`` that the kernel wrote of each tail, and which records are damaged."""
+    targets = [GroupTarget(tail, [tail.first_token], torch.arange(tail.num_tokens)) for tail in tails]
+    begun = TritonGroupRestore(targets, CPU)
+    on_device = begun.on_device
+    assert on_device is not None
+    values = []
+    for table in on_device.of_tails:
+        num_records = -(-int(table["num_rows"]) // 64)
+        parts = []
+        for room, first, num_values in (
+            (on_device.exact, table["exact_at"], table["num_exact"]),
+            (on_device.rest, table["rest_at"], table["num_coded"] - table["num_exact"]),
+        ):
+            of_tail = room[64 * int(first) :][: num_records * int(num_values) * 64]
+            parts.append(of_tail.view(num_records, int(num_values), 64).float())
+        of_tokens = torch.cat(parts, dim=1).transpose(1, 2).reshape(num_records * 64, -1)
+        values.append(of_tokens[: int(table["num_rows"])])
+    return values, on_device.damaged != 0
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 15, 16, 17, 63, 64, 65, 100])
@@ -104,7 +114,7 @@ def values_of(group: TritonTail) -> tuple[torch.Tensor, torch.Tensor]:
 def test_values_are_those_of_the_coder_to_the_bit(num_tokens: int, spread: float) -> None:
     encoded, scales = encoded_levels(num_tokens, 9, num_tokens, spread)
     tail = coded_tail(encoded.data, encoded.record_num_bytes, scales, num_tokens)
-    values, damaged = values_of(TritonTail(tail, CPU))
+    (values,), damaged = decoded(tail)
     assert torch.equal(values, exact_values(tail)[:, torch.from_numpy(scales) != 0])
     assert not bool(damaged.any())
 
@@ -112,7 +122,7 @@ def test_values_are_those_of_the_coder_to_the_bit(num_tokens: int, spread: float
 def test_of_a_tail_no_more_than_what_is_wanted_is_decoded() -> None:
     encoded, scales = encoded_levels(200, 4, 0, 1.0)
     tail = coded_tail(encoded.data, encoded.record_num_bytes, scales, 200)
-    values, damaged = values_of(TritonTail(replace(tail, end_token=100), CPU))
+    (values,), damaged = decoded(replace(tail, end_token=100))
     assert len(damaged) == 2
     assert torch.equal(values, exact_values(tail)[:100, torch.from_numpy(scales) != 0])
 
@@ -139,8 +149,8 @@ def test_damage_is_what_the_coder_calls_damage(seed: int, kind: str) -> None:
         around = np.full(len(data) + 2048, filling, np.uint8)
         around[1024:-1024] = data
         tail = replace(coded_tail(around, sizes, scales, num_tokens), num_raw_bytes=1024)
-        found.append(values_of(TritonTail(tail, CPU)))
-    for values, damaged in found:
+        found.append(decoded(tail))
+    for (values,), damaged in found:
         assert torch.equal(damaged, found[0][1])
         for record, is_damaged in enumerate(damaged.tolist()):
             rows = slice(64 * record, min(num_tokens, 64 * record + 64))
@@ -155,15 +165,36 @@ def test_damage_is_what_the_coder_calls_damage(seed: int, kind: str) -> None:
             assert torch.equal(values[rows], torch.from_numpy(out[:, scales != 0]))
 
 
-def test_damage_is_an_error_when_it_is_asked_for() -> None:
+def test_tails_are_decoded_together() -> None:
+    """Each has scales of its own, and records where the ones before it end."""
+    tails = []
+    for seed, num_tokens in enumerate((70, 1, 200, 64)):
+        encoded, scales = encoded_levels(num_tokens, 3 + seed, seed, 1.0)
+        tails.append(coded_tail(encoded.data, encoded.record_num_bytes, scales, num_tokens))
+    values, damaged = decoded(*tails)
+    assert len(damaged) == 2 + 1 + 4 + 1
+    assert not bool(damaged.any())
+    for tail, of_tail in zip(tails, values, strict=True):
+        assert torch.equal(of_tail, exact_values(tail)[:, torch.from_numpy(tail.scales) != 0])
+
+
+@pytest.mark.parametrize("before", [[], [200, 64]])
+def test_damage_is_an_error_when_it_is_asked_for(before: list[int]) -> None:
+    """It is said of which record of its segment, whichever tails were decoded before it."""
+    targets = []
+    for num_tokens in before:
+        decoder, block, _ = encode_case(GroupCase(FP32, num_tokens=num_tokens), CPU)
+        tail = decoder.tail(0, block, 0, num_tokens)
+        targets.append(GroupTarget(tail, [0, 0], torch.arange(70, 70 + num_tokens)))
     decoder, block, _ = encode_case(GroupCase(FP32, num_tokens=140), CPU)
-    tail = block[decoder.tail_start(0, 70) :].clone()
-    tail[decoder.tail_start(0, 128) - decoder.tail_start(0, 70) + 9] ^= 4
-    decoded = group_tail(decoder.tail(0, tail, 70, 140), CPU)
-    buffers = [(torch.zeros(70, 2, 16), torch.zeros(70, 2, 8)) for _ in range(2)]
-    write_tails([GroupTarget(decoded, [70, 70], torch.arange(70))], buffers)
+    damaged = block[decoder.tail_start(0, 70) :].clone()
+    damaged[decoder.tail_start(0, 128) - decoder.tail_start(0, 70) + 9] ^= 4
+    targets.append(GroupTarget(decoder.tail(0, damaged, 70, 140), [70, 70], torch.arange(70)))
+    begun = begin_group(targets, CPU)
+    buffers = [(torch.zeros(334, 2, 16), torch.zeros(334, 2, 8)) for _ in range(2)]
+    begun.write(buffers)
     with pytest.raises(CodecError, match="record 2 of a group is damaged"):
-        decoded.check()
+        begun.check()
     # Other records are not touched by it.
     good = decoder.decode(0, block[decoder.tail_start(0, 70) :], 70)[1]
     torch.testing.assert_close(buffers[1][0][:58], good.k[:58], rtol=0, atol=0.05)
@@ -172,9 +203,9 @@ def test_damage_is_an_error_when_it_is_asked_for() -> None:
 # ---- the product, and where it goes ----
 
 
-def begin(tail: CodedTail, device: Device) -> GroupTail:
-    begun = group_tail(tail, device)
-    assert isinstance(begun, TritonTail)
+def begin(targets: Sequence[GroupTarget], device: Device) -> GroupRestore:
+    begun = begin_group(targets, device)
+    assert isinstance(begun, TritonGroupRestore)
     return begun
 
 
@@ -184,11 +215,11 @@ def test_every_dtype(dtype: torch.dtype, rank: int) -> None:
     """Small coefficients are multiplied in bf16, unless the pool is in fp32."""
     shape, seen = LayerShape(2, 32, 16, dtype), []
 
-    def begin_parts(tail: CodedTail, device: Device) -> GroupTail:
-        begun = begin(tail, device)
-        room = cast(TritonTail, begun).coefficients
-        assert room is not None
-        seen.append((room.num_exact, room.num_coded))
+    def begin_parts(targets: Sequence[GroupTarget], device: Device) -> GroupRestore:
+        begun = begin(targets, device)
+        on_device = cast(TritonGroupRestore, begun).on_device
+        assert on_device is not None
+        seen.extend((table["num_exact"], table["num_coded"]) for table in on_device.of_tails)
         return begun
 
     case = GroupCase(shape, rank, decay=0.95, rotary_dim=32, num_tokens=16, max_damage=0.01)
@@ -226,6 +257,29 @@ def test_any_tail_up_to_any_token(first_token: int, end_token: int, head_tokens:
         head_tokens=head_tokens,
     )
     check_group(case, begin, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tails_of_several_segments_at_once(dtype: torch.dtype) -> None:
+    """Of any lengths, from any tokens on; with first tokens that are stored as in the pool, or without."""
+    shape = replace(FP32, dtype=dtype)
+    ranges = [(90, 0, 90, 0), (200, 70, 131, 5), (64, 0, 64, 64), (30, 29, 30, 0), (150, 128, 150, 3)]
+    cases = [
+        GroupCase(
+            shape,
+            6,
+            rotary_dim=16,
+            start_token=100 * number,
+            num_tokens=num_tokens,
+            first_token=first,
+            end_token=end,
+            head_tokens=head,
+            num_first_tokens=number,
+            max_damage=0.02 * (number + 1),
+        )
+        for number, (num_tokens, first, end, head) in enumerate(ranges)
+    ]
+    check_groups(cases, begin, CPU)
 
 
 @pytest.mark.parametrize("num_first_tokens", [0, 1, 40])
@@ -268,9 +322,9 @@ def test_any_shape_and_any_range(data: st.DataObject) -> None:
 def test_fixed_widths_are_decoded_on_the_host() -> None:
     case = GroupCase(FP32, 6, coder="fixed-width", num_tokens=70)
 
-    def begin_on_host(tail: CodedTail, device: Device) -> GroupTail:
-        begun = group_tail(tail, device)
-        assert not isinstance(begun, TritonTail)
+    def begin_on_host(targets: Sequence[GroupTarget], device: Device) -> GroupRestore:
+        begun = begin_group(targets, device)
+        assert not isinstance(begun, TritonGroupRestore)
         return begun
 
     check_group(case, begin_on_host, CPU)

@@ -12,6 +12,7 @@ import torch
 
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerShape
+from krul_backend.codec.restore import GroupRestore
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.device import Device
@@ -147,19 +148,19 @@ def test_groups_are_measured_as_they_are_restored(monkeypatch: pytest.MonkeyPatc
     """On a clock by which every restore takes 3 s, of which the copies of two groups take 1 s each."""
     engine, written = FakeEngine(1e-6), list[torch.Tensor]()
     subspace = SubspaceCodec(make_bases(SHAPE, [1, 1], rank=4), None, [RansCoder()])
-    write_tails = cost_calibration.write_tails
+    write = GroupRestore.write
 
     def timed(device: Device, run: Callable[[], object]) -> float:
         run()
         return 3.0
 
-    def write_and_keep(targets: Any, buffers: Any) -> None:
-        write_tails(targets, buffers)
+    def write_and_keep(begun: GroupRestore, buffers: Any) -> None:
+        write(begun, buffers)
         written.extend(keys.clone() for keys, _ in buffers)
 
     before = engine.pool.copy()
     monkeypatch.setattr(cost_calibration, "timed", timed)
-    monkeypatch.setattr(cost_calibration, "write_tails", write_and_keep)
+    monkeypatch.setattr(GroupRestore, "write", write_and_keep)
     costs = engine.calibration().group_costs(subspace, TierCost(1.0, 0.0))
     assert len(written) == cost_calibration._REPEATS * NUM_LAYERS
     num_tokens = min(cost_calibration._DECODED_TOKENS, NUM_SLOTS // 2)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.restore import GroupTail, group_tail
+from krul_backend.codec.restore import GroupRestore
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.coded_tail import CodedTail
@@ -24,7 +24,7 @@ from krul_backend.errors import CodecError
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import SUBSPACE, Strategy
 from krul_backend.tiers.common.interface import Lease
-from krul_sglang.engine.restore import segment_reader
+from krul_sglang.engine.restore import tail_groups
 from krul_sglang.engine.restore.segment_reader import (
     GroupReader,
     KeptRoom,
@@ -262,8 +262,6 @@ def test_a_group_is_decoded_once_by_the_first_layer_with_a_tail(monkeypatch: pyt
     (reader,) = open_segments(lease, CODEC, 136)
     read_tails(lease, [reader], (136, 80, 70, 70, 8, 4), torch.arange(136), pool)
     assert decoded == [(0, 70), (1, 70), (2, 4)]
-    assert isinstance(reader, GroupReader)
-    assert reader._fetched_tails == {}
 
 
 @pytest.mark.parametrize("group", range(len(GROUPS)))
@@ -272,16 +270,11 @@ def test_what_is_found_damaged_late_is_an_error_of_the_reader(
 ) -> None:
     """As on a GPU, where blocks are only queued when they are read and written."""
 
-    def begin_late(coded: CodedTail, device: Device) -> GroupTail:
-        tail = group_tail(coded, device)
-        if coded.transform.basis.layers == GROUPS[group]:
-            monkeypatch.setattr(tail, "check", refuse)
-        return tail
+    def check(begun: GroupRestore) -> None:
+        if begun.targets[0].tail.transform.basis.layers == GROUPS[group]:
+            raise CodecError("record 0 of a group is damaged")
 
-    def refuse() -> None:
-        raise CodecError("record 0 of a group is damaged")
-
-    monkeypatch.setattr(segment_reader, "group_tail", begin_late)
+    monkeypatch.setattr(GroupRestore, "check", check)
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=END)
     lease = lease_of(whole_segments()[:1], 0)
     readers = open_segments(lease, CODEC, 136)
@@ -308,25 +301,15 @@ def test_a_conversation_may_be_stored_in_both_ways() -> None:
     check_tails(expected, 0, head_ends, slots, before, pool, tolerance=TOLERANCE)
 
 
-class KernelDevice(Device):
-    """A CPU that claims to run kernels; nothing is decoded here."""
-
-    runs_triton = True
-
-
-@pytest.mark.parametrize(("kind", "num_groups"), [(Device, 1), (KernelDevice, 3)])
-def test_segments_are_decoded_together_only_where_no_kernels_do_it(
-    kind: type[Device], num_groups: int
-) -> None:
-    """A device holds the block and the coefficients of all segments of a group at once."""
-    slots = torch.arange(END)
-    load = make_load(lease_of(whole_segments(), 0), CODEC, slots)
+def test_segments_are_decoded_together_up_to_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device holds the coefficients of all of them at once."""
+    load = make_load(lease_of(whole_segments(), 0), CODEC, torch.arange(END))
     for reader in load.readers:
         reader.begin(NO_HEADS, KeptRoom())
-    groups = TailGroups([load], kind(torch.device("cpu"))).of_layer(0)
-    assert [len(group.blocks) for group in groups] == [3 // num_groups] * num_groups
-    starts = [part.header.start_token for group in groups for part, _ in group.blocks]
-    assert starts == list(BOUNDS[:-1])
+    for max_tokens, starts in ((END, [[0, 136, 200]]), (200, [[0, 136], [200]]), (1, [[0], [136], [200]])):
+        monkeypatch.setattr(tail_groups, "MAX_DECODED_TOKENS", max_tokens)
+        groups = TailGroups(list(load.parts()), Device(torch.device("cpu"))).of_layer(0)
+        assert [[part.header.start_token for part, _ in group.blocks] for group in groups] == starts
 
 
 def test_segments_in_bases_that_are_not_here_cannot_be_opened() -> None:

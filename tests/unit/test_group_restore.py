@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.restore import GroupTarget, can_fuse_groups, group_tail, write_tails
+from krul_backend.codec.restore import GroupTarget, begin_group, can_fuse_groups
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from tests.support.group_restore_cases import GroupCase, check_group, encode_case
@@ -25,8 +25,8 @@ def test_on_the_cpu_rows_are_decoded_and_copied(dtype: torch.dtype, coder: str) 
     case = GroupCase(
         shape, coder=coder, rotary_dim=16, num_tokens=200, first_token=70, end_token=190, head_tokens=20
     )
-    check_group(case, group_tail, CPU)
-    check_group(GroupCase(shape, coder=coder, num_first_tokens=3), group_tail, CPU)
+    check_group(case, begin_group, CPU)
+    check_group(GroupCase(shape, coder=coder, num_first_tokens=3), begin_group, CPU)
 
 
 def test_a_cpu_runs_no_kernels() -> None:
@@ -58,11 +58,11 @@ def test_slots_and_buffers_that_do_not_fit_are_refused(
     slots: torch.Tensor, k_shape: tuple[int, ...], dtype: torch.dtype, message: str
 ) -> None:
     decoder, block, _ = encode_case(GroupCase(SHAPE), CPU)
-    tail = group_tail(decoder.tail(0, block, 0, 90), CPU)
+    tail = decoder.tail(0, block, 0, 90)
     good = torch.zeros(99, 2, 16), torch.zeros(99, 2, 8)
     wrong = torch.zeros(k_shape, dtype=dtype), torch.zeros(99, 2, 8)
     with pytest.raises(CodecError, match=re.escape(message)):
-        write_tails([GroupTarget(tail, [0, 0], slots)], [good, wrong])
+        begin_group([GroupTarget(tail, [0, 0], slots)], CPU).write([good, wrong])
     assert not bool(good[0].any())
 
 
@@ -79,21 +79,21 @@ def test_the_kernels_compile_to_whole_stores(
 ) -> None:
     """No GPU is needed to see that lanes write 16 bytes at a time, and what kinds of products they use."""
     from krul_backend.codec.triton_group_kernels import decode_rans, restore_group_layer
-    from krul_backend.codec.triton_group_restore import Coefficients, decode_launch, layer_launch
+    from krul_backend.codec.triton_group_restore import TailsOnDevice, decode_launch, layer_launch
 
     case = GroupCase(shape, 80, decay=0.97, rotary_dim=rotary_dim, is_neox=is_neox, num_tokens=100)
     decoder, block, _ = encode_case(case, CPU)
     tail = decoder.tail(0, block, 0, 100)
-    room = Coefficients(tail, CPU)
-    assert 0 < room.num_exact < room.num_coded
-    _, arguments = decode_launch(tail, block, room)
+    on_device = TailsOnDevice([GroupTarget(tail, [0, 0], torch.arange(100))], CPU)
+    assert min(len(on_device.exact), len(on_device.rest)) > 0
+    _, arguments = decode_launch(on_device)
     assert "st.global" in compiled_ptx(decode_rans, arguments, compute_capability)
     heads, dtype = shape.num_kv_heads, shape.dtype
     buffers = (
         torch.zeros(100, heads, shape.k_head_dim, dtype=dtype),
         torch.zeros(100, heads, shape.v_head_dim, dtype=dtype),
     )
-    _, arguments = layer_launch(tail, block, room, 1, 0, buffers, torch.arange(100))
+    _, arguments = layer_launch(on_device, 1, buffers)
     ptx = compiled_ptx(restore_group_layer, arguments, compute_capability)
     assert set(re.findall(r"st\.global[.\w]*", ptx)) == {"st.global.v4.b32"}
     # The first coefficients in parts of tf32, all others in bf16.
@@ -104,14 +104,14 @@ def test_the_kernels_compile_to_whole_stores(
 
 def test_products_of_a_pool_of_fp32_use_no_tf32() -> None:
     from krul_backend.codec.triton_group_kernels import restore_group_layer
-    from krul_backend.codec.triton_group_restore import Coefficients, layer_launch
+    from krul_backend.codec.triton_group_restore import TailsOnDevice, layer_launch
 
     decoder, block, _ = encode_case(GroupCase(SHAPE, rotary_dim=16), CPU)
     tail = decoder.tail(0, block, 0, 90)
-    room = Coefficients(tail, CPU)
-    assert room.num_exact == room.num_coded > 0
+    on_device = TailsOnDevice([GroupTarget(tail, [0, 0], torch.arange(90))], CPU)
+    assert len(on_device.exact) > len(on_device.rest) == 0
     buffers = torch.zeros(90, 2, 16), torch.zeros(90, 2, 8)
-    _, arguments = layer_launch(tail, block, room, 0, 0, buffers, torch.arange(90))
+    _, arguments = layer_launch(on_device, 0, buffers)
     assert "tf32" not in compiled_ptx(restore_group_layer, arguments, 90)
 
 
@@ -119,11 +119,11 @@ def test_the_kernels_are_not_imported_on_the_cpu() -> None:
     code = """
 import sys, torch
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.restore import group_tail
+from krul_backend.codec.restore import begin_group
 from krul_backend.device import Device
 from tests.support.group_restore_cases import GroupCase, check_group
 
-check_group(GroupCase(LayerShape(1, 8, 8, torch.float32), 4), group_tail, Device(torch.device("cpu")))
+check_group(GroupCase(LayerShape(1, 8, 8, torch.float32), 4), begin_group, Device(torch.device("cpu")))
 print([name for name in sys.modules if name.startswith(("krul_backend.codec.triton", "triton."))])
 """
     result = run_python("-c", code)

@@ -89,8 +89,8 @@ def test_the_kernels_compile_to_whole_stores(
         assert set(stores) == {"st.global.v4.b32"}
 
 
-def test_slots_that_begin_at_any_token_take_the_same_compilation() -> None:
-    """With pages of one token, views of them lie at any multiple of 8 bytes."""
+def test_views_that_begin_anywhere_take_the_same_compilation() -> None:
+    """With pages of one token, views of slots lie at any multiple of 8 bytes."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -99,13 +99,17 @@ def test_slots_that_begin_at_any_token_take_the_same_compilation() -> None:
     from krul_backend.codec.triton_kernels import restore_groups, restore_retained
 
     backend = make_backend(GPUTarget("cuda", 90, 32))
-    slots = torch.arange(8)
-    assert slots.data_ptr() % 16 == 0
-    for kernel in (restore_groups, restore_retained, restore_group_layer):
+    whole = torch.arange(8)
+    assert whole.data_ptr() % 16 == 0
+    for kernel, name in (
+        (restore_groups, "slots"),
+        (restore_retained, "slots"),
+        (restore_group_layer, "first_tokens"),
+    ):
         bind = create_function_from_signature(kernel.signature, kernel.params, backend)
         kinds = []
-        for each in (slots, slots[1:]):
-            arguments = {**{parameter.name: 1 for parameter in kernel.params}, "slots": each}
+        for each in (whole, whole[1:]):
+            arguments = {**{parameter.name: 1 for parameter in kernel.params}, name: each}
             kinds.append(bind(**arguments)[1])
         assert kinds[0] == kinds[1]
 

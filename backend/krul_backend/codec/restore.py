@@ -55,7 +55,8 @@ def restore_layer(
             are not of the codec's shape and dtype.
     """
     found = decoder.unit_blocks(layer, blocks, first_token, end_token)
-    _check_target(found.codec.place.shape, end_token - first_token, k_buffer, v_buffer, slots)
+    _check_slots(end_token - first_token, slots)
+    _check_buffers(found.codec.place.shape, k_buffer, v_buffer)
     if can_fuse(found, k_buffer, v_buffer, slots):
         from krul_backend.codec.triton_restore import restore_fused
 
@@ -84,81 +85,77 @@ def can_fuse(found: UnitBlocks, k_buffer: torch.Tensor, v_buffer: torch.Tensor, 
     )
 
 
-class GroupTail:
-    """Tokens ``[first_token, end_token)`` of a segment in all layers of a group, on their way to the pool.
-
-    ``group_tail`` makes it, and ``write_tails`` writes it; on a GPU both on the same stream. On the host it
-    is decoded when it is written, together with those of other segments.
-    """
-
-    def __init__(self, tail: CodedTail) -> None:
-        self.tail = tail
-
-    def check(self) -> None:
-        """Wait until the tail is written, if that is only queued, and see whether it worked. On the host,
-        damage is an error when the tail is written.
-
-        Raises:
-            CodecError: the block is damaged. What was written is undefined.
-        """
-
-
 @dataclass(frozen=True, eq=False)
 class GroupTarget:
-    """A tail, and its slots in the pool.
+    """A coded tail, and its slots in the pool.
 
-    ``first_tokens``: of each layer, not before that of the tail. ``slots``: int64, those of all tokens of the
-    tail, all different.
+    ``first_tokens``: of each layer of the group, not before that of the tail. ``slots``: int64, those of all
+    tokens of the tail, all different.
     """
 
-    tail: GroupTail
+    tail: CodedTail
     first_tokens: Sequence[int]
     slots: torch.Tensor
 
 
-def group_tail(tail: CodedTail, device: Device) -> GroupTail:
-    """Begin to decode a tail for a pool on ``device``.
+class GroupRestore:
+    """Tails of one group of layers, those of several segments of a model, on their way to the pool.
 
-    Where ``can_fuse_groups`` holds, its block is copied to the device and decoded there, both on the current
-    stream, and this returns at once: the block must not change until that has run.
+    ``begin_group`` makes it, and ``write`` ends it; on a GPU both on the same stream. On the host tails are
+    decoded when they are written.
     """
-    if can_fuse_groups(tail.transform.shape, tail.coder.name, device):
-        from krul_backend.codec.triton_group_restore import TritonTail
 
-        return TritonTail(tail, device)
-    return GroupTail(tail)
+    def __init__(self, targets: Sequence[GroupTarget]) -> None:
+        """Raises CodecError if slots and tokens of a tail differ in number."""
+        for target in targets:
+            _check_slots(target.tail.num_tokens, target.slots)
+        self.targets = targets
+
+    def write(self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Write all tails, once. ``buffers``: keys and values of each layer of the group, as for
+        ``restore_layer``.
+
+        Raises:
+            CodecError: buffers are not of the codec's shape and dtype, or a block is damaged. Damage that a
+                GPU finds is raised by ``check``.
+        """
+        for k_buffer, v_buffer in buffers:
+            _check_buffers(self.targets[0].tail.transform.shape, k_buffer, v_buffer)
+        self._write(buffers)
+
+    def check(self) -> None:
+        """Wait until the tails are written, if that is only queued, and see whether it worked. On the host,
+        damage is an error when they are written.
+
+        Raises:
+            CodecError: a block is damaged. What was written is undefined.
+        """
+
+    def _write(self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        slots = torch.cat([target.slots for target in self.targets])
+        for rows, chunk in decode_tails([target.tail for target in self.targets]):
+            for layer, (kv, (k_buffer, v_buffer)) in enumerate(zip(chunk, buffers, strict=True)):
+                for part in _wanted(self.targets, layer, rows):
+                    of_chunk = slice(part.start - rows.start, part.stop - rows.start)
+                    k_buffer.index_copy_(0, slots[part], kv.k[of_chunk].to(k_buffer.dtype))
+                    v_buffer.index_copy_(0, slots[part], kv.v[of_chunk].to(v_buffer.dtype))
 
 
-def write_tails(targets: Sequence[GroupTarget], buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write tails of one group of layers, those of several segments of a model together.
+def begin_group(targets: Sequence[GroupTarget], device: Device) -> GroupRestore:
+    """Begin to decode tails of one group, of the same bases and the same coder, for a pool on ``device``.
 
-    ``buffers``: keys and values of each layer of the group, as for ``restore_layer``.
+    Where ``can_fuse_groups`` holds, their blocks are copied to the device and decoded there, on the current
+    stream, and this returns at once: the blocks must not change until that has run.
 
     Raises:
-        CodecError: slots and tokens differ in number, buffers are not of the codec's shape and dtype, or a
-            block is damaged. Damage that a GPU finds is raised by ``GroupTail.check``.
+        CodecError: see ``GroupRestore``.
     """
-    for target in targets:
-        coded = target.tail.tail
-        for k_buffer, v_buffer in buffers:
-            _check_target(coded.transform.shape, coded.num_tokens, k_buffer, v_buffer, target.slots)
-    on_host = []
-    for target in targets:
-        if type(target.tail) is GroupTail:
-            on_host.append(target)
-        else:
-            from krul_backend.codec.triton_group_restore import write_fused
+    tail = targets[0].tail
+    if can_fuse_groups(tail.transform.shape, tail.coder.name, device):
+        from krul_backend.codec.triton_group_restore import TritonGroupRestore
 
-            write_fused(target, buffers)
-    if not on_host:
-        return
-    slots = torch.cat([target.slots for target in on_host])
-    for rows, chunk in decode_tails([target.tail.tail for target in on_host]):
-        for layer, (kv, (k_buffer, v_buffer)) in enumerate(zip(chunk, buffers, strict=True)):
-            for part in _wanted(on_host, layer, rows):
-                of_chunk = slice(part.start - rows.start, part.stop - rows.start)
-                k_buffer.index_copy_(0, slots[part], kv.k[of_chunk].to(k_buffer.dtype))
-                v_buffer.index_copy_(0, slots[part], kv.v[of_chunk].to(v_buffer.dtype))
+        return TritonGroupRestore(targets, device)
+    return GroupRestore(targets)
 
 
 def _wanted(targets: Sequence[GroupTarget], layer: int, rows: slice) -> list[slice]:
@@ -167,7 +164,7 @@ def _wanted(targets: Sequence[GroupTarget], layer: int, rows: slice) -> list[sli
     runs: list[slice] = []
     first_row = 0
     for target in targets:
-        coded = target.tail.tail
+        coded = target.tail
         start = first_row + target.first_tokens[layer] - coded.first_token
         first_row += coded.num_tokens
         start, end = max(start, rows.start), min(first_row, rows.stop)
@@ -187,13 +184,14 @@ def can_fuse_groups(shape: LayerShape, coder: str, device: Device) -> bool:
     return device.runs_triton and shape.dtype in _FUSED_DTYPES and coder == RansCoder.name
 
 
-def _check_target(
-    shape: LayerShape, num_tokens: int, k_buffer: torch.Tensor, v_buffer: torch.Tensor, slots: torch.Tensor
-) -> None:
+def _check_slots(num_tokens: int, slots: torch.Tensor) -> None:
     if slots.shape != (num_tokens,) or slots.dtype is not torch.int64:
         raise CodecError(
             f"{num_tokens} tokens need as many int64 slots, got {slots.dtype} {tuple(slots.shape)}"
         )
+
+
+def _check_buffers(shape: LayerShape, k_buffer: torch.Tensor, v_buffer: torch.Tensor) -> None:
     for name, buffer, head_dim in (
         ("k_buffer", k_buffer, shape.k_head_dim),
         ("v_buffer", v_buffer, shape.v_head_dim),

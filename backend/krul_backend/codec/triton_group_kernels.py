@@ -50,24 +50,29 @@ def _read_shifts(words, num_shift_words, num_words, token):
     return (_read_words(words, token >> 2, num_words, is_stored) >> (4 * (token & 3)).to(tl.uint32)) & 15
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_coded", "num_exact"])
-def decode_rans(
-    block, record_starts, scales, tables, num_tokens, num_coded, num_exact, shrink, exact, rest, damaged,
-):  # fmt: skip
+@triton.jit
+def decode_rans(block, records, scales, tables, shrink, exact, rest, damaged):
     """Decode one record of ``block`` uint8 into the values of its coefficients, for each program.
 
-    Record ``i`` has bytes ``[record_starts[i], record_starts[i + 1])`` of the block, whole words of 16 bits,
-    and 64 of the ``num_tokens``; the last one may have fewer. ``scales [num_coded]``: those of the
-    coefficients that are coded. ``tables``: ``CoderTables.decoding``.
+    ``records [records, 8]`` int32: ``_RECORD`` of ``triton_group_restore`` names the columns. A record's
+    bytes are whole words of 16 bits. ``scales``: of the coefficients that are coded, tail after tail.
+    ``tables``: ``CoderTables.decoding``.
 
-    Coefficients before ``num_exact`` go to ``exact [records, num_exact, 64]``, the others to ``rest [records,
-    num_coded - num_exact, 64]``, as ``sign(q) * (|q| - shrink) * 2 ** (shift / 2)``. ``damaged [records]`` is
-    set to 1 if the bytes are not what the coder writes, otherwise to 0.
+    A record's coefficients before ``num_exact`` go to ``exact [num_exact, 64]``, the others to ``rest
+    [num_coded - num_exact, 64]``, each from the record's place there on, as ``sign(q) * (|q| - shrink) * 2 **
+    (shift / 2)``. ``damaged [records]`` is set to 1 if the bytes are not what the coder writes, otherwise to
+    0.
     """
-    record = tl.program_id(0)
-    size = tl.minimum(num_tokens - record * RECORD, RECORD)
-    begin = tl.load(record_starts + record)
-    num_words = (tl.load(record_starts + record + 1) - begin) >> 1
+    number = tl.program_id(0)
+    record = records + number * 8
+    begin = tl.load(record)
+    num_words = (tl.load(record + 1) - begin) >> 1
+    size = tl.load(record + 2)
+    of_tail = scales + tl.load(record + 3)
+    num_coded = tl.load(record + 4)
+    num_exact = tl.load(record + 5)
+    exact_values = exact + tl.load(record + 6).to(tl.int64) * RECORD
+    rest_values = rest + tl.load(record + 7).to(tl.int64) * RECORD
     words = (block + begin).to(tl.pointer_type(tl.uint16), bitcast=True)
     lane = tl.arange(0, LANES)
     is_lane = lane < size
@@ -91,10 +96,8 @@ def decode_rans(
     state = low | high << 16
     is_wrong |= tl.sum((is_lane & (state < LOWER_BOUND)).to(tl.int32)) > 0
 
-    exact_values = exact + record.to(tl.int64) * num_exact * RECORD
-    rest_values = rest + record.to(tl.int64) * (num_coded - num_exact) * RECORD
     for place in range(num_coded):
-        scale = tl.load(scales + place)
+        scale = tl.load(of_tail + place)
         for index in tl.static_range(ROUNDS):
             token = lane + index * LANES
             is_token = token < size
@@ -128,7 +131,7 @@ def decode_rans(
     padding = _read_words(words, position + lane, num_words, lane == 0)
     is_wrong |= tl.sum(padding.to(tl.int32)) > 0
     is_wrong |= tl.sum((is_lane & (state != LOWER_BOUND)).to(tl.int32)) > 0
-    tl.store(damaged + record, is_wrong.to(tl.int32))
+    tl.store(damaged + number, is_wrong.to(tl.int32))
 
 
 @triton.jit
@@ -171,20 +174,20 @@ def _place_channels(
 
 @triton.jit
 def _multiply(
-    acc, values, num_values, first_place, places, decoder, vector_size,
+    acc, values, num_values, places, decoder, vector_size,
     record, in_record, is_row, column, is_column,
     dtype: tl.constexpr, precision: tl.constexpr, num_program_values: tl.constexpr,
 ):  # fmt: skip
     """Add the product of coefficients ``values [records, num_values, 64]`` and rows of ``decoder``.
 
-    Row ``r`` of the result is token ``in_record[r]`` of record ``record[r]``; ``places`` from ``first_place``
-    on are the rows of ``decoder [R, vector_size]``. Both are multiplied as ``dtype``.
+    Row ``r`` of the result is token ``in_record[r]`` of record ``record[r]``; ``places [num_values]`` are the
+    rows of ``decoder [R, vector_size]``. Both are multiplied as ``dtype``.
     """
     of_rows = values + (record.to(tl.int64) * num_values * RECORD + in_record)
     for start in range(0, num_values, num_program_values):
         value = start + tl.arange(0, num_program_values)
         is_value = value < num_values
-        place = tl.load(places + first_place + value, mask=is_value, other=0).to(tl.int64)
+        place = tl.load(places + value, mask=is_value, other=0).to(tl.int64)
         left = tl.load(
             of_rows[:, None] + value[None, :] * RECORD, mask=is_row[:, None] & is_value[None, :], other=0
         )
@@ -200,7 +203,7 @@ def _multiply(
 @triton.jit
 def _restore_channels(
     exact, rest, num_exact, num_coded, places, exact_decoder, decoder, vector_size, vector_at, mean, step,
-    first_tokens, num_first_tokens, cos_table, sin_table, angle_stride, start_token,
+    stored_tokens, num_stored, cos_table, sin_table, angle_stride, start_token,
     row, num_rows, token, is_token, slot, first_head, buffer, slot_stride, head_stride,
     num_heads: tl.constexpr, num_program_heads: tl.constexpr, dim: tl.constexpr, padded_half: tl.constexpr,
     rotary_half: tl.constexpr, is_neox: tl.constexpr, precision: tl.constexpr,
@@ -219,11 +222,11 @@ def _restore_channels(
     is_row = row < num_rows
     x = tl.zeros([row.shape[0], 2 * num_pairs], tl.float32)
     x = _multiply(
-        x, exact, num_exact, 0, places, exact_decoder, vector_size, record, in_record, is_row,
+        x, exact, num_exact, places, exact_decoder, vector_size, record, in_record, is_row,
         vector_at + element, is_column, tl.float32, precision, num_exact_values,
     )  # fmt: skip
     x = _multiply(
-        x, rest, num_coded - num_exact, num_exact, places, decoder, vector_size, record, in_record, is_row,
+        x, rest, num_coded - num_exact, places + num_exact, decoder, vector_size, record, in_record, is_row,
         vector_at + element, is_column, rest.dtype.element_ty, precision, num_rest_values,
     )  # fmt: skip
     x = x * step + tl.load(mean + vector_at + element, mask=is_column, other=0)[None, :]
@@ -245,8 +248,8 @@ def _restore_channels(
         x = tl.reshape(pairs, [x.shape[0], 2 * num_pairs])
     x = x.to(buffer.dtype.element_ty)
     # Tokens that are stored as in the pool.
-    is_first = is_token & (token < num_first_tokens)
-    stored = first_tokens.to(buffer.dtype, bitcast=True) + num_first_tokens * vector_at
+    is_first = is_token & (token < num_stored)
+    stored = stored_tokens.to(buffer.dtype, bitcast=True) + num_stored * vector_at
     stored = tl.load(
         stored + token[:, None] * (num_heads * dim) + element[None, :],
         mask=is_first[:, None] & is_column[None, :],
@@ -257,50 +260,48 @@ def _restore_channels(
     tl.store(out, x, mask=is_token[:, None] & is_column[None, :])
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_exact",
-        "num_coded",
-        "num_first_tokens",
-        "num_rows",
-        "first_row_token",
-        "first_slot_token",
-        "first_token",
-        "end_token",
-        "start_token",
-    ],
-    # They begin at any token.
-    do_not_specialize_on_alignment=["slots"],
-)
+# A layer's begin at any tail.
+@triton.jit(do_not_specialize_on_alignment=["first_tokens"])
 def restore_group_layer(
-    exact, rest, num_exact, num_coded, places, exact_decoder, decoder, vector_size, k_at, v_at, mean, step,
-    first_tokens, num_first_tokens, cos_table, sin_table, angle_stride,
+    exact, rest, tails, parts, first_tokens, places, exact_decoder, decoder, vector_size, k_at, v_at, mean,
+    block, cos_table, sin_table, angle_stride,
     k_buffer, k_slot_stride, k_head_stride, v_buffer, v_slot_stride, v_head_stride, slots,
-    num_rows, first_row_token, first_slot_token, first_token, end_token, start_token,
     num_heads: tl.constexpr, num_program_heads: tl.constexpr, k_dim: tl.constexpr, v_dim: tl.constexpr,
     padded_half: tl.constexpr, rotary_half: tl.constexpr, is_neox: tl.constexpr, precision: tl.constexpr,
     num_program_tokens: tl.constexpr, num_exact_values: tl.constexpr, num_rest_values: tl.constexpr,
 ):  # fmt: skip
-    """Write tokens ``[first_token, end_token)`` of a segment to their slots of one layer.
+    """Write tokens of several tails to their slots of one layer.
 
-    ``exact``, ``rest``: what ``decode_rans`` wrote of ``num_rows`` tokens from ``first_row_token`` on.
-    ``places [num_coded]``: the rows of the decoders ``[R, vector_size]`` that the coefficients belong to; a
-    token's vector has the layer's keys from ``k_at`` and its values from ``v_at`` on. ``slots``: of the
-    tokens from ``first_slot_token`` on. ``first_tokens``: bytes of tokens before ``num_first_tokens``, as in
-    the pool.
+    ``exact``, ``rest``: what ``decode_rans`` wrote. ``tails [tails, 13]`` int32: ``_TAIL`` of
+    ``triton_group_restore`` names the columns. ``parts [parts, 2]`` int32: a tail, and the first of the
+    ``num_program_tokens`` rows of it that a program writes. ``first_tokens [tails]``: of this layer.
+    ``places``: the rows of the decoders ``[R, vector_size]`` that the coefficients belong to, tail after
+    tail; a token's vector has the layer's keys from ``k_at`` and its values from ``v_at`` on. ``block``: the
+    bytes of all tails. ``slots``: of the tokens of all tails.
     """
     head_blocks: tl.constexpr = (num_heads + num_program_heads - 1) // num_program_heads
     first_head = tl.program_id(0) % head_blocks * num_program_heads
-    # From the block of the layer's first token on.
-    row = (first_token - first_row_token) // num_program_tokens * num_program_tokens
-    row += tl.program_id(0) // head_blocks * num_program_tokens + tl.arange(0, num_program_tokens)
-    token = first_row_token + row
-    is_token = (token >= first_token) & (token < end_token)
-    slot = tl.load(slots + (token - first_slot_token), mask=is_token, other=0).to(tl.int64)
+    part = parts + tl.program_id(0) // head_blocks * 2
+    number = tl.load(part)
+    row = tl.load(part + 1) + tl.arange(0, num_program_tokens)
+    tail = tails + number * 13
+    places += tl.load(tail)
+    num_coded = tl.load(tail + 1)
+    num_exact = tl.load(tail + 2)
+    exact += tl.load(tail + 3).to(tl.int64) * RECORD
+    rest += tl.load(tail + 4).to(tl.int64) * RECORD
+    num_rows = tl.load(tail + 5)
+    token = tl.load(tail + 6) + row
+    is_token = (token >= tl.load(first_tokens + number)) & (token < tl.load(tail + 7))
+    start_token = tl.load(tail + 8)
+    slot = tl.load(slots + (tl.load(tail + 9) + token), mask=is_token, other=0).to(tl.int64)
+    num_stored = tl.load(tail + 10)
+    stored_tokens = block + tl.load(tail + 11).to(tl.int64) * 16
+    step = tl.load(tail + 12).to(tl.float32, bitcast=True)
     if tl.program_id(1) == 0:
         _restore_channels(
             exact, rest, num_exact, num_coded, places, exact_decoder, decoder, vector_size, k_at, mean, step,
-            first_tokens, num_first_tokens, cos_table, sin_table, angle_stride, start_token, row, num_rows,
+            stored_tokens, num_stored, cos_table, sin_table, angle_stride, start_token, row, num_rows,
             token, is_token, slot, first_head, k_buffer, k_slot_stride, k_head_stride, num_heads,
             num_program_heads, k_dim, padded_half, rotary_half, is_neox, precision, num_exact_values,
             num_rest_values,
@@ -308,7 +309,7 @@ def restore_group_layer(
     else:
         _restore_channels(
             exact, rest, num_exact, num_coded, places, exact_decoder, decoder, vector_size, v_at, mean, step,
-            first_tokens, num_first_tokens, cos_table, sin_table, angle_stride, start_token, row, num_rows,
+            stored_tokens, num_stored, cos_table, sin_table, angle_stride, start_token, row, num_rows,
             token, is_token, slot, first_head, v_buffer, v_slot_stride, v_head_stride, num_heads,
             num_program_heads, v_dim, padded_half, 0, is_neox, precision, num_exact_values,
             num_rest_values,

@@ -10,13 +10,15 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import CoderTables
-from krul_backend.codec.restore import GroupTail, GroupTarget
+from krul_backend.codec.layout import LayerShape
+from krul_backend.codec.restore import GroupRestore, GroupTarget
 from krul_backend.codec.subspace.bases import vector_size
 from krul_backend.codec.subspace.coded_tail import CodedTail
 from krul_backend.codec.subspace.quantizer import SHRINK
@@ -35,143 +37,256 @@ _REST_VALUES = 64
 """Coefficients that a program multiplies at a time."""
 _NUM_WARPS = 8
 
+_ALIGNMENT = 16
+"""Bytes at whose multiples a tail's block begins on the device, and each table."""
 
-class TritonTail(GroupTail):
-    """A tail that a GPU decodes: its coefficients first, which ``write_fused`` multiplies."""
+_RECORD = np.dtype(
+    {
+        "names": [
+            "first_byte", "end_byte", "num_tokens", "places_at", "num_coded", "num_exact", "exact_at",
+            "rest_at",
+        ],
+        "formats": ["i4"] * 8,
+    }
+)  # fmt: skip
+"""What ``decode_rans`` is told about a record. Its values begin in ``exact`` at 64 times ``exact_at``, in
+``rest`` at 64 times ``rest_at``; the scales of its tail begin at ``places_at``."""
 
-    def __init__(self, tail: CodedTail, device: Device) -> None:
-        super().__init__(tail)
+_TAIL = np.dtype(
+    {
+        "names": [
+            "places_at", "num_coded", "num_exact", "exact_at", "rest_at", "num_rows", "first_row_token",
+            "end_token", "start_token", "slots_at", "num_stored", "stored_at", "step",
+        ],
+        "formats": ["i4"] * 12 + ["f4"],
+    }
+)  # fmt: skip
+"""What ``restore_group_layer`` is told about a tail. The first of its rows is ``first_row_token`` of its
+segment, which begins at ``start_token``; the slot of a token is number ``slots_at`` plus the token. The first
+``num_stored`` tokens of the segment are stored as in the pool, at 16 times ``stored_at``."""
+
+Buffers = tuple[torch.Tensor, torch.Tensor]
+Starts = npt.NDArray[np.int64]
+"""Where each of several things begins that lie one behind the other."""
+
+
+class TritonGroupRestore(GroupRestore):
+    """Tails that a GPU decodes: the coefficients of all of them at once, which ``write`` multiplies."""
+
+    def __init__(self, targets: Sequence[GroupTarget], device: Device) -> None:
+        super().__init__(targets)
         with device.as_current():
-            self.block: torch.Tensor | None = device.upload(tail.block)
-            self.coefficients: Coefficients | None = Coefficients(tail, device)
-            self._damaged = self.coefficients.damaged
-            grid, arguments = decode_launch(tail, self.block, self.coefficients)
+            self.on_device: TailsOnDevice | None = TailsOnDevice(targets, device)
+            self._damaged = self.on_device.damaged
+            grid, arguments = decode_launch(self.on_device)
             decode_rans[grid](**arguments)
 
     def check(self) -> None:
         damaged = self._damaged.nonzero()
         if len(damaged):
-            raise CodecError(f"record {int(damaged[0]) + self.tail.first_record} of a group is damaged")
+            record = int(damaged[0])
+            num_records = [_num_records(target.tail) for target in self.targets]
+            number = int(np.searchsorted(np.cumsum(num_records), record, side="right"))
+            record += self.targets[number].tail.first_record - sum(num_records[:number])
+            raise CodecError(f"record {record} of a group is damaged")
+
+    def _write(self, buffers: Sequence[Buffers]) -> None:
+        """Write each layer, once, since what was decoded is freed then."""
+        on_device = self.on_device
+        assert on_device is not None
+        for layer, of_layer in enumerate(buffers):
+            if any(target.first_tokens[layer] < target.tail.end_token for target in self.targets):
+                with Device.of(of_layer[0]).as_current():
+                    grid, arguments = layer_launch(on_device, layer, of_layer)
+                    restore_group_layer[grid](**arguments)
+        self.on_device = None
 
 
-def write_fused(target: GroupTarget, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write each layer of a tail, once, since what was decoded is freed then; see ``write_tails``."""
-    decoded = target.tail
-    assert isinstance(decoded, TritonTail)
-    assert decoded.block is not None
-    assert decoded.coefficients is not None
-    for layer, (of_layer, token) in enumerate(zip(buffers, target.first_tokens, strict=True)):
-        if token < decoded.tail.end_token:
-            with Device.of(target.slots).as_current():
-                grid, arguments = layer_launch(
-                    decoded.tail, decoded.block, decoded.coefficients, layer, token, of_layer, target.slots
-                )
-                restore_group_layer[grid](**arguments)
-    decoded.block = decoded.coefficients = None
+class TailsOnDevice:
+    """Tails of one group of layers on a device: their bytes, tables about them, and room for coefficients.
 
-
-class Coefficients:
-    """Room on the device for the coefficients of a tail's records.
-
-    ``exact`` fp32 and ``rest``: see ``decode_rans``. For pools of 16 bits the large coefficients,
-    ``num_exact``, are multiplied as well as in fp32 (three products of tf32 parts), and the others in bf16.
-    Coefficients of scale 0 are left out; ``scales`` and ``places`` int32 ``[num_coded]`` have those of the
-    others. ``record_starts`` int32 ``[num_records + 1]``.
+    ``exact`` fp32 and ``rest`` bf16: see ``decode_rans``. For pools of 16 bits the large coefficients are
+    multiplied as well as in fp32 (three products of tf32 parts), and the others in bf16. Coefficients of
+    scale 0 are left out; ``scales`` and ``places`` int32 have those of the others, tail after tail.
     """
 
-    def __init__(self, tail: CodedTail, device: Device) -> None:
-        self.num_tokens = tail.end_token - tail.first_record * RECORD_TOKENS
-        self.num_records = -(-self.num_tokens // RECORD_TOKENS)
-        coded = np.flatnonzero(tail.scales)
-        self.num_coded = len(coded)
-        is_exact_pool = tail.transform.shape.dtype is torch.float32
-        self.num_exact = self.num_coded if is_exact_pool else int((coded < tail.num_exact).sum())
-        starts = np.cumsum(tail.record_num_bytes[: self.num_records], dtype=np.int64) + tail.num_raw_bytes
-        # As one copy. All rows start at a multiple of 16 bytes.
-        width = -(-max(self.num_records + 1, self.num_coded, 1) // 4) * 4
-        host = device.host_empty((3, width), torch.int32)
-        rows = host.numpy()
-        rows[0, : self.num_records + 1] = [tail.num_raw_bytes, *starts]
-        rows[1, : self.num_coded] = tail.scales[coded]
-        rows[2, : self.num_coded] = coded
-        self.record_starts, self.scales, self.places = device.upload(host)
-        size = self.num_records * RECORD_TOKENS
-        self.exact = torch.empty(size * self.num_exact, dtype=torch.float32, device=device.torch_device)
-        num_rest = self.num_coded - self.num_exact
-        self.rest = torch.empty(size * num_rest, dtype=torch.bfloat16, device=device.torch_device)
-        self.damaged = torch.empty(self.num_records, dtype=torch.int32, device=device.torch_device)
+    def __init__(self, targets: Sequence[GroupTarget], device: Device) -> None:
+        tails = [target.tail for target in targets]
+        self.transform, self.coder = tails[0].transform, tails[0].coder
+        coded = [np.flatnonzero(tail.scales) for tail in tails]
+        self.block, block_starts = _join_blocks(tails, device)
+        self.of_tails = _tail_table(tails, coded, block_starts)
+        of_records = _record_table(tails, self.of_tails, block_starts)
+        num_program_tokens = program_tokens(self.transform.shape)
+        rows = [np.arange(0, num_rows, num_program_tokens) for num_rows in self.of_tails["num_rows"]]
+        parts = [
+            np.stack([np.full_like(of_tail, number), of_tail], axis=1) for number, of_tail in enumerate(rows)
+        ]
+        uploaded = _upload_tables(
+            [
+                of_records.view(np.int32).reshape(len(of_records), -1),
+                self.of_tails.view(np.int32).reshape(len(tails), -1),
+                np.concatenate(parts),
+                # [layers, tails]
+                np.array([target.first_tokens for target in targets]).T,
+                np.concatenate([tail.scales[places] for tail, places in zip(tails, coded, strict=True)]),
+                np.concatenate(coded),
+            ],
+            device,
+        )
+        self.records, self.tails, self.parts, self.first_tokens, self.scales, self.places = uploaded
+        self.slots = torch.cat([target.slots for target in targets])
+        last = of_records[-1]
+        num_exact = last["exact_at"] + last["num_exact"]
+        num_rest = last["rest_at"] + last["num_coded"] - last["num_exact"]
+        on_device: dict[str, Any] = {"device": device.torch_device}
+        self.exact = torch.empty(int(num_exact) * RECORD_TOKENS, dtype=torch.float32, **on_device)
+        self.rest = torch.empty(int(num_rest) * RECORD_TOKENS, dtype=torch.bfloat16, **on_device)
+        self.damaged = torch.empty(len(of_records), dtype=torch.int32, **on_device)
 
 
-def decode_launch(
-    tail: CodedTail, block: torch.Tensor, coefficients: Coefficients
-) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid and arguments of ``decode_rans``. ``block``: the tail's, on the device."""
-    coder = tail.coder
+def decode_launch(on_device: TailsOnDevice) -> tuple[tuple[int], dict[str, Any]]:
+    """Grid and arguments of ``decode_rans``."""
+    coder = on_device.coder
     assert isinstance(coder, RansCoder), f"no kernel for {coder.name}"
     arguments = {
-        "block": block,
-        "record_starts": coefficients.record_starts,
-        "scales": coefficients.scales,
-        "tables": _tables_on(coder.tables, block.device),
-        # Of the last record all tokens are decoded: only so their end is known.
-        "num_tokens": min(
-            coefficients.num_records * RECORD_TOKENS,
-            tail.segment.num_tokens - tail.first_record * RECORD_TOKENS,
-        ),
-        "num_coded": coefficients.num_coded,
-        "num_exact": coefficients.num_exact,
+        "block": on_device.block,
+        "records": on_device.records,
+        "scales": on_device.scales,
+        "tables": _tables_on(coder.tables, on_device.block.device),
         "shrink": SHRINK,
-        "exact": coefficients.exact,
-        "rest": coefficients.rest,
-        "damaged": coefficients.damaged,
+        "exact": on_device.exact,
+        "rest": on_device.rest,
+        "damaged": on_device.damaged,
         "num_warps": 1,
     }
-    return (coefficients.num_records,), arguments
+    return (len(on_device.records),), arguments
 
 
 def layer_launch(
-    tail: CodedTail,
-    block: torch.Tensor,
-    coefficients: Coefficients,
-    layer: int,
-    first_token: int,
-    buffers: tuple[torch.Tensor, torch.Tensor],
-    slots: torch.Tensor,
+    on_device: TailsOnDevice, layer: int, buffers: Buffers
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid and arguments of ``restore_group_layer`` for a tail's tokens from ``first_token`` on, in layer
-    number ``layer`` of the group."""
-    shape, end_token = tail.transform.shape, tail.end_token
-    first_row_token = tail.first_record * RECORD_TOKENS
+    """Grid and arguments of ``restore_group_layer`` for layer number ``layer`` of the group."""
+    transform = on_device.transform
+    shape, mean = transform.shape, transform.basis.mean
     k_at = layer * vector_size(shape)
-    mean = tail.transform.basis.mean
-    padded_half = triton.next_power_of_2(-(-max(shape.k_head_dim, shape.v_head_dim) // 2))
-    num_program_heads = max(1, _PAIR_TILE // padded_half)
-    is_exact_pool = shape.dtype is torch.float32
-    num_columns = 2 * num_program_heads * padded_half
-    num_program_tokens = max(16, (_EXACT_POOL_TILE if is_exact_pool else _TILE) // num_columns)
-    first_block = (first_token - first_row_token) // num_program_tokens
-    num_blocks = triton.cdiv(end_token - first_row_token, num_program_tokens) - first_block
+    padded_half, num_program_heads = _program_heads(shape)
     arguments = {
-        "exact": coefficients.exact, "num_exact": coefficients.num_exact,
-        "rest": coefficients.rest, "num_coded": coefficients.num_coded, "places": coefficients.places,
-        "exact_decoder": tail.transform.basis.decoder, "decoder": tail.transform.decoder,
-        "vector_size": len(mean), "mean": mean, "step": tail.step,
+        "exact": on_device.exact, "rest": on_device.rest, "tails": on_device.tails, "parts": on_device.parts,
+        "first_tokens": on_device.first_tokens[layer], "places": on_device.places,
+        "exact_decoder": transform.basis.decoder, "decoder": transform.decoder,
+        "vector_size": len(mean), "mean": mean,
         "k_at": k_at, "v_at": k_at + shape.num_kv_heads * shape.k_head_dim,
-        "first_tokens": block,
-        "num_first_tokens": tail.segment.num_first_tokens if tail.num_raw_bytes else 0,
-        **target_arguments(*buffers, slots),
-        **rotary_arguments(tail.transform.rotary, slots.device),
-        "num_rows": coefficients.num_tokens,
-        "first_row_token": first_row_token, "first_slot_token": tail.first_token,
-        "first_token": first_token, "end_token": end_token, "start_token": tail.segment.start_token,
+        "block": on_device.block,
+        **target_arguments(*buffers, on_device.slots),
+        **rotary_arguments(transform.rotary, on_device.slots.device),
         "num_heads": shape.num_kv_heads, "num_program_heads": num_program_heads,
         "k_dim": shape.k_head_dim, "v_dim": shape.v_head_dim, "padded_half": padded_half,
-        "precision": "ieee" if is_exact_pool else "tf32x3",
-        "num_program_tokens": num_program_tokens,
+        "precision": "ieee" if shape.dtype is torch.float32 else "tf32x3",
+        "num_program_tokens": program_tokens(shape),
         "num_exact_values": _EXACT_VALUES, "num_rest_values": _REST_VALUES,
         "num_warps": _NUM_WARPS,
     }  # fmt: skip
-    return (num_blocks * triton.cdiv(shape.num_kv_heads, num_program_heads), 2), arguments
+    return (len(on_device.parts) * triton.cdiv(shape.num_kv_heads, num_program_heads), 2), arguments
+
+
+def program_tokens(shape: LayerShape) -> int:
+    """How many tokens of a tail a program of ``restore_group_layer`` writes."""
+    padded_half, num_program_heads = _program_heads(shape)
+    tile = _EXACT_POOL_TILE if shape.dtype is torch.float32 else _TILE
+    return max(16, tile // (2 * num_program_heads * padded_half))
+
+
+def _program_heads(shape: LayerShape) -> tuple[int, int]:
+    """Channel pairs of a head, up to a power of two, and the heads of a program."""
+    padded_half = triton.next_power_of_2(-(-max(shape.k_head_dim, shape.v_head_dim) // 2))
+    return padded_half, max(1, _PAIR_TILE // padded_half)
+
+
+def _num_records(tail: CodedTail) -> int:
+    return -(-tail.end_token // RECORD_TOKENS) - tail.first_record
+
+
+def _tail_table(
+    tails: Sequence[CodedTail], coded: Sequence[npt.NDArray[np.intp]], block_starts: Starts
+) -> npt.NDArray[np.void]:
+    """A ``_TAIL`` for each tail. ``coded``: the places of its coefficients; ``block_starts``: in bytes."""
+    is_exact_pool = tails[0].transform.shape.dtype is torch.float32
+    num_records = np.array([_num_records(tail) for tail in tails])
+    first_tokens = np.array([tail.first_token for tail in tails])
+    table = np.zeros(len(tails), _TAIL)
+    table["num_coded"] = [len(places) for places in coded]
+    table["num_exact"] = [
+        len(places) if is_exact_pool else (places < tail.num_exact).sum()
+        for tail, places in zip(tails, coded, strict=True)
+    ]
+    table["places_at"] = _starts(table["num_coded"])
+    table["exact_at"] = _starts(num_records * table["num_exact"])
+    table["rest_at"] = _starts(num_records * (table["num_coded"] - table["num_exact"]))
+    table["first_row_token"] = [tail.first_record * RECORD_TOKENS for tail in tails]
+    table["end_token"] = [tail.end_token for tail in tails]
+    table["num_rows"] = table["end_token"] - table["first_row_token"]
+    table["start_token"] = [tail.segment.start_token for tail in tails]
+    table["slots_at"] = _starts(table["end_token"] - first_tokens) - first_tokens
+    table["num_stored"] = [tail.segment.num_first_tokens if tail.num_raw_bytes else 0 for tail in tails]
+    table["stored_at"] = block_starts // _ALIGNMENT
+    table["step"] = [tail.step for tail in tails]
+    return table
+
+
+def _record_table(
+    tails: Sequence[CodedTail], of_tails: npt.NDArray[np.void], block_starts: Starts
+) -> npt.NDArray[np.void]:
+    """A ``_RECORD`` for each record of all tails."""
+    tables = []
+    for tail, of_tail, start in zip(tails, of_tails, block_starts, strict=True):
+        numbers = np.arange(_num_records(tail))
+        sizes = tail.record_num_bytes[: len(numbers)].astype(np.int64)
+        num_rest = of_tail["num_coded"] - of_tail["num_exact"]
+        table = np.zeros(len(numbers), _RECORD)
+        table["end_byte"] = start + tail.num_raw_bytes + np.cumsum(sizes)
+        table["first_byte"] = table["end_byte"] - sizes
+        # Of the last record all tokens are decoded: only so their end is known.
+        left = tail.segment.num_tokens - RECORD_TOKENS * (tail.first_record + numbers)
+        table["num_tokens"] = np.minimum(left, RECORD_TOKENS)
+        for name in ("places_at", "num_coded", "num_exact"):
+            table[name] = of_tail[name]
+        table["exact_at"] = of_tail["exact_at"] + of_tail["num_exact"] * numbers
+        table["rest_at"] = of_tail["rest_at"] + num_rest * numbers
+        tables.append(table)
+    return np.concatenate(tables)
+
+
+def _starts(sizes: npt.NDArray[np.signedinteger[Any]]) -> Starts:
+    """Where things of these sizes begin."""
+    return np.cumsum(sizes, dtype=np.int64) - sizes
+
+
+def _join_blocks(tails: Sequence[CodedTail], device: Device) -> tuple[torch.Tensor, Starts]:
+    """The blocks of all tails in one tensor of the device, and the byte at which each begins."""
+    sizes = np.array([tail.block.numel() for tail in tails])
+    aligned = -(-sizes // _ALIGNMENT) * _ALIGNMENT
+    starts = _starts(aligned)
+    joined = torch.empty(int(aligned.sum()), dtype=torch.uint8, device=device.torch_device)
+    for tail, start, size in zip(tails, starts, sizes, strict=True):
+        device.upload(tail.block, joined[start : start + size])
+    return joined, starts
+
+
+def _upload_tables(tables: Sequence[npt.NDArray[Any]], device: Device) -> list[torch.Tensor]:
+    """Copy tables of whole numbers to the device at once, as int32."""
+    sizes = np.array([table.size for table in tables])
+    in_alignment = _ALIGNMENT // 4
+    aligned = -(-sizes // in_alignment) * in_alignment
+    starts = _starts(aligned)
+    host = device.host_empty((int(aligned.sum()),), torch.int32)
+    for table, start, size in zip(tables, starts, sizes, strict=True):
+        host.numpy()[start : start + size] = table.ravel()
+    on_device = device.upload(host)
+    return [
+        on_device[start : start + size].view(table.shape)
+        for table, start, size in zip(tables, starts, sizes, strict=True)
+    ]
 
 
 @lru_cache(maxsize=4)

@@ -15,9 +15,8 @@ from krul_backend.codec.restore import (
     GroupTarget,
     NativeTail,
     NativeTails,
-    group_tail,
+    begin_group,
     restore_layer,
-    write_tails,
 )
 from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.codec.subspace.codec import SubspaceCodec
@@ -215,9 +214,9 @@ class CostCalibration:
 
         def restore() -> None:
             for group, (of_group, block) in enumerate(zip(decoder.stored_as.groups, on_host, strict=True)):
-                tail = group_tail(decoder.tail(group, block, 0, num_tokens), device)
-                of_layers = [buffers[layer] for layer in of_group]
-                write_tails([GroupTarget(tail, [0] * len(of_group), slots)], of_layers)
+                tail = decoder.tail(group, block, 0, num_tokens)
+                target = GroupTarget(tail, [0] * len(of_group), slots)
+                begin_group([target], device).write([buffers[layer] for layer in of_group])
 
         seconds = min(timed(device, restore) for _ in range(_REPEATS))
         return [block.numel() for block in on_host], seconds

@@ -22,6 +22,7 @@ from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore.segment_reader import KeptRoom, SegmentReader, open_segments
+from krul_sglang.engine.restore.tail_groups import TailGroups
 from krul_sglang.engine.save.turn import StoredPath
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ class _Probe:
 
     token_ids: torch.Tensor
     num_history: int
-    readers: Sequence[SegmentReader]
+    history: _StoredHistory
     true: HistoryAttention
     stored: HistoryAttention
 
@@ -205,7 +206,7 @@ class Prober:
                 if is_exact():
                     probe = self._prepared(path, num_history, held)
                 if probe is not None:
-                    noted = sum(map(damage_of, probe.readers)) / len(path.token_ids)
+                    noted = sum(map(damage_of, probe.history.readers)) / len(path.token_ids)
             except Exception as caught:
                 error = caught
             num_unready, noted = self._sums_of_ranks(error, float(probe is None), noted)
@@ -233,16 +234,17 @@ class Prober:
         if readers is None:
             return None
         token_ids = self._pool.streams.from_list(path.token_ids[num_history:].tolist())
+        stored_history = _StoredHistory(self._pool, path, readers)
         true, stored = (
             HistoryAttention(
                 num_history, len(token_ids), history, self._pool.device, self._model_runner.token_to_kv_pool
             )
             for history in (
                 lambda layer: self._pool.gather(layer, path.slots[:num_history]),
-                _StoredHistory(self._pool, path, readers),
+                stored_history.layer,
             )
         )
-        return _Probe(token_ids, num_history, readers, true, stored)
+        return _Probe(token_ids, num_history, stored_history, true, stored)
 
     def _divergence(self, probe: _Probe) -> float:
         """The divergence of the predictions on the stored history from those on the true one, in nats."""
@@ -257,8 +259,7 @@ class Prober:
                 errors.append(attention.error)
         if errors:
             raise errors[0]
-        for reader in probe.readers:
-            reader.check()
+        probe.history.tails.check()
         true, stored = predictions
         return (true.exp() * (true - stored)).sum(-1).mean().item()
 
@@ -302,32 +303,36 @@ class Prober:
 
 
 class _StoredHistory:
-    """The history as it would come back: called for each layer in ascending order, it decodes groups.
+    """The history as it would come back.
 
     Tokens that a layer does not hold stay as they are in the pool: a restore recomputes them.
     """
 
     def __init__(self, pool: DevicePool, path: StoredPath, readers: Sequence[SegmentReader]) -> None:
+        self.readers = readers
         self._pool = pool
         self._slots = path.slots[: readers[-1].end_token]
-        self._readers = readers
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         room = KeptRoom()
         for reader in readers:
             header = reader.source.header
             reader.begin(reader.decoder.decodable_from(header.layer_first_token), room)
+        places = torch.arange(len(self._slots), device=self._slots.device)
+        parts = [(reader, places[reader.first_token : reader.end_token]) for reader in readers]
+        self.tails = TailGroups(parts, pool.streams)
 
-    def __call__(self, layer: int) -> LayerKV:
-        for reader in self._readers:
-            if reader.has_tail(layer):
-                places = torch.arange(reader.first_token, reader.end_token, device=self._slots.device)
-                reader.fetch(layer, self._pool.streams)
-                reader.restore(layer, self, places)
-        return LayerKV(*self.buffers(layer, is_last=True))
+    def layer(self, layer: int) -> LayerKV:
+        """The KV of a layer; asked for once, in ascending order."""
+        for group in self.tails.of_layer(layer):
+            group.fetch(self._pool.streams)
+            group.restore(self)
+        kv = LayerKV(*self.buffers(layer))
+        del self._layers[layer]
+        return kv
 
-    def buffers(self, layer: int, *, is_last: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of the layer's true KV, which readers write to; forgotten when ``is_last``."""
+    def buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of the layer's true KV, which the tails are written over."""
         if layer not in self._layers:
             true = self._pool.gather(layer, self._slots)
             self._layers[layer] = true.k, true.v
-        return self._layers.pop(layer) if is_last else self._layers[layer]
+        return self._layers[layer]

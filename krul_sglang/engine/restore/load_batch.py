@@ -77,6 +77,12 @@ class Load:
     forecast: Forecast
     moved: MovedKeys | None = None
 
+    def parts(self) -> Iterator[tuple[SegmentReader, torch.Tensor]]:
+        """Each segment, and the slots of its tokens."""
+        for reader in self.readers:
+            first = reader.first_token - self.device_tokens
+            yield reader, self.slots[first : first + reader.num_tokens]
+
     def tail_slots(self, layer: int) -> torch.Tensor:
         """The slots of what is loaded in a layer."""
         return self.slots[self.plan.head_ends[layer] - self.device_tokens :]

@@ -239,7 +239,7 @@ class LayerWiseLoader:
         ):
             for load in loads:
                 self._begin(load, room)
-            tails = TailGroups(loads, self._device)
+            tails = TailGroups([part for load in loads for part in load.parts()], self._device)
             num_announced = 0
             for layer in range(self._pool.num_layers):
                 # On a CPU announcing a block waits for it, and checks it: that is part of its load.
@@ -254,9 +254,7 @@ class LayerWiseLoader:
                     return
                 if layer == self._pool.num_layers - 1:
                     # Before the last layer lands: a failed load fails the forward, and it runs again.
-                    for load in loads:
-                        for reader in load.readers:
-                            reader.check()
+                    tails.check()
                 with batch.writing() as is_wanted:
                     if not is_wanted:
                         return

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from krul_backend.codec.restore import (
-    GroupTail,
-    GroupTarget,
-    NativeTail,
-    group_tail,
-    restore_layer,
-    write_tails,
-)
+from krul_backend.codec.restore import GroupTarget, NativeTail, restore_layer
 from krul_backend.codec.segment_codec import OpenedSegment, SegmentCodec, SegmentDecoder
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.device import Device
@@ -50,12 +42,11 @@ class KeptRoom:
         self._free_bytes += num_bytes
 
 
-class SegmentReader(ABC):
+class SegmentReader:
     """Reads tokens ``[first_token, end_token)`` of a conversation from one leased segment.
 
-    The planner asks it about the segment. If the plan loads, ``begin`` follows, and then ``fetch``
-    and ``restore`` of each layer in ascending order, except of layers with a ``native_tail``: their bytes
-    (``native_bytes``) are restored together with those of other segments. Positions are absolute::
+    The planner asks it about the segment. If the plan loads, ``begin`` follows, and then ``TailGroups`` reads
+    each layer in ascending order. Positions are absolute::
 
         [first_token, head_ends[l])   not read in layer l
         [head_ends[l], end_token)     read, decoded and written to their slots
@@ -110,9 +101,8 @@ class SegmentReader(ABC):
             )
         self._fetched = fetched
 
-    @abstractmethod
     def end(self) -> None:
-        """Free what is still kept in memory. Nothing is read afterwards."""
+        """Free what is still kept in device memory. Nothing is read afterwards."""
 
     def has_tail(self, layer: int) -> bool:
         """Whether anything of this layer is loaded."""
@@ -144,28 +134,6 @@ class SegmentReader(ABC):
             )
         self.num_bytes += num_bytes
         return block[block.nbytes - num_bytes :]
-
-    @abstractmethod
-    def fetch(self, layer: int, device: Device) -> None:
-        """Copy to the device what ``restore`` of this layer needs and is not there yet, of checked blocks."""
-
-    @abstractmethod
-    def restore(self, layer: int, pool: KVBuffers, slots: torch.Tensor) -> None:
-        """Write the layer's tail to its part of ``slots``, int64 ``[num_tokens]``.
-
-        Raises:
-            CodecError: blocks that the codec cannot have written.
-        """
-
-    @abstractmethod
-    def check(self) -> None:
-        """After the last layer: raise what ``restore`` could not know yet, because a GPU finds it.
-
-        The calling thread waits for the current stream if the segment was decoded on a GPU.
-
-        Raises:
-            CodecError: as for ``restore``.
-        """
 
     def _tail(self, source: int, layer: int) -> Block:
         """The part of a block from the record on in which the tail of ``layer`` begins."""
@@ -207,11 +175,17 @@ class UnitReader(SegmentReader):
         self._on_device.clear()
 
     def fetch(self, layer: int, device: Device) -> None:
+        """Copy to the device what ``restore`` of this layer needs and is not there yet, of checked blocks."""
         for source in self.decoder.sources(layer):
             if source not in self._on_device:
                 self._on_device[source] = self._copy_tail(source, layer, device)
 
     def restore(self, layer: int, pool: KVBuffers, slots: torch.Tensor) -> None:
+        """Write the layer's tail to its part of ``slots``, int64 ``[num_tokens]``.
+
+        Raises:
+            CodecError: blocks that the codec cannot have written.
+        """
         restore_layer(
             self.decoder,
             layer,
@@ -226,9 +200,6 @@ class UnitReader(SegmentReader):
                 block = self._on_device.pop(source)
                 if source in self._kept:
                     self._room.give_back(block.nbytes)
-
-    def check(self) -> None:
-        """Everything was checked when it was restored."""
 
     def _copy_tail(self, source: int, layer: int, device: Device) -> torch.Tensor:
         """Copy what the last layer that needs the block reads; without room for it, what ``layer`` reads."""
@@ -246,8 +217,7 @@ class UnitReader(SegmentReader):
 class GroupReader(SegmentReader):
     """Reads a segment whose groups of layers share a subspace.
 
-    The first layer of a group that has a tail brings the tails of the whole group. ``TailGroups`` writes
-    those of several segments together.
+    The first layer of a group that has a tail brings the tails of the whole group.
     """
 
     decoder: SubspaceDecoder
@@ -256,52 +226,29 @@ class GroupReader(SegmentReader):
         self, source: SegmentSlice, decoder: SubspaceDecoder, num_tokens: int, shift: int = 0
     ) -> None:
         super().__init__(source, decoder, num_tokens, shift)
-        self._fetched_tails: dict[int, GroupTail] = {}
-        self._written: dict[int, GroupTail] = {}
+        self._read_groups: set[int] = set()
 
-    def end(self) -> None:
-        self._fetched_tails.clear()
-        self._written.clear()
+    def target(self, layer: int, slots: torch.Tensor) -> GroupTarget | None:
+        """The tail of a layer's group, of a checked block, and where it goes; None if it was asked for
+        before. ``slots``: int64 ``[num_tokens]``.
 
-    def fetch(self, layer: int, device: Device) -> None:
+        Raises:
+            CodecError: blocks that the codec cannot have written.
+        """
         group = self.decoder.group_of(layer)
-        if group in self._written:
-            return
+        if group in self._read_groups:
+            return None
+        self._read_groups.add(group)
+        layers = self.decoder.stored_as.groups[group]
         # Heads never grow: what is decoded begins with the tail of the last layer.
-        last = self.decoder.stored_as.groups[group][-1]
+        last = layers[-1]
         (source,) = self.decoder.sources(layer)
         block = self._tail(source, last)
         self.num_bytes += block.nbytes
         tail = self.decoder.tail(group, torch.from_numpy(block), self._first_rows[last], self._end_row)
-        self._fetched_tails[group] = group_tail(tail, device)
-
-    def target(self, layer: int, slots: torch.Tensor) -> GroupTarget | None:
-        """Where the fetched tail of a layer's group goes; None if it is written already. ``slots``: as for
-        ``restore``. It is asked for once, and then written."""
-        group = self.decoder.group_of(layer)
-        if group in self._written:
-            return None
-        self._written[group] = self._fetched_tails.pop(group)
-        layers = self.decoder.stored_as.groups[group]
-        first_tokens = [self._first_rows[each] for each in layers]
-        return GroupTarget(self._written[group], first_tokens, slots[self.num_head_rows(layers[-1]) :])
-
-    def restore(self, layer: int, pool: KVBuffers, slots: torch.Tensor) -> None:
-        restore_groups([(self, slots)], layer, pool)
-
-    def check(self) -> None:
-        for tail in self._written.values():
-            tail.check()
-
-
-def restore_groups(parts: Sequence[tuple[GroupReader, torch.Tensor]], layer: int, pool: KVBuffers) -> None:
-    """Write the tails of a layer's group, those of several segments together, each to its slots: see
-    ``SegmentReader.restore``. All readers have the same groups."""
-    found = [target for reader, slots in parts if (target := reader.target(layer, slots)) is not None]
-    if found:
-        decoder = parts[0][0].decoder
-        layers = decoder.stored_as.groups[decoder.group_of(layer)]
-        write_tails(found, [pool.buffers(each) for each in layers])
+        return GroupTarget(
+            tail, [self._first_rows[each] for each in layers], slots[self.num_head_rows(last) :]
+        )
 
 
 def open_segments(lease: Lease, codec: SegmentCodec, num_tokens: int, shift: int = 0) -> list[SegmentReader]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
-from krul_backend.codec.restore import NativeTail, NativeTails, can_fuse_groups
+from krul_backend.codec.restore import GroupRestore, NativeTail, NativeTails, begin_group
 from krul_backend.device import Device
-from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.block_checks import LayerBlock
-from krul_sglang.engine.restore.load_batch import Load
-from krul_sglang.engine.restore.segment_reader import GroupReader, SegmentReader, restore_groups
+from krul_sglang.engine.restore.segment_reader import GroupReader, KVBuffers, SegmentReader, UnitReader
 
 MAX_JOINED_BYTES = 32 << 20
 """Most device memory for the tails that are copied together: that of one long segment's layer."""
+
+MAX_DECODED_TOKENS = 16 << 10
+"""Most tokens in shared subspaces that are decoded together: a device holds a few KB of each meanwhile."""
+
+T = TypeVar("T")
+
+Part = tuple[SegmentReader, torch.Tensor]
+"""A segment that is read, and the slots of its tokens: int64 ``[num_tokens]``."""
 
 
 class TailGroup(Protocol):
@@ -31,30 +37,31 @@ class TailGroup(Protocol):
     def fetch(self, device: Device) -> None:
         """Copy to the device what is not there yet, on the current stream."""
 
-    def restore(self, pool: DevicePool) -> None:
-        """Write the tails to their slots, on the current stream."""
+    def restore(self, pool: KVBuffers) -> None:
+        """Write the tails to their slots, on the current stream.
+
+        Raises:
+            CodecError: blocks that the codec cannot have written.
+        """
 
 
 class TailGroups:
-    """Makes the groups of each layer: natively stored tails of all segments join, and those in shared
-    subspaces; others stay alone.
+    """Makes the groups of each layer: natively stored tails of all segments join, and so do those in shared
+    subspaces of the same bases; others stay alone.
 
-    A group of several native tails has at most ``MAX_JOINED_BYTES``. Tails in shared subspaces stay alone,
-    too, where kernels decode them: each is copied to the device whole, and nothing is gained together.
+    A group of several native tails has at most ``MAX_JOINED_BYTES``, one of several tails in shared subspaces
+    at most ``MAX_DECODED_TOKENS``.
     """
 
-    def __init__(self, loads: Sequence[Load], device: Device) -> None:
+    def __init__(self, parts: Sequence[Part], device: Device) -> None:
         self._device = device
-        self._parts: list[_Part] = []
-        for load in loads:
-            for reader in load.readers:
-                first = reader.first_token - load.device_tokens
-                self._parts.append((reader, load.slots[first : first + reader.num_tokens]))
+        self._parts = parts
+        self._begun: list[GroupRestore] = []
         # Heads have few different lengths, so that most layers are grouped as an earlier one is.
         self._grouped: dict[object, list[Callable[[int], TailGroup]]] = {}
 
     def of_layer(self, layer: int) -> list[TailGroup]:
-        """The groups of a layer; none if no load has a tail in it."""
+        """The groups of a layer; none if no segment has a tail in it."""
         key = tuple(
             (reader.num_head_rows(layer), reader.decoder.native_units[layer]) for reader, _ in self._parts
         )
@@ -62,37 +69,41 @@ class TailGroups:
             self._grouped[key] = self._group(layer)
         return [make_group(layer) for make_group in self._grouped[key]]
 
+    def check(self) -> None:
+        """After the last layer: raise what ``restore`` could not know yet, because a GPU finds it.
+
+        The calling thread waits for the current stream if anything was decoded on a GPU.
+
+        Raises:
+            CodecError: as for ``TailGroup.restore``.
+        """
+        for begun in self._begun:
+            begun.check()
+
     def _group(self, layer: int) -> list[Callable[[int], TailGroup]]:
         """What makes the groups of this layer, and of others with the same heads."""
+        coded: dict[object, list[tuple[GroupReader, torch.Tensor]]] = {}
+        native: list[tuple[Part, NativeTail]] = []
         groups: list[Callable[[int], TailGroup]] = []
-        parts = [(reader, slots) for reader, slots in self._parts if reader.has_tail(layer)]
-        # By the bases that they are stored in; or one by one.
-        shared: dict[object, list[tuple[GroupReader, torch.Tensor]]] = {}
-        for reader, slots in parts:
-            if isinstance(reader, GroupReader):
-                decoder = reader.decoder
-                is_alone = can_fuse_groups(decoder.shape, decoder.stored_as.coder, self._device)
-                shared.setdefault(reader if is_alone else decoder.bases_digest, []).append((reader, slots))
-        groups += [partial(_Decoded, tails, partial(restore_groups, tails)) for tails in shared.values()]
-        joined: list[tuple[_Part, NativeTail]] = []
-        num_bytes = 0
-        for reader, slots in parts:
-            if isinstance(reader, GroupReader):
+        for reader, slots in self._parts:
+            if not reader.has_tail(layer):
                 continue
-            tail = reader.native_tail(layer)
-            if tail is None:
-                groups.append(partial(_Decoded, [(reader, slots)], partial(reader.restore, slots=slots)))
-                continue
-            if joined and num_bytes + tail.num_bytes > MAX_JOINED_BYTES:
-                groups.append(partial(_Joined, self._join(joined, layer)))
-                joined, num_bytes = [], 0
-            joined.append(((reader, slots), tail))
-            num_bytes += tail.num_bytes
-        if joined:
+            if isinstance(reader, GroupReader):
+                key = reader.decoder.bases_digest, reader.decoder.stored_as.coder
+                coded.setdefault(key, []).append((reader, slots))
+            elif (tail := reader.native_tail(layer)) is not None:
+                native.append(((reader, slots), tail))
+            else:
+                assert isinstance(reader, UnitReader)
+                groups.append(partial(_CodedUnit, reader, slots))
+        for alike in coded.values():
+            for together in _batches(alike, lambda part: part[0].num_tokens, MAX_DECODED_TOKENS):
+                groups.append(partial(_CodedGroups, together, self._begun))
+        for joined in _batches(native, lambda part: part[1].num_bytes, MAX_JOINED_BYTES):
             groups.append(partial(_Joined, self._join(joined, layer)))
         return groups
 
-    def _join(self, joined: Sequence[tuple[_Part, NativeTail]], layer: int) -> _Joint:
+    def _join(self, joined: Sequence[tuple[Part, NativeTail]], layer: int) -> _Joint:
         return _Joint(
             [(reader, tail.num_bytes) for (reader, _), tail in joined],
             NativeTails([tail for _, tail in joined], self._device),
@@ -100,29 +111,63 @@ class TailGroups:
         )
 
 
-_Part = tuple[SegmentReader, torch.Tensor]
-"""A segment of a load, and the slots of its tokens."""
+def _batches(parts: Sequence[T], size: Callable[[T], int], max_size: int) -> Iterator[list[T]]:
+    """Runs of ``parts`` with a size of at most ``max_size`` together; a larger part is alone."""
+    batch: list[T] = []
+    for part in parts:
+        if batch and sum(map(size, batch)) + size(part) > max_size:
+            yield batch
+            batch = []
+        batch.append(part)
+    if batch:
+        yield batch
 
 
-class _Decoded:
-    """Tails that are decoded: that of one segment, or all in the same subspace, with one product for all."""
+class _CodedUnit:
+    """The tail of a segment whose layer is decoded alone, or with the other one of its pair."""
+
+    def __init__(self, reader: UnitReader, slots: torch.Tensor, layer: int) -> None:
+        self.blocks = [reader.block(source) for source in reader.decoder.sources(layer)]
+        self._reader = reader
+        self._slots = slots
+        self._layer = layer
+
+    def fetch(self, device: Device) -> None:
+        self._reader.fetch(self._layer, device)
+
+    def restore(self, pool: KVBuffers) -> None:
+        self._reader.restore(self._layer, pool, self._slots)
+
+
+class _CodedGroups:
+    """Tails in the same shared subspace, which are decoded together.
+
+    The first layer of a group that has a tail writes all layers of the group; later ones have nothing to do.
+    """
 
     def __init__(
-        self, parts: Sequence[_Part], restore: Callable[[int, DevicePool], None], layer: int
+        self, parts: Sequence[tuple[GroupReader, torch.Tensor]], begun: list[GroupRestore], layer: int
     ) -> None:
         self.blocks = [
             reader.block(source) for reader, _ in parts for source in reader.decoder.sources(layer)
         ]
         self._parts = parts
-        self._restore = restore
+        self._begun = begun
         self._layer = layer
+        self._restore: GroupRestore | None = None
 
     def fetch(self, device: Device) -> None:
-        for reader, _ in self._parts:
-            reader.fetch(self._layer, device)
+        found = [reader.target(self._layer, slots) for reader, slots in self._parts]
+        targets = [target for target in found if target is not None]
+        if targets:
+            self._restore = begin_group(targets, device)
+            self._begun.append(self._restore)
 
-    def restore(self, pool: DevicePool) -> None:
-        self._restore(self._layer, pool)
+    def restore(self, pool: KVBuffers) -> None:
+        if self._restore is not None:
+            decoder = self._parts[0][0].decoder
+            layers = decoder.stored_as.groups[decoder.group_of(self._layer)]
+            self._restore.write([pool.buffers(layer) for layer in layers])
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +196,7 @@ class _Joined:
             [reader.native_bytes(self._layer, num_bytes) for reader, num_bytes in self._joint.tails]
         )
 
-    def restore(self, pool: DevicePool) -> None:
+    def restore(self, pool: KVBuffers) -> None:
         assert self._bytes is not None
         self._joint.rows.restore(self._bytes, *pool.buffers(self._layer), self._joint.slots)
         self._bytes = None
