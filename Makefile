@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.krul-installed
 ARGS ?=
-# Test files run side by side on two cores, those that start servers first: a starting server uses one core.
-TEST_PROCESSES ?= 2
+# Test files run side by side, those that start servers first. Three on two cores: servers wait now and then.
+TEST_PROCESSES ?= 3
 IN_PARALLEL := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE := 1
 

@@ -8,6 +8,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from krul_backend.device import Device
 from krul_backend.strategy.strategy import Precision
 from tests.gpu.stage import LeftOut, Setting, Stage
 from tests.support.codec_builders import rotary_table
-from tests.support.group_restore_cases import GroupCase, check_group, encode_drawn
+from tests.support.group_restore_cases import GroupCase, check_group, check_groups, encode_drawn
 from tests.support.restore_oracle import RestoreCase, check_restored, encode_case
 from tests.support.subspace_builders import make_bases
 
@@ -130,42 +131,56 @@ def groups_equal_the_reference(setting: Setting) -> dict[str, int]:
     cases = cases[::11] if setting.is_dry else cases
     for case in cases:
         check_group(case, begin_group, setting.on_device)
-    return {"cases": len(cases)}
+    # A conversation of many turns.
+    turns = [
+        replace(cases[0], rank=90, num_tokens=10 + 37 * number, start_token=1000 * number, head_tokens=number)
+        for number in range(3 if setting.is_dry else 30)
+    ]
+    check_groups(turns, begin_group, setting.on_device)
+    return {"cases": len(cases), "segments together": len(turns)}
 
 
 def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
     """GB of bf16 KV written per second: 5 layers of 8 heads of 128, upload, coder and product together."""
-    lengths, rank = ((100,), 20) if setting.is_dry else ((512, 2048, 8192), 1024)
+    settings, rank = (
+        ([(2, 100)], 20) if setting.is_dry else ([(1, 512), (1, 2048), (1, 8192), (16, 512)], 1024)
+    )
     shape = LayerShape(8, 128, 128, torch.bfloat16)
     layers_of_group = 1 if setting.is_dry else 5
     bases = make_bases(shape, [layers_of_group], rank=rank, decay=0.005 ** (1 / rank))
-    codec = SubspaceCodec(
-        bases.to(torch.device(setting.device)), rotary_table(128, max(lengths)), [RansCoder()]
-    )
+    codec = SubspaceCodec(bases.to(torch.device(setting.device)), rotary_table(128, 8192), [RansCoder()])
     device, rows = setting.on_device, []
-    for num_tokens in lengths:
+    for num_segments, num_tokens in settings:
         decoder, block = encode_drawn(codec, num_tokens, device)
         buffers = [
-            tuple(torch.zeros(num_tokens, 8, 128, dtype=shape.dtype, device=setting.device) for _ in range(2))
+            tuple(
+                torch.zeros(num_segments * num_tokens, 8, 128, dtype=shape.dtype, device=setting.device)
+                for _ in range(2)
+            )
             for _ in range(layers_of_group)
         ]
-        slots = torch.randperm(num_tokens).to(setting.device)
+        slots = torch.randperm(num_segments * num_tokens).to(setting.device)
         tail = decoder.tail(0, block, 0, num_tokens)
-        targets = [GroupTarget(tail, [0] * layers_of_group, slots)]
+        targets = [
+            GroupTarget(tail, [0] * layers_of_group, of_segment)
+            for of_segment in torch.split(slots, num_tokens)
+        ]
         coder_s = _seconds(device, begin_group, targets, device)
         seconds = _seconds(device, _restore_group, targets, device, buffers)
         num_bytes = sum(buffer.nbytes for of_layer in buffers for buffer in of_layer)
         rows.append(
             {
+                "segments": num_segments,
                 "tokens": num_tokens,
-                "ratio": round(num_bytes / block.nbytes, 1),
+                "ratio": round(num_bytes / num_segments / block.nbytes, 1),
                 "upload_and_coder_us": round(coder_s * 1e6, 1),
                 "us": round(seconds * 1e6, 1),
                 "gbs": round(num_bytes / seconds / 1e9, 1),
             }
         )
         print(
-            f"groups of {num_tokens} tokens: {rows[-1]['gbs']} GB of bf16 KV written per second", flush=True
+            f"{num_segments} x {num_tokens} tokens in groups: {rows[-1]['gbs']} GB of bf16 KV per second",
+            flush=True,
         )
     return rows
 
@@ -228,8 +243,10 @@ def restoring_waits_for_nothing(setting: Setting) -> str:
 
     def restore() -> None:
         restore_layer(decoder, 1, blocks, 0, 500, k_buffer, v_buffer, slots)
-        tail = decoder_of_group.tail(0, block, 0, 500)
-        _restore_group(tail, setting.on_device, [(k_buffer, v_buffer)], slots)
+        targets = [
+            GroupTarget(decoder_of_group.tail(0, block, 0, 250), [0], of_tail) for of_tail in slots.split(250)
+        ]
+        _restore_group(targets, setting.on_device, [(k_buffer, v_buffer)])
 
     restore()
     if setting.is_dry:

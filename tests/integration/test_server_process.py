@@ -36,7 +36,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(model_path, args=_SERVER_ARGS, ready_timeout_s=500) as server:
+    with ForkedServer(model_path, args=_SERVER_ARGS) as server:
         yield server
 
 

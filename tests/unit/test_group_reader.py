@@ -301,13 +301,14 @@ def test_a_conversation_may_be_stored_in_both_ways() -> None:
     check_tails(expected, 0, head_ends, slots, before, pool, tolerance=TOLERANCE)
 
 
-def test_segments_are_decoded_together_up_to_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_are_decoded_together_if_they_are_not_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device holds the coefficients of all of them at once."""
     load = make_load(lease_of(whole_segments(), 0), CODEC, torch.arange(END))
     for reader in load.readers:
         reader.begin(NO_HEADS, KeptRoom())
+    token_bytes = SHAPE.k_token_bytes + SHAPE.v_token_bytes
     for max_tokens, starts in ((END, [[0, 136, 200]]), (200, [[0, 136], [200]]), (1, [[0], [136], [200]])):
-        monkeypatch.setattr(tail_groups, "MAX_DECODED_TOKENS", max_tokens)
+        monkeypatch.setattr(tail_groups, "MAX_JOINED_BYTES", max_tokens * token_bytes)
         groups = TailGroups(list(load.parts()), Device(torch.device("cpu"))).of_layer(0)
         assert [[part.header.start_token for part, _ in group.blocks] for group in groups] == starts
 

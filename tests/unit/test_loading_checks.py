@@ -20,7 +20,7 @@ from krul_backend.tiers.common.page_index import PageRun
 from krul_sglang.engine.restore import loading
 from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
-from krul_sglang.engine.restore.segment_reader import UnitReader
+from krul_sglang.engine.restore.tail_groups import TailGroups
 from tests.support.engine_builders import PATIENCE_S, make_load
 from tests.support.fake_tier import FakeTier
 from tests.support.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, SHAPE, Rig, is_equal
@@ -109,10 +109,10 @@ def test_a_damaged_block_fails_the_load_and_never_reaches_the_pool(rig: Rig, lay
 def test_damage_that_a_gpu_finds_fails_the_load_before_the_last_layer_lands(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(reader: UnitReader) -> None:
+    def refuse(tails: TailGroups) -> None:
         raise CodecError("record 3 of a group is damaged")
 
-    monkeypatch.setattr(UnitReader, "check", refuse)
+    monkeypatch.setattr(TailGroups, "check", refuse)
     assert_load_fails(rig, rig.load(SLOTS), "record 3 of a group", first_wrong=NUM_LAYERS)
 
 

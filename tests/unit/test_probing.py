@@ -15,7 +15,7 @@ from krul_backend.codec.layout import LayerKV
 from krul_backend.errors import KrulError
 from krul_sglang.engine.budget import probing
 from krul_sglang.engine.budget.probing import PROBED_TOKENS, HistoryAttention, ProbeOutcome, Prober
-from krul_sglang.engine.restore.segment_reader import GroupReader
+from krul_sglang.engine.restore.tail_groups import TailGroups
 from tests.support.budget_builders import NUM_LAYERS, PAGE_SIZE, BudgetedServer
 
 LIMIT = 0.05
@@ -303,7 +303,7 @@ def fail_in_a_forward(server: BudgetedServer, forward: FakeForward, patch: pytes
 
 
 def fail_in_the_check(server: BudgetedServer, forward: FakeForward, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GroupReader, "check", raise_error)
+    patch.setattr(TailGroups, "check", raise_error)
 
 
 @pytest.mark.parametrize(

@@ -94,26 +94,21 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         have come at once, some of them in each round.
         All this depends on nothing that may differ between ranks, because they look up together.
         """
-        num_tokens = num_lookups = num_looked_up = num_again = 0
+        window = self._window(queue)
         before = self._seen_ahead
+        num_again = _num_looked_up_again(before, window)
         known = frozenset(before)
         stored, self._stored_ends = self._stored_ends, ()
+        num_lookups = num_looked_up = 0
         with self.cache_linker.looking_ahead() as seen:
-            for req in queue:
-                num_of_req = len(req.origin_input_ids) + len(req.output_ids)
-                num_tokens += num_of_req
-                if seen and num_tokens > self.cache.token_to_kv_pool_allocator.size:
-                    break
-                if not seen and before[:1] != (req.rid,):
-                    num_left = before.index(req.rid) if req.rid in known else 0
-                    num_again = min(max(2 * num_left, NUM_LOOKED_UP_AGAIN), MAX_LOOKED_UP_AHEAD // 2)
+            for req in window:
                 is_known = req.rid in known
                 if any(end.is_passed_by(req.origin_input_ids) for end in stored):
                     # The store is asked anew, not only whether what it had is in DRAM by now.
                     self.cache_linker.release(req.rid)
                     is_known = False
                 if not is_known or len(seen) < num_again:
-                    num_looked_up += num_of_req
+                    num_looked_up += _num_tokens(req)
                     has_time = not num_lookups or num_looked_up <= MAX_LOOKED_UP_TOKENS
                     if has_time and num_lookups < MAX_LOOKED_UP_AHEAD:
                         num_lookups += 1
@@ -123,6 +118,18 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
                         continue
                 seen.append(req.rid)
         self._seen_ahead = tuple(seen)
+
+    def _window(self, queue: Iterable[Any]) -> list[Any]:
+        """The first requests of the queue that the device pool could hold together; at least one."""
+        pool_tokens = self.cache.token_to_kv_pool_allocator.size
+        window: list[Any] = []
+        num_tokens = 0
+        for req in queue:
+            num_tokens += _num_tokens(req)
+            if window and num_tokens > pool_tokens:
+                break
+            window.append(req)
+        return window
 
     def match(self, key: Any, req: Any, result: Any) -> Any:
         # The hit of an earlier round is out of date if the prefix on the device has changed.
@@ -369,6 +376,21 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         num_pages = allocator.size // allocator.page_size
         is_pool_empty = allocator.available_size() // allocator.page_size == num_pages
         self.linker.cache_linker.end_weights_change(is_pool_empty=is_pool_empty)
+
+
+def _num_tokens(req: Any) -> int:
+    return len(req.origin_input_ids) + len(req.output_ids)
+
+
+def _num_looked_up_again(before: tuple[str, ...], window: Sequence[Any]) -> int:
+    """How many requests at the front are looked up again: those that others made room for by leaving.
+
+    ``before``: the ids of what was in the window in the last round.
+    """
+    if not window or before[:1] == (window[0].rid,):
+        return 0
+    num_left = before.index(window[0].rid) if window[0].rid in before else 0
+    return min(max(2 * num_left, NUM_LOOKED_UP_AGAIN), MAX_LOOKED_UP_AHEAD // 2)
 
 
 def _turn_ended_well(req: Any) -> bool:

@@ -228,6 +228,12 @@ class GroupReader(SegmentReader):
         super().__init__(source, decoder, num_tokens, shift)
         self._read_groups: set[int] = set()
 
+    @property
+    def num_pool_bytes(self) -> int:
+        """The bytes of its tokens in a layer of the pool."""
+        shape = self.decoder.shape
+        return self.num_tokens * (shape.k_token_bytes + shape.v_token_bytes)
+
     def target(self, layer: int, slots: torch.Tensor) -> GroupTarget | None:
         """The tail of a layer's group, of a checked block, and where it goes; None if it was asked for
         before. ``slots``: int64 ``[num_tokens]``.

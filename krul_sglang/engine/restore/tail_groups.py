@@ -15,10 +15,8 @@ from krul_sglang.engine.restore.block_checks import LayerBlock
 from krul_sglang.engine.restore.segment_reader import GroupReader, KVBuffers, SegmentReader, UnitReader
 
 MAX_JOINED_BYTES = 32 << 20
-"""Most device memory for the tails that are copied together: that of one long segment's layer."""
-
-MAX_DECODED_TOKENS = 16 << 10
-"""Most tokens in shared subspaces that are decoded together: a device holds a few KB of each meanwhile."""
+"""Most bytes of a layer, as the pool holds it, that are copied or decoded together: those of one long
+segment."""
 
 T = TypeVar("T")
 
@@ -47,10 +45,7 @@ class TailGroup(Protocol):
 
 class TailGroups:
     """Makes the groups of each layer: natively stored tails of all segments join, and so do those in shared
-    subspaces of the same bases; others stay alone.
-
-    A group of several native tails has at most ``MAX_JOINED_BYTES``, one of several tails in shared subspaces
-    at most ``MAX_DECODED_TOKENS``.
+    subspaces of the same bases; others stay alone. Those that join have at most ``MAX_JOINED_BYTES``.
     """
 
     def __init__(self, parts: Sequence[Part], device: Device) -> None:
@@ -97,9 +92,9 @@ class TailGroups:
                 assert isinstance(reader, UnitReader)
                 groups.append(partial(_CodedUnit, reader, slots))
         for alike in coded.values():
-            for together in _batches(alike, lambda part: part[0].num_tokens, MAX_DECODED_TOKENS):
+            for together in _batches(alike, lambda part: part[0].num_pool_bytes):
                 groups.append(partial(_CodedGroups, together, self._begun))
-        for joined in _batches(native, lambda part: part[1].num_bytes, MAX_JOINED_BYTES):
+        for joined in _batches(native, lambda part: part[1].num_bytes):
             groups.append(partial(_Joined, self._join(joined, layer)))
         return groups
 
@@ -111,11 +106,11 @@ class TailGroups:
         )
 
 
-def _batches(parts: Sequence[T], size: Callable[[T], int], max_size: int) -> Iterator[list[T]]:
-    """Runs of ``parts`` with a size of at most ``max_size`` together; a larger part is alone."""
+def _batches(parts: Sequence[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Runs of ``parts`` of at most ``MAX_JOINED_BYTES`` together; a larger part is alone."""
     batch: list[T] = []
     for part in parts:
-        if batch and sum(map(size, batch)) + size(part) > max_size:
+        if batch and sum(map(num_bytes, batch)) + num_bytes(part) > MAX_JOINED_BYTES:
             yield batch
             batch = []
         batch.append(part)
