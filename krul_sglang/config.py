@@ -28,6 +28,10 @@ DAEMON_MARK = "*daemon*"
 DEFAULT_HOST_MEMORY_SHARE = 0.25
 """Part of the memory limit (cgroup, else physical) that ``host_memory = "auto"`` takes."""
 
+DEFAULT_QUERY_MEMORY_SHARE = 0.02
+"""Part of a device's memory that ``query_memory = "auto"`` takes."""
+MIN_QUERY_MEMORY = 512 << 20
+
 ESTIMATORS = ("sampled", "heterogeneous")
 
 AUTO = "auto"
@@ -294,18 +298,20 @@ class KrulConfig:
         "without CUDA graphs (--disable-cuda-graph) and slows every step down.",
     )
     query_rows: int = _option(
-        256,
+        64,
         _whole_number(16, 1024),
         "a whole number from 16 to 1024",
-        'Query vectors that "sampled" keeps of each turn, half of them of the prompt; fewer, down to 64, '
-        "where query_memory is short.",
+        'Query vectors that "sampled" keeps of each turn, half of them of the prompt; fewer, down to 16, '
+        "if otherwise query_memory would not do for 96 requests at a time.",
     )
-    query_memory: int = _option(
-        512 << 20,
-        _parse_size,
-        'a positive size such as 536870912 or "512MiB"',
+    query_memory: int | None = _option(
+        None,
+        _auto_or(_parse_size),
+        '"auto", or a positive size such as 536870912 or "512MiB"',
         "Device memory in bytes for those query vectors, per rank. Requests for which it has no room are not "
-        "recorded: raise it where many requests run at a time.",
+        "recorded: raise it where many requests run at a time. "
+        f'"auto" takes {DEFAULT_QUERY_MEMORY_SHARE:.0%} of the device\'s memory (on a CPU: of the memory '
+        "limit), but no less than 512 MiB.",
     )
 
     planner: str = _choice(
@@ -384,6 +390,15 @@ class KrulConfig:
             )
         return total // num_ranks
 
+    def query_memory_bytes(self, device_bytes: int) -> int:
+        """``query_memory``; if that is "auto", a part of the ``device_bytes`` that a device has.
+
+        Of whole GiB, which are the same on all ranks, so that all record the same requests.
+        """
+        if self.query_memory is not None:
+            return self.query_memory
+        return max(MIN_QUERY_MEMORY, int((device_bytes >> 30 << 30) * DEFAULT_QUERY_MEMORY_SHARE))
+
     def head_token_limit(self, prefill_tokens: int) -> int:
         """``max_head_tokens``; if that is "auto", the ``prefill_tokens`` that the server computes at once."""
         return prefill_tokens if self.max_head_tokens is None else self.max_head_tokens
@@ -391,7 +406,7 @@ class KrulConfig:
     def as_dict(self) -> dict[str, Any]:
         """Plain values that ``from_mapping`` accepts again."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}
-        for name in ("host_memory", "ssd_capacity", "max_head_tokens"):
+        for name in ("host_memory", "ssd_capacity", "query_memory", "max_head_tokens"):
             if values[name] is None:
                 values[name] = "auto"
         return values

@@ -13,11 +13,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from krul_backend.memory import memory_limit_bytes
 
 BACKGROUND_NICENESS = 10
 """Added to that of threads that store turns, where they share cores with forwards: of a core that a forward
@@ -74,6 +77,11 @@ class Device:
     def name(self) -> str:
         """The model of the device, as its maker calls it; ``cpu`` for any CPU."""
         return str(self._module.get_device_name(self.torch_device))
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that the device has; for a CPU the limit of this machine or cgroup."""
+        return int(self._module.get_device_properties(self.torch_device).total_memory)
 
     @property
     def runs_triton(self) -> bool:
@@ -372,3 +380,6 @@ class _Cpu:
 
     def get_device_name(self, device: torch.device) -> str:
         return "cpu"
+
+    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=memory_limit_bytes())

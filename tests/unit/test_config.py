@@ -105,6 +105,22 @@ def test_budget_is_shared_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         KrulConfig(host_memory=17 * GIB).host_memory_bytes(num_ranks=1)
 
 
+@pytest.mark.parametrize(
+    ("given", "device_gib", "expected"),
+    [
+        ("auto", 8, 512 << 20),
+        ("auto", 80, int(1.6 * (1 << 30))),
+        ("1GiB", 80, 1 << 30),
+        ("64MiB", 8, 64 << 20),
+    ],
+)
+def test_memory_of_query_rows(given: str, device_gib: int, expected: int) -> None:
+    """Devices of one kind do not report the same to the byte, but their ranks record the same requests."""
+    config = KrulConfig.load({"query_memory": given}, env={})
+    for more in (0, 12345, (1 << 30) - 1):
+        assert config.query_memory_bytes((device_gib << 30) + more) == expected
+
+
 def test_as_dict_round_trips() -> None:
     for config in (
         KrulConfig(),

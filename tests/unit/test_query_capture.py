@@ -294,24 +294,25 @@ def test_nothing_is_recorded_while_suspended(make_engine: MakeEngine) -> None:
 def test_the_plan_stays_within_its_memory() -> None:
     row = SHAPE.row_bytes
     assert row == 2 * 4 * 4 * 4 + 8
-    assert CapturePlan.fit(SHAPE, max_requests=100, num_rows=64, max_bytes=10 * 64 * row) == CapturePlan(
+    assert CapturePlan.fit(SHAPE, max_requests=9, num_rows=64, max_bytes=10 * 64 * row) == CapturePlan(
         9, 64, 10 * 64 * row
     )
     assert CapturePlan.fit(SHAPE, max_requests=3, num_rows=64, max_bytes=10**9).num_requests == 3
-    # Too little for two times 64 rows: fewer rows, down to 8.
-    assert CapturePlan.fit(SHAPE, max_requests=9, num_rows=64, max_bytes=33 * row).num_rows == 16
+    # Too little for two times 16 rows: 8.
+    assert CapturePlan.fit(SHAPE, max_requests=9, num_rows=64, max_bytes=31 * row).num_rows == 8
     with pytest.raises(ConfigError, match="query_memory"):
         CapturePlan.fit(SHAPE, max_requests=9, num_rows=64, max_bytes=15 * row)
 
 
 @pytest.mark.parametrize(
-    ("room", "expected"), [(8, (31, 64)), (10, (19, 128)), (17, (16, 256)), (2, (7, 64))]
+    ("room", "expected"), [(97, (96, 64)), (96, (191, 32)), (48, (191, 16)), (2, (7, 16))]
 )
 def test_rows_are_given_up_before_requests_are_few(room: int, expected: tuple[int, int]) -> None:
-    plan = CapturePlan.fit(SHAPE, max_requests=99, num_rows=256, max_bytes=room * 256 * SHAPE.row_bytes)
+    """``room``: for so many requests of 64 rows."""
+    plan = CapturePlan.fit(SHAPE, max_requests=999, num_rows=64, max_bytes=room * 64 * SHAPE.row_bytes)
     assert (plan.num_requests, plan.num_rows) == expected
-    few = CapturePlan.fit(SHAPE, max_requests=4, num_rows=256, max_bytes=8 * 256 * SHAPE.row_bytes)
-    assert (few.num_requests, few.num_rows) == (4, 256)
+    few = CapturePlan.fit(SHAPE, max_requests=4, num_rows=64, max_bytes=8 * 64 * SHAPE.row_bytes)
+    assert (few.num_requests, few.num_rows) == (4, 64)
 
 
 def test_the_forward_hook_announces_every_forward(make_engine: MakeEngine) -> None:

@@ -77,7 +77,7 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> TurnCapture:
             shape,
             max_requests=req_to_token.shape[0],
             num_rows=config.query_rows,
-            max_bytes=config.query_memory,
+            max_bytes=config.query_memory_bytes(Device.of(req_to_token).memory_bytes),
         )
         capture = QueryCapture(shape, plan, device=torch.device(model_runner.device))
         logger.info(
