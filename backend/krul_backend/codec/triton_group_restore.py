@@ -49,8 +49,8 @@ _RECORD = np.dtype(
         "formats": ["i4"] * 8,
     }
 )  # fmt: skip
-"""What ``decode_rans`` is told about a record. Its values begin in ``exact`` at 64 times ``exact_at``, in
-``rest`` at 64 times ``rest_at``; the scales of its tail begin at ``places_at``."""
+"""A row of the table that ``decode_rans`` reads, one for each record. The record's values begin in ``exact``
+at 64 times ``exact_at``, in ``rest`` at 64 times ``rest_at``; its tail's scales begin at ``places_at``."""
 
 _TAIL = np.dtype(
     {
@@ -61,13 +61,14 @@ _TAIL = np.dtype(
         "formats": ["i4"] * 12 + ["f4"],
     }
 )  # fmt: skip
-"""What ``restore_group_layer`` is told about a tail. The first of its rows is ``first_row_token`` of its
-segment, which begins at ``start_token``; the slot of a token is number ``slots_at`` plus the token. The first
+"""A row of the table that ``restore_group_layer`` reads, one for each tail. The tail's first row is token
+``first_row_token`` of its segment, which begins at ``start_token`` of the conversation. The slot of token
+``t`` of the segment is at place ``slots_at + t`` among the slots of all tails. The first
 ``num_stored`` tokens of the segment are stored as in the pool, at 16 times ``stored_at``."""
 
 Buffers = tuple[torch.Tensor, torch.Tensor]
-Starts = npt.NDArray[np.int64]
-"""Where each of several things begins that lie one behind the other."""
+Offsets = npt.NDArray[np.int64]
+"""The offsets of pieces that are stored back to back."""
 
 
 class TritonGroupRestore(GroupRestore):
@@ -117,7 +118,7 @@ class TailsOnDevice:
         self.block, block_starts = _join_blocks(tails, device)
         self.of_tails = _tail_table(tails, coded, block_starts)
         of_records = _record_table(tails, self.of_tails, block_starts)
-        num_program_tokens = program_tokens(self.transform.shape)
+        num_program_tokens = _program_tokens(self.transform.shape)
         rows = [np.arange(0, num_rows, num_program_tokens) for num_rows in self.of_tails["num_rows"]]
         parts = [
             np.stack([np.full_like(of_tail, number), of_tail], axis=1) for number, of_tail in enumerate(rows)
@@ -183,15 +184,15 @@ def layer_launch(
         "num_heads": shape.num_kv_heads, "num_program_heads": num_program_heads,
         "k_dim": shape.k_head_dim, "v_dim": shape.v_head_dim, "padded_half": padded_half,
         "precision": "ieee" if shape.dtype is torch.float32 else "tf32x3",
-        "num_program_tokens": program_tokens(shape),
+        "num_program_tokens": _program_tokens(shape),
         "num_exact_values": _EXACT_VALUES, "num_rest_values": _REST_VALUES,
         "num_warps": _NUM_WARPS,
     }  # fmt: skip
     return (len(on_device.parts) * triton.cdiv(shape.num_kv_heads, num_program_heads), 2), arguments
 
 
-def program_tokens(shape: LayerShape) -> int:
-    """How many tokens of a tail a program of ``restore_group_layer`` writes."""
+def _program_tokens(shape: LayerShape) -> int:
+    """The number of tokens that each program of ``restore_group_layer`` writes."""
     padded_half, num_program_heads = _program_heads(shape)
     tile = _EXACT_POOL_TILE if shape.dtype is torch.float32 else _TILE
     return max(16, tile // (2 * num_program_heads * padded_half))
@@ -208,7 +209,7 @@ def _num_records(tail: CodedTail) -> int:
 
 
 def _tail_table(
-    tails: Sequence[CodedTail], coded: Sequence[npt.NDArray[np.intp]], block_starts: Starts
+    tails: Sequence[CodedTail], coded: Sequence[npt.NDArray[np.intp]], block_starts: Offsets
 ) -> npt.NDArray[np.void]:
     """A ``_TAIL`` for each tail. ``coded``: the places of its coefficients; ``block_starts``: in bytes."""
     is_exact_pool = tails[0].transform.shape.dtype is torch.float32
@@ -235,7 +236,7 @@ def _tail_table(
 
 
 def _record_table(
-    tails: Sequence[CodedTail], of_tails: npt.NDArray[np.void], block_starts: Starts
+    tails: Sequence[CodedTail], of_tails: npt.NDArray[np.void], block_starts: Offsets
 ) -> npt.NDArray[np.void]:
     """A ``_RECORD`` for each record of all tails."""
     tables = []
@@ -257,12 +258,12 @@ def _record_table(
     return np.concatenate(tables)
 
 
-def _starts(sizes: npt.NDArray[np.signedinteger[Any]]) -> Starts:
-    """Where things of these sizes begin."""
+def _starts(sizes: npt.NDArray[np.signedinteger[Any]]) -> Offsets:
+    """The offsets of pieces of these sizes that are stored back to back."""
     return np.cumsum(sizes, dtype=np.int64) - sizes
 
 
-def _join_blocks(tails: Sequence[CodedTail], device: Device) -> tuple[torch.Tensor, Starts]:
+def _join_blocks(tails: Sequence[CodedTail], device: Device) -> tuple[torch.Tensor, Offsets]:
     """The blocks of all tails in one tensor of the device, and the byte at which each begins."""
     sizes = np.array([tail.block.numel() for tail in tails])
     aligned = -(-sizes // _ALIGNMENT) * _ALIGNMENT

@@ -383,7 +383,8 @@ def _num_tokens(req: Any) -> int:
 
 
 def _num_looked_up_again(before: tuple[str, ...], window: Sequence[Any]) -> int:
-    """How many requests at the front are looked up again: those that others made room for by leaving.
+    """The number of requests at the front that are looked up again: none if the first one is the same as in
+    the last round, else twice as many as have left since then, within bounds.
 
     ``before``: the ids of what was in the window in the last round.
     """

@@ -34,8 +34,8 @@ DECODE_INTERVAL = 16
 _MIN_ROWS = 8
 _FEW_ROWS = 16
 _MANY_REQUESTS = 96
-"""Where fewer than ``_MANY_REQUESTS`` requests fit, each gets fewer rows, down to ``_FEW_ROWS``: that costs a
-few percent of the bytes, but the turns of requests that are not recorded are stored natively."""
+"""If memory is too small to record this many requests, each gets fewer rows, down to ``_FEW_ROWS``. Fewer
+rows cost a few percent more bytes; the turn of a request that is not recorded is stored natively."""
 
 
 @dataclass(frozen=True)

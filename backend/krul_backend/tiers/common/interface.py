@@ -137,7 +137,7 @@ class Prefetched:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether the rest may be let in as soon as there is room for it."""
+        """True if only room was missing, so that a later prefetch may succeed."""
         return self.refusal in ("no room", "too much at once")
 
 
