@@ -9,7 +9,7 @@ TEST_PROCESSES ?= 3
 IN_PARALLEL := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-long gpu-check mooncake lint format clean
+.PHONY: demo test test-long peer-tests gpu-check mooncake lint format clean
 
 demo: $(STAMP)
 	$(BIN)/krul-sglang demo $(ARGS)
@@ -21,6 +21,11 @@ test: $(STAMP)
 # The same promises with more rounds, cases and settings: about half an hour.
 test-long: $(STAMP)
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m long $(ARGS)
+
+# SGLang's own server tests against servers with krul. ARGS="-m quick" takes under three minutes, and
+# ARGS=--without-krul asks servers of SGLang alone.
+peer-tests: $(STAMP)
+	$(BIN)/python -m pytest -v tests/peers/kits.py $(ARGS)
 
 # On a machine with an NVIDIA GPU: docs/gpu.md. ARGS="--long" takes hours, ARGS="--stages a" needs no SGLang.
 gpu-check: $(STAMP)

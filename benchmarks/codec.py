@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -29,8 +31,11 @@ from krul_backend.codec.coefficients.scales import (
     alphabets,
     base_scales,
 )
+from krul_backend.codec.subspace import codec as subspace_codec
+from krul_backend.codec.subspace import sample as subspace_sample
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.sample import SegmentSample
 from krul_sglang.demo.environment import about_run
 from krul_sglang.json_file import write_json
 from krul_sglang.learning.command import cut_pieces, own_texts
@@ -158,6 +163,85 @@ def codec_rows(
     return rows
 
 
+def phase_rows(
+    bases: ModelBases, reader: TextReader, ids: Sequence[int], repeats: int
+) -> list[dict[str, Any]]:
+    """Where the time of sampling and encoding a turn goes: medians in milliseconds of the thread.
+
+    ``coefficients_ms``: the product of the turn's tokens with the basis, ``coder_ms``: the coder.
+    ``rest_share``: all else over these two. Of that, ``damage_ms`` are the other products with matrices of
+    the basis, which say what a step costs, ``sampled_ms`` the coefficients of tokens that are only sampled,
+    and ``vectors_ms`` making vectors of the pool's KV.
+    """
+    codec, rows = SubspaceCodec(bases, reader.rotary, (RansCoder(),)), []
+    for num_tokens, limit in product((100, len(ids)), LIMITS):
+        history = reader.read_history(ids[:num_tokens])
+        samples: list[dict[str, float]] = []
+        for _ in range(repeats + 1):
+            with ExitStack() as patches:
+                seconds = {
+                    phase: patches.enter_context(_timed(owner, name))
+                    for phase, owner, name in (
+                        ("coefficients", SubspaceCodec, "_put_coefficients"),
+                        ("coder", RansCoder, "encode"),
+                        ("vectors", SubspaceCodec, "_vectors"),
+                        ("step", SegmentSample, "choose_step"),
+                        ("outside", subspace_codec, "own_outside"),
+                        ("total", subspace_codec, "squared_total"),
+                        ("totals", subspace_sample, "squared_totals"),
+                    )
+                }
+                place: dict[str, Any] = {
+                    "start_token": 0,
+                    "num_tokens": num_tokens,
+                    "attention": history.attention,
+                }
+                started = time.thread_time()
+                sample = codec.sample(history.layers.__getitem__, **place)
+                sampled = 0.0 if sample.has_all else sum(seconds["coefficients"])
+                codec.encode(
+                    history.layers.__getitem__,
+                    **place,
+                    max_damage=limit,
+                    coder=RansCoder.name,
+                    sample=sample,
+                )
+                whole = time.thread_time() - started
+            of = {phase: sum(parts) for phase, parts in seconds.items()}
+            samples.append(
+                {
+                    "encode_ms": whole,
+                    "coefficients_ms": of["coefficients"] - sampled,
+                    "coder_ms": of["coder"],
+                    "sampled_ms": sampled,
+                    "vectors_ms": of["vectors"],
+                    "damage_ms": of["outside"] + of["total"] + of["totals"],
+                    "step_ms": of["step"],
+                }
+            )
+        median = {name: 1e3 * statistics.median(each[name] for each in samples[1:]) for name in samples[0]}
+        both = median["coefficients_ms"] + median["coder_ms"]
+        rest_share = (median["encode_ms"] - both) / both
+        rows.append({"num_tokens": num_tokens, "limit": limit, **median, "rest_share": rest_share})
+    return rows
+
+
+@contextmanager
+def _timed(owner: Any, name: str) -> Iterator[list[float]]:
+    """Within this context, the list gets the thread's own seconds of each call of ``owner``'s function."""
+    function, seconds = getattr(owner, name), list[float]()
+
+    def timed(*args: Any, **options: Any) -> Any:
+        started = time.thread_time()
+        try:
+            return function(*args, **options)
+        finally:
+            seconds.append(time.thread_time() - started)
+
+    with patch.object(owner, name, timed):
+        yield seconds
+
+
 def _median_s(run: Callable[[], object], repeats: int) -> float:
     samples = []
     for _ in range(repeats + 1):
@@ -188,8 +272,12 @@ def main(
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
     reader = TextReader(load_model(Path(path), torch.float32, "cpu"))
     (ids,) = cut_pieces(tokenizer, own_texts(), tokens, most=1)
-    rows = codec_rows(ModelBases.load(bases), reader, ids, repeats)
+    model_bases = ModelBases.load(bases)
+    rows = codec_rows(model_bases, reader, ids, repeats)
     for each in rows:
+        typer.echo("  ".join(f"{key} {_short(value)}" for key, value in each.items()))
+    phases = phase_rows(model_bases, reader, ids, repeats)
+    for each in phases:
         typer.echo("  ".join(f"{key} {_short(value)}" for key, value in each.items()))
     coders = []
     for largest, smallest in MAGNITUDES:
@@ -203,6 +291,7 @@ def main(
             **about_run(("numpy", "numba", "torch")),
             "repeats": repeats,
             "rows": rows,
+            "phases": phases,
             "coders": coders,
         },
         json,

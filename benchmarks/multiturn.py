@@ -17,7 +17,7 @@ from benchmarks.serving.configuration import Configuration
 
 _FEW_AT_ONCE = ("--max-running-requests", "2")
 """So that requests wait."""
-_PATIENT = {"max_pending_share": 1.0, "ssd_timeout": 10.0}
+_PATIENT = {"ssd_timeout": 10.0}
 """The pool holds two conversations: the second of two turns that end at once is stored, too. And a piece that
 waits for others on a slow disk is no sign that the disk has failed."""
 

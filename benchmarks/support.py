@@ -18,7 +18,7 @@ from krul_sglang.engine.common.unsupported import (
 from krul_sglang.json_file import write_json
 
 FOUND_LATER = [value for value in vars(unsupported).values() if type(value) is unsupported.Refusal]
-"""Refusals that are known only in the scheduler, when the pool, the layers or the estimator are built."""
+"""Refusals that are known only in the scheduler, when the pool or the estimator is built."""
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 
@@ -63,6 +63,7 @@ SERVED = (
     Served("--device cpu (krul's CPU platform and its attention backend)", "all of tests/integration"),
     Served("Llama (random weights, and the bundled model)", "tests/integration/test_bundled_model.py"),
     Served("Qwen3-MoE (random weights)", "tests/integration/test_restoring.py"),
+    Served("a model whose heads cannot be proven: whole loads", "tests/integration/test_unproven_heads.py"),
     Served("--page-size 1, 16, 64", "tests/integration/test_restoring.py"),
     Served("--chunked-prefill-size", "tests/integration/test_restoring.py"),
     Served("--enable-mixed-chunk", "tests/integration/test_restoring.py"),
@@ -83,7 +84,10 @@ SERVED = (
 UNTESTED = (
     Untested("any GPU; every attention backend but krul's own, torch_native"),
     Untested("CUDA graphs, of decoding and of prefill", "a prefill graph waits for all layers of a load"),
-    Untested("models other than Llama and Qwen3-MoE", "the proof of recomputed heads at every start"),
+    Untested(
+        "models other than Llama and Qwen3-MoE",
+        "the proof of recomputed heads at every start; without it whole prefixes are loaded",
+    ),
     Untested(
         "MoE: --ep-size, --moe-a2a-backend, --enable-eplb, --moe-dp-size, --dwdp-size", "the same proof"
     ),
@@ -99,8 +103,8 @@ UNTESTED = (
     Untested("--enable-priority-scheduling, and preemption by it"),
     Untested("--enable-prefill-delayer, --num-continuous-decode-steps"),
     Untested("beam search (beam_width)"),
-    Untested("--cpu-offload-gb", 'layers are wrapped: only planner = "full-load" can start'),
-    Untested("--disable-hybrid-swa-memory", 'layers have windows: only planner = "full-load" can start'),
+    Untested("--cpu-offload-gb", "layers are wrapped: whole prefixes are loaded"),
+    Untested("--disable-hybrid-swa-memory", "layers have windows: whole prefixes are loaded"),
     Untested("--enable-paged-experts, --kt-weight-path"),
     Untested("--startup-weight-load-mode overlap", "weights must be there when krul proves heads"),
     Untested("--enable-torch-symm-mem, --enable-symm-mem, --enable-mscclpp, --enable-nccl-nvls"),

@@ -190,6 +190,15 @@ class KrulConfig:
         "*daemon* Seconds after which a read from disk is given up and the KV is recomputed. Raise it for a "
         "slow or busy disk.",
     )
+    ssd_queue: int = _option(
+        256 << 20,
+        _parse_size,
+        'a positive size such as 268435456 or "1GiB"',
+        "*daemon* Bytes of stored turns that wait at once to be written to ssd_dir; they stay in host memory "
+        "until they are written. What does not fit is offered again when there is room, and lost to the disk "
+        "only if it leaves host memory before. Raise it for bursts of turns on a slow disk, up to a part of "
+        "host_memory.",
+    )
     mooncake: str = _option(
         "",
         _parse_mooncake,
@@ -220,12 +229,6 @@ class KrulConfig:
         "*daemon* Local port on which the daemon takes hints of applications about their conversations "
         "(docs/agents.md), from whoever has the token in its runtime directory; 0: none. Requests carry "
         "hints without it.",
-    )
-    max_pending_share: float = _option(
-        0.25,
-        *_SHARE,
-        "Largest share of the device pool that finished turns may hold while they wait to be stored. A turn "
-        "that would exceed it is not stored, and counted as skipped. Raise it if many turns are skipped.",
     )
 
     strategy: str = _choice(
@@ -278,9 +281,9 @@ class KrulConfig:
     fast_copies: str = _choice(
         AUTO,
         FAST_COPIES,
-        'For the strategy "subspace": "auto" keeps a second, native copy of turns in host memory that '
-        "nothing else needs, if loading it is faster than decoding by the costs measured on this machine. "
-        'Such copies are evicted before anything else. "never" leaves that memory free.',
+        "For strategies that compress: turns are stored as they are at first, and encoded when the server is "
+        'idle or memory asks for room. "auto" keeps the exact copy beside the encoded one until something '
+        'else needs its memory, and restores from it as long as it is there. "never" drops it at once.',
     )
     truncation_reuse: bool = _option(
         False,

@@ -45,8 +45,8 @@ class TracedRestore(Struct, frozen=True):
 
     ``index`` counts the restores in one answer of a server, ``rank`` is the data-parallel rank. ``is_mixed``:
     other requests, with nothing to restore, shared the forward. ``was_rescued``: the load failed or stopped,
-    and everything was recomputed. The compute stream has ``heads``, then ``waits`` and ``own`` layers of the
-    request's own forward by turns; ``own`` is empty after a rescue.
+    and the engine computed everything. The compute stream has ``heads``, then ``waits`` and ``own`` layers of
+    the request's own forward by turns; ``own`` is empty after a rescue.
     """
 
     index: int
@@ -97,10 +97,6 @@ class TracedRestore(Struct, frozen=True):
     def head_tokens(self, layer: int) -> int:
         """Tokens that were to be recomputed in ``layer``."""
         return sum(request.head_tokens(layer) for request in self.requests)
-
-    def recomputed_tokens(self, layer: int) -> int:
-        """Tokens that were recomputed in ``layer``: all of them after a rescue."""
-        return self.prefix_tokens if self.was_rescued else self.head_tokens(layer)
 
     def tail_tokens(self, layer: int) -> int:
         """Tokens that were to be loaded in ``layer``."""

@@ -6,7 +6,6 @@ other module asks which kind of device it has.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -21,11 +20,6 @@ import numpy.typing as npt
 import torch
 
 from krul_backend.memory import memory_limit_bytes
-
-BACKGROUND_NICENESS = 10
-"""Added to that of threads that store turns, where they share cores with forwards: of a core that a forward
-wants, too, they get a tenth."""
-MAX_NICENESS = 19
 
 
 class Device:
@@ -103,19 +97,11 @@ class Device:
         self._module.set_device(self.torch_device)
 
     def bind_background_thread(self) -> None:
-        """Bind the calling thread as ``bind_thread`` does, and leave cores to threads that work for requests.
-
-        With an accelerator it takes a quarter of them; on a CPU it has a lower priority. (Not with an
-        accelerator: it holds Python's lock at times, for which the scheduler would wait.)
-        """
+        """Bind the calling thread as ``bind_thread`` does, and leave cores to threads that work for requests:
+        with an accelerator it takes a quarter of them."""
         self.bind_thread()
         if not self.shares_cores:
             torch.set_num_threads(max(1, torch.get_num_threads() // 4))
-        else:
-            # Linux keeps a priority per thread.
-            thread = threading.get_native_id()
-            niceness = os.getpriority(os.PRIO_PROCESS, thread) + BACKGROUND_NICENESS
-            os.setpriority(os.PRIO_PROCESS, thread, min(niceness, MAX_NICENESS))
 
     def as_current(self) -> AbstractContextManager[Any]:
         """The calling thread's current device is this one inside, and the one before it afterwards."""

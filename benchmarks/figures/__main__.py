@@ -13,6 +13,7 @@ from benchmarks.pages import RESULTS, ROOT
 FIGURES = ROOT / "docs" / "figures"
 DRAWN = {
     "estimator": (charts.draw_estimator, "estimator-cpu.json", "estimator.png"),
+    "load": (charts.draw_load, "load-cpu.json", "load.png"),
     "policy": (charts.draw_policy, "policy-cpu.json", "policy.png"),
     "quality": (charts.draw_quality, "quality-agent-cpu.json", "quality.png"),
     "restore": (restore.draw, "restore-cpu.json", "."),

@@ -165,6 +165,30 @@ def draw_serving(result: dict[str, Any], path: Path) -> None:
     save(figure, path, dpi=120)
 
 
+def draw_load(result: dict[str, Any], path: Path) -> None:
+    """Mean time to the first token of returning turns by turn, with the range of the blocks, of 8 users."""
+    users = 8 if any(load["users"] == 8 for load in result["loads"]) else result["loads"][0]["users"]
+    dtypes = [load["dtype"] for load in result["loads"] if load["users"] == users]
+    size = (2 + 5 * len(dtypes), 4.3)
+    figure, axes = plt.subplots(1, len(dtypes), figsize=size, layout="constrained", squeeze=False)
+    for axis, dtype in zip(axes[0], dtypes, strict=True):
+        rows = [row for row in result["rows"] if (row["users"], row["dtype"]) == (users, dtype)]
+        for place, row in enumerate(rows):
+            means = {int(turn): mean for turn, mean in row["ttft_by_turn_s"].items() if int(turn) > 1}
+            spread = [row["spread"]["ttft_by_turn_s"][str(turn)] for turn in means]
+            y = np.array(list(means.values()))
+            ends = np.abs(np.array(spread).T - y)
+            x = np.array(list(means)) + (place - (len(rows) - 1) / 2) * 0.04
+            axis.errorbar(x, y, ends, fmt="o-", markersize=4, capsize=2, label=row["configuration"])
+            axis.set_xticks(list(means), [f"turn {turn}" for turn in means])
+        axis.set(title=f"{users} users side by side, {dtype}", ylabel="mean time to the first token [s]")
+        axis.set_ylim(bottom=0)
+        axis.grid(axis="y", alpha=0.3)
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    save(figure, path, dpi=120)
+
+
 _WINNER_COLORS = {"recompute": "#f4a582", "both": "#b8e186", "load": "#92c5de"}
 _WINNERS = {"recompute": "recompute alone", "both": "both together", "load": "load alone"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from benchmarks import multiturn
+from benchmarks.load import rows as load_rows
 from benchmarks.pages import RESULTS, source, table
 from benchmarks.serving import divergence
 from benchmarks.serving.rows import COLUMNS, ratio_cell, table_cells
@@ -25,6 +26,7 @@ SERVING_TURNS_RESULT = RESULTS / "serving-turns-cpu.json"
 SERVING_SLOW_RESULT = RESULTS / "serving-slow-cpu.json"
 MULTITURN_RESULT = RESULTS / "multiturn-cpu.json"
 SLOW_DISK_RESULT = RESULTS / "multiturn-slow-disk-cpu.json"
+LOAD_RESULT = RESULTS / "load-cpu.json"
 HINTS_RESULT = RESULTS / "multiturn-hints-cpu.json"
 
 
@@ -78,6 +80,39 @@ def serving_slow_table(result: dict[str, Any]) -> str:
 def multiturn_table(path: Path, result: dict[str, Any]) -> str:
     """Returning turns of many conversations, in DRAM and a disk that do not hold them."""
     return _shown(result, table(multiturn.COLUMNS, map(multiturn.table_cells, result["rows"])), path)
+
+
+LOAD_SUMMARY = (
+    *("configuration", "TTFT mean", "p90", "times sooner than recompute", "first turn", "requests/s"),
+    *("found", "possible", "not stored", "held"),
+)
+
+
+def load_tables(
+    result: dict[str, Any], columns: Sequence[str] = load_rows.COLUMNS, most: int | None = None
+) -> str:
+    """Users side by side: a table for each number of them and each dtype, of the first ``most`` of these."""
+    configuration, machine = result["configuration"], result["machine"]
+    tables = []
+    for load in result["loads"][:most]:
+        rows = [row for row in result["rows"] if all(row[name] == load[name] for name in ("users", "dtype"))]
+        heading = (
+            f"**{Path(configuration['model_path']).name} in {load['dtype']}, {load['users']} users side by "
+            f"side, {configuration['rounds']} turns each, {load['total_tokens']} tokens in all, a device "
+            f"pool of {load['device_tokens']}:**"
+        )
+        cells = [dict(zip(load_rows.COLUMNS, load_rows.table_cells(row), strict=True)) for row in rows]
+        tables.append(f"{heading}\n\n{table(columns, ([row[name] for name in columns] for row in cells))}")
+    notes = (
+        f"Users think {configuration.get('think_time_s', 0):g} s in the mean, nothing is waited for, and",
+        "options are krul's defaults. Means over blocks (least-largest); TTFT and found: of returning turns;",
+        "possible: what a cache without bounds finds. device: a pool that holds all, with as many running",
+        "requests as the small pool has room for. compressed: strategy = subspace, and host memory for a",
+        "tenth of all as native KV; native and compressed-all-memory: for all.",
+        f"Machine: {machine['cpu']}, {machine['cores']} cores; SGLang {result['versions']['sglang']};",
+        f"{result['duration_s'] / 60:.0f} minutes. {source(LOAD_RESULT)}",
+    )
+    return "\n\n".join((*tables, " ".join(notes)))
 
 
 def serving_turns_table(result: dict[str, Any]) -> str:
@@ -178,6 +213,8 @@ def serving_tables() -> dict[str, str]:
         "serving-lengths": (SERVING_LENGTHS_RESULT, serving_lengths_table),
         "serving-slow": (SERVING_SLOW_RESULT, serving_slow_table),
         "serving-turns": (SERVING_TURNS_RESULT, serving_turns_table),
+        "load": (LOAD_RESULT, load_tables),
+        "load-summary": (LOAD_RESULT, partial(load_tables, columns=LOAD_SUMMARY, most=1)),
         "multiturn": (MULTITURN_RESULT, partial(multiturn_table, MULTITURN_RESULT)),
         "multiturn-slow-disk": (SLOW_DISK_RESULT, partial(multiturn_table, SLOW_DISK_RESULT)),
         "multiturn-hints": (HINTS_RESULT, partial(multiturn_table, HINTS_RESULT)),

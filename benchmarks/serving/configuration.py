@@ -93,11 +93,8 @@ class Configuration:
             raise ServingBenchmarkError(f"--client: no {self.client!r}; accepted are {', '.join(CLIENTS)}")
         if self.conversations is not None and self.data is not None:
             raise ServingBenchmarkError("give --conversations or --data, not both")
-        if self.client == "bench_serving" and (self.conversations or self.data or self.think_time_s):
-            raise ServingBenchmarkError(
-                "bench_serving generates its own prompts and does not think: leave --conversations, --data "
-                "and --think-time out"
-            )
+        if self.client == "bench_serving" and self.think_time_s:
+            raise ServingBenchmarkError("bench_serving does not think: leave --think-time out")
         if self.client == "divergence" and (
             self.rate is not None or self.think_time_s or not self.settles or len(self.servers) < 2
         ):

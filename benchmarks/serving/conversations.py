@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import orjson
@@ -95,10 +97,23 @@ def _notes(words: random.Random, wanted: int, count_tokens: CountTokens) -> str:
 def recorded_conversations(
     folder: Path, max_turns: int, fits: Callable[[str], bool]
 ) -> Iterator[RecordedConversation]:
-    """Of each session in the folder's JSONL files the longest run of prompts that fit and extend each other.
+    """Of each session in ``folder`` the longest run of prompts that fit and extend each other.
 
-    A line is an object with ``session_id``, ``timestamp``, and ``input``, the whole prompt of a turn. Of a
-    longer run the last ``max_turns`` are taken, which have the longest history.
+    Of a longer run the last ``max_turns`` are taken, which have the longest history.
+
+    Raises:
+        ServingBenchmarkError: as ``recorded_prompts``.
+    """
+    for session, prompts in recorded_prompts(folder):
+        turns = longest_run([text for text in prompts if fits(text)])[-max_turns:]
+        if len(turns) > 1:
+            yield RecordedConversation(session, tuple(map(UserTurn, turns)))
+
+
+def recorded_prompts(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each session in the folder's JSONL files, and its prompts that are not empty, in the order of time.
+
+    A line is an object with ``session_id``, ``timestamp``, and ``input``, the whole prompt of a turn.
 
     Raises:
         ServingBenchmarkError: there is no session, or a line is not such an object.
@@ -117,10 +132,45 @@ def recorded_conversations(
                     f"{path}: line {number} has no session_id, timestamp and input: {error}"
                 ) from None
         for session, of_session in prompts.items():
-            texts = [text for _, text in sorted(of_session) if text and fits(text)]
-            turns = longest_run(texts)[-max_turns:]
-            if len(turns) > 1:
-                yield RecordedConversation(session, tuple(map(UserTurn, turns)))
+            yield session, [text for _, text in sorted(of_session) if text]
+
+
+def cut_conversations(
+    texts: Iterable[tuple[str, str]], configuration: Configuration, count_tokens: CountTokens
+) -> tuple[Conversation, ...]:
+    """Conversations whose messages are pieces of ``texts``, names and what they name, one after the other.
+
+    With the answer to the message before it, a later message adds about ``turn_tokens``. Pieces come from the
+    ends of the texts, since many begin alike; a text is used again, farther from its end, when all were used.
+
+    Raises:
+        ServingBenchmarkError: the texts are too short for so many users.
+    """
+    assert configuration.turn_tokens is not None
+    later = configuration.turn_tokens - configuration.max_tokens
+    wanted = [configuration.longest_history_tokens, *[later] * (configuration.rounds - 1)]
+    found: dict[int, list[Conversation]] = defaultdict(list)
+    for name, rest in texts:
+        place = 0
+        while rest:
+            length = len(rest)
+            for _ in range(2):
+                # What is cut has a mean length of a token that is not that of the whole text.
+                length = math.ceil(sum(wanted) * length / count_tokens(_as_prompt(rest[-length:])))
+            if length > len(rest):
+                break
+            ends = [length * tokens // sum(wanted) for tokens in accumulate(wanted, initial=0)]
+            piece = rest[-length:]
+            turns = (UserTurn(piece[start:end]) for start, end in pairwise(ends))
+            found[place].append(Conversation(f"{name}-{place}", tuple(turns)))
+            rest, place = rest[:-length], place + 1
+    chosen = [each for _, of_place in sorted(found.items()) for each in of_place][: configuration.users]
+    if len(chosen) < configuration.users:
+        raise ServingBenchmarkError(
+            f"the texts are enough for {len(chosen)} conversations of {sum(wanted)} tokens where "
+            f"{configuration.users} users are asked for; give more --data, fewer --users or --turns"
+        )
+    return tuple(chosen)
 
 
 def longest_run(prompts: list[str]) -> list[str]:

@@ -92,16 +92,11 @@ async def play(
         ServingBenchmarkError, PlayError: a request got no answer, or an incomplete one.
     """
     by_name = {server.name: server for server in servers}
-    clients = {
-        server.name: openai.AsyncOpenAI(
-            base_url=f"{server.process.url}/v1", api_key="unused", max_retries=0, timeout=_REQUEST_TIMEOUT_S
-        )
-        for server in servers
-    }
+    clients = {server.name: client_of(server) for server in servers}
     answers = Answers() if answers is None else answers
     try:
         for server in servers:
-            await _warm_up(clients[server.name], configuration)
+            await warm_up(clients[server.name], configuration)
             server.settle()
             server.mark()
         for number, batch in enumerate(batches):
@@ -118,7 +113,14 @@ async def play(
     return answers
 
 
-async def _warm_up(client: openai.AsyncOpenAI, configuration: Configuration) -> None:
+def client_of(server: Server) -> openai.AsyncOpenAI:
+    """A client that asks once and waits long."""
+    return openai.AsyncOpenAI(
+        base_url=f"{server.process.url}/v1", api_key="unused", max_retries=0, timeout=_REQUEST_TIMEOUT_S
+    )
+
+
+async def warm_up(client: openai.AsyncOpenAI, configuration: Configuration) -> None:
     """A request twice, which no conversation shares a prefix with: the first ones of a server are slower."""
     numbers = " ".join(str(number) for number in range(40))
     for _ in range(2):

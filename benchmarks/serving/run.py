@@ -12,7 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.bench_serving import plan_pools_of_groups, rows_of_reports, run_bench_serving
+from benchmarks.serving.bench_serving import (
+    as_chat,
+    plan_pools_of_groups,
+    rows_of_reports,
+    run_bench_serving,
+)
 from benchmarks.serving.configuration import Configuration
 from benchmarks.serving.conversations import choose_conversations
 from benchmarks.serving.divergence import TOP_TOKENS, ask_and_compare, rows_of
@@ -51,10 +56,12 @@ def run(configuration: Configuration, tell: Tell) -> dict[str, Any]:
         return len(encode(messages))
 
     conversations: Sequence[Conversation] = ()
-    if configuration.client == "bench_serving":
+    if configuration.client == "bench_serving" and not (configuration.conversations or configuration.data):
         pools = plan_pools_of_groups(configuration)
     else:
         conversations = choose_conversations(configuration, count_tokens)
+        if configuration.client == "bench_serving":
+            conversations = tuple(map(as_chat, conversations))
         pools = plan_pools(
             conversations,
             count_tokens,
@@ -74,7 +81,7 @@ def run(configuration: Configuration, tell: Tell) -> dict[str, Any]:
             with ExitStack() as stack:
                 servers = _start(group, configuration, pools, folder, stack)
                 if configuration.client == "bench_serving":
-                    measured = _bench_serving(servers, configuration, folder)
+                    measured = _bench_serving(servers, configuration, conversations, folder)
                 elif configuration.client == "divergence":
                     measured = _compare(servers, configuration, conversations, encode, tell)
                 else:
@@ -204,12 +211,18 @@ def _compare(
     }
 
 
-def _bench_serving(servers: Sequence[Server], configuration: Configuration, folder: Path) -> dict[str, Any]:
+def _bench_serving(
+    servers: Sequence[Server],
+    configuration: Configuration,
+    conversations: Sequence[Conversation],
+    folder: Path,
+) -> dict[str, Any]:
     """Rows of SGLang's client, and all that it reported."""
     reports = {}
     for server in servers:
-        reports[server.name] = run_bench_serving(server, configuration, folder)
+        reports[server.name] = run_bench_serving(server, configuration, conversations, folder)
         server.settle()
         logger.info("%s: %s requests", server.name, reports[server.name]["completed"])
     stored = {server.name: server.bytes_stored() for server in servers}
-    return {"rows": rows_of_reports(reports, stored), "turns": reports}
+    rows = rows_of_reports(reports, stored, with_answers=bool(conversations))
+    return {"rows": rows, "turns": reports}

@@ -125,9 +125,7 @@ class Server:
         return {
             "loaded": sum(state["load"]["requests"] for state in states),
             "refused": sum(each["refused"] for each in plans),
-            "turns_not_stored": sum(
-                state["offload"]["skipped_turns"] + state["offload"]["failed_turns"] for state in states
-            ),
+            "turns_not_stored": sum(sum(state["offload"]["dropped_turns"].values()) for state in states),
         }
 
     def tiers_mbs(self) -> dict[str, float] | None:

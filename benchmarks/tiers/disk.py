@@ -50,6 +50,7 @@ def disk_rows(configuration: Configuration, folder: Path) -> list[dict[str, Any]
         )
         directory = folder / f"ssd-{block_bytes}"
         tier = SsdTier(directory, capacity_bytes, read_timeout_s=_TIMEOUT_S)
+        tier.wait_until_open(_TIMEOUT_S)
         bare = _BareFile(folder / f"bare-{block_bytes}", block_bytes, num_blocks)
         try:
             bench = TierOperations(tier, block_bytes, num_blocks, before_read=partial(evict, directory))

@@ -141,7 +141,7 @@ def _row(restore: TracedRestore) -> tuple[str, ...]:
     if restore.is_mixed:
         notes.append("beside requests with nothing to restore")
     if restore.was_rescued:
-        notes.append("the load failed, all was recomputed")
+        notes.append("the load failed, all was computed")
     cells = (
         str(restore.index),
         str(restore.prefix_tokens),
@@ -214,7 +214,7 @@ def _events(restore: TracedRestore, offset_s: float) -> list[dict[str, Any]]:
             _COMPUTE_STREAM,
             f"head {part.layer}",
             part,
-            tokens_recomputed=restore.recomputed_tokens(part.layer),
+            tokens_recomputed=restore.head_tokens(part.layer),
             chunk=f"{seen[part.layer]} of {num_chunks[part.layer]}",
         )
     for part in restore.waits:

@@ -39,7 +39,9 @@ class ExpectedState:
         """Replay a journal. What was begun and not ended may have happened or not.
 
         A clear that was begun leaves nothing certain; one that has ended leaves nothing at all. A flush says
-        something about what was committed on the same connection.
+        something about what was committed on the same connection, as far as all turns before it are durable,
+        too: an engine that goes on when the daemon has lost a turn stores what nobody can ever restore, and
+        the disk does not take that.
         """
         state = cls()
         committed: dict[Turn, str] = {}
@@ -51,7 +53,10 @@ class ExpectedState:
                 assert turn is not None
                 committed[turn] = connection
             elif event == "flushed":
-                state.durable |= {turn for turn, on in committed.items() if on == connection}
+                # A turn is committed after those that it continues.
+                for turn, on in committed.items():
+                    if on == connection and state._is_continuing(turn):
+                        state.durable.add(turn)
             elif event == "clear":
                 state.durable.clear()
                 committed.clear()
@@ -60,6 +65,13 @@ class ExpectedState:
             else:
                 raise AssertionError(f"the journal has an unknown event {event!r}")
         return state
+
+    def _is_continuing(self, turn: Turn) -> bool:
+        """Whether a turn begins its conversation, or continues a durable one."""
+        before = (turn.conversation, turn.first_page)
+        return not turn.first_page or any(
+            (each.conversation, each.end_page) == before for each in self.durable
+        )
 
 
 def _events(path: Path) -> Iterator[tuple[str, Turn | None, str]]:

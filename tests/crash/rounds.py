@@ -19,6 +19,7 @@ from krul_backend.daemon.client.daemon_store import DaemonStore
 from tests.crash.conversations import Turn, model_of, page_keys, tokens_of
 from tests.crash.engine import check_lease
 from tests.crash.journal import ExpectedState
+from tests.support.store_builders import wait_until
 
 NUM_ENGINES = 2
 _SETTLE_TIMEOUT_S = 15.0
@@ -136,6 +137,8 @@ class CrashTest:
         model = model_of(engine)
         store = DaemonStore(self._runtime_dir, model=model, request_timeout_s=10.0)
         try:
+            # A daemon is ready before its disk has been read, if that takes long.
+            wait_until(lambda: not any(tier.is_opening for tier in store.stats().tiers))
             for conversation, turns in _by_conversation(expected.possible).items():
                 found = self._restore(store, engine, conversation, max(turn.end_page for turn in turns))
                 unexpected = found - turns

@@ -66,8 +66,8 @@ def queries_are_recorded_inside_graphs(setting: Setting) -> dict[str, Any]:
             played = list(play_chats(player, conversations))
         stats = settled_stats(server)
         compression = stats["compression"]
-        assert stats["offload"]["failed_turns"] == 0, stats["offload"]
-        assert compression["turns"] + stats["offload"]["skipped_turns"] >= len(played), compression
+        assert stats["offload"]["dropped_turns"] == {}, stats["offload"]
+        assert compression["turns"] >= len(played), compression
         assert sum(compression["pairs"].values()) > 0, compression
         assert_nothing_left_behind(server)
         return {"turns": len(played), "compression": compression, **_flags(server)}

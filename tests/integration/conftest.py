@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from krul_sglang.demo import server
+from tests.support.forked_server import ForkedServer
+from tests.support.scenario import Played, play_all
 from tests.support.tiny_model import build_tiny_model
 
 _PORTS_OF_WORKERS = {
@@ -42,3 +44,11 @@ def ports_of_this_worker() -> Iterator[None]:
         worker = os.environ.get("PYTEST_XDIST_WORKER", "")
         patch.setattr(server, "_PORTS", _PORTS_OF_WORKERS.get(worker, server._PORTS))
         yield
+
+
+@pytest.fixture(scope="session")
+def kept(tiny_models: dict[str, Path]) -> Played:
+    """What a server answers that never evicts anything."""
+    args = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "16384", "--enable-cache-report")
+    with ForkedServer(tiny_models["float32"], args=args) as server:
+        return play_all(server, evict=False)

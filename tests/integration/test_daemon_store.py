@@ -341,8 +341,8 @@ def test_a_client_that_is_killed_loses_its_leases_and_reservations(
     assert store.find_missing(MODEL, page_keys("c", 0, 2)) == []
 
 
-def test_a_daemon_that_hangs_is_waited_for_once(own_daemon: EmbeddedDaemon) -> None:
-    store = DaemonStore(own_daemon.runtime_dir, model=MODEL, request_timeout_s=0.5)
+def test_a_daemon_that_hangs_is_waited_for_until_a_ping_is_unanswered(own_daemon: EmbeddedDaemon) -> None:
+    store = DaemonStore(own_daemon.runtime_dir, model=MODEL, request_timeout_s=0.5, hang_timeout_s=0.5)
     put(store, "c", 0, 2)
     kept = lease_pages(store, "c", 0, 2)
     reservation = store.reserve((100, 60))
@@ -351,6 +351,7 @@ def test_a_daemon_that_hangs_is_waited_for_once(own_daemon: EmbeddedDaemon) -> N
     os.kill(own_daemon.pid, signal.SIGSTOP)
     assert lease_pages(store, "c", 0, 2) is None
     assert store.counters.timeouts == 1
+    wait_until(lambda: not store.is_connected)
     requests_before = store.counters.requests
     assert store.reserve((10, 10)) is None
     assert lease_pages(store, "c", 0, 2) is None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from krul_backend.daemon.client.launcher import EmbeddedDaemon
 from krul_backend.daemon.protocol.messages import (
     FetchRequest,
     FlushRequest,
@@ -101,6 +104,46 @@ def test_an_end_by_a_signal_flushes(tmp_path: Path) -> None:
     with with_disk(tmp_path, "second") as daemon, RawClient(daemon.runtime_dir) as client:
         client.say_hello(MODEL)
         assert num_pages(lease(client, "disk", 2)) == 2
+
+
+SLOW_SCAN = """
+import os, time
+from krul_backend.tiers.ssd.log_file import LogFile
+scan = LogFile.scan
+
+def wait_and_scan(self):
+    while not os.path.exists(os.environ["KRUL_TEST_SCAN_GATE"]):
+        time.sleep(0.02)
+    yield from scan(self)
+
+LogFile.scan = wait_and_scan
+"""
+
+
+def test_a_daemon_is_ready_before_its_disk_has_been_read(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stored / "sitecustomize.py").write_text(SLOW_SCAN)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(stored), os.environ.get("PYTHONPATH", ""))))
+    monkeypatch.setenv("KRUL_TEST_SCAN_GATE", str(stored / "gate"))
+    arguments = ("--host-memory", "64MiB", "--ssd-dir", str(stored / "disk"), *DISK)
+    # Started as an engine starts it, which waits for the daemon to be ready.
+    with closing(EmbeddedDaemon(arguments)) as daemon, RawClient(daemon.runtime_dir) as client:
+        client.say_hello(MODEL)
+        assert client.ask(StatsRequest)[0].tiers[0].is_opening
+        assert not lease(client, "disk", 3)
+        store(client, "meanwhile", 0, 1, number=4, seed=4)
+        (stored / "gate").touch()
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while client.ask(StatsRequest)[0].tiers[0].is_opening:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        assert [part.tier for part in lease(client, "disk", 3, number=5)] == ["ssd", "ssd"]
+        assert client.ask(FlushRequest, timeout_s=TIMEOUT_S)
+        assert client.ask(StatsRequest)[0].tiers[0].num_segments == 3
+        log = daemon.log_path.read_text()
+        assert "serving before the tiers below DRAM have been read" in log
+        assert "the SSD tier has 2 segments in 1 files" in log
 
 
 def test_two_daemons_never_share_a_disk(stored: Path) -> None:

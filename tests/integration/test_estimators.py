@@ -38,14 +38,13 @@ def test_the_heterogeneous_estimator_serves_conversations() -> None:
         with Player(server.url, max_tokens=32) as player:
             played = list(play_chats(player, conversations))
         stats = settled_stats(server)
-        assert stats["offload"]["failed_turns"] == 0
+        assert stats["offload"]["dropped_turns"] == {}
         estimator = stats["compression"]["estimator"]
         assert estimator["name"] == "heterogeneous"
         assert estimator["submitted"] >= len(played)
         assert (estimator["reduced_here"], estimator["rejected"], estimator["restarts"]) == (0, 0, 0)
         compression = stats["compression"]
-        # A turn that found too many others waiting was not stored, and nothing was chosen for it.
-        assert compression["turns"] + stats["offload"]["skipped_turns"] >= len(played)
+        assert compression["turns"] >= len(played)
         # r_l is a half: three pairs among twelve layers, in every turn.
         assert sum(compression["pairs"].values()) == 3 * compression["turns"]
         assert_nothing_left_behind(server)

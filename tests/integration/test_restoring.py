@@ -6,24 +6,22 @@ import json
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from krul_sglang.demo.server import ServerProcess, wait_for_saves
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     POOL_TOKENS,
     STRICT,
-    Answer,
+    Played,
     ask,
     assert_nothing_left_behind,
     assert_same,
-    partial_hit,
     play,
+    play_all,
     push_out,
     random_prompt,
     settled_stats,
@@ -31,8 +29,6 @@ from tests.support.scenario import (
 )
 from tests.support.server_plugin import SKIPPED_HEADS, WITH_PLUGIN
 from tests.support.tiny_model import build_tiny_model
-
-TOGETHER = tuple(f"together {i}" for i in range(3))
 
 
 @dataclass(frozen=True)
@@ -64,45 +60,6 @@ MODES = {
         (("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),),
     ),
 }
-
-
-def return_together(server: ServerProcess, *, evict: bool) -> list[Answer]:
-    """Conversations that come back at the same time, so that one batch restores several."""
-    prompts = [random_prompt(name, 400 + 130 * i) for i, name in enumerate(TOGETHER)]
-    for prompt in prompts:
-        ask(server, prompt, max_new_tokens=1)
-        wait_for_saves(server)
-    if evict:
-        push_out(server, num_tokens=POOL_TOKENS, seed="together")
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        # The first one keeps the scheduler busy, so that the others wait for one batch.
-        return list(pool.map(lambda prompt: ask(server, [*prompt, *prompt[:19]], max_new_tokens=12), prompts))
-
-
-@dataclass(frozen=True)
-class Played:
-    turns: list[Answer]
-    partial: Answer
-    together: list[Answer]
-
-    def all(self) -> list[Answer]:
-        return [*self.turns, self.partial, *self.together]
-
-
-def play_all(server: ServerProcess, *, evict: bool) -> Played:
-    return Played(
-        play(server, "conversation", evict=evict),
-        partial_hit(server, evict=evict),
-        return_together(server, evict=evict),
-    )
-
-
-@pytest.fixture(scope="module")
-def kept(tiny_models: dict[str, Path]) -> Played:
-    """On a server that never evicts anything."""
-    args = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "16384", "--enable-cache-report")
-    with ForkedServer(tiny_models["float32"], args=args) as server:
-        return play_all(server, evict=False)
 
 
 @dataclass(frozen=True)

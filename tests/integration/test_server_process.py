@@ -48,8 +48,15 @@ def process_tree(pid: int) -> list[psutil.Process]:
 def names_left(tree: list[psutil.Process], timeout_s: float) -> list[str]:
     """Command lines of the processes that are still there after ``timeout_s``; zombies do not count."""
     deadline = time.monotonic() + timeout_s
+
+    def is_alive(process: psutil.Process) -> bool:
+        try:
+            return process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
     while True:
-        alive = [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        alive = [process for process in tree if is_alive(process)]
         if not alive or time.monotonic() > deadline:
             return [" ".join(p.cmdline()) for p in alive]
         time.sleep(0.1)

@@ -87,7 +87,7 @@ def test_many_conversations_on_servers_in_groups_that_hold_a_part_of_them(tmp_pa
         *("--configurations", "recompute,native+lru", "--at-once", "1", "--users", "4"),
         *("--rounds", "2", "--history", "300", "--rate", "50", "--max-tokens", "8"),
         *("--device-tokens", "800", "--host-share", "0.5", "--ssd-share", "2"),
-        *("--krul-options", '{"planner": "full-load", "max_pending_share": 1, "ssd_timeout": 10}'),
+        *("--krul-options", '{"planner": "full-load", "ssd_timeout": 10}'),
     ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr

@@ -23,6 +23,7 @@ from krul_sglang.engine.restore.waiting_leases import WaitingLeases
 from tests.crash.conversations import NUM_LAYERS, Turn, model_of, tokens_of
 from tests.crash.engine import check_lease
 from tests.support.daemon_process import running_daemon
+from tests.support.tiered_builders import AskedAtOnce
 
 NUM_ENGINES, NUM_CONVERSATIONS, NUM_TURNS = 2, 32, 6
 WINDOW, SERVICE_S = 6, 0.03
@@ -93,7 +94,7 @@ def serve_queue(store: DaemonStore, turns: list[Turn]) -> Counter[str]:
     stats = store.stats()
     model = ServedModel(model_of_turn(turns[0]))
     max_ahead_bytes = int(stats.capacity_bytes * MAX_AHEAD_SHARE)
-    waiting = WaitingLeases(store, model, max_ahead_bytes=max_ahead_bytes)
+    waiting = WaitingLeases(store, model, AskedAtOnce(), max_ahead_bytes=max_ahead_bytes)
     outcomes: Counter[str] = Counter()
     for number, turn in enumerate(turns):
         with waiting.looking_ahead() as queue:

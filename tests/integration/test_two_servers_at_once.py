@@ -141,8 +141,6 @@ def test_fifty_conversations_of_six_turns_leave_nothing_behind(
         "error_budget": 0.05,
         "cache_dir": str(tmp_path / "cache"),
         "planner": "full-load",
-        # Some turns end at once: none is left out because others wait to be stored.
-        "max_pending_share": 1,
         "host_memory": "auto",
     }
     answers: dict[tuple[str, int], TurnResult] = {}
@@ -174,7 +172,9 @@ def test_fifty_conversations_of_six_turns_leave_nothing_behind(
     assert len(answers) == NUM_CONVERSATIONS * NUM_TURNS
     assert all(result.completion_tokens > 0 for result in answers.values())
     # A busy machine may miss the time limit of a lookup: that is counted, and costs a hit.
-    late = sum(stats["offload"]["skipped_turns"] + stats["daemon"]["timeouts"] for stats in of_servers)
+    dropped = [stats["offload"]["dropped_turns"] for stats in of_servers]
+    late = sum(sum(of_server.values()) for of_server in dropped)
+    late += sum(stats["daemon"]["timeouts"] for stats in of_servers)
     assert late < NUM_CONVERSATIONS * NUM_TURNS // 20
     missed = not_found(answers)
     assert len(missed) <= late, missed
@@ -185,7 +185,7 @@ def test_fifty_conversations_of_six_turns_leave_nothing_behind(
         assert at_last.shared_mappings <= at_first.shared_mappings
         assert at_last.shared_bytes <= at_first.shared_bytes
     for stats in of_servers:
-        assert stats["offload"]["failed_turns"] == 0
+        assert "error" not in stats["offload"]["dropped_turns"]
         assert stats["daemon"]["lost"] == stats["daemon"]["failures"] == 0
         assert stats["load"]["requests"] > NUM_CONVERSATIONS
         if strategy == "subspace":

@@ -39,18 +39,6 @@ ROTARY = rotary_table(HEAD_DIM)
 BASES = make_bases(SHAPE, [2, 2])
 
 
-class OtherRank(RankAgreement):
-    """This rank and one that has what ``answer`` makes of this rank's values."""
-
-    def __init__(self, answer: Any) -> None:
-        super().__init__(None, 2)
-        self._answer = answer
-
-    def gather(self, values: torch.Tensor | None, shape: Sequence[int]) -> list[torch.Tensor] | None:
-        other = self._answer(values)
-        return None if values is None or other is None else [values, other]
-
-
 class RecordedRows:
     """Query rows of a turn, as a capture hands them over."""
 
@@ -131,10 +119,12 @@ class BudgetedServer:
             agreement=self._agreement,
         )
 
-    def decide_by(self, decision: Decision, max_layer_bytes: int = MAX_LAYER_BYTES) -> None:
+    def decide_by(
+        self, decision: Decision, max_layer_bytes: int = MAX_LAYER_BYTES, *, keeps_copies: bool = False
+    ) -> None:
         """Store turns from here on as this decision says, in segments of at most so many bytes per layer."""
         self.offloader.close()
-        self.offloader = self._make_offloader(decision, max_layer_bytes)
+        self.offloader = self._make_offloader(decision, max_layer_bytes, keeps_copies=keeps_copies)
 
     def close(self) -> None:
         self.offloader.close()
@@ -231,15 +221,17 @@ class BudgetedServer:
         batch = Batch(Mode(mode), [], nothing, nothing, hicache_consumer_index=index, out_cache_loc=slots)
         self.provenance.after_forward(batch)
 
-    def _make_offloader(self, decision: Decision, max_layer_bytes: int) -> TurnOffloader:
+    def _make_offloader(
+        self, decision: Decision, max_layer_bytes: int, *, keeps_copies: bool = False
+    ) -> TurnOffloader:
         return TurnOffloader(
             self.store,
             self.model,
             self.pool,
             self.codec,
             decision,
-            max_pending_tokens=NUM_SLOTS,
             max_layer_bytes=max_layer_bytes,
+            keeps_copies=keeps_copies,
         )
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor:

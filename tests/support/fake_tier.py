@@ -16,6 +16,9 @@ from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.common.page_index import PageRun
+from krul_backend.tiers.common.read_queue import ReadQueue
+
+NUM_READ_THREADS = 4
 
 
 @dataclass(eq=False)
@@ -26,7 +29,8 @@ class Record:
 
 
 class FakeTier(LowerTier):
-    """Keeps copies by page key. ``num_holds`` counts runs that were matched and not released.
+    """Keeps copies by page key. ``num_holds`` counts runs that were matched and not released. ``puts`` was
+    taken to be written, in its order; each is written in a thread of its own.
 
     ``reads_go_on`` holds reads up after ``num_free_layers`` layers; ``fail_after`` makes a read fail after so
     many; ``writes_go_on`` holds up the calls of ``done``, which come from a thread. ``refuses`` makes ``put``
@@ -44,9 +48,10 @@ class FakeTier(LowerTier):
         self.put_error: Exception | None = None
         self.writes_go_on = threading.Event()
         self.writes_go_on.set()
+        self.reads = ReadQueue(NUM_READ_THREADS, f"krul-read-{name}")
         self.num_holds = 0
         self.num_reads = 0
-        self.num_puts = 0
+        self.puts: list[SegmentManifest] = []
         self.is_closed = False
         self.records: dict[int, Record] = {}
         self._cost = cost if cost is not None else TierCost(0.0, 1e-9)
@@ -58,6 +63,10 @@ class FakeTier(LowerTier):
         """Another daemon, or an earlier life of this one, wrote a segment."""
         with self._lock:
             self.records[next(self._ids)] = Record(manifest, tuple(content), tuple(checksums))
+
+    @property
+    def num_puts(self) -> int:
+        return len(self.puts)
 
     def _find(self, model: ModelIdentity, key: str) -> tuple[Record, int] | None:
         for record in self.records.values():
@@ -136,7 +145,7 @@ class FakeTier(LowerTier):
         if self.refuses:
             return False
         with self._lock:
-            self.num_puts += 1
+            self.puts.append(manifest)
 
         def write() -> None:
             assert self.writes_go_on.wait(20)
@@ -213,7 +222,7 @@ class FakeTier(LowerTier):
                 queued_bytes=0,
                 written_segments=self.num_puts,
                 written_bytes=num_bytes,
-                skipped_segments=0,
+                skipped_segments={},
                 read_segments=self.num_reads,
                 read_bytes=0,
                 evicted_segments=0,
@@ -223,8 +232,10 @@ class FakeTier(LowerTier):
                 slow_reads=0,
                 failed_writes=0,
                 is_suspended=False,
+                is_opening=False,
             )
 
     def close(self) -> None:
         self.flush(20)
+        self.reads.close()
         self.is_closed = True

@@ -1,4 +1,4 @@
-"""A plugin of SGLang for servers of the tests: a planner and a fault that the product does not have.
+"""A plugin of SGLang for servers of the tests: a planner and faults that the product does not have.
 
 ``plugin_path`` holds the metadata by which SGLang finds it, on servers that are started with ``WITH_PLUGIN``.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ from krul_backend.planner.planners import PLANNERS
 from tests.support.random_heads import RandomPlanner
 
 _SKIP_HEADS = "TESTS_SKIP_HEADS"
+_SPOIL_HEADS_OF_RANK = "TESTS_SPOIL_HEADS_OF_RANK"
+_SLOW_ANSWERS = "TESTS_SLOW_ANSWERS"
+_ASK = "krul_backend.daemon.client.request_channel.RequestChannels.ask"
 _RECOMPUTE = "krul_sglang.engine.restore.restore_forward.RestoreForward._recompute"
+_RUN_HEADS = "krul_sglang.engine.restore.head_recompute.HeadRecompute.run"
 _PATHS = (Path(__file__).parent / "plugin_path", Path(__file__).parents[2])
 
 WITH_PLUGIN = {
@@ -25,14 +30,49 @@ SKIPPED_HEADS = {**WITH_PLUGIN, _SKIP_HEADS: "1"}
 """Environment of a server that, besides, never recomputes heads, and so gives wrong answers."""
 
 
+def spoiled_heads(rank: int) -> dict[str, str]:
+    """Environment of a server on whose rank heads are computed wrongly, so that their proof fails."""
+    return {**WITH_PLUGIN, _SPOIL_HEADS_OF_RANK: str(rank)}
+
+
+def slow_answers(path: Path) -> dict[str, str]:
+    """Environment of a server whose daemon answers later by the seconds in the file ``path``, if there is
+    one."""
+    return {**WITH_PLUGIN, _SLOW_ANSWERS: str(path)}
+
+
 def register() -> None:
     """Called by SGLang in every process of the server, before its arguments are read."""
     PLANNERS[RandomPlanner.name] = RandomPlanner()
-    if os.environ.get(_SKIP_HEADS):
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if os.environ.get(_SKIP_HEADS):
         HookRegistry.register(_RECOMPUTE, skip_heads, HookType.AROUND)
+    if os.environ.get(_SPOIL_HEADS_OF_RANK):
+        HookRegistry.register(_RUN_HEADS, spoil_heads, HookType.AROUND)
+    if os.environ.get(_SLOW_ANSWERS):
+        HookRegistry.register(_ASK, answer_late, HookType.AROUND)
 
 
 def skip_heads(original: Any, *args: Any) -> None:
     """AROUND hook of ``RestoreForward._recompute``: leave the slots of heads as they are."""
+
+
+def spoil_heads(original: Any, recompute: Any, heads: Any, *args: Any) -> None:
+    """AROUND hook of ``HeadRecompute.run``: takes the last layer's keys away from what it has written."""
+    from sglang.srt.runtime_context import get_parallel
+
+    original(recompute, heads, *args)
+    if get_parallel().tp_rank == int(os.environ[_SPOIL_HEADS_OF_RANK]):
+        keys, _ = recompute._pool.buffers(recompute._pool.num_layers - 1)
+        for head in heads:
+            keys.index_fill_(0, head.slots[head.start : head.ends[-1]], 0)
+
+
+def answer_late(original: Any, channels: Any, request: Any, *args: Any) -> Any:
+    """AROUND hook of ``RequestChannels.ask``: see ``slow_answers``."""
+    answer = original(channels, request, *args)
+    path = Path(os.environ[_SLOW_ANSWERS])
+    if path.exists():
+        time.sleep(float(path.read_text()))
+    return answer

@@ -61,8 +61,10 @@ def main(path: str) -> None:
     multiprocessing.set_start_method = lambda *args, **options: None
     signal.signal(signal.SIGCHLD, _reap)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(path)
+        listener.bind(f"{path}.new")
         listener.listen()
+        # Whoever waits for the path connects as soon as it is there.
+        os.rename(f"{path}.new", path)
         while listener in select.select([listener, sys.stdin], [], [])[0]:
             connection, _ = listener.accept()
             with connection:

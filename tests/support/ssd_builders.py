@@ -111,6 +111,13 @@ class FaultyDisk(Disk):
 
 
 def open_tier(directory: Path, disk: Disk | None = None, **options: Any) -> SsdTier:
+    """A tier that has read what lies in the directory."""
+    tier = begin_to_open(directory, disk, **options)
+    assert tier.wait_until_open(20)
+    return tier
+
+
+def begin_to_open(directory: Path, disk: Disk | None = None, **options: Any) -> SsdTier:
     options = {"capacity_bytes": CAPACITY_BYTES, "file_bytes": FILE_BYTES, **options}
     return SsdTier(directory, disk=disk, **options)
 

@@ -16,10 +16,19 @@ def make_tier_stats(name: str = "ssd", first: int = 5_000, **changes: Any) -> Ti
     values: dict[str, Any] = {
         field.name: next(numbers)
         for field in dataclasses.fields(TierStats)
-        if field.name not in ("name", "is_suspended")
+        if field.name not in ("name", "is_suspended", "is_opening", "skipped_segments")
     }
     values["capacity_bytes"] = values["used_bytes"] + values["free_bytes"]
-    return TierStats(**{"name": name, "is_suspended": False, **values, **changes})
+    return TierStats(
+        **{
+            "name": name,
+            "is_suspended": False,
+            "is_opening": False,
+            "skipped_segments": {"orphan": 77},
+            **values,
+            **changes,
+        }
+    )
 
 
 def make_store_stats(**changes: Any) -> StoreStats:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
 import xxhash
 
@@ -10,13 +13,27 @@ from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.eviction import LruPolicy
 from krul_backend.tiers.common.interface import Lease, SegmentSlice
 from krul_backend.tiers.dram.host_store import HostStore
+from krul_sglang.engine.common.asking import AskingThread, DaemonPatience, Question
 from tests.support.fake_tier import FakeTier
 from tests.support.store_builders import commit_to, make_manifest, make_model, page_keys
 
 MODEL = make_model()
+T = TypeVar("T")
 SIZES = (100, 60)
 TAKEN_BYTES = 128 + 64
 FLAGS_BYTES = 64
+
+
+class AskedAtOnce(AskingThread):
+    """Asks in the calling thread: every answer is prompt."""
+
+    def __init__(self) -> None:
+        self.patience = DaemonPatience()
+
+    def ask(self, call: Callable[[], T], *, is_urgent: bool = True) -> Question[T]:
+        question = Question(call, is_urgent=is_urgent)
+        question.run()
+        return question
 
 
 class Rig:

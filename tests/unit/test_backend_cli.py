@@ -142,12 +142,16 @@ def test_stats_has_a_column_for_each_tier(daemon: FakeDaemon) -> None:
     assert ["capacity", "1.0", "GiB", *format_bytes(ssd.capacity_bytes).split()] in lines
     assert ["hit", "pages", "60", "40"] in lines
     assert ["errors", "2", "checksum", "3", "read,", "1", "write"] in lines
+    assert ["skipped", "segments", "-", "77", "orphan"] in lines
+    assert ["waiting", "segments", "-", str(ssd.waiting_segments)] in lines
     assert ["written", "-", *format_bytes(ssd.written_bytes).split()] in lines
     text = "\n".join(" ".join(line) for line in lines)
     assert "hit rate 80.0%: 100 of 125 pages" in text
     assert f"leases {daemon.store.num_leases}, reservations {daemon.store.num_reservations}" in text
     assert "sessions 3, process 4242, up 12.5s, 77 requests (2 failed), bad messages: 4 frames" in text
     assert daemon.endpoints == [("/run/krul", None)]
+    daemon.store = make_store_stats(tiers=(make_tier_stats(is_opening=True),))
+    assert lines_of("stats")[0] == ["tier", "dram", "ssd", "(opening)"]
 
 
 def test_stats_of_a_store_that_nobody_asked(daemon: FakeDaemon) -> None:

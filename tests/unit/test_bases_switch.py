@@ -17,9 +17,9 @@ from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import SUBSPACE
 from krul_sglang.engine.budget.probing import ProbeOutcome
+from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun
 from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
 from krul_sglang.engine.restore.restore_planning import PlanCounters
-from krul_sglang.engine.restore.waiting_leases import HeldLease, KeyRun
 from tests.support.budget_builders import (
     BASES,
     MODEL,
@@ -28,7 +28,6 @@ from tests.support.budget_builders import (
     ROTARY,
     SHAPE,
     BudgetedServer,
-    OtherRank,
 )
 from tests.support.planning_builders import HeadsPlanner, planning_of
 from tests.support.subspace_builders import make_bases, make_layers
@@ -81,34 +80,18 @@ def test_turns_are_native_until_the_bases_are_there_and_then_stored_in_them(serv
     assert off.max() < 0.1 * max(kv.v.abs().max() for kv in server.read_pool())
 
 
-def test_ranks_switch_at_the_turn_at_which_all_of_them_have_their_bases() -> None:
-    other_has = False
-
-    def answer(values: torch.Tensor | None) -> torch.Tensor | None:
-        return torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64) if other_has else None
-
-    server = BudgetedServer(LIMIT, agreement=OtherRank(answer))
-    server.compute(FIRST_PAGES)
-    server.store_turn()
-    assert SUBSPACE not in codecs_of(server)
-    other_has = True
-    server.compute(MORE_PAGES)
-    server.store_turn()
-    assert [codec == SUBSPACE for codec in codecs_of(server)] == [False, True]
-    server.close()
-
-
 def test_the_first_probe_waits_for_the_bases(server: BudgetedServer) -> None:
     server.compute(FIRST_PAGES)
     for _ in range(2):
+        # There is nothing to compare, and the next turn is wanted.
         assert server.budget.wants_probe()
         server.budget.probe(server.path)
-    assert server.prober.asked == []
     server.learn()
     server.store_turn()
+    server.prober.outcome = ProbeOutcome(1e-3, 1e-3)
     assert server.budget.wants_probe()
     server.budget.probe(server.path)
-    assert len(server.prober.asked) == 1
+    assert server.budget.num_probes == 1
 
 
 def test_weights_that_change_before_the_bases_are_there_leave_the_server_native(
@@ -159,33 +142,11 @@ def test_segments_in_old_and_new_bases_come_back_together() -> None:
     assert said["bases"] == newer.bases.digest[:16]
     assert said["bases_held"] == 2
     old, new = BASES.digest, newer.bases.digest
-    assert bases_of(server) == [old, old, new]
+    assert bases_of(server) == [old, new, new]
     off = differences(server)
     # The first token is stored as it is.
     assert (off[1:] > 0).all()
     assert off.max() < 0.1 * max(kv.v.abs().max() for kv in server.read_pool())
-    server.close()
-
-
-def test_ranks_take_newer_bases_after_the_turn_at_which_all_of_them_have_them() -> None:
-    other_had = 1.0
-
-    def answer(values: torch.Tensor | None) -> torch.Tensor:
-        return torch.tensor([0.0, 0.0, other_had], dtype=torch.float64)
-
-    server, newer = BudgetedServer(LIMIT, agreement=OtherRank(answer)), variant(1.5)
-    bring(server, newer)
-    server.compute(FIRST_PAGES)
-    server.store_turn()
-    server.compute(MORE_PAGES)
-    bring(server, newest := variant(2.0))
-    server.store_turn()
-    assert bases_of(server) == [newer.bases.digest] * 2
-    other_had = 3.0
-    for _ in range(2):
-        server.compute(MORE_PAGES)
-        server.store_turn()
-    assert bases_of(server) == [newer.bases.digest] * 3 + [newest.bases.digest]
     server.close()
 
 
@@ -195,11 +156,10 @@ def test_with_newer_bases_the_text_is_measured_again_and_nothing_is_taken_for_ch
     server.store_turn()
     server.prober.outcome = ProbeOutcome(1e-6, 1.0)
     server.budget.probe(server.path)
-    assert server.budget.as_dict()["damage_factor"] == 1 / 8
+    assert server.budget.as_dict()["damage_factor"] == 1
     bring(server, variant(1.5))
     server.compute(MORE_PAGES)
     said = server.store_turn()
-    assert said["text"]["mean_offset"] is None
     assert said["damage_factor"] == 1.5
     server.close()
 
@@ -273,7 +233,7 @@ def try_to_load(server: BudgetedServer) -> PlanCounters:
     """The conversation returns, and cannot be loaded."""
     unused = cast(Any, None)
     planning = planning_of(HeadsPlanner(lambda problem: (0,) * NUM_LAYERS), codec=server.codec)
-    restore = RestorePath(None, planning, unused, unused, PAGE_SIZE, server.store.report_damage)
+    restore = RestorePath(unused, None, planning, unused, unused, PAGE_SIZE, server.store.report_damage)
     lease = server.store.lease(MODEL, server.keys, server.path.token_ids)
     assert lease is not None
     held = HeldLease(KeyRun.of(server.keys), server.keys, lambda: server.path.token_ids, lease, 0.0)

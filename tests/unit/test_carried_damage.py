@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,18 +13,18 @@ import torch
 from krul_backend.codec.subspace.codec import EncodedSegment
 from krul_backend.strategy.selectors import make_selector
 from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
-from krul_backend.tiers.common.interface import Reservation
-from krul_sglang.engine.budget.provenance import DamagedSpan, spent_damage
+from krul_sglang.engine.budget.provenance import DamagedSpan, carried_damage, spent_damage
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.save.strategy_choice import SelectorDecision
 from krul_sglang.engine.save.turn import Turn
 from tests.support.budget_builders import (
     BASES,
+    MODEL,
     NUM_LAYERS,
     PAGE_BYTES,
     PAGE_SIZE,
     BudgetedServer,
-    OtherRank,
+    RecordedRows,
 )
 from tests.support.subspace_builders import make_layers
 
@@ -94,7 +95,8 @@ def test_runs_that_are_stored_together_share_the_limit(server: BudgetedServer) -
     said = server.store_turn()
     costs = server.damage_now()
     assert costs == pytest.approx([USED * LIMIT / 4] * 4, rel=STEPS)
-    assert said["last_damage"] == pytest.approx(sum(costs))
+    # Said of the run that was encoded last.
+    assert said["last_damage"] == pytest.approx(costs[-1])
 
 
 def test_lossy_kv_whose_segment_left_the_store_is_stored_with_what_it_has_lost(
@@ -113,7 +115,7 @@ def test_lossy_kv_whose_segment_left_the_store_is_stored_with_what_it_has_lost(
 
 
 def test_a_fast_copy_comes_back_exact_and_the_budget_counts_what_is_in_bases(server: BudgetedServer) -> None:
-    server.offloader.keeps_fast_copies = True
+    server.decide_by(server.budget, keeps_copies=True)
     server.compute(FIRST_PAGES)
     first = server.store_turn()
     assert first["last_damage"] == pytest.approx(USED * LIMIT, rel=STEPS)
@@ -132,27 +134,10 @@ def test_a_fast_copy_comes_back_exact_and_the_budget_counts_what_is_in_bases(ser
 def test_a_fast_copy_of_lossy_kv_says_what_it_has_lost(server: BudgetedServer) -> None:
     return_without_segments(server)
     lost = server.provenance.read(server.slots)
-    server.offloader.keeps_fast_copies = True
+    server.decide_by(server.budget, keeps_copies=True)
     server.store_turn()
     server.leave_and_return()
     assert server.provenance.read(server.slots) == lost
-
-
-def test_a_fast_copy_that_cannot_be_stored_fails_no_turn(
-    server: BudgetedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reserve = server.store.reserve
-
-    def reserve_or_fail(*args: Any, is_fast_copy: bool = False) -> Reservation | None:
-        if is_fast_copy:
-            raise OSError("no such memory")
-        return reserve(*args)
-
-    monkeypatch.setattr(server.store, "reserve", reserve_or_fail)
-    server.offloader.keeps_fast_copies = True
-    server.compute(FIRST_PAGES)
-    assert server.store_turn()["last_damage"] > 0
-    assert not is_native(server)
 
 
 def test_each_run_of_lossy_kv_carries_its_share_of_what_was_lost(server: BudgetedServer) -> None:
@@ -160,9 +145,8 @@ def test_each_run_of_lossy_kv_carries_its_share_of_what_was_lost(server: Budgete
     lost = return_without_segments(server) * FIRST_PAGES / 40
     server.decide_by(server.budget, max_layer_bytes=MORE_PAGES * PAGE_BYTES)
     server.compute(MORE_PAGES)
-    said = server.store_turn()
+    server.store_turn()
     costs = server.damage_now()
-    assert said["last_spent"] == pytest.approx(lost)
     added = USED * (LIMIT - lost) / 5
     assert costs == pytest.approx([lost / 4 + added] * 4 + [added], rel=STEPS)
 
@@ -331,26 +315,12 @@ def test_what_cannot_be_encoded_is_native(server: BudgetedServer, caplog: pytest
     assert "256 tokens are stored natively" in caplog.text
 
 
-def test_runs_get_equal_rounding_beside_what_each_loses_anyway(server: BudgetedServer) -> None:
+def test_what_a_run_loses_anyway_is_part_of_its_share(server: BudgetedServer) -> None:
     server.decide_by(server.budget, max_layer_bytes=MORE_PAGES * PAGE_BYTES)
     server.compute(MORE_PAGES, outside=UNFAMILIAR)
     server.compute(3 * MORE_PAGES)
-    said = server.store_turn()
-    costs, outside = server.damage_now(), said["last_outside"]
-    assert outside > 0.02 * LIMIT
-    rounding = (USED * LIMIT - outside) / 4
-    assert costs == pytest.approx([rounding + outside] + [rounding] * 3, rel=STEPS)
-
-
-def test_a_turn_that_another_ranks_bases_cannot_represent_is_native() -> None:
-    agreement = OtherRank(lambda values: torch.tensor([0.0, LIMIT, 1.0], dtype=torch.float64))
-    server = BudgetedServer(2 * LIMIT, agreement=agreement)
-    server.compute(FIRST_PAGES)
-    said = server.store_turn()
-    assert is_native(server)
-    assert said["unfamiliar_turns"] == 1
-    assert said["last_outside"] < 1e-6
-    server.close()
+    server.store_turn()
+    assert server.damage_now() == pytest.approx([USED * LIMIT / 4] * 4, rel=STEPS)
 
 
 def test_native_segments_come_back_exact(server: BudgetedServer) -> None:
@@ -392,7 +362,7 @@ def test_a_history_that_cannot_be_read_leaves_nothing_to_spend(
         said = server.store_turn()
     assert (said["last_spent"], said["last_damage"]) == (None, 0.0)
     assert is_native(server)
-    assert server.noted_damage() == [math.inf]
+    assert server.noted_damage() == [0.0]
 
 
 def test_a_slot_that_is_computed_again_is_exact_again(server: BudgetedServer) -> None:
@@ -429,44 +399,75 @@ def test_recomputed_heads_are_exact(
     assert [span.start for span in spans] == ([] if lossy_from is None else [lossy_from * PAGE_SIZE])
 
 
-def test_ranks_share_the_limit_and_count_the_most_that_any_has_spent() -> None:
-    """Another rank has evicted more, and its KV came back with more damage."""
-    asked: list[list[float]] = []
-
-    def answer(values: torch.Tensor | None) -> torch.Tensor:
-        assert values is not None
-        asked.append(values.tolist())
-        return torch.tensor([0.01, 0.0, 1.0], dtype=torch.float64)
-
-    server = BudgetedServer(LIMIT, agreement=OtherRank(answer))
+def test_ranks_share_the_limit() -> None:
+    server = BudgetedServer(LIMIT, agreement=RankAgreement(None, 2))
     server.compute(FIRST_PAGES)
     said = server.store_turn()
     server.close()
-    assert asked == [[0.0, pytest.approx(0, abs=1e-9), 1.0]]
-    assert said["last_spent"] == 0
-    assert said["last_damage"] == pytest.approx(USED * (LIMIT / 2 - 0.01), rel=STEPS)
+    assert said["last_damage"] == pytest.approx(USED * LIMIT / 2, rel=STEPS)
 
 
-def test_a_turn_that_another_rank_cannot_measure_is_stored_natively() -> None:
-    server = BudgetedServer(LIMIT, agreement=OtherRank(lambda values: None))
+def test_a_turn_is_encoded_within_what_is_left_by_then(server: BudgetedServer) -> None:
+    """Two turns that were stored before the first one was encoded do not both spend the whole budget."""
     server.compute(FIRST_PAGES)
-    said = server.store_turn()
-    assert said["last_damage"] == 0
-    assert is_native(server)
-    server.close()
+    first = server.path
+    with holding_the_encoder(server):
+        for path in (first, None):
+            if path is None:
+                server.compute(MORE_PAGES)
+                path = server.path
+            rows: Any = RecordedRows(len(path.slots))
+            server.offloader.submit(Turn(path.page_keys, path.token_ids, path.slots, [], rows))
+            assert server.offloader.pop_completed()
+        assert len(server.offloader.encoder) == 2
+        # What waits is found, as it was.
+        lease = server.store.lease(MODEL, first.page_keys, first.token_ids)
+        assert lease is not None
+        assert lease.num_pages == FIRST_PAGES
+        server.store.release(lease)
+    server.offloader.wait()
+    costs = server.damage_now()
+    assert len(costs) == 2
+    assert sum(costs) <= LIMIT
+    assert costs[0] == pytest.approx(USED * LIMIT * FIRST_PAGES / 40, rel=STEPS)
 
 
-@pytest.mark.parametrize("is_stored", [True, False])
-def test_a_rank_that_cannot_measure_still_meets_the_others(is_stored: bool) -> None:
-    met: list[torch.Tensor | None] = []
-    server = BudgetedServer(LIMIT, agreement=OtherRank(met.append))
+def test_what_is_discarded_leaves_nothing_pinned_and_no_room_taken(server: BudgetedServer) -> None:
     server.compute(FIRST_PAGES)
     path = server.path
-    turn = Turn(path.page_keys, path.token_ids, path.slots, [], None)
-    encoding = server.budget.decide(turn if is_stored else None, [range(FIRST_PAGES)])
-    server.close()
-    assert met == [None]
-    assert encoding.stored_as == Strategy.from_pairs(NUM_LAYERS)
+    with holding_the_encoder(server):
+        rows: Any = RecordedRows(len(path.slots))
+        server.offloader.submit(Turn(path.page_keys, path.token_ids, path.slots, [], rows))
+        assert server.offloader.pop_completed()
+        assert (server.store.stats().num_leases, server.offloader.encoder.waiting_bytes) != (0, 0)
+        server.offloader.discard_all()
+    assert (server.store.stats().num_leases, server.offloader.encoder.waiting_bytes) == (0, 0)
+    assert server.headers == []
+
+
+def test_kv_of_which_nobody_knows_what_it_has_lost_is_native_and_leaves_nothing_to_spend(
+    server: BudgetedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    server.compute(FIRST_PAGES)
+    with monkeypatch.context() as patch:
+        patch.setattr(server.provenance, "read", fail)
+        server.store_turn()
+    assert is_native(server)
+    assert server.noted_damage() == [math.inf]
+    server.compute(MORE_PAGES)
+    said = server.store_turn()
+    assert (said["last_spent"], said["last_damage"]) == (None, 0.0)
+    assert is_native(server)
+
+
+@contextmanager
+def holding_the_encoder(server: BudgetedServer) -> Iterator[None]:
+    """The server computes meanwhile, and memory has room, so that nothing is encoded."""
+    with server.offloader._gate.computing():
+        yield
 
 
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["on the device", "loaded"])
@@ -506,3 +507,15 @@ def test_tokens_that_are_stored_where_nobody_looks_count_as_unknown() -> None:
     # Stored again as one segment, whose damage holds that of the earlier ones.
     assert spent_damage([DamagedSpan(0, 32, 0, 28.0)], lossy, [], 32) == 0.875
     assert spent_damage([], lossy, [range(32)], 32) == 0.75
+
+
+@pytest.mark.parametrize("first_lossy", [0, 8], ids=["all of it", "without a recomputed head"])
+def test_a_segment_of_which_a_part_is_stored_again_counts_once(first_lossy: int) -> None:
+    """Its first half has lost 3 more since; then the store was full. Its second half is stored next."""
+    lossy = [DamagedSpan(first_lossy, 32, 0, 24.0)]
+    carried = [carried_damage(lossy, tokens) * tokens.stop for tokens in (range(16), range(16, 32))]
+    assert sum(carried) == pytest.approx(24.0)
+    first_half = DamagedSpan(0, 16, 0, carried[0] + 3.0)
+    assert spent_damage([first_half], lossy, [range(16, 32)], 32) == pytest.approx((24.0 + 3.0) / 32)
+    second_half = DamagedSpan(16, 32, 16, carried[1] + 2.0)
+    assert spent_damage([first_half, second_half], lossy, [], 32) == pytest.approx((24.0 + 5.0) / 32)

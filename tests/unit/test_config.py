@@ -19,12 +19,12 @@ def test_defaults() -> None:
 
 
 def share_of(host_memory: int) -> KrulConfig:
-    return KrulConfig(host_memory=host_memory, max_pending_share=0.5)
+    return KrulConfig(host_memory=host_memory, tenant_quota=0.5)
 
 
 def test_later_sources_win(tmp_path: Path) -> None:
     file = tmp_path / "krul.toml"
-    file.write_text('host_memory = "1GiB"\nmax_pending_share = 0.5\n')
+    file.write_text('host_memory = "1GiB"\ntenant_quota = 0.5\n')
     env = {"KRUL_CONFIG": str(file), "KRUL_HOST_MEMORY": "2GiB", "PATH": "/bin"}
     assert KrulConfig.load(None, env={"KRUL_CONFIG": str(file)}) == share_of(GIB)
     assert KrulConfig.load(None, env=env) == share_of(2 * GIB)
@@ -34,16 +34,16 @@ def test_later_sources_win(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "wanted"),
     [
-        ({"host_memmory": "1GiB"}, ("'host_memmory'", "did you mean 'host_memory'?", "max_pending_share")),
+        ({"host_memmory": "1GiB"}, ("'host_memmory'", "did you mean 'host_memory'?", "tenant_quota")),
         ({"host_memory": -1}, ("host_memory = -1", "positive size")),
         ({"host_memory": "-4GiB"}, ("host_memory = '-4GiB'", "positive size")),
         ({"host_memory": 0}, ("host_memory = 0",)),
         ({"host_memory": True}, ("host_memory = True",)),
         ({"host_memory": "many"}, ("host_memory = 'many'",)),
-        ({"max_pending_share": 0}, ("max_pending_share = 0", "(0, 1]")),
-        ({"max_pending_share": 1.5}, ("max_pending_share = 1.5",)),
-        ({"max_pending_share": "half"}, ("max_pending_share = 'half'",)),
-        ({"max_pending_share": [1]}, ("max_pending_share = [1]",)),
+        ({"tenant_quota": 0}, ("tenant_quota = 0", "(0, 1]")),
+        ({"tenant_quota": 1.5}, ("tenant_quota = 1.5",)),
+        ({"tenant_quota": "half"}, ("tenant_quota = 'half'",)),
+        ({"tenant_quota": [1]}, ("tenant_quota = [1]",)),
         ({"strategy": "best"}, ("strategy = 'best'", "minicache")),
         ({"strategy": ["krul"]}, ("strategy = ['krul']",)),
         ({"precision": "int3"}, ("precision = 'int3'", "native, int8, int4, int2")),
@@ -62,11 +62,11 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"ssd_capacity": "half"}, ("ssd_capacity = 'half'", '"auto"')),
         ({"ssd_capacity": -1}, ("ssd_capacity = -1",)),
         ({"ssd_timeout": 0}, ("ssd_timeout = 0", "positive")),
+        ({"ssd_queue": 0}, ("ssd_queue = 0", "a positive size")),
         ({"mooncake": "10.0.0.1:50051"}, ("mooncake = '10.0.0.1:50051'", "master_address=")),
         ({"mooncake": {"master": "a,b"}}, ("mooncake = {'master': 'a,b'}",)),
         ({"eviction": "fifo"}, ("eviction = 'fifo'", "value, lru")),
         ({"eviction": ["lru"]}, ("eviction = ['lru']",)),
-        ({"tenant_quota": 0}, ("tenant_quota = 0", "(0, 1]")),
         ({"max_head_tokens": "some"}, ("max_head_tokens = 'some'", '"auto"')),
         ({"max_head_tokens": -1}, ("max_head_tokens = -1",)),
         ({"metrics_port": 65536}, ("metrics_port = 65536", "port")),
@@ -124,7 +124,7 @@ def test_memory_of_query_rows(given: str, device_gib: int, expected: int) -> Non
 def test_as_dict_round_trips() -> None:
     for config in (
         KrulConfig(),
-        KrulConfig(host_memory=123, max_pending_share=1.0, max_head_tokens=0),
+        KrulConfig(host_memory=123, tenant_quota=1.0, max_head_tokens=0),
         KrulConfig(
             ssd_dir="/mnt/kv",
             ssd_capacity=456,
@@ -179,7 +179,7 @@ def test_options_of_the_daemon() -> None:
 def test_a_daemon_that_is_joined_keeps_its_own_options() -> None:
     KrulConfig(endpoint="/run/krul", load_timeout=1.0, cache_dir="/x").check_endpoint()
     KrulConfig(host_memory=GIB, ssd_dir="/mnt/kv", metrics_port=9400).check_endpoint()
-    refused = KrulConfig(endpoint="/run/krul", host_memory=GIB, eviction="lru", max_pending_share=0.5)
+    refused = KrulConfig(endpoint="/run/krul", host_memory=GIB, eviction="lru", load_timeout=0.5)
     with pytest.raises(ConfigError) as error:
         refused.check_endpoint()
     assert "endpoint = '/run/krul'" in str(error.value)
@@ -193,6 +193,7 @@ def test_a_daemon_that_is_joined_keeps_its_own_options() -> None:
         ("ssd_dir", "/mnt/kv"),
         ("ssd_capacity", GIB),
         ("ssd_timeout", 2.0),
+        ("ssd_queue", GIB),
         ("mooncake", "a=b"),
         ("eviction", "lru"),
         ("tenant_quota", 0.5),

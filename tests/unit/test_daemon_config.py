@@ -29,6 +29,7 @@ def test_memory_and_a_directory_are_enough() -> None:
         ("ssd_timeout_s", {"ssd_timeout_s": 0.0}, "positive, finite"),
         ("ssd_timeout_s", {"ssd_timeout_s": float("nan")}, "positive, finite"),
         ("ssd_timeout_s", {"ssd_timeout_s": float("inf")}, "positive, finite"),
+        ("ssd_queue_bytes", {"ssd_queue_bytes": 0}, "a positive size"),
         ("eviction", {"eviction": "random"}, "value, lru"),
         ("tenant_quota", {"tenant_quota": 0.0}, "(0, 1]"),
         ("tenant_quota", {"tenant_quota": 1.5}, "(0, 1]"),

@@ -50,7 +50,7 @@ def test_every_number_of_the_snapshot_is_told_once(metrics: DaemonMetrics) -> No
         if field not in told_otherwise:
             assert numbers.count(number) == 1, field
     for field, number in vars(tier).items():
-        if field not in ("name", "is_suspended"):
+        if field not in ("name", "is_suspended", "is_opening", "skipped_segments"):
             assert numbers.count(number) == 1, field
     daemon = make_daemon_stats()
     assert {daemon.uptime_s, daemon.num_sessions, daemon.requests} <= set(numbers)
@@ -72,6 +72,8 @@ def test_labels_say_which_tier_and_which_cause(metrics: DaemonMetrics) -> None:
     assert value(samples, "krul_queued_bytes", tier="ssd") == tier.queued_bytes
     assert value(samples, "krul_tier_errors_total", tier="ssd", kind="slow_read") == tier.slow_reads
     assert value(samples, "krul_tier_suspended", tier="ssd") == 0
+    assert value(samples, "krul_tier_opening", tier="ssd") == 0
+    assert value(samples, "krul_skipped_segments_total", tier="ssd", cause="orphan") == 77
     assert value(samples, "krul_bad_messages_total", cause="frames") == 4
     assert ("krul_queued_bytes", (("tier", "dram"),)) not in samples
 

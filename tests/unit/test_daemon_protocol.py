@@ -26,6 +26,7 @@ from krul_backend.daemon.protocol.messages import (
     AdviseRequest,
     ClearRequest,
     CommitRequest,
+    DropFastCopiesRequest,
     ErrorReply,
     FetchRequest,
     HelloRequest,
@@ -70,8 +71,18 @@ COMMIT = CommitRequest(
 )
 RESERVE = ReserveRequest(token="s", id=4, reservation_id=9, layer_num_bytes=(1, 2), tenant="t")
 CLEAR = ClearRequest(token="s", id=5, fingerprint=None)
+DROP_COPIES = DropFastCopiesRequest(token="s", id=8, fingerprint="f", page_keys=("a", "b"))
 ADVISE = AdviseRequest(token="s", id=7, hint=Hint(ttl_s=1.0), session=SessionName("t", "agent"))
-EXAMPLES: tuple[Request, ...] = (HELLO, LEASE, COMMIT, RESERVE, CLEAR, ADVISE, PingRequest(token="", id=6))
+EXAMPLES: tuple[Request, ...] = (
+    HELLO,
+    LEASE,
+    COMMIT,
+    RESERVE,
+    CLEAR,
+    ADVISE,
+    DROP_COPIES,
+    PingRequest(token="", id=6),
+)
 
 
 def decodes_or_refuses(frame: bytes) -> Request | None:
@@ -123,6 +134,10 @@ def test_an_operation_of_another_version_still_has_an_id() -> None:
         changed(LEASE, page_keys=[""]),
         changed(LEASE, page_keys="abc"),
         changed(LEASE, surprise=1),
+        changed(LEASE, fast_copies="some"),
+        changed(LEASE, fast_copies=True),
+        changed(DROP_COPIES, page_keys=["k" * 129]),
+        changed(DROP_COPIES, page_keys=None),
         changed(LEASE, token="t" * 129),
         changed(RESERVE, layer_num_bytes=[1] * (MAX_LAYERS + 1)),
         changed(RESERVE, layer_num_bytes=[-1]),

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from test_fast_copies import (  # noqa: F401
+    test_a_lease_of_nothing_but_them_ends_where_there_is_none,
+    test_a_lease_that_serves_no_request_is_no_lookup,
+    test_they_can_be_dropped_and_stay_with_who_has_a_lease,
+)
 from test_host_store import (  # noqa: F401
     test_a_cleared_segment_keeps_its_bytes_until_the_last_release,
     test_a_commit_needs_a_checksum_for_each_layer,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from krul_backend.device import BACKGROUND_NICENESS, MAX_NICENESS, Device, StreamClock
+from krul_backend.device import Device, StreamClock
 from krul_sglang.engine.cache.store_connection import lock_arena
 from krul_sglang.engine.common.kv_pool import DevicePool
 from tests.support.engine_builders import PATIENCE_S, in_threads
@@ -67,17 +67,6 @@ def test_a_name_without_an_index_is_that_of_the_first_device(
 ) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: None)
     assert Device.named(name).torch_device.index == index
-
-
-def test_a_background_thread_of_a_cpu_gives_way_to_others() -> None:
-    def bind() -> tuple[int, int]:
-        Device(CPU).bind_background_thread()
-        return torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    with in_threads() as start:
-        assert start(bind).result(PATIENCE_S) == (1, min(before + BACKGROUND_NICENESS, MAX_NICENESS))
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_a_background_thread_of_an_accelerator_takes_a_quarter_of_the_cores(strict: Device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from krul_backend.attention.rows import ReadKeys
+from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
@@ -21,12 +24,14 @@ from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import DRAM_TIER, Block, Reservation
+from krul_sglang.engine.capture.turn_capture import CapturedTurn
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore import tail_groups
 from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
+from krul_sglang.engine.save import segment_writer
 from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, TurnOffloader
 from krul_sglang.engine.save.turn import Turn
 from krul_sglang.engine.save.turn_encoding import LayerEncoding
@@ -50,13 +55,17 @@ class FixedDecision:
         return LayerEncoding(self.codec, self.strategy, (None,) * len(missing))
 
 
-class FakeCapturedTurn:
-    """What was captured of a turn; it only counts its releases."""
+class FakeCapturedTurn(CapturedTurn):
+    """What was captured of a turn; it only counts how often its place was given back."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.releases = 0
 
-    def release(self) -> None:
+    def statistics(self, read_keys: ReadKeys, num_tokens: int) -> AttentionStatistics | None:
+        raise AssertionError("nobody needs statistics")
+
+    def _give_place_back(self) -> None:
         self.releases += 1
 
 
@@ -67,9 +76,11 @@ class Bench:
         self,
         *,
         capacity_bytes: int = 1 << 20,
-        max_pending_tokens: int = 16,
         device: Device | None = None,
         max_layer_bytes: int = MAX_LAYER_BYTES,
+        gate: TransferGate | None = None,
+        max_waiting_bytes: int = sys.maxsize,
+        keeps_copies: bool = False,
     ) -> None:
         self.sglang_pool = make_pool()
         self.pool = DevicePool(self.sglang_pool)
@@ -85,8 +96,10 @@ class Bench:
             self.pool,
             self.codec,
             self.decision,
-            max_pending_tokens=max_pending_tokens,
             max_layer_bytes=max_layer_bytes,
+            gate=gate,
+            max_waiting_bytes=max_waiting_bytes,
+            keeps_copies=keeps_copies,
         )
         self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), timeout_s=PATIENCE_S)
 
@@ -106,9 +119,17 @@ class Bench:
         )
 
     def store_turn(self, turn: Turn) -> bool:
+        """Store a turn, and encode it; False if it was dropped."""
+        before = self.num_dropped
         self.offloader.submit(turn)
         self.offloader.wait()
-        return self.offloader.pop_completed()
+        is_stored = self.offloader.pop_completed()
+        assert is_stored == (self.num_dropped == before)
+        return is_stored
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self.offloader.counters.dropped_turns.values())
 
     def load(self, turn: Turn, slots: torch.Tensor, first_page: int = 0) -> Load:
         """A load of what the store has of a turn from a page on, as much of it as there are slots."""
@@ -214,11 +235,23 @@ def test_every_turn_is_put_to_the_decision_and_gives_its_capture_back(bench: Ben
         for turn in turns:
             bench.offloader.submit(turn)
     bench.offloader.wait()
-    completed = [bench.offloader.pop_completed() for _ in turns]
-    assert completed == [True, False, False, False]
-    # Without room a rank takes part in the choice with nothing.
-    assert bench.decision.asked == [turns[0], None, None, turns[3]]
+    assert [bench.offloader.pop_completed() for _ in turns] == [True, True, True, False]
+    assert bench.offloader.counters.dropped_turns == {"error": 1}
+    assert bench.decision.asked == turns
     assert [of_turn.releases for of_turn in captured] == [1, 1, 1, 1]
+
+
+def test_a_turn_for_which_nothing_can_be_decided_gives_its_capture_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(bench.decision, "decide", fail)
+    captured = FakeCapturedTurn()
+    assert not bench.store_turn(dataclasses.replace(bench.turn("a", 2), attention=captured))
+    assert captured.releases == 1
+    assert bench.offloader.counters.dropped_turns == {"error": 1}
 
 
 def test_a_rank_whose_store_cannot_answer_still_takes_part_in_the_choice(
@@ -233,7 +266,7 @@ def test_a_rank_whose_store_cannot_answer_still_takes_part_in_the_choice(
     bench.offloader.wait()
     assert not bench.offloader.pop_completed()
     assert bench.decision.asked == [None]
-    assert bench.offloader.counters.failed_turns == 1
+    assert bench.offloader.counters.dropped_turns == {"no answer": 1}
 
 
 def test_a_load_over_several_segments_from_the_middle_of_the_first(bench: Bench) -> None:
@@ -302,23 +335,41 @@ def test_two_turns_in_the_queue_store_their_common_prefix_once(bench: Bench) -> 
     assert bench.offloader.counters.segments == 1
 
 
-def test_too_much_pending_is_skipped_counted_and_completed_in_order(bench: Bench) -> None:
+def test_turns_complete_in_order_and_none_is_skipped(bench: Bench) -> None:
     with Blocked(bench.offloader):
-        bench.offloader.submit(bench.turn("a", 3))  # 12 of 16 pending tokens
-        bench.offloader.submit(bench.turn("b", 2))  # would make 20: skipped
-        bench.offloader.submit(bench.turn("c", 1))  # makes 16: taken
+        for name in "abc":
+            bench.offloader.submit(bench.turn(name, 8))
         assert bench.offloader.num_completed() == 0
     bench.offloader.wait()
     assert bench.offloader.num_completed() == 3
-    assert [bench.offloader.pop_completed() for _ in range(3)] == [True, False, True]
-    assert bench.offloader.counters.skipped_turns == 1
-    assert bench.store.stats().num_pages == 4
-    # The next one finds room again.
-    assert bench.store_turn(bench.turn("b", 2))
+    assert [bench.offloader.pop_completed() for _ in range(3)] == [True] * 3
+    assert bench.store.stats().num_pages == 24
 
 
-def test_a_turn_longer_than_the_bound_is_taken_when_it_is_alone(bench: Bench) -> None:
-    assert bench.store_turn(bench.turn("long", 8))
+def test_what_was_read_of_a_turn_that_was_given_up_is_never_stored(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are given away, and written over, while they are copied."""
+    reserve, is_copying, go_on = bench.store.reserve, threading.Event(), threading.Event()
+
+    def reserve_slowly(*args: Any, **kwargs: Any) -> Reservation | None:
+        is_copying.set()
+        assert go_on.wait(PATIENCE_S)
+        return reserve(*args, **kwargs)
+
+    monkeypatch.setattr(bench.store, "reserve", reserve_slowly)
+    turn = bench.turn("a", 2)
+    job = bench.offloader.submit(turn)
+    assert is_copying.wait(PATIENCE_S)
+    bench.offloader.finish([job], 0.0)
+    for buffer in bench.sglang_pool.k_buffer:
+        buffer[turn.slots] = 7.0
+    go_on.set()
+    assert not bench.offloader.pop_completed()
+    stats = bench.store.stats()
+    assert (stats.num_pages, stats.num_reservations, stats.num_leases) == (0, 0, 0)
+    counters = bench.offloader.counters
+    assert (counters.turns, counters.dropped_turns) == (1, {"evicted": 1})
 
 
 def test_a_conversation_is_kept_as_long_as_its_request_says(bench: Bench) -> None:
@@ -357,7 +408,7 @@ def test_the_store_learns_whose_a_turn_is_and_what_computing_it_takes(
     monkeypatch.setattr(bench.store, "commit", record)
     assert bench.store_turn(dataclasses.replace(bench.turn("a", 2), tenant="t"))
     head, own = ComputeCost(9.0, 9.0, 9.0), ComputeCost(1.0, 0.5, 0.25)
-    bench.offloader.costs = OnlineCosts(RestoreCosts(head, own, {DRAM_TIER: TierCost(0.0, 1.0)}))
+    bench.offloader.writer.costs = OnlineCosts(RestoreCosts(head, own, {DRAM_TIER: TierCost(0.0, 1.0)}))
     assert bench.store_turn(dataclasses.replace(bench.turn("a", 3), tenant="t"))
     assert [manifest.tenant for manifest in committed] == ["t", "t"]
     # Not known before the engine was measured; then 4 tokens after 8, in each layer, by the engine itself.
@@ -369,7 +420,7 @@ def test_the_store_learns_whose_a_turn_is_and_what_computing_it_takes(
 def test_no_space_in_the_arena_is_skipped_and_counted() -> None:
     bench = Bench(capacity_bytes=2 * PAGE_SIZE * TOKEN_BYTES)
     assert not bench.store_turn(bench.turn("a", 3))
-    assert bench.offloader.counters.skipped_turns == 1
+    assert bench.offloader.counters.dropped_turns == {"no room": 1}
     assert bench.store.stats().used_bytes == 0
     assert bench.store_turn(bench.turn("b", 2))
     bench.close()
@@ -379,7 +430,7 @@ def test_a_failing_copy_leaves_no_reservation(bench: Bench) -> None:
     turn = bench.turn("a", 2)
     bad = Turn(turn.page_keys, turn.token_ids, turn.slots + NUM_SLOTS, [])  # slots outside of the pool
     assert not bench.store_turn(bad)
-    assert bench.offloader.counters.failed_turns == 1
+    assert bench.offloader.counters.dropped_turns == {"error": 1}
     stats = bench.store.stats()
     assert (stats.num_reservations, stats.used_bytes) == (0, 0)
     assert bench.store_turn(turn)
@@ -465,7 +516,7 @@ def test_bytes_are_given_back_when_no_copy_writes_them_any_more(
     monkeypatch.setattr(bench.codec, "encode_unit", fail_half_way)
     assert not bench.store_turn(bench.turn("a", 2))
     assert under_way == [0]
-    assert bench.offloader.counters.failed_turns == 1
+    assert bench.offloader.counters.dropped_turns == {"error": 1}
     assert bench.store.stats().num_reservations == 0
     monkeypatch.setattr(bench.codec, "encode_unit", encode)
     assert bench.store_turn(bench.turn("a", 2))
@@ -543,8 +594,9 @@ def test_what_follows_a_segment_without_room_is_not_stored_either(monkeypatch: p
         return reserve(layer_num_bytes, *args, **kwargs) if next(has_room) else None
 
     monkeypatch.setattr(bench.store, "reserve", reserve_some)
+    monkeypatch.setattr(segment_writer, "ROOM_WAIT_S", 0.0)
     assert not bench.store_turn(bench.turn("a", 6))
-    assert bench.offloader.counters.skipped_turns == 1
+    assert bench.offloader.counters.dropped_turns == {"no room": 1}
     assert [(info.start_token, info.num_tokens) for info in bench.store.list_segments()] == [(0, 8)]
     bench.close()
 

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -336,6 +337,36 @@ def test_a_victim_costs_a_number_of_looks_whatever_is_stored() -> None:
     )
     rank = worth.argsort().argsort()
     assert np.median(rank[victims]) < 5_000
+
+
+class CountingOrder(OrderedDict[int, None]):
+    """Counts how many of its keys are read."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for key in super().__iter__():
+            self.num_read += 1
+            yield key
+
+
+@pytest.mark.parametrize(("kind", "name"), [("value", "_leaf_order"), ("lru", "_order")])
+def test_victims_are_found_without_reading_the_whole_order(kind: str, name: str) -> None:
+    policy = KINDS[kind]()
+    order = CountingOrder()
+    setattr(policy, name, order)
+    for segment_id in range(20_000):
+        policy.touch(items(segment_id))
+    victims = list(islice(policy.victims(), 300))
+    assert len(set(victims)) == 300
+    assert order.num_read < 3_000
+    # All of them are found all the same, although some leave and others come while they are looked for.
+    left = policy.victims()
+    first = list(islice(left, 1_000))
+    for segment_id in first:
+        policy.remove(segment_id)
+    policy.touch(items(20_000))
+    assert sorted([*first, *left]) == list(range(20_001))
 
 
 # Hints

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.eviction import make_policy
 from krul_backend.tiers.common.interface import Lease
@@ -36,9 +37,13 @@ def store(request: pytest.FixtureRequest) -> Iterator[HostStore]:
     store.close()
 
 
-def ids_of(lease: Lease | None) -> list[int]:
+def found(lease: Lease | None) -> Lease:
     assert lease is not None
-    return [piece.segment_id for piece in lease.slices]
+    return lease
+
+
+def ids_of(lease: Lease | None) -> list[int]:
+    return [piece.segment_id for piece in found(lease).slices]
 
 
 def test_a_lease_prefers_them_where_a_run_begins(store: HostStore) -> None:
@@ -51,8 +56,50 @@ def test_a_lease_prefers_them_where_a_run_begins(store: HostStore) -> None:
     assert lease.num_pages == 4
     assert tuple(block.tobytes() for block in lease.slices[1].blocks) == written
     keys = page_keys("c", 0, 4)
-    without = store.lease(MODEL, keys, tokens_of(keys), with_fast_copies=False)
+    without = store.lease(MODEL, keys, tokens_of(keys), fast_copies="skip")
     assert ids_of(without) == [first, second]
+
+
+def test_a_lease_of_nothing_but_them_ends_where_there_is_none(store: KVStore) -> None:
+    put(store, "c", 0, 4, SMALL)
+    copies = [put(store, "c", first, first + 1, SMALL, is_fast_copy=True)[0] for first in (0, 1, 3)]
+    keys = page_keys("c", 0, 4)
+    lease = store.lease(MODEL, keys, tokens_of(keys), fast_copies="only")
+    assert lease is not None
+    assert (ids_of(lease), lease.num_pages) == (copies[:2], 2)
+    store.release(lease)
+    keys = page_keys("c", 2, 4)
+    assert store.lease(MODEL, keys, tokens_of(keys), fast_copies="only") is None
+
+
+def test_a_lease_that_serves_no_request_is_no_lookup(store: KVStore) -> None:
+    put(store, "c", 0, 2, SMALL)
+    put(store, "c", 0, 2, LARGE, is_fast_copy=True)
+    before = store.stats()
+    keys = page_keys("c", 0, 2)
+    for kind in ("skip", "only"):
+        lease = store.lease(MODEL, keys, tokens_of(keys), fast_copies=kind)  # type: ignore[arg-type]
+        assert lease is not None
+        store.release(lease)
+    after = store.stats()
+    assert (after.lookups, after.hit_pages) == (before.lookups, before.hit_pages)
+    store.release(found(lease_pages(store, "c", 0, 2)))
+    assert (store.stats().lookups, store.stats().hit_pages) == (before.lookups + 1, before.hit_pages + 2)
+
+
+def test_they_can_be_dropped_and_stay_with_who_has_a_lease(store: KVStore) -> None:
+    segment, _ = put(store, "c", 0, 2, SMALL)
+    _, written = put(store, "c", 0, 2, (128, 128), is_fast_copy=True)
+    others, _ = put(store, "d", 0, 2, (128, 128), is_fast_copy=True)
+    lease = found(lease_pages(store, "c", 0, 2))
+    store.drop_fast_copies(MODEL, page_keys("c", 1, 2))
+    assert stored_ids(store) == [segment, others]
+    assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
+    used_bytes = store.stats().used_bytes
+    store.release(lease)
+    assert store.stats().used_bytes == used_bytes - 256
+    store.drop_fast_copies(MODEL, page_keys("c", 0, 2))
+    assert ids_of(lease_pages(store, "c", 0, 2)) == [segment]
 
 
 def test_one_is_found_before_the_segment_is_there_and_after_it_has_gone(store: HostStore) -> None:
@@ -73,7 +120,21 @@ def test_they_leave_before_every_other_segment(store: HostStore) -> None:
     assert (stats.evicted_segments, stats.fast_copy_bytes) == (0, 0)
 
 
-def test_their_space_is_taken_from_their_kind_alone(store: HostStore) -> None:
+def test_they_displace_others_up_to_half_of_the_memory(store: HostStore) -> None:
+    segments = [put(store, f"c{i}", 0, 2, LARGE)[0] for i in range(4)]
+    first, _ = put(store, "d0", 0, 2, LARGE, is_fast_copy=True)
+    lease = lease_pages(store, "d0", 0, 2)
+    second, _ = put(store, "d1", 0, 2, LARGE, is_fast_copy=True)
+    assert lease is not None
+    assert len(set(stored_ids(store)) & set(segments)) == 2
+    assert {first, second} <= set(stored_ids(store))
+    # The first is pinned, and both are half of the memory: the next one takes the place of the second.
+    third, _ = put(store, "d2", 0, 2, LARGE, is_fast_copy=True)
+    assert {first, third} <= set(stored_ids(store))
+    assert len(set(stored_ids(store)) & set(segments)) == 2
+
+
+def test_their_space_is_taken_from_their_kind_first(store: HostStore) -> None:
     segments = [put(store, f"c{i}", 0, 2, LARGE)[0] for i in range(3)]
     old, _ = put(store, "c0", 0, 2, LARGE, is_fast_copy=True)
     new, _ = put(store, "c1", 0, 2, LARGE, is_fast_copy=True)
@@ -160,8 +221,8 @@ def test_a_tenant_over_its_quota_loses_its_own_first() -> None:
     new, _ = put(store, "new", 0, 2, LARGE, tenant="a")
     assert stored_ids(store) == [mine, other, new]
     assert copy not in stored_ids(store)
-    # A copy larger than what the tenant's own copies leave is not kept.
-    assert store.reserve((960, 960), "a", is_fast_copy=True) is None
+    # A copy larger than the tenant's quota is not kept.
+    assert store.reserve((1088, 1088), "a", is_fast_copy=True) is None
     assert stored_ids(store) == [mine, other, new]
 
 

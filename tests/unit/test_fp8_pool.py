@@ -15,11 +15,10 @@ from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.strategy import Strategy
 from krul_sglang.engine.attach import start_proof
 from krul_sglang.engine.attach.start_proof import Prefilled, prove_heads
-from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.span_attention import GatheredAttention, Span
 from krul_sglang.engine.common.unsupported import UnsupportedSetupError
-from krul_sglang.engine.restore.head_attention import HeadAttention
+from krul_sglang.engine.restore.head_attention import HeadAttention, NoHeadsError
 from krul_sglang.engine.restore.head_recompute import Head
 from krul_sglang.engine.restore.restore_path import HeadProof
 
@@ -270,5 +269,5 @@ def test_a_wrong_head_fails_the_proof(
     mistake: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     k, v = random_rows(NUM_SLOTS // 2 - 1)
-    with pytest.raises(IncompatibleEngineError, match="differs by"):
+    with pytest.raises(NoHeadsError, match="differs by"):
         prove(dtype, monkeypatch, (k, v), WRONG[mistake](k, v))

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from krul_sglang.engine.common import span_attention
 from krul_sglang.engine.common.span_attention import GatheredAttention, Span
-from krul_sglang.engine.common.unsupported import UnsupportedSetupError
-from krul_sglang.engine.restore.head_attention import HeadAttention
+from krul_sglang.engine.restore.head_attention import HeadAttention, NoHeadsError
 from krul_sglang.engine.restore.head_recompute import Head
 from tests.support.head_attention_case import (
     HEAD_DIM,
@@ -199,7 +198,7 @@ def test_attention_of_another_kind_is_refused() -> None:
     attention.use(case.spans, own_slots(case.spans[0]))
     q, k, v = (x.flatten(1) for x in (case.q, case.k, case.v))
     attention.forward(q, k, v, case.layer, None, True, sinks=None)
-    with pytest.raises(UnsupportedSetupError, match="attention with sinks"):
+    with pytest.raises(NoHeadsError, match="asks for sinks"):
         attention.forward(q, k, v, case.layer, None, True, sinks=torch.zeros(4))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +18,14 @@ from krul_backend.codec.layout import LayerShape
 from krul_backend.device import Device
 from krul_sglang.engine.attach import attach
 from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
-from krul_sglang.engine.common.unsupported import UnsupportedSetupError
+from krul_sglang.engine.restore.head_attention import NoHeadsError
 from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
 from krul_sglang.engine.restore.restore_forward import _Prefix
+from krul_sglang.engine.restore.restore_path import RestoreMode
 from tests.support.engine_builders import TensorPool, bare_load
 
 NUM_LAYERS, NUM_SLOTS, VOCAB_SIZE, HIDDEN_SIZE = 4, 64, 50, 24
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 6
 SHAPE = LayerShape(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, torch.float32)
 
@@ -217,9 +219,9 @@ def test_lengths_of_all_cuts_come_to_the_device_in_one_copy(
 
 def test_token_ids_of_a_head_come_to_the_device_by_the_staging(from_list: list[list[int]]) -> None:
     load = bare_load(10, 20, (25, 25, 20, 10))
-    prefix = _Prefix(load, list(range(100, 160)), torch.empty(64, dtype=torch.int32, device="meta"))
+    prefix = _Prefix(load, 0, list(range(100, 160)), torch.empty(64, dtype=torch.int32, device="meta"))
     with NoHiddenCopies():
-        head = prefix.head(prefix.head_ends())
+        head = prefix.head()
     assert from_list == [list(range(110, 125))]
     assert (head.token_ids.device.type, len(head.slots)) == ("meta", 25)
 
@@ -227,42 +229,104 @@ def test_token_ids_of_a_head_come_to_the_device_by_the_staging(from_list: list[l
 # ---- models that krul does not know ----
 
 
-@contextmanager
-def proof_that(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    def prove_heads(*args: Any) -> None:
-        run()
+class OtherRank:
+    """Stands in for ``RankAgreement`` of two ranks: the other one says ``failure`` of its own proof."""
 
-    monkeypatch.setattr(attach, "prove_heads", prove_heads)
+    def __init__(self, failure: str = "") -> None:
+        self._failure = failure
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        return [content, self._failure.encode()]
+
+
+def proven(
+    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[[], object],
+    *,
+    planner: str = "local-search",
+    other_rank: str = "",
+    tp_rank: int = 0,
+    model: Any = None,
+) -> tuple[HeadRecompute | None, Any, RestoreMode]:
+    monkeypatch.setattr(attach, "prove_heads", lambda *args: run())
     rig = Rig()
     runner: Any = SimpleNamespace(
-        model=rig.model, token_to_kv_pool=rig.engine_pool, dtype=torch.float32, device="cpu"
+        model=rig.model if model is None else model,
+        token_to_kv_pool=rig.engine_pool,
+        dtype=torch.float32,
+        device="cpu",
     )
     runtime: Any = SimpleNamespace(
         model_runner=runner,
         pool=rig.pool,
         cache=None,
         capture=None,
-        config=SimpleNamespace(planner="local-search"),
+        config=SimpleNamespace(planner=planner),
+        restore_agreement=OtherRank(other_rank),
+        model=SimpleNamespace(identity=SimpleNamespace(tp_rank=tp_rank)),
     )
-    yield lambda: attach._proven_heads(runtime)
+    return attach._proven_heads(runtime)
 
 
-def test_whatever_an_unknown_model_does_in_the_proof_is_told_with_its_name(
-    monkeypatch: pytest.MonkeyPatch,
+def fail(error: Exception) -> Callable[[], object]:
+    def prove() -> None:
+        raise error
+
+    return prove
+
+
+def test_proven_heads_are_planned_as_configured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail() -> None:
-        raise AttributeError("'HeadAttention' object has no attribute 'req_to_token_pool'")
-
-    with (
-        proof_that(fail, monkeypatch) as prove,
-        pytest.raises(UnsupportedSetupError, match=r"ExpertsForCausalLM.*req_to_token_pool.*full-load"),
-    ):
-        prove()
+    proof = object()
+    heads, found, mode = proven(monkeypatch, lambda: proof, planner="pyramid")
+    assert isinstance(heads, HeadRecompute)
+    assert found is proof
+    assert mode == RestoreMode("pyramid", "as configured")
+    assert not caplog.records
 
 
-def test_a_proof_that_fails_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise IncompatibleEngineError("K of layer 1 differs by 1.2")
+@pytest.mark.parametrize(
+    "error",
+    [
+        AttributeError("'HeadAttention' object\n has no attribute 'req_to_token_pool'"),
+        NoHeadsError("K of layer 1 differs by 1.2"),
+        IncompatibleEngineError("start of an unknown engine"),
+        OUT_OF_MEMORY,
+    ],
+)
+def test_without_a_proof_whole_prefixes_are_loaded_and_one_line_says_why(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heads, proof, mode = proven(monkeypatch, fail(error))
+    assert (heads, proof, mode.planner) == (None, None, "full-load")
+    assert mode.why.startswith("heads of ExpertsForCausalLM cannot be recomputed: ")
+    assert " ".join(str(error).split()) in mode.why
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert mode.why in record.getMessage()
+    assert "loaded whole" in record.getMessage()
+    assert "\n" not in record.getMessage()
 
-    with proof_that(fail, monkeypatch) as prove, pytest.raises(IncompatibleEngineError, match="layer 1"):
-        prove()
+
+def test_a_model_of_another_kind_is_loaded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, _, mode = proven(monkeypatch, object, model=torch.nn.Linear(1, 1))
+    assert (heads, mode.planner) == (None, "full-load")
+    assert "Linear" in mode.why
+    assert "no stack of decoder layers" in mode.why
+
+
+def test_a_proof_that_failed_on_another_rank_fails_here_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heads, proof, mode = proven(monkeypatch, object, other_rank="V of layer 2 differs by 0.4", tp_rank=1)
+    assert (heads, proof, mode.planner) == (None, None, "full-load")
+    assert "V of layer 2 differs" in mode.why
+    # The first rank says it for all.
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("planner", ["full-load", "full-recompute"])
+def test_planners_that_need_no_heads_stay(planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, mode = proven(monkeypatch, fail(NoHeadsError("K of layer 1 differs")), planner=planner)
+    assert mode.planner == planner

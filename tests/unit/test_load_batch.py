@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -500,6 +500,53 @@ def test_each_layer_waits_for_its_own_load_and_no_later_one(strict: StrictDevice
     assert [uploads_before[event] for event in events] == [1, 2, 3]
 
 
+@pytest.fixture
+def slow_copies(strict: StrictDevice, strict_rig: Rig) -> Iterator[threading.Event]:
+    """Copies to the pool, which end when this is set."""
+    may_end = threading.Event()
+
+    def wait(stream: StrictStream) -> None:
+        if stream is strict_rig.loader._stream:
+            may_end.wait(20)
+
+    strict.module.on_synchronize = wait
+    yield may_end
+    may_end.set()
+
+
+def test_a_forward_that_has_come_to_every_layer_waits_for_no_copy(
+    strict: StrictDevice, strict_rig: Rig, slow_copies: threading.Event
+) -> None:
+    index = strict_rig.start(FIRST_SLOTS)
+    with strict.on_stream(strict.new_stream()):
+        for layer in range(NUM_LAYERS):
+            strict_rig.batch(index).wait_layer(layer)
+    assert strict_rig.loader.finish(index)
+    assert strict_rig.loader.batch(index) is None
+    # What is copied from is held until it has been read.
+    assert (strict_rig.num_leases(), strict_rig.loader.num_pending()) == (1, 1)
+    slow_copies.set()
+    strict_rig.loader.discard_all()
+    assert (strict_rig.num_leases(), strict_rig.loader.num_pending()) == (0, 0)
+    assert all(strict_rig.holds(layer, FIRST_SLOTS) for layer in range(NUM_LAYERS))
+
+
+def test_a_layer_that_no_forward_asked_for_is_waited_for(
+    strict: StrictDevice, strict_rig: Rig, slow_copies: threading.Event
+) -> None:
+    """Nothing on the forward's stream comes after its copies."""
+    index = strict_rig.start(FIRST_SLOTS)
+    with strict.on_stream(strict.new_stream()):
+        strict_rig.batch(index).wait_layer(0)
+    with ThreadPoolExecutor(1) as thread:
+        finished = thread.submit(strict_rig.loader.finish, index)
+        with pytest.raises(TimeoutError):
+            finished.result(timeout=0.1)
+        slow_copies.set()
+        assert finished.result(timeout=20)
+    assert strict_rig.num_leases() == 0
+
+
 def test_a_lease_ends_when_no_copy_reads_its_blocks_any_more(
     strict: StrictDevice, strict_rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -595,6 +642,8 @@ def test_layers_land_in_order_and_are_written_when_waited_for(patient: Rig) -> N
         patient.loader.counter.wait_until(layer)
         assert patient.holds(layer, FIRST_SLOTS)
     assert patient.loader.finish(index)
+    # On a GPU that waits for no copy.
+    patient.loader.discard_all()
     assert (patient.num_leases(), patient.loader.num_pending()) == (0, 0)
     assert patient.loader.counters.tokens == NUM_TOKENS
     # Later forwards that still name it wait for nothing.
@@ -786,27 +835,27 @@ def test_a_saver_waits_for_restores_once_a_turn_not_once_a_unit(gate_clock: Simp
     assert gate_clock.waited == [1.0, 1.0]
 
 
-def test_a_saver_that_can_wait_lets_forwards_pass_until_a_moment_after_the_last(
+def test_the_encoder_rests_while_forwards_run_and_until_a_moment_after_the_last(
     gate_clock: SimpleNamespace,
 ) -> None:
-    gate = TransferGate(max_wait_s=1.0, max_idle_wait_s=5.0)
+    gate = TransferGate()
     with gate.computing():
-        gate.give_way(gate.patience())
-        assert gate_clock.waited == []
-        gate.give_way(gate.patience(until_idle=True))
-        assert gate_clock.waited == [5.0]
-    patience = gate.patience(until_idle=True)
+        assert not gate.is_idle()
+        gate.rest(3.0)
+        assert gate_clock.waited == [3.0]
     gate_clock.now_s += IDLE_AFTER_S / 5
-    gate.give_way(patience)
-    gate.give_way(patience)
-    assert gate_clock.waited == [5.0, 0.8 * IDLE_AFTER_S]
-    assert patience.left_s == pytest.approx(5.0 - 0.8 * IDLE_AFTER_S)
+    gate.rest(3.0)
+    assert gate_clock.waited == [3.0, pytest.approx(0.8 * IDLE_AFTER_S)]
+    assert gate.is_idle()
+    gate.rest(3.0)
+    assert len(gate_clock.waited) == 2
 
 
-def test_the_end_of_a_forward_wakes_a_saver_that_waits_for_it() -> None:
-    gate = TransferGate(max_idle_wait_s=PATIENCE_S)
-    with in_threads() as start:
-        with gate.computing():
-            saving = start(lambda: gate.give_way(gate.patience(until_idle=True)))
-            assert not wait({saving}, timeout=SHORT_S).done
+def test_a_saver_in_a_hurry_waits_no_more() -> None:
+    gate = TransferGate(max_wait_s=PATIENCE_S)
+    patience = gate.patience()
+    with in_threads() as start, gate.restoring():
+        saving = start(lambda: gate.give_way(patience))
+        assert not wait({saving}, timeout=SHORT_S).done
+        gate.hurry(patience)
         saving.result(PATIENCE_S / 2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from krul_sglang.engine.cache import radix_cache
 from krul_sglang.engine.cache.radix_cache import (
@@ -17,6 +18,7 @@ from krul_sglang.engine.cache.radix_cache import (
     _PathEnd,
     _PendingTurn,
 )
+from krul_sglang.engine.save.turn import Turn
 
 POOL_TOKENS = 1000
 
@@ -30,8 +32,7 @@ class Queue:
         self.released: list[str] = []
         self.wrapper.cache = SimpleNamespace(
             token_to_kv_pool_allocator=SimpleNamespace(size=POOL_TOKENS),
-            tree_core=SimpleNamespace(finish_external_linker_offload=lambda *args: None),
-            dec_lock_ref=lambda *args: None,
+            page_size=4,
         )
         self.wrapper.cache_linker = SimpleNamespace(
             looking_ahead=lambda: nullcontext([]), release=self.released.append
@@ -49,8 +50,8 @@ class Queue:
 
     def stored(self, token_ids: Sequence[int]) -> None:
         """A turn of pages of 4 tokens has been stored."""
-        end = _PathEnd.of(np.asarray(token_ids, dtype=np.int32), page_size=4)
-        self.wrapper.pending_offloads = [_PendingTurn(1, None, path_end=end)]
+        turn = Turn([], np.asarray(token_ids, dtype=np.int32), torch.arange(len(token_ids)), [])
+        self.wrapper.pending_offloads = [_PendingTurn(SimpleNamespace(turn=turn), None, len(token_ids))]
         self.wrapper.commit_completed_offloads([True])
 
     def round(self, *sizes: tuple[str, int]) -> Sequence[str]:

@@ -1,64 +1,178 @@
-"""Memory that turns hold while they wait to be stored: it is given back when it is needed, and not before."""
+"""Slots of turns that are being stored: they can be taken at any time, and what is worth it is waited for."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from krul_sglang.engine.cache.radix_cache import KrulLinkerWrapper, KrulRadixCache, _PendingTurn
+from krul_sglang.engine.cache import radix_cache
+from krul_sglang.engine.cache.radix_cache import WORTH_WAITING_SHARE, KrulLinkerWrapper, KrulRadixCache
+from krul_sglang.engine.common.asking import DaemonPatience
+from krul_sglang.engine.common.step_times import StepTimes
+from krul_sglang.engine.save.turn import Turn
 
+PAGE = 16
 RECORD, OTHER = SimpleNamespace(name="of the session"), SimpleNamespace(name="of a request")
 
 
-class FakeTree:
-    """Only unlocked tokens can be evicted: at first 10, and 32 more with each path that is unlocked."""
+class FakeOffloader:
+    """Remembers what is submitted, and for which turns the scheduler waits how long."""
 
     def __init__(self) -> None:
+        self.jobs: list[Any] = []
+        self.waits: list[tuple[list[str], float]] = []
+        self.writer = SimpleNamespace(recompute_s=lambda start, end: (end - start) / 100)
+
+    def submit(self, turn: Turn) -> Any:
+        job = SimpleNamespace(turn=turn, name=turn.page_keys[0][0], future=Future())
+        self.jobs.append(job)
+        return job
+
+    def finish(self, jobs: list[Any], timeout_s: float) -> None:
+        self.waits.append(([job.name for job in jobs], timeout_s))
+
+    def pop_completed(self) -> bool:
+        job = self.jobs.pop(0)
+        return job.name != "b"
+
+
+class BusyTree:
+    """Paths of pages, one per letter; ``here``: how many pages of each are still in the tree. An eviction
+    takes what ``victims`` say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(radix_cache, "owner_of", lambda req, hints: None)
+        self.here: dict[str, int] = {}
         self.events: list[str] = []
+        self.victims: dict[str, int] = {}
         self.evictable = 10
+        self.offloader = FakeOffloader()
+        self.cache: Any = KrulRadixCache.__new__(KrulRadixCache)
+        self.linker: Any = KrulLinkerWrapper.__new__(KrulLinkerWrapper)
+        self.cache.linker, self.linker.cache = self.linker, self.cache
+        self.cache.root_node_handle = lambda extra_key: None
+        self.cache._all_reduce_attn_groups = lambda *args: None
+        self.cache.tree_core = SimpleNamespace(
+            get_prefix_hash_values=lambda name: [],
+            get_hash_values=lambda name: [f"{name}-{page}" for page in range(self.here[name])],
+            match_full_device_prefix=self.match,
+        )
+        self.cache.page_size = PAGE
+        self.cache.path_device_indices = lambda name: torch.arange(PAGE * self.here[name])
+        self.linker.pending_offloads = []
+        self.linker.cache_linker = SimpleNamespace(
+            offloader=self.offloader,
+            asking=SimpleNamespace(patience=DaemonPatience()),
+            steps=StepTimes(),
+            model=SimpleNamespace(is_settled=True),
+            provenance=None,
+            request_hints=None,
+            ended_turn=lambda path, owner: Turn(**vars(path), ready=[]),
+            wants_probe=lambda: False,
+        )
+        monkeypatch.setattr(UnifiedRadixCache, "dec_lock_ref", lambda cache, node, params: self.unlock(node))
+        monkeypatch.setattr(UnifiedRadixCache, "evict", lambda cache, params: self.evict(params))
+        monkeypatch.setattr(
+            UnifiedRadixCache, "free_kv_row", lambda cache, kv, ranges: self.events.append("free")
+        )
 
     def evict(self, params: EvictParams) -> Any:
+        self.here.update(self.victims)
         num_tokens = min(self.evictable, params.num_tokens)
         self.evictable -= num_tokens
         self.events.append(f"evict {num_tokens}")
         return SimpleNamespace(num_tokens_evicted=num_tokens)
 
-    def unlock(self, node: Any, lock_params: Any) -> None:
+    def unlock(self, node: str) -> None:
         self.events.append(f"unlock {node}")
         self.evictable += 32
 
+    def match(self, key: Any) -> tuple[int, int, int]:
+        """Token ids say which path it is."""
+        return self.here[chr(key.token_ids[0])] * PAGE, 0, 0
+
+    def end_turn(self, name: str, num_pages: int) -> None:
+        self.here[name] = num_pages
+        ids = [ord(name)] * (num_pages * PAGE + 5)
+        self.linker.offload_turn(
+            SimpleNamespace(last_node=name, extra_key=None, cache_salt=None, full_untruncated_fill_ids=ids)
+        )
+
+    def end_session_turn(self, name: str, num_pages: int, num_in_tree: int, record: Any) -> None:
+        """The turn of a session, of which ``num_in_tree`` pages lie in the tree."""
+        self.here[name] = num_in_tree
+        token_ids = np.full(num_pages * PAGE, ord(name), dtype=np.int32)
+        turn = Turn([f"{name}-0"], token_ids, torch.arange(len(token_ids)), [])
+        self.linker._submit(
+            turn, SimpleNamespace(extra_key=None, cache_salt=None), num_in_tree * PAGE, record
+        )
+
+    @property
+    def pending(self) -> list[str]:
+        return [pending.job.name for pending in self.linker.pending_offloads]
+
 
 @pytest.fixture
-def tree(monkeypatch: pytest.MonkeyPatch) -> FakeTree:
-    tree = FakeTree()
-    monkeypatch.setattr(UnifiedRadixCache, "free_kv_row", lambda self, kv, ranges: tree.events.append("free"))
-    monkeypatch.setattr(UnifiedRadixCache, "evict", lambda self, params: tree.evict(params))
-    monkeypatch.setattr(
-        UnifiedRadixCache, "dec_lock_ref", lambda self, node, lock_params: tree.unlock(node, lock_params)
-    )
-    return tree
+def busy(monkeypatch: pytest.MonkeyPatch) -> BusyTree:
+    return BusyTree(monkeypatch)
 
 
-@pytest.fixture
-def cache(tree: FakeTree) -> Any:
-    """A turn in the tree, one of a session, 48 tokens of its record, and another wait to be stored."""
-    cache: Any = KrulRadixCache.__new__(KrulRadixCache)
-    cache.tree_core = SimpleNamespace(finish_external_linker_offload=lambda *args: None)
-    cache.linker = linker = KrulLinkerWrapper.__new__(KrulLinkerWrapper)
-    linker.cache = cache
-    linker.cache_linker = SimpleNamespace(
-        pop_completed_offload=lambda: bool(tree.events.append("stored") or True)
-    )
-    linker.pending_offloads = [
-        _PendingTurn("a", None),
-        _PendingTurn("b", None, kv=RECORD, num_tokens=48),
-        _PendingTurn("c", None),
-    ]
-    return cache
+def worth_s(num_pages: int) -> float:
+    """Computing a token takes 10 ms."""
+    return WORTH_WAITING_SHARE * num_pages * PAGE / 100
+
+
+def test_turns_are_submitted_as_they_end_and_lock_nothing(busy: BusyTree) -> None:
+    for name in "abc":
+        busy.end_turn(name, 40)
+    assert [len(job.turn.page_keys) for job in busy.offloader.jobs] == [40] * 3
+    assert busy.pending == ["a", "b", "c"]
+    busy.linker.commit_completed_offloads([True, False])
+    assert busy.pending == ["c"]
+    assert [end.num_tokens for end in busy.linker._stored_ends] == [40 * PAGE]
+
+
+def test_an_eviction_waits_for_what_has_lost_slots_as_long_as_computing_that_is_worth(busy: BusyTree) -> None:
+    for name in "abcd":
+        busy.end_turn(name, 4)
+    busy.offloader.jobs[0].future.set_result(True)
+    busy.victims = {"a": 0, "b": 1, "d": 3}
+    busy.cache.evict(EvictParams(num_tokens=5))
+    # What it has evicted lies where it lay: waiting comes after.
+    assert busy.events == ["evict 5"]
+    assert busy.offloader.waits == [(["b", "d"], pytest.approx(worth_s(3 + 1)))]
+
+
+def test_an_eviction_that_takes_other_slots_waits_for_nothing(busy: BusyTree) -> None:
+    busy.end_turn("a", 4)
+    busy.cache.evict(EvictParams(num_tokens=5))
+    assert busy.offloader.waits == []
+
+
+def test_a_slow_daemon_is_not_waited_for(busy: BusyTree) -> None:
+    busy.end_turn("a", 4)
+    busy.victims = {"a": 0}
+    busy.linker.cache_linker.asking.patience.is_prompt = False
+    busy.cache.evict(EvictParams(num_tokens=5))
+    assert busy.offloader.waits == [(["a"], 0.0)]
+
+
+def test_a_path_kept_for_a_probe_is_evicted_if_memory_is_needed(busy: BusyTree) -> None:
+    busy.linker._probe_candidate = SimpleNamespace(node="of the probe", lock_params=None)
+    assert busy.cache.evict(EvictParams(num_tokens=10)).num_tokens_evicted == 10
+    assert busy.events == ["evict 10"]
+    busy.evictable = 10
+    assert busy.cache.evict(EvictParams(num_tokens=42)).num_tokens_evicted == 42
+    assert busy.events[1:] == ["evict 10", "unlock of the probe", "evict 32"]
+    assert busy.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 0
 
 
 @pytest.mark.parametrize(
@@ -72,37 +186,43 @@ def cache(tree: FakeTree) -> Any:
         (None, [(0, 60)], False),
     ],
 )
-def test_slots_wait_for_the_turn_that_reads_them(
-    record: Any, ranges: list[tuple[int, int]], is_waited_for: bool, cache: Any, tree: FakeTree
+def test_freeing_slots_of_a_session_waits_for_the_turn_that_reads_them(
+    record: Any, ranges: list[tuple[int, int]], is_waited_for: bool, busy: BusyTree
 ) -> None:
-    """Of the turns behind it none is waited for."""
-    cache.free_kv_row(record, ranges)
-    waited = ["stored", "unlock a", "stored", "unlock b"] if is_waited_for else []
-    assert tree.events == [*waited, "free"]
+    busy.end_turn("a", 1)
+    busy.end_session_turn("s", 3, 1, RECORD)
+    busy.cache.free_kv_row(record, ranges)
+    assert busy.offloader.waits == ([(["s"], pytest.approx(worth_s(2)))] if is_waited_for else [])
+    assert busy.events == ["free"]
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "events"),
-    [
-        (10, ["evict 10"]),
-        (40, ["evict 10", "stored", "unlock a", "evict 30"]),
-        (60, ["evict 10", "stored", "unlock a", "evict 32", "stored", "unlock b", "evict 18"]),
-    ],
-)
-def test_eviction_waits_for_as_many_turns_as_it_needs(
-    num_tokens: int, events: list[str], cache: Any, tree: FakeTree
-) -> None:
-    assert cache.evict(EvictParams(num_tokens=num_tokens)).num_tokens_evicted == num_tokens
-    assert tree.events == events
+def test_a_session_turn_is_finished_when_its_part_of_the_tree_is_evicted(busy: BusyTree) -> None:
+    busy.end_session_turn("s", 3, 2, RECORD)
+    busy.cache.evict(EvictParams(num_tokens=5))
+    assert busy.offloader.waits == []
+    busy.victims = {"s": 1}
+    busy.cache.evict(EvictParams(num_tokens=5))
+    assert busy.offloader.waits == [(["s"], pytest.approx(worth_s(1)))]
 
 
-def test_a_path_kept_for_a_probe_goes_before_any_turn_is_waited_for(cache: Any, tree: FakeTree) -> None:
-    cache.linker._probe_candidate = SimpleNamespace(node="of the probe", lock_params=None)
-    assert cache.evict(EvictParams(num_tokens=42)).num_tokens_evicted == 42
-    assert tree.events == ["evict 10", "unlock of the probe", "evict 32"]
+def test_a_flush_forgets_what_is_being_stored(busy: BusyTree) -> None:
+    busy.linker.cache_linker.reset = lambda: None
+    UnifiedCacheLinkerWrapper.__init__(
+        busy.linker,
+        SimpleNamespace(tree_components=(), components={}, _components_tuple=(), tree_core=SimpleNamespace()),
+        busy.linker.cache_linker,
+    )
+    busy.linker.cache = busy.cache
+    busy.end_turn("a", 4)
+    busy.linker.reset()
+    assert busy.pending == []
 
 
-def test_what_no_path_holds_is_not_evicted(cache: Any, tree: FakeTree) -> None:
-    """Eviction ends with less than was asked for when all turns are stored."""
-    assert cache.evict(EvictParams(num_tokens=1000)).num_tokens_evicted == 10 + 3 * 32
-    assert cache.linker.pending_offloads == []
+def test_other_weights_wait_for_all_that_is_being_stored(busy: BusyTree) -> None:
+    changed: list[int] = []
+    busy.linker.cache_linker.begin_weights_change = lambda: changed.append(len(busy.offloader.jobs))
+    for name in "abc":
+        busy.end_turn(name, 4)
+    busy.linker.begin_weights_change()
+    assert (busy.pending, changed, busy.offloader.waits) == ([], [0], [])
+    assert len(busy.linker._stored_ends) == 2

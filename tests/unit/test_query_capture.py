@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from krul_sglang.engine.attach.factory import forward_with_restore
 from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.capture.query_capture import DECODE_INTERVAL, CapturedRows, CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape
+from krul_sglang.engine.common.step_times import StepTimes
 from tests.support.forward_builders import GraphRunner, decode_batch, extend_batch, mixed_batch
 
 SHAPE = QueryShape(
@@ -319,7 +320,9 @@ def test_the_forward_hook_announces_every_forward(make_engine: MakeEngine) -> No
     """Prompts and decode steps, of which Python sees nothing more when they are replayed."""
     engine = make_engine()
     worker = SimpleNamespace(model_runner=SimpleNamespace())
-    KrulRuntime(KrulConfig(), engine.capture).attach_to(worker.model_runner)
+    runtime = KrulRuntime(KrulConfig(), engine.capture)
+    runtime.linker = cast(Any, SimpleNamespace(steps=StepTimes()))
+    runtime.attach_to(worker.model_runner)
 
     def forward(batch: Any, tokens: Sequence[int]) -> None:
         queries = [[query("a", layer, p) for p in tokens] for layer in range(SHAPE.num_layers)]

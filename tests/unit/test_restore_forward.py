@@ -1,4 +1,4 @@
-"""A forward whose prefixes are restored: heads before it, and the whole prefix if a load fails."""
+"""A forward whose prefixes are restored: heads before it, and the engine's prefill if a load fails."""
 
 from __future__ import annotations
 
@@ -90,6 +90,28 @@ class FakeHeads:
         on_layer(NUM_LAYERS)
 
 
+class FakePrefill:
+    """Remembers which tokens of which request of the batch were computed. As ``FakeHeads`` otherwise."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.runs: list[tuple[str, range]] = []
+        self.max_tokens = 10**9
+        self.num_refused = 0
+        self.before_run: Callable[[], None] = lambda: None
+        self._log = log
+
+    def run(self, schedule_batch: FakeScheduleBatch, index: int, first: int, end: int) -> None:
+        self.before_run()
+        if end - first > self.max_tokens:
+            self.num_refused += 1
+            raise OUT_OF_MEMORY
+        self._log.append("prefill")
+        self.runs.append((schedule_batch.reqs[index].rid, range(first, end)))
+
+    def tokens_of(self, number: int) -> list[int]:
+        return [token for rid, tokens in self.runs if rid == f"r{number}" for token in tokens]
+
+
 class FakeLoader:
     def __init__(self, batch: LoadBatch | None) -> None:
         self.counter = LayerWaits(NUM_LAYERS)
@@ -116,14 +138,17 @@ class Rig:
         self.log: list[str] = []
         self.batch = LoadBatch(loads, NUM_LAYERS, Device(torch.device("cpu")), PATIENCE_S)
         self.heads = FakeHeads(self.log)
+        self.prefill = FakePrefill(self.log)
         self.entered: list[int] = []
         self.has_begun = threading.Event()
         self.traces = TraceLog(OnlineCosts(COSTS), NUM_LAYERS)
         self.loader: Any = FakeLoader(self.batch)
         heads: Any = self.heads if has_heads else None
+        prefill: Any = self.prefill
         self.restore = RestoreForward(
             self.loader,
             heads,
+            prefill,
             RankAgreement(None, 1) if agreement is None else agreement,
             self.traces,
             req_to_token=REQ_TO_TOKEN,
@@ -247,24 +272,23 @@ def test_chunks_cover_every_token_of_every_layer_once_and_in_order(
         assert 0 < num_tokens <= max(chunk_tokens, len(heads))
 
 
-def test_a_failed_load_is_recomputed_and_the_forward_runs_again() -> None:
+def test_a_failed_load_is_computed_and_the_forward_runs_again() -> None:
     loads = {"r1": load_of(1, 8, 24, (20, 16, 8, 8)), "r2": load_of(2, 0, 16, (0, 0, 0, 0))}
     rig = Rig(loads, chunk_tokens=20)
     rig.land(2)
     rig.batch.fail(OSError("injected"))
-    assert rig.run([1, 2]) == "result"
-    assert rig.log == ["heads", "forward", *["heads"] * 3, "forward", "done"]
+    # Request 4 restores nothing, and request 3 only decodes: nobody touches their slots.
+    assert rig.run([4, 1, 2, 3]) == "result"
+    assert rig.log == ["heads", "forward", *["prefill"] * 3, "forward", "done"]
     assert rig.batch.is_abandoned
     assert rig.batch.is_refilled
-    rescue = rig.heads.runs[1:]
-    # Every token that the loads were to bring, in every layer, and none that was on the device.
-    assert covered(rescue, 1) == [list(range(8, 32))] * NUM_LAYERS
-    assert covered(rescue, 2) == [list(range(16))] * NUM_LAYERS
+    # Every token that the loads were to bring, and none that was on the device, in steps of a chunk.
+    assert rig.prefill.runs == [("r1", range(8, 28)), ("r1", range(28, 32)), ("r2", range(16))]
     assert rig.restore.counters.rescued_requests == 2
     assert rig.restore.counters.rescued_tokens == 24 + 16
 
 
-def test_a_load_that_fails_in_the_middle_of_the_forward_is_recomputed() -> None:
+def test_a_load_that_fails_in_the_middle_of_the_forward_is_computed() -> None:
     rig = Rig({"r1": load_of(1, 0, 8, (4, 4, 0, 0))})
 
     def forward() -> str:
@@ -279,8 +303,8 @@ def test_a_load_that_fails_in_the_middle_of_the_forward_is_recomputed() -> None:
         return "result"
 
     assert rig.restore.run(FakeScheduleBatch([1]), forward) == "result"
-    assert rig.log == ["heads", "forward", "heads", "forward"]
-    assert covered(rig.heads.runs[1:], 1) == [list(range(8))] * NUM_LAYERS
+    assert rig.log == ["heads", "forward", "prefill", "forward"]
+    assert rig.prefill.runs == [("r1", range(8))]
 
 
 @pytest.mark.parametrize("num_landed", range(NUM_LAYERS))
@@ -302,20 +326,30 @@ def test_a_rescue_leaves_a_trace_wherever_the_load_stopped(num_landed: int) -> N
     assert trace["was_rescued"]
     streams = trace["streams"]
     assert [len(streams[name]) for name in ("load", "wait", "own")] == [num_landed, num_landed, 0]
-    # The head of the plan, then the whole prefix: every layer of both.
-    assert [layer for layer, *_ in streams["head"]] == [*range(NUM_LAYERS), *range(NUM_LAYERS)]
+    assert [layer for layer, *_ in streams["head"]] == [*range(NUM_LAYERS)]
     assert trace["requests"][0]["restored_tokens"] == 8
 
 
-def test_without_heads_a_failed_load_is_left_to_the_engine() -> None:
-    rig = Rig({"r1": load_of(1, 0, 8, (0,) * NUM_LAYERS)}, has_heads=False)
+@pytest.mark.parametrize("num_landed", range(NUM_LAYERS))
+def test_without_heads_a_load_fails_before_the_forward_begins(num_landed: int) -> None:
+    rig = Rig({"r1": load_of(1, 8, 24, (8,) * NUM_LAYERS)}, has_heads=False, chunk_tokens=16)
+    rig.land(num_landed)
     rig.batch.fail(OSError("injected"))
+    assert rig.run([2, 1]) == "result"
+    assert rig.log == ["prefill", "prefill", "forward", "done"]
+    assert rig.prefill.runs == [("r1", range(8, 24)), ("r1", range(24, 32))]
+    # So SGLang does not end its request.
+    assert rig.batch.is_refilled
+    assert rig.restore.counters.rescued_requests == 1
+
+
+def test_without_heads_the_forward_begins_when_all_is_loaded() -> None:
+    rig = Rig({"r1": load_of(1, 0, 8, (0,) * NUM_LAYERS)}, has_heads=False)
+    rig.land()
     assert rig.run([1]) == "result"
-    assert rig.log == ["forward", "forward", "done"]
-    assert rig.batch.is_abandoned
-    assert not rig.batch.is_refilled
-    assert not rig.batch.wait_end()
-    assert rig.restore.counters.rescued_requests == 0
+    assert rig.log == ["forward", "done"]
+    assert list(rig.batch.wait_times) == list(range(NUM_LAYERS))
+    assert (rig.prefill.runs, rig.batch.is_abandoned) == ([], False)
 
 
 def test_other_errors_of_the_forward_are_not_hidden() -> None:
@@ -342,7 +376,7 @@ def test_a_second_failure_is_not_rescued_again() -> None:
 
     with pytest.raises(LoadFailedError, match="always"):
         rig.restore.run(FakeScheduleBatch([1]), forward)
-    assert rig.log == ["forward", "heads", "forward"]
+    assert rig.log == ["forward", "prefill", "forward"]
 
 
 def test_heads_wait_for_no_load() -> None:
@@ -353,7 +387,7 @@ def test_heads_wait_for_no_load() -> None:
     rig.heads.before_run = lambda: rig.loader.counter.wait_until(0)
     rig.batch.fail(OSError("would be raised by a wait"))
     rig.run([1])
-    assert rig.log == ["heads", "forward", "heads", "forward", "done"]
+    assert rig.log == ["heads", "forward", "prefill", "forward", "done"]
 
 
 # ---- out of memory ----
@@ -380,7 +414,7 @@ def test_heads_without_memory_go_on_in_smaller_steps(
     # The next batch tries as much as it may again, and says nothing.
     rig.run([1, 3])
     assert rig.restore.counters.out_of_memory == 2
-    assert caplog.text.count("out of memory while recomputing heads") == 1
+    assert caplog.text.count("out of memory while computing a prefix") == 1
 
 
 def test_heads_without_any_memory_are_tried_again_without_the_loads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,15 +423,15 @@ def test_heads_without_any_memory_are_tried_again_without_the_loads(monkeypatch:
     rig = Rig({"r1": load_of(1, 0, 60, (40,) * NUM_LAYERS)})
     rig.land()
     rig.heads.max_tokens = 0
-
-    def free_what_loads_held() -> None:
-        if rig.batch.is_abandoned:
-            rig.heads.max_tokens = 10
-
-    rig.heads.before_run = free_what_loads_held
+    # Memory for ten tokens at a time.
+    rig.prefill.max_tokens = 10
+    rig.prefill.before_run = lambda: are_given_up.append(rig.batch.is_abandoned)
+    are_given_up: list[bool] = []
     assert rig.run([1]) == "result"
+    assert all(are_given_up)
     assert rig.batch.is_refilled
-    assert covered(rig.heads.runs, 1) == [list(range(60))] * NUM_LAYERS
+    assert rig.prefill.tokens_of(1) == list(range(60))
+    assert rig.prefill.num_refused == 3
     assert (rig.restore.counters.rescued_requests, rig.restore.counters.lost_requests) == (1, 0)
 
 
@@ -408,7 +442,7 @@ def test_what_can_be_neither_loaded_nor_recomputed_is_ended_by_the_engine(is_loa
         rig.land()
     else:
         rig.batch.fail(OSError("injected"))
-    rig.heads.max_tokens = 0
+    rig.heads.max_tokens = rig.prefill.max_tokens = 0
     # The forward of the other requests runs, and the scheduler goes on.
     assert rig.run([1, 2, 4]) == "result"
     assert rig.log == ["forward", "done"]
@@ -431,7 +465,7 @@ def test_indices_of_heads_without_memory_are_no_end_of_the_scheduler(monkeypatch
     monkeypatch.setattr(Device, "from_list", refuse_once)
     assert rig.run([1]) == "result"
     assert rig.batch.is_refilled
-    assert covered(rig.heads.runs, 1) == [list(range(60))] * NUM_LAYERS
+    assert (rig.heads.runs, rig.prefill.runs) == ([], [("r1", range(60))])
     assert rig.restore.counters.out_of_memory == 1
 
 
@@ -457,7 +491,7 @@ def test_a_rescue_has_the_memory_of_the_forward_that_failed() -> None:
         return f"result of {len(hidden)} row"
 
     are_gone: list[bool] = []
-    rig.heads.before_run = lambda: are_gone.append(hidden_states[0]() is None)
+    rig.prefill.before_run = lambda: are_gone.append(hidden_states[0]() is None)
     rig.batch.fail(OSError("injected"))
     assert rig.restore.run(FakeScheduleBatch([1]), forward) == "result of 1 row"
     assert are_gone == [True]
@@ -466,12 +500,13 @@ def test_a_rescue_has_the_memory_of_the_forward_that_failed() -> None:
 # ---- several ranks ----
 
 
-def two_ranks(*head_ends: Sequence[int]) -> list[Rig]:
+def two_ranks(*head_ends: Sequence[int], has_heads: bool = True) -> list[Rig]:
     meeting = MeetingPoint()
     return [
         Rig(
             {f"r{number}": load_of(number, 0, 8, ends) for number, ends in enumerate(head_ends)},
             agreement=ThreadAgreement(rank, meeting),
+            has_heads=has_heads,
         )
         for rank in (0, 1)
     ]
@@ -483,18 +518,29 @@ def run_together(rigs: Sequence[Rig], numbers: Sequence[int]) -> list[Any]:
         return [forward.result(PATIENCE_S) for forward in running]
 
 
-def test_a_failure_on_another_rank_is_recomputed_here_too() -> None:
+def test_a_failure_on_another_rank_is_computed_here_too() -> None:
     rigs = two_ranks((4, 4, 0, 0))
     rigs[0].land()
     rigs[1].land(2)
     rigs[1].batch.fail(OSError("injected"))
     assert run_together(rigs, [0]) == ["result"] * 2
     for rig in rigs:
-        assert rig.log == ["heads", "forward", "heads", "forward", "done"]
-        assert covered(rig.heads.runs[1:], 0) == [list(range(8))] * NUM_LAYERS
+        assert rig.log == ["heads", "forward", "prefill", "forward", "done"]
+        assert rig.prefill.runs == [("r0", range(8))]
         assert rig.batch.is_refilled
         # None entered a layer that another one did not.
         assert rig.entered == list(range(NUM_LAYERS))
+
+
+def test_without_heads_ranks_agree_on_a_failure_before_their_forwards() -> None:
+    rigs = two_ranks((0,) * NUM_LAYERS, has_heads=False)
+    rigs[0].land()
+    rigs[1].land(3)
+    rigs[1].batch.fail(OSError("injected"))
+    assert run_together(rigs, [0]) == ["result"] * 2
+    for rig in rigs:
+        assert rig.log == ["prefill", "forward", "done"]
+        assert rig.batch.is_refilled
 
 
 def test_the_forward_of_several_ranks_begins_while_its_last_layers_are_loaded() -> None:
@@ -525,17 +571,17 @@ def test_a_rank_without_memory_for_indices_leaves_no_other_waiting(monkeypatch: 
     head = restore_forward._Prefix.head
     is_refused = iter([True])
 
-    def refuse_once(prefix: Any, ends: Any) -> Head:
+    def refuse_once(prefix: Any) -> Head:
         if prefix.load is rigs[0].batch.loads["r1"] and next(is_refused, False):
             raise OUT_OF_MEMORY
-        return head(prefix, ends)
+        return head(prefix)
 
     monkeypatch.setattr(restore_forward._Prefix, "head", refuse_once)
     assert run_together(rigs, [0, 1]) == ["result"] * 2
     for rig in rigs:
-        # No rank ran the heads of the plan: all recomputed everything.
-        assert rig.log == ["heads", "forward", "done"]
-        assert covered(rig.heads.runs, 1) == [list(range(8))] * NUM_LAYERS
+        # No rank ran the heads of the plan: all computed everything.
+        assert rig.log == ["prefill", "prefill", "forward", "done"]
+        assert rig.prefill.runs == [("r0", range(8)), ("r1", range(8))]
         assert rig.batch.is_refilled
     assert [rig.restore.counters.out_of_memory for rig in rigs] == [1, 0]
 

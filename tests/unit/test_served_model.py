@@ -101,7 +101,8 @@ class Rank:
 
     def store_turn(self, name: str) -> None:
         tokens, slots = np.arange(NUM_TOKENS, dtype=np.int32), torch.arange(NUM_TOKENS)
-        self.linker.offload_turn(StoredPath(keys_of(name), tokens, slots), TurnOwner("r", 0))
+        path = StoredPath(keys_of(name), tokens, slots)
+        self.linker.offloader.submit(self.linker.ended_turn(path, TurnOwner("r", 0)))
         assert self.linker.pop_completed_offload()
 
     def lookup(self, name: str, rid: str = "r") -> int:
@@ -123,7 +124,7 @@ class Recorded(CapturedTurn):
         queries, kv_heads = torch.ones(NUM_LAYERS, 1, 2, 16), torch.arange(2)
         return QueryRows(queries, torch.tensor([num_tokens - 1]), kv_heads, 0.25)
 
-    def release(self) -> None:
+    def _give_place_back(self) -> None:
         """Nothing is held."""
 
 

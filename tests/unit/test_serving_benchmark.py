@@ -26,9 +26,20 @@ from benchmarks.pages.serving import (
     serving_table,
 )
 from benchmarks.serving.__main__ import main
-from benchmarks.serving.bench_serving import command, plan_pools_of_groups, rows_of_reports
+from benchmarks.serving.bench_serving import (
+    as_chat,
+    command,
+    plan_pools_of_groups,
+    rows_of_reports,
+    write_trace,
+)
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
-from benchmarks.serving.conversations import choose_conversations, longest_run, recorded_conversations
+from benchmarks.serving.conversations import (
+    RecordedConversation,
+    choose_conversations,
+    longest_run,
+    recorded_conversations,
+)
 from benchmarks.serving.load import order_of_servers, play, schedule
 from benchmarks.serving.rows import hit_rate_by_tier, of_tiers, row, summarize, theoretical_hit_rate
 from benchmarks.serving.servers import Counts, Server
@@ -124,7 +135,7 @@ def test_unusable_data_is_refused(tmp_path: Path) -> None:
         (["--host-memory", "much"], "--host-memory"),
         (["--compressed-options", "int4"], "is not JSON"),
         (["--compressed-options", '{"precision": "int5"}'], "int5"),
-        (["--client", "bench_serving", "--data", "x"], "generates its own"),
+        (["--client", "bench_serving", "--think-time", "1"], "does not think"),
         (["--client", "divergence", "--rate", "2"], "one request at a time"),
         (["--client", "divergence", "--configurations", "native"], "two or more servers"),
         (["--turn-tokens", "0"], "--turn-tokens 0"),
@@ -634,8 +645,20 @@ def test_rows_of_bench_serving_pair_the_requests_whose_beginning_came_before() -
 def test_bench_serving_gets_options_that_it_has() -> None:
     source = pytest.importorskip("sglang.benchmark.serving").__file__
     text = Path(source).read_text()
-    for rate in (None, 2.0):
-        arguments = command(configuration(rate=rate), "http://127.0.0.1:1", Path("out"))
+    for rate, trace in ((None, None), (2.0, None), (None, Path("trace"))):
+        arguments = command(configuration(rate=rate), "http://127.0.0.1:1", Path("out"), trace)
         options = [argument for argument in arguments if argument.startswith("--")]
         assert len(options) > 10
         assert all(f'"{option}"' in text for option in options)
+
+
+def test_bench_serving_reads_the_trace_that_is_written(tmp_path: Path) -> None:
+    dataset = pytest.importorskip("sglang.benchmark.datasets.agentic_trace").AgenticTraceDataset
+    recorded = RecordedConversation("a", tuple(map(UserTurn, ("one", "one two", "one two three"))))
+    chats = (as_chat(recorded), conversation("b", "alone", "and again"))
+    path = tmp_path / "trace.json"
+    write_trace(chats, path)
+    rows = dataset(str(path), num_requests=2, fixed_output_len=7, offset=0, max_turns=None).load(None)
+    prompts = [[message["content"] for turn in row.prompt for message in turn] for row in rows]
+    assert prompts == [["one", " two", " three"], ["alone", "and again"]]
+    assert [row.output_len for row in rows] == [7, 7]

@@ -137,9 +137,12 @@ def test_a_daemon_that_does_not_answer_says_nothing_of_whether_they_are_there(tm
         SharedBases(store, MODEL).get()
 
 
-def test_a_tier_that_is_out_of_use_may_have_them(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = rig.tier.stats()
-    monkeypatch.setattr(rig.tier, "stats", lambda: replace(stats, is_suspended=True))
+@pytest.mark.parametrize("state", ["is_suspended", "is_opening"])
+def test_a_tier_that_is_out_of_use_may_have_them(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    stats = replace(rig.tier.stats(), **{state: True})
+    monkeypatch.setattr(rig.tier, "stats", lambda: stats)
     with pytest.raises(TierReadError):
         rig.shared().get()
 

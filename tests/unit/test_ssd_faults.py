@@ -208,7 +208,8 @@ def test_what_cannot_be_written_is_not_found(
     put(tier, "b", seed=2)
     disk.errors.clear()
     stats = tier.stats()
-    assert (stats.failed_writes, stats.skipped_segments, stats.is_suspended) == (1, 1, code == errno.EIO)
+    assert (stats.failed_writes, stats.is_suspended) == (1, code == errno.EIO)
+    assert stats.skipped_segments == {"failed": 1}
     assert stats.used_bytes == disk_bytes(tmp_path)
     assert not put(tier, "b")
     clock.now_s += FIRST_PAUSE_S
@@ -390,7 +391,7 @@ def test_a_clear_does_not_wait_for_a_compaction(tmp_path: Path, disk: FaultyDisk
         put(tier, f"c{number}", sizes=(9000, 5000), model=other, seed=number)
         number += 1
     clearing.join(20)
-    assert tier.stats().skipped_segments >= 1, "the one that the compaction was for"
+    assert tier.stats().skipped_segments["no room"] >= 1, "the one that the compaction was for"
     assert not has(tier, "a")
     assert all(has(tier, f"c{number}", model=other, seed=number) for number in range(16) if number % 3 < 2)
     for run in held:
@@ -539,5 +540,8 @@ def test_done_is_called_once_whatever_happens(tier: SsdTier, disk: FaultyDisk) -
 
 def test_an_unwritable_segment_is_skipped_for_its_size(tier: SsdTier) -> None:
     assert not put(tier, "a", sizes=(8 * FILE_BYTES, 1))
-    assert tier.stats().skipped_segments == 1
+    manifest = make_manifest("a", 0, 2, (8 * FILE_BYTES, 1))
+    assert not tier.can_hold(manifest)
+    assert tier.stats().skipped_segments == {"too large": 1}
+    assert tier.can_hold(make_manifest("a", 0, 2, SIZES))
     assert not tier.stats().is_suspended

@@ -42,6 +42,7 @@ def test_a_daemon_is_told_its_memory_and_the_defaults() -> None:
         ("--eviction", "value"),
         ("--tenant-quota", "1.0"),
         ("--ssd-timeout", "1.0"),
+        ("--ssd-queue", str(256 << 20)),
     ]
 
 
@@ -50,6 +51,7 @@ def test_a_daemon_is_told_every_option_that_is_its_own() -> None:
         ssd_dir="/mnt/kv store",
         ssd_capacity=5 * GIB,
         ssd_timeout=0.25,
+        ssd_queue=GIB,
         mooncake="master_address=10.0.0.1:50051,metadata_server=http://10.0.0.1:8080/metadata?a=b",
         eviction="lru",
         tenant_quota=0.5,
@@ -60,6 +62,7 @@ def test_a_daemon_is_told_every_option_that_is_its_own() -> None:
         ("--eviction", "lru"),
         ("--tenant-quota", "0.5"),
         ("--ssd-timeout", "0.25"),
+        ("--ssd-queue", str(GIB)),
         ("--metrics-port", "9400"),
         ("--ssd-dir", "/mnt/kv store"),
         ("--ssd-capacity", str(5 * GIB)),
@@ -77,6 +80,7 @@ def test_a_daemon_is_told_every_option_that_is_its_own() -> None:
             ssd_dir="/mnt/kv store",
             ssd_capacity=5 * GIB,
             ssd_timeout=0.25,
+            ssd_queue=GIB,
             mooncake="master_address=10.0.0.1:50051,metadata_server=http://10.0.0.1:8080/metadata?a=b",
             eviction="lru",
             tenant_quota=0.5,
@@ -98,6 +102,7 @@ def test_the_daemon_understands_what_it_is_told(config: KrulConfig, monkeypatch:
             ssd_dir=ssd_dir,
             ssd_capacity_bytes=config.ssd_capacity,
             ssd_timeout_s=config.ssd_timeout,
+            ssd_queue_bytes=config.ssd_queue,
             mooncake=mooncake or None,
             eviction=config.eviction,
             tenant_quota=config.tenant_quota,

@@ -11,7 +11,7 @@ from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.layout import LayerShape
 from krul_backend.strategy.selectors import Evidence, StrategySelector
-from krul_backend.strategy.strategy import LayerGroups, Precision, Strategy
+from krul_backend.strategy.strategy import SUBSPACE, LayerGroups, Precision, Strategy
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.save.strategy_choice import (
@@ -42,6 +42,7 @@ class Captured(CapturedTurn):
     """Rows of the tokens in ``[start, end)``."""
 
     def __init__(self, start: int, end: int, *, fails: bool = False) -> None:
+        super().__init__()
         self._range = (start, end)
         self._fails = fails
 
@@ -53,7 +54,7 @@ class Captured(CapturedTurn):
     def rows(self, num_tokens: int) -> QueryRows | None:
         raise AssertionError("nobody needs rows")
 
-    def release(self) -> None:
+    def _give_place_back(self) -> None:
         """Nothing is held."""
 
 
@@ -121,6 +122,9 @@ def test_turns_are_counted_by_how_they_are_stored() -> None:
     counters.add(SHARED)
     counters.add(Strategy.from_pairs(3, [], [Precision.NATIVE, Precision.INT4, Precision.INT4]))
     counters.add(LayerGroups((2, 3), "rans"))
+    # It may turn out to be native when it is encoded.
+    assert counters.as_dict()["subspace_turns"] == 0
+    counters.note_encoded(SUBSPACE)
     assert counters.as_dict() == {
         "turns": 3,
         "subspace_turns": 1,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import ROUNDING
@@ -21,8 +23,7 @@ from krul_backend.codec.subspace.quantizer import (
     FINEST_SHIFT,
     LARGEST_LEVEL,
     SHRINK,
-    dequantize,
-    quantize,
+    RoundedTokens,
     step_shifts,
     token_steps,
 )
@@ -99,7 +100,10 @@ def test_products_in_bf16_leave_the_largest_coefficients_exact(
     segment = SegmentTokens(0, 150, 0)
 
     def coefficients(rows: slice | torch.Tensor, num_kept: int = 128) -> torch.Tensor:
-        return codec._coefficients(0, codec._vectors(0, layers, rows, segment), num_kept)
+        vectors = codec._vectors(0, layers, rows, segment)
+        out = torch.empty(len(vectors), num_kept)
+        codec._put_coefficients(0, vectors, out)
+        return out
 
     found = coefficients(slice(0, 150))
     bare = [LayerKV(rotary.unrotate(kv.k, torch.arange(150)), kv.v) for kv in layers]
@@ -277,16 +281,76 @@ def test_attention_says_what_is_lost_outside_of_the_bases() -> None:
 
 
 def test_a_long_segment_is_read_no_more_often_than_a_short_one() -> None:
-    """Once to choose the step, and once to encode it, in whatever pieces."""
+    """Once to choose the step, and once to encode it, in whatever pieces; a short one only once."""
     layers = make_layers(standard_bases(), 3000, None)
     codec, reads = SubspaceCodec(standard_bases(), None, CODERS), Counter[int]()
 
     def read(layer: int) -> LayerKV:
         reads[layer] += 1
-        return layers[layer]
+        return LayerKV(layers[layer].k[:num_tokens], layers[layer].v[:num_tokens])
 
-    codec.encode(read, start_token=0, num_tokens=3000, attention=None, max_damage=0.1, coder="rans")
-    assert reads == dict.fromkeys(range(3), 2)
+    for num_tokens, times in ((3000, 2), (128, 1)):
+        reads.clear()
+        place: dict[str, Any] = {"start_token": 0, "num_tokens": num_tokens, "attention": None}
+        codec.encode(read, **place, max_damage=0.1, coder="rans")
+        assert reads == dict.fromkeys(range(3), times)
+
+
+@pytest.mark.parametrize("num_tokens", [100, 400])
+@pytest.mark.parametrize("max_damage", [1e-2, 0.3])
+def test_a_sample_that_was_taken_before_encodes_the_same(num_tokens: int, max_damage: float) -> None:
+    layers = make_layers(standard_bases(), num_tokens, None, outside=OUTSIDE / 10)
+    codec = SubspaceCodec(standard_bases(), None, CODERS)
+    place: dict[str, Any] = {"start_token": 0, "num_tokens": num_tokens, "attention": None}
+    sample = codec.sample(layers.__getitem__, **place)
+    assert sample.outside == codec.outside(layers.__getitem__, **place) > 0
+    alone = codec.encode(layers.__getitem__, **place, max_damage=max_damage, coder="rans")
+    # As often as a caller likes.
+    for _ in range(2):
+        found = codec.encode(layers.__getitem__, **place, max_damage=max_damage, coder="rans", sample=sample)
+        assert (found.params, found.damage) == (alone.params, alone.damage)
+        assert all(map(torch.equal, found.blocks, alone.blocks))
+
+
+def test_the_sample_of_another_segment_is_refused() -> None:
+    layers = make_layers(standard_bases(), 100, None)
+    codec = SubspaceCodec(standard_bases(), None, CODERS)
+    place: dict[str, Any] = {"num_tokens": 100, "attention": None}
+    sample = codec.sample(layers.__getitem__, start_token=64, **place)
+    with pytest.raises(CodecError, match="sample"):
+        codec.encode(layers.__getitem__, start_token=0, **place, max_damage=0.1, coder="rans", sample=sample)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that a device would be given, and how often the host would wait for one."""
+
+    num_launched = num_waits = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in WAITS:
+            self.num_waits += 1
+        elif not func.is_view:
+            self.num_launched += 1
+        return func(*args, **(kwargs or {}))
+
+
+WAITS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+
+@pytest.mark.parametrize("num_tokens", [100, 1000])
+def test_the_step_is_chosen_with_few_operations_and_hardly_any_waiting(num_tokens: int) -> None:
+    bases = make_bases(LayerShape(2, 32, 32, torch.float32), [2, 2, 2, 2], rank=60, shift_cost=0.1)
+    layers = make_layers(bases, num_tokens, None)
+    codec = SubspaceCodec(bases, None, CODERS)
+    place: dict[str, Any] = {"start_token": 64, "num_tokens": num_tokens, "attention": None}
+    sample = codec.sample(layers.__getitem__, **place)
+    with Launches() as launches:
+        sample.choose_step(0.1)
+    # Each round multiplies once in each group. Bisection took 12 rounds of 20 operations and 5 waits each.
+    assert launches.num_launched < 8 * (6 * 4 + 4)
+    assert launches.num_waits <= 8 * 4
 
 
 def test_damage_of_a_long_segment_is_near_the_limit() -> None:
@@ -403,16 +467,38 @@ def test_rounding_errors_are_bounded_and_small_numbers_are_zero(
     generator = torch.Generator().manual_seed(seed)
     coefficients = torch.randn(40, 9, generator=generator) * 2**scale_log2
     shifts = torch.randint(FINEST_SHIFT, COARSEST_SHIFT + 1, (40,), generator=generator, dtype=torch.int8)
-    steps = token_steps(2**step_log2, shifts)
-    levels = quantize(coefficients, 2**step_log2, shifts)
+    steps = torch.from_numpy(token_steps(2**step_log2, shifts))[:, None]
+    worth = torch.rand(40, generator=generator)
+
+    def rounded(values: torch.Tensor) -> RoundedTokens:
+        found = RoundedTokens.none(40, 9)
+        found.add(0, values[:25].numpy(), steps[:25, 0].numpy(), worth[:25].numpy())
+        found.add(25, values[25:].numpy(), steps[25:, 0].numpy(), worth[25:].numpy())
+        return found
+
+    found = rounded(coefficients)
+    levels = torch.from_numpy(found.levels).float()
     clipped = levels.abs() == 32767
-    assert torch.equal(levels, levels.round())
-    errors = dequantize(levels, 2**step_log2, shifts) - coefficients
+    restored = (levels - SHRINK * levels.sign()) * steps
+    errors = restored - coefficients
     assert ((errors.abs() <= LARGEST_ERROR * steps + coefficients.abs() * 1e-6) | clipped).all()
     is_small = coefficients.abs() < (1 - ROUNDING) * steps * (1 - 1e-6)
     assert (levels[is_small] == 0).all()
     assert (levels[coefficients.abs() > (1 - ROUNDING) * steps * (1 + 1e-6)] != 0).all()
-    assert torch.equal(quantize(-coefficients, 2**step_log2, shifts), -levels)
+    scaled = coefficients / steps
+    # The format's own rule, operation by operation.
+    expected = (scaled.abs() + ROUNDING).floor().clamp(max=LARGEST_LEVEL).copysign(scaled)
+    assert torch.equal(levels, expected)
+    assert torch.equal(torch.from_numpy(rounded(-coefficients).levels).float(), -levels)
+    sums = {"atol": 1e-4 * float(coefficients.abs().sum()), "rtol": 1e-4}
+    squares = errors.double().square()
+    for of_loop, of_errors in (
+        (found.restored, restored.double().sum(0)),
+        (found.magnitudes, coefficients.double().abs().sum(0)),
+    ):
+        torch.testing.assert_close(torch.from_numpy(of_loop), of_errors, **sums)
+    torch.testing.assert_close(torch.from_numpy(found.squares), squares.sum(0), rtol=1e-3, atol=1e-9)
+    assert found.own_damage == pytest.approx(float(worth.double() @ squares.sum(1)) / 2, rel=1e-3, abs=1e-9)
 
 
 def test_shifts_follow_the_fourth_root_of_worth_within_their_bounds() -> None:

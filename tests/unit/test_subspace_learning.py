@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
 from krul_backend.codec.subspace.learning import DIAGONAL_SHARE, LEAST_TOKENS, BasisLearner, LearningText
-from krul_backend.codec.subspace.quantizer import GroupErrors, dequantize, quantize, step_shifts
+from krul_backend.codec.subspace.quantizer import SHRINK, step_shifts, token_steps
+from krul_backend.codec.subspace.sample import GroupErrors, GroupSample
 from krul_backend.errors import CodecError
 
 SHAPE = LayerShape(2, 4, 4, torch.float32)
@@ -182,12 +183,22 @@ def test_expected_damage_is_half_of_the_quadratic_form_of_the_error(seed: int, s
         coefficients = (vectors.double() @ basis.encoder.double()).float()
         worth = torch.rand(50, generator=generator) * 3
         shifts, step = step_shifts(worth), 2**step_log2
-        errors = dequantize(quantize(coefficients, step, shifts), step, shifts) - coefficients
+        sample = GroupSample(
+            coefficients.numpy(),
+            worth.numpy(),
+            shifts,
+            GroupErrors(0.0, 0.0, 0.0, 50),
+            basis.scatter_costs.double().numpy(),
+        )
+        rounded = sample.rounded(step)
+        levels = torch.zeros_like(coefficients)
+        levels[:, : rounded.levels.shape[1]] = torch.from_numpy(rounded.levels).float()
+        steps = torch.from_numpy(token_steps(step, shifts))[:, None]
+        errors = (levels - SHRINK * levels.sign()) * steps - coefficients
         vector_errors = errors.double() @ basis.decoder.double()
         costs = ((vector_errors @ used) * vector_errors).sum(1) / 2
         expected = float(costs @ worth.double())
-        found = GroupErrors.none(basis).with_tokens(vectors, coefficients, worth).with_rounding(errors, worth)
-        assert found.own_damage == pytest.approx(expected, rel=2e-3)
+        assert sample.rounding_damage(rounded) == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0])

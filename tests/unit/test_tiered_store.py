@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,10 @@ import xxhash
 from krul_backend.errors import StoreClosedError, TierReadError
 from krul_backend.planner.interface import TierCost
 from krul_backend.segment import SegmentManifest
-from krul_backend.store.between_tiers import NUM_THREADS
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.interface import Prefetched, SegmentSlice, TierStats
 from krul_backend.tiers.dram.stored_segment import StoredSegment
-from tests.support.fake_tier import FakeTier
+from tests.support.fake_tier import NUM_READ_THREADS, FakeTier
 from tests.support.store_builders import (
     commit_to,
     lease_pages,
@@ -683,15 +683,15 @@ def test_a_clear_that_meets_a_segment_before_it_is_queued_keeps_it_out(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, entered = threading.Event(), threading.Event()
-    hold = rig.host.hold
+    commit = rig.host.commit_held
 
-    def slow_hold(segment_id: int) -> StoredSegment | None:
-        segment = hold(segment_id)
+    def slow_commit(*args: Any) -> StoredSegment:
+        segment = commit(*args)
         entered.set()
         assert go_on.wait(10)
         return segment
 
-    monkeypatch.setattr(rig.host, "hold", slow_hold)
+    monkeypatch.setattr(rig.host, "commit_held", slow_commit)
     thread = threading.Thread(target=lambda: put(rig.store, "c", 0, 2))
     thread.start()
     assert entered.wait(10)
@@ -724,18 +724,18 @@ def test_a_tier_that_cannot_be_cleared_does_not_keep_the_others(
 def test_a_cluster_that_hangs_does_not_hold_up_the_disk(rig: Rig) -> None:
     rig.mooncake.reads_go_on.clear()
     hanging = []
-    for i in range(NUM_THREADS + 1):
+    for i in range(NUM_READ_THREADS + 1):
         put_below(rig.mooncake, f"m{i}", 0, 3)
         hanging.append(lease_pages(rig.store, f"m{i}", 0, 3))
     _, content = put_below(rig.ssd, "c", 0, 3)
     for lease in hanging:
         assert lease is not None
         rig.store.fetch(lease)
-    wait_until(lambda: rig.mooncake.num_reads == NUM_THREADS)
+    wait_until(lambda: rig.mooncake.num_reads == NUM_READ_THREADS)
     lease = lease_pages(rig.store, "c", 0, 3)
     assert lease is not None
     assert wait_for(rig.store.fetch(lease)) == [content]
-    assert rig.mooncake.num_reads == NUM_THREADS
+    assert rig.mooncake.num_reads == NUM_READ_THREADS
     rig.mooncake.reads_go_on.set()
     wait_until(lambda: rig.store.stats().fetched_segments == len(hanging) + 1)
     for held in (*hanging, lease):

@@ -53,7 +53,7 @@ RESCUED: dict[str, Any] = {
     "end_s": 0.01,
     "streams": {
         "load": [],
-        "head": [[0, 0.005, 0.006], [1, 0.006, 0.007], [2, 0.007, 0.008]],
+        "head": [[0, 0.005, 0.006], [1, 0.006, 0.007]],
         "wait": [],
         "own": [],
     },
@@ -188,19 +188,18 @@ def test_restores_follow_each_other_without_overlap() -> None:
             assert round(before["ts"] + before["dur"], 3) <= after["ts"], (before, after)
 
 
-def test_a_rescue_recomputed_everything() -> None:
+def test_a_rescue_shows_the_heads_of_the_plan() -> None:
     (restore,) = restores(RESCUED)
     events = slices(chrome_trace([restore]), tid=COMPUTE_ROW)
-    assert [event["args"]["tokens_recomputed"] for event in events] == [64, 64, 64]
-    assert [restore.head_tokens(layer) for layer in range(3)] == [32, 16, 0]
+    assert [event["args"]["tokens_recomputed"] for event in events] == [32, 16]
 
 
 def test_the_table() -> None:
     header, first, second = format_table(restores(RECORDED, RESCUED)).splitlines()
     assert header.split("  ")[0] == "restore"
     assert first.split() == ["0", "96", "48", "/", "0", "1.9", "2.0", "75%", "70%", "2", "requests"]
-    assert second.split()[:9] == ["1", "64", "32", "/", "0", "1.5", "10.0", "0%", "30%"]
-    assert second.endswith("beside requests with nothing to restore; the load failed, all was recomputed")
+    assert second.split()[:9] == ["1", "64", "32", "/", "0", "1.5", "10.0", "0%", "20%"]
+    assert second.endswith("beside requests with nothing to restore; the load failed, all was computed")
     assert first.index("2.0") + len("2.0") == header.index("measured ms") + len("measured ms")
 
 
@@ -211,7 +210,7 @@ def test_the_command_writes_the_trace_and_prints_the_table(server: FakeServer, t
     assert result.exit_code == 0, result.output
     assert len(result.stdout.splitlines()) == 3
     trace = json.loads(path.read_text())
-    assert len(slices(trace)) == 15
+    assert len(slices(trace)) == 14
     assert [event["name"] for event in trace["traceEvents"] if event["ph"] == "i"] == [
         "restore 0: 96 tokens",
         "restore 1: 64 tokens",

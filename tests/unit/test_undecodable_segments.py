@@ -16,9 +16,9 @@ from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun
 from krul_sglang.engine.restore.load_batch import Load
 from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
-from krul_sglang.engine.restore.waiting_leases import HeldLease, KeyRun
 from tests.support.daemon_builders import serving
 from tests.support.engine_builders import PATIENCE_S
 from tests.support.fake_tier import FakeTier
@@ -67,7 +67,7 @@ class Rig:
         """What a request of the whole conversation would load."""
         planning = planning_of(HeadsPlanner(no_heads), agreement=agreement, tier_costs=self.engine.tier_costs)
         unused = cast(Any, None)
-        restore = RestorePath(None, planning, unused, unused, PAGE_SIZE, self.engine.report_damage)
+        restore = RestorePath(unused, None, planning, unused, unused, PAGE_SIZE, self.engine.report_damage)
         lease = self.engine.lease(MODEL, KEYS, TOKENS)
         assert lease is not None
         assert lease.num_pages == len(KEYS)

@@ -154,16 +154,18 @@ def attention_drawn(
     """The mean share of its attention that a query spends on each of the tokens ``[start_token, start_token +
     num_tokens)``, over the queries of ``rows`` that see it, summed over the query heads of each KV head.
 
-    Returns fp32 ``[L, Hkv, num_tokens]`` on the device of the queries. Beside the keys that ``read_keys``
-    returns, those of one KV head are held in fp32 at a time, and the weights of its query heads, of at most
-    ``block_bytes`` (one row is the least). Without rows that see any of the tokens, all draw the same: ``1 /
-    T`` of each head, where ``T`` is the last token's position plus one.
+    Returns fp32 ``[L, Hkv, num_tokens]`` on the device of the queries. All KV heads are read by as many query
+    heads. Beside the keys that ``read_keys`` returns, those of some KV heads are held in fp32 at a time, and
+    the weights of their query heads, each of at most ``block_bytes`` (one head and one row are the least).
+    Without rows that see any of the tokens, all draw the same: ``1 / T`` of each head, where ``T`` is the
+    last token's position plus one.
     """
     device = rows.queries.device
-    num_kv_heads = int(rows.kv_heads.max()) + 1
-    kv_heads = rows.kv_heads.to(device)
-    query_heads = [torch.nonzero(kv_heads == head).flatten() for head in range(num_kv_heads)]
+    kv_heads = rows.kv_heads.cpu()
+    num_kv_heads = int(kv_heads.max()) + 1
     group = rows.num_heads // num_kv_heads
+    # [Hkv, query heads of each]: as many of every KV head.
+    query_heads = torch.argsort(kv_heads, stable=True).view(num_kv_heads, group).to(device)
     end = start_token + num_tokens
     positions = rows.positions.cpu()
     used = torch.nonzero(positions >= start_token).flatten()
@@ -173,22 +175,29 @@ def attention_drawn(
     if block_bytes is None:
         block_bytes = default_block_bytes(device)
     num_visible = int(positions.max()) + 1
-    block_rows = max(1, block_bytes // (4 * num_visible * max(map(len, query_heads))))
+    most_heads = max(1, block_bytes // (4 * num_visible * rows.queries.shape[3]))
+    head_parts = [slice(first, first + most_heads) for first in range(0, num_kv_heads, most_heads)]
+    block_rows = max(1, block_bytes // (4 * num_visible * group * min(most_heads, num_kv_heads)))
     num_seen = torch.zeros(num_tokens)
     tokens = torch.arange(start_token, end)
     for block in torch.split(used, block_rows):
         num_seen += (positions[block][:, None] >= tokens).sum(0)
-        is_hidden = torch.arange(num_visible, device=device) > positions[block].to(device)[:, None]
+        # Every row sees the tokens before this one.
+        first_hidden = int(positions[block].min()) + 1
+        is_hidden = torch.arange(first_hidden, num_visible) > positions[block][:, None]
+        is_hidden = is_hidden.repeat_interleave(group, dim=0).to(device)
+        in_block = block.to(device)
         for layer in range(rows.num_layers):
             keys = read_keys(layer)[:num_visible]
-            queries = rows.queries[layer, block.to(device)].float()
-            for head, heads in enumerate(query_heads):
-                # One product for all query heads of a KV head: [rows * query heads, num_visible].
-                scores = torch.mm(queries[:, heads].flatten(0, 1), keys[:, head].float().T).mul_(rows.scaling)
-                scores = scores.view(len(block), len(heads), num_visible)
-                weights = scores.masked_fill_(is_hidden[:, None], -torch.inf).softmax(dim=-1)
-                part = weights.sum((0, 1))[start_token:end]
-                totals[layer, head, : len(part)] += part
+            queries = rows.queries[layer].index_select(0, in_block).float().mul_(rows.scaling)
+            for heads in head_parts:
+                # [R, H, D] -> [R, heads, group, D] -> [heads, R * group, D]
+                of_heads = queries[:, query_heads[heads]].transpose(0, 1).flatten(1, 2)
+                # One product for all of them: [heads, R * group, num_visible].
+                weights = torch.bmm(of_heads, keys[:, heads].float().permute(1, 2, 0))
+                weights[..., first_hidden:].masked_fill_(is_hidden, -torch.inf)
+                drawn = weights.softmax(dim=-1)[..., start_token:end].sum(1)
+                totals[layer, heads, : drawn.shape[1]] += drawn
     num_seen = num_seen.to(device)
     average = totals.sum(-1, keepdim=True) / num_seen.sum()
     return (totals + PRIOR_ROWS * average) / (num_seen + PRIOR_ROWS)

@@ -61,9 +61,16 @@ class RotaryTable:
         The 2 x 2 matrix of a channel pair is a rotation times a factor (yarn's), so its inverse is its
         transpose over ``cos^2 + sin^2``.
         """
+        turned = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        self.unrotate_in_place(turned, positions)
+        return turned
+
+    def unrotate_in_place(self, x: torch.Tensor, positions: torch.Tensor) -> None:
+        """Take the embedding off ``x [T, any, D]`` fp32 itself, of any number of dimensions; see
+        ``unrotate``."""
         cos, sin = self._angles(x, positions)
         squared_factor = cos.square() + sin.square()
-        return self._turn(x, cos / squared_factor, -sin / squared_factor)
+        self._turn_in_place(x, cos / squared_factor, -sin / squared_factor)
 
     def move(self, x: torch.Tensor, positions: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Turn ``x``, which was rotated at ``positions``, as if it had been rotated at the positions ``to``.
@@ -89,9 +96,10 @@ class RotaryTable:
         return self._turn(gradients, cos, -sin)
 
     def _angles(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine ``[T, 1, rotary_dim / 2]`` on the device of ``x``."""
+        """Cosine and sine ``[T, 1, rotary_dim / 2]`` on the device of ``x``, with as many dimensions."""
         index = positions.to(self.cos.device)
-        return self.cos[index].unsqueeze(1).to(x.device), self.sin[index].unsqueeze(1).to(x.device)
+        shape = (len(positions), *(1,) * (x.ndim - 2), -1)
+        return self.cos[index].view(shape).to(x.device), self.sin[index].view(shape).to(x.device)
 
     def _turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         turned = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

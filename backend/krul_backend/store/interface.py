@@ -11,6 +11,7 @@ from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.common.interface import (
     DamageReason,
+    FastCopies,
     Lease,
     PathSegment,
     Prefetched,
@@ -36,10 +37,10 @@ class KVStore(Protocol):
     ) -> Reservation | None:
         """Take space for a segment, evicting idle segments if needed.
 
-        A *fast copy* holds pages that another segment holds, or will hold, in fewer bytes. Leases prefer it,
-        because it loads faster. It is kept only while nothing else needs its space: it is evicted before any
-        other segment, for its own space only other fast copies are, and it is never written to a lower tier.
-        Its pages still count as missing.
+        A *fast copy* holds pages as they are that another segment holds, or will hold, in fewer bytes. Leases
+        prefer it, because it is exact and loads faster. It is kept only while nothing else needs its space:
+        it is evicted before any other segment, displaces others only up to ``MAX_FAST_COPY_SHARE`` of the
+        arena, and is never written to a lower tier. Its pages still count as missing.
 
         Returns None, and counts it unless it is a fast copy, when there is no space: the segment is larger
         than the arena or the tenant's quota, or everything else is leased, pinned or reserved. Then nothing
@@ -80,7 +81,7 @@ class KVStore(Protocol):
         page_keys: Sequence[str],
         token_ids: TokenIds,
         *,
-        with_fast_copies: bool = True,
+        fast_copies: FastCopies = "prefer",
     ) -> Lease | None:
         """Pin the longest stored prefix of ``page_keys``, over all tiers, whose token ids are right.
 
@@ -91,6 +92,9 @@ class KVStore(Protocol):
         segments become the most recently used ones. A page is found whether or not every layer holds its
         tokens: see the headers. What lies in a lower tier is left out if next to nothing of its segment would
         be used. **Bytes are not verified here**: see ``SegmentSlice.checksums``.
+
+        ``fast_copies``: "prefer" them where there are some; "skip" them; or find "only" them. A lease that
+        does not "prefer" them serves no request: it does not count as a lookup or a use.
 
         Raises:
             ValueError: if ``token_ids`` does not have ``len(page_keys) * page_size`` elements.
@@ -151,6 +155,10 @@ class KVStore(Protocol):
         Raises:
             ManifestError: there are no such layers, tokens or sizes in the segment.
         """
+
+    @abstractmethod
+    def drop_fast_copies(self, model: ModelIdentity, page_keys: Sequence[str]) -> None:
+        """Drop the fast copies that hold a page of ``page_keys``; leased bytes stay until released."""
 
     @abstractmethod
     def release(self, lease: Lease) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from krul_backend.segment import ModelIdentity, TokenIds
-from krul_backend.tiers.common.interface import Lease, SegmentSlice
+from krul_backend.tiers.common.interface import FastCopies, Lease, SegmentSlice
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram.host_store import HostStore
@@ -104,14 +104,14 @@ class PrefixWalk:
         page_keys: tuple[str, ...],
         token_ids: TokenIds,
         *,
-        with_fast_copies: bool,
+        fast_copies: FastCopies,
     ) -> None:
         self._host = host
         self._tiers = tiers
         self._model = model
         self._page_keys = page_keys
         self._token_ids = token_ids
-        self._with_fast_copies = with_fast_copies
+        self._fast_copies = fast_copies
         self._parts: list[Part] = []
         self._at = 0
         self._next_token: int | None = None
@@ -139,7 +139,7 @@ class PrefixWalk:
             rest,
             self._token_ids[self._at * self._model.page_size :],
             self._next_token,
-            with_fast_copies=self._with_fast_copies,
+            fast_copies=self._fast_copies,
         )
         if lease is not None:
             self._parts.append(lease)

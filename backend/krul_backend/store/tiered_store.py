@@ -16,14 +16,16 @@ from krul_backend.errors import NotAdmittedError, Refusal, StoreClosedError
 from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.advice import Advisor
-from krul_backend.store.between_tiers import Fetcher, WriteBehind
+from krul_backend.store.fetcher import Fetcher
 from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_lease import LowerPart, Part, PrefixWalk, TieredLease, release_parts
+from krul_backend.store.write_behind import WriteBehind
 from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.common.interface import (
     DRAM_TIER,
     DamageReason,
     DamageReport,
+    FastCopies,
     Lease,
     PathSegment,
     Prefetched,
@@ -36,7 +38,6 @@ from krul_backend.tiers.common.interface import (
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_backend.tiers.dram.reservations import Arrival
-from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,8 @@ class TieredStore(KVStore):
     def __init__(self, host: HostStore, tiers: Sequence[LowerTier] = ()) -> None:
         self._host = host
         self._tiers = tuple(tiers)
-        self._fetcher = Fetcher(host, self._tiers, self._write_up)
-        self._write_behind = WriteBehind(host, self._note_written)
+        self._fetcher = Fetcher(host, self._write_up)
+        self._write_behind = WriteBehind(host, self._tiers)
         self._advisor = Advisor(host, self._tiers, self.prefetch, self._write_behind.settle, time.monotonic)
         self._lock = threading.Lock()
         self._leases: dict[int, TieredLease] = {}
@@ -90,12 +91,18 @@ class TieredStore(KVStore):
     def reserve(
         self, layer_num_bytes: Sequence[int], tenant: str = "", *, is_fast_copy: bool = False
     ) -> Reservation | None:
+        # It may evict: what no lower tier has taken yet is offered before, and stays if it is taken.
+        self._write_behind.offer()
         return self._host.reserve(layer_num_bytes, tenant, is_fast_copy=is_fast_copy)
 
     def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
-        segment_id = self._host.commit(reservation, manifest, checksums)
-        self._write_behind.submit(segment_id, self._tiers)
-        return segment_id
+        # Held until the tiers hold it: else it might be evicted before they are offered it.
+        segment = self._host.commit_held(reservation, manifest, checksums)
+        try:
+            self._write_behind.submit(segment, self._tiers)
+        finally:
+            self._host.unhold(segment)
+        return segment.segment_id
 
     def abort(self, reservation: Reservation) -> None:
         self._host.abort(reservation)
@@ -108,19 +115,20 @@ class TieredStore(KVStore):
         page_keys: Sequence[str],
         token_ids: TokenIds,
         *,
-        with_fast_copies: bool = True,
+        fast_copies: FastCopies = "prefer",
     ) -> Lease | None:
-        began_at, parts = self._match(model, page_keys, token_ids, with_fast_copies=with_fast_copies)
+        began_at, parts = self._match(model, page_keys, token_ids, fast_copies=fast_copies)
         slices = tuple(piece for part in parts for piece in part.slices)
         num_pages = sum(part.num_pages for part in parts)
         lease = Lease(self._host.next_id(), num_pages, slices)
         with self._lock:
             is_closed = self._is_closed
             if not is_closed:
-                self._lookups += 1
-                self._missed_pages += len(page_keys) - num_pages
-                for part in slices:
-                    self._tier_hit_pages[part.tier] += part.end_page - part.first_page
+                if fast_copies == "prefer":
+                    self._lookups += 1
+                    self._missed_pages += len(page_keys) - num_pages
+                    for part in slices:
+                        self._tier_hit_pages[part.tier] += part.end_page - part.first_page
                 if parts:
                     self._leases[lease.lease_id] = TieredLease(parts, began_at)
         if is_closed:
@@ -134,6 +142,7 @@ class TieredStore(KVStore):
         if held is None:
             raise KeyError(f"lease {lease.lease_id} is unknown or was released")
         slices: list[SegmentSlice] = []
+        self._write_behind.offer()
         with held.lock:
             if held.is_released:
                 raise KeyError(f"lease {lease.lease_id} was released")
@@ -141,11 +150,14 @@ class TieredStore(KVStore):
                 if isinstance(part, LowerPart):
                     # If a later part finds no room, those before it are in DRAM all the same.
                     part = held.parts[i] = self._fetcher.bring(part, held.began_at)
+                else:
+                    self._fetcher.hurry(part)
                 slices.extend(self._host.fetch(part))
         return tuple(slices)
 
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Prefetched:
         refusal: Refusal | None = None
+        self._write_behind.offer()
         began_at, parts = self._match(model, page_keys, token_ids)
         try:
             for i, part in enumerate(parts):
@@ -178,36 +190,29 @@ class TieredStore(KVStore):
         page_keys: Sequence[str],
         token_ids: TokenIds,
         *,
-        with_fast_copies: bool = True,
+        fast_copies: FastCopies = "prefer",
     ) -> tuple[int, list[Part]]:
         """Hold the longest prefix over all tiers; returns a clear mark from before that, and the parts."""
         began_at = self._host.clear_mark()
         walk = PrefixWalk(
             self._host,
-            self._tiers,
+            () if fast_copies == "only" else self._tiers,
             model,
             tuple(page_keys),
             np.asarray(token_ids),
-            with_fast_copies=with_fast_copies,
+            fast_copies=fast_copies,
         )
         return began_at, walk.run()
 
     def _write_up(self, arrival: Arrival, tier: LowerTier) -> None:
         """Write a segment that has come from a tier to the tiers above that one, too."""
         above = self._tiers[: self._tiers.index(tier)]
-        self._write_behind.submit(arrival.segment.segment_id, above)
-
-    def _note_written(self, segment: StoredSegment, tier: LowerTier) -> None:
-        """Note that a tier may hold a segment now: then having it in DRAM saves less time."""
-
-        def note() -> None:
-            manifest = segment.manifest
-            if not tier.find_missing(manifest.model, manifest.page_keys):
-                seconds = tier.load_s(manifest)
-                before_s = segment.lower_load_s
-                segment.lower_load_s = seconds if before_s is None else min(before_s, seconds)
-
-        self._fetcher.run_later(tier, note)
+        segment = self._host.hold(arrival.segment.segment_id) if above else None
+        if segment is not None:
+            try:
+                self._write_behind.submit(segment, above)
+            finally:
+                self._host.unhold(segment)
 
     # Upkeep
 
@@ -216,6 +221,9 @@ class TieredStore(KVStore):
 
     def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
         return self._host.trim(segment_id, layer_first_token, layer_num_bytes)
+
+    def drop_fast_copies(self, model: ModelIdentity, page_keys: Sequence[str]) -> None:
+        self._host.drop_fast_copies(model, page_keys)
 
     def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
         if reason == "checksum":
@@ -266,7 +274,7 @@ class TieredStore(KVStore):
 
     def stats(self) -> StoreStats:
         of_dram = self._host.stats()
-        of_tiers = tuple(tier.stats() for tier in self._tiers)
+        of_tiers = tuple(self._write_behind.stats(tier) for tier in self._tiers)
         with self._lock:
             return dataclasses.replace(
                 of_dram,
@@ -291,7 +299,7 @@ class TieredStore(KVStore):
             for tier in self._tiers:
                 stack.callback(tier.clear, model)
             # After this no tier is given a segment that has left DRAM's index; earlier ones the tiers drop.
-            stack.callback(self._write_behind.settle)
+            stack.callback(self._write_behind.forget, model)
             self._host.clear(model)
 
     def close(self) -> None:
@@ -305,6 +313,7 @@ class TieredStore(KVStore):
             stack.callback(self._host.close)
             for tier in self._tiers:
                 stack.callback(tier.close)
+            stack.callback(self._write_behind.close)
             stack.callback(self._fetcher.close)
             stack.callback(self._advisor.close)
             for held in leases:
@@ -355,13 +364,21 @@ class TieredStore(KVStore):
             bad_segments=tuple(bad_id for report in reports for bad_id in report.bad_segments),
         )
 
+    def wait_until_open(self, timeout_s: float) -> bool:
+        """Wait until every tier knows what lies in it; False if that takes longer."""
+        deadline_s = time.monotonic() + timeout_s
+        return all(tier.wait_until_open(max(0.0, deadline_s - time.monotonic())) for tier in self._tiers)
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until earlier commits are as durable as the tiers make them; False if that takes longer."""
         deadline_s = time.monotonic() + timeout_s
-        is_flushed = True
-        for tier in self._tiers:
-            is_flushed &= tier.flush(max(0.0, deadline_s - time.monotonic()))
-        return is_flushed
+
+        def flush_tiers() -> bool:
+            # All of them, although one may be late.
+            flushed = [tier.flush(max(0.0, deadline_s - time.monotonic())) for tier in self._tiers]
+            return all(flushed)
+
+        return self._write_behind.flush(flush_tiers)
 
 
 def _line_key(info: SegmentInfo) -> tuple[str, str, int, int]:

@@ -13,14 +13,13 @@ import torch
 from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.device import Device
-from krul_backend.errors import KrulError
 from krul_backend.memory import format_bytes
 from krul_backend.planner.calibration import OnlineCosts, load_costs, save_costs
 from krul_backend.planner.interface import RestoreCosts
 from krul_backend.planner.planners import make_planner
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
-from krul_sglang.config import AUTO, KrulConfig
+from krul_sglang.config import KrulConfig
 from krul_sglang.engine.attach.cost_calibration import CostCalibration, units_in_use
 from krul_sglang.engine.attach.start_proof import prove_heads
 from krul_sglang.engine.budget.served_bases import show
@@ -28,11 +27,14 @@ from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.capture.estimator_capture import EstimatorCapture
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape, TurnCapture
+from krul_sglang.engine.common.asking import LatestAnswer
 from krul_sglang.engine.common.kv_pool import DevicePool
-from krul_sglang.engine.common.unsupported import NOT_MOVABLE, UnsupportedSetupError, check_estimator
-from krul_sglang.engine.restore.head_recompute import HeadRecompute, unsupported_model
+from krul_sglang.engine.common.unsupported import NOT_MOVABLE, check_estimator
+from krul_sglang.engine.restore.engine_prefill import EnginePrefill
+from krul_sglang.engine.restore.head_attention import NoHeadsError
+from krul_sglang.engine.restore.head_recompute import HeadRecompute
 from krul_sglang.engine.restore.restore_forward import RestoreForward
-from krul_sglang.engine.restore.restore_path import HeadProof, RestorePath
+from krul_sglang.engine.restore.restore_path import HeadProof, RestoreMode, RestorePath
 from krul_sglang.engine.restore.restore_planning import RestorePlanning
 from krul_sglang.engine.restore.restore_trace import TraceLog
 from krul_sglang.engine.save.allocation import SpaceAllocation
@@ -40,7 +42,8 @@ from krul_sglang.engine.save.allocation import SpaceAllocation
 COSTS_FILE = "restore-costs.json"
 _DEFAULT_CHUNK_TOKENS = 8192
 WHOLE_LOADS = "full-load"
-"""The planner that recomputes nothing, unless a load fails."""
+PLANNERS_WITHOUT_HEADS = (WHOLE_LOADS, "full-recompute")
+"""The first one serves models whose heads cannot be recomputed, instead of any planner but these."""
 
 
 logger = logging.getLogger(__name__)
@@ -110,17 +113,19 @@ def attach_restore(
     Returns what makes it ready for bases that come later: measures what decoding costs in them, unless they
     are older ones and it was measured, and lets segments in them be opened.
 
+    If heads cannot be recomputed, whole prefixes are loaded: see ``RestoreMode``.
+
     Raises:
-        UnsupportedSetupError: the planner needs heads, and this model's cannot be recomputed.
-        IncompatibleEngineError: they can be, but not to what a prefill computes.
+        UnsupportedSetupError: ``truncation_reuse`` needs heads, and this model's cannot be recomputed.
     """
     runner, config, pool = runtime.model_runner, runtime.config, runtime.pool
-    heads, proof = _proven_heads(runtime)
+    heads, proof, mode = _proven_heads(runtime)
     calibration = CostCalibration(runner, runtime.cache, pool, heads, runtime.restore_agreement)
     # A property of the machine, not a measurement: the forward of a CPU waits until a load has landed whole.
     serial_tiers = (DRAM_TIER,) if pool.streams.shares_cores else ()
     costs = replace(_costs(calibration, runtime), serial_tiers=serial_tiers)
-    linker = runtime.linker
+    linker, store = runtime.linker, runtime.connection.store
+    tier_costs = LatestAnswer(linker.asking, store.tier_costs, before=store.tier_costs())
     units = units_in_use(config.strategy, Precision(config.precision), pool.num_layers)
     decode_costs = calibration.decode_costs(linker.codec, units, costs.tiers[DRAM_TIER])
 
@@ -131,10 +136,6 @@ def attach_restore(
         linker.codec.add_subspace(subspace, is_older=is_older)
         rank = runtime.model.identity.tp_rank
         show("bases_held", "Different bases in which segments can be decoded.", linker.codec.num_bases, rank)
-        if config.fast_copies == AUTO:
-            shape = pool.shape
-            native_s = costs.tiers[DRAM_TIER].byte_s * (shape.k_token_bytes + shape.v_token_bytes)
-            linker.offloader.keeps_fast_copies = max(decode_costs.group_s.values()) > native_s
 
     if config.truncation_reuse and (heads is None or runtime.rotary is None):
         raise NOT_MOVABLE.error(
@@ -143,9 +144,10 @@ def attach_restore(
     if runtime.bases is not None and runtime.bases.subspace is not None:
         make_ready(runtime.bases.subspace)
     online = OnlineCosts(costs)
-    planner = make_planner(config.planner)
+    planner = make_planner(mode.planner)
     chunk_tokens = _chunk_tokens(chunked_prefill_size)
-    max_head_tokens = config.head_token_limit(chunk_tokens)
+    # What another server has stored without its first tokens is computed, if this one has no heads.
+    max_head_tokens = 0 if heads is None else config.head_token_limit(chunk_tokens)
     planning = RestorePlanning(
         planner,
         online,
@@ -155,12 +157,13 @@ def attach_restore(
         page_size=runtime.model.identity.page_size,
         max_head_tokens=max_head_tokens,
         max_new_tokens=chunk_tokens,
-        tier_costs=runtime.connection.store.tier_costs,
+        tier_costs=tier_costs,
     )
     traces = TraceLog(online, pool.num_layers)
     forward = RestoreForward(
         linker.loader,
         heads,
+        EnginePrefill(runner, runtime.capture),
         runtime.restore_agreement,
         traces,
         req_to_token=runner.req_to_token_pool.req_to_token,
@@ -168,12 +171,16 @@ def attach_restore(
     )
     linker.attach_restore(
         RestorePath(
+            mode,
             proof,
             planning,
             forward,
             traces,
             runtime.model.identity.page_size,
-            runtime.connection.store.report_damage,
+            # Nobody waits for the answer.
+            lambda segment_id, reason: linker.asking.ask(
+                lambda: store.report_damage(segment_id, reason), is_urgent=False
+            ),
             runtime.rotary,
         )
     )
@@ -188,33 +195,38 @@ def attach_restore(
             max_head_tokens=max_head_tokens,
         )
     if runtime.model.identity.tp_rank == 0:
-        _log(config, costs)
+        _log(mode, costs)
     return make_ready
 
 
-def _proven_heads(runtime: KrulRuntime) -> tuple[HeadRecompute, HeadProof] | tuple[None, None]:
-    try:
-        return _prove(runtime)
-    except UnsupportedSetupError as error:
-        if runtime.config.planner != WHOLE_LOADS:
-            raise
-        logger.warning("%s. A load that fails ends in an error of its request", error)
-        return None, None
-
-
-def _prove(runtime: KrulRuntime) -> tuple[HeadRecompute, HeadProof]:
-    """Raises UnsupportedSetupError for whatever error a model of an unknown kind leads to."""
-    runner = runtime.model_runner
+def _proven_heads(runtime: KrulRuntime) -> tuple[HeadRecompute | None, HeadProof | None, RestoreMode]:
+    """Heads that are proven on every rank; if they fail on one, whatever its error is, none has them."""
+    runner, config = runtime.model_runner, runtime.config
+    heads = proof = None
+    why = ""
     try:
         heads = HeadRecompute(runner, runtime.pool, runtime.capture)
-        return heads, prove_heads(runner, runtime.cache, runtime.pool, heads)
-    except KrulError:
-        raise
+        proof = prove_heads(runner, runtime.cache, runtime.pool, heads)
+    except NoHeadsError as error:
+        why = str(error)
     except Exception as error:
         logger.debug("the proof of heads failed", exc_info=True)
-        raise unsupported_model(
-            runner.model, f"its layers failed with {type(error).__name__}: {error}"
-        ) from error
+        why = f"its layers failed with {type(error).__name__}: {error}"
+    failures = [
+        of_rank.decode() for of_rank in runtime.restore_agreement.gather_bytes(why.encode()) if of_rank
+    ]
+    if not failures:
+        return heads, proof, RestoreMode(config.planner, "as configured")
+    why = f"heads of {type(runner.model).__name__} cannot be recomputed: {' '.join(failures[0].split())}"
+    mode = RestoreMode(config.planner if config.planner in PLANNERS_WITHOUT_HEADS else WHOLE_LOADS, why)
+    if runtime.model.identity.tp_rank == 0:
+        logger.warning(
+            'krul: %s. So planner = "%s" serves: stored prefixes are loaded whole or not at all, and what '
+            "fails to load is computed",
+            mode.why,
+            mode.planner,
+        )
+    return None, None, mode
 
 
 def _costs(calibration: CostCalibration, runtime: KrulRuntime) -> RestoreCosts:
@@ -249,11 +261,11 @@ def _chunk_tokens(chunked_prefill_size: int | None) -> int:
     return chunked_prefill_size
 
 
-def _log(config: KrulConfig, costs: RestoreCosts) -> None:
+def _log(mode: RestoreMode, costs: RestoreCosts) -> None:
     tier = costs.tiers[DRAM_TIER]
     logger.info(
         "krul: planner %s; per layer and 1000 tokens: prefill %.2f ms, head %.2f ms; loading %.2f GB/s",
-        config.planner,
+        mode.planner,
         1e3 * costs.own.layer_s(1000, 0),
         1e3 * costs.head.layer_s(1000, 0),
         1e-9 / tier.byte_s if tier.byte_s > 0 else float("inf"),

@@ -224,6 +224,7 @@ def forward_with_restore(original: Any, worker: Any, batch: Any = None, *args: A
     runtime = KrulRuntime.find(worker.model_runner)
     if runtime is None or batch is None:
         return original(worker, batch, *args, **kwargs)
+    runtime.linker.steps.note_work()
     capturing = nullcontext() if runtime.capture is None else runtime.capture.recording(batch)
     with capturing, runtime.gate.computing():
         if runtime.restore_forward is None or not batch.forward_mode.is_extend():
@@ -279,7 +280,9 @@ def look_ahead(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """AFTER hook of ``get_new_batch_prefill``: what is stored of requests that still wait comes to DRAM."""
     runtime = KrulRuntime.find(scheduler)
     if runtime is not None:
-        runtime.cache.linker.look_ahead(scheduler.waiting_queue)
+        runtime.gate.has_queue = bool(scheduler.waiting_queue)
+        with runtime.linker.steps.hooks:
+            runtime.cache.linker.look_ahead(scheduler.waiting_queue)
     return result
 
 

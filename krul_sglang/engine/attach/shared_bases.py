@@ -91,10 +91,11 @@ class SharedBases:
             self._store.release(lease)
 
     def _is_missing(self, key: str) -> bool:
-        """Whether no tier has this key. False without an answer, and while a tier is out of use."""
+        """Whether no tier has this key. False without an answer, and while one is out of use or opens."""
         # No page is missing in a store that does not answer.
         is_missing = bool(self._store.find_missing(self._model, (key,)))
-        return is_missing and not any(tier.is_suspended for tier in self._store.stats().tiers)
+        tiers = self._store.stats().tiers
+        return is_missing and not any(tier.is_suspended or tier.is_opening for tier in tiers)
 
     def _has(self, key: str, digest: str) -> bool:
         """Whether this key's segment is that of this digest. One of another digest is dropped."""

@@ -17,8 +17,8 @@ import torch
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.device import Device
-from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
 from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.restore.head_attention import NoHeadsError
 from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
 from krul_sglang.engine.restore.restore_path import HeadProof
 
@@ -114,17 +114,18 @@ def prove_heads(model_runner: Any, tree_cache: Any, pool: DevicePool, heads: Hea
     """Recompute the head of an ordinary prefill, in one piece and in two, and compare with the prefill.
 
     The head is shorter from layer to layer. The result counts the rows of the one piece. Of two pieces the
-    second attends to the first in the pool, by another kernel; they are checked but not counted.
+    second attends to the first in the pool, by another kernel; they are checked but not counted. All is run
+    before anything is compared: a rank that stopped earlier would leave the others in a layer's collectives.
 
     Raises:
-        IncompatibleEngineError: KV of the head differs, or KV behind it has changed.
+        NoHeadsError: KV of the head differs, or KV behind it has changed.
     """
     num_tokens = min(_NUM_TOKENS, pool.num_tokens // 2)
     token_ids = random_token_ids(model_runner.model_config.vocab_size, num_tokens)
     ends = tuple(num_tokens - num_tokens * layer // (2 * pool.num_layers) for layer in range(pool.num_layers))
     with ordinary_prefill(model_runner, tree_cache, token_ids) as prefilled:
         before = [pool.elements(layer, prefilled.slots, torch.float32) for layer in range(pool.num_layers)]
-        proofs = []
+        recomputed = []
         for cuts in ((0, num_tokens), (0, num_tokens // 3, num_tokens)):
             _clear(pool, prefilled, ends)
             head = Head(prefilled.token_ids, prefilled.slots, 0, ends)
@@ -132,9 +133,10 @@ def prove_heads(model_runner: Any, tree_cache: Any, pool: DevicePool, heads: Hea
                 part = head.part(first, end)
                 assert part is not None, (first, end, ends)
                 heads.run([part])
-            after = [pool.elements(layer, prefilled.slots, torch.float32) for layer in range(pool.num_layers)]
-            name = type(model_runner.model).__name__
-            proofs.append(_compare(name, before, after, ends, pool.element_type, model_runner.dtype))
+            recomputed.append(
+                [pool.elements(layer, prefilled.slots, torch.float32) for layer in range(pool.num_layers)]
+            )
+    proofs = [_compare(before, after, ends, pool.element_type, model_runner.dtype) for after in recomputed]
     return proofs[0]
 
 
@@ -146,7 +148,6 @@ def largest_error(element_type: torch.dtype, compute_type: torch.dtype) -> float
 
 
 def _compare(
-    model_name: str,
     before: Sequence[LayerKV],
     after: Sequence[LayerKV],
     ends: Sequence[int],
@@ -164,10 +165,9 @@ def _compare(
         ):
             error = _relative_error(new[:end], old[:end])
             if not error <= allowed or not torch.equal(new[end:], old[end:]):
-                raise IncompatibleEngineError(
-                    f"a recomputed head is not what a prefill of {model_name} computes: {name} of layer "
-                    f"{layer} differs by {error:.3g}, or was written behind its end; start with "
-                    'planner = "full-load" to load whole prefixes'
+                raise NoHeadsError(
+                    f"they are not what a prefill computes: {name} of layer {layer} differs by {error:.3g}, "
+                    f"or was written behind the head's end"
                 )
             is_close = _is_within_one_ulp(new[:end], old[:end], element_type)
             rows += is_close.numel()

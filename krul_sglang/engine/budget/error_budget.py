@@ -17,6 +17,7 @@ from krul_backend.codec.subspace.codec import MOST_OUTSIDE, EncodedSegment, Subs
 from krul_backend.errors import CodecError
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import Strategy
+from krul_sglang.engine.budget.correction import DamageCorrection
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carried_damage, spent_damage
 from krul_sglang.engine.budget.served_bases import ServedBases
@@ -31,13 +32,9 @@ from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.save.strategy_choice import Decision
 from krul_sglang.engine.save.turn import StoredPath, Turn
-from krul_sglang.engine.save.turn_encoding import LayerEncoding, TurnEncoding
+from krul_sglang.engine.save.turn_encoding import LayerEncoding, TokenRun, TurnEncoding
 
 logger = logging.getLogger(__name__)
-
-_LEARNING_RATE = 0.2
-_LARGEST_CORRECTION = 8.0
-"""Probes correct expected damage by at most this factor, up or down."""
 
 _MAX_REMEMBERED = 100_000
 """Segments whose damage is remembered: those that have left DRAM for a lower tier are not asked for it."""
@@ -53,29 +50,22 @@ class _BasesInUse:
     group_token_bytes: list[float]
 
 
-@dataclass(frozen=True, eq=False)
-class _Measured:
-    """What was measured, with ``bases``, of each run of tokens that is to be stored.
+@dataclass(eq=False)
+class _Ended:
+    """What is known of a turn when it ends, until it is encoded.
 
-    ``attention [L, Hkv, tokens of the run]``: see ``GroupBasis.token_worth``. ``outside``: the damage of what
-    the bases cannot represent, in nats at the end of the conversation.
+    ``lossy``: what of its conversation came back lossy. ``carried``: what each run of tokens to be stored has
+    lost already, in nats at the run's own end. ``attention``, of each run, ``[L, Hkv, tokens of the run]``:
+    see ``GroupBasis.token_worth``.
     """
 
-    bases: _BasesInUse
-    attention: tuple[torch.Tensor, ...]
-    outside: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class _History:
-    """The damage of a conversation so far, at the time when a turn of it is stored.
-
-    ``spent``: of its segments, in nats; infinite if it is not known. ``carried``: what each run of tokens to
-    be stored has lost already, in nats at the run's own end.
-    """
-
-    spent: float
+    turn: Turn
+    runs: tuple[range, ...]
+    lossy: Sequence[DamagedSpan]
     carried: tuple[float, ...]
+    attention: tuple[torch.Tensor, ...]
+    left: float | None = None
+    """What is left of the conversation's budget when the first run is encoded, for all runs together."""
 
 
 class ErrorBudget(Decision):
@@ -87,18 +77,19 @@ class ErrorBudget(Decision):
     Each rank stores its own heads, and gets an equal share of the limit.
 
     Tokens that came back lossy count with what they have lost, also when their segment has left the store
-    and they are stored again. A turn is stored natively if nothing is left for it, if what the bases cannot
-    represent of it costs nearly all of that, if nothing was recorded of its attention, until every rank has
-    its bases, or if the weights are no longer those that the bases were learned from. So is a run of it that
-    turns out, once it is encoded, to cost more than it may.
+    and they are stored again. A turn is stored natively for good if nothing was recorded of its attention, if
+    there are no bases yet, or if the weights are no longer those that the bases were learned from. Other
+    turns are stored natively at first. When a run of one is encoded, later, its limit is set by what the
+    conversation has spent by then; it stays native if nothing is left, if what the bases cannot represent of
+    it costs nearly all of that, or if it turns out, once it is encoded, to cost more than it may.
 
     On idle servers a stored conversation is decoded and compared with the truth, after a share of the turns,
     ``probe_share``. That moves the correction of expected damage. What is noted of a segment, in its
     parameters and here, is what the bases expect of it; the correction in force is applied to all notes alike
     when they are read. So old segments cost what they would be expected to cost today.
 
-    ``decide`` runs on the thread that stores turns. ``wants_probe`` and ``probe`` run on the scheduler's, the
-    latter only while no turn is being stored.
+    ``decide`` runs on the thread that stores turns, what it returns on the one that encodes. ``wants_probe``
+    and ``probe`` run on the scheduler's, the latter only while no turn is being stored or encoded.
     """
 
     def __init__(
@@ -119,8 +110,10 @@ class ErrorBudget(Decision):
         self.last_kl: float | None = None
         self.last_expected: float | None = None
         self._last_spent, self._last_damage, self._last_outside = 0.0, 0.0, 0.0
+        self._last_left = 0.0
         self._num_unfamiliar = self._num_unrecorded = 0
-        self._correction = 1.0
+        self._correction = DamageCorrection()
+        self._last_factor = 1.0
         # By the last page of a segment, the oldest first.
         self._remembered: dict[str, DamagedSpan] = {}
         self._limit = limit / agreement.num_ranks
@@ -132,10 +125,9 @@ class ErrorBudget(Decision):
         self._pool = pool
         self._codec = codec
         self._bases = bases
-        # Those that turns are stored in: None until every rank has its own.
+        # Those that turns are stored in.
         self._in_use: _BasesInUse | None = None
         self._prober = prober
-        self._agreement = agreement
         self._are_weights_known = True
 
     def forget_model(self) -> None:
@@ -146,91 +138,111 @@ class ErrorBudget(Decision):
         logger.warning("krul: the weights are not those that the bases were learned from: turns stay native")
 
     def decide(self, turn: Turn | None, missing: Sequence[range]) -> TurnEncoding:
-        if turn is None:
-            self._agreed(None, 0.0)
-            return self._native((), (), ())
+        if turn is None or not missing:
+            return self._unshared(())
         page_size = self._model.identity.page_size
-        runs = [range(pages.start * page_size, pages.stop * page_size) for pages in missing]
+        runs = tuple(range(pages.start * page_size, pages.stop * page_size) for pages in missing)
         for pages in missing:
             for key in turn.page_keys[pages.start : pages.stop]:
                 # Its segment is not stored any more.
                 self._remembered.pop(key, None)
-        if self._bases.recent is not None and missing and not turn.tenant:
+        if self._bases.recent is not None and not turn.tenant:
             new_pages = range(missing[0].start, missing[-1].stop)
             self._bases.recent.add(turn.page_keys, turn.token_ids, new_pages)
-        last_keys = [turn.page_keys[pages.stop - 1] for pages in missing]
-        history = self._history(turn, runs)
-        measured = self._measured(turn, runs)
-        agreed = self._agreed(measured, history.spent)
-        # As the bases expect damage, like all that is noted.
-        left = 0.0 if agreed is None else self._limit / self._correction - agreed[0]
-        self._last_spent, self._last_damage = history.spent, 0.0
-        self._last_outside = outside = 0.0 if measured is None else sum(measured.outside)
-        if self._in_use is None or measured is None or agreed is None or left <= 0:
-            return self._native(last_keys, runs, history.carried)
-        num_tokens, num_new = len(turn.token_ids), sum(map(len, runs))
-        usable = SHARE_OF_LEFT * left
-        if agreed[1] > MOST_OUTSIDE * usable:
+        lossy = self._lossy(turn)
+        carried = tuple(math.inf if lossy is None else carried_damage(lossy, run) for run in runs)
+        bases = self._newest()
+        attention = None if bases is None or lossy is None else self._attention(turn, runs)
+        if bases is None or lossy is None or attention is None:
+            for run, of_run in zip(runs, carried, strict=True):
+                self._remember(turn, run, of_run)
+            return self._unshared(carried)
+        ended = _Ended(turn, runs, lossy, carried, attention)
+        return SubspaceEncoding(
+            bases.subspace,
+            bases.group_token_bytes,
+            partial(self._limit_of, ended, bases),
+            partial(self._note, ended, bases),
+            self._unshared(carried, is_copy=True),
+        )
+
+    def _limit_of(self, ended: _Ended, bases: _BasesInUse, index: int, run: TokenRun) -> RunLimit | None:
+        """What run number ``index`` of a turn may lose: a share by length of what was left when the first one
+        was encoded. None if it is better stored natively."""
+        if ended.left is None:
+            # As the bases expect damage, like all that is noted.
+            spent = self._spent(ended)
+            self._last_factor = self._correction.factor(ended.turn.token_ids)
+            ended.left = self._limit / self._last_factor - spent
+            self._last_spent = spent
+        self._last_left = ended.left
+        if ended.left <= 0 or not self._are_weights_known:
+            return None
+        attention = ended.attention[index][..., : run.num_tokens]
+        sample = bases.subspace.sample(
+            run.read, start_token=run.start_token, num_tokens=run.num_tokens, attention=attention
+        )
+        # What a run costs falls with every token that follows: at the conversation's end it is less.
+        to_own_end = len(ended.turn.token_ids) / (run.start_token + run.num_tokens)
+        usable = SHARE_OF_LEFT * ended.left * run.num_tokens / sum(map(len, ended.runs)) * to_own_end
+        self._last_outside = sample.outside / to_own_end
+        if sample.outside > MOST_OUTSIDE * usable:
             self._warn_unfamiliar()
+            return None
+        return RunLimit(usable, sample, ended.carried[index], attention)
+
+    def _note(
+        self, ended: _Ended, bases: _BasesInUse, index: int, run: TokenRun, encoded: EncodedSegment | None
+    ) -> None:
+        """Note what a run costs, now that it is encoded; None: it is native."""
+        tokens = range(run.start_token, run.start_token + run.num_tokens)
+        damage = 0.0 if encoded is None else encoded.damage
+        self._last_damage = damage * tokens.stop / len(ended.turn.token_ids)
+        self._remember(ended.turn, tokens, damage + ended.carried[index])
+        # What is known of other bases says nothing of those that came meanwhile.
+        are_newest = bases is self._in_use
+        if encoded is None and self._last_left > 0:
             self._num_unfamiliar += 1
-            self._bases.drift.add_unfamiliar(num_new)
-            return self._native(last_keys, runs, history.carried)
-        limits = []
-        for run, carried, drawn, lost in zip(
-            runs, history.carried, measured.attention, measured.outside, strict=True
-        ):
-            # What rounding may cost is shared by length. It is counted at the end of the conversation.
-            at_end, to_own_end = lost + (usable - outside) * len(run) / num_new, num_tokens / run.stop
-            limits.append(RunLimit(at_end * to_own_end, lost * to_own_end, carried, drawn))
-        num_unfamiliar = self._num_unfamiliar
+            if are_newest:
+                self._bases.drift.add_unfamiliar(len(tokens))
+        elif encoded is not None and are_newest:
+            self._bases.drift.add(encoded.mean_offset, len(tokens))
 
-        def on_encoded(index: int, encoded: EncodedSegment | None) -> None:
-            run, damage = runs[index], 0.0 if encoded is None else encoded.damage
-            self._last_damage += damage * run.stop / num_tokens
-            self._remember(last_keys[index], run, damage + limits[index].carried)
-            # What is known of other bases says nothing of those that came meanwhile.
-            are_newest = measured.bases is self._in_use
-            if encoded is None:
-                # The turn counts once, however many of its runs are native.
-                self._num_unfamiliar = num_unfamiliar + 1
-                if are_newest:
-                    self._bases.drift.add_unfamiliar(len(run))
-            elif are_newest:
-                self._bases.drift.add(encoded.mean_offset, len(run))
-
-        native, bases = self._unshared(history.carried), measured.bases
-        return SubspaceEncoding(bases.subspace, limits, bases.group_token_bytes, on_encoded, native)
-
-    def _remember(self, last_key: str, run: range, damage: float) -> None:
+    def _remember(self, turn: Turn, tokens: range, damage: float) -> None:
         """Remember what a segment costs at its own end, in nats, by its last page."""
-        self._remembered[last_key] = DamagedSpan(run.start, run.stop, run.start, damage * run.stop)
+        last_key = turn.page_keys[tokens.stop // self._model.identity.page_size - 1]
+        self._remembered[last_key] = DamagedSpan(
+            tokens.start, tokens.stop, tokens.start, damage * tokens.stop
+        )
         if len(self._remembered) > _MAX_REMEMBERED:
-            del self._remembered[next(iter(self._remembered))]
+            self._remembered.pop(next(iter(self._remembered)), None)
 
-    def _native(
-        self, last_keys: Sequence[str], runs: Sequence[range], carried: Sequence[float]
-    ) -> TurnEncoding:
-        for of_run in zip(last_keys, runs, carried, strict=True):
-            self._remember(*of_run)
-        return self._unshared(carried)
+    def _unshared(self, carried: Sequence[float], *, is_copy: bool = False) -> LayerEncoding:
+        strategy = Strategy.from_pairs(self._pool.num_layers)
+        return LayerEncoding(self._codec, strategy, carried, is_copy=is_copy)
 
-    def _unshared(self, carried: Sequence[float]) -> TurnEncoding:
-        return LayerEncoding(self._codec, Strategy.from_pairs(self._pool.num_layers), carried)
-
-    def _history(self, turn: Turn, runs: Sequence[range]) -> _History:
-        """What this rank knows of the turn's conversation; after an error the whole budget is spent."""
-        num_tokens = len(turn.token_ids)
+    def _lossy(self, turn: Turn) -> list[DamagedSpan] | None:
+        """What of a turn's conversation came back lossy; None if that is not known."""
         try:
-            lossy = self._provenance.read(turn.slots)
-            spent = spent_damage(self._stored_damage(turn), lossy, runs, num_tokens)
+            return self._provenance.read(turn.slots)
         except Exception:
             logger.exception("krul: what a conversation has spent of its error budget is not known")
-            return _History(math.inf, (math.inf,) * len(runs))
-        return _History(spent, tuple(carried_damage(lossy, run) for run in runs))
+            return None
+
+    def _spent(self, ended: _Ended) -> float:
+        """What this rank knows that a turn's conversation has lost without the turn, in nats; after an error
+        the whole budget is spent."""
+        try:
+            stored = self._stored_damage(ended.turn)
+            return spent_damage(stored, ended.lossy, ended.runs, len(ended.turn.token_ids))
+        except Exception:
+            logger.exception("krul: what a conversation has spent of its error budget is not known")
+            return math.inf
 
     def _stored_damage(self, turn: Turn) -> list[DamagedSpan]:
         """The conversation's segments with their damage: those that this server stored, and those in DRAM."""
-        spans = [self._remembered[key] for key in turn.page_keys if key in self._remembered]
+        remembered = map(self._remembered.get, turn.page_keys)
+        spans = [span for span in remembered if span is not None]
         for segment in self._store.path_segments(self._model.identity, turn.page_keys):
             header = segment.header
             try:
@@ -254,11 +266,9 @@ class ErrorBudget(Decision):
             )
         return spans
 
-    def _measured(self, turn: Turn, runs: Sequence[range]) -> _Measured | None:
-        """Measure the runs of a turn; None without bases, or if nothing was recorded of its attention."""
-        rows, bases = _rows_of(turn), self._newest() if self._in_use is None else self._in_use
-        if not runs or bases is None or not self._are_weights_known:
-            return None
+    def _attention(self, turn: Turn, runs: Sequence[range]) -> tuple[torch.Tensor, ...] | None:
+        """The attention that each token of the runs draws; None if nothing was recorded of it."""
+        rows = _rows_of(turn)
         if rows is None:
             if not self._num_unrecorded:
                 logger.warning(
@@ -267,66 +277,35 @@ class ErrorBudget(Decision):
                 )
             self._num_unrecorded += 1
             return None
-        start, end, num_tokens = runs[0].start, runs[-1].stop, len(turn.token_ids)
+        start, end = runs[0].start, runs[-1].stop
         try:
             drawn = attention_drawn(
                 rows, lambda layer: self._pool.gather_keys(layer, turn.slots), start, end - start
             )
-            attention = [drawn[..., run.start - start : run.stop - start] for run in runs]
-            outside = [
-                bases.subspace.outside(
-                    partial(self._pool.gather, slots=turn.slots[run.start : run.stop]),
-                    start_token=run.start,
-                    num_tokens=len(run),
-                    attention=of_run,
-                )
-                for run, of_run in zip(runs, attention, strict=True)
-            ]
         except Exception:
-            # The other ranks wait for this one: without its heads, all store the turn natively.
-            logger.exception("krul: what a turn would lose could not be measured")
+            logger.exception("krul: the attention of a turn could not be measured")
             return None
-        at_end = [lost * run.stop / num_tokens for lost, run in zip(outside, runs, strict=True)]
-        return _Measured(bases, tuple(attention), tuple(at_end))
+        return tuple(drawn[..., run.start - start : run.stop - start] for run in runs)
 
     def _newest(self) -> _BasesInUse | None:
+        """The bases that a turn is stored in that ends now; None if there are none."""
         number, subspace = self._bases.num_had, self._bases.subspace
-        if subspace is None:
+        if subspace is None or not self._are_weights_known:
             return None
-        return _BasesInUse(number, subspace, first_group_token_bytes(subspace.bases, self._pool.shape))
-
-    def _agreed(self, measured: _Measured | None, spent: float) -> tuple[float, float] | None:
-        """The most that any rank has spent, since each evicts on its own, and the most that any would lose
-        outside of its bases; None if one could not measure.
-
-        Once each rank has newer bases than those in use, the next turn is stored in them; this one already
-        if there were none before.
-        """
-        mine = None
-        if measured is not None:
-            newest = measured.bases.number if self._in_use is None else self._bases.num_had
-            mine = torch.tensor([spent, sum(measured.outside), newest], dtype=torch.float64)
-        of_ranks = self._agreement.gather(mine, (3,))
-        if of_ranks is None or measured is None:
-            return None
-        stacked = torch.stack(of_ranks)
-        if self._in_use is None or stacked[:, 2].amin() > self._in_use.number:
-            self._in_use = measured.bases if self._in_use is None else self._newest()
-            assert self._in_use is not None
+        if self._in_use is None or self._in_use.number != number:
+            token_bytes = first_group_token_bytes(subspace.bases, self._pool.shape)
+            self._in_use = _BasesInUse(number, subspace, token_bytes)
             self._bases.drift.begin_again()
-            # Other bases may expect less of the same text: then it would be allowed to lose too much.
-            self._correction = max(1.0, self._correction)
-            digest = self._in_use.subspace.bases.digest[:16]
-            logger.info("krul: turns are stored in bases %s from here on", digest)
-        spent, outside, _ = stacked.amax(0).tolist()
-        return spent, outside
+            self._correction.begin_again()
+            logger.info("krul: turns are stored in bases %s from here on", subspace.bases.digest[:16])
+        return self._in_use
 
     def _warn_unfamiliar(self) -> None:
         if not self._num_unfamiliar:
             logger.warning(
                 "krul: a turn is unlike the text that the bases were learned from, and is stored natively: "
                 "they would lose %.3g nats of it. Learn bases from such text if this is frequent",
-                self._correction * self._last_outside,
+                self._last_factor * self._last_outside,
             )
 
     def wants_probe(self) -> bool:
@@ -337,41 +316,42 @@ class ErrorBudget(Decision):
         self._probes_due -= 1.0
         return True
 
-    def probe(self, path: StoredPath) -> None:
+    def probe(self, path: StoredPath, *, is_encoded: bool = True) -> None:
         """Compare what a stored conversation would cost if it came back with what was expected.
 
-        A conversation that came back lossy is skipped: its true answers are not known. Before turns are
-        stored in bases there is nothing to compare, and the next turn is wanted instead. All ranks have
-        decided on the same turns by now, so they do the same.
+        A conversation that came back lossy is skipped, since its true answers are not known, and so is one of
+        which a rank has not encoded all (``is_encoded``): then the next turn is wanted instead.
         """
-        if self._in_use is None:
+        outcome = self._prober.measure(path, lambda: is_encoded and self._provenance.is_exact(path.slots))
+        if outcome is None:
             self._probes_due = 1.0
             return
-        outcome = self._prober.measure(path, partial(self._provenance.is_exact, path.slots))
-        if outcome is None:
-            return
         self.num_probes += 1
-        self.last_kl, self.last_expected = outcome.kl, self._correction * outcome.noted
-        correction = self._correction * (self.last_kl / self.last_expected) ** _LEARNING_RATE
-        self._correction = min(max(correction, 1 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
+        self.last_kl = outcome.kl
+        self.last_expected = self._correction.factor(path.token_ids) * outcome.noted
+        self._correction.observe(outcome.kl, outcome.noted, path.token_ids)
 
     def stop_probes(self) -> None:
         """Stop probing. What was learned stays."""
         self._probe_share = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values. What was last spent and lost is as expected with the correction that is in force."""
-        subspace, correction, spent = self._bases.subspace, self._correction, self._last_spent
+        """Plain values. What was last spent and lost is as expected with ``last_factor``, the correction that
+        was in force then."""
+        subspace, factor, spent = self._bases.subspace, self._last_factor, self._last_spent
+        largest = self._correction.largest
         return {
             **self._bases.as_dict(),
             "bases_held": self._codec.num_bases,
-            "damage_factor": None if subspace is None else correction * subspace.bases.damage_factor,
+            "damage_factor": None if subspace is None else largest * subspace.bases.damage_factor,
+            "correction": self._correction.as_dict(),
             "probes": self.num_probes,
             "last_kl": self.last_kl,
             "last_expected": self.last_expected,
-            "last_spent": correction * spent if math.isfinite(spent) else None,
-            "last_damage": correction * self._last_damage,
-            "last_outside": correction * self._last_outside,
+            "last_factor": factor,
+            "last_spent": factor * spent if math.isfinite(spent) else None,
+            "last_damage": factor * self._last_damage,
+            "last_outside": factor * self._last_outside,
             "unfamiliar_turns": self._num_unfamiliar,
             "unrecorded_turns": self._num_unrecorded,
         }

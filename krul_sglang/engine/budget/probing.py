@@ -225,7 +225,7 @@ class Prober:
             self._model.identity,
             path.page_keys[: num_history // self._model.identity.page_size],
             path.token_ids[:num_history],
-            with_fast_copies=False,
+            fast_copies="skip",
         )
         if lease is None:
             return None

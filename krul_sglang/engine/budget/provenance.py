@@ -167,22 +167,25 @@ def spent_damage(
     """The damage in nats that a conversation of ``num_tokens`` tokens has so far: what its segments cost now.
 
     ``stored`` are its segments in the store, ``lossy`` what of it came back lossy, ``missing`` the tokens
-    that the store does not hold. A lossy token whose segment left the store counts with that segment's
-    damage. Infinite if some token is stored and the damage of its segment is not known.
+    that the store does not hold. Lossy tokens that are in no stored segment count with their share of the
+    segment that they came with: what of it is stored again counts with the segments that hold it now.
+    Infinite if some token is stored and the damage of its segment is not known.
     """
     stored = _held(stored, missing)
-    spent = {span.segment_start: span.damage for span in stored}
+    # A segment may be both remembered and found.
+    spent = sum({span.segment_start: span.damage for span in stored}.values())
     is_known = np.zeros(num_tokens, dtype=bool)
     for span in stored:
         is_known[span.start : span.end] = True
+    num_lossy = _num_lossy(lossy)
     for span in lossy:
-        if not is_known[span.start : span.end].all():
-            spent[span.segment_start] = max(span.damage, spent.get(span.segment_start, 0.0))
+        if num_left := int((~is_known[span.start : span.end]).sum()):
+            spent += span.damage * num_left / num_lossy[span.segment_start]
     for span in lossy:
         is_known[span.start : span.end] = True
     for tokens in missing:
         is_known[tokens.start : tokens.stop] = True
-    return sum(spent.values()) / num_tokens if is_known.all() else math.inf
+    return spent / num_tokens if is_known.all() else math.inf
 
 
 def _held(stored: Sequence[DamagedSpan], missing: Sequence[range]) -> list[DamagedSpan]:
@@ -203,9 +206,7 @@ def _held(stored: Sequence[DamagedSpan], missing: Sequence[range]) -> list[Damag
 def carried_damage(lossy: Sequence[DamagedSpan], tokens: range) -> float:
     """The damage in nats, at the end of these tokens, that their KV already has: their share of each segment
     that they came with."""
-    num_lossy: Counter[int] = Counter()
-    for span in lossy:
-        num_lossy[span.segment_start] += span.end - span.start
+    num_lossy = _num_lossy(lossy)
     return (
         sum(
             span.damage * num_inside / num_lossy[span.segment_start]
@@ -214,3 +215,11 @@ def carried_damage(lossy: Sequence[DamagedSpan], tokens: range) -> float:
         )
         / tokens.stop
     )
+
+
+def _num_lossy(lossy: Sequence[DamagedSpan]) -> Counter[int]:
+    """How many tokens came back lossy with each segment, by its first token."""
+    num_lossy: Counter[int] = Counter()
+    for span in lossy:
+        num_lossy[span.segment_start] += span.end - span.start
+    return num_lossy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,10 @@ from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
+from krul_backend.codec.subspace.sample import SegmentSample
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import SUBSPACE
-from krul_sglang.engine.save.turn_encoding import EncodedRun, TokenRun, TurnEncoding
+from krul_sglang.engine.save.turn_encoding import EncodedRun, LayerEncoding, TokenRun, TurnEncoding
 
 logger = logging.getLogger(__name__)
 
@@ -29,32 +30,37 @@ _LEARNING_RATE = 0.2
 
 @dataclass(frozen=True, eq=False)
 class RunLimit:
-    """The limit of one run of tokens. Storing it may add ``max_damage``, of which ``outside`` is lost
+    """The limit of one run of tokens. Storing it may add ``max_damage``, of which ``sample.outside`` is lost
     whatever the step; ``carried`` was lost before. All in nats at the run's own end, see ``DamagedSpan``.
 
-    ``attention [L, Hkv, tokens of the run]``: see ``GroupBasis.token_worth``.
+    ``sample`` is what was read of the run for that, with which encoding it begins. ``attention``:
+    ``[L, Hkv, tokens of the run]``, see ``GroupBasis.token_worth``.
     """
 
     max_damage: float
-    outside: float
+    sample: SegmentSample
     carried: float
     attention: torch.Tensor
 
 
 class SubspaceEncoding(TurnEncoding):
     """Stores a turn in the model's bases, but natively those of its runs that they cannot keep within their
-    limits. ``on_encoded(index, encoded)`` is told of each run; None: it is native. ``native`` is how the turn
-    would be stored without the bases."""
+    limits.
+
+    ``limit_of(index, run)`` is asked when a run is encoded; None: it shall be native. Each run is told to
+    ``on_encoded(index, run, encoded)``; None: it is native. ``exact`` is how the turn is stored without the
+    bases, which is how it is stored at first.
+    """
 
     def __init__(
         self,
         codec: SubspaceCodec,
-        limits: Sequence[RunLimit],
         group_token_bytes: list[float],
-        on_encoded: Callable[[int, EncodedSegment | None], None],
-        native: TurnEncoding,
+        limit_of: Callable[[int, TokenRun], RunLimit | None],
+        on_encoded: Callable[[int, TokenRun, EncodedSegment | None], None],
+        exact: LayerEncoding,
     ) -> None:
-        self.fast_copy = self._native = native
+        self.exact: LayerEncoding = exact
         self.stored_as = codec.bases.layer_groups(RansCoder.name)
         self._groups = groups = self.stored_as.groups
         self.last_use = tuple(
@@ -66,15 +72,16 @@ class SubspaceEncoding(TurnEncoding):
             for layer in group
         )
         self._codec = codec
-        self._limits = limits
         self._group_token_bytes = group_token_bytes
+        self._limit_of = limit_of
         self._on_encoded = on_encoded
 
     def encode(self, index: int, run: TokenRun, pause: Callable[[], None]) -> EncodedRun:
-        encoded = self._encoded(self._limits[index], run, pause)
-        self._on_encoded(index, encoded)
+        limit = self._limit_of(index, run)
+        encoded = None if limit is None else self._encoded(limit, run, pause)
+        self._on_encoded(index, run, encoded)
         if encoded is None:
-            return self._native.encode(index, run, pause)
+            return self.exact.encode(index, run, pause)
         for group, block in enumerate(encoded.blocks):
             here = block.numel() / run.num_tokens
             self._group_token_bytes[group] += _LEARNING_RATE * (here - self._group_token_bytes[group])
@@ -106,14 +113,15 @@ class SubspaceEncoding(TurnEncoding):
                     coder=RansCoder.name,
                     carried_damage=limit.carried,
                     before_group=pause,
+                    sample=limit.sample,
                 )
             except CodecError as error:
                 logger.warning("krul: %d tokens are stored natively: %s", run.num_tokens, error)
                 return None
             if encoded.damage <= most:
                 return encoded
-            rounding = limit.max_damage - limit.outside
-            aim = limit.outside + rounding**2 / (encoded.damage - limit.outside)
+            rounding = limit.max_damage - limit.sample.outside
+            aim = limit.sample.outside + rounding**2 / (encoded.damage - limit.sample.outside)
         logger.info(
             "krul: %d tokens are stored natively: in the bases they would lose %.3g nats, %.3g are allowed",
             run.num_tokens,

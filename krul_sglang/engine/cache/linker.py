@@ -19,12 +19,16 @@ from krul_backend.segment import TokenIds
 from krul_backend.strategy.selectors import make_selector
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.hint import SessionName
+from krul_backend.tiers.common.interface import MAX_FAST_COPY_SHARE
+from krul_sglang.config import AUTO
 from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import KvProvenance
 from krul_sglang.engine.budget.served_bases import ServedBases
 from krul_sglang.engine.cache.runtime import KrulRuntime
+from krul_sglang.engine.common.asking import AskingThread, DaemonPatience, LatestAnswer
 from krul_sglang.engine.common.moved_runs import FindRun, RunIndex
+from krul_sglang.engine.common.step_times import StepTimes, timed
 from krul_sglang.engine.restore.loading import FaultInjection, LayerWiseLoader
 from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
 from krul_sglang.engine.restore.waiting_leases import WaitingLeases
@@ -38,6 +42,9 @@ logger = logging.getLogger(__name__)
 MAX_TENANTS_OF_SESSIONS = 10_000
 """How many named conversations of tenants are known to be closed by name."""
 
+STATS_PATIENCE_S = 1.0
+"""Longest wait for the daemon's counters of now; once it was late, its last ones are shown."""
+
 MAX_AHEAD_SHARE = 2 / 3
 """Share of host memory that may be pinned for requests that wait, so that turns can still be stored."""
 
@@ -47,7 +54,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     Life of a request: ``expect_tokens`` + ``lookup`` (each scheduling round; the first one pins a lease),
     ``load`` (the lease moves to the loader), ``start_layer_wise_loading``, ``finish_layer_wise_loading``;
-    when its turn ends, ``offload_turn``. ``release`` ends a lease of a request that does not load.
+    when its turn ends, ``ended_turn``, which the ``offloader`` stores. ``release`` ends a lease of a request
+    that does not load.
     """
 
     def __init__(
@@ -62,6 +70,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Called by SGLang's linker factory; ``params`` carry the ``KrulRuntime`` of this rank."""
         runtime = KrulRuntime.of(params)
         runtime.linker = self
+        self.steps = StepTimes()
         self.model = runtime.model
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
@@ -88,6 +97,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             assert runtime.provenance is not None
             group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
             self._budget = _error_budget(runtime, self.codec, self._bases, runtime.provenance, group)
+        stats = self._store.stats()
+        capacity_bytes = stats.capacity_bytes // runtime.num_ranks_here
         self._decision: Decision = self._budget or _selector_decision(runtime, self.codec)
         self.offloader = TurnOffloader(
             self._store,
@@ -95,8 +106,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._pool,
             self.codec,
             self._decision,
-            max_pending_tokens=int(self._pool.num_tokens * runtime.config.max_pending_share),
             gate=runtime.gate,
+            max_waiting_bytes=int(capacity_bytes * MAX_FAST_COPY_SHARE),
+            keeps_copies=runtime.config.fast_copies == AUTO,
         )
         identity = self.model.identity
         self.runs = RunIndex(identity.page_size) if runtime.config.truncation_reuse else None
@@ -110,9 +122,11 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             before_layer=faults.before_layer,
         )
         self._restore_path: RestorePath | None = None
-        capacity_bytes = self._store.stats().capacity_bytes // runtime.num_ranks_here
+        self.asking = AskingThread(DaemonPatience(), trial=self._store.stats)
+        # Nothing that serves requests waits for statistics: those of a prompt daemon are those of now.
+        self._stats = LatestAnswer(self.asking, self._store.stats, before=stats, longest_s=STATS_PATIENCE_S)
         max_ahead_bytes = int(capacity_bytes * MAX_AHEAD_SHARE)
-        self._waiting = WaitingLeases(self._store, self.model, max_ahead_bytes=max_ahead_bytes)
+        self._waiting = WaitingLeases(self._store, self.model, self.asking, max_ahead_bytes=max_ahead_bytes)
         self._returning: dict[str, ReturningRequest] = {}
         self._expected: dict[str, tuple[Callable[[], TokenIds], FindRun | None]] = {}
         self.request_hints = RequestHints()
@@ -144,9 +158,11 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """
         self._expected[rid] = token_ids, find_run
 
+    @timed
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """The longest prefix, in pages, that can be restored, if any; so can every shorter one. See
         ``WaitingLeases.hold``."""
+        self.steps.note_work()
         num_pages = self._waiting.hold(rid, transfers[0].keys, *self._expected.pop(rid))
         return [num_pages] if num_pages else []
 
@@ -158,12 +174,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Set what plans and runs restores. Called once, before the first request."""
         self._restore_path = restore_path
         self._waiting.max_head_tokens = restore_path.planning.max_head_tokens
-        self.offloader.costs = restore_path.planning.costs
+        self.offloader.writer.costs = restore_path.planning.costs
 
     def expect_load(self, rid: str, returning: ReturningRequest) -> None:
         """State where in the prompt of ``rid`` the pages of its next ``load`` lie."""
         self._returning[rid] = returning
 
+    @timed
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue a load of the leased pages to ``transfers[0].device_indices``; False if SGLang computes them.
 
@@ -176,7 +193,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         try:
             returning = self._returning.pop(rid)
             assert self._restore_path is not None
-            load = self._restore_path.plan_load(held, transfer.keys[0], transfer.device_indices, returning)
+            with self.steps.planning:
+                load = self._restore_path.plan_load(
+                    held, transfer.keys[0], transfer.device_indices, returning
+                )
             if load is not None:
                 self._waiting.make_room(held)
         except BaseException:
@@ -194,6 +214,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         load = self.loader.queued(rid)
         return 0 if load is None or load.moved is None else len(load.tail_slots(-1))
 
+    @timed
     def start_layer_wise_loading(self) -> int:
         # Called before every prefill batch: events are recorded only when there is something to load.
         ready = self.record_offload_ready() if self.loader.num_queued() else ()
@@ -201,6 +222,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._restore_path.planning.start_batch()
         return self.loader.start(ready)
 
+    @timed
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         has_landed = self.loader.finish(counter_index)
         if self._restore_path is not None:
@@ -210,11 +232,12 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def cancel_queued_load(self, rid: str) -> bool:
         return self.loader.cancel(rid)
 
-    def give_back(self, rid: str) -> None:
-        """End the lease of ``rid``, which goes on waiting: not every rank found its prefix."""
+    def set_aside(self, rid: str) -> None:
+        """Not every rank found the prefix of ``rid`` in this round. See ``WaitingLeases.set_aside``."""
         self._expected.pop(rid, None)
-        self._waiting.give_back(rid)
+        self._waiting.set_aside(rid)
 
+    @timed
     def release(self, rid: str) -> None:
         """Forget ``rid``, and end its lease if it has one."""
         self._expected.pop(rid, None)
@@ -223,21 +246,20 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # ---- store ----
 
-    def offload_turn(self, path: StoredPath, owner: TurnOwner) -> None:
-        """Store a finished turn (see ``Turn``); completes through ``pop_completed_offload``."""
+    @timed
+    def ended_turn(self, path: StoredPath, owner: TurnOwner) -> Turn:
+        """A turn that has just ended, with what was captured of its attention, to be stored."""
         capture = self._capture
         attention = None if capture is None else capture.take(owner.rid, owner.request_slot)
         if owner.session is not None and owner.tenant:
             self._note_tenant(owner.session)
-        self.offloader.submit(
-            Turn(
-                **vars(path),
-                ready=self.record_offload_ready(),
-                attention=attention,
-                tenant=owner.tenant,
-                session=owner.session,
-                hint=owner.hint,
-            )
+        return Turn(
+            **vars(path),
+            ready=self.record_offload_ready(),
+            attention=attention,
+            tenant=owner.tenant,
+            session=owner.session,
+            hint=owner.hint,
         )
 
     def end_session(self, name: str) -> None:
@@ -253,7 +275,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             del self._tenant_of_session[next(iter(self._tenant_of_session))]
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Refuses: nodes know neither positions nor token ids. See ``offload_turn``."""
+        """Refuses: nodes know neither positions nor token ids. See ``KrulLinkerWrapper.offload_turn``."""
         raise RuntimeError(
             "KrulLinker stores whole turns; it needs KrulRadixCache (--radix-cache-backend krul)"
         )
@@ -261,8 +283,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def num_completed_offloads(self) -> int:
         return self.offloader.num_completed()
 
+    @timed
     def pop_completed_offload(self) -> bool:
-        """Take the oldest completion, after waiting for it: whether every page of that turn is stored now."""
+        """Take the oldest completion, after waiting for it; False if its turn is to be submitted again."""
         return self.offloader.pop_completed()
 
     # ---- probes ----
@@ -276,7 +299,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._budget is None:
             return
         try:
-            self._budget.probe(path)
+            self._budget.probe(path, is_encoded=not self.offloader.num_pending())
         except Exception:
             logger.exception("krul: a probe failed; there will be no more")
             self._budget.stop_probes()
@@ -302,7 +325,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         Called on every rank at the same point, when no turn waits to be stored. Stored KV of the old weights
         stays for other servers that have them; it is dropped only if there can be no such server.
         """
-        assert not self.offloader.num_pending()
+        self.offloader.discard_all()
         was_settled = self.model.is_settled
         self.model.begin_change()
         if not was_settled:
@@ -337,6 +360,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.offloader.close()
         self.loader.close()
         self._waiting.release_all()
+        self.asking.close()
         self._connection.close()
         if self._capture is not None:
             self._capture.close()
@@ -351,9 +375,14 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "is_lasting": self.model.is_lasting,
                 "is_settled": self.model.is_settled,
             },
-            **asdict(self._store.stats()),
+            **asdict(self._stats()),
             "daemon": self._connection.as_dict(),
-            "offload": {**asdict(self.offloader.counters), "pending": self.offloader.num_pending()},
+            "offload": {
+                **asdict(self.offloader.counters),
+                "pending": self.offloader.num_pending(),
+                "waiting_copies": len(self.offloader.encoder),
+                "waiting_bytes": self.offloader.encoder.waiting_bytes,
+            },
             "compression": {
                 **self.offloader.choices.as_dict(),
                 "estimator": None if self._capture is None else self._capture.stats(),
@@ -362,6 +391,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
             "restore": None if self._restore_path is None else self._restore_path.as_dict(),
             "waiting_leases": len(self._waiting),
+            "scheduler": self.steps.as_dict(),
             "request_hints": self.request_hints.as_dict(),
         }
 

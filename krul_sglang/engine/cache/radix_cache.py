@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,8 @@ from krul_sglang.engine.cache.linker import KrulLinker
 from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.moved_runs import MOVED_TOKENS, MovedRun, moved_key
 from krul_sglang.engine.restore.restore_path import ReturningRequest
-from krul_sglang.engine.save.turn import StoredPath, TurnOwner, owner_of
+from krul_sglang.engine.save.offload import Job
+from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner, owner_of
 from krul_sglang.hints import tenant_of
 
 MAX_LOOKED_UP_AHEAD = 16
@@ -32,6 +34,10 @@ NUM_LOOKED_UP_AGAIN = 4
 """Requests at the front of the queue that are looked up again when it moves, or twice as many as have left it
 if that is more, up to half of ``MAX_LOOKED_UP_AHEAD``: there may be room by now, or what was on the device is
 not there any more."""
+
+WORTH_WAITING_SHARE = 0.5
+"""So long at most the scheduler waits for a turn that is being stored before its slots are given away, as a
+share of the time that computing what would be lost takes."""
 
 _PATH_END_TOKENS = 16
 """So many tokens, or a page if that is more, say whether a prompt goes on from a stored path."""
@@ -54,18 +60,17 @@ class _PathEnd(NamedTuple):
 
 
 class _PendingTurn(NamedTuple):
-    """A turn that is being stored; its first fields are those of SGLang's own pending offloads.
+    """A turn that is being stored. The first ``num_in_tree`` tokens of ``key`` lie in the tree, the others in
+    the record ``kv`` of a session."""
 
-    The path to ``lock_node_id`` is locked. The turn of a session also reads KV that the tree does not
-    own: the first ``num_tokens`` of the session's record ``kv``.
-    """
-
-    lock_node_id: Any
-    lock_params: Any
-    publish_node_ids: Sequence[Any] = ()
-    path_end: _PathEnd | None = None
+    job: Job
+    key: RadixKey
+    num_in_tree: int
     kv: Any = None
-    num_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.job.turn.token_ids)
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,22 @@ class _ProbeCandidate:
 
 
 class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
-    """Calls a ``KrulLinker`` where SGLang matches, loads and stores prefixes of one radix cache."""
+    """Calls a ``KrulLinker`` where SGLang matches, loads and stores prefixes of one radix cache.
+
+    A turn that ends is stored from its slots, which are not locked meanwhile (``pending_offloads``, in the
+    order in which turns ended, and the same on all ranks). When SGLang takes slots of one, the KV is still in
+    them until the next forward, which this thread launches. So what is worth it is waited for then, and the
+    rest is revoked: what was read of those slots does not count.
+    """
 
     cache_linker: KrulLinker
+    pending_offloads: list[_PendingTurn]
     _probe_candidate: _ProbeCandidate | None = None
     _seen_ahead: tuple[str, ...] = ()
     _stored_ends: tuple[_PathEnd, ...] = ()
+
+    def __init__(self, cache: KrulRadixCache, cache_linker: KrulLinker) -> None:
+        super().__init__(cache, cache_linker)
 
     def look_ahead(self, queue: Iterable[Any]) -> None:
         """Look up the requests that wait next, so that what is stored of them is in DRAM in time.
@@ -143,9 +158,10 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
                 lambda: np.asarray(key.token_ids[start:end], dtype=np.int32),
                 None if self.cache_linker.runs is None else partial(self._find_run, key, start, end),
             )
-        result = super().match(key, req, result)
+        with self.cache_linker.steps.hooks:
+            result = super().match(key, req, result)
         if req.rid not in self.hit_markers:
-            self.cache_linker.give_back(req.rid)
+            self.cache_linker.set_aside(req.rid)
         return result
 
     def _sync_restorable_prefix(self, restorable: list[int], *, num_pages: int, device_hit_pages: int) -> int:
@@ -207,7 +223,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         """Does nothing: prompt chunks and split prefixes are not stored; the whole turn is, when it ends."""
 
     def offload_turn(self, req: Any) -> None:
-        """Store the path that ``req``'s last insert ended on, and keep it locked until that is done."""
+        """Store the path that ``req``'s last insert ended on."""
         cache = self.cache
         node = req.last_node
         if node == cache.root_node_handle(req.extra_key) or not self.cache_linker.model.is_settled:
@@ -218,7 +234,8 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         slots = cache.path_device_indices(node)
         assert len(slots) == len(token_ids) == num_tokens, (len(slots), len(token_ids), num_tokens)
         path = self._named(StoredPath(page_keys, token_ids, slots), req.extra_key, req.cache_salt)
-        self._offload(path, owner_of(req, self.cache_linker.request_hints), node)
+        turn = self.cache_linker.ended_turn(path, owner_of(req, self.cache_linker.request_hints))
+        self._submit(turn, req, num_tokens)
         if self._probe_candidate is None and self.cache_linker.wants_probe():
             self._probe_candidate = _ProbeCandidate(node, cache.inc_lock_ref(node).to_dec_params(), path)
 
@@ -240,74 +257,102 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         row = cache.req_to_token_pool.req_to_token[slot.kv.req_pool_idx, :num_tokens]
         path = StoredPath(page_keys, np.asarray(ids, dtype=np.int32), row.to(torch.int64, copy=True))
         path = self._named(path, req.extra_key, req.cache_salt)
-        node = cache.root_node_handle(req.extra_key) if slot.lock is None else slot.lock.node
-        self._offload(path, owner, node, kv=slot.kv, num_tokens=num_tokens)
+        num_in_tree = 0 if slot.lock is None else len(cache.path_device_indices(slot.lock.node))
+        turn = self.cache_linker.ended_turn(path, owner)
+        self._submit(turn, req, min(num_in_tree, num_tokens), kv=slot.kv)
 
-    def _offload(
-        self, path: StoredPath, owner: TurnOwner, node: Any, *, kv: Any = None, num_tokens: int = 0
-    ) -> None:
-        lock_params = self.cache.inc_lock_ref(node).to_dec_params()
-        try:
-            self.cache_linker.offload_turn(path, owner)
-        except BaseException:
-            self.cache.dec_lock_ref(node, lock_params)
-            raise
-        end = _PathEnd.of(path.token_ids, self.cache.page_size)
-        self.pending_offloads.append(_PendingTurn(node, lock_params, (), end, kv, num_tokens))
+    def _submit(self, turn: Turn, req: Any, num_in_tree: int, kv: Any = None) -> None:
+        """Have a turn of ``req`` stored."""
+        key = RadixKey(array("q", turn.token_ids.tolist()), req.extra_key, cache_salt=req.cache_salt)
+        job = self.cache_linker.offloader.submit(turn)
+        self.pending_offloads.append(_PendingTurn(job, key, num_in_tree, kv))
 
     def commit_completed_offloads(self, successes: Sequence[bool]) -> None:
-        """Unlock the nodes of turns, as SGLang does, and note where those turns end."""
-        ends = (pending.path_end for pending in self.pending_offloads[: len(successes)])
-        self._stored_ends += tuple(end for end in ends if end is not None)
-        super().commit_completed_offloads(successes)
+        """Note where turns end that are stored."""
+        done = self.pending_offloads[: len(successes)]
+        del self.pending_offloads[: len(successes)]
+        page_size = self.cache.page_size
+        for pending, is_stored in zip(done, successes, strict=True):
+            if is_stored:
+                self._stored_ends += (_PathEnd.of(pending.job.turn.token_ids, page_size),)
 
-    def is_reading(self, kv: Any, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Whether a turn that is being stored still reads these ranges of a session's record ``kv``."""
-        return any(
-            pending.kv is kv and any(start < min(end, pending.num_tokens) for start, end in ranges)
+    def _release_pending_offloads(self) -> None:
+        """Forget what was being stored: nothing of it is locked."""
+        self.pending_offloads.clear()
+
+    def finish_evicted(self) -> None:
+        """Finish turns of which SGLang has just evicted something; none of it is overwritten yet."""
+        tree = self.cache.tree_core
+        lost = [
+            (pending.job, num_left, pending.num_in_tree)
             for pending in self.pending_offloads
-        )
+            if not pending.job.future.done()
+            and (num_left := tree.match_full_device_prefix(pending.key)[0]) < pending.num_in_tree
+        ]
+        self._finish(lost)
+
+    def finish_reading(self, kv: Any, ranges: Sequence[tuple[int, int]]) -> None:
+        """Finish turns that still read these ranges of a session's record ``kv``, which will be freed."""
+        reading = [
+            (pending.job, pending.num_in_tree, pending.num_tokens)
+            for pending in self.pending_offloads
+            if pending.kv is kv and any(start < min(end, pending.num_tokens) for start, end in ranges)
+        ]
+        self._finish([] if kv is None else reading)
+
+    def _finish(self, lost: Sequence[tuple[Job, int, int]]) -> None:
+        """Wait for turns as long as that is worth it, and revoke those that are not stored then.
+
+        ``lost``: of each the job, and between which tokens it loses its slots.
+        """
+        if not lost:
+            return
+        linker = self.cache_linker
+        wait_s = 0.0
+        if linker.asking.patience.is_prompt:
+            recompute_s = linker.offloader.writer.recompute_s
+            wait_s = WORTH_WAITING_SHARE * sum(recompute_s(start, end) for _, start, end in lost)
+        linker.offloader.finish([job for job, _, _ in lost], wait_s)
 
     def probe_when_idle(self) -> None:
         """Let the linker probe the path that is kept for it, if any. Called when no request runs or waits."""
         candidate = self._probe_candidate
-        if candidate is not None and not self.pending_offloads:
-            try:
-                self.cache_linker.probe(candidate.turn)
-            finally:
-                self.drop_probe_candidate()
+        if candidate is None or self.pending_offloads:
+            return
+        if not self._on_all_ranks(not self.cache_linker.offloader.num_pending()):
+            return
+        try:
+            self.cache_linker.probe(candidate.turn)
+        finally:
+            self.drop_probe_candidate()
 
-    def drop_probe_candidate(self) -> None:
+    def _on_all_ranks(self, flag: bool) -> bool:
+        """Whether a flag is set on every rank. All of them ask at the same point."""
+        flags = torch.tensor([int(flag)])
+        self.cache._all_reduce_attn_groups(flags, torch.distributed.ReduceOp.MIN)
+        return bool(flags.item())
+
+    def drop_probe_candidate(self) -> bool:
+        """Unlock the path that is kept for a probe; False if there is none."""
         candidate, self._probe_candidate = self._probe_candidate, None
         if candidate is not None:
             self.cache.dec_lock_ref(candidate.node, candidate.lock_params)
+        return candidate is not None
 
     def begin_weights_change(self) -> None:
         """Finish storing KV of the old weights, then give the model a new identity.
 
         Called on every rank before the engine writes weights, or releases their memory or the pool's.
         """
-        while self.release_oldest():
-            pass
+        self.drop_probe_candidate()
+        while self.pending_offloads:
+            is_stored = self._on_all_ranks(self.cache_linker.offloader.pop_completed())
+            self.commit_completed_offloads([is_stored])
         self.cache_linker.begin_weights_change()
 
     def reset(self) -> None:
         self.drop_probe_candidate()
         super().reset()
-
-    def release_oldest(self) -> bool:
-        """Unlock one path that no request needs; False if there is none.
-
-        It is that of the next probe, else that of the oldest pending turn, once the turn is stored.
-        Tensor-parallel ranks call this at the same point, so their queues stay in step.
-        """
-        if self._probe_candidate is not None:
-            self.drop_probe_candidate()
-        elif self.pending_offloads:
-            self.commit_completed_offloads(self.take_completed_offloads(1))
-        else:
-            return False
-        return True
 
     def release_request(self, rid: str) -> None:
         super().release_request(rid)
@@ -323,11 +368,19 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def init_cache_linker(self, cache_linker: KrulLinker) -> None:
         self.linker = KrulLinkerWrapper(self, cache_linker)
 
+    def check_hicache_events(self) -> None:
+        """Begin a scheduling step: take note of turns that have been stored, where SGLang does so."""
+        steps = self.linker.cache_linker.steps
+        steps.begin_step()
+        with steps.hooks:
+            super().check_hicache_events()
+
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Insert as SGLang does; at the end of a turn also store it."""
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if _turn_ended_well(req):
-            self.linker.offload_turn(req)
+            with self.linker.cache_linker.steps.hooks:
+                self.linker.offload_turn(req)
 
     def claim_kv_row(self, req: Any) -> bool:
         """Leave the KV of a streaming session's turn to the session, as SGLang does, and store the turn."""
@@ -336,7 +389,8 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         request_slot = req.kv.req_pool_idx
         is_claimed: bool = super().claim_kv_row(req)
         if is_claimed and owner is not None:
-            self.linker.offload_session_turn(req, slot, owner)
+            with self.linker.cache_linker.steps.hooks:
+                self.linker.offload_session_turn(req, slot, owner)
         if self.capture is not None and is_claimed:
             self.capture.forget(req.rid, request_slot)
         return is_claimed
@@ -348,26 +402,26 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.capture.forget(req.rid, req.kv.req_pool_idx)
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
-        """Free slots that no tree node owns; a session's slots only after its turns have been stored."""
-        while self.linker.is_reading(kv, ranges):
-            self.linker.release_oldest()
+        """Free slots that no tree node owns; a session's after the turns that are stored from them."""
+        with self.linker.cache_linker.steps.hooks:
+            self.linker.finish_reading(kv, ranges)
         super().free_kv_row(kv, ranges)
 
     def evict(self, params: Any) -> Any:
-        return self._evict_despite_offloads(params, super().evict)
+        return self._evict_and_finish(params, super().evict)
 
     def evict_for_alloc(self, params: Any, **kwargs: Any) -> Any:
         evict = partial(super().evict_for_alloc, **kwargs)
-        return self._evict_despite_offloads(params, evict)
+        return self._evict_and_finish(params, evict)
 
-    def _evict_despite_offloads(self, params: Any, evict: Callable[[Any], Any]) -> Any:
-        """Evict; if pending turns hold the memory that is needed, wait for as many of them as that takes.
-
-        Without that memory SGLang would retract or abort running requests, which is worse than a short wait.
-        """
+    def _evict_and_finish(self, params: Any, evict: Callable[[Any], Any]) -> Any:
+        """Evict, also the path that is kept for a probe if that is needed; finish turns that lose slots."""
         result = evict(params)
-        while (missing := params.num_tokens - result.num_tokens_evicted) > 0 and self.linker.release_oldest():
+        missing = params.num_tokens - result.num_tokens_evicted
+        if missing > 0 and self.linker.drop_probe_candidate():
             result.num_tokens_evicted += evict(EvictParams(num_tokens=missing)).num_tokens_evicted
+        with self.linker.cache_linker.steps.hooks:
+            self.linker.finish_evicted()
         return result
 
     def end_weights_change(self) -> None:

@@ -146,6 +146,7 @@ def daemon_arguments(config: KrulConfig, arena_bytes: int) -> list[str]:
     """Arguments of ``krul-backend serve`` for what this configuration says about its daemon."""
     arguments = ["--host-memory", str(arena_bytes), "--eviction", config.eviction]
     arguments += ["--tenant-quota", str(config.tenant_quota), "--ssd-timeout", str(config.ssd_timeout)]
+    arguments += ["--ssd-queue", str(config.ssd_queue)]
     if config.metrics_port:
         arguments += ["--metrics-port", str(config.metrics_port)]
     if config.hints_port:

@@ -143,6 +143,7 @@ class EstimatorCapture(TurnCapture):
 
 class _EstimatedTurn(CapturedTurn):
     def __init__(self, estimator: HeterogeneousEstimator, release: Callable[[], None]) -> None:
+        super().__init__()
         self._estimator = estimator
         self._release = release
 
@@ -150,5 +151,5 @@ class _EstimatedTurn(CapturedTurn):
         statistics = self._estimator.finish(read_keys)
         return statistics if statistics.num_rows else None
 
-    def release(self) -> None:
+    def _give_place_back(self) -> None:
         self._release()

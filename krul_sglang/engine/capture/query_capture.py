@@ -233,6 +233,7 @@ class CapturedRows(CapturedTurn):
     """The rows in one place of a ``QueryCapture``."""
 
     def __init__(self, capture: QueryCapture, place: int) -> None:
+        super().__init__()
         self._capture = capture
         self._place = place
 
@@ -246,5 +247,5 @@ class CapturedRows(CapturedTurn):
         rows = QueryRows(rows.queries[:, inside], rows.positions[inside], rows.kv_heads, rows.scaling)
         return rows if rows.num_rows else None
 
-    def release(self) -> None:
+    def _give_place_back(self) -> None:
         self._capture.release(self._place)

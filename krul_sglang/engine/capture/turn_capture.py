@@ -147,7 +147,11 @@ class RequestPlaces:
 
 
 class CapturedTurn(ABC):
-    """The recording of one request, until it is released. Used by one thread."""
+    """The recording of one request, until it is released. Read by one thread."""
+
+    def __init__(self) -> None:
+        # Whoever has taken it releases; nobody gives it back.
+        self._release_right = threading.Lock()
 
     @abstractmethod
     def statistics(self, read_keys: ReadKeys, num_tokens: int) -> AttentionStatistics | None:
@@ -161,9 +165,17 @@ class CapturedTurn(ABC):
         """Some rows among the first ``num_tokens`` tokens; None if none were kept."""
         return None
 
-    @abstractmethod
     def release(self) -> None:
-        """Make room for another request. Nothing else may be called afterwards."""
+        """Make room for another request. Calling it again, from any thread, does nothing.
+
+        What is read afterwards may be of another request.
+        """
+        if self._release_right.acquire(blocking=False):
+            self._give_place_back()
+
+    @abstractmethod
+    def _give_place_back(self) -> None:
+        """Called once, on release."""
 
 
 class TurnCapture(ABC):

@@ -1,4 +1,4 @@
-"""Lets restores and forwards go before saves: requests wait for the former, and none for a save."""
+"""Says when saves and encodings may work: restores and forwards go first, since requests wait for them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ IDLE_AFTER_S = 0.05
 
 @dataclass
 class Patience:
-    """How long a saver will still wait, over all its pieces of work: ``left_s`` seconds, for restores, and
-    also for forwards if it waits ``until_idle``."""
+    """How long a saver will still wait for restores, over all its pieces of work: ``left_s`` seconds."""
 
     left_s: float
-    until_idle: bool = False
 
 
 class TransferGate:
     """Makes savers wait between two pieces of work while a restore runs: copies both ways slow each other.
 
-    A saver is a thread that stores turns. Those that can wait longer also wait until the server is idle,
-    where forwards share its cores.
+    A saver is a thread that stores turns. The thread that encodes also works less while forwards run, and
+    less again while requests wait; the scheduler says with ``has_queue`` whether any do.
     """
 
-    def __init__(self, max_wait_s: float = 1.0, max_idle_wait_s: float = 5.0) -> None:
+    def __init__(self, max_wait_s: float = 1.0) -> None:
+        self.has_queue = False
         self._max_wait_s = max_wait_s
-        self._max_idle_wait_s = max_idle_wait_s
         self._restores: list[Callable[[], bool]] = []
         # Infinite while a forward runs.
         self._idle_from_s = -math.inf
@@ -60,24 +58,33 @@ class TransferGate:
                 self._idle_from_s = time.monotonic() + IDLE_AFTER_S
                 self._changed.notify_all()
 
-    def patience(self, *, until_idle: bool = False) -> Patience:
-        """What one turn may wait. It is bounded, because the turn's path stays locked on the device."""
-        return Patience(self._max_idle_wait_s if until_idle else self._max_wait_s, until_idle)
+    def is_idle(self) -> bool:
+        """Whether no forward runs, or ran a moment ago."""
+        return self._idle_from_s <= time.monotonic()
+
+    def patience(self) -> Patience:
+        """What one piece of storing may wait. It is bounded, because a turn's slots may be evicted."""
+        return Patience(self._max_wait_s)
+
+    def hurry(self, patience: Patience) -> None:
+        """Let a saver go on at once: somebody waits for it."""
+        with self._changed:
+            patience.left_s = 0.0
+            self._changed.notify_all()
 
     def give_way(self, patience: Patience) -> None:
-        """Wait until nothing goes before a save, or ``patience`` is used up; takes the time off it."""
-        begin_s = time.monotonic()
-        end_s = begin_s + patience.left_s
+        """Wait until no restore goes before a save, or ``patience`` is used up; takes the time off it."""
+        before_s = time.monotonic()
         with self._changed:
-            while (now_s := time.monotonic()) < end_s:
-                busy_until_s = self._busy_until_s(patience)
-                if busy_until_s <= now_s:
-                    break
-                self._changed.wait(min(end_s, busy_until_s) - now_s)
-        patience.left_s -= time.monotonic() - begin_s
+            while patience.left_s > 0 and any(is_wanted() for is_wanted in self._restores):
+                self._changed.wait(patience.left_s)
+                now_s = time.monotonic()
+                patience.left_s -= now_s - before_s
+                before_s = now_s
 
-    def _busy_until_s(self, patience: Patience) -> float:
-        """When a save may go on; infinite if that is not known yet."""
-        if any(is_wanted() for is_wanted in self._restores):
-            return math.inf
-        return self._idle_from_s if patience.until_idle else -math.inf
+    def rest(self, seconds: float) -> None:
+        """Wait so long, or until the server is idle."""
+        end_s = time.monotonic() + seconds
+        with self._changed:
+            while (now_s := time.monotonic()) < min(end_s, self._idle_from_s):
+                self._changed.wait(min(end_s, self._idle_from_s) - now_s)

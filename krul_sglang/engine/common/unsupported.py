@@ -188,7 +188,7 @@ MODEL_RULES = (
     _model("a model with n-gram embeddings", "a head's first tokens lack theirs", "has_ngram_embedding"),
 )
 """About the model: see ``model_facts``. What else is refused, below, is known only in the scheduler, when the
-pool, the layers or the estimator are built."""
+pool or the estimator is built."""
 
 FOREIGN_POOL = Refusal(
     "a KV pool that is not MHATokenToKVPool", "MLA, sparse and scaled KV is unknown to krul"
@@ -198,10 +198,6 @@ FOREIGN_ELEMENTS = Refusal("--kv-cache-dtype resolved from the checkpoint", "kru
 FOREIGN_SCALES = Refusal(
     "--kv-cache-dtype fp8_* with scales in the checkpoint",
     "only --attention-backend flashinfer, triton and fa3 are known to write and read by them",
-)
-FOREIGN_LAYERS = Refusal(
-    "layers that are not called as those of Llama are",
-    'heads cannot be recomputed; start with planner = "full-load" to load whole prefixes',
 )
 FOREIGN_ROTARY = Refusal(
     'strategy = "subspace" and a rotary embedding that cannot be taken off keys',

@@ -12,9 +12,9 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from krul_backend.device import Device, Event
+from krul_backend.errors import KrulError
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.span_attention import GatheredAttention, Span, SpanAttention
-from krul_sglang.engine.common.unsupported import UnsupportedSetupError
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,10 @@ _INDEX_PADDING = 256
 """Slots by which indices are padded: kernels may read so many beyond the last. SGLang pads as many."""
 
 _MAX_TRIAL_ERROR = 0.05
+
+
+class NoHeadsError(KrulError):
+    """Heads of this model cannot be recomputed, or not to what a prefill computes."""
 
 
 class HeadAttention(AttentionBackend):  # type: ignore[misc]
@@ -69,13 +73,11 @@ class HeadAttention(AttentionBackend):  # type: ignore[misc]
         """``save_kv_cache`` is false where the model has written the KV of these rows itself.
 
         Raises:
-            UnsupportedSetupError: the model asks for another kind of attention.
+            NoHeadsError: the model asks for another kind of attention.
         """
         asked = sorted(name for name, value in kwargs.items() if value is not None)
         if asked:
-            raise UnsupportedSetupError(
-                f"--radix-cache-backend krul: attention with {', '.join(asked)} cannot be recomputed"
-            )
+            raise NoHeadsError(f"its attention asks for {', '.join(asked)}")
         if save_kv_cache:
             assert k is not None
             assert v is not None

@@ -15,8 +15,7 @@ from krul_backend.device import Device
 from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.span_attention import Span
-from krul_sglang.engine.common.unsupported import FOREIGN_LAYERS, UnsupportedSetupError
-from krul_sglang.engine.restore.head_attention import HeadAttention, span_attention
+from krul_sglang.engine.restore.head_attention import HeadAttention, NoHeadsError, span_attention
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +56,7 @@ class HeadRecompute:
     that the rounding of an ordinary prefill is kept.
 
     Raises:
-        UnsupportedSetupError: a model whose layers are not called as those of Llama are.
+        NoHeadsError: a model whose layers are not called as those of Llama are.
     """
 
     def __init__(self, model_runner: Any, pool: DevicePool, capture: TurnCapture | None) -> None:
@@ -204,18 +203,18 @@ def _layer_stack(model: Any, num_layers: int) -> Any:
     stack: Any = getattr(model, "model", None)
     layers = getattr(stack, "layers", None)
     if not hasattr(stack, "embed_tokens") or layers is None or len(layers) != num_layers:
-        raise unsupported_model(model, "it has no stack of decoder layers that krul knows")
+        raise NoHeadsError("it has no stack of decoder layers that krul knows")
     for layer in layers:
         parameters = list(inspect.signature(layer.forward).parameters)
         if parameters[:3] != ["positions", "hidden_states", "forward_batch"] or not hasattr(
             getattr(layer, "attn_boundary", None), "from_pp"
         ):
-            raise unsupported_model(model, f"it has layers of another kind ({type(layer).__name__})")
+            raise NoHeadsError(f"it has layers of another kind ({type(layer).__name__})")
     for module in stack.modules():
         if isinstance(module, RadixAttention) and (
             module.logit_cap or module.sliding_window_size > 0 or module.is_cross_attention
         ):
-            raise unsupported_model(model, "it has attention with soft caps, windows or an encoder")
+            raise NoHeadsError("it has attention with soft caps, windows or an encoder")
     return stack
 
 
@@ -224,8 +223,3 @@ def _attention_layer(stack: Any) -> Any:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     return next(module for module in stack.modules() if isinstance(module, RadixAttention))
-
-
-def unsupported_model(model: Any, why: str) -> UnsupportedSetupError:
-    """Says that this model's heads cannot be recomputed, and what works instead."""
-    return FOREIGN_LAYERS.error(f"{type(model).__name__}: {why}")

@@ -243,6 +243,14 @@ class LoadBatch:
     def is_abandoned(self) -> bool:
         return self._is_abandoned
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the forward has come to every layer, and all had landed there.
+
+        Then what follows it on its stream comes after every write of this batch.
+        """
+        return len(self.wait_times) == self.num_layers and not self._is_abandoned
+
     def wait_end(self) -> bool:
         """Wait until nothing of this batch touches the pool; whether everything landed."""
         with self._changed:

@@ -160,9 +160,15 @@ class LayerWiseLoader:
         return self.counter.batches.get(index)
 
     def finish(self, index: int) -> bool:
-        """Wait until batch ``index`` has stopped writing; True when all slots hold what they should."""
+        """Whether all slots of batch ``index`` hold what they should for what comes after its forward.
+
+        On a GPU nothing is waited for if the forward has passed the waits of all layers: what follows on its
+        stream comes after the copies, and an error would have failed the forward. Else this waits until the
+        batch has stopped writing.
+        """
+        self._forget_ended()
         batch = self.counter.batches.pop(index, None)
-        if batch is None:
+        if batch is None or (batch.is_ordered and not self._device.shares_cores):
             return True
         landed = batch.wait_end()
         running = self._running.pop(index)
@@ -179,18 +185,29 @@ class LayerWiseLoader:
         return len(self._queued)
 
     def num_pending(self) -> int:
+        self._forget_ended()
         return len(self._queued) + len(self._running)
 
     def discard_all(self) -> None:
         """Cancel what is queued and wait for what runs."""
         for rid in list(self._queued):
             self.cancel(rid)
-        for index in list(self._running):
+        for index in list(self.counter.batches):
             self.finish(index)
+        for running in self._running.values():
+            running.result()
+        self._running.clear()
 
     def close(self) -> None:
         self.discard_all()
         self._worker.shutdown(wait=True)
+
+    def _forget_ended(self) -> None:
+        """Drop finished batches whose thread has ended since."""
+        for index, running in [*self._running.items()]:
+            if index not in self.counter.batches and running.done():
+                del self._running[index]
+                running.result()
 
     def _new_worker(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(

@@ -1,10 +1,11 @@
-"""Runs a forward with restored prefixes: heads, then the engine's forward; all again if a load fails."""
+"""Runs a forward with restored prefixes: heads before it; if a load fails, the engine computes them whole."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from krul_backend.device import Device, StreamClock
 from krul_backend.errors import KrulError
 from krul_backend.memory import is_out_of_memory
 from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.restore.engine_prefill import EnginePrefill
 from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
 from krul_sglang.engine.restore.load_batch import Load, LoadBatch, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
@@ -36,10 +38,10 @@ class NoMemoryError(KrulError):
 
 @dataclass
 class ForwardCounters:
-    """``head_tokens``: tokens of the first layer. ``rescued_requests``: a load failed, all was recomputed.
+    """``head_tokens``: tokens of the first layer. ``rescued_requests``: a load failed, all was computed.
 
-    ``out_of_memory``: forwards of heads that ran out of memory. ``lost_requests``: SGLang ended them with an
-    error, because they could be neither loaded nor recomputed.
+    ``out_of_memory``: forwards of heads, or of a rescue, that ran out of memory. ``lost_requests``: SGLang
+    ended them with an error, because they could be neither loaded nor computed.
     """
 
     head_tokens: int = 0
@@ -52,14 +54,17 @@ class ForwardCounters:
 class RestoreForward:
     """Runs forwards of batches that have loads under way. On the scheduler's thread, on every rank alike.
 
-    ``heads`` is None if this model's heads cannot be recomputed: then the engine deals with a failed load, by
-    aborting the request. ``chunk_tokens`` are recomputed in one forward at most.
+    ``heads`` is None if this model's heads cannot be recomputed: then no plan has any, and a forward begins
+    when all is loaded, since it is not known what such a model does with an error amid its layers.
+    ``prefill`` computes what a failed load should have brought. ``chunk_tokens`` are computed in one forward
+    at most.
     """
 
     def __init__(
         self,
         loader: LayerWiseLoader,
         heads: HeadRecompute | None,
+        prefill: EnginePrefill,
         agreement: RankAgreement,
         traces: TraceLog,
         *,
@@ -69,6 +74,7 @@ class RestoreForward:
         self.counters = ForwardCounters()
         self._loader = loader
         self._heads = heads
+        self._engine = prefill
         self._agreement = agreement
         self._traces = traces
         self._req_to_token = req_to_token
@@ -79,7 +85,8 @@ class RestoreForward:
         """``forward()``, with what it needs of a prefix recomputed before it or loaded while it runs.
 
         ``schedule_batch`` is SGLang's, ready for its forward. If a load fails, or stops, its whole prefix is
-        recomputed and the forward runs again: it writes the same slots, and nothing was sampled yet.
+        computed by the engine and the forward runs again: it writes the same slots, and nothing was sampled
+        yet.
         """
         batch = self._loader.batch(schedule_batch.hicache_consumer_index)
         if batch is None:
@@ -91,18 +98,21 @@ class RestoreForward:
         self._loader.counter.set_consumer(_NO_CONSUMER)
         has_failed = False
         try:
-            self._recompute(prefixes, _Prefix.head_ends, trace)
+            self._recompute(prefixes, trace)
+            if self._heads is None:
+                for layer in range(batch.num_layers):
+                    batch.wait_layer(layer)
             result = forward()
         except LoadFailedError as error:
             has_failed = True
             # As text: somebody may keep log records, and with an exception all that its frames hold.
-            logger.warning("krul: %s; %d request(s) are recomputed", str(error), len(prefixes))
+            logger.warning("krul: %s; %d request(s) are computed", str(error), len(prefixes))
         except NoMemoryError as error:
             has_failed = True
             self._warn_once("krul: %s; %s request(s) are tried without their loads", error, len(prefixes))
         if has_failed:
             # Outside of the handlers: with the exception everything that the failed forward held is gone.
-            self._rescue(batch, prefixes, trace)
+            self._rescue(schedule_batch, batch, prefixes)
             result = forward()
         trace.end = batch.clock.mark()
         self._traces.add(trace)
@@ -121,45 +131,35 @@ class RestoreForward:
         return result
 
     def _prefixes(self, schedule_batch: Any, batch: LoadBatch) -> Iterator[_Prefix]:
-        for req, request_slot in zip(
-            schedule_batch.reqs, schedule_batch.req_pool_indices_cpu.tolist(), strict=True
-        ):
+        slots = schedule_batch.req_pool_indices_cpu.tolist()
+        for index, (req, request_slot) in enumerate(zip(schedule_batch.reqs, slots, strict=True)):
             load = batch.loads.get(req.rid)
             if load is not None:
-                yield _Prefix(load, req.full_untruncated_fill_ids, self._req_to_token[request_slot])
+                yield _Prefix(load, index, req.full_untruncated_fill_ids, self._req_to_token[request_slot])
 
-    def _recompute(
-        self, prefixes: Sequence[_Prefix], ends_of: Callable[[_Prefix], tuple[int, ...]], trace: RestoreTrace
-    ) -> None:
-        """Recompute a head of each prefix, in steps of at most ``chunk_tokens`` tokens for all together.
-
-        When memory runs out, the rest goes on in smaller steps.
+    def _recompute(self, prefixes: Sequence[_Prefix], trace: RestoreTrace) -> None:
+        """Recompute the heads of the plans, in steps of at most ``chunk_tokens`` tokens for all together.
 
         Raises:
             NoMemoryError: there is not enough for the smallest step, or for the heads' indices. On every rank
                 or none.
         """
-        wanted = [
-            (prefix, ends) for prefix in prefixes if (ends := ends_of(prefix))[0] > prefix.load.device_tokens
-        ]
-        if self._heads is None or not wanted:
+        wanted = [prefix for prefix in prefixes if prefix.head_ends[0] > prefix.load.device_tokens]
+        if not wanted:
             return
+        recompute = self._heads
+        assert recompute is not None, [prefix.head_ends for prefix in wanted]
         heads = self._heads_on_device(wanted)
-        longest = max(head.ends[0] - head.start for head in heads)
-        step = min(longest, max(1, self._chunk_tokens // len(heads)))
-        first = 0
-        while first < longest:
-            parts = [part for head in heads if (part := head.part(first, first + step)) is not None]
-            if self._run_heads(self._heads, parts, trace):
-                first += step
-            elif step > 1 and step * len(heads) > _MIN_CHUNK_TOKENS:
-                step //= 2
-            else:
-                raise NoMemoryError(f"no memory to recompute {step * len(heads)} tokens")
+
+        def run(first: int, end: int) -> None:
+            parts = [part for head in heads if (part := head.part(first, end)) is not None]
+            recompute.run(parts, trace.mark_head_layer)
+
+        self._in_steps(max(head.ends[0] - head.start for head in heads), len(heads), run)
         self.counters.head_tokens += sum(head.ends[0] - head.start for head in heads)
 
-    def _heads_on_device(self, wanted: Sequence[tuple[_Prefix, tuple[int, ...]]]) -> list[Head]:
-        """Heads up to the given ends. With several ranks, all have theirs when one returns.
+    def _heads_on_device(self, wanted: Sequence[_Prefix]) -> list[Head]:
+        """The heads of the plans. With several ranks, all have theirs when one returns.
 
         Raises:
             NoMemoryError: on all ranks, if one has no memory for its indices.
@@ -167,7 +167,7 @@ class RestoreForward:
         heads: list[Head] = []
         mine: torch.Tensor | None = None
         try:
-            heads = [prefix.head(ends) for prefix, ends in wanted]
+            heads = [prefix.head() for prefix in wanted]
             mine = torch.ones(1)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -177,15 +177,33 @@ class RestoreForward:
             raise NoMemoryError("no memory for the indices of recomputed tokens")
         return heads
 
-    def _run_heads(self, recompute: HeadRecompute, parts: Sequence[Head], trace: RestoreTrace) -> bool:
-        """Recompute these parts; False if memory ran out: then the caller writes the same slots again.
+    def _in_steps(self, num_tokens: int, num_requests: int, run: Callable[[int, int], None]) -> None:
+        """Call ``run(first, end)`` for tokens 0 to ``num_tokens`` of so many requests, in steps of at most
+        ``chunk_tokens`` for all together. When memory runs out, the rest goes on in smaller steps.
+
+        Raises:
+            NoMemoryError: there is not enough for the smallest step.
+        """
+        step = min(num_tokens, max(1, self._chunk_tokens // num_requests))
+        first = 0
+        while first < num_tokens:
+            end = min(first + step, num_tokens)
+            if self._has_memory(run, first, end):
+                first = end
+            elif step > 1 and step * num_requests > _MIN_CHUNK_TOKENS:
+                step //= 2
+            else:
+                raise NoMemoryError(f"no memory to compute {step * num_requests} tokens")
+
+    def _has_memory(self, run: Callable[[int, int], None], first: int, end: int) -> bool:
+        """Run a step; False if memory ran out: then the caller writes the same slots again.
 
         With several ranks the error is raised: the others are inside of the same layer's collectives, and
         would wait there for this rank for ever. SGLang then ends the server, as when
         its own forward runs out of memory.
         """
         try:
-            recompute.run(parts, trace.mark_head_layer)
+            run(first, end)
         except Exception as error:
             if not is_out_of_memory(error) or self._agreement.num_ranks > 1:
                 raise
@@ -195,7 +213,7 @@ class RestoreForward:
 
     def _count_out_of_memory(self, error: Exception) -> None:
         self.counters.out_of_memory += 1
-        self._warn_once("krul: out of memory while recomputing heads; smaller steps follow: %s", error)
+        self._warn_once("krul: out of memory while computing a prefix; smaller steps follow: %s", error)
 
     def _warn_once(self, text: str, *values: object) -> None:
         """Log a warning once; later ones with the same text go to DEBUG, since counters count them."""
@@ -203,13 +221,12 @@ class RestoreForward:
         self._warned.add(text)
         logger.log(level, text, *map(str, values))
 
-    def _rescue(self, batch: LoadBatch, prefixes: Sequence[_Prefix], trace: RestoreTrace) -> None:
-        """Recompute all that a failed batch should have loaded; if that fails, SGLang ends its requests."""
+    def _rescue(self, schedule_batch: Any, batch: LoadBatch, prefixes: Sequence[_Prefix]) -> None:
+        """Compute all that a failed batch should have loaded; if that fails, SGLang ends its requests."""
         batch.abandon(is_refilled=False)
-        if self._heads is None:
-            return
         try:
-            self._recompute(prefixes, _Prefix.whole_ends, trace)
+            for prefix in prefixes:
+                self._in_steps(len(prefix.load.slots), 1, partial(self._prefill_part, schedule_batch, prefix))
         except NoMemoryError as error:
             self.counters.lost_requests += len(prefixes)
             self._warn_once("krul: %s; %s request(s) end with an error", error, len(prefixes))
@@ -218,25 +235,27 @@ class RestoreForward:
         self.counters.rescued_requests += len(prefixes)
         self.counters.rescued_tokens += sum(len(prefix.load.slots) for prefix in prefixes)
 
+    def _prefill_part(self, schedule_batch: Any, prefix: _Prefix, first: int, end: int) -> None:
+        start = prefix.load.device_tokens
+        self._engine.run(schedule_batch, prefix.index, start + first, start + end)
+
 
 @dataclass(frozen=True, eq=False)
 class _Prefix:
-    """A request whose prefix is loaded. ``row``: its slots by position, as SGLang keeps them."""
+    """A request whose prefix is loaded. ``index``: its place in SGLang's batch; ``row``: its slots by
+    position, as SGLang keeps them."""
 
     load: Load
+    index: int
     fill_ids: Sequence[int]
     row: torch.Tensor
 
+    @property
     def head_ends(self) -> tuple[int, ...]:
         """Where the plan's heads end, by layer."""
         return self.load.plan.head_ends
 
-    def whole_ends(self) -> tuple[int, ...]:
-        """The end of the whole prefix, in every layer."""
-        end = self.load.device_tokens + len(self.load.slots)
-        return (end,) * len(self.load.plan.head_ends)
-
-    def head(self, ends: tuple[int, ...]) -> Head:
-        start, end = self.load.device_tokens, ends[0]
+    def head(self) -> Head:
+        start, end = self.load.device_tokens, self.head_ends[0]
         token_ids = Device.of(self.row).from_list(list(self.fill_ids[start:end]))
-        return Head(token_ids, self.row[:end].long(), start, ends)
+        return Head(token_ids, self.row[:end].long(), start, self.head_ends)

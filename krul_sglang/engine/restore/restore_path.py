@@ -13,12 +13,12 @@ from krul_backend.codec.rotary import RotaryTable
 from krul_backend.errors import CodecError
 from krul_backend.tiers.common.interface import DamageReason
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS
+from krul_sglang.engine.restore.held_lease import HeldLease
 from krul_sglang.engine.restore.load_batch import Load, MovedKeys
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_planning import RestorePlanning
 from krul_sglang.engine.restore.restore_trace import TraceLog
 from krul_sglang.engine.restore.segment_reader import SegmentReader
-from krul_sglang.engine.restore.waiting_leases import HeldLease
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,15 @@ class HeadProof:
     rows: int
     rows_within_one_ulp: int
     max_relative_error: float
+
+
+@dataclass(frozen=True)
+class RestoreMode:
+    """How a server restores. ``planner`` is the name of the one that plans, ``why`` says why it does: as
+    configured, or because heads cannot be recomputed, and all other planners need them."""
+
+    planner: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,7 @@ class RestorePath:
     that of the model; None if it has none that can be undone: then no moved runs are leased.
     """
 
+    mode: RestoreMode
     proof: HeadProof | None
     planning: RestorePlanning
     forward: RestoreForward
@@ -102,6 +112,7 @@ class RestorePath:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for ``/server_info``."""
         return {
+            "mode": asdict(self.mode),
             "plans": asdict(self.planning.counters),
             "forward": asdict(self.forward.counters),
             "costs": asdict(self.planning.costs.current()),

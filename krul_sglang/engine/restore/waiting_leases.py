@@ -6,111 +6,33 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from krul_backend.segment import TokenIds
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import DRAM_TIER, Lease, SegmentSlice
-from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
+from krul_backend.tiers.common.interface import Lease, Prefetched
+from krul_sglang.engine.common.asking import AskingThread, Question
+from krul_sglang.engine.common.moved_runs import FindRun
 from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.restore.held_lease import (
+    RENEW_INTERVAL_S,
+    HeldLease,
+    KeyRun,
+    LeaseFinder,
+    SegmentBytes,
+)
 
-RENEW_INTERVAL_S = 0.05
-"""Seconds until the store is asked whether a waiting request's prefetch has arrived. The time doubles with
-each further question, since every one goes through all of the prefix."""
-MAX_RENEW_INTERVAL_S = 1.0
 RETRY_PREFETCH_S = 0.2
 """Seconds before anything is prefetched again after the store refused to."""
 MAX_RENEWED_PAGES = 2048
-"""Pages whose leases are renewed in one scheduling round, or one lease: running requests wait for it."""
+"""Pages whose leases are renewed in one scheduling round, or one lease: lookups wait for one of them."""
 RETRY_MISS_S = 1.0
 """Seconds before the store is asked again for a request of which it had nothing."""
-
-
-@dataclass(frozen=True)
-class KeyRun:
-    """Names a run of page keys. A key is a hash over all pages up to its own: the last one covers all."""
-
-    first_key: str
-    last_key: str
-    num_keys: int
-
-    @classmethod
-    def of(cls, page_keys: Sequence[str]) -> KeyRun:
-        return cls(page_keys[0], page_keys[-1], len(page_keys))
-
-
-SegmentBytes = Mapping[Hashable, int]
-"""Bytes of segments, by the checksums of their blocks, which are the same in all tiers."""
-
-
-@dataclass(frozen=True)
-class HeldLease:
-    """The lease of a waiting request, and the page keys and tokens that it was given for.
-
-    ``token_ids``: as for ``KVStore.lease``. ``asked_s``: when the store was asked last. ``num_renewals``: how
-    often a prefetch from lower tiers was asked for, and the lease renewed; ``is_refused``: the last one was
-    refused, or a part of it. ``num_arriving``: pages that were on their way to DRAM then. ``moved``: the run
-    that is leased, if it is stored at another place than where the request has it; then keys and tokens are
-    those of the run.
-    """
-
-    run: KeyRun
-    page_keys: Sequence[str]
-    token_ids: Callable[[], TokenIds]
-    lease: Lease
-    asked_s: float
-    num_renewals: int = 0
-    is_refused: bool = False
-    num_arriving: int = 0
-    moved: MovedRun | None = None
-
-    @property
-    def first_key(self) -> str:
-        return self.run.first_key
-
-    @property
-    def renew_at_s(self) -> float:
-        """When the lease should be renewed; at once if nothing is on its way for it."""
-        if not self.num_renewals or self.is_refused:
-            return self.asked_s
-        return self.asked_s + min(RENEW_INTERVAL_S * 2.0 ** (self.num_renewals - 1), MAX_RENEW_INTERVAL_S)
-
-    @cached_property
-    def segments(self) -> SegmentBytes:
-        """All leased segments."""
-        return _bytes_of(self.lease.slices)
-
-    @cached_property
-    def in_dram(self) -> SegmentBytes:
-        """Those of ``segments`` that are in DRAM."""
-        return _bytes_of(piece for piece in self.lease.slices if piece.tier == DRAM_TIER)
-
-    @cached_property
-    def pinned(self) -> SegmentBytes:
-        """Those of ``segments`` that are in DRAM, or on their way there: they cannot be evicted."""
-        pinned = []
-        num_arriving = self.num_arriving
-        for piece in self.lease.slices:
-            if piece.tier != DRAM_TIER:
-                # The first ones of a prefix are fetched first.
-                if num_arriving <= 0:
-                    continue
-                num_arriving -= piece.end_page - piece.first_page
-            pinned.append(piece)
-        return _bytes_of(pinned)
-
-    def num_pages(self, page_size: int) -> int:
-        """How many of the request's pages can be restored."""
-        if self.moved is None:
-            return self.lease.num_pages
-        return self.moved.num_pages(self.lease.num_pages, page_size)
-
-
-def _bytes_of(slices: Iterable[SegmentSlice]) -> SegmentBytes:
-    return {tuple(piece.checksums): sum(piece.header.layer_num_bytes) for piece in slices}
+UNCLAIMED_S = 1.0
+"""Seconds after which a lease goes back that was granted too late for its round, or not on every rank, unless
+its request is looked up again or waits in the queue."""
 
 
 class _Room:
@@ -133,17 +55,44 @@ class _Room:
         return sum(num_bytes for key, num_bytes in segments.items() if key not in self._segments)
 
 
+@dataclass(frozen=True, eq=False)
+class _Lookup:
+    """Asks for a lease of ``run``. ``before``: the lease that it replaces, kept until there is one."""
+
+    run: KeyRun
+    question: Question[HeldLease | None]
+    before: HeldLease | None
+
+
+class _RenewalRound:
+    """Says whether the prefetches of one scheduling round go on: not after one that was refused."""
+
+    is_refused = False
+
+
+@dataclass(frozen=True)
+class _Renewed:
+    """A lease in place of an earlier one (None: nothing was found), and what was prefetched before."""
+
+    lease: Lease | None
+    prefetched: Prefetched
+
+
 class WaitingLeases:
     """Holds leases by request id, until they are taken for a load or released. For the scheduler's thread.
 
     SGLang looks a waiting request up in each scheduling round that tries to admit it; the store is asked in
-    the first one. If the store had nothing, it is asked again after ``RETRY_MISS_S``. At the end of a round
-    (``looking_ahead``), what those that still wait hold below DRAM is prefetched in the order of the queue,
-    and their leases are renewed until all of it is in DRAM, so that the load is planned for DRAM.
+    the first one, by ``asking``, whose patience says how long a round waits for the answer. A late answer is
+    a miss for this round, and is used in a later one if the request still waits. If the store had nothing,
+    it is asked again after ``RETRY_MISS_S``. At the end of a round (``looking_ahead``), what those that still
+    wait hold below DRAM is prefetched in the order of the queue, and their leases are renewed until all of it
+    is in DRAM, so that the load is planned for DRAM. No round waits for that.
 
     What is held in DRAM cannot be evicted. So requests that wait pin at most ``max_ahead_bytes`` there, or
     the first of them what it needs; a segment that several share counts once. Behind the first that does not
     fit nothing is prefetched: what lies below DRAM stays held there, what is in DRAM as far as it fits.
+
+    Every lease that the store grants is taken or released, whenever its answer comes.
 
     ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
     """
@@ -154,6 +103,7 @@ class WaitingLeases:
         self,
         store: KVStore,
         model: ServedModel,
+        asking: AskingThread,
         clock: Callable[[], float] = time.monotonic,
         *,
         max_ahead_bytes: int = sys.maxsize,
@@ -161,8 +111,16 @@ class WaitingLeases:
         self._max_ahead_bytes = max_ahead_bytes
         self._store = store
         self._model = model
+        self._asking = asking
         self._clock = clock
         self._held: dict[str, HeldLease] = {}
+        self._lookups: dict[str, _Lookup] = {}
+        # Of those in ``_held``.
+        self._renewals: dict[str, Question[_Renewed | None]] = {}
+        # Loads that room may still have to be made for, when the answer comes.
+        self._prefetches: list[tuple[HeldLease, Question[Prefetched]]] = []
+        # Ids of those in ``_held`` that nobody may want, and when their leases go back.
+        self._unclaimed: dict[str, float] = {}
         # Ids of requests that waited in the last round, the next one first.
         self._queue: tuple[str, ...] = ()
         # Whether leases came or went since the last round, and when there is something to do even if not.
@@ -173,7 +131,7 @@ class WaitingLeases:
         self._missed: dict[str, tuple[KeyRun, float]] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._held) + sum(lookup.before is not None for lookup in self._lookups.values())
 
     @property
     def num_misses(self) -> int:
@@ -188,8 +146,10 @@ class WaitingLeases:
         they get room in DRAM in this order.
         """
         queue: list[str] = []
+        self._use_answers()
         yield queue
         now_s = self._clock()
+        self._end_unclaimed(now_s, queue)
         if self._has_changed or self._queue != tuple(queue) or now_s >= self._settle_at_s:
             self._queue = tuple(queue)
             self._settle(now_s)
@@ -203,121 +163,153 @@ class WaitingLeases:
     ) -> int:
         """Hold a lease of the first of ``page_keys`` (at least one); returns how many can be restored.
 
-        ``token_ids``: as for ``KVStore.lease``; called only if the store is asked. ``find_run``, if given,
-        may find more of the prompt at other places.
+        0 also if the answer is late: a later call returns it. ``token_ids``: as for ``KVStore.lease``; called
+        only if the store is asked. ``find_run``, if given, may find more of the prompt at other places; it is
+        called in the thread that asks.
         """
         run = KeyRun.of(page_keys)
-        held, missed = self._held.get(rid), self._missed.get(rid)
+        held, lookup, missed = self._held.get(rid), self._lookups.get(rid), self._missed.get(rid)
         if held is None or held.run != run:
-            if missed is not None and missed[0] == run and self._clock() < missed[1] + RETRY_MISS_S:
+            if lookup is None or lookup.run != run:
+                if missed is not None and missed[0] == run and self._clock() < missed[1] + RETRY_MISS_S:
+                    return 0
+                lookup = self._look_up(rid, run, page_keys, token_ids(), find_run)
+            if not lookup.question.wait(self._asking.patience):
                 return 0
-            held = self._lease_anew(rid, run, page_keys, token_ids, find_run)
+            held = self._found(rid, lookup)
+        self._unclaimed.pop(rid, None)
         return 0 if held is None else held.num_pages(self._model.identity.page_size)
 
     def take(self, rid: str) -> HeldLease | None:
         """Hand the lease over to the caller, who releases it; None if there is none."""
         self._missed.pop(rid, None)
+        if rid in self._renewals and self._renewals[rid].is_answered:
+            self._renew_with_answer(rid)
+        renewal = self._renewals.pop(rid, None)
         held = self._pop(rid)
         if held is None or held.lease.is_in_dram:
-            return held
-        if not held.num_renewals and self._clock() < held.asked_s + RENEW_INTERVAL_S:
+            self._drop(renewal)
             return held
         # What has arrived since the store was asked is planned for as what is in DRAM.
-        try:
-            return self._leased_again(held)
-        except BaseException:
-            self._store.release(held.lease)
-            raise
+        if renewal is None:
+            if not held.num_renewals and self._clock() < held.asked_s + RENEW_INTERVAL_S:
+                return held
+            renewal = self._ask_again(held)
+        if not renewal.wait(self._asking.patience):
+            self._drop(renewal)
+            return held
+        return self._renewed(held, renewal.answer(None))
 
     def make_room(self, held: HeldLease) -> None:
         """Begin to read what a load will need from below DRAM. If there is no room for it, those that wait
         lose as much, the last ones first."""
         if held.lease.is_in_dram or not self._held:
             return
-        prefetched = self._store.prefetch(self._model.identity, held.page_keys, held.token_ids())
-        # If enough is being prefetched, DRAM may be full as well. A load does not wait for that.
-        if not prefetched.is_deferred:
-            return
-        missing = sum(held.segments.values()) - sum(held.in_dram.values())
-        pins = Counter(key for other in self._held.values() for key in other.pinned)
-        for rid in reversed(self._in_order()):
-            if missing <= 0:
-                break
-            of_last = self._held[rid]
-            pins.subtract(of_last.pinned.keys())
-            if of_last.num_arriving:
-                # What is still on its way cannot be evicted for a while.
-                of_last = self._held[rid] = self._leased_again(of_last)
-            missing -= sum(num_bytes for key, num_bytes in of_last.in_dram.items() if not pins[key])
-            if of_last.in_dram:
-                self.give_back(rid)
+        identity, page_keys, token_ids = self._model.identity, held.page_keys, held.token_ids
+        prefetch = self._asking.ask(lambda: self._store.prefetch(identity, page_keys, token_ids()))
+        if prefetch.wait(self._asking.patience):
+            self._give_room(held, prefetch)
+        else:
+            self._prefetches.append((held, prefetch))
 
-    def give_back(self, rid: str) -> None:
-        """End the lease of a request that still waits, if it has one."""
-        held = self._pop(rid)
-        if held is not None:
-            self._store.release(held.lease)
+    def set_aside(self, rid: str) -> None:
+        """This round cannot use the lease of ``rid``, if it has one: it goes back soon, unless a later one
+        can."""
+        if rid in self._held:
+            self._unclaimed[rid] = self._clock() + UNCLAIMED_S
 
     def release(self, rid: str) -> None:
         """Forget a request: end its lease, and ask the store again if it comes back."""
         self._missed.pop(rid, None)
-        self.give_back(rid)
+        self._give_back(rid)
+        lookup = self._lookups.pop(rid, None)
+        if lookup is not None:
+            self._drop(lookup.question)
+            if lookup.before is not None:
+                self._store.release(lookup.before.lease)
 
     def release_all(self) -> None:
-        for rid in [*self._held, *self._missed]:
+        for rid in [*self._held, *self._lookups, *self._missed]:
             self.release(rid)
+        self._prefetches.clear()
 
-    def _lease_anew(
+    def _look_up(
         self,
         rid: str,
         run: KeyRun,
         page_keys: Sequence[str],
-        token_ids: Callable[[], TokenIds],
+        token_ids: TokenIds,
         find_run: FindRun | None,
-    ) -> HeldLease | None:
-        """Hold a lease in place of the one that is held, if any; None if nothing is found."""
+    ) -> _Lookup:
+        """Ask for a lease in place of the one that is held, if any."""
         self._missed.pop(rid, None)
         before = self._pop(rid)
-        try:
-            held = self._lease(run, page_keys, token_ids, find_run)
-        finally:
-            if before is not None:
-                self._store.release(before.lease)
+        earlier = self._lookups.pop(rid, None)
+        if earlier is not None:
+            # It was asked for another run, so that nothing is held meanwhile.
+            self._drop(earlier.question)
+            before = earlier.before
+        finder = LeaseFinder(self._store, self._model.identity, self.max_head_tokens, self._clock)
+        question = self._asking.ask(lambda: finder.find(page_keys, token_ids, find_run))
+        lookup = self._lookups[rid] = _Lookup(run, question, before)
+        return lookup
+
+    def _found(self, rid: str, lookup: _Lookup) -> HeldLease | None:
+        """Hold what a lookup that is answered has found; None if that is nothing."""
+        del self._lookups[rid]
+        held = lookup.question.answer(None)
+        if lookup.before is not None:
+            self._store.release(lookup.before.lease)
         if held is None:
-            self._note_miss(rid, run)
+            self._note_miss(rid, lookup.run)
         else:
             self._held[rid] = held
             self._has_changed = True
         return held
 
-    def _lease(
-        self,
-        run: KeyRun,
-        page_keys: Sequence[str],
-        token_ids: Callable[[], TokenIds],
-        find_run: FindRun | None,
-    ) -> HeldLease | None:
-        lease = self._store.lease(self._model.identity, page_keys, token_ids())
-        num_pages = 0 if lease is None else lease.num_pages
-        moved = None if find_run is None or num_pages == len(page_keys) else find_run(num_pages)
-        if moved is not None and moved.num_head_tokens <= self.max_head_tokens:
-            of_run = self._store.lease(self._model.identity, moved.page_keys, moved.token_ids)
-            # What is found in its place is computed again then, as all that is before the run.
-            num_more = 0 if of_run is None else of_run.num_pages - num_pages
-            if of_run is not None and num_more * self._model.identity.page_size > RECOMPUTED_TOKENS:
-                if lease is not None:
-                    self._store.release(lease)
-                tokens_of_run = moved.token_ids
-                return HeldLease(
-                    run, moved.page_keys, lambda: tokens_of_run, of_run, self._clock(), moved=moved
-                )
-            if of_run is not None:
-                self._store.release(of_run)
-        return None if lease is None else HeldLease(run, page_keys, token_ids, lease, self._clock())
+    def _use_answers(self) -> None:
+        """Use answers that came after the round that asked for them."""
+        for rid, lookup in [*self._lookups.items()]:
+            if lookup.question.is_answered and self._found(rid, lookup) is not None:
+                # Its request may have been computed meanwhile; nothing is reported of that.
+                self._unclaimed[rid] = self._clock() + UNCLAIMED_S
+        for rid, renewal in [*self._renewals.items()]:
+            if renewal.is_answered:
+                self._renew_with_answer(rid)
+        prefetches, self._prefetches = self._prefetches, []
+        for held, prefetch in prefetches:
+            if prefetch.is_answered:
+                self._give_room(held, prefetch)
+            else:
+                self._prefetches.append((held, prefetch))
+
+    def _end_unclaimed(self, now_s: float, queue: Sequence[str]) -> None:
+        """Give leases back that nobody has asked for since they were unclaimed. Who waits may ask yet."""
+        for rid in [rid for rid, give_back_at_s in self._unclaimed.items() if now_s >= give_back_at_s]:
+            if rid not in queue:
+                self._give_back(rid)
+
+    def _give_back(self, rid: str) -> None:
+        """End the lease of a request that may still wait, if it has one."""
+        held = self._pop(rid)
+        if held is not None:
+            self._store.release(held.lease)
 
     def _pop(self, rid: str) -> HeldLease | None:
         self._has_changed |= rid in self._held
+        self._unclaimed.pop(rid, None)
+        self._drop(self._renewals.pop(rid, None))
         return self._held.pop(rid, None)
+
+    def _drop(self, question: Question[HeldLease | None] | Question[_Renewed | None] | None) -> None:
+        """Nobody wants this answer any more: what it grants is released."""
+        if question is not None:
+            question.drop(self._release_answer)
+
+    def _release_answer(self, answer: HeldLease | _Renewed | None) -> None:
+        """In any thread."""
+        if answer is not None and answer.lease is not None:
+            self._store.release(answer.lease)
 
     def _in_order(self) -> list[str]:
         """Who holds leases, in the order of the queue; those that wait outside of it are the last."""
@@ -326,27 +318,32 @@ class WaitingLeases:
     def _settle(self, now_s: float) -> None:
         """Prefetch for those that wait, in their order, and end leases that pin too much."""
         room = _Room(self._max_ahead_bytes)
+        renewals = _RenewalRound()
+        # What has not been asked yet is asked in the order of now.
+        for rid in [rid for rid, renewal in self._renewals.items() if renewal.drop_unasked()]:
+            del self._renewals[rid]
         may_prefetch = now_s >= self._prefetch_at_s
         has_room = True
         num_pages, settle_at_s = 0, math.inf
         for rid in self._in_order():
-            held = self._held[rid]
             # Those behind the first that does not fit do not take the room that it waits for.
-            has_room = has_room and room.fits(held.segments)
-            if has_room and not held.lease.is_in_dram:
-                if may_prefetch and now_s >= held.renew_at_s:
-                    held = self._held[rid] = self._renewed(held)
-                    num_pages += len(held.page_keys)
-                    may_prefetch = not held.is_refused and num_pages < MAX_RENEWED_PAGES
-                    if held.is_refused:
-                        self._prefetch_at_s = now_s + RETRY_PREFETCH_S
-                settle_at_s = min(settle_at_s, max(held.renew_at_s, self._prefetch_at_s))
+            has_room = has_room and room.fits(self._held[rid].segments)
+            if has_room and not self._held[rid].lease.is_in_dram:
+                may_renew = may_prefetch and rid not in self._renewals
+                if may_renew and now_s >= self._held[rid].renew_at_s:
+                    self._renew(rid, renewals)
+                    num_pages += len(self._held[rid].page_keys)
+                    may_prefetch = not renewals.is_refused and num_pages < MAX_RENEWED_PAGES
+                if rid not in self._renewals:
+                    settle_at_s = min(settle_at_s, max(self._held[rid].renew_at_s, self._prefetch_at_s))
+            held = self._held[rid]
             # One that was refused is the next to get room.
-            pinned = held.segments if held.is_refused and has_room else held.pinned
+            is_next = (held.is_refused or rid in self._renewals) and has_room
+            pinned = held.segments if is_next else held.pinned
             if room.fits(pinned):
                 room.add(pinned)
             else:
-                self.give_back(rid)
+                self._give_back(rid)
         self._has_changed, self._settle_at_s = False, settle_at_s
 
     def _note_miss(self, rid: str, run: KeyRun) -> None:
@@ -358,26 +355,79 @@ class WaitingLeases:
                 break
             del self._missed[other]
 
-    def _renewed(self, held: HeldLease) -> HeldLease:
-        """Have what lies below DRAM prefetched, and lease it where it is going to be."""
-        # Also if it was asked for before: not all may have come. What is on its way stays so.
-        prefetched = self._store.prefetch(self._model.identity, held.page_keys, held.token_ids())
-        return replace(
-            self._leased_again(held),
-            num_renewals=held.num_renewals + 1,
+    def _renew(self, rid: str, renewals: _RenewalRound) -> None:
+        """Have what lies below DRAM prefetched, and ask for a lease of it where it is going to be."""
+        held, identity = self._held[rid], self._model.identity
+
+        def renew() -> _Renewed | None:
+            """None: one before it was refused."""
+            if renewals.is_refused:
+                return None
+            token_ids = held.token_ids()
+            # Also if it was asked for before: not all may have come. What is on its way stays so.
+            prefetched = self._store.prefetch(identity, held.page_keys, token_ids)
+            renewals.is_refused = prefetched.is_deferred
+            return _Renewed(self._store.lease(identity, held.page_keys, token_ids), prefetched)
+
+        renewal = self._renewals[rid] = self._asking.ask(renew, is_urgent=False)
+        if renewal.is_answered:
+            self._renew_with_answer(rid)
+
+    def _renew_with_answer(self, rid: str) -> None:
+        renewed = self._renewals.pop(rid).answer(None)
+        self._has_changed = True
+        if renewed is None or renewed.prefetched.is_deferred:
+            self._prefetch_at_s = self._clock() + RETRY_PREFETCH_S
+        if renewed is None:
+            return
+        self._held[rid] = replace(
+            self._renewed(self._held[rid], renewed),
+            num_renewals=self._held[rid].num_renewals + 1,
             # More than a tenant may have stays below DRAM, and holds nobody else up.
-            is_refused=prefetched.is_deferred,
-            num_arriving=prefetched.num_pages,
+            is_refused=renewed.prefetched.is_deferred,
+            num_arriving=renewed.prefetched.num_pages,
         )
 
-    def _leased_again(self, held: HeldLease) -> HeldLease:
-        """A lease in place of an earlier one, which says what has arrived in DRAM since."""
-        lease = self._store.lease(self._model.identity, held.page_keys, held.token_ids())
+    def _ask_again(self, held: HeldLease) -> Question[_Renewed | None]:
+        """Ask for a lease in place of an earlier one, which says what has arrived in DRAM since."""
+        identity, page_keys, token_ids = self._model.identity, held.page_keys, held.token_ids
+        return self._asking.ask(
+            lambda: _Renewed(self._store.lease(identity, page_keys, token_ids()), Prefetched())
+        )
+
+    def _renewed(self, held: HeldLease, renewed: _Renewed | None) -> HeldLease:
+        """With the new lease in place of the earlier one, unless that is better."""
+        lease, unused = (None if renewed is None else renewed.lease), held.lease
         # The earlier lease is still valid.
         if lease is None or lease.num_pages < held.lease.num_pages:
             lease, unused = held.lease, lease
-        else:
-            unused = held.lease
         if unused is not None:
             self._store.release(unused)
         return replace(held, lease=lease, asked_s=self._clock())
+
+    def _give_room(self, held: HeldLease, prefetch: Question[Prefetched]) -> None:
+        """End leases of those that wait, the last ones first, if a load was refused the room it needs."""
+        # If enough is being prefetched, DRAM may be full as well. A load does not wait for that.
+        if not prefetch.answer(Prefetched()).is_deferred:
+            return
+        missing = sum(held.segments.values()) - sum(held.in_dram.values())
+        pins = Counter(key for other in self._held.values() for key in other.pinned)
+        for rid in reversed(self._in_order()):
+            if missing <= 0:
+                break
+            of_last = self._held[rid]
+            pins.subtract(of_last.pinned.keys())
+            if of_last.num_arriving:
+                # What is still on its way cannot be evicted for a while.
+                of_last = self._held[rid] = self._asked_again(of_last)
+            missing -= sum(num_bytes for key, num_bytes in of_last.in_dram.items() if not pins[key])
+            if of_last.in_dram:
+                self._give_back(rid)
+
+    def _asked_again(self, held: HeldLease) -> HeldLease:
+        """With what has arrived in DRAM since, if the answer comes in time."""
+        again = self._ask_again(held)
+        if again.wait(self._asking.patience):
+            return self._renewed(held, again.answer(None))
+        self._drop(again)
+        return held

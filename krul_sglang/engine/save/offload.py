@@ -1,29 +1,26 @@
-"""Stores finished turns on a thread of its own: reads device slots, encodes, copies to the store, commits."""
+"""Stores finished turns on a thread of its own: reads device slots, copies to the store, commits."""
 
 from __future__ import annotations
 
 import logging
+import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import dataclass
-from enum import Enum, auto
-
-import torch
 
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.segment import SegmentManifest
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName
-from krul_backend.tiers.common.interface import Reservation, block_checksums
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.moved_runs import RunIndex
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import Patience, TransferGate
 from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
+from krul_sglang.engine.save.later_encoding import ExactCopy, LaterEncoder
+from krul_sglang.engine.save.segment_writer import OffloadCounters, SegmentWriter
 from krul_sglang.engine.save.strategy_choice import ChoiceCounters, Decision
 from krul_sglang.engine.save.turn import Turn
 from krul_sglang.engine.save.turn_encoding import TokenRun, TurnEncoding
@@ -35,37 +32,31 @@ MAX_LAYER_BYTES = 32 << 20
 loading hold a layer of a segment, or both of a pair, on the device at a time, beside SGLang's own budget."""
 
 
-class Outcome(Enum):
-    """What became of a turn: every page of it is stored; it was not taken (no room, ``drop``); an error."""
+class Job:
+    """Stores one turn. ``future`` says whether it was stored, all of it.
 
-    STORED = auto()
-    SKIPPED = auto()
-    FAILED = auto()
+    ``is_revoked``, once set, ends the job soon: what it has read of the device since does not count, so that
+    the turn's slots may be given away at once.
+    """
 
+    future: Future[bool]
 
-@dataclass
-class OffloadCounters:
-    """Counts turns. ``num_bytes`` were stored, and ``fast_copy_bytes`` a second time, to be loaded sooner;
-    ``left_out_bytes`` were not stored: a restore recomputes them."""
+    def __init__(self, turn: Turn, patience: Patience) -> None:
+        self.turn = turn
+        self.patience = patience
+        self.is_revoked = False
 
-    turns: int = 0
-    segments: int = 0
-    tokens: int = 0
-    num_bytes: int = 0
-    fast_copy_bytes: int = 0
-    left_out_bytes: int = 0
-    skipped_turns: int = 0
-    failed_turns: int = 0
-    failed_trims: int = 0
+    def is_wanted(self) -> bool:
+        return not self.is_revoked
 
 
 class TurnOffloader:
     """Stores what the store does not hold yet of each submitted turn, in order, on one worker thread.
 
-    With an ``allocation``, tokens that a restore would recompute are not stored, and dropped from earlier
-    turns. It may be set after the offloader is made, before the first turn; so may ``costs``, from which the
-    store is told how long computing a segment takes. ``keeps_fast_copies``, off at first, may change at any
-    time: whether turns are stored as fast copies, too. If ``runs`` is set, it remembers what is stored where.
+    A turn whose encoding loses something, or takes long, is stored as it is, and ``encoder`` encodes that
+    later: its slots are free as soon as they were copied. With an ``allocation``, tokens that a restore would
+    recompute are not stored, and dropped from earlier turns. It may be set after the offloader is made,
+    before the first turn. If ``runs`` is set, it remembers what is stored where.
 
     Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
     ranks pair their completions by order.
@@ -79,10 +70,11 @@ class TurnOffloader:
         codec: SegmentCodec,
         decision: Decision,
         *,
-        max_pending_tokens: int,
         allocation: SpaceAllocation | None = None,
         gate: TransferGate | None = None,
         max_layer_bytes: int = MAX_LAYER_BYTES,
+        max_waiting_bytes: int = sys.maxsize,
+        keeps_copies: bool = True,
     ) -> None:
         self.counters = OffloadCounters()
         self.choices = ChoiceCounters()
@@ -91,59 +83,75 @@ class TurnOffloader:
         self._pool = pool
         self._codec = codec
         self._decision = decision
-        self._max_pending_tokens = max_pending_tokens
         self.allocation = allocation
-        self.costs: OnlineCosts | None = None
-        self.keeps_fast_copies = False
         self.runs: RunIndex | None = None
         self._gate = TransferGate() if gate is None else gate
-        self._pending_tokens = 0
-        self._queue: deque[tuple[Future[Outcome], int]] = deque()
-        page_bytes = (pool.shape.k_token_bytes + pool.shape.v_token_bytes) * model.identity.page_size
-        self._segment_pages = max(1, max_layer_bytes // page_bytes)
+        self._queue: deque[Job] = deque()
+        layer_token_bytes = pool.shape.k_token_bytes + pool.shape.v_token_bytes
+        self._page_bytes = layer_token_bytes * model.identity.page_size * pool.num_layers
+        self._segment_pages = max(1, max_layer_bytes // (layer_token_bytes * model.identity.page_size))
+        # Two copies: one is encoded while the next one is stored.
+        self._copy_pages = min(self._segment_pages, max(1, max_waiting_bytes // 2 // self._page_bytes))
         self._device = pool.streams
         self._stream = self._device.new_stream()
+        self.writer = SegmentWriter(store, self._device, pool.num_layers, self.counters)
+        self.encoder = LaterEncoder(
+            store,
+            pool,
+            codec,
+            self.writer,
+            self.counters,
+            self._gate,
+            max_waiting_bytes=max_waiting_bytes,
+            keeps_copies=keeps_copies,
+        )
         self._worker = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="krul-offload", initializer=self._device.bind_background_thread
         )
 
-    def submit(self, turn: Turn) -> None:
-        """Queue a turn. Pages that are stored already are never read or encoded again."""
+    def submit(self, turn: Turn) -> Job:
+        """Queue a turn. Pages that are stored already are never read or encoded again. Does not wait."""
         self.counters.turns += 1
-        page_size = self._model.identity.page_size
-        missing = sum(map(len, self._store.find_missing(self._model.identity, turn.page_keys))) * page_size
-        # A lone turn is always taken, however long it is: it cannot starve the pool more than its own
-        # request did while it ran.
-        has_room = not self._pending_tokens or self._pending_tokens + missing <= self._max_pending_tokens
-        has_room = has_room and not turn.hint.drop
-        num_tokens = missing if has_room else 0
-        self._pending_tokens += num_tokens
-        self._queue.append((self._worker.submit(self._store_turn, turn, has_room), num_tokens))
+        job = Job(turn, self._gate.patience())
+        job.future = self._worker.submit(self._store_turn, job)
+        self._queue.append(job)
+        return job
+
+    def finish(self, jobs: Sequence[Job], timeout_s: float) -> None:
+        """Wait until turns are stored. Those that are not after ``timeout_s`` are revoked."""
+        self._hurry()
+        wait_for_futures([job.future for job in jobs], timeout_s)
+        for job in jobs:
+            job.is_revoked = not job.future.done()
+        self.encoder.wake()
 
     def num_completed(self) -> int:
         """Completed turns at the front of the queue: ``pop_completed`` takes these without waiting."""
         count = 0
-        for future, _ in self._queue:
-            if not future.done():
+        for job in self._queue:
+            if not job.future.done():
                 break
             count += 1
         return count
 
     def num_pending(self) -> int:
-        return len(self._queue)
+        """Turns and exact copies that wait."""
+        return len(self._queue) + len(self.encoder)
 
     def pop_completed(self) -> bool:
-        """Take the oldest completion, after waiting for it: whether every page of that turn is stored now."""
-        future, num_tokens = self._queue.popleft()
-        self._pending_tokens -= num_tokens
-        outcome = future.result()
-        self.counters.skipped_turns += outcome is Outcome.SKIPPED
-        self.counters.failed_turns += outcome is Outcome.FAILED
-        return outcome is Outcome.STORED
+        """Take the oldest completion, after waiting for it; whether its turn was stored."""
+        job = self._queue.popleft()
+        self._gate.hurry(job.patience)
+        return job.future.result()
 
     def wait(self) -> None:
-        """Block until every submitted turn can be popped."""
-        wait_for_futures([future for future, _ in self._queue])
+        """Block until every submitted turn can be popped, and all that waits is encoded."""
+        wait_for_futures([job.future for job in self._queue])
+        self.encoder.wait()
+
+    def _hurry(self) -> None:
+        for job in self._queue:
+            self._gate.hurry(job.patience)
 
     def end_session(self, session: SessionName) -> None:
         """Demote a named conversation, after the turns that were submitted before. Does not wait."""
@@ -159,70 +167,155 @@ class TurnOffloader:
         self._worker.submit(demote)
 
     def discard_all(self) -> None:
-        """Wait until no slot is read any more and forget all completions.
-
-        Turns that have not begun are stored too: ranks would not cancel the same ones, and wait for each
-        other.
-        """
-        self.wait()
+        """Wait until no slot is read any more, and forget all completions and what waits to be encoded."""
+        for job in self._queue:
+            job.is_revoked = True
+        self.encoder.wake()
+        self._hurry()
+        wait_for_futures([job.future for job in self._queue])
         self._queue.clear()
-        self._pending_tokens = 0
+        self.encoder.discard_all()
 
     def close(self) -> None:
-        self.discard_all()
+        wait_for_futures([job.future for job in self._queue])
+        self._queue.clear()
         self._worker.shutdown(wait=True)
+        self.encoder.close()
 
-    def _store_turn(self, turn: Turn, has_room: bool) -> Outcome:
+    def _store_turn(self, job: Job) -> bool:
         try:
-            with self._device.working_on(self._stream, turn.ready):
-                missing = self._missing_segments(turn) if has_room else None
-                encoding = self._choose(turn, missing)
-                head_ends = self._head_ends(len(turn.token_ids), encoding)
-                if turn.hint.drop:
-                    self._advise(turn)
-                if missing is None:
-                    return Outcome.FAILED if has_room else Outcome.SKIPPED
-                can_wait = False
-                if self.keeps_fast_copies and encoding.fast_copy is not None:
-                    is_found = self._store_fast_copies(turn, missing, encoding.fast_copy, head_ends)
-                    # Encoding can wait for an idle server, where it would take the forward's cores. But turns
-                    # that wait hold their slots.
-                    can_wait = (
-                        is_found
-                        and self._device.shares_cores
-                        and self._pending_tokens <= self._max_pending_tokens / 2
-                    )
-                patience = self._gate.patience(until_idle=can_wait)
-                is_stored = all(
-                    self._store_run(turn, index, run, encoding, head_ends, patience)
-                    for index, run in enumerate(missing)
-                )
+            with self._device.working_on(self._stream, job.turn.ready):
+                cause = self._store_missing(job)
         except Exception:
-            logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
-            return Outcome.FAILED
-        if not is_stored:
-            return Outcome.SKIPPED
-        if head_ends is not None:
-            self._trim(turn, head_ends)
-        if turn.session is not None or turn.hint != NO_HINT:
-            self._advise(turn)
-        return Outcome.STORED
-
-    def _choose(self, turn: Turn, missing: Sequence[range] | None) -> TurnEncoding:
-        """How the missing runs of pages are stored. Without any, too: ranks decide together, and each of them
-        must take part."""
-        try:
-            encoding = self._decision.decide(None if missing is None else turn, missing or ())
-            if missing is not None:
-                self.choices.add(encoding.stored_as)
-                logger.debug("krul: %d tokens are stored as %s", len(turn.token_ids), encoding.stored_as)
-            return encoding
+            logger.exception("krul: a turn of %d tokens could not be stored", len(job.turn.token_ids))
+            cause = "error"
         finally:
-            if turn.attention is not None:
-                turn.attention.release()
+            # Makes room for what is captured of another turn.
+            if job.turn.attention is not None:
+                job.turn.attention.release()
+        if cause is not None:
+            self.counters.drop("evicted" if job.is_revoked else cause)
+        return cause is None
 
-    def _head_ends(self, num_tokens: int, encoding: TurnEncoding) -> tuple[int, ...] | None:
-        return None if self.allocation is None else self.allocation.head_ends(num_tokens, encoding)
+    def _store_missing(self, job: Job) -> str | None:
+        """Store a turn; returns why that failed, None if it did not."""
+        turn = job.turn
+        missing = None if turn.hint.drop or job.is_revoked else self._missing_segments(turn)
+        # Ranks decide together. So each of them takes part for each job, also where nothing is to be stored.
+        encoding = self._decision.decide(None if missing is None else turn, missing or ())
+        head_ends = None
+        if self.allocation is not None:
+            head_ends = self.allocation.head_ends(len(turn.token_ids), encoding)
+        if missing is None:
+            if not turn.hint.drop:
+                return "no answer"
+        else:
+            self.choices.add(encoding.stored_as)
+            logger.debug("krul: %d tokens are stored as %s", len(turn.token_ids), encoding.stored_as)
+            for index, pages in enumerate(missing):
+                is_last = index == len(missing) - 1
+                if not self._has_stored(job, encoding, head_ends, index, pages, is_last=is_last):
+                    return "no room"
+            if head_ends is not None:
+                self._trim(turn, head_ends)
+        self._advise(turn)
+        return None
+
+    def _has_stored(
+        self,
+        job: Job,
+        encoding: TurnEncoding,
+        head_ends: tuple[int, ...] | None,
+        index: int,
+        pages: range,
+        *,
+        is_last: bool,
+    ) -> bool:
+        """Store ``pages``, run number ``index`` of a turn; False if there is no room, or it is revoked."""
+        if encoding.exact is None:
+            return self._write(job, index, pages, encoding, head_ends)
+        num_bytes = len(pages) * self._page_bytes
+        if not self.encoder.take_room(num_bytes, job.is_wanted):
+            return False
+        copy = None
+        try:
+            if self._write(job, index, pages, encoding.exact, None):
+                copy = self._exact_copy(job.turn, encoding, head_ends, index, pages, is_last=is_last)
+        finally:
+            if copy is None:
+                self.encoder.give_room_back(num_bytes)
+        if copy is not None:
+            self.encoder.add(copy)
+        return copy is not None
+
+    def _exact_copy(
+        self,
+        turn: Turn,
+        encoding: TurnEncoding,
+        head_ends: tuple[int, ...] | None,
+        index: int,
+        pages: range,
+        *,
+        is_last: bool,
+    ) -> ExactCopy | None:
+        """A copy that was just stored, pinned; None if it has gone."""
+        model, page_size = self._model.identity, self._model.identity.page_size
+        lease = self._store.lease(
+            model,
+            turn.page_keys[pages.start : pages.stop],
+            turn.token_ids[pages.start * page_size : pages.stop * page_size],
+            fast_copies="only",
+        )
+        if lease is None or lease.num_pages < len(pages):
+            if lease is not None:
+                self._store.release(lease)
+            return None
+        return ExactCopy(
+            turn=turn,
+            model=model,
+            pages=pages,
+            index=index,
+            encoding=encoding,
+            head_ends=head_ends,
+            lease=lease,
+            num_bytes=len(pages) * self._page_bytes,
+            on_encoded=lambda codec: self.choices.note_encoded(codec) if index == 0 else None,
+            on_stored=(lambda: self._advise(turn)) if is_last else (lambda: None),
+            since_s=time.monotonic(),
+        )
+
+    def _write(
+        self,
+        job: Job,
+        index: int,
+        pages: range,
+        encoding: TurnEncoding,
+        head_ends: tuple[int, ...] | None,
+    ) -> bool:
+        """Store ``pages`` of a turn from the device; False if there is no room, or the turn is revoked."""
+        turn, page_size = job.turn, self._model.identity.page_size
+        start, end = pages.start * page_size, pages.stop * page_size
+
+        def read(layer: int) -> LayerKV:
+            return self._pool.gather(layer, turn.slots[start:end])
+
+        encoded = encoding.encode(
+            index,
+            TokenRun(read, start, end - start, head_ends),
+            lambda: self._gate.give_way(job.patience),
+        )
+        is_stored = self.writer.write(
+            turn,
+            self._model.identity,
+            pages,
+            encoded,
+            self._stream,
+            is_fast_copy=encoding.is_copy,
+            is_wanted=job.is_wanted,
+        )
+        if is_stored and self.runs is not None:
+            self.runs.add(turn.tenant, turn.page_keys, turn.token_ids, pages, turn.moved_from)
+        return is_stored
 
     def _trim(self, turn: Turn, head_ends: tuple[int, ...]) -> None:
         """Drop heads from earlier turns. An error does not fail the turn: the heads only take space."""
@@ -233,7 +326,9 @@ class TurnOffloader:
             logger.exception("krul: a conversation of %d tokens could not be trimmed", len(turn.token_ids))
 
     def _advise(self, turn: Turn) -> None:
-        """Hand the turn's hint and name to the store. An error does not fail the turn."""
+        """Hand the turn's hint and name, if any, to the store. An error does not fail the turn."""
+        if turn.session is None and turn.hint == NO_HINT:
+            return
         try:
             self._store.advise(
                 turn.hint, model=self._model.identity, page_keys=turn.page_keys, session=turn.session
@@ -242,113 +337,22 @@ class TurnOffloader:
             logger.exception("krul: a hint about %d tokens could not be given", len(turn.token_ids))
 
     def _missing_segments(self, turn: Turn) -> list[range] | None:
-        """Runs of pages to be stored, cut so that a layer of none is larger than the device should hold.
+        """Runs of pages to be stored, cut so that a layer of none is larger than the device should hold, nor
+        any larger than the encoder has room for; None if the store cannot say."""
+        missing = self._missing(turn)
+        if missing is None:
+            return None
+        return [
+            range(first, min(first + self._copy_pages, run.stop))
+            for run in missing
+            for first in range(run.start, run.stop, self._copy_pages)
+        ]
 
-        None if the store cannot say. Asked again here: an earlier turn in the queue may have stored a common
-        prefix since this one was submitted.
-        """
+    def _missing(self, turn: Turn) -> list[range] | None:
+        """Runs of pages that are neither stored nor wait to be encoded; None if the store cannot say."""
         try:
             runs = self._store.find_missing(self._model.identity, turn.page_keys)
         except Exception:
-            logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
+            logger.exception("krul: the store does not say what it has of %d tokens", len(turn.token_ids))
             return None
-        return [
-            range(first, min(first + self._segment_pages, run.stop))
-            for run in runs
-            for first in range(run.start, run.stop, self._segment_pages)
-        ]
-
-    def _store_fast_copies(
-        self,
-        turn: Turn,
-        missing: Sequence[range],
-        encoding: TurnEncoding,
-        head_ends: tuple[int, ...] | None,
-    ) -> bool:
-        """Store the missing pages as fast copies, as far as there is space; returns whether all are stored.
-
-        An error does not fail the turn: it may only come back later.
-        """
-        patience = self._gate.patience()
-        try:
-            return all(
-                self._store_run(turn, index, run, encoding, head_ends, patience, is_fast_copy=True)
-                for index, run in enumerate(missing)
-            )
-        except Exception:
-            logger.exception("krul: no fast copy of a conversation of %d tokens", len(turn.token_ids))
-            return False
-
-    def _store_run(
-        self,
-        turn: Turn,
-        index: int,
-        run: range,
-        encoding: TurnEncoding,
-        head_ends: tuple[int, ...] | None,
-        patience: Patience,
-        *,
-        is_fast_copy: bool = False,
-    ) -> bool:
-        """Store run number ``index`` of the missing pages as a segment; False if there is no space for it."""
-        page_size = self._model.identity.page_size
-        start, end = run.start * page_size, run.stop * page_size
-
-        def read(layer: int) -> LayerKV:
-            return self._pool.gather(layer, turn.slots[start:end])
-
-        encoded = encoding.encode(
-            index,
-            TokenRun(read, start, end - start, head_ends),
-            lambda: self._gate.give_way(patience),
-        )
-        manifest = SegmentManifest(
-            model=self._model.identity,
-            page_keys=tuple(turn.page_keys[run.start : run.stop]),
-            parent_key=turn.page_keys[run.start - 1] if run.start else None,
-            start_token=start,
-            token_ids=turn.token_ids[start:end].copy(),
-            codec=encoded.codec,
-            layer_num_bytes=encoded.layer_num_bytes,
-            codec_params=encoded.params,
-            layer_first_token=encoded.layer_first_token,
-            tenant=turn.tenant,
-            recompute_s=self._recompute_s(start, end),
-        )
-        reservation = self._store.reserve(encoded.layer_num_bytes, turn.tenant, is_fast_copy=is_fast_copy)
-        if reservation is None:
-            return False
-        try:
-            for layer, block in encoded.blocks:
-                self._device.download(torch.from_numpy(reservation.blocks[layer]), block)
-            self._device.synchronize(self._stream)
-            checksums = block_checksums(reservation.blocks)
-        except BaseException:
-            self._give_back(reservation)
-            raise
-        self._store.commit(reservation, manifest, checksums)
-        if self.runs is not None:
-            self.runs.add(turn.tenant, turn.page_keys, turn.token_ids, run, turn.moved_from)
-        if is_fast_copy:
-            self.counters.fast_copy_bytes += manifest.num_bytes
-            return True
-        self.counters.segments += 1
-        self.counters.tokens += end - start
-        self.counters.num_bytes += manifest.num_bytes
-        self.counters.left_out_bytes += encoded.left_out_num_bytes
-        return True
-
-    def _give_back(self, reservation: Reservation) -> None:
-        """Abort a reservation once no copy writes to it: the store may hand out its bytes again at once."""
-        try:
-            self._device.synchronize(self._stream)
-        except Exception:
-            logger.exception("krul: %d reserved blocks may still be written to", len(reservation.blocks))
-            return
-        self._store.abort(reservation)
-
-    def _recompute_s(self, start: int, end: int) -> float:
-        """Seconds that computing tokens ``[start, end)`` takes: what a restore of them saves."""
-        if self.costs is None:
-            return 0.0
-        return self._pool.num_layers * self.costs.current().own.layer_s(end - start, start)
+        return self.encoder.without_waiting(turn, runs)

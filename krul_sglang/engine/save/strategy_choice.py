@@ -13,7 +13,7 @@ import torch
 from krul_backend.attention.statistics import AttentionStatistics, concatenate_heads
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.selectors import Evidence, StrategySelector
-from krul_backend.strategy.strategy import LayerGroups, StoredAs
+from krul_backend.strategy.strategy import SUBSPACE, LayerGroups, StoredAs
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.save.turn import Turn
@@ -144,10 +144,14 @@ class ChoiceCounters:
     def add(self, stored_as: StoredAs) -> None:
         self.turns += 1
         if isinstance(stored_as, LayerGroups):
-            self.subspace_turns += 1
+            # Counted when it is encoded: it may turn out to be native.
             return
         self.pairs.update(f"{i}-{j}" for i, j in stored_as.pairs)
         self.precisions.update(layer.precision.value for layer in stored_as.layers)
+
+    def note_encoded(self, codec: str) -> None:
+        """The first segment of a turn was encoded with this codec."""
+        self.subspace_turns += codec == SUBSPACE
 
     def as_dict(self) -> dict[str, Any]:
         return {

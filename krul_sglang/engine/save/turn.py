@@ -49,9 +49,9 @@ class Turn(StoredPath):
     """A conversation as it stands when a turn ends.
 
     ``ready`` are the events after which the slots hold the KV. ``attention`` is what was recorded of it, if
-    anything. Whoever submits a turn keeps its slots locked until it is popped; the offloader releases
-    ``attention``. ``tenant`` is whom its bytes count for; ``session`` the name of the conversation, if it has
-    one; ``hint`` what its request said about its future. A turn that is to be dropped is not stored.
+    anything; whoever stores the turn releases it. ``tenant`` is whom its bytes count for; ``session`` the
+    name of the conversation, if it has one; ``hint`` what its request said about its future. A turn that is
+    to be dropped is not stored.
     """
 
     ready: Sequence[Any]

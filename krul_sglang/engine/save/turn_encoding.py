@@ -46,21 +46,24 @@ class EncodedRun:
 
 
 class TurnEncoding(ABC):
-    """How one turn is stored: chosen by a ``Decision``, used once, on the thread that stores turns.
+    """How one turn is stored: chosen by a ``Decision`` on the thread that stores turns. If there is an
+    ``exact`` one, ``encode`` is called later, on the thread that encodes.
 
     ``stored_as``: what becomes of the layers. ``layer_token_bytes``: the bytes that a token is expected to
     take in each layer's block. ``last_use[l]``: the last layer that needs the block of layer ``l``.
-    ``fast_copy``: how the turn may be stored a second time, to be loaded sooner; see ``KVStore.reserve``.
+    ``exact``: how the turn is stored at first, as it is, to be encoded later; None if ``encode`` is no more
+    than a copy. ``is_copy``: this is such an encoding.
     """
 
     stored_as: StoredAs
     layer_token_bytes: tuple[float, ...]
     last_use: tuple[int, ...]
-    fast_copy: TurnEncoding | None = None
+    exact: TurnEncoding | None = None
+    is_copy: bool = False
 
     @abstractmethod
     def encode(self, index: int, run: TokenRun, pause: Callable[[], None]) -> EncodedRun:
-        """Encode run number ``index`` of the turn's missing runs.
+        """Encode run number ``index`` of the turn's missing runs, or the beginning of it.
 
         ``pause`` is called between pieces of the work, which it may hold up.
 
@@ -73,8 +76,19 @@ class LayerEncoding(TurnEncoding):
     """Stores layers alone or in pairs, as a strategy says. ``damages``: of each run, see
     ``SegmentParameters``."""
 
-    def __init__(self, codec: SegmentCodec, strategy: Strategy, damages: Sequence[float | None]) -> None:
+    def __init__(
+        self,
+        codec: SegmentCodec,
+        strategy: Strategy,
+        damages: Sequence[float | None],
+        *,
+        is_copy: bool = False,
+    ) -> None:
         self.stored_as = strategy
+        self.is_copy = is_copy
+        native = Strategy.from_pairs(codec.num_layers)
+        if strategy != native:
+            self.exact = LayerEncoding(codec, native, damages, is_copy=True)
         self.damages = tuple(damages)
         self.layer_token_bytes = codec.layer_token_bytes(strategy)
         self.last_use = codec.last_use(strategy)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log2, pi, sqrt
+from math import pi, prod, sqrt
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import base_scales, best_offsets, num_bands, scales_of
 from krul_backend.codec.layout import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable, check_positions
-from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
+from krul_backend.codec.subspace.bases import ModelBases, split_vectors
 from krul_backend.codec.subspace.coded_tail import (
     CHUNK_TOKENS,
     GroupTransform,
@@ -24,13 +24,17 @@ from krul_backend.codec.subspace.coded_tail import (
     tensors_of,
 )
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
-from krul_backend.codec.subspace.parameters import (
-    LARGEST_STEP,
-    SMALLEST_STEP,
-    GroupParameters,
-    SubspaceParameters,
+from krul_backend.codec.subspace.parameters import GroupParameters, SubspaceParameters
+from krul_backend.codec.subspace.quantizer import RoundedTokens, step_shifts, token_steps
+from krul_backend.codec.subspace.sample import (
+    GroupErrors,
+    GroupSample,
+    SegmentSample,
+    own_outside,
+    scatter_of,
+    scatter_signs,
+    squared_total,
 )
-from krul_backend.codec.subspace.quantizer import GroupErrors, Sample, dequantize, quantize, step_shifts
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
@@ -41,7 +45,8 @@ MOST_OUTSIDE = 0.9
 """The largest share of a limit that KV outside of the bases may cost. With less left for rounding, levels
 would become too large to be coded: such a segment is better stored in another way."""
 
-_STEP_HALVINGS = 12
+_CACHED_TOKENS = 128
+"""The vectors of so many tokens about stay in the second cache of a core while they are made."""
 
 _EXACT_COEFFICIENTS = 64
 """The first coefficients, which are the largest, are always computed in fp32. In bf16 their errors would come
@@ -94,11 +99,16 @@ class SubspaceCodec:
         self._rotary = rotary
         self._coders = {coder.name: coder for coder in coders}
         self._num_first_tokens = num_first_tokens
-        is_fast = Device.of(bases.groups[0].mean).multiplies_bf16_fast
+        device = Device.of(bases.groups[0].mean)
+        self._block_tokens = _CACHED_TOKENS if device.shares_cores else CHUNK_TOKENS
+        is_fast = device.multiplies_bf16_fast
         keeps_no_more = bases.shape.dtype is torch.bfloat16 or bases.shape.dtype.itemsize == 1
         encoding = torch.bfloat16 if is_fast and keeps_no_more else torch.float32
         # The columns after the exact ones.
         self._encoders = tuple(basis.encoder[:, _EXACT_COEFFICIENTS:].to(encoding) for basis in bases.groups)
+        self._scatter_costs = tuple(
+            basis.scatter_costs.cpu().numpy().astype(np.float64) for basis in bases.groups
+        )
         decoding, memory = torch.bfloat16 if is_fast else torch.float32, KeptMemory()
         self._transforms = tuple(
             GroupTransform(
@@ -123,6 +133,7 @@ class SubspaceCodec:
         coder: str,
         carried_damage: float = 0.0,
         before_group: Callable[[], None] = lambda: None,
+        sample: SegmentSample | None = None,
     ) -> EncodedSegment:
         """Encode tokens ``[start_token, start_token + num_tokens)`` of a conversation with the largest step
         whose damage is expected to stay within ``max_damage`` nats per predicted token. If that takes larger
@@ -131,29 +142,40 @@ class SubspaceCodec:
 
         ``attention [L, Hkv, num_tokens]``: see ``GroupBasis.token_worth``; None counts all tokens alike.
         ``carried_damage`` (nats) is what the KV has lost before: it is added in the parameters.
-        ``before_group`` is called before the work on each group, which it may hold up. Each layer is read
-        twice, and the layers of one group are held at a time. Blocks are on the CPU.
+        ``before_group`` is called before the work on each group, which it may hold up. ``sample``: what
+        ``sample`` returned for these tokens, with this ``attention``; None to take one now. Each layer is
+        read once more, unless the sample has all tokens, and the layers of one group are held at a time.
+        Blocks are on the CPU.
 
         Raises:
-            CodecError: no tokens, a limit that is not positive, an unknown coder, or positions beyond the
-            model's.
+            CodecError: no tokens, a limit that is not positive, an unknown coder, positions beyond the
+            model's, or the sample of another segment.
         """
         segment = self._segment(start_token, num_tokens)
         if not max_damage > 0:
             raise CodecError(f"a limit of {max_damage} nats leaves nothing to encode within")
         chosen = self._coder(coder)
-        worths, samples = self._samples(read, attention, segment)
-        step = self._choose_step(samples, segment, max_damage)
-        groups, blocks, errors = [], [], []
-        for group, (worth, sample) in enumerate(zip(worths, samples, strict=True)):
+        if sample is None:
+            sample = self.sample(read, start_token=start_token, num_tokens=num_tokens, attention=attention)
+        elif sample.bases is not self.bases or sample.segment != segment:
+            raise CodecError(f"a sample of {sample.segment} is not one of {segment}, or is of other bases")
+        step, (damage, shift) = sample.choose_step(max_damage)
+        groups, blocks, all_rounded, vector_sums, lost_outside = [], [], [], [], []
+        for group in range(len(self.bases.groups)):
             before_group()
-            num_kept = sample.num_kept(step)
-            parameters, block, made = self._encode_group(group, read, worth, segment, step, num_kept, chosen)
+            if sample.has_all:
+                rounded = sample.groups[group].rounded(step)
+            else:
+                rounded, vector_sum, own = self._rounded(group, read, sample, step)
+                vector_sums.append(vector_sum)
+                lost_outside.append(own)
+            parameters, block = self._encode_group(group, rounded, sample, step, chosen)
             groups.append(parameters)
             blocks.append(block)
-            left_out = sample.left_out_damage(num_kept) * segment.num_tokens / sample.num_tokens
-            errors.append(made.with_left_out(left_out))
-        damage, shift = self._damage(errors, segment)
+            all_rounded.append(rounded.without_levels())
+        if not sample.has_all:
+            outside = torch.stack(lost_outside).tolist()
+            damage, shift = sample.damage(all_rounded, vector_sums, outside, num_tokens)
         of_segment = SubspaceParameters(
             self.bases.digest, coder, segment.num_first_tokens, step, carried_damage + damage, tuple(groups)
         )
@@ -163,11 +185,62 @@ class SubspaceCodec:
         self, read: ReadLayer, *, start_token: int, num_tokens: int, attention: torch.Tensor | None
     ) -> float:
         """The damage, in nats per predicted token, of these tokens' KV outside of the bases, which no step
-        keeps. It is estimated from a sample of the tokens. Arguments and errors as for ``encode``.
+        keeps. It is estimated from a sample of the tokens. Arguments and errors as for ``sample``.
         """
-        segment = self._segment(start_token, num_tokens)
-        _, samples = self._samples(read, attention, segment)
-        return self._damage((sample.outside for sample in samples), segment)[0]
+        return self.sample(read, start_token=start_token, num_tokens=num_tokens, attention=attention).outside
+
+    def sample(
+        self, read: ReadLayer, *, start_token: int, num_tokens: int, attention: torch.Tensor | None
+    ) -> SegmentSample:
+        """Read some tokens of a segment, at most 128: see what they lose outside of the bases, and hand them
+        to ``encode``, which then reads no segment again that is no longer than that.
+
+        Arguments as for ``encode``. Each layer is read once, and those of one group are held at a time. The
+        sample takes 4 bytes for each coefficient of its tokens, on the CPU.
+
+        Raises:
+            CodecError: no tokens, or positions beyond the model's.
+        """
+        segment, groups = self._segment(start_token, num_tokens), self.bases.groups
+        num_sampled = min(num_tokens, _SAMPLE_TOKENS)
+        rows = torch.arange(num_sampled) * num_tokens // num_sampled
+        picked = slice(None) if num_sampled == num_tokens else rows
+        device = groups[0].mean.device
+        # What the host is to have lies side by side: it waits for the device once.
+        shapes = [(len(groups), num_tokens), (3, len(groups)), *((num_sampled, each.rank) for each in groups)]
+        found = torch.empty(sum(map(prod, shapes)), device=device)
+        worth, costs, *coefficients = _views(found, shapes)
+        self._put_worth(worth, attention, segment)
+        signs = scatter_signs(num_sampled).to(device)
+        vector_sums, first_tokens = [], []
+        for group, (basis, out) in enumerate(zip(groups, coefficients, strict=True)):
+            layers = [read(layer) for layer in basis.layers]
+            first_tokens += [part[: segment.num_first_tokens] for kv in layers for part in tensors_of(kv)]
+            vectors = self._vectors(group, layers, picked, segment)
+            self._put_coefficients(group, vectors, out)
+            costs[0, group] = own_outside(basis, vectors, worth[group, picked])
+            vector_sums.append(vectors.sum(0))
+            # One after the other: on a CPU, a product of two rows at once takes three times as long.
+            costs[1, group] = squared_total(basis, out.sum(0), vector_sums[-1])
+            costs[2, group] = squared_total(basis, signs @ out, signs @ vectors)
+        worth, costs, *coefficients = _views(found.cpu(), shapes)
+        shifts = step_shifts(worth)
+        samples = [
+            GroupSample(
+                of_group.numpy(),
+                worth[group, picked].numpy(),
+                shifts[group, picked],
+                GroupErrors(own, total, scatter_of(total, signed, num_sampled), num_sampled),
+                self._scatter_costs[group],
+            )
+            for group, (of_group, (own, total, signed)) in enumerate(
+                zip(coefficients, costs.T.tolist(), strict=True)
+            )
+        ]
+        raw = [part.contiguous().view(torch.uint8).flatten() for part in first_tokens]
+        each = sum(map(len, raw)) // self.bases.num_layers
+        of_groups = torch.split(torch.cat(raw).cpu(), [each * len(basis.layers) for basis in groups])
+        return SegmentSample(self.bases, segment, worth, shifts, samples, vector_sums, of_groups)
 
     def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SubspaceDecoder:
         """A decoder for blocks that were encoded with these parameters at this place.
@@ -214,117 +287,93 @@ class SubspaceCodec:
             start_token, num_tokens, max(0, min(num_tokens, self._num_first_tokens - start_token))
         )
 
-    def _worth(
-        self, basis: GroupBasis, attention: torch.Tensor | None, segment: SegmentTokens
-    ) -> torch.Tensor:
-        """The worth of each token ``[T]``. It is 0 for those stored as they are, since they lose nothing."""
-        device = basis.mean.device
+    def _put_worth(self, worth: torch.Tensor, attention: torch.Tensor | None, segment: SegmentTokens) -> None:
+        """Write the worth of each token in each group to ``worth [groups, T]``. It is 0 for those stored as
+        they are, since they lose nothing."""
         if attention is None:
-            worth = torch.ones(segment.num_tokens, device=device)
+            worth.fill_(1)
         else:
-            worth = basis.token_worth(attention[basis.first_layer : basis.end_layer].to(device).float())
-        worth[: segment.num_first_tokens] = 0
-        return worth
+            attention = attention.to(worth.device).float()
+            for basis, of_group in zip(self.bases.groups, worth, strict=True):
+                of_group.copy_(basis.token_worth(attention[basis.first_layer : basis.end_layer]))
+        worth[:, : segment.num_first_tokens] = 0
 
-    def _samples(
-        self, read: ReadLayer, attention: torch.Tensor | None, segment: SegmentTokens
-    ) -> tuple[list[torch.Tensor], list[Sample]]:
-        """What each token of the segment is worth, and some of the tokens, both in each group."""
-        num_sampled = min(segment.num_tokens, _SAMPLE_TOKENS)
-        rows = torch.arange(num_sampled) * segment.num_tokens // num_sampled
-        worths, samples = [], []
-        for group, basis in enumerate(self.bases.groups):
-            worth = self._worth(basis, attention, segment)
-            vectors = self._vectors(group, [read(layer) for layer in basis.layers], rows, segment)
-            worths.append(worth)
-            samples.append(
-                Sample(basis, vectors, self._coefficients(group, vectors, basis.rank), worth[rows])
-            )
-        return worths, samples
-
-    def _choose_step(self, samples: Sequence[Sample], segment: SegmentTokens, max_damage: float) -> float:
-        """The largest step with which a sample of the tokens is expected to stay within the limit, or else
-        the smallest one with which none of its levels is clipped."""
-        # Below, damage would rise again, and the search would end at a step that clips nearly everything.
-        unclipped = max(sample.smallest_unclipped_step for sample in samples)
-        low, high = log2(max(SMALLEST_STEP, min(unclipped, LARGEST_STEP))), log2(LARGEST_STEP)
-        for _ in range(_STEP_HALVINGS):
-            middle = (low + high) / 2
-            damage, _ = self._damage((sample.rounded(2**middle) for sample in samples), segment)
-            low, high = (middle, high) if damage <= max_damage else (low, middle)
-        return float(2**low)
-
-    def _damage(self, groups: Iterable[GroupErrors], segment: SegmentTokens) -> tuple[float, float]:
-        """Return the damage in nats that is expected of a segment whose tokens have such errors, group by
-        group, and the part of it that comes from the errors that they have in common."""
-        own = shift = 0.0
-        for errors in groups:
-            own += errors.own_damage * segment.num_tokens / errors.num_tokens
-            shift += errors.shift_damage
-        shift *= segment.num_tokens / (segment.start_token + segment.num_tokens)
-        return self.bases.damage_factor * own + shift, shift
+    def _rounded(
+        self, group: int, read: ReadLayer, sample: SegmentSample, step: float
+    ) -> tuple[RoundedTokens, torch.Tensor, torch.Tensor]:
+        """All tokens of a segment in one group; the sum of their vectors, less the mean, ``[D]``; and what
+        each of them loses outside of the basis, added up in nats ``[]``, both on the bases' device."""
+        basis, segment = self.bases.groups[group], sample.segment
+        layers = [read(layer) for layer in basis.layers]
+        rounded = RoundedTokens.none(segment.num_tokens, sample.groups[group].num_kept(step))
+        worth, steps = sample.worth[group], token_steps(step, sample.shifts[group])
+        vector_sum, own = torch.zeros_like(basis.mean), basis.mean.new_zeros(())
+        for first in range(0, segment.num_tokens, CHUNK_TOKENS):
+            rows = slice(first, min(first + CHUNK_TOKENS, segment.num_tokens))
+            vectors = self._vectors(group, layers, rows, segment)
+            coefficients = vectors.new_empty(len(vectors), rounded.levels.shape[1])
+            self._put_coefficients(group, vectors, coefficients)
+            vector_sum += vectors.sum(0)
+            own += own_outside(basis, vectors, worth[rows].to(vectors.device))
+            rounded.add(first, coefficients.cpu().numpy(), steps[rows], worth[rows].numpy())
+        return rounded, vector_sum, own
 
     def _encode_group(
-        self,
-        group: int,
-        read: ReadLayer,
-        worth: torch.Tensor,
-        segment: SegmentTokens,
-        step: float,
-        num_kept: int,
-        coder: CoefficientCoder,
-    ) -> tuple[GroupParameters, torch.Tensor, GroupErrors]:
-        """The parameters and the block of one group, and its errors. What coefficients cost that are left out
-        is not in their own damage."""
-        basis, shifts = self.bases.groups[group], step_shifts(worth)
-        layers = [read(layer) for layer in basis.layers]
-        levels = np.empty((segment.num_tokens, num_kept), np.int16)
-        magnitudes = torch.zeros(num_kept, device=basis.mean.device)
-        errors = GroupErrors.none(basis)
-        for first in range(0, segment.num_tokens, CHUNK_TOKENS):
-            end = min(first + CHUNK_TOKENS, segment.num_tokens)
-            vectors = self._vectors(group, layers, slice(first, end), segment)
-            coefficients = self._coefficients(group, vectors, num_kept)
-            chunk = quantize(coefficients, step, shifts[first:end])
-            levels[first:end] = chunk.to(torch.int16).cpu().numpy()
-            errors = errors.with_tokens(vectors, coefficients, worth[first:end])
-            rounding = dequantize(chunk, step, shifts[first:end]).sub_(coefficients)
-            errors = errors.with_rounding(rounding, worth[first:end])
-            magnitudes += coefficients.abs_().sum(0)
+        self, group: int, rounded: RoundedTokens, sample: SegmentSample, step: float, coder: CoefficientCoder
+    ) -> tuple[GroupParameters, torch.Tensor]:
+        """The parameters and the block of one group."""
+        num_tokens, num_kept = rounded.levels.shape
         base = base_scales(self._transforms[group].magnitudes[:num_kept], step)
-        offsets = best_offsets(base, (magnitudes / (segment.num_tokens * step)).cpu().numpy(), levels)
-        scales = scales_of(base, offsets)
-        encoded = coder.encode(levels, scales, shifts.cpu().numpy(), num_threads=torch.get_num_threads())
-        first_tokens = [
-            part[: segment.num_first_tokens].contiguous().cpu().view(torch.uint8).flatten()
-            for kv in (layers if segment.num_first_tokens else ())
-            for part in tensors_of(kv)
-        ]
-        block = torch.cat([*first_tokens, torch.from_numpy(encoded.data)])
-        all_offsets = np.zeros(num_bands(basis.rank), np.uint8)
+        observed = (rounded.magnitudes / (num_tokens * step)).astype(np.float32)
+        offsets = best_offsets(base, observed, rounded.levels)
+        encoded = coder.encode(
+            rounded.levels,
+            scales_of(base, offsets),
+            sample.shifts[group].numpy(),
+            num_threads=torch.get_num_threads(),
+        )
+        block = torch.cat([sample.first_tokens[group], torch.from_numpy(encoded.data)])
+        all_offsets = np.zeros(num_bands(self.bases.groups[group].rank), np.uint8)
         all_offsets[: len(offsets)] = offsets
-        return GroupParameters(all_offsets, encoded.record_num_bytes), block, errors
+        return GroupParameters(all_offsets, encoded.record_num_bytes), block
 
     def _vectors(
         self, group: int, layers: Sequence[LayerKV], rows: slice | torch.Tensor, segment: SegmentTokens
     ) -> torch.Tensor:
-        """The vectors of these tokens of the segment, less the basis' mean: fp32 ``[number of rows, D]``.
-        They are 0 for the first tokens, of which nothing is lost. ``layers``: those of the group."""
-        basis, places = self.bases.groups[group], torch.arange(segment.num_tokens)[rows]
-        positions = places + segment.start_token
-        # [T, layers * Hkv, D]: rotating the keys of all layers at once is faster.
-        keys = torch.cat([kv.k[rows] for kv in layers], dim=1)
-        if self._rotary is not None:
-            keys = self._rotary.unrotate(keys, positions)
-        split = torch.split(keys, self.bases.shape.num_kv_heads, dim=1)
-        bare = [LayerKV(k, kv.v[rows]) for k, kv in zip(split, layers, strict=True)]
-        vectors = group_vectors(bare).to(basis.mean.device).sub_(basis.mean)
-        is_first = (places < segment.num_first_tokens).to(vectors.device)
-        return vectors.masked_fill_(is_first[:, None], 0)
+        """The vectors of these tokens of the segment, in order, less the basis' mean: fp32 ``[number of rows,
+        D]``. They are 0 for the first tokens, of which nothing is lost. ``layers``: those of the group."""
+        basis, size = self.bases.groups[group], self.bases.shape.num_kv_heads * self.bases.shape.k_head_dim
+        places = torch.arange(segment.num_tokens)[rows]
+        vectors = torch.empty(len(places), len(basis.mean), device=basis.mean.device)
+        is_slice = isinstance(rows, slice)
+        for first in range(0, len(places), self._block_tokens):
+            block = places[first : first + self._block_tokens]
+            of_block = slice(int(block[0]), int(block[-1]) + 1) if is_slice else block
+            # [T, layers * Hkv, k_head_dim]: rotating the keys of all layers at once is faster.
+            keys = torch.cat([kv.k[of_block] for kv in layers], dim=1).to(vectors.device).float()
+            if self._rotary is not None:
+                self._rotary.unrotate_in_place(keys, block + segment.start_token)
+            values = torch.cat([kv.v[of_block] for kv in layers], dim=1)
+            part = vectors[first : first + len(block)]
+            of_layers = part.view(len(block), len(layers), -1)
+            of_layers[..., :size] = keys.view(len(block), len(layers), size)
+            of_layers[..., size:] = values.view(len(block), len(layers), -1)
+            part.sub_(basis.mean)
+        vectors[: int((places < segment.num_first_tokens).sum())] = 0
+        return vectors
 
-    def _coefficients(self, group: int, vectors: torch.Tensor, num_kept: int) -> torch.Tensor:
-        """The first coefficients, fp32 ``[T, num_kept]``, of ``vectors [T, D]``."""
-        basis, encoder = self.bases.groups[group], self._encoders[group]
-        exact = vectors @ basis.encoder[:, : min(num_kept, _EXACT_COEFFICIENTS)]
-        rest = vectors.to(encoder.dtype) @ encoder[:, : max(0, num_kept - _EXACT_COEFFICIENTS)]
-        return torch.cat([exact, rest], dim=1)
+    def _put_coefficients(self, group: int, vectors: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the first coefficients of ``vectors [T, D]`` to ``out`` fp32 ``[T, any]``."""
+        basis, encoder, num_kept = self.bases.groups[group], self._encoders[group], out.shape[1]
+        if encoder.dtype is torch.float32:
+            torch.mm(vectors, basis.encoder[:, :num_kept], out=out)
+            return
+        num_exact = min(num_kept, _EXACT_COEFFICIENTS)
+        torch.mm(vectors, basis.encoder[:, :num_exact], out=out[:, :num_exact])
+        out[:, num_exact:] = vectors.to(encoder.dtype) @ encoder[:, : num_kept - num_exact]
+
+
+def _views(flat: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Matrices of these shapes, one after the other in ``flat``."""
+    parts = torch.split(flat, [prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

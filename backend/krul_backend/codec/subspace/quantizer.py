@@ -1,14 +1,20 @@
-"""Rounds coefficients to levels, with a finer step for tokens that attention dwells on, and says what the
-errors of a group of layers are expected to cost; a sample shows it for any step."""
+"""Rounds coefficients to levels, with a finer step for tokens that attention dwells on, and adds up what
+their errors cost.
+
+That happens on the host, where the coder wants the levels: one compiled loop goes through the coefficients
+once, and nothing is launched on a device, which is waited for once for all of them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from krul_backend.codec.coefficients.scales import BAND, ROUNDING, num_bands
-from krul_backend.codec.subspace.bases import GroupBasis
+from krul_backend.codec.coefficients.compiled import RECORD_TOKENS, Levels, Values, compiled
+from krul_backend.codec.coefficients.scales import ROUNDING
 
 SHRINK = 0.04
 """Levels are read back nearer to zero by this many steps, because small magnitudes are more frequent than
@@ -27,155 +33,122 @@ for yet has drawn none. Half of that exponent compresses nearly as well, and is 
 
 LARGEST_LEVEL = 32767
 
-LEAST_MAGNITUDE = 0.25
-"""The last bands are left out if their mean magnitude is below this many steps. Nearly all their levels would
-be zero, and the bytes save more in a finer step for the others."""
+Sums = NDArray[np.float64]
 
-_SCATTER_TOKENS = 128
-"""The scatter of errors is measured in at most so many tokens."""
+_ROUNDING, _SHRINK, _LARGEST, _ONE = (np.float32(each) for each in (ROUNDING, SHRINK, LARGEST_LEVEL, 1))
 
 
 def step_shifts(worth: torch.Tensor) -> torch.Tensor:
-    """The shift of each token's step: int8 ``[T]``. ``worth [T]``, see ``GroupBasis.token_worth``."""
+    """The shift of each token's step: int8, in the shape of ``worth``; see ``GroupBasis.token_worth``."""
     octaves = worth.clamp_min(2.0**-40).log2() * WORTH_EXPONENT
     return (octaves * SHIFTS_PER_OCTAVE).round().clamp(FINEST_SHIFT, COARSEST_SHIFT).to(torch.int8)
 
 
-def token_steps(step: float, shifts: torch.Tensor) -> torch.Tensor:
-    """The step of each token: fp32 ``[T, 1]``."""
-    return (step * torch.exp2(shifts.float() / SHIFTS_PER_OCTAVE))[:, None]
-
-
-def quantize(coefficients: torch.Tensor, step: float, shifts: torch.Tensor) -> torch.Tensor:
-    """Levels of ``coefficients [T, R]``: fp32 whole numbers of the same shape."""
-    scaled = coefficients / token_steps(step, shifts)
-    magnitudes = scaled.abs().add_(ROUNDING).floor_().clamp_(max=LARGEST_LEVEL)
-    return magnitudes.copysign_(scaled)
-
-
-def dequantize(levels: torch.Tensor, step: float, shifts: torch.Tensor) -> torch.Tensor:
-    """The coefficients that levels stand for: fp32 ``[T, R]``."""
-    return levels.sub(levels.sign(), alpha=SHRINK).mul_(token_steps(step, shifts))
+def token_steps(step: float, shifts: torch.Tensor) -> Values:
+    """The step of each token, ``shifts`` int8 ``[T]`` on the CPU: float32 ``[T]``."""
+    steps: Values = (step * torch.exp2(shifts.float() / SHIFTS_PER_OCTAVE)).numpy()
+    return steps
 
 
 @dataclass(frozen=True, eq=False)
-class GroupErrors:
-    """The errors that were made in the KV of some tokens in one group.
+class RoundedTokens:
+    """The levels int16 ``[T, K]`` of the first ``K`` coefficients of some tokens in one group.
 
-    Errors that differ from token to token cost each for itself, the more the more attention its token draws:
-    ``own_damage`` is their cost in nats, before the model's factor. The error that all tokens share costs on
-    top, since attention does not average it out. In text unlike the text learned from it is most of the loss,
-    because the mean of its KV lies elsewhere. ``total [D]`` is the sum of the errors of ``num_tokens``, and
-    ``scatter`` the sum of their squares, each channel times its ``shift_costs``.
+    ``sums`` float64 ``[4, K]`` over the tokens: of what the levels stand for, of the squares of the errors,
+    of these squares times the worth of their token, and of the coefficients' magnitudes.
     """
 
-    basis: GroupBasis
-    own_damage: float
-    total: torch.Tensor
-    scatter: float
-    num_tokens: int
+    levels: Levels
+    sums: Sums
 
     @classmethod
-    def none(cls, basis: GroupBasis) -> GroupErrors:
-        return cls(basis, 0.0, torch.zeros_like(basis.mean), 0.0, 0)
+    def none(cls, num_tokens: int, num_kept: int) -> RoundedTokens:
+        """Room for the levels of so many tokens, which ``add`` fills."""
+        return cls(np.empty((num_tokens, num_kept), np.int16), np.zeros((4, num_kept)))
 
-    def with_tokens(
-        self, vectors: torch.Tensor, coefficients: torch.Tensor, worth: torch.Tensor
-    ) -> GroupErrors:
-        """These and those of tokens whose ``vectors [T, D]``, less the mean, come back as exactly these first
-        ``coefficients [T, any]`` say. What the others of the basis cost is not in ``own_damage`` yet.
-        ``worth [T]``: see ``GroupBasis.token_worth``."""
-        basis, decoder = self.basis, self.basis.decoder[: coefficients.shape[1]]
-        own = (vectors @ basis.outside).square_().sum(1) @ worth
-        total = coefficients.sum(0) @ decoder - vectors.sum(0)
-        # Of some tokens, since this takes a product for each.
-        few = slice(None, None, -(-len(vectors) // _SCATTER_TOKENS))
-        squares = (coefficients[few] @ decoder).sub_(vectors[few]).square_().mean(0)
-        return GroupErrors(
-            basis,
-            self.own_damage + float(own) / 2,
-            self.total + total,
-            self.scatter + len(vectors) * float(squares @ basis.shift_costs),
-            self.num_tokens + len(vectors),
-        )
+    def add(self, first_token: int, coefficients: Values, steps: Values, worth: Values) -> None:
+        """Round the first of ``coefficients [n, any]`` of the tokens from ``first_token`` on, with the step
+        of each, ``steps [n]``. ``worth [n]``: see ``GroupBasis.token_worth``."""
+        levels = self.levels[first_token : first_token + len(coefficients)]
+        _round_tokens(coefficients, steps, worth, levels, self.sums)
 
-    def with_rounding(self, errors: torch.Tensor, worth: torch.Tensor) -> GroupErrors:
-        """These and ``errors [T, any]`` of first coefficients, of tokens that count already."""
-        squares, num_kept = errors.square(), errors.shape[1]
-        total = errors.sum(0) @ self.basis.decoder[:num_kept]
-        # Coefficients are rounded each for itself.
-        scatter = squares.sum(0) @ self.basis.scatter_costs[:num_kept]
-        return GroupErrors(
-            self.basis,
-            self.own_damage + float(squares.sum(1) @ worth) / 2,
-            self.total + total,
-            self.scatter + float(scatter),
-            self.num_tokens,
-        )
-
-    def with_left_out(self, damage: float) -> GroupErrors:
-        """These, if coefficients that were left out cost so much more, each for itself."""
-        return replace(self, own_damage=self.own_damage + damage)
+    def without_levels(self) -> RoundedTokens:
+        """The sums alone."""
+        return RoundedTokens(self.levels[:0].copy(), self.sums)
 
     @property
-    def shift_damage(self) -> float:
-        """The expected damage, in nats, of the errors that all tokens have in common, if a whole conversation
-        is like them.
-
-        Errors without anything in common have a mean, too, of few tokens a large one. Its square is expected
-        to be their scatter, and is taken off.
-        """
-        num_pairs = self.num_tokens * (self.num_tokens - 1)
-        of_pairs = float(self.total.square() @ self.basis.shift_costs) - self.scatter
-        return max(0.0, of_pairs) / num_pairs / 2 if num_pairs else 0.0
-
-
-class Sample:
-    """Some tokens of a segment in one group. They show what a step costs, and which coefficients are worth
-    keeping.
-
-    ``vectors [T, D]``, less the mean, have the ``coefficients [T, R]``. ``worth [T]`` of the tokens: 0 for
-    those that are stored as they are. ``outside``: the errors that remain whatever the step.
-    """
-
-    def __init__(
-        self, basis: GroupBasis, vectors: torch.Tensor, coefficients: torch.Tensor, worth: torch.Tensor
-    ) -> None:
-        self.num_tokens = len(coefficients)
-        self.outside = GroupErrors.none(basis).with_tokens(vectors, coefficients, worth)
-        self._coefficients = coefficients
-        self._worth = worth
-        self._shifts = step_shifts(worth)
-        coded = coefficients[worth > 0] / token_steps(1, self._shifts[worth > 0])
-        self._magnitudes = _band_means(coded.abs())
-        self._largest = float(coded.abs().amax()) if coded.numel() else 0.0
+    def restored(self) -> Sums:
+        """``[K]``: the sum of what the tokens' levels stand for."""
+        row: Sums = self.sums[0]
+        return row
 
     @property
-    def smallest_unclipped_step(self) -> float:
-        """The smallest step with which no level is clipped."""
-        return self._largest / LARGEST_LEVEL
+    def squares(self) -> Sums:
+        """``[K]``: the sum of the squares of the tokens' errors."""
+        row: Sums = self.sums[1]
+        return row
 
-    def num_kept(self, step: float) -> int:
-        """Count the coefficients that are kept: up to the last band that is not small, at least one band."""
-        kept = (self._magnitudes >= LEAST_MAGNITUDE * step).nonzero()
-        last_band = int(kept.max()) if len(kept) else 0
-        return min((last_band + 1) * BAND, self._coefficients.shape[1])
+    @property
+    def own_damage(self) -> float:
+        """What the errors cost in nats, each token's for itself, before the model's factor."""
+        return float(self.sums[2].sum()) / 2
 
-    def left_out_damage(self, num_kept: int) -> float:
-        """What leaving out the coefficients from ``num_kept`` on costs each of these tokens for itself."""
-        return float(self._coefficients[:, num_kept:].square().sum(1) @ self._worth) / 2
-
-    def rounded(self, step: float) -> GroupErrors:
-        """The errors of these tokens with this step."""
-        num_kept = self.num_kept(step)
-        levels = quantize(self._coefficients[:, :num_kept], step, self._shifts)
-        errors = self._coefficients.neg()
-        errors[:, :num_kept] += dequantize(levels, step, self._shifts)
-        return self.outside.with_rounding(errors, self._worth)
+    @property
+    def magnitudes(self) -> Sums:
+        """``[K]``: the sum of the magnitudes of the tokens' coefficients."""
+        row: Sums = self.sums[3]
+        return row
 
 
-def _band_means(magnitudes: torch.Tensor) -> torch.Tensor:
-    """The mean of each band of ``magnitudes [T, R]``: ``[number of bands]``."""
-    if not len(magnitudes):
-        return magnitudes.new_zeros(num_bands(magnitudes.shape[1]))
-    return torch.stack([band.mean() for band in torch.split(magnitudes, BAND, dim=1)])
+@compiled
+def _round_tokens(coefficients: Values, steps: Values, worth: Values, levels: Levels, sums: Sums) -> None:
+    num_tokens, num_kept = levels.shape
+    # Added up in fp32 for some tokens at a time: that is faster, and as exact as it need be.
+    part = np.empty((4, num_kept), np.float32)
+    for first in range(0, num_tokens, RECORD_TOKENS):
+        part[:] = 0
+        for token in range(first, min(first + RECORD_TOKENS, num_tokens)):
+            step, weight = steps[token], worth[token]
+            for index in range(num_kept):
+                value = coefficients[token, index]
+                scaled = value / step
+                level = min(np.floor(abs(scaled) + _ROUNDING), _LARGEST)
+                levels[token, index] = np.int16(np.copysign(level, scaled))
+                restored = np.copysign((level - _SHRINK * min(level, _ONE)) * step, scaled)
+                error = restored - value
+                square = error * error
+                part[0, index] += restored
+                part[1, index] += square
+                part[2, index] += square * weight
+                part[3, index] += abs(value)
+        for row in range(4):
+            for index in range(num_kept):
+                sums[row, index] += part[row, index]
+
+
+@compiled
+def coefficient_sums(coefficients: Values, steps: Values, worth: Values, sums: Sums) -> float:
+    """Add up ``coefficients [T, R]`` over the tokens to ``sums`` float64 ``[3, R]``: their squares, these
+    times the worth of their token, and their magnitudes in units of ``steps [T]``. Return the largest such
+    magnitude. Those of tokens that are worth nothing are 0."""
+    num_tokens, rank = coefficients.shape
+    part = np.empty((3, rank), np.float32)
+    largest = np.zeros(rank, np.float32)
+    for first in range(0, num_tokens, RECORD_TOKENS):
+        part[:] = 0
+        for token in range(first, min(first + RECORD_TOKENS, num_tokens)):
+            weight = worth[token]
+            if weight <= 0:
+                continue
+            inverse = _ONE / steps[token]
+            for index in range(rank):
+                value = coefficients[token, index]
+                magnitude = abs(value) * inverse
+                part[0, index] += value * value
+                part[1, index] += value * value * weight
+                part[2, index] += magnitude
+                largest[index] = max(largest[index], magnitude)
+        for row in range(3):
+            for index in range(rank):
+                sums[row, index] += part[row, index]
+    return float(largest.max()) if rank else 0.0

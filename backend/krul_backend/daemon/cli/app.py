@@ -69,6 +69,12 @@ def serve_command(
     ssd_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="A read that takes longer is a miss.")
     ] = DaemonConfig.ssd_timeout_s,
+    ssd_queue: Annotated[
+        int,
+        typer.Option(
+            parser=_size, metavar="SIZE", help="What may wait to be written; the rest is offered again."
+        ),
+    ] = DaemonConfig.ssd_queue_bytes,
     mooncake: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="An option of the Mooncake tier; may be repeated."),
@@ -121,6 +127,7 @@ def serve_command(
             ssd_dir=ssd_dir,
             ssd_capacity_bytes=ssd_capacity,
             ssd_timeout_s=ssd_timeout,
+            ssd_queue_bytes=ssd_queue,
             # If the engine was just restarted, its earlier daemon may still be writing to the disk.
             ssd_patience_s=EMBEDDED_PATIENCE_S if embedded else 0.0,
             mooncake=_mooncake_options(mooncake or []),

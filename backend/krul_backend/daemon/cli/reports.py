@@ -118,8 +118,7 @@ def _tier_table(store: StoreStats) -> Table:
     table = _table()
     table.add_column("tier")
     for name, tier in tiers:
-        is_suspended = isinstance(tier, TierStats) and tier.is_suspended
-        table.add_column(f"{name} (suspended)" if is_suspended else name, justify="right")
+        table.add_column(f"{name}{_state(tier)}", justify="right")
     for name in ("capacity", "used", "free", "stored"):
         table.add_row(name, *(format_bytes(getattr(tier, f"{name}_bytes")) for _, tier in tiers))
     table.add_row("segments", *(str(tier.num_segments) for _, tier in tiers))
@@ -130,9 +129,17 @@ def _tier_table(store: StoreStats) -> Table:
     table.add_row("written", *(_of_lower(tier, "written_bytes") for _, tier in tiers))
     table.add_row("read", *(_of_lower(tier, "read_bytes") for _, tier in tiers))
     table.add_row("queued", *(_of_lower(tier, "queued_bytes") for _, tier in tiers))
-    table.add_row("skipped segments", *(_of_lower(tier, "skipped_segments") for _, tier in tiers))
+    table.add_row("waiting segments", *(_of_lower(tier, "waiting_segments") for _, tier in tiers))
+    table.add_row("skipped segments", *(_skipped(tier) for _, tier in tiers))
     table.add_row("errors", *(_errors(tier) for _, tier in tiers))
     return table
+
+
+def _state(tier: StoreStats | TierStats) -> str:
+    """Why a tier is not used now, behind its name; nothing if it is."""
+    if isinstance(tier, TierStats) and tier.is_opening:
+        return " (opening)"
+    return " (suspended)" if isinstance(tier, TierStats) and tier.is_suspended else ""
 
 
 def _of_lower(tier: StoreStats | TierStats, field: str) -> str:
@@ -141,6 +148,13 @@ def _of_lower(tier: StoreStats | TierStats, field: str) -> str:
         return _NO_VALUE
     value = getattr(tier, field)
     return format_bytes(value) if field.endswith("_bytes") else str(value)
+
+
+def _skipped(tier: StoreStats | TierStats) -> str:
+    """How many segments a lower tier has not written, by cause, or 0."""
+    if not isinstance(tier, TierStats):
+        return _NO_VALUE
+    return ", ".join(f"{count} {cause}" for cause, count in tier.skipped_segments.items()) or "0"
 
 
 def _errors(tier: StoreStats | TierStats) -> str:

@@ -20,6 +20,8 @@ from krul_backend.segment import FORMAT_VERSION, ModelIdentity
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
+HANG_TIMEOUT_S = 5.0
+"""Seconds without an answer to a ping after which a daemon hangs; one that is busy answers it within them."""
 CLEAR_TIMEOUT_S = 10.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 5.0
 
@@ -45,10 +47,10 @@ class LinkCounters:
 
 
 class _State(enum.Enum):
-    """Of a link. ``SUSPECT``: a request timed out, the daemon may hang. ``LOST``: there is no daemon."""
+    """Of a link. ``HUNG``: the daemon did not answer a ping. ``LOST``: there is no daemon."""
 
     CONNECTED = enum.auto()
-    SUSPECT = enum.auto()
+    HUNG = enum.auto()
     LOST = enum.auto()
 
 
@@ -68,12 +70,13 @@ class DaemonLink:
 
     ::
 
-        CONNECTED --(a request times out)--> SUSPECT --(a ping is answered)--------------> CONNECTED
+        CONNECTED --(a ping is not answered)--> HUNG --(a later one is)-------------------> CONNECTED
             '-------(the session ends)--------> LOST --(new session, new mapping, hello)------^
 
-    A thread of the link reconnects, with growing delays. A ``clear`` that was not done is repeated then,
-    before anybody sees the connection again; one that the store has tried, and failed, is not. A daemon that
-    hangs is waited for, not restarted: its leases and what it keeps in DRAM may still be good.
+    A request that times out fails alone: others go on. A thread of the link then pings the daemon, for
+    ``hang_timeout_s``. It also reconnects, with growing delays. A ``clear`` that was not done is repeated
+    then, before anybody sees the connection again; one that the store has tried, and failed, is not. A daemon
+    that hangs is waited for, not restarted: its leases and what it keeps in DRAM may still be good.
 
     Args: see ``DaemonStore``.
 
@@ -90,7 +93,9 @@ class DaemonLink:
         request_timeout_s: float,
         on_arena: Callable[[ArenaBytes], None],
         restart: Callable[[], None] | None,
+        hang_timeout_s: float = HANG_TIMEOUT_S,
     ) -> None:
+        self._hang_timeout_s = hang_timeout_s
         self._runtime_dir = runtime_dir
         self._model = model
         self._request_timeout_s = request_timeout_s
@@ -100,6 +105,7 @@ class DaemonLink:
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._state = _State.LOST
+        self._is_doubted = False
         self._connection: DaemonConnection | None = None
         self._pending_clears: list[_Clear] = []
         self.counters = LinkCounters()
@@ -126,15 +132,13 @@ class DaemonLink:
             self.counters.requests += 1
 
     def note(self, connection: DaemonConnection, op: str, error: Exception) -> None:
-        """Count and log one of ``UNANSWERED``.
-
-        After a time-out the daemon may hang: ``current`` is None until it answers a ping.
-        """
+        """Count and log one of ``UNANSWERED``. After a time-out the daemon may hang, or only be busy."""
         is_new = False
         with self._changed:
             if isinstance(error, RequestTimeoutError):
                 self.counters.timeouts += 1
-                self._suspect(connection)
+                self._is_doubted |= self._connection is connection
+                self._changed.notify_all()
             elif not isinstance(error, SessionEndedError):
                 self.counters.failures += 1
                 is_new = op not in self._said
@@ -159,7 +163,7 @@ class DaemonLink:
             )
             with self._changed:
                 self.counters.timeouts += isinstance(error, RequestTimeoutError)
-                self._suspect(connection)
+            self._lose_hung(connection)
 
     def close(self) -> None:
         """End the session. May be called again."""
@@ -182,16 +186,36 @@ class DaemonLink:
     def _run(self) -> None:
         while not self._closing.is_set():
             with self._changed:
-                self._changed.wait_for(lambda: self._closing.is_set() or self._state is not _State.CONNECTED)
+                self._changed.wait_for(
+                    lambda: self._closing.is_set() or self._is_doubted or self._state is not _State.CONNECTED
+                )
                 state = self._state
-            if not self._closing.is_set():
+                self._is_doubted = False
+            if self._closing.is_set():
+                return
+            if state is _State.CONNECTED:
+                self._check()
+            else:
                 self._say_lost(state)
                 self._recover()
+
+    def _check(self) -> None:
+        """Ping a daemon that may hang: requests go on meanwhile, and each fails alone."""
+        # Held here alone: an earlier connection keeps its arena mapped.
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            connection.ask(PingRequest(), self._hang_timeout_s)
+        except Exception as error:
+            # Also if the answer is an error: then it does not know the session, as ``_recover`` finds out.
+            logger.debug("krul daemon at %s: %s", self._runtime_dir, error)
+            self._lose_hung(connection)
 
     def _say_lost(self, state: _State) -> None:
         if state is _State.LOST and self._connection is None:
             return  # The daemon was never there, which the start has logged.
-        what = "is gone" if state is _State.LOST else f"did not answer within {self._request_timeout_s:g} s"
+        what = "is gone" if state is _State.LOST else "does not answer"
         logger.warning(
             "krul daemon at %s %s: until it is back nothing is stored or restored", self._runtime_dir, what
         )
@@ -310,10 +334,10 @@ class DaemonLink:
         """Raises as ``RequestChannels.ask``."""
         connection.ask(PingRequest(), self._request_timeout_s)
 
-    def _suspect(self, connection: DaemonConnection) -> None:
-        """Called with the lock held."""
-        if self._connection is connection and self._state is _State.CONNECTED:
-            self._lose(_State.SUSPECT)
+    def _lose_hung(self, connection: DaemonConnection) -> None:
+        with self._changed:
+            if self._connection is connection and self._state is _State.CONNECTED:
+                self._lose(_State.HUNG)
 
     def _lose(self, state: _State) -> None:
         """Leave ``CONNECTED`` for ``state``. Called with the lock held."""

@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from krul_backend.daemon.client.client_session import DaemonConnection, view_in, with_views
-from krul_backend.daemon.client.daemon_link import UNANSWERED, DaemonLink, LinkCounters
+from krul_backend.daemon.client.daemon_link import HANG_TIMEOUT_S, UNANSWERED, DaemonLink, LinkCounters
 from krul_backend.daemon.client.request_channel import SessionEndedError
 from krul_backend.daemon.protocol.messages import (
     AbortRequest,
     AdviseRequest,
     CommitRequest,
+    DropFastCopiesRequest,
     FetchRequest,
     FindMissingRequest,
     LeaseRequest,
@@ -44,6 +45,7 @@ from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.common.interface import (
     DamageReason,
+    FastCopies,
     Lease,
     PathSegment,
     Prefetched,
@@ -63,10 +65,10 @@ _NO_STATS = StoreStats(**{**_COUNTS, "tier_hit_pages": {}, "tiers": ()})
 class DaemonStore(KVStore):
     """Keeps segments in a daemon's arena, which this process maps. Thread-safe.
 
-    Each call is one round trip at most. While there is no daemon, or it does not answer, calls return at
-    once: there is no lease, no reservation, and no page is missing, so that the engine neither restores nor
-    stores. ``commit`` then raises StoreClosedError, ``fetch`` TierReadError. What the daemon may still grant
-    after a time-out is given back.
+    Each call is one round trip at most. A call that is not answered in time has no result: there is no lease,
+    no reservation, and no page is missing, so that the engine neither restores nor stores. ``commit`` then
+    raises StoreClosedError, ``fetch`` TierReadError. What the daemon may still grant after that is given
+    back. While there is no daemon, or it hangs, calls end so at once.
 
     Leases and reservations end with the session that granted them, on both sides: releasing a lease of an
     earlier session does nothing, and its arrays stay readable as long as they are referenced. A ``clear``
@@ -76,6 +78,7 @@ class DaemonStore(KVStore):
         endpoint: the daemon's runtime directory, or ``ipc://<directory>/control.sock``.
         model: introduced to the daemon at once; other models are when a call first names them.
         request_timeout_s: how long a call may wait for the daemon.
+        hang_timeout_s: how long the daemon may leave a ping unanswered; it is pinged after a time-out.
         on_arena: called with each new mapping of the arena, uint8 ``[capacity_bytes]``, before a block of it
             is handed out: to register it with CUDA. Keep the array as long as it is registered.
         restart: starts the daemon again; called once each time that it died.
@@ -91,6 +94,7 @@ class DaemonStore(KVStore):
         *,
         model: ModelIdentity,
         request_timeout_s: float = 1.0,
+        hang_timeout_s: float = HANG_TIMEOUT_S,
         on_arena: Callable[[npt.NDArray[np.uint8]], None] = lambda arena: None,
         restart: Callable[[], None] | None = None,
     ) -> None:
@@ -104,6 +108,7 @@ class DaemonStore(KVStore):
             runtime_dir_of(endpoint),
             model=model,
             request_timeout_s=request_timeout_s,
+            hang_timeout_s=hang_timeout_s,
             on_arena=on_arena,
             restart=restart,
         )
@@ -194,7 +199,7 @@ class DaemonStore(KVStore):
         page_keys: Sequence[str],
         token_ids: TokenIds,
         *,
-        with_fast_copies: bool = True,
+        fast_copies: FastCopies = "prefer",
     ) -> Lease | None:
         keys = tuple(page_keys)
         token_ids = checked_token_ids(token_ids, len(keys), model.page_size)
@@ -208,7 +213,7 @@ class DaemonStore(KVStore):
                 fingerprint=model.fingerprint,
                 page_keys=keys,
                 lease_id=lease_id,
-                with_fast_copies=with_fast_copies,
+                fast_copies=fast_copies,
             )
             leased = self._ask(connection, request, model, token_ids=token_ids)
             if not leased:
@@ -269,6 +274,9 @@ class DaemonStore(KVStore):
             layer_num_bytes=tuple(int(num_bytes) for num_bytes in layer_num_bytes),
         )
         return self._try(request, timeout_s=SLOW_TIMEOUT_S) or 0
+
+    def drop_fast_copies(self, model: ModelIdentity, page_keys: Sequence[str]) -> None:
+        self._try(DropFastCopiesRequest(fingerprint=model.fingerprint, page_keys=tuple(page_keys)), model)
 
     def release(self, lease: Lease) -> None:
         """As the interface says, without waiting for the daemon."""

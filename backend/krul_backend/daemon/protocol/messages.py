@@ -22,6 +22,7 @@ from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.common.interface import (
     DamageReason,
     DamageReport,
+    FastCopies,
     PathSegment,
     Prefetched,
     SegmentDetails,
@@ -31,7 +32,7 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_FRAME_BYTES = 64 << 20
 MAX_PAGES = 1_000_000
 MAX_LAYERS = 1024
@@ -172,7 +173,7 @@ class LeaseRequest(_PagesRequest[tuple[SegmentSlice, ...]], frozen=True, kw_only
     has_token_ids: ClassVar[bool] = True
 
     lease_id: _Id
-    with_fast_copies: bool = True
+    fast_copies: FastCopies = "prefer"
 
 
 class FetchRequest(Request[tuple[SegmentSlice, ...]], frozen=True, kw_only=True, tag="fetch"):
@@ -266,6 +267,10 @@ class AbortRequest(Request[None], frozen=True, kw_only=True, tag="abort"):
 class PathSegmentsRequest(
     _PagesRequest[tuple[PathSegment, ...]], frozen=True, kw_only=True, tag="path_segments"
 ):
+    pass
+
+
+class DropFastCopiesRequest(_PagesRequest[None], frozen=True, kw_only=True, tag="drop_fast_copies"):
     pass
 
 
@@ -366,6 +371,7 @@ SESSION_REQUESTS: tuple[type[Request[Any]], ...] = (
     CommitRequest,
     AbortRequest,
     PathSegmentsRequest,
+    DropFastCopiesRequest,
     TrimRequest,
     PrefetchRequest,
     AdviseRequest,

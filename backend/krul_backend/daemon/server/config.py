@@ -16,8 +16,9 @@ class DaemonConfig:
     """The configuration of one daemon. Sizes are in bytes, times in seconds.
 
     ``runtime_dir`` holds the sockets. ``ssd_dir`` None: no SSD tier; ``ssd_capacity_bytes`` None: half of
-    what is free on that disk at start. ``ssd_patience_s``: how long to wait for another daemon to leave
-    ``ssd_dir``. ``mooncake`` None: no Mooncake tier; otherwise its options by name.
+    what is free on that disk at start. ``ssd_queue_bytes``: how much may wait in DRAM to be written there;
+    the rest is offered again. ``ssd_patience_s``: how long to wait for another daemon to leave ``ssd_dir``.
+    ``mooncake`` None: no Mooncake tier; otherwise its options by name.
     ``tenant_quota`` is the share of the arena that one tenant may take. ``metrics_port`` 0: no metrics.
     ``hints_port`` 0: no hints over HTTP.
     ``admin_endpoint`` (``tcp://host:port``) needs ``curve_dir``: the server's key, the allowed clients' keys.
@@ -31,6 +32,7 @@ class DaemonConfig:
     ssd_dir: Path | None = None
     ssd_capacity_bytes: int | None = None
     ssd_timeout_s: float = 1.0
+    ssd_queue_bytes: int = 256 << 20
     ssd_patience_s: float = 0.0
     mooncake: Mapping[str, str] | None = None
     eviction: str = "value"
@@ -51,6 +53,8 @@ class DaemonConfig:
                 raise _error("ssd_capacity_bytes", self.ssd_capacity_bytes, "at least 1 MiB (1048576)")
         if not 0.0 < self.ssd_timeout_s < math.inf:
             raise _error("ssd_timeout_s", self.ssd_timeout_s, "a positive, finite number of seconds")
+        if self.ssd_queue_bytes <= 0:
+            raise _error("ssd_queue_bytes", self.ssd_queue_bytes, "a positive size")
         if self.eviction not in POLICIES:
             raise _error("eviction", self.eviction, "one of " + ", ".join(POLICIES))
         if not 0.0 < self.tenant_quota <= 1.0:

@@ -13,6 +13,7 @@ from krul_backend.daemon.protocol.messages import (
     ClearRequest,
     CommitRequest,
     DaemonStats,
+    DropFastCopiesRequest,
     FetchRequest,
     FindMissingRequest,
     FlushRequest,
@@ -75,6 +76,7 @@ class SessionHandlers:
             CommitRequest: self._commit,
             AbortRequest: self._abort,
             PathSegmentsRequest: self._path_segments,
+            DropFastCopiesRequest: self._drop_fast_copies,
             TrimRequest: self._trim,
             PrefetchRequest: self._prefetch,
             AdviseRequest: self._advise,
@@ -133,9 +135,7 @@ class SessionHandlers:
             return _without_views(lease.slices) if lease is not None else []
 
         def work() -> Lease | None:
-            return self._store.lease(
-                model, request.page_keys, token_ids, with_fast_copies=request.with_fast_copies
-            )
+            return self._store.lease(model, request.page_keys, token_ids, fast_copies=request.fast_copies)
 
         if self._may_lookup_wait:
             return Deferred(work, finish)
@@ -213,6 +213,9 @@ class SessionHandlers:
 
     def _path_segments(self, session: Session, request: PathSegmentsRequest) -> list[PathSegment]:
         return self._store.path_segments(_model_of(session, request.fingerprint), request.page_keys)
+
+    def _drop_fast_copies(self, session: Session, request: DropFastCopiesRequest) -> None:
+        self._store.drop_fast_copies(_model_of(session, request.fingerprint), request.page_keys)
 
     def _advise(self, session: Session, request: AdviseRequest) -> Deferred[int]:
         fingerprint, hint = request.fingerprint, request.hint

@@ -189,12 +189,27 @@ def _tiers(stats: StoreStats) -> Iterator[Metric]:
     yield _counter("krul_written_bytes", "Bytes written.", lower(lambda t: t.written_bytes), "tier")
     yield _counter("krul_read_segments", "Segments read.", lower(lambda tier: tier.read_segments), "tier")
     yield _counter("krul_read_bytes", "Bytes read.", lower(lambda tier: tier.read_bytes), "tier")
-    yield _counter(
-        "krul_skipped_segments", "Segments not written: behind, full or suspended.",
-        lower(lambda tier: tier.skipped_segments), "tier",
-    )  # fmt: skip
+    yield _gauge(
+        "krul_waiting_segments",
+        "Segments that a tier has not taken yet: they are offered again.",
+        lower(lambda t: t.waiting_segments),
+        "tier",
+    )
+    skipped = CounterMetricFamily(
+        "krul_skipped_segments", "Segments not written, by tier and cause.", labels=["tier", "cause"]
+    )
+    for tier in stats.tiers:
+        for cause, count in tier.skipped_segments.items():
+            skipped.add_metric([tier.name, cause], count)
+    yield skipped
     yield _gauge(
         "krul_tier_suspended", "1 while a tier is left alone.", lower(lambda t: int(t.is_suspended)), "tier"
+    )
+    yield _gauge(
+        "krul_tier_opening",
+        "1 until it is read what lies in a tier.",
+        lower(lambda t: int(t.is_opening)),
+        "tier",
     )
     errors = CounterMetricFamily("krul_tier_errors", "Errors, by tier and kind.", labels=["tier", "kind"])
     for tier in stats.tiers:

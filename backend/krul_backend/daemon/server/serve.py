@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 SWITCH_S = 0.001
 """How soon Python switches threads: a thread that plans an eviction must not hold up the one that answers."""
 
+OPEN_PATIENCE_S = 2.0
+"""How long clients wait at the daemon's start for the tiers to know what lies in them. A large disk takes
+minutes; it joins when it has been read."""
+
 END_FLUSH_S = 10.0
 """How long the daemon waits at its end for committed segments to become durable."""
 
@@ -72,6 +76,8 @@ def serve(config: DaemonConfig) -> None:
         )
         with _stopped_by_signals(server):
             try:
+                if not store.wait_until_open(OPEN_PATIENCE_S):
+                    logger.info("serving before the tiers below DRAM have been read: they join later")
                 tune_garbage_collection()
                 sys.setswitchinterval(SWITCH_S)
                 if config.metrics_port:

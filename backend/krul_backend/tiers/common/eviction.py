@@ -8,7 +8,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -61,12 +61,23 @@ class Evictable(Protocol):
         """Seconds that a restore saves by finding it in this tier; 0 if not known."""
 
 
-def _snapshot_without(segment_ids: Iterable[int], named: Collection[int]) -> Iterator[int]:
-    """Iterate over a copy of a collection, taken when the first element is asked for, without ``named``.
+def _in_order(order: Collection[int], named: Collection[int] = ()) -> Iterator[int]:
+    """Iterate over a collection without ``named``; it may change between two elements.
 
-    The collection may then change between two elements.
+    It is copied a part at a time: its first few, then twice as many each time, without those that came
+    before. So what an element costs does not depend on how large the collection is.
     """
-    yield from (segment_id for segment_id in list(segment_ids) if segment_id not in named)
+    seen = set(named)
+    num_copied = _NUM_FIRST
+    while True:
+        part = list(islice(order, num_copied))
+        for each in part:
+            if each not in seen:
+                seen.add(each)
+                yield each
+        if len(part) < num_copied:
+            return
+        num_copied *= 2
 
 
 class EvictionPolicy(ABC):
@@ -133,10 +144,7 @@ class LruPolicy(EvictionPolicy):
         del self._order[segment_id]
 
     def victims(self) -> Iterator[int]:
-        # Most searches need only the first few: the rest is copied only if they do not suffice.
-        first = list(islice(self._order, _NUM_FIRST))
-        yield from first
-        yield from _snapshot_without(self._order, set(first))
+        return _in_order(self._order)
 
     def fresh(self) -> LruPolicy:
         return LruPolicy()
@@ -294,7 +302,7 @@ class ValuePolicy(EvictionPolicy):
         # If there are no more leaves than this, the oldest are all of them.
         sampled = self._random.choices(self._leaves, k=NUM_SAMPLED) if len(self._leaves) > NUM_OLDEST else []
         offered = dict.fromkeys((*first, *sampled))
-        later = _snapshot_without(self._leaf_order, offered)
+        later = _in_order(self._leaf_order, offered)
         candidates = [(self._nodes[segment_id].worth(now_s), segment_id) for segment_id in offered]
         heapq.heapify(candidates)
         num_gone: dict[int, int] = {}

@@ -26,6 +26,12 @@ Clock = Callable[[], float]
 
 DRAM_TIER = "dram"
 
+FastCopies = Literal["prefer", "skip", "only"]
+"""What a lease does with fast copies; see ``KVStore.lease``."""
+
+MAX_FAST_COPY_SHARE = 0.5
+"""Share of the arena up to which fast copies may displace other segments, or wait to be encoded."""
+
 DamageReason = Literal["checksum", "undecodable"]
 """Why a segment cannot be used; see ``KVStore.report_damage``."""
 
@@ -154,10 +160,18 @@ class TierStats:
     """A snapshot of a tier below DRAM. ``used_bytes + free_bytes == capacity_bytes`` at any moment.
 
     ``used_bytes`` counts all that the tier takes, dead records and headers included; ``stored_bytes`` counts
-    the blocks of the segments that can be found. ``queued_*`` wait to be written. ``skipped_segments`` were
-    not written because the tier was behind, full or suspended. ``failed_reads`` and ``failed_writes`` count
-    errors of the medium, ``slow_reads`` reads that were given up because they took too long, and
-    ``corrupted_segments`` wrong checksums. While ``is_suspended``, after errors, the tier is not used.
+    the blocks of the segments that can be found. ``queued_*`` wait to be written. Further
+    ``waiting_segments`` were not taken yet, because the tier is behind or suspended: they are offered again.
+
+    ``skipped_segments`` counts by cause what was not written. ``behind``: it left DRAM before it was taken.
+    ``orphan``: what it continues is not here, so it could never be found. ``failed``, ``suspended``: the
+    medium failed, just then or before. ``no room``: all is in use. ``too large``: for any room. ``dropped``:
+    it was cleared, cannot be decoded, or the tier was closed.
+
+    ``failed_reads`` and ``failed_writes`` count errors of the medium, ``slow_reads`` reads that were given up
+    because they took too long, and ``corrupted_segments`` wrong checksums. While ``is_suspended``, after
+    errors, the tier is not used. While ``is_opening``, after its start, what lies in the tier is being read:
+    nothing of it is found yet.
     """
 
     name: str
@@ -171,7 +185,7 @@ class TierStats:
     queued_bytes: int
     written_segments: int
     written_bytes: int
-    skipped_segments: int
+    skipped_segments: Mapping[str, int]
     read_segments: int
     read_bytes: int
     evicted_segments: int
@@ -181,6 +195,8 @@ class TierStats:
     slow_reads: int
     failed_writes: int
     is_suspended: bool
+    is_opening: bool
+    waiting_segments: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,16 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.page_index import PageRun
+from krul_backend.tiers.common.read_queue import ReadQueue
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +28,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 _LEARNING_RATE = 0.2
 
 _COUNTED = (
-    *("written_segments", "written_bytes", "skipped_segments", "read_segments", "read_bytes"),
+    *("written_segments", "written_bytes", "read_segments", "read_bytes"),
     *("evicted_segments", "evicted_bytes", "corrupted_segments"),
     *("failed_reads", "slow_reads", "failed_writes"),
 )
+
+SkipCause = Literal["dropped", "failed", "no room", "orphan", "suspended", "too large"]
+"""Why a tier has not written a segment; see ``TierStats``."""
 
 
 class TierCounters:
@@ -39,6 +43,7 @@ class TierCounters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(_COUNTED, 0)
+        self._skipped: Counter[SkipCause] = Counter()
 
     def add(self, **amounts: int) -> None:
         """``add(failed_reads=1)``; a name that is no counter is a KeyError."""
@@ -46,9 +51,14 @@ class TierCounters:
             for name, amount in amounts.items():
                 self._counts[name] += amount
 
-    def snapshot(self) -> dict[str, int]:
+    def skip(self, cause: SkipCause, num_segments: int = 1) -> None:
+        """Note that segments were not written, and will not be."""
         with self._lock:
-            return self._counts.copy()
+            self._skipped[cause] += num_segments
+
+    def snapshot(self) -> dict[str, Any]:
+        with self._lock:
+            return {**self._counts, "skipped_segments": dict(+self._skipped)}
 
 
 class LowerTier(ABC):
@@ -57,9 +67,12 @@ class LowerTier(ABC):
     Only ``fetch``, ``flush``, ``verify``, ``clear`` and ``close`` may take long. An error of the medium shows
     as a miss or a ``TierReadError``, never as another exception; it is counted, logged once per cause, and
     suspends the tier for a while.
+
+    ``reads``: the threads in which ``fetch`` is called. The tier ends them when it is closed.
     """
 
     name: str
+    reads: ReadQueue
 
     @abstractmethod
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
@@ -86,7 +99,7 @@ class LowerTier(ABC):
         """Read all blocks of a held run's segment into ``blocks`` (writable, of the manifest's sizes).
 
         Calls ``landed(layer)`` for each layer, in ascending order, when its block is written and its checksum
-        is right; layers of no bytes, too. Called in a worker thread; several fetches may run at once.
+        is right; layers of no bytes, too. Called in a thread of ``reads``; several fetches may run at once.
 
         Raises:
             TierReadError: an error, a wrong checksum (the record is quarantined), or too slow.
@@ -100,12 +113,20 @@ class LowerTier(ABC):
         checksums: Sequence[int],
         done: Callable[[], None],
     ) -> bool:
-        """Queue a committed segment for writing; False (and counted) if the tier is behind or suspended.
+        """Queue a committed segment for writing; False if the tier is behind or suspended, or cannot hold it.
 
         If True, the caller keeps ``blocks`` unchanged until the tier calls ``done``: once, whether it was
         written or not; the manifest never changes. A segment whose pages are all here already is not written
         again.
         """
+
+    def can_hold(self, manifest: SegmentManifest) -> bool:
+        """Whether a segment that ``put`` refused may be taken later. If not, it is counted as skipped."""
+        return True
+
+    def may_hold(self, model: ModelIdentity, page_key: str) -> bool:
+        """False if it is certain that no segment here holds a page. Never asks a network."""
+        return self.holder_of(model, page_key) is not None
 
     @abstractmethod
     def discard(self, manifest: SegmentManifest) -> None:
@@ -130,6 +151,14 @@ class LowerTier(ABC):
         """Seconds to read all blocks of a segment into DRAM."""
         cost = self.cost()
         return sum(cost.load_s(num_bytes) for num_bytes in manifest.layer_num_bytes)
+
+    def wait_until_open(self, timeout_s: float) -> bool:
+        """Wait until it is known what lies in the tier; False if that takes longer.
+
+        A tier that needs time for that finds nothing until then. What is put waits in its queue, and what is
+        cleared or discarded is never found.
+        """
+        return True
 
     @abstractmethod
     def flush(self, timeout_s: float) -> bool:
@@ -282,11 +311,19 @@ class WriteQueue:
         with self._changed:
             return len(self._unsettled), self._num_bytes
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a segment of this size would be taken now."""
+        is_full = self._num_bytes > 0 and self._num_bytes + num_bytes > self._max_num_bytes
+        return not is_full and not self._is_closed
+
     def put(self, item: QueuedSegment) -> bool:
         """Add a segment; False when the queue is full or closed."""
         with self._changed:
-            is_full = self._num_bytes > 0 and self._num_bytes + item.num_bytes > self._max_num_bytes
-            if is_full or self._is_closed:
+            if not self.has_room(item.num_bytes):
                 return False
             self._waiting.append(item)
             self._unsettled[item] = self._num_put
@@ -330,11 +367,14 @@ class WriteQueue:
     def give_up(self, is_dropped: Callable[[QueuedSegment], bool]) -> None:
         """Take out and settle all waiting segments for which the predicate is true."""
         dropped = self.drop(is_dropped)
-        self._counters.add(skipped_segments=len(dropped))
+        self._counters.skip("dropped", len(dropped))
         self.settle(dropped)
 
     def settle(self, items: Sequence[QueuedSegment]) -> None:
         """Tell the owners of segments, written or given up, that their blocks are not read any more."""
+        with self._changed:
+            # First, so that an owner who is told finds room for what waits elsewhere.
+            self._num_bytes -= sum(item.num_bytes for item in items)
         for item in items:
             try:
                 item.done()
@@ -344,7 +384,6 @@ class WriteQueue:
         with self._changed:
             for item in items:
                 del self._unsettled[item]
-                self._num_bytes -= item.num_bytes
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:

@@ -13,7 +13,14 @@ from krul_backend.errors import StoreClosedError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.eviction import EvictionPolicy
 from krul_backend.tiers.common.hint import Hint
-from krul_backend.tiers.common.interface import FAILED, PENDING, Clock, LayerStatus, Reservation
+from krul_backend.tiers.common.interface import (
+    FAILED,
+    MAX_FAST_COPY_SHARE,
+    PENDING,
+    Clock,
+    LayerStatus,
+    Reservation,
+)
 from krul_backend.tiers.common.page_index import PageIndex, PageRun
 from krul_backend.tiers.dram.arena import Arena, Extent, aligned_num_bytes
 from krul_backend.tiers.dram.eviction_plan import Candidate, EvictionSearch, FastCopiesFirst
@@ -24,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 MAX_PINNED_SHARE = 0.5
 """Share of the arena that pinned segments may take."""
-
 
 BREATH_S = 1e-4
 """Pause between two holds of the store's lock."""
@@ -151,6 +157,11 @@ class DramBooks:
             self._look,
             newest_id,
         )
+
+    def may_displace(self, sizes: Sequence[int]) -> bool:
+        """Whether a fast copy of ``sizes`` bytes may take the place of other segments."""
+        num_bytes = self.fast_copy_bytes + sum(map(aligned_num_bytes, sizes))
+        return num_bytes <= self.arena.capacity_bytes * MAX_FAST_COPY_SHARE
 
     def evict(self, victims: Sequence[Candidate]) -> bool:
         """Evict what a search found, in order; stop with False at the first one that has changed since."""

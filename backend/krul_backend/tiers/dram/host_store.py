@@ -17,6 +17,7 @@ from krul_backend.tiers.common.interface import (
     DRAM_TIER,
     Clock,
     DamageReport,
+    FastCopies,
     Lease,
     PathSegment,
     Reservation,
@@ -97,6 +98,14 @@ class HostStore:
         return self._reservations.reserve(layer_num_bytes, tenant, is_fast_copy=is_fast_copy)
 
     def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
+        segment = self.commit_held(reservation, manifest, checksums)
+        self.unhold(segment)
+        return segment.segment_id
+
+    def commit_held(
+        self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]
+    ) -> StoredSegment:
+        """As ``commit``; the segment is held until ``unhold``, also if it was dropped."""
         return self._reservations.commit(reservation, manifest, checksums)
 
     def abort(self, reservation: Reservation) -> None:
@@ -119,7 +128,7 @@ class HostStore:
         token_ids: TokenIds,
         next_token: int | None = None,
         *,
-        with_fast_copies: bool = True,
+        fast_copies: FastCopies = "prefer",
     ) -> Lease | None:
         """As ``KVStore.lease``; the first page must be at position ``next_token``, if that is given.
 
@@ -129,15 +138,17 @@ class HostStore:
         token_ids = checked_token_ids(token_ids, len(keys), model.page_size)
         lease_id = self.next_id()
         with self._locked.open() as books:
-            preferred = books.fast_copies if with_fast_copies else None
-            match = books.index.match_prefix(model, keys, token_ids, next_token, preferred)
+            index = books.fast_copies if fast_copies == "only" else books.index
+            preferred = books.fast_copies if fast_copies == "prefer" else None
+            match = index.match_prefix(model, keys, token_ids, next_token, preferred)
             num_pages = sum(run.num_pages for run in match.runs)
-            books.counters.lookups += 1
             books.counters.token_mismatches += match.is_contradicted
-            books.counters.hit_pages += num_pages
-            books.counters.missed_pages += len(keys) - num_pages
             if match.runs:
                 _grant(books, lease_id, match.runs)
+            if fast_copies == "prefer":
+                books.counters.lookups += 1
+                books.counters.hit_pages += num_pages
+                books.counters.missed_pages += len(keys) - num_pages
                 books.note_found(run.segment for run in match.runs)
                 books.touch_pages(model, keys[:num_pages])
         if match.is_contradicted:
@@ -237,6 +248,11 @@ class HostStore:
                 for segment in index.segments_of(manifest.model, manifest.page_keys):
                     if however_encoded or segment.manifest.shares_encoded_pages(manifest):
                         books.remove(segment)
+
+    def drop_fast_copies(self, model: ModelIdentity, page_keys: Sequence[str]) -> None:
+        with self._locked.open() as books:
+            for segment in books.fast_copies.segments_of(model, page_keys):
+                books.remove(segment)
 
     def verify(self) -> DamageReport:
         with self._locked.open() as books:

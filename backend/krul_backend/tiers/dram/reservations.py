@@ -106,13 +106,17 @@ class Reservations:
         Returns what ``use`` returns; None when there is no space, which is counted as a rejected reservation
         unless it is for a fast copy.
 
-        Idle segments are evicted if needed, for a fast copy only others of its kind. A search that needs to
+        Idle segments are evicted if needed: for a fast copy others of its kind first, and any segment only as
+        far as ``MAX_FAST_COPY_SHARE`` allows. A search that needs to
         look at more than ``MAX_VISITED`` segments goes on in steps, plans on a copy of the free ranges, and
         begins again if its plan no longer holds.
         """
         for _ in range(_MAX_SEARCHES):
             with self._locked.open() as books:
-                search = books.search(sizes, tenant, self._locked.next_id(), only_fast_copies=is_fast_copy)
+                only_fast_copies = is_fast_copy and not books.may_displace(sizes)
+                search = books.search(
+                    sizes, tenant, self._locked.next_id(), only_fast_copies=only_fast_copies
+                )
                 victims = search.plan(books.arena.space, MAX_VISITED)
                 if victims is not None:
                     is_evicted = books.evict(victims)
@@ -177,7 +181,10 @@ class Reservations:
 
         return self._take(sizes, tenant, use, is_fast_copy=is_fast_copy)
 
-    def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
+    def commit(
+        self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]
+    ) -> StoredSegment:
+        """As ``KVStore.commit``; the segment is held until ``unhold``, also if it was dropped."""
         with self._locked.open() as books:
             pending = _settle(books, reservation)
             try:
@@ -194,16 +201,15 @@ class Reservations:
                 checksums=checksums,
                 last_used_s=books.clock(),
                 is_fast_copy=pending.is_fast_copy,
+                num_pins=1,
             )
             books.move_charge(segment.taken_bytes, pending.tenant, manifest.tenant)
             is_outdated = books.clears.is_outdated(pending.began_at, manifest.model)
             if not is_outdated and books.publish(segment):
                 books.counters.committed_segments += not segment.is_fast_copy
-            else:
-                books.give(segment.all_extents, manifest.tenant)
             # A segment that was dropped was still a use of the copies that were there before.
             books.touch(books.index_of(segment).path_to(segment))
-            return segment.segment_id
+            return segment
 
     def abort(self, reservation: Reservation) -> None:
         with self._locked.open_unless_closed() as books:

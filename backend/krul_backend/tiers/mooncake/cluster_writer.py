@@ -47,10 +47,7 @@ class ClusterWriter:
 
     def put(self, item: QueuedSegment) -> bool:
         """See ``LowerTier.put``."""
-        if self._suspension.is_active or not self.queue.put(item):
-            self._counters.add(skipped_segments=1)
-            return False
-        return True
+        return not self._suspension.is_active and self.queue.put(item)
 
     def close(self) -> None:
         """Write waiting segments for some seconds at most, then give up the rest."""
@@ -65,7 +62,7 @@ class ClusterWriter:
             items = self.queue.take(1)
             for item in items:
                 if self._is_giving_up or not self._is_written(item):
-                    self._counters.add(skipped_segments=1)
+                    self._counters.skip("failed")
             self.queue.settle(items)
 
     def _is_written(self, item: QueuedSegment) -> bool:

@@ -28,6 +28,7 @@ from krul_backend.tiers.common.lower_tier import (
     TierCounters,
 )
 from krul_backend.tiers.common.page_index import PageRun
+from krul_backend.tiers.common.read_queue import ReadQueue
 from krul_backend.tiers.mooncake.cluster_connection import (
     UNMEASURED,
     ClusterConnection,
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "mooncake"
 _NUM_LOOKUP_THREADS = 2
+_NUM_READ_THREADS = 4
 _CLEAR_TIMEOUT_S = 5.0
 
 
@@ -90,6 +92,7 @@ class MooncakeTier(LowerTier):
             self._known, self._epochs, clock, lambda: self._counters.add(corrupted_segments=1)
         )
         self._calls = TimedCalls("krul-mooncake-lookup", _NUM_LOOKUP_THREADS)
+        self.reads = ReadQueue(_NUM_READ_THREADS, f"krul-read-{NAME}")
         # In a thread of their own: a drop of a long conversation must not hold up lookups.
         self._removals = TimedCalls("krul-mooncake-remove", 1)
         try:
@@ -171,6 +174,10 @@ class MooncakeTier(LowerTier):
             done()
             return True
         return self._writer.put(QueuedSegment(manifest, tuple(blocks), tuple(checksums), b"", done))
+
+    def may_hold(self, model: ModelIdentity, page_key: str) -> bool:
+        """True: other daemons store segments that this one does not know of."""
+        return True
 
     def discard(self, manifest: SegmentManifest) -> None:
         """As ``LowerTier.discard``: forgotten at once, removed from the cluster in the background."""
@@ -265,11 +272,13 @@ class MooncakeTier(LowerTier):
             queued_segments=queued_segments,
             queued_bytes=queued_bytes,
             is_suspended=self._suspension.is_active,
+            is_opening=False,
             **self._counters.snapshot(),
         )
 
     def close(self) -> None:
         self._writer.close()
+        self.reads.close()
         self._calls.close()
         self._removals.close()
         self._connection.close()

@@ -127,6 +127,11 @@ class Catalog:
             self._touch([*before, *(run.segment for run in runs)])
         return runs
 
+    def touch_page(self, model: ModelIdentity, page_key: str | None) -> None:
+        """Note a use of the segment of a page, if there is one, and of what that continues."""
+        for holder in self.index.holders_of(model, (page_key,) if page_key is not None else ()):
+            self._touch(self.index.path_to(holder))
+
     def victims(self) -> Iterator[SsdSegment]:
         """Segments that may be evicted, the first to evict first. Change nothing while iterating."""
         segments = (self._segments[segment_id] for segment_id in self._policy.victims())
@@ -151,6 +156,9 @@ class TierState:
     ``pending_clears``: an event for each clear that is not noted on the disk yet, by the model's fingerprint
     (None: of all models); set when the writer has tried. ``is_given_up``: it could not be noted, so nothing
     is read or written any more.
+
+    ``is_opening``: what lies on the disk is being read. Until then ``catalog`` has some of it, and nothing of
+    it may be found.
     """
 
     catalog: Catalog
@@ -161,6 +169,7 @@ class TierState:
     counters: TierCounters = field(default_factory=TierCounters)
     pending_clears: dict[str | None, threading.Event] = field(default_factory=dict)
     is_given_up: bool = False
+    is_opening: bool = True
     is_closed: bool = False
 
     @property
@@ -170,6 +179,11 @@ class TierState:
     @property
     def is_usable(self) -> bool:
         return not self.is_closed and not self.is_suspended
+
+    @property
+    def is_findable(self) -> bool:
+        """Whether lookups are answered from the catalog."""
+        return self.is_usable and not self.is_opening
 
     @property
     def is_writable(self) -> bool:

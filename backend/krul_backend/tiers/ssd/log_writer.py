@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from krul_backend.segment import SegmentManifest
@@ -13,7 +13,6 @@ from krul_backend.tiers.common.record import record_buffers, segment_num_bytes
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.own_files import FILE_HEADER_NUM_BYTES
-from krul_backend.tiers.ssd.recovery import Recovered
 
 GROUP_NUM_BYTES = 64 << 20
 """How many bytes are written per sync: the most that waits for a sync, and that the page cache holds."""
@@ -30,7 +29,8 @@ class LogWriter:
         lock: the tier's; guards ``files``, ``used_bytes`` and the counts in the files. Taken by the methods,
             and never held during a system call that may block.
         file_bytes: the size of a file. Only a record that is larger itself makes a larger file.
-        recovered: what was found in the directory.
+        unread: sizes, by number, of the files in the directory, whose records are not known before ``adopt``.
+        next_number: no file has this number or a larger one.
     """
 
     def __init__(
@@ -39,7 +39,8 @@ class LogWriter:
         directory: Path,
         lock: threading.Lock,
         file_bytes: int,
-        recovered: Recovered,
+        unread: Mapping[int, int],
+        next_number: int,
     ) -> None:
         self._disk = disk
         self.directory = directory
@@ -47,13 +48,26 @@ class LogWriter:
         self._file_bytes = file_bytes
         # Of records that were written, but not synced: where they are, and what makes them findable.
         self._unsynced: list[tuple[int, Callable[[LogFile, int], None]]] = []
-        open_files = [file for file in recovered.files if file.number >= recovered.clears.first_open_number]
-        self._active = open_files[-1] if open_files else None
-        self._unread = recovered.unread
+        self._active: LogFile | None = None
+        self._unread = unread
         self._is_removal_in_doubt = False
-        self.files = {file.number: file for file in recovered.files}
-        self.next_number = recovered.next_number
-        self.used_bytes = sum(file.num_bytes for file in recovered.files) + sum(self._unread.values())
+        self.files: dict[int, LogFile] = {}
+        self.next_number = next_number
+        self.used_bytes = sum(unread.values())
+
+    def adopt(self, files: Sequence[LogFile], unread: Mapping[int, int], first_open_number: int) -> None:
+        """Take over the files that were read at the start, ordered by number; ``unread`` could not be.
+
+        Called once, before anything is appended. The last file gets the next record, unless its number is
+        below ``first_open_number``.
+        """
+        assert not self.files, "files were made before those that were there were known"
+        with self._lock:
+            self._unread = unread
+            self.files = {file.number: file for file in files}
+            self.used_bytes = sum(file.num_bytes for file in files) + sum(unread.values())
+        if files and files[-1].number >= first_open_number:
+            self._active = files[-1]
 
     @property
     def oldest_number(self) -> int:

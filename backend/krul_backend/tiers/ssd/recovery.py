@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,72 +155,89 @@ def _decode_copy(data: bytes) -> tuple[int, bytes] | None:
 
 @dataclass(frozen=True)
 class Recovered:
-    """The result of ``recover``: ``files`` ordered by number, ``segments`` by sequence.
+    """The result of ``Recovery.scan``: ``files`` ordered by number, ``segments`` by sequence.
 
     The segments have right headers and were not cleared; none is in a catalog yet.
-    ``unread``: sizes, by number, of files that could not be read; their records are not known. All files have
-    numbers below ``next_number``, all records that were found have sequences below ``next_sequence``.
+    ``unread``: sizes, by number, of files that could not be read; their records are not known. All records
+    that were found have sequences below ``next_sequence``.
     """
 
     files: list[LogFile]
     segments: list[SsdSegment]
     unread: Mapping[int, int]
-    clears: ClearFile
-    next_number: int
     next_sequence: int
 
 
-def recover(disk: Disk, directory: Path) -> Recovered:
-    """Read the headers of all records, and cut off half-written ends of files.
+class Recovery:
+    """Reads what is in the directory when a daemon starts: first the clears, later all log files.
 
-    A file is removed only if it has the tier's header, and is of another format, damaged or renamed. A file
-    that cannot be read stays for the next start; a file without the header is somebody else's, and stays.
+    ``clears`` is read by the constructor, so that further clears can be noted before and during the scan.
+    ``sizes`` are those of the log files by number, all of which are below ``next_number``.
 
     Raises:
         DaemonError: the directory, or the file of clears in it, cannot be read or written.
     """
-    try:
-        for leftover in temporary_paths(directory):
-            disk.unlink(leftover)
-        paths = log_paths(directory)
-        clears = _load_clears(disk, directory, paths.values())
+
+    def __init__(self, disk: Disk, directory: Path) -> None:
+        self._disk = disk
+        self._directory = directory
+        try:
+            for leftover in temporary_paths(directory):
+                disk.unlink(leftover)
+            self._paths = log_paths(directory)
+            self.clears = _load_clears(disk, directory, self._paths.values())
+            self.sizes = {number: path.lstat().st_size for path, number in self._paths.items()}
+        except OSError as error:
+            raise DaemonError(
+                f"the SSD tier's directory {directory} cannot be read ({error}): start again if that may "
+                "pass, give another directory, or remove this one"
+            ) from error
+        self.next_number = max(self.clears.first_open_number, *(number + 1 for number in self.sizes), 1)
+
+    def scan(self, go_on: Callable[[], bool]) -> Recovered | None:
+        """Read the headers of all records, and cut off half-written ends of files.
+
+        A file is removed only if it has the tier's header, and is of another format, damaged or renamed. A
+        file that cannot be read stays for the next start; a file without the header is somebody else's, and
+        stays. ``go_on`` is called after each record; when it returns False, the scan ends with None.
+        """
         files: list[LogFile] = []
-        segments: list[SsdSegment] = []
+        found: list[SsdSegment] = []
         unread: dict[int, int] = {}
         reasons: list[str] = []
-        next_sequence = 1
-        for path, number in paths.items():
-            num_bytes = path.lstat().st_size
+        for path, number in self._paths.items():
             try:
-                stamp = read_stamp(disk, path)
+                stamp = read_stamp(self._disk, path)
                 if stamp is None:
                     reasons.append(f"{path.name} (not a file of this tier)")
                     continue
                 if not stamp.is_usable_as(path):
                     logger.warning("removing %s: it is of format %d, or damaged", path, stamp.version)
-                    disk.unlink(path)
+                    self._disk.unlink(path)
                     continue
-                file, found = _scan(disk, path, stamp)
+                scanned = _scan(self._disk, path, stamp, go_on)
             except OSError as error:
-                unread[number] = num_bytes
+                unread[number] = self.sizes[number]
                 reasons.append(f"{path.name} ({error.strerror or error})")
                 continue
+            if scanned is None:
+                for file in files:
+                    file.close()
+                return None
+            file, records = scanned
             files.append(file)
-            for offset, record in found:
-                next_sequence = max(next_sequence, record.sequence + 1)
-                if not clears.is_cleared(record.manifest.model.fingerprint, number):
-                    segments.append(SsdSegment(record, file, offset))
-        disk.sync_directory(directory)
-    except OSError as error:
-        raise DaemonError(
-            f"the SSD tier's directory {directory} cannot be read ({error}): start again if that may pass, "
-            "give another directory, or remove this one"
-        ) from error
-    if reasons:
-        logger.warning("left alone in %s: %s", directory, ", ".join(reasons))
-    segments.sort(key=lambda segment: segment.record.sequence)
-    next_number = max(clears.first_open_number, *(number + 1 for number in paths.values()), 1)
-    return Recovered(files, segments, unread, clears, next_number, next_sequence)
+            found += (SsdSegment(record, file, offset) for offset, record in records)
+        if reasons:
+            logger.warning("left alone in %s: %s", self._directory, ", ".join(reasons))
+        # Now, because clears may have been noted during the scan.
+        segments = [
+            segment
+            for segment in found
+            if not self.clears.is_cleared(segment.manifest.model.fingerprint, segment.file.number)
+        ]
+        segments.sort(key=lambda segment: segment.record.sequence)
+        next_sequence = max((segment.record.sequence + 1 for segment in found), default=1)
+        return Recovered(files, segments, unread, next_sequence)
 
 
 def _load_clears(disk: Disk, directory: Path, numbers: Collection[int]) -> ClearFile:
@@ -234,10 +251,18 @@ def _load_clears(disk: Disk, directory: Path, numbers: Collection[int]) -> Clear
     return clears
 
 
-def _scan(disk: Disk, path: Path, stamp: LogStamp) -> tuple[LogFile, list[tuple[int, SegmentRecord]]]:
+def _scan(
+    disk: Disk, path: Path, stamp: LogStamp, go_on: Callable[[], bool]
+) -> tuple[LogFile, list[tuple[int, SegmentRecord]]] | None:
+    """A file and its records; None when ``go_on`` says so."""
     file = LogFile.open(disk, path, stamp)
+    found: list[tuple[int, SegmentRecord]] = []
     try:
-        found = list(file.scan())
+        for offset, record in file.scan():
+            found.append((offset, record))
+            if not go_on():
+                file.close()
+                return None
     except BaseException:
         file.close()
         raise

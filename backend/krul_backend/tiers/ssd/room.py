@@ -149,7 +149,7 @@ class Room:
             manifest = segment.manifest
             blocks = [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.layer_num_bytes]
             try:
-                self._reads.read(segment, blocks, lambda layer: None)
+                self._reads.read_for_upkeep(segment, blocks)
             except TierReadError as error:
                 cause = error.__cause__
                 if isinstance(cause, OSError):

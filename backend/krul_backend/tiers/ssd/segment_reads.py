@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from krul_backend.errors import RecordError, TierReadError
+from krul_backend.errors import RecordError, StoreClosedError, TierReadError
 from krul_backend.planner.interface import TierCost
 from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.common.lower_tier import MeasuredCost
+from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue
 from krul_backend.tiers.common.record import RECORD_ALIGN
 from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
 from krul_backend.tiers.ssd.disk import Disk, open_for_reading, write_all
@@ -33,7 +33,7 @@ _LEAST_RATE_NUM_BYTES = 1 << 20
 _UNMEASURED = TierCost(latency_s=1e-3, byte_s=1e-8)
 """The cost of a slow disk."""
 
-_MAX_READS_AT_ONCE = 2
+MAX_READS_AT_ONCE = 2
 """Enough to keep the disk busy while one of them copies; more would only make each of them look slow."""
 
 
@@ -108,14 +108,15 @@ class SegmentReads:
 
     Args:
         reader: reads pieces; blocks are written by the calling thread alone, so never after ``read`` ended.
+        queue: the threads in which ``read`` is called.
     """
 
-    def __init__(self, state: TierState, writer: LogWriter, reader: PieceReader) -> None:
+    def __init__(self, state: TierState, writer: LogWriter, reader: PieceReader, queue: ReadQueue) -> None:
         self._state = state
         self._writer = writer
         self._reader = reader
         self._cost = MeasuredCost(_UNMEASURED)
-        self._turns = threading.Semaphore(_MAX_READS_AT_ONCE)
+        self._queue = queue
 
     @property
     def cost(self) -> TierCost:
@@ -155,12 +156,6 @@ class SegmentReads:
         Raises:
             TierReadError: its cause is a RecordError if bytes are wrong, an OSError if they cannot be read.
         """
-        with self._turns:
-            self._read(segment, blocks, landed)
-
-    def _read(
-        self, segment: SsdSegment, blocks: Sequence[Block] | None, landed: Callable[[int], None]
-    ) -> None:
         state = self._state
         with state.lock:
             if not state.is_usable:
@@ -204,6 +199,17 @@ class SegmentReads:
         if num_bytes >= _LEAST_RATE_NUM_BYTES:
             self._cost.correct(lambda cost: TierCost(cost.latency_s, took_s / num_bytes))
         state.counters.add(read_segments=1, read_bytes=segment.manifest.num_bytes)
+
+    def read_for_upkeep(self, segment: SsdSegment, blocks: Sequence[Block] | None) -> None:
+        """``read``, when no load and no prefetch waits. From any thread but those of the queue.
+
+        Raises:
+            TierReadError: as ``read``; the tier was closed.
+        """
+        try:
+            self._queue.run(lambda: self.read(segment, blocks, lambda layer: None), ReadPriority.UPKEEP)
+        except StoreClosedError as error:
+            raise TierReadError("the SSD tier is closed") from error
 
     def _seconds_to_read(self, fd: int, offset: int, num_bytes: int) -> float:
         started_s = time.monotonic()

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from krul_backend.segment import ModelIdentity
+from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.lower_tier import QueuedSegment, WriteQueue
 from krul_backend.tiers.common.record import SegmentRecord, segment_num_bytes
 from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
@@ -30,10 +30,12 @@ _MAX_REMOVED = 128
 class SegmentWrites:
     """Writes queued segments, and notes clears, in a thread of its own: no other changes files. Thread-safe.
 
-    What waits is in ``queue``.
+    What waits is in ``queue``, also while the thread still opens the tier.
 
     Args:
-        next_sequence: the sequence of the first record that will be written.
+        open_tier: reads what lies on the disk, in the writer's thread; returns the sequence of the next
+            record. It calls the function that it is given now and then, which notes clears, and returns False
+            when the tier shall close: then ``open_tier`` returns None.
     """
 
     def __init__(
@@ -42,14 +44,15 @@ class SegmentWrites:
         writer: LogWriter,
         room: Room,
         clears: ClearFile,
-        next_sequence: int,
+        open_tier: Callable[[Callable[[], bool]], int | None],
         max_queued_bytes: int,
     ) -> None:
         self._state = state
         self._writer = writer
         self._room = room
         self._clears = clears
-        self._sequences = itertools.count(next_sequence)
+        self._open_tier = open_tier
+        self._sequences = itertools.count(1)
         self.queue = WriteQueue(max_queued_bytes, state.counters)
         # A daemon: a disk that never answers must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name="ssd-write", daemon=True)
@@ -57,10 +60,18 @@ class SegmentWrites:
 
     def put(self, item: QueuedSegment) -> bool:
         is_fitting = segment_num_bytes(item.manifest, item.metadata) <= self._room.max_record_bytes
-        if self._state.is_writable and is_fitting and self.queue.put(item):
-            return True
-        self._state.counters.add(skipped_segments=1)
-        return False
+        return is_fitting and self._state.is_writable and self.queue.put(item)
+
+    def has_room(self, manifest: SegmentManifest) -> bool:
+        """Whether it is of use to ``put`` a segment now; its metadata are not counted."""
+        return self._state.is_writable and self.queue.has_room(manifest.num_bytes)
+
+    def can_hold(self, manifest: SegmentManifest, metadata: bytes) -> bool:
+        """Whether there can ever be room for a segment; counted if not."""
+        is_fitting = segment_num_bytes(manifest, metadata) <= self._room.max_record_bytes
+        if not is_fitting:
+            self._state.counters.skip("too large")
+        return is_fitting
 
     def clear(self, model: ModelIdentity | None) -> None:
         """As ``LowerTier.clear``. Waits some seconds for the writer, which notes the clear on the disk."""
@@ -87,8 +98,28 @@ class SegmentWrites:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _open(self) -> bool:
+        """Open the tier; False if it was closed before that was done."""
+        try:
+            next_sequence = self._open_tier(self._is_to_go_on)
+        except Exception:
+            logger.exception("reading what lies on the SSD failed: it is not used by this daemon")
+            with self._state.lock:
+                self._state.is_given_up, self._state.is_opening = True, False
+            return True
+        if next_sequence is not None:
+            self._sequences = itertools.count(next_sequence)
+        return next_sequence is not None
+
+    def _is_to_go_on(self) -> bool:
+        if self._state.pending_clears:
+            self._note_clears()
+        # What is queued would be lost: it is written if the tier opens within the time that a close takes.
+        return not (self.queue.is_closed and self.queue.sizes()[0] == 0)
+
     def _serve(self) -> None:
-        while self.queue.wait():
+        is_open = self._open()
+        while is_open and self.queue.wait():
             items: list[QueuedSegment] = []
             try:
                 # Before new segments are taken, and never between two of a group: what was taken before a
@@ -105,20 +136,26 @@ class SegmentWrites:
     def _write(self, items: Sequence[QueuedSegment]) -> None:
         """Write a group of segments with one sync. Segments that fail are given up, and counted."""
         if not self._state.is_writable:
-            self._state.counters.add(skipped_segments=len(items))
+            self._state.counters.skip("suspended", len(items))
             return
         published: list[QueuedSegment] = []
+        appended: set[tuple[str, str]] = set()
         num_appended = 0
         try:
             for item in items:
                 manifest = item.manifest
                 with self._state.lock:
-                    is_new = bool(self._state.catalog.index.find_missing(manifest.model, manifest.page_keys))
-                if not is_new:
-                    continue
+                    if not self._state.catalog.index.find_missing(manifest.model, manifest.page_keys):
+                        continue
+                    # Its use keeps what it continues from being evicted for it.
+                    self._state.catalog.touch_page(manifest.model, manifest.parent_key)
                 if not self._room.make(segment_num_bytes(manifest, item.metadata)):
-                    self._state.counters.add(skipped_segments=1)
+                    self._state.counters.skip("no room")
                     continue
+                if not self._is_continuing(manifest, appended):
+                    self._state.counters.skip("orphan")
+                    continue
+                appended.update((manifest.model.fingerprint, key) for key in manifest.page_keys)
                 sequence = next(self._sequences)
                 publish = self._publisher(item, sequence, published)
                 num_appended += 1
@@ -129,12 +166,23 @@ class SegmentWrites:
             with contextlib.suppress(OSError):
                 self._writer.commit()
             self._state.counters.add(failed_writes=1)
-            self._state.counters.add(skipped_segments=num_appended - len(published))
+            self._state.counters.skip("failed", num_appended - len(published))
             self._state.failed("failed write", error)
         else:
             if published:
                 self._state.suspension.succeeded()
                 self._state.fullness.succeeded()
+
+    def _is_continuing(self, manifest: SegmentManifest, appended: set[tuple[str, str]]) -> bool:
+        """Whether a segment begins a conversation, or continues one here: else it could never be found.
+
+        ``appended``: fingerprints and page keys of the group that is being written.
+        """
+        key = manifest.parent_key
+        if key is None or (manifest.model.fingerprint, key) in appended:
+            return True
+        with self._state.lock:
+            return self._state.catalog.index.manifest_of(manifest.model, key) is not None
 
     def _publisher(
         self, item: QueuedSegment, sequence: int, published: list[QueuedSegment]
@@ -146,7 +194,7 @@ class SegmentWrites:
             published.append(item)
             manifest = item.manifest
             if state.is_being_cleared(manifest.model):
-                state.counters.add(skipped_segments=1)
+                state.counters.skip("dropped")
                 return
             state.counters.add(written_segments=1, written_bytes=manifest.num_bytes)
             state.catalog.add(
@@ -176,7 +224,8 @@ class SegmentWrites:
             with state.lock:
                 for fingerprint in pending:
                     del state.pending_clears[fingerprint]
-            if not state.is_given_up:
+            # While the tier opens, live bytes of the files are not all counted yet.
+            if not state.is_given_up and not state.is_opening:
                 self._remove_dead_files()
         for noted in pending.values():
             noted.set()
@@ -190,7 +239,8 @@ class SegmentWrites:
     def _forget_durably(self, fingerprint: str | None) -> None:
         """Write a note of a clear; while that fails, remove log files, those with least live bytes first.
 
-        On a full disk this makes room for the note; if no note can be written at all, no file is left.
+        On a full disk this makes room for the note; if no note can be written at all, no file is left. While
+        the tier opens no file is removed, as it is not known yet what lives in it.
 
         Raises:
             OSError: the note cannot be written, and a file not be removed.
@@ -210,7 +260,7 @@ class SegmentWrites:
                 file = min(self._writer.files.values(), key=lambda file: file.live_bytes, default=None)
             if file is None and not self._writer.has_unread:
                 return
-            if file is None:
+            if file is None or self._state.is_opening:
                 raise failure
             self._remove([segment for segment in self._segments() if segment.file is file])
             self._writer.remove(file)

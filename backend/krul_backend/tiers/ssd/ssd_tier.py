@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,15 +15,16 @@ from krul_backend.tiers.common.eviction import EvictionPolicy, LruPolicy
 from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.lower_tier import LowerTier, QueuedSegment, Suspension
 from krul_backend.tiers.common.page_index import PageRun
+from krul_backend.tiers.common.read_queue import ReadQueue
 from krul_backend.tiers.common.record import RECORD_ALIGN, encode_metadata
 from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment, TierState
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.log_writer import LogWriter
 from krul_backend.tiers.ssd.own_files import DirectoryLock, format_directory, remove_older_formats
 from krul_backend.tiers.ssd.reader import PieceReader
-from krul_backend.tiers.ssd.recovery import recover
-from krul_backend.tiers.ssd.room import Room
-from krul_backend.tiers.ssd.segment_reads import PROBE_NUM_BYTES, SegmentReads
+from krul_backend.tiers.ssd.recovery import Recovery
+from krul_backend.tiers.ssd.room import BREATH_S, Room
+from krul_backend.tiers.ssd.segment_reads import MAX_READS_AT_ONCE, PROBE_NUM_BYTES, SegmentReads
 from krul_backend.tiers.ssd.segment_writes import SegmentWrites
 
 logger = logging.getLogger(__name__)
@@ -31,12 +33,16 @@ _MIB = 1 << 20
 _CLOSE_TIMEOUT_S = 5.0
 _LEAST_FILE_BYTES = 4 * RECORD_ALIGN
 
+_MAX_ENTERED = 128
+"""The most segments that are entered into the catalog in one hold of the tier's lock."""
+
 
 class SsdTier(LowerTier):
     """Keeps segments in append-only log files in ``<directory>/krul-v<format>/``; see docs/tiers.md.
 
-    Only durable segments can be found. A disk that hangs delays neither ``match`` nor ``put``: the lock of
-    the bookkeeping is never held during I/O.
+    Only durable segments can be found. A thread reads the headers of those that lie there already: until that
+    is done nothing is found, and what is put waits. A disk that hangs delays neither ``match`` nor ``put``:
+    the lock of the bookkeeping is never held during I/O.
 
     Args:
         capacity_bytes: how much all files together may take, at any moment.
@@ -44,7 +50,7 @@ class SsdTier(LowerTier):
         policy: order of eviction, owned by the tier from here on; least recently used first if not given.
         disk: the system calls.
         clock: seconds, monotonic; for idle times and suspensions.
-        max_queued_bytes: size of the segments that may wait to be written; further ones are skipped.
+        max_queued_bytes: size of the segments that may wait to be written; further ones are refused.
         file_bytes: size of a log file; by default a 32nd of the capacity, at least 64 MiB or an eighth of it.
         patience_s: how long to wait for another process to leave the directory.
 
@@ -83,45 +89,106 @@ class SsdTier(LowerTier):
         self._state = TierState(catalog, Suspension(self.name, clock), fullness, clock)
         self._directory_lock = DirectoryLock(self._directory, patience_s)
         try:
-            recovered = recover(disk, self._directory)
-            remove_older_formats(disk, directory)
+            self._recovery = Recovery(disk, self._directory)
         except BaseException:
             self._directory_lock.release()
             raise
+        self._disk = disk
         self._reader = PieceReader(disk, read_timeout_s)
-        self._writer = LogWriter(disk, self._directory, self._state.lock, file_bytes, recovered)
-        self._reads = SegmentReads(self._state, self._writer, self._reader)
-        room = Room(capacity_bytes, file_bytes, self._state, self._writer, self._reads)
-        for segment in recovered.segments:
-            catalog.remove_superseded(segment)
-            catalog.add(segment)
+        self._writer = LogWriter(
+            disk,
+            self._directory,
+            self._state.lock,
+            file_bytes,
+            self._recovery.sizes,
+            self._recovery.next_number,
+        )
+        self.reads = ReadQueue(MAX_READS_AT_ONCE, f"krul-read-{self.name}")
+        self._reads = SegmentReads(self._state, self._writer, self._reader, self.reads)
+        self._room = Room(capacity_bytes, file_bytes, self._state, self._writer, self._reads)
         try:
-            room.remove_dead()
-            # The cap may be smaller than it was when the files were written.
-            room.make(0)
-            left_bytes = capacity_bytes - self._writer.used_bytes
-            disk_free_bytes = disk.free_bytes(self._directory)
-            if disk_free_bytes < left_bytes:
-                logger.warning(
-                    "the SSD tier may still take %d bytes, but the file system of %s has only %d left",
-                    left_bytes,
-                    self._directory,
-                    disk_free_bytes,
-                )
-            probe_num_bytes = (
-                min(PROBE_NUM_BYTES, left_bytes // 2, disk_free_bytes // 2) // RECORD_ALIGN * RECORD_ALIGN
-            )
-            if probe_num_bytes > 0:
-                self._reads.measure(disk, self._directory, probe_num_bytes)
+            self._measure()
         except OSError as error:
             self._state.failed("failed start", error)
+        # What was discarded while the tier opened: what the scan finds of it later must go, too.
+        self._discarded: list[SegmentManifest] = []
+        self._has_opened = threading.Event()
         self._writes = SegmentWrites(
-            self._state, self._writer, room, recovered.clears, recovered.next_sequence, max_queued_bytes
+            self._state, self._writer, self._room, self._recovery.clears, self._open, max_queued_bytes
         )
+
+    def _measure(self) -> None:
+        """Measure what reading costs, with a file that fits. Raises OSError."""
+        left_bytes = self._capacity_bytes - self._writer.used_bytes
+        disk_free_bytes = self._disk.free_bytes(self._directory)
+        if disk_free_bytes < left_bytes:
+            logger.warning(
+                "the SSD tier may still take %d bytes, but the file system of %s has only %d left",
+                left_bytes,
+                self._directory,
+                disk_free_bytes,
+            )
+        num_bytes = min(PROBE_NUM_BYTES, left_bytes // 2, disk_free_bytes // 2) // RECORD_ALIGN * RECORD_ALIGN
+        if num_bytes > 0:
+            self._reads.measure(self._disk, self._directory, num_bytes)
+
+    def _open(self, go_on: Callable[[], bool]) -> int | None:
+        """Read what lies on the disk; see ``SegmentWrites``."""
+        started_s = time.monotonic()
+        found = self._recovery.scan(go_on)
+        if found is None:
+            return None
+        self._writer.adopt(found.files, found.unread, self._recovery.clears.first_open_number)
+        if not self._fill_catalog(found.segments, go_on):
+            return None
+        try:
+            self._disk.sync_directory(self._directory)
+            remove_older_formats(self._disk, self._directory.parent)
+            self._room.remove_dead()
+            # The cap may be smaller than it was when the files were written.
+            self._room.make(0)
+        except OSError as error:
+            self._state.failed("failed start", error)
+        with self._state.lock:
+            for manifest in self._discarded:
+                self._remove_like(manifest)
+            self._discarded.clear()
+            self._state.is_opening = False
+            num_segments = self._state.catalog.num_segments
+        self._has_opened.set()
+        logger.info(
+            "the SSD tier has %d segments in %d files, which took %.1f s to read",
+            num_segments,
+            len(found.files),
+            time.monotonic() - started_s,
+        )
+        return found.next_sequence
+
+    def _fill_catalog(self, segments: Sequence[SsdSegment], go_on: Callable[[], bool]) -> bool:
+        """Enter the segments, ordered by sequence, but those that are cleared meanwhile.
+
+        False if ``go_on`` says so.
+        """
+        state, clears = self._state, self._recovery.clears
+        for first in range(0, len(segments), _MAX_ENTERED):
+            with state.lock:
+                for segment in segments[first : first + _MAX_ENTERED]:
+                    model = segment.manifest.model
+                    is_cleared = clears.is_cleared(model.fingerprint, segment.file.number)
+                    if not is_cleared and not state.is_being_cleared(model):
+                        state.catalog.remove_superseded(segment)
+                        state.catalog.add(segment)
+            if not go_on():
+                return False
+            time.sleep(BREATH_S)
+        return True
+
+    def wait_until_open(self, timeout_s: float) -> bool:
+        return self._has_opened.wait(timeout_s)
 
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         with self._state.lock:
-            if not self._state.is_usable:
+            if not self._state.is_findable:
                 # Segments that cannot be read now should be stored again.
                 return [range(len(page_keys))] if page_keys else []
             return self._state.catalog.index.find_missing(model, page_keys)
@@ -130,7 +197,7 @@ class SsdTier(LowerTier):
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
     ) -> tuple[PageRun[SsdSegment], ...]:
         with self._state.lock:
-            if not self._state.is_usable:
+            if not self._state.is_findable:
                 return ()
             runs = self._state.catalog.match(model, page_keys, token_ids, next_token)
             for run in runs:
@@ -151,16 +218,32 @@ class SsdTier(LowerTier):
         checksums: Sequence[int],
         done: Callable[[], None],
     ) -> bool:
+        if not self._writes.has_room(manifest):
+            # Known before the metadata are made: it is asked again and again while the disk is behind.
+            return False
         metadata = encode_metadata(manifest, tuple(checksums))
         return self._writes.put(QueuedSegment(manifest, tuple(blocks), tuple(checksums), metadata, done))
+
+    def can_hold(self, manifest: SegmentManifest) -> bool:
+        metadata = encode_metadata(manifest, (0,) * len(manifest.layer_num_bytes))
+        return self._writes.can_hold(manifest, metadata)
+
+    def may_hold(self, model: ModelIdentity, page_key: str) -> bool:
+        return self._state.is_opening or super().may_hold(model, page_key)
 
     def discard(self, manifest: SegmentManifest) -> None:
         """As ``LowerTier.discard``. At the next start, segments that were stored later replace the record."""
         self._writes.queue.give_up(lambda item: item.manifest.shares_encoded_pages(manifest))
         with self._state.lock:
-            for segment in self._state.catalog.index.segments_of(manifest.model, manifest.page_keys):
-                if segment.manifest.shares_encoded_pages(manifest):
-                    self._state.catalog.remove(segment)
+            if self._state.is_opening:
+                self._discarded.append(manifest)
+            self._remove_like(manifest)
+
+    def _remove_like(self, manifest: SegmentManifest) -> None:
+        """Take out what holds a page of a segment and is encoded like it. Called with the lock held."""
+        for segment in self._state.catalog.index.segments_of(manifest.model, manifest.page_keys):
+            if segment.manifest.shares_encoded_pages(manifest):
+                self._state.catalog.remove(segment)
 
     def holder_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
         with self._state.lock:
@@ -205,7 +288,7 @@ class SsdTier(LowerTier):
             segments = self._state.catalog.segments
         for segment in segments:
             try:
-                self._reads.read(segment, None, lambda layer: None)
+                self._reads.read_for_upkeep(segment, None)
             except TierReadError as error:
                 if isinstance(error.__cause__, RecordError):
                     bad.append(segment.segment_id)
@@ -233,6 +316,7 @@ class SsdTier(LowerTier):
                 queued_segments=queued_segments,
                 queued_bytes=queued_bytes,
                 is_suspended=self._state.is_suspended,
+                is_opening=self._state.is_opening,
                 **self._state.counters.snapshot(),
             )
 
@@ -244,6 +328,7 @@ class SsdTier(LowerTier):
         if was_closed:
             return
         self._reader.close()
+        self.reads.close()
         if has_ended:
             self._writer.close()
             self._directory_lock.release()

@@ -1,11 +1,10 @@
-"""Copies segments between DRAM and the tiers below: down behind each commit, up when they are fetched."""
+"""Reads segments of the tiers below into DRAM."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,104 +13,39 @@ from krul_backend.store.tiered_lease import LowerPart
 from krul_backend.tiers.common.interface import Lease
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.common.page_index import PageRun
+from krul_backend.tiers.common.read_queue import QueuedRead, ReadPriority
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_backend.tiers.dram.reservations import Arrival
-from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 logger = logging.getLogger(__name__)
-
-NUM_THREADS = 4
-"""Segments of one tier that are read at once; a tier reads several pieces of each at a time itself."""
 
 MAX_PREFETCHED_SHARE = 1 / 4
 """Share of the arena that prefetched segments may take while they arrive: until then they are not evicted."""
 
 
-class WriteBehind:
-    """Puts committed segments to lower tiers, and holds them in DRAM until all tiers have copied them.
-
-    Args:
-        host: where the segments lie.
-        written: called when a tier is done with a segment, from any thread and maybe under the tier's locks:
-            it must not call the tier.
-    """
-
-    def __init__(self, host: HostStore, written: Callable[[StoredSegment, LowerTier], None]) -> None:
-        self._host = host
-        self._written = written
-        # Held from the look whether a segment is still indexed until every tier has queued it.
-        self._queueing = threading.Lock()
-
-    def submit(self, segment_id: int, tiers: Sequence[LowerTier]) -> None:
-        """Queue a segment in ``tiers``, unless it has left DRAM or is a fast copy. Does not wait for the
-        writes."""
-        # All held before the first put: a tier that is done at once must not let the segment go.
-        held = [(tier, self._host.hold(segment_id)) for tier in tiers]
-        with self._queueing:
-            for tier, segment in held:
-                if segment is not None:
-                    hold = _Hold(self._host, segment)
-                    done = partial(hold.end, partial(self._written, segment, tier))
-                    if not self._put_to(tier, segment, done):
-                        hold.end()
-
-    def settle(self) -> None:
-        """Wait for calls of ``submit`` that may still queue a segment that has left the index."""
-        with self._queueing:
-            pass
-
-    @staticmethod
-    def _put_to(tier: LowerTier, segment: StoredSegment, done: Callable[[], None]) -> bool:
-        """Queue a segment in a tier; False if it has left the index, is a fast copy, or is not taken."""
-        if not segment.is_indexed or segment.is_fast_copy:
-            return False
-        try:
-            return tier.put(segment.manifest, segment.blocks, segment.checksums, done)
-        except Exception:
-            logger.exception("the tier %s failed to queue segment %d", tier.name, segment.segment_id)
-            return False
-
-
-class _Hold:
-    """Holds a segment in DRAM for one tier. It ends once, however often a tier says that it is done."""
-
-    def __init__(self, host: HostStore, segment: StoredSegment) -> None:
-        self._host = host
-        self._segment = segment
-        self._open = threading.Lock()
-
-    def end(self, first: Callable[[], None] = lambda: None) -> None:
-        """End the hold after calling ``first``; does nothing if it has ended."""
-        if self._open.acquire(blocking=False):
-            try:
-                first()
-            finally:
-                self._host.unhold(self._segment)
-
-
 class Fetcher:
-    """Reads segments of lower tiers into DRAM, in threads of its own for each tier. Thread-safe.
+    """Reads segments of lower tiers into DRAM, in the threads of each tier. Thread-safe.
 
-    No tier waits for another one's reads: a cluster that does not answer blocks its own threads alone.
+    No tier waits for another one's reads: a cluster that does not answer blocks its own threads alone. What a
+    load waits for is read before what was prefetched, also if the same segment was prefetched before.
     ``num_fetched`` counts the segments that have arrived whole, ``num_failed`` those that have not, or for
     which there was no room.
 
     Args:
         host: the DRAM tier.
-        tiers: those that will be read.
         arrived: called for each segment that has arrived whole, in the thread that read it.
     """
 
-    def __init__(
-        self, host: HostStore, tiers: Sequence[LowerTier], arrived: Callable[[Arrival, LowerTier], None]
-    ) -> None:
+    def __init__(self, host: HostStore, arrived: Callable[[Arrival, LowerTier], None]) -> None:
         self._host = host
         self._arrived = arrived
-        self._pools = {tier: ThreadPoolExecutor(NUM_THREADS, f"krul-read-{tier.name}") for tier in tiers}
         self._is_closing = threading.Event()
         self._admission = threading.Lock()
         self._max_prefetched_bytes = int(MAX_PREFETCHED_SHARE * host.buffer.nbytes)
-        self._counting = threading.Lock()
+        # Guards all that follows.
+        self._counting = threading.Condition()
+        # Those that have not ended, by the id of the segment that arrives.
+        self._reads: dict[int, QueuedRead] = {}
         # Of segments that are on their way because of a prefetch.
         self._prefetched_bytes = 0
         self.num_fetched = 0
@@ -137,30 +71,36 @@ class Fetcher:
                 self._count_prefetched(prefetched_bytes)
         if copy is not None:
             part.tier.release(part.run)
+            if not is_prefetch:
+                self.hurry(copy)
             return copy
+        read = partial(self._read, part.tier, part.run, arrival, prefetched_bytes)
+        priority = ReadPriority.PREFETCH if is_prefetch else ReadPriority.LOAD
         try:
-            self._pools[part.tier].submit(self._read, part.tier, part.run, arrival, prefetched_bytes)
-        except BaseException as error:
+            with self._counting:
+                if self._is_closing.is_set():
+                    raise StoreClosedError("the KV store was closed")
+                self._reads[arrival.segment.segment_id] = part.tier.reads.submit(read, priority)
+        except BaseException:
             arrival.fail()
             self._count_prefetched(-prefetched_bytes)
             self._host.release(lease)
-            if isinstance(error, RuntimeError):
-                raise StoreClosedError("the KV store was closed") from error
             raise
         return lease
 
-    def run_later(self, tier: LowerTier, call: Callable[[], None]) -> None:
-        """Run a short call about a tier in one of the tier's threads; drop it after ``close``."""
-        try:
-            self._pools[tier].submit(call)
-        except RuntimeError:
-            logger.debug("closed: a note about a lower tier is dropped")
+    def hurry(self, lease: Lease) -> None:
+        """Read what of a lease is still on its way before all that only was prefetched."""
+        with self._counting:
+            reads = [self._reads.get(piece.segment_id) for piece in lease.slices]
+        for read in reads:
+            if read is not None:
+                read.hurry()
 
     def close(self) -> None:
         """Wait for the reads that run, and fail those that have not begun."""
         self._is_closing.set()
-        for pool in self._pools.values():
-            pool.shutdown(wait=True)
+        with self._counting:
+            self._counting.wait_for(lambda: not self._reads)
 
     def _lease_copy(self, part: LowerPart, began_at: int) -> Lease | None:
         """A lease on a segment in DRAM with the same pages, of which no layer holds less; None if none is.
@@ -214,6 +154,9 @@ class Fetcher:
         finally:
             self._count_prefetched(-prefetched_bytes)
             self._count(has_arrived=has_arrived)
+            with self._counting:
+                del self._reads[arrival.segment.segment_id]
+                self._counting.notify_all()
 
     def _fill(self, tier: LowerTier, run: PageRun[Any], arrival: Arrival) -> bool:
         """Read, then end the arrival and the hold whatever happened; returns whether the segment arrived."""

@@ -1,0 +1,150 @@
+"""Leases that are held for requests, and the questions for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from krul_backend.segment import ModelIdentity, TokenIds
+from krul_backend.store.interface import KVStore
+from krul_backend.tiers.common.interface import DRAM_TIER, Lease, SegmentSlice
+from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
+
+RENEW_INTERVAL_S = 0.05
+"""Seconds until the store is asked whether a waiting request's prefetch has arrived. The time doubles with
+each further question, since every one goes through all of the prefix."""
+MAX_RENEW_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class KeyRun:
+    """Names a run of page keys. A key is a hash over all pages up to its own: the last one covers all."""
+
+    first_key: str
+    last_key: str
+    num_keys: int
+
+    @classmethod
+    def of(cls, page_keys: Sequence[str]) -> KeyRun:
+        return cls(page_keys[0], page_keys[-1], len(page_keys))
+
+
+SegmentBytes = Mapping[Hashable, int]
+"""Bytes of segments, by the checksums of their blocks, which are the same in all tiers."""
+
+
+@dataclass(frozen=True)
+class HeldLease:
+    """The lease of a waiting request, and the page keys and tokens that it was given for.
+
+    ``token_ids``: as for ``KVStore.lease``. ``asked_s``: when the store was asked last. ``num_renewals``: how
+    often a prefetch from lower tiers was asked for, and the lease renewed; ``is_refused``: the last one was
+    refused, or a part of it. ``num_arriving``: pages that were on their way to DRAM then. ``moved``: the run
+    that is leased, if it is stored at another place than where the request has it; then keys and tokens are
+    those of the run.
+    """
+
+    run: KeyRun
+    page_keys: Sequence[str]
+    token_ids: Callable[[], TokenIds]
+    lease: Lease
+    asked_s: float
+    num_renewals: int = 0
+    is_refused: bool = False
+    num_arriving: int = 0
+    moved: MovedRun | None = None
+
+    @property
+    def first_key(self) -> str:
+        return self.run.first_key
+
+    @property
+    def renew_at_s(self) -> float:
+        """When the lease should be renewed; at once if nothing is on its way for it."""
+        if not self.num_renewals or self.is_refused:
+            return self.asked_s
+        return self.asked_s + min(RENEW_INTERVAL_S * 2.0 ** (self.num_renewals - 1), MAX_RENEW_INTERVAL_S)
+
+    @cached_property
+    def segments(self) -> SegmentBytes:
+        """All leased segments."""
+        return _bytes_of(self.lease.slices)
+
+    @cached_property
+    def in_dram(self) -> SegmentBytes:
+        """Those of ``segments`` that are in DRAM."""
+        return _bytes_of(piece for piece in self.lease.slices if piece.tier == DRAM_TIER)
+
+    @cached_property
+    def pinned(self) -> SegmentBytes:
+        """Those of ``segments`` that are in DRAM, or on their way there: they cannot be evicted."""
+        pinned = []
+        num_arriving = self.num_arriving
+        for piece in self.lease.slices:
+            if piece.tier != DRAM_TIER:
+                # The first ones of a prefix are fetched first.
+                if num_arriving <= 0:
+                    continue
+                num_arriving -= piece.end_page - piece.first_page
+            pinned.append(piece)
+        return _bytes_of(pinned)
+
+    def num_pages(self, page_size: int) -> int:
+        """How many of the request's pages can be restored."""
+        if self.moved is None:
+            return self.lease.num_pages
+        return self.moved.num_pages(self.lease.num_pages, page_size)
+
+
+def _bytes_of(slices: Iterable[SegmentSlice]) -> SegmentBytes:
+    return {tuple(piece.checksums): sum(piece.header.layer_num_bytes) for piece in slices}
+
+
+@dataclass(frozen=True)
+class LeaseFinder:
+    """Asks ``store`` for the lease that brings a request most. Used by the thread that asks.
+
+    ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
+    """
+
+    store: KVStore
+    identity: ModelIdentity
+    max_head_tokens: int
+    clock: Callable[[], float] = time.monotonic
+
+    def find(
+        self, page_keys: Sequence[str], token_ids: TokenIds, find_run: FindRun | None
+    ) -> HeldLease | None:
+        """A lease of the first of ``page_keys``, or of a run that is stored at another place and brings more;
+        None if nothing is found. See ``WaitingLeases.hold``."""
+        run = KeyRun.of(page_keys)
+        lease = self.store.lease(self.identity, page_keys, token_ids)
+        try:
+            of_moved = self._find_moved(run, 0 if lease is None else lease.num_pages, find_run)
+        except BaseException:
+            if lease is not None:
+                self.store.release(lease)
+            raise
+        if of_moved is None:
+            return (
+                None if lease is None else HeldLease(run, page_keys, lambda: token_ids, lease, self.clock())
+            )
+        if lease is not None:
+            self.store.release(lease)
+        return of_moved
+
+    def _find_moved(self, run: KeyRun, num_pages: int, find_run: FindRun | None) -> HeldLease | None:
+        """A lease that brings more than the ``num_pages`` that were found in their place."""
+        moved = None if find_run is None or num_pages == run.num_keys else find_run(num_pages)
+        if moved is None or moved.num_head_tokens > self.max_head_tokens:
+            return None
+        lease = self.store.lease(self.identity, moved.page_keys, moved.token_ids)
+        if lease is None:
+            return None
+        # What is found in its place is computed again then, as all that is before the run.
+        if (lease.num_pages - num_pages) * self.identity.page_size <= RECOMPUTED_TOKENS:
+            self.store.release(lease)
+            return None
+        return HeldLease(run, moved.page_keys, lambda: moved.token_ids, lease, self.clock(), moved=moved)

@@ -1,0 +1,314 @@
+"""Encodes segments that were stored as they are, later, when the server idles or memory asks for room."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from krul_backend.codec.layout import LayerKV
+from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
+from krul_backend.errors import CodecError
+from krul_backend.segment import ModelIdentity
+from krul_backend.store.interface import KVStore
+from krul_backend.tiers.common.interface import Lease, SegmentSlice, block_checksum
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.save.segment_writer import OffloadCounters, SegmentWriter
+from krul_sglang.engine.save.turn import Turn
+from krul_sglang.engine.save.turn_encoding import TokenRun, TurnEncoding
+
+logger = logging.getLogger(__name__)
+
+LEAST_SHARE = 0.1
+"""Share of a core for encoding while forwards run and memory has room."""
+SMALL_SHARE = 1 / 8
+"""Copies that take less of their room than this wait for an idle server."""
+MAX_IDLE_WAIT_S = 10.0
+"""Seconds after which an exact copy is encoded even if the server has not been idle."""
+_CLOSING_S = 5.0
+"""Seconds for which a server that ends still encodes: what is not encoded is not written to lower tiers."""
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, eq=False)
+class ExactCopy:
+    """Pages ``pages`` of a turn, which lie in host memory as they are, pinned by ``lease``, to be encoded.
+
+    They are run number ``index`` of ``encoding``. ``head_ends``: see ``TokenRun``. ``num_bytes`` of room are
+    taken. ``on_encoded`` is told the codec that it turns out to be stored with; ``on_stored`` is called when
+    it is stored, or cannot be.
+    """
+
+    turn: Turn
+    model: ModelIdentity
+    pages: range
+    index: int
+    encoding: TurnEncoding
+    head_ends: tuple[int, ...] | None
+    lease: Lease
+    num_bytes: int
+    on_encoded: Callable[[str], None]
+    on_stored: Callable[[], None]
+    since_s: float
+
+    @property
+    def page_keys(self) -> Sequence[str]:
+        return self.turn.page_keys[self.pages.start : self.pages.stop]
+
+
+class LaterEncoder:
+    """Encodes exact copies in the order in which they were stored, on a thread of its own.
+
+    A copy waits until the server is idle, or until those that wait take more than a small part of
+    ``max_waiting_bytes``, the room in host memory that they may take. While forwards run, the thread works
+    for a share of a core: ``LEAST_SHARE``, or as much as there is of that room taken; half of it if requests
+    wait; all of it while a turn waits for room. A copy stays findable, before and after it is encoded: then
+    it is the first to leave when memory needs room, or leaves at once unless ``keeps_copies``.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        pool: DevicePool,
+        codec: SegmentCodec,
+        writer: SegmentWriter,
+        counters: OffloadCounters,
+        gate: TransferGate,
+        *,
+        max_waiting_bytes: int,
+        keeps_copies: bool = True,
+    ) -> None:
+        self.max_waiting_bytes = max_waiting_bytes
+        self.keeps_copies = keeps_copies
+        self._store = store
+        self._pool = pool
+        self._codec = codec
+        self._writer = writer
+        self._counters = counters
+        self._gate = gate
+        self._changed = threading.Condition()
+        self._waiting: deque[ExactCopy] = deque()
+        self._waiting_keys: set[str] = set()
+        self._taken_bytes = 0
+        # Who waits for room.
+        self._num_wanting = 0
+        self._is_ending = False
+        self._is_hurried = False
+        self._thread: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        """How many copies wait."""
+        return len(self._waiting)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Room in host memory that is taken by copies that wait."""
+        return self._taken_bytes
+
+    def take_room(self, num_bytes: int, is_wanted: Callable[[], bool]) -> bool:
+        """Take room for a copy, as soon as there is some; a copy that is larger than all of the room waits
+        until nothing else takes any. False if it is not wanted any more: see ``wake``."""
+        with self._changed:
+            while self._is_full_for(num_bytes) and is_wanted():
+                self._num_wanting += 1
+                self._changed.wait()
+                self._num_wanting -= 1
+            if not is_wanted():
+                return False
+            self._taken_bytes += num_bytes
+            return True
+
+    def _is_full_for(self, num_bytes: int) -> bool:
+        return self._taken_bytes > 0 and self._taken_bytes + num_bytes > self.max_waiting_bytes
+
+    def wake(self) -> None:
+        """Have those that wait for room look again whether they are wanted."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def give_room_back(self, num_bytes: int) -> None:
+        """Give back room for which there will be no copy."""
+        with self._changed:
+            self._taken_bytes -= num_bytes
+            self._changed.notify_all()
+
+    def add(self, copy: ExactCopy) -> None:
+        """Have a copy encoded, for which room was taken. Its lease is the encoder's from here on."""
+        with self._changed:
+            self._waiting.append(copy)
+            self._waiting_keys.update(copy.page_keys)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="krul-encode", daemon=True)
+                self._thread.start()
+
+    def without_waiting(self, turn: Turn, missing: list[range]) -> list[range]:
+        """The runs of a turn's pages without those that wait here: the store counts these as missing."""
+        with self._changed:
+            if not self._waiting_keys:
+                return missing
+            kept: list[range] = []
+            for page in (page for run in missing for page in run):
+                if turn.page_keys[page] in self._waiting_keys:
+                    continue
+                if kept and kept[-1].stop == page:
+                    kept[-1] = range(kept[-1].start, page + 1)
+                else:
+                    kept.append(range(page, page + 1))
+            return kept
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Encode all that waits, at full speed; False if it takes longer."""
+        with self._changed:
+            self._is_hurried = True
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+            finally:
+                self._is_hurried = False
+
+    def discard_all(self) -> None:
+        """Forget what waits: it stays an exact copy until memory needs its room."""
+        with self._changed:
+            discarded = list(self._waiting)
+            self._waiting.clear()
+            for copy in discarded:
+                self._forget(copy)
+        for copy in discarded:
+            self._store.release(copy.lease)
+
+    def close(self) -> None:
+        self.wait(_CLOSING_S)
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+        self.discard_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        device = self._pool.streams
+        device.bind_background_thread()
+        stream = device.new_stream()
+        while (copy := self._next()) is not None:
+            try:
+                with device.working_on(stream):
+                    self._encode(copy, stream)
+            except Exception:
+                self._counters.failed_encodings += 1
+                logger.exception("krul: %d tokens could not be encoded", len(copy.pages))
+            with self._changed:
+                was_discarded = not self._waiting or self._waiting[0] is not copy
+                if not was_discarded:
+                    self._waiting.popleft()
+                    self._forget(copy)
+            if not was_discarded:
+                self._end(copy)
+
+    def _end(self, copy: ExactCopy) -> None:
+        """A copy is done with. An error here must not keep others from being encoded."""
+        try:
+            self._store.release(copy.lease)
+            copy.on_stored()
+        except Exception:
+            logger.exception("krul: the end of %d encoded tokens could not be noted", len(copy.pages))
+
+    def _forget(self, copy: ExactCopy) -> None:
+        self._waiting_keys.difference_update(copy.page_keys)
+        self._taken_bytes -= copy.num_bytes
+        self._changed.notify_all()
+
+    def _next(self) -> ExactCopy | None:
+        """Wait until the oldest copy should be encoded; None when the encoder ends."""
+        with self._changed:
+            while not self._is_ending:
+                if self._waiting and self._is_time_for(self._waiting[0]):
+                    return self._waiting[0]
+                self._changed.wait(_LOOK_S if self._waiting else None)
+        return None
+
+    def _is_time_for(self, copy: ExactCopy) -> bool:
+        return (
+            self._has_full_speed()
+            or self._taken_bytes >= SMALL_SHARE * self.max_waiting_bytes
+            or time.monotonic() >= copy.since_s + MAX_IDLE_WAIT_S
+        )
+
+    def _has_full_speed(self) -> bool:
+        return self._is_hurried or self._num_wanting > 0 or self._gate.is_idle()
+
+    def _share(self) -> float:
+        """Share of a core that encoding may take now."""
+        if self._has_full_speed():
+            return 1.0
+        share = min(1.0, max(LEAST_SHARE, self._taken_bytes / self.max_waiting_bytes))
+        return share / 2 if self._gate.has_queue else share
+
+    def _encode(self, copy: ExactCopy, stream: Any) -> None:
+        """Store a copy once more, encoded."""
+        page_size = copy.model.page_size
+        start, end = copy.pages.start * page_size, copy.pages.stop * page_size
+        patience = self._gate.patience()
+        began_s = time.thread_time()
+
+        def pause() -> None:
+            nonlocal began_s
+            share = self._share()
+            if share < 1.0:
+                self._gate.rest((time.thread_time() - began_s) * (1.0 / share - 1.0))
+            if not self._num_wanting:
+                self._gate.give_way(patience)
+            began_s = time.thread_time()
+
+        def is_wanted() -> bool:
+            return bool(self._waiting) and self._waiting[0] is copy
+
+        run = TokenRun(_CopyReader(copy, self._codec, self._pool).read, start, end - start, copy.head_ends)
+        encoded = copy.encoding.encode(copy.index, run, pause)
+        copy.on_encoded(encoded.codec)
+        if self._writer.write(copy.turn, copy.model, copy.pages, encoded, stream, is_wanted=is_wanted):
+            if not self.keeps_copies:
+                self._store.drop_fast_copies(copy.model, copy.page_keys)
+        elif is_wanted():
+            self._counters.drop("no room")
+
+
+class _CopyReader:
+    """Reads the layers of an exact copy, which may lie in several segments."""
+
+    def __init__(self, copy: ExactCopy, codec: SegmentCodec, pool: DevicePool) -> None:
+        self._device = pool.streams
+        self._parts: list[tuple[SegmentSlice, SegmentDecoder, range]] = []
+        for source in copy.lease.slices:
+            header, page_size = source.header, copy.model.page_size
+            decoder = codec.open_units(
+                header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
+            )
+            rows = range(source.first_page * page_size, source.end_page * page_size)
+            self._parts.append((source, decoder, rows))
+        self._checked: set[int] = set()
+
+    def read(self, layer: int) -> LayerKV:
+        """The KV of a layer, ``[T, ...]`` on the pool's device; its bytes are checked the first time.
+
+        Raises:
+            CodecError: the bytes in host memory are damaged.
+        """
+        parts = []
+        for source, decoder, rows in self._parts:
+            block = source.blocks[layer]
+            if layer not in self._checked and block_checksum(block) != source.checksums[layer]:
+                raise CodecError(f"layer {layer} of an exact copy is damaged")
+            on_device = self._device.upload(torch.from_numpy(block))
+            parts.append(decoder.decode(layer, {layer: on_device}, rows.start, rows.stop))
+        self._checked.add(layer)
+        if len(parts) == 1:
+            return parts[0]
+        return LayerKV(torch.cat([part.k for part in parts]), torch.cat([part.v for part in parts]))

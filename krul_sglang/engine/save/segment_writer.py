@@ -1,0 +1,145 @@
+"""Writes encoded runs of pages to the store, as segments, and counts what was stored."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from krul_backend.device import Device
+from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.segment import ModelIdentity, SegmentManifest
+from krul_backend.store.interface import KVStore
+from krul_backend.tiers.common.interface import Reservation, block_checksums
+from krul_sglang.engine.save.turn import Turn
+from krul_sglang.engine.save.turn_encoding import EncodedRun
+
+logger = logging.getLogger(__name__)
+
+ROOM_WAIT_S = 1.0
+"""Seconds for which room in host memory is waited for: turns behind it wait, too."""
+_LOOK_S = 0.02
+
+
+@dataclass
+class OffloadCounters:
+    """Counts turns, and what was stored of them.
+
+    ``num_bytes`` were stored, and ``fast_copy_bytes`` as they are, to be encoded later; ``left_out_bytes``
+    were not stored: a restore recomputes them. ``dropped_turns`` are those that were not stored, or not all
+    of it, by cause: ``evicted`` from the device while they waited, ``no room`` in host memory, ``no answer``
+    of the daemon, an ``error``.
+    """
+
+    turns: int = 0
+    segments: int = 0
+    tokens: int = 0
+    num_bytes: int = 0
+    fast_copy_bytes: int = 0
+    left_out_bytes: int = 0
+    dropped_turns: dict[str, int] = field(default_factory=dict)
+    failed_encodings: int = 0
+    failed_trims: int = 0
+
+    def drop(self, cause: str) -> None:
+        """Count a turn that was not stored, or not all of it."""
+        self.dropped_turns[cause] = self.dropped_turns.get(cause, 0) + 1
+
+
+class SegmentWriter:
+    """Takes room in the store for encoded runs, copies their blocks there, and commits them.
+
+    Used by several threads, each with a stream of its own. ``costs``, which may be set later, tell the store
+    how long computing a segment takes.
+    """
+
+    def __init__(self, store: KVStore, device: Device, num_layers: int, counters: OffloadCounters) -> None:
+        self.costs: OnlineCosts | None = None
+        self._store = store
+        self._device = device
+        self._num_layers = num_layers
+        self._counters = counters
+        self._lock = threading.Lock()
+
+    def write(
+        self,
+        turn: Turn,
+        model: ModelIdentity,
+        pages: range,
+        encoded: EncodedRun,
+        stream: Any,
+        *,
+        is_fast_copy: bool = False,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """Store ``pages`` of a turn as a segment; False if there is no room, or it is not wanted any more.
+
+        Room is waited for, for ``ROOM_WAIT_S``. What was read of the device counts only if ``is_wanted()``
+        when the blocks have been copied.
+        """
+        page_size = model.page_size
+        start, end = pages.start * page_size, pages.stop * page_size
+        manifest = SegmentManifest(
+            model=model,
+            page_keys=tuple(turn.page_keys[pages.start : pages.stop]),
+            parent_key=turn.page_keys[pages.start - 1] if pages.start else None,
+            start_token=start,
+            token_ids=turn.token_ids[start:end].copy(),
+            codec=encoded.codec,
+            layer_num_bytes=encoded.layer_num_bytes,
+            codec_params=encoded.params,
+            layer_first_token=encoded.layer_first_token,
+            tenant=turn.tenant,
+            recompute_s=self.recompute_s(start, end),
+        )
+        end_s = time.monotonic() + ROOM_WAIT_S
+        # What is leased, or waits for a lower tier, keeps its room for a moment.
+        while (
+            reservation := self._store.reserve(
+                encoded.layer_num_bytes, turn.tenant, is_fast_copy=is_fast_copy
+            )
+        ) is None:
+            if not is_wanted() or time.monotonic() >= end_s:
+                return False
+            time.sleep(_LOOK_S)
+        try:
+            for layer, block in encoded.blocks:
+                self._device.download(torch.from_numpy(reservation.blocks[layer]), block)
+            self._device.synchronize(stream)
+            checksums = block_checksums(reservation.blocks) if is_wanted() else None
+        except BaseException:
+            self._give_back(reservation, stream)
+            raise
+        if checksums is None:
+            self._store.abort(reservation)
+            return False
+        self._store.commit(reservation, manifest, checksums)
+        with self._lock:
+            if is_fast_copy:
+                self._counters.fast_copy_bytes += manifest.num_bytes
+            else:
+                self._counters.segments += 1
+                self._counters.tokens += end - start
+                self._counters.num_bytes += manifest.num_bytes
+                self._counters.left_out_bytes += encoded.left_out_num_bytes
+        return True
+
+    def _give_back(self, reservation: Reservation, stream: Any) -> None:
+        """Abort a reservation once no copy writes to it: the store may hand out its bytes again at once."""
+        try:
+            self._device.synchronize(stream)
+        except Exception:
+            logger.exception("krul: %d reserved blocks may still be written to", len(reservation.blocks))
+            return
+        self._store.abort(reservation)
+
+    def recompute_s(self, start: int, end: int) -> float:
+        """Seconds that computing tokens ``[start, end)`` takes: what a restore of them saves."""
+        if self.costs is None:
+            return 0.0
+        return self._num_layers * self.costs.current().own.layer_s(end - start, start)
