@@ -159,6 +159,7 @@ def test_two_ranks_choose_probe_and_restore_together(tiny_models: dict[str, Path
             assert turn == 0 or answer.host_tokens > 480
             # What is kept for a probe stays on the device until the server has been idle. Later turns are not
             # probed: what came back is no truth.
+            settled_stats(server)
             wait_for_probes(server, 0)
             history += [*answer.output_ids, *random_prompt(("question", turn), 37)]
             push_out(server, num_tokens=2048, seed=turn)
