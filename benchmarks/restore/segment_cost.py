@@ -252,7 +252,7 @@ class _Bench:
     def _copy_bytes(self, slices: Sequence[Any]) -> None:
         for layer in range(self._num_layers):
             for part in slices:
-                block_checksum(part.blocks[layer])
+                block_checksum(part.blocks[layer], part.header.range_bytes)
             np.concatenate([part.blocks[layer] for part in slices])
 
     def _check(self, has_landed: bool) -> None:

@@ -1,17 +1,27 @@
-"""Compares every block with its checksum before its first byte is used, ahead of the copies."""
+"""Compares what is read of every block with its checksums before it is used, ahead of the copies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from krul_backend.device import Device
 from krul_backend.errors import KrulError
-from krul_backend.tiers.common.interface import SegmentSlice, block_checksum
+from krul_backend.tiers.common.interface import SegmentSlice, tail_is_right
 
-LayerBlock = tuple[SegmentSlice, int]
-"""A segment, and the layer whose block is meant."""
+
+class LayerBlock(NamedTuple):
+    """The last ``num_bytes`` of a layer's block in a segment."""
+
+    source: SegmentSlice
+    layer: int
+    num_bytes: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.source.segment_id, self.layer, self.num_bytes
+
 
 _NUM_THREADS = 4
 _LAYERS_AHEAD = 8
@@ -35,7 +45,7 @@ class BlockChecks:
     def __init__(self, device: Device, timeout_s: float, report_damage: Callable[[int], object]) -> None:
         self._timeout_s = timeout_s
         self._report_damage = report_damage
-        self._checks: dict[tuple[int, int], Future[None]] = {}
+        self._checks: dict[tuple[int, int, int], Future[None]] = {}
         self._is_closed = False
         self._workers: Executor
         if device.shares_cores:
@@ -46,11 +56,7 @@ class BlockChecks:
 
     def announce(self, blocks: Iterable[LayerBlock]) -> None:
         """Start to check blocks one after another, without those for which that was started before."""
-        fresh = {
-            key: (source, layer)
-            for source, layer in blocks
-            if (key := (source.segment_id, layer)) not in self._checks
-        }
+        fresh = {block.key: block for block in blocks if block.key not in self._checks}
         if fresh:
             check = self._workers.submit(self._check, list(fresh.values()))
             self._checks.update(dict.fromkeys(fresh, check))
@@ -62,7 +68,7 @@ class BlockChecks:
             DamagedBlockError: one of them, or of those announced with it, is not what was committed.
             TierReadError: the same for one that did not arrive from its tier.
         """
-        for check in dict.fromkeys([self._checks[source.segment_id, layer] for source, layer in blocks]):
+        for check in dict.fromkeys([self._checks[block.key] for block in blocks]):
             check.result()
 
     def close(self) -> None:
@@ -75,10 +81,11 @@ class BlockChecks:
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, blocks: Sequence[LayerBlock]) -> None:
-        for source, layer in blocks:
+        for source, layer, num_bytes in blocks:
             if source.status is not None:
                 source.status.wait(layer, self._timeout_s)
-            if block_checksum(source.blocks[layer]) != source.checksums[layer]:
+            block, checksum = source.blocks[layer], source.checksums[layer]
+            if not tail_is_right(block, checksum, num_bytes, source.header.range_bytes):
                 if not self._is_closed:
                     self._report_damage(source.segment_id)
                 raise DamagedBlockError(

@@ -280,13 +280,13 @@ class LayerWiseLoader:
 
     def _begin(self, load: Load, room: KeptRoom) -> None:
         """Make a load's readers ready; what is in a lower tier is on its way from here on."""
-        if not load.lease.is_in_dram:
-            # Fewer may be loaded than were leased: ranks agree on the shortest prefix.
-            fetched = self._store.fetch(load.lease)[: len(load.readers)]
-            for reader, source in zip(load.readers, fetched, strict=True):
-                reader.take_blocks_of(source)
         for reader in load.readers:
             reader.begin(load.plan.head_ends, room)
+        if not load.lease.is_in_dram:
+            # Fewer may be loaded than were leased: ranks agree on the shortest prefix.
+            fetched = self._store.fetch(load.lease, [reader.tail() for reader in load.readers])
+            for reader, source in zip(load.readers, fetched, strict=True):
+                reader.take_blocks_of(source)
 
     def _load_layer(self, batch: LoadBatch, groups: Sequence[TailGroup], checks: BlockChecks) -> bool:
         """Group after group, so that the device never holds the blocks of several; False if given up."""
