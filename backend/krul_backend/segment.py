@@ -137,8 +137,8 @@ class SegmentManifest:
     def __post_init__(self) -> None:
         if not self.range_bytes:
             object.__setattr__(self, "range_bytes", range_bytes_for(self.layer_num_bytes))
-        if self.range_bytes < MIN_RANGE_BYTES:
-            raise ManifestError(f"ranges of {self.range_bytes} bytes: they have at least {MIN_RANGE_BYTES}")
+        if self.range_bytes < 1:
+            raise ManifestError(f"blocks have no ranges of {self.range_bytes} bytes")
         if not self.layer_first_token:
             object.__setattr__(self, "layer_first_token", (self.start_token,) * self.model.num_layers)
         page_size = self.model.page_size

@@ -365,13 +365,14 @@ def block_checksum(block: Block, range_bytes: int = MIN_RANGE_BYTES) -> bytes:
     return b"".join(xxhash.xxh3_64_digest(data[max(0, end - range_bytes) : end]) for end in ends)
 
 
-def block_checksums(blocks: Sequence[Block]) -> Checksums:
-    """The checksums of the ranges of each layer's block, for the ranges that ``SegmentManifest`` chooses.
+def block_checksums(blocks: Sequence[Block], range_bytes: int | None = None) -> Checksums:
+    """The checksums of the ranges of each layer's block; None for the ranges that ``SegmentManifest`` chooses.
 
     A writer takes them right after it has written the last byte. A stray write after that is found by the
     block's readers, whether it comes before the commit or after it.
     """
-    range_bytes = range_bytes_for([block.nbytes for block in blocks])
+    if range_bytes is None:
+        range_bytes = range_bytes_for([block.nbytes for block in blocks])
     return tuple(block_checksum(block, range_bytes) for block in blocks)
 
 
