@@ -156,7 +156,7 @@ class _Bench:
         )
         # As the engine's: it knows the pool by what it does.
         pool: Any = self._pool
-        self._loader = LayerWiseLoader(self._store, pool, TransferGate(), timeout_s=60.0)
+        self._loader = LayerWiseLoader(self._store, pool, TransferGate(), patience_s=60.0)
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each number of segments; in each repeat all of them once, so that drift meets all."""
@@ -232,7 +232,7 @@ class _Bench:
             buffer.zero_()
 
         def load() -> bool:
-            self._loader.queue("r", Load(lease, readers, self._slots, 0, plan, Forecast(0.0, 0.0)))
+            self._loader.queue("r", Load(lease, readers, self._slots, 0, plan, Forecast(0.0, 0.0, 0.0)))
             return self._loader.finish(self._loader.start())
 
         cpu_s = time.process_time()

@@ -30,7 +30,11 @@ of blocks are announced."""
 
 
 class DamagedBlockError(KrulError):
-    """A stored block is not what was committed."""
+    """A block of the segment ``segment_id`` is not what was committed."""
+
+    def __init__(self, segment_id: int, layer: int, tier: str) -> None:
+        super().__init__(f"layer {layer} of segment {segment_id} has a wrong checksum in {tier}")
+        self.segment_id = segment_id
 
 
 class BlockChecks:
@@ -38,12 +42,15 @@ class BlockChecks:
 
     On a GPU threads of its own check them: hashing releases the GIL and is faster than most buses, so that
     copies seldom wait for it. On a CPU the thread that announces does it at once, since all compete for the
-    cores. A block that is still on its way to DRAM is waited for, at most ``timeout_s``. A wrong block is
-    reported with ``report_damage(segment_id)``.
+    cores. A block that is still on its way to DRAM is waited for until ``deadline_s()`` on
+    ``time.monotonic``, which may move meanwhile. A wrong block is reported with
+    ``report_damage(segment_id)``.
     """
 
-    def __init__(self, device: Device, timeout_s: float, report_damage: Callable[[int], object]) -> None:
-        self._timeout_s = timeout_s
+    def __init__(
+        self, device: Device, deadline_s: Callable[[], float], report_damage: Callable[[int], object]
+    ) -> None:
+        self._deadline_s = deadline_s
         self._report_damage = report_damage
         self._checks: dict[tuple[int, int, int], Future[None]] = {}
         self._is_closed = False
@@ -83,14 +90,12 @@ class BlockChecks:
     def _check(self, blocks: Sequence[LayerBlock]) -> None:
         for source, layer, num_bytes in blocks:
             if source.status is not None:
-                source.status.wait(layer, self._timeout_s)
+                source.status.wait(layer, self._deadline_s)
             block, checksum = source.blocks[layer], source.checksums[layer]
             if not tail_is_right(block, checksum, num_bytes, source.header.range_bytes):
                 if not self._is_closed:
                     self._report_damage(source.segment_id)
-                raise DamagedBlockError(
-                    f"layer {layer} of segment {source.segment_id} has a wrong checksum in {source.tier}"
-                )
+                raise DamagedBlockError(source.segment_id, layer, source.tier)
 
 
 class _CallingThread(Executor):

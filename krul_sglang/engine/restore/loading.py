@@ -18,12 +18,16 @@ from krul_backend.store.interface import KVStore
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
-from krul_sglang.engine.restore.block_checks import BlockChecks
+from krul_sglang.engine.restore.block_checks import BlockChecks, DamagedBlockError
 from krul_sglang.engine.restore.load_batch import LayerTimes, Load, LoadBatch
 from krul_sglang.engine.restore.segment_reader import GroupReader, KeptRoom
-from krul_sglang.engine.restore.tail_groups import TailGroup, TailGroups
+from krul_sglang.engine.restore.tail_groups import Part, TailGroup, TailGroups
 
 logger = logging.getLogger(__name__)
+
+
+_STALL_S = 6.0
+"""Of an injected fault: longer than any load is waited for in tests."""
 
 
 @dataclass
@@ -69,7 +73,7 @@ class FaultInjection:
 
     def __init__(self, config: KrulConfig, rank: int, num_ranks: int, num_layers: int) -> None:
         self._fault = config.fault_injection
-        self._stall_s = 3 * config.load_timeout
+        self._stall_s = _STALL_S if config.load_timeout is None else 3 * config.load_timeout
         self._rank = rank
         self._num_ranks = num_ranks
         self._num_layers = num_layers
@@ -87,11 +91,31 @@ class FaultInjection:
             time.sleep(self._stall_s)
 
 
+class Link:
+    """Lets loads into the pool take as long as they would through a slower bus, or a network: for
+    measurements on a machine whose memory is faster than these. For one thread.
+
+    ``mbs``: in 1e6 bytes per second.
+    """
+
+    def __init__(self, mbs: float) -> None:
+        self.byte_s = 1e-6 / mbs
+        self._free_from_s = 0.0
+
+    def carry(self, num_bytes: int) -> None:
+        """Wait until so many bytes have passed, after those before."""
+        now_s = time.monotonic()
+        self._free_from_s = max(self._free_from_s, now_s) + num_bytes * self.byte_s
+        time.sleep(max(0.0, self._free_from_s - now_s))
+
+
 class LayerWiseLoader:
     """Fills the slots of queued loads; the forward waits for each layer through ``counter``.
 
     A load owns its lease, which is released when the load has ended, failed or been cancelled. Segments in a
-    lower tier are fetched while the first layers are copied.
+    lower tier are fetched while the first layers are copied. If a part of a load does not come, the segments
+    before it are loaded all the same, so that only the rest has to be computed.
+    ``patience_s``: see ``LoadBatch``. ``link``: slows loads down.
     ``before_layer(index, layer)`` is called in the loading thread before a layer of a batch is read; what it
     raises fails the batch.
     """
@@ -101,7 +125,8 @@ class LayerWiseLoader:
         store: KVStore,
         pool: DevicePool,
         gate: TransferGate,
-        timeout_s: float,
+        patience_s: float | None = None,
+        link: Link | None = None,
         before_layer: Callable[[int, int], None] = lambda index, layer: None,
     ) -> None:
         self.counters = LoadCounters()
@@ -109,7 +134,8 @@ class LayerWiseLoader:
         self._store = store
         self._pool = pool
         self._gate = gate
-        self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._link = link
         self._before_layer = before_layer
         self._queued: dict[str, Load] = {}
         self._running: dict[int, Future[None]] = {}
@@ -147,8 +173,10 @@ class LayerWiseLoader:
             loads,
             self._pool.num_layers,
             self._device,
-            self._timeout_s,
-            lands_whole=self._device.shares_cores and all(load.lease.is_in_dram for load in loads.values()),
+            self._patience_s,
+            lands_whole=self._device.shares_cores
+            and self._link is None
+            and all(load.lease.is_in_dram for load in loads.values()),
         )
         self._queued.clear()
         self.counter.batches[index] = batch
@@ -235,7 +263,7 @@ class LayerWiseLoader:
                 error,
                 exc_info=not is_expected,
             )
-            batch.fail(error)
+            batch.fail(error, self._salvage(batch, error))
         finally:
             batch.end()
             for load in loads:
@@ -244,11 +272,8 @@ class LayerWiseLoader:
     def _load(self, index: int, batch: LoadBatch, ready: Sequence[Any]) -> None:
         """Copy all layers of a batch, until it is abandoned."""
         loads = tuple(batch.loads.values())
-        checks = BlockChecks(self._device, batch.timeout_s, self._store.report_damage)
         room = KeptRoom()
-        groups: deque[list[TailGroup]] = deque()
         with (
-            closing(checks),
             self._gate.restoring(lambda: not batch.is_abandoned),
             self._device.working_on(self._stream, ready),
             # A forward that waits for the whole load leaves its cores to decoders that can use them.
@@ -256,8 +281,25 @@ class LayerWiseLoader:
         ):
             for load in loads:
                 self._begin(load, room)
-            tails = TailGroups([part for load in loads for part in load.parts()], self._device)
-            num_announced = 0
+            batch.begun()
+            parts = [part for load in loads for part in load.parts()]
+            if not self._copy(batch, parts, batch.landed, lambda layer: self._before_layer(index, layer)):
+                return
+        self._count(loads)
+
+    def _copy(
+        self,
+        batch: LoadBatch,
+        parts: Sequence[Part],
+        landed: Callable[[LayerTimes], None],
+        before_layer: Callable[[int], None] = lambda layer: None,
+    ) -> bool:
+        """Copy all layers of these segments, and say of each layer when it has ``landed``; False if the batch
+        was abandoned."""
+        checks = BlockChecks(self._device, batch.deadline_s, self._store.report_damage)
+        tails, groups = TailGroups(parts, self._device), deque[list[TailGroup]]()
+        num_announced = 0
+        with closing(checks):
             for layer in range(self._pool.num_layers):
                 # On a CPU announcing a block waits for it, and checks it: that is part of its load.
                 begin = batch.clock.mark()
@@ -266,17 +308,42 @@ class LayerWiseLoader:
                     for group in groups[-1]:
                         checks.announce(group.blocks)
                     num_announced += 1
-                self._before_layer(index, layer)
+                before_layer(layer)
                 if not self._load_layer(batch, groups.popleft(), checks) or not self._turn_keys(batch, layer):
-                    return
+                    return False
                 if layer == self._pool.num_layers - 1:
                     # Before the last layer lands: a failed load fails the forward, and it runs again.
                     tails.check()
                 with batch.writing() as is_wanted:
                     if not is_wanted:
-                        return
-                    batch.landed(LayerTimes(begin, batch.clock.mark()))
-        self._count(loads)
+                        return False
+                    landed(LayerTimes(begin, batch.clock.mark()))
+        return True
+
+    def _salvage(self, batch: LoadBatch, error: Exception) -> dict[str, int]:
+        """Load the segments before those that have not come; returns how many tokens of each request they
+        complete. Nothing if memory ran out, or on any other error."""
+        room, parts, salvaged = KeptRoom(), list[Part](), dict[str, int]()
+        damaged_id = error.segment_id if isinstance(error, DamagedBlockError) else None
+        try:
+            if not isinstance(error, KrulError) or batch.is_abandoned:
+                return {}
+            for rid, load in batch.loads.items():
+                # Turned keys would be turned twice.
+                for reader, slots in load.parts() if load.moved is None else ():
+                    again = reader.again(load.plan.head_ends, room)
+                    if again is None or again.block(0).source.segment_id == damaged_id:
+                        break
+                    parts.append((again, slots))
+                    salvaged[rid] = again.end_token - load.device_tokens
+            with self._device.working_on(self._stream):
+                return salvaged if parts and self._copy(batch, parts, lambda times: None) else {}
+        except Exception as again_failed:
+            logger.info("krul: nothing of a failed load can be used: %s", again_failed)
+            return {}
+        finally:
+            for reader, _ in parts:
+                reader.end()
 
     def _begin(self, load: Load, room: KeptRoom) -> None:
         """Make a load's readers ready; what is in a lower tier is on its way from here on."""
@@ -293,6 +360,8 @@ class LayerWiseLoader:
         for group in groups:
             checks.wait(group.blocks)
             group.fetch(self._device)
+            if self._link is not None:
+                self._link.carry(sum(block.num_bytes for block in group.blocks))
             with batch.writing() as is_wanted:
                 if not is_wanted:
                     return False

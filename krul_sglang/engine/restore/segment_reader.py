@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -100,6 +100,19 @@ class SegmentReader:
                 f"tokens from {leased.start_token} on were stored again since they were leased"
             )
         self._fetched = fetched
+
+    def again(self, head_ends: Sequence[int], room: KeptRoom) -> Self | None:
+        """A reader that begins anew with the same blocks, if all that is to be read of them is in DRAM."""
+        status = self._fetched.status
+        layers = {source for layer, _ in enumerate(head_ends) for source in self.decoder.sources(layer)}
+        if not self._fetched.blocks or (
+            status is not None and not all(status.has_landed(layer) for layer in layers)
+        ):
+            return None
+        reader = type(self)(self.source, self.decoder, self.num_tokens, self.shift)
+        reader._fetched = self._fetched
+        reader.begin(head_ends, room)
+        return reader
 
     def end(self) -> None:
         """Free what is still kept in device memory. Nothing is read afterwards."""

@@ -76,16 +76,15 @@ class LayerStatus:
     def has_landed(self, layer: int) -> bool:
         return bool(self.flags[layer] == LANDED)
 
-    def wait(self, layer: int, timeout_s: float) -> None:
-        """Block until a layer has landed.
+    def wait(self, layer: int, deadline_s: Callable[[], float]) -> None:
+        """Block until a layer has landed. ``deadline_s()``, on ``time.monotonic``, may move meanwhile.
 
         Raises:
             TierReadError: it cannot be read, or did not land in time.
         """
-        deadline_s = time.monotonic() + timeout_s
         while (flag := self.flags[layer]) == PENDING:
-            if time.monotonic() >= deadline_s:
-                raise TierReadError(f"layer {layer} did not arrive from its tier within {timeout_s:g} s")
+            if time.monotonic() >= deadline_s():
+                raise TierReadError(f"layer {layer} did not arrive from its tier in time")
             time.sleep(_POLL_S)
         if flag != LANDED:
             raise TierReadError(f"layer {layer} could not be read from its tier")
