@@ -78,6 +78,10 @@ class BlockChecks:
         for check in dict.fromkeys([self._checks[block.key] for block in blocks]):
             check.result()
 
+    def are_done(self, blocks: Iterable[LayerBlock]) -> bool:
+        """Whether announced blocks have been checked, with whatever result: ``wait`` would not wait."""
+        return all(self._checks[block.key].done() for block in blocks)
+
     def close(self) -> None:
         """Start no more checks, and report no damage.
 

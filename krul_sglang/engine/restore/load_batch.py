@@ -158,6 +158,7 @@ class LoadBatch:
         self._write_stream: Any | None = None
         self._start_s = self._progress_s = time.monotonic()
         self._has_begun = False
+        self._is_standing = False
         self._error: BaseException | None = None
         self._is_abandoned = False
         self.is_refilled = False
@@ -192,6 +193,21 @@ class LoadBatch:
             self._has_begun = True
             self._changed.notify_all()
 
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Held while the loader waits for an earlier forward: that time does not count."""
+        begin_s = time.monotonic()
+        with self._changed:
+            self._is_standing = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_standing = False
+                waited_s = time.monotonic() - begin_s
+                self._start_s += waited_s
+                self._progress_s += waited_s
+
     def deadline_s(self) -> float:
         """Until when, on ``time.monotonic``, it is worth waiting for the next layer.
 
@@ -200,6 +216,8 @@ class LoadBatch:
         at this pace.
         """
         with self._changed:
+            if self._is_standing:
+                return time.monotonic() + self._planned_s + self._patience_s
             planned_s = self._start_s + self._planned_s + self._patience_s
             num_landed = len(self._landed)
             pace_s = (self._progress_s - self._start_s) / max(1, num_landed)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ from krul_sglang.engine.restore.tail_groups import Part, TailGroup, TailGroups
 
 logger = logging.getLogger(__name__)
 
+
+MAX_STAGED_BYTES = 128 << 20
+"""Of tails that are copied to the device while the forward before them runs."""
 
 _STALL_S = 6.0
 """Of an injected fault: longer than any load is waited for in tests."""
@@ -163,7 +168,8 @@ class LayerWiseLoader:
     def start(self, ready: Sequence[Any] = ()) -> int:
         """Start everything queued as one batch. Returns its counter index, -1 if nothing was queued.
 
-        ``ready``: events after which the slot indices are computed and their earlier owners' KV is not used.
+        ``ready``: events after which the slot indices are computed (the first one), and their earlier owners'
+        KV is not used any more (the others): until then nothing is written, but the first copies are staged.
         """
         if not self._queued:
             return -1
@@ -275,7 +281,7 @@ class LayerWiseLoader:
         room = KeptRoom()
         with (
             self._gate.restoring(lambda: not batch.is_abandoned),
-            self._device.working_on(self._stream, ready),
+            self._device.working_on(self._stream, ready[:1]),
             # A forward that waits for the whole load leaves its cores to decoders that can use them.
             self._device.on_cores(self._num_cores if batch.lands_whole and _any_decoded(loads) else 1),
         ):
@@ -283,7 +289,8 @@ class LayerWiseLoader:
                 self._begin(load, room)
             batch.begun()
             parts = [part for load in loads for part in load.parts()]
-            if not self._copy(batch, parts, batch.landed, lambda layer: self._before_layer(index, layer)):
+            before_layer = partial(self._before_layer, index)
+            if not self._copy(batch, parts, batch.landed, before_layer, ready[1:]):
                 return
         self._count(loads)
 
@@ -293,9 +300,10 @@ class LayerWiseLoader:
         parts: Sequence[Part],
         landed: Callable[[LayerTimes], None],
         before_layer: Callable[[int], None] = lambda layer: None,
+        free: Sequence[Any] = (),
     ) -> bool:
         """Copy all layers of these segments, and say of each layer when it has ``landed``; False if the batch
-        was abandoned."""
+        was abandoned. The slots may be written after the events ``free``."""
         checks = BlockChecks(self._device, batch.deadline_s, self._store.report_damage)
         tails, groups = TailGroups(parts, self._device), deque[list[TailGroup]]()
         num_announced = 0
@@ -309,11 +317,20 @@ class LayerWiseLoader:
                         checks.announce(group.blocks)
                     num_announced += 1
                 before_layer(layer)
+                if layer == 0:
+                    if not all(event.query() for event in free):
+                        self._stage(chain.from_iterable(groups), checks)
+                    for event in free:
+                        self._device.wait_for(event)
                 if not self._load_layer(batch, groups.popleft(), checks) or not self._turn_keys(batch, layer):
                     return False
                 if layer == self._pool.num_layers - 1:
                     # Before the last layer lands: a failed load fails the forward, and it runs again.
-                    tails.check()
+                    if tails.has_decoded:
+                        with batch.standing_still():
+                            for event in free:
+                                event.synchronize()
+                        tails.check()
                 with batch.writing() as is_wanted:
                     if not is_wanted:
                         return False
@@ -354,6 +371,15 @@ class LayerWiseLoader:
             fetched = self._store.fetch(load.lease, [reader.tail() for reader in load.readers])
             for reader, source in zip(load.readers, fetched, strict=True):
                 reader.take_blocks_of(source)
+
+    def _stage(self, groups: Iterable[TailGroup], checks: BlockChecks) -> None:
+        """Upload what has been checked, as far as it may lie on the device before it is written."""
+        num_bytes = 0
+        for group in groups:
+            num_bytes += sum(block.num_bytes for block in group.blocks)
+            if num_bytes > MAX_STAGED_BYTES or not checks.are_done(group.blocks):
+                return
+            group.fetch(self._device)
 
     def _load_layer(self, batch: LoadBatch, groups: Sequence[TailGroup], checks: BlockChecks) -> bool:
         """Group after group, so that the device never holds the blocks of several; False if given up."""
