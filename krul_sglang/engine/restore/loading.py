@@ -290,7 +290,9 @@ class LayerWiseLoader:
             batch.begun()
             parts = [part for load in loads for part in load.parts()]
             before_layer = partial(self._before_layer, index)
-            if not self._copy(batch, parts, batch.landed, before_layer, ready[1:]):
+            # What a CPU was told to do is done.
+            free = () if self._device.shares_cores else ready[1:]
+            if not self._copy(batch, parts, batch.landed, before_layer, free):
                 return
         self._count(loads)
 
@@ -324,13 +326,12 @@ class LayerWiseLoader:
                         self._device.wait_for(event)
                 if not self._load_layer(batch, groups.popleft(), checks) or not self._turn_keys(batch, layer):
                     return False
-                if layer == self._pool.num_layers - 1:
+                if layer == self._pool.num_layers - 1 and tails.has_decoded:
+                    with batch.standing_still():
+                        for event in free:
+                            event.synchronize()
                     # Before the last layer lands: a failed load fails the forward, and it runs again.
-                    if tails.has_decoded:
-                        with batch.standing_still():
-                            for event in free:
-                                event.synchronize()
-                        tails.check()
+                    tails.check()
                 with batch.writing() as is_wanted:
                     if not is_wanted:
                         return False
