@@ -180,8 +180,10 @@ class Fetcher:
         """Read, then end the arrivals and the holds whatever happened."""
         reads = [TailRead(each.run, each.arrival.blocks, each.arrival.landed, each.fail) for each in together]
         try:
+            with self._counting:
+                queued = self._reads[together[0].arrival.segment.segment_id]
             if not self._is_closing.is_set():
-                tier.fetch(reads)
+                tier.fetch(reads, lambda: queued.priority)
         except TierReadError as error:
             logger.info("%d segments did not come from %s: %s", len(together), tier.name, error)
         except Exception:

@@ -22,7 +22,7 @@ from krul_backend.segment import (
 
 PENDING, LANDED, FAILED = 0, 1, 2
 
-_POLL_S = 0.0002
+_POLL_S = 0.0005
 
 Block = npt.NDArray[np.uint8]
 """A writable or read-only view of ``[num_bytes]`` bytes inside the arena, or an array of no bytes."""

@@ -27,7 +27,7 @@ from krul_backend.tiers.common.interface import (
     TierStats,
 )
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.common.read_queue import ReadQueue
+from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +130,10 @@ class LowerTier(ABC):
         """End the hold of ``match``; once for each run."""
 
     @abstractmethod
-    def fetch(self, reads: Sequence[TailRead]) -> None:
+    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority]) -> None:
         """Read what is asked for of held runs: layer 0 of all, about, then layer 1 of all.
 
-        Says of each read what has landed, or that it has failed: wrong bytes of one do not fail the others.
+        ``priority()`` may become more urgent meanwhile. Says of each read what has landed, or that it has failed: wrong bytes of one do not fail the others.
         Called in a thread of ``reads``; several fetches may run at once.
 
         Raises:

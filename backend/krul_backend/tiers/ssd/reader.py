@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import mmap
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -94,7 +96,8 @@ class PieceReader:
         # Pieces that a thread is reading, and since when.
         self._started_s: dict[_Piece, float] = {}
         self._is_closed = False
-        self._jobs: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        self._numbers = itertools.count()
+        self._jobs: queue.PriorityQueue[tuple[int, int, _Piece | None]] = queue.PriorityQueue()
         # Daemons: a disk that never answers must not keep the process from ending.
         self._threads = [
             threading.Thread(target=self._serve, name=f"ssd-read-{i}", daemon=True)
@@ -108,12 +111,14 @@ class PieceReader:
         ranges: Iterable[FileRange],
         take: Callable[[int, int, memoryview], None],
         released: Callable[[], None],
+        priority: Callable[[], int] = lambda: 0,
     ) -> None:
         """Call ``take(index, offset, piece)`` in this thread with the bytes of ``ranges``, in order: those of
         the file of range number ``index`` from ``offset`` on.
 
         A piece is valid during ``take`` only. ``ranges`` is asked for the next one when there is a buffer for
-        it. ``released`` is called exactly once, perhaps later and in another thread.
+        it. ``released`` is called exactly once, perhaps later and in another thread. Of pieces that wait
+        those with the smallest ``priority()`` are read first.
 
         Raises:
             TimeoutError: a piece took longer than ``timeout_s``, or all threads are stuck in such pieces.
@@ -133,7 +138,7 @@ class PieceReader:
                     with self._changed:
                         read.num_unfinished += 1
                     pieces.append(piece)
-                    self._jobs.put(piece)
+                    self._jobs.put((priority(), next(self._numbers), piece))
                     waiting = next(parts, None)
                 piece = pieces[0]
                 with self._changed:
@@ -159,7 +164,7 @@ class PieceReader:
             self._is_closed = True
             self._changed.notify_all()
         for _ in self._threads:
-            self._jobs.put(None)
+            self._jobs.put((sys.maxsize, next(self._numbers), None))
         for thread in self._threads:
             thread.join(timeout=self._timeout_s)
 
@@ -212,7 +217,7 @@ class PieceReader:
             read.released()
 
     def _serve(self) -> None:
-        while (piece := self._jobs.get()) is not None:
+        while (piece := self._jobs.get()[2]) is not None:
             read = piece.read
             with self._changed:
                 is_wanted = not read.is_over

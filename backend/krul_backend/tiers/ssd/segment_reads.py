@@ -214,7 +214,7 @@ class SegmentReads:
             disk.unlink(path)
         self._cost.set(TierCost(statistics.median(small_s) / NUM_THREADS, all_s / num_bytes))
 
-    def read(self, reads: Sequence[TailRead]) -> None:
+    def read(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority]) -> None:
         """Read the ends of blocks; see ``LowerTier.fetch``.
 
         A read whose bytes are wrong fails with a TierReadError whose cause is a RecordError.
@@ -246,7 +246,7 @@ class SegmentReads:
             for tail in tails:
                 self._unless_wrong(tail, _TailOfSegment.finish_empty)
             with self._rate.reading():
-                self._reader.read(ranges(), take, release)
+                self._reader.read(ranges(), take, release, priority)
             for tail in tails:
                 self._unless_wrong(tail, _TailOfSegment.finish_empty)
         except TimeoutError as error:
@@ -300,7 +300,8 @@ class SegmentReads:
         run = PageRun(segment, 0, len(segment.manifest.page_keys))
         read = TailRead(run, blocks, lambda layer: None, lambda error: None)
         try:
-            self._queue.run(lambda: self.read([read]), ReadPriority.UPKEEP)
+            priority = ReadPriority.UPKEEP
+            self._queue.run(lambda: self.read([read], lambda: priority), priority)
         except StoreClosedError as error:
             raise TierReadError("the SSD tier is closed") from error
         if read.error is not None:
