@@ -32,7 +32,6 @@ from benchmarks.tiers.timing import byte_row, interleaved, seconds_of
 from krul_backend.errors import KrulError
 from krul_backend.tiers.common.interface import Checksums, block_checksums
 from krul_backend.tiers.common.lower_tier import LowerTier, TailRead
-from krul_backend.tiers.common.read_queue import ReadPriority
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 
 _DEVICE_BLOCK_BYTES = 4096
@@ -159,7 +158,7 @@ class TierOperations(Operations):
                 raise TiersBenchmarkError(f"{self._tier.name}: segment {number} was not found")
             try:
                 read = TailRead(runs[0], target, landed.append, lambda error: None)
-                self._tier.fetch([read], lambda: ReadPriority.LOAD)
+                self._tier.fetch([read])
                 if read.error is not None:
                     raise read.error
             finally:

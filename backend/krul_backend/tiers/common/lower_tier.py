@@ -27,7 +27,7 @@ from krul_backend.tiers.common.interface import (
     TierStats,
 )
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue
+from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +130,11 @@ class LowerTier(ABC):
         """End the hold of ``match``; once for each run."""
 
     @abstractmethod
-    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority]) -> None:
+    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
         """Read what is asked for of held runs: layer 0 of all, about, then layer 1 of all.
 
-        ``priority()`` may become more urgent meanwhile. Says of each read what has landed, or that it has failed: wrong bytes of one do not fail the others.
+        Says of each read what has landed, or that it has failed: wrong bytes of one do not fail the others.
+        ``priority()`` may become more urgent meanwhile.
         Called in a thread of ``reads``; several fetches may run at once.
 
         Raises:

@@ -31,6 +31,11 @@ class ReadPriority(IntEnum):
     """The tier's own verify or compaction."""
 
 
+def of_a_load() -> ReadPriority:
+    """The priority of a read for which somebody waits."""
+    return ReadPriority.LOAD
+
+
 class QueuedRead:
     """One call in a ``ReadQueue``; guarded by its lock."""
 

@@ -29,7 +29,7 @@ from krul_backend.tiers.common.lower_tier import (
     TierCounters,
 )
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue
+from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 from krul_backend.tiers.mooncake.cluster_connection import (
     UNMEASURED,
     ClusterConnection,
@@ -138,7 +138,7 @@ class MooncakeTier(LowerTier):
     def release(self, run: PageRun[StoredObject]) -> None:
         """Does nothing: a hold cannot keep the cluster from evicting."""
 
-    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority]) -> None:
+    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
         started_s = self._clock()
         num_layers = max((len(read.blocks) for read in reads), default=0)
         try:

@@ -18,7 +18,7 @@ from krul_backend.planner.interface import TierCost
 from krul_backend.tiers.common.interface import Block, tail_is_right
 from krul_backend.tiers.common.lower_tier import MeasuredCost, TailRead
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue
+from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 from krul_backend.tiers.common.record import RECORD_ALIGN, aligned
 from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
 from krul_backend.tiers.ssd.disk import Disk, open_for_reading, write_all
@@ -214,7 +214,7 @@ class SegmentReads:
             disk.unlink(path)
         self._cost.set(TierCost(statistics.median(small_s) / NUM_THREADS, all_s / num_bytes))
 
-    def read(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority]) -> None:
+    def read(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
         """Read the ends of blocks; see ``LowerTier.fetch``.
 
         A read whose bytes are wrong fails with a TierReadError whose cause is a RecordError.

@@ -15,7 +15,7 @@ from krul_backend.tiers.common.eviction import EvictionPolicy, LruPolicy
 from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.lower_tier import LowerTier, QueuedSegment, Suspension, TailRead
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue
+from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 from krul_backend.tiers.common.record import RECORD_ALIGN, encode_metadata, no_checksums
 from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment, TierState
 from krul_backend.tiers.ssd.disk import Disk
@@ -208,7 +208,7 @@ class SsdTier(LowerTier):
         with self._state.lock:
             run.segment.num_holds -= 1
 
-    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority]) -> None:
+    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
         self._reads.read(reads, priority)
 
     def put(
