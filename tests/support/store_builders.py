@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore
@@ -132,6 +133,12 @@ def lease_pages(
     model = model if model is not None else make_model()
     keys = page_keys(conversation, first, end)
     return store.lease(model, keys, tokens_of(keys, model.page_size))
+
+
+def shorten_ranges(monkeypatch: pytest.MonkeyPatch, num_bytes: int = 16) -> None:
+    """Let segments have ranges so short, as far as nothing else is said, that small blocks have many."""
+    monkeypatch.setattr("krul_backend.segment.MIN_RANGE_BYTES", num_bytes)
+    monkeypatch.setattr("krul_backend.segment._MAX_RANGES", 1 << 20)
 
 
 def stored_ids(store: KVStore) -> list[int]:

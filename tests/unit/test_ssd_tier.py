@@ -15,6 +15,7 @@ import pytest
 from krul_backend.errors import ConfigError, DaemonError, TierReadError
 from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.interface import block_checksums
+from krul_backend.tiers.common.record import no_checksums
 from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import (
@@ -349,7 +350,7 @@ def test_what_cannot_be_decoded_is_not_written_if_it_waits(tmp_path: Path) -> No
     manifest = encoded(make_manifest("a", 0, 2, SIZES), "old")
     done: list[None] = []
     with busy_writer(tier, disk):
-        assert tier.put(manifest, random_blocks(SIZES, 0), (0, 0), lambda: done.append(None))
+        assert tier.put(manifest, random_blocks(SIZES, 0), no_checksums(manifest), lambda: done.append(None))
         tier.discard(manifest)
         assert done == [None]
     assert tier.flush(20)
