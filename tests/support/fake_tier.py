@@ -34,8 +34,8 @@ class FakeTier(LowerTier):
     segments that were asked for, ``num_fetches`` the calls, ``num_bytes_read`` what was read.
 
     ``reads_go_on`` holds reads up after ``num_free_layers`` layers; ``fail_after`` makes a read fail after so
-    many, unless ``checks_bytes`` is False it finds wrong ones; ``writes_go_on`` holds up the calls of ``done``, which come from a thread. ``refuses`` makes ``put``
-    answer False, ``put_error`` makes it raise.
+    many; without ``checks_bytes`` wrong bytes land, too. ``writes_go_on`` holds up the calls of ``done``,
+    which come from a thread. ``refuses`` makes ``put`` answer False, ``put_error`` makes it raise.
     """
 
     def __init__(self, name: str = "ssd", cost: TierCost | None = None) -> None:

@@ -10,7 +10,13 @@ import numpy as np
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.eviction import LruPolicy
-from krul_backend.tiers.common.interface import Checksums, Lease, SegmentSlice, block_checksum, block_checksums
+from krul_backend.tiers.common.interface import (
+    Checksums,
+    Lease,
+    SegmentSlice,
+    block_checksum,
+    block_checksums,
+)
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_sglang.engine.common.asking import AskingThread, DaemonPatience, Question
 from tests.support.fake_tier import FakeTier

@@ -234,7 +234,9 @@ class HostStoreMachine(RuleBasedStateMachine):
                 checksum = piece.checksums[layer]
                 assert (block_checksum(block, segment.range_bytes) == checksum) == is_right
                 # The ranges behind the damage are right.
-                num_right = (segment.damage.get(layer, 10**6) - 1) // segment.range_bytes * segment.range_bytes
+                num_right = (
+                    (segment.damage.get(layer, 10**6) - 1) // segment.range_bytes * segment.range_bytes
+                )
                 assert tail_is_right(block, checksum, min(num_right, block.nbytes), segment.range_bytes)
             assert [span.offset for span in piece.spans if span.num_bytes] == [
                 offset

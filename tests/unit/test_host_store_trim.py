@@ -25,6 +25,8 @@ from tests.support.store_builders import (
     make_model,
     offset_in,
     page_keys,
+)
+from tests.support.store_builders import (
     put as put_segment,
 )
 
@@ -390,7 +392,7 @@ def test_a_trim_during_a_check_does_nothing(store: HostStore, gate: ChecksumGate
 
 def test_a_lease_given_during_a_check_keeps_its_bytes(store: HostStore, gate: ChecksumGate) -> None:
     segment_id, written = put(store, "c", 0, 3)
-    thread, results = run_until_gate(gate, store.verify)
+    thread, _ = run_until_gate(gate, store.verify)
     lease = lease_pages(store, "c", 0, 3)
     let_go(gate, thread)
     assert lease is not None

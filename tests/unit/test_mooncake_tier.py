@@ -280,7 +280,14 @@ def test_no_flipped_bit_makes_another_manifest() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"codec": 1}, {"tenant": 7}, {"codec_params": []}, {"start_token": 0.0}, {"recompute_s": "1"}, {"range_bytes": True}],
+    [
+        {"codec": 1},
+        {"tenant": 7},
+        {"codec_params": []},
+        {"start_token": 0.0},
+        {"recompute_s": "1"},
+        {"range_bytes": True},
+    ],
 )
 def test_a_sound_object_with_wrong_types_is_refused(changes: dict[str, object]) -> None:
     manifest = make_manifest("c", 0, 2, SIZES)

@@ -25,7 +25,6 @@ from krul_backend.tiers.common.record import (
 )
 from tests.support.store_builders import make_manifest, make_model
 
-
 CHECKSUMS = (b"55555555", b"66666666")
 """Of two blocks of one range each."""
 

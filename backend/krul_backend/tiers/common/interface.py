@@ -366,7 +366,7 @@ def block_checksum(block: Block, range_bytes: int = MIN_RANGE_BYTES) -> bytes:
 
 
 def block_checksums(blocks: Sequence[Block], range_bytes: int | None = None) -> Checksums:
-    """The checksums of the ranges of each layer's block; None for the ranges that ``SegmentManifest`` chooses.
+    """The checksums of the ranges of each layer's block; None: those that ``SegmentManifest`` chooses.
 
     A writer takes them right after it has written the last byte. A stray write after that is found by the
     block's readers, whether it comes before the commit or after it.
