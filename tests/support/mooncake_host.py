@@ -15,11 +15,11 @@ import numpy as np
 
 from krul_backend.errors import TierReadError
 from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.common.interface import Block, block_checksum
+from krul_backend.tiers.common.interface import Block, block_checksums
 from krul_backend.tiers.dram.arena import Arena
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
 from krul_backend.tiers.mooncake.tier import MooncakeTier
-from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
+from tests.support.store_builders import make_manifest, make_model, page_keys, read_tail, tokens_of
 
 SIZES = (3 << 20, 1 << 20)
 MODEL = make_model()
@@ -43,7 +43,7 @@ class Host:
         blocks = self._blocks()
         for block, value in zip(blocks, random_bytes(manifest, seed), strict=True):
             block[:] = value
-        checksums = [block_checksum(block) for block in blocks]
+        checksums = block_checksums(blocks)
         if damaged_layer is not None:
             blocks[damaged_layer][0] ^= 1
         done = threading.Event()
@@ -66,7 +66,7 @@ class Host:
         blocks = self._blocks()
         landed: list[int] = []
         try:
-            self.tier.fetch(runs[0], blocks, landed.append)
+            read_tail(self.tier, runs[0], blocks, landed.append)
         except TierReadError as error:
             return str(error)
         same = (

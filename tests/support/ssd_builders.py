@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.tiers.common.interface import block_checksum
+from krul_backend.tiers.common.interface import block_checksums
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
-from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
+from tests.support.store_builders import make_manifest, make_model, page_keys, read_tail, tokens_of
 
 FILE_BYTES = 64 << 10
 CAPACITY_BYTES = 8 * FILE_BYTES
@@ -142,7 +142,7 @@ def random_blocks(sizes: Sequence[int], seed: int) -> list[np.ndarray[Any, Any]]
 
 def put_manifest(tier: SsdTier, manifest: SegmentManifest, seed: int = 0) -> bool:
     blocks = random_blocks(manifest.layer_num_bytes, seed)
-    return tier.put(manifest, blocks, [block_checksum(block) for block in blocks], lambda: None)
+    return tier.put(manifest, blocks, block_checksums(blocks, manifest.range_bytes), lambda: None)
 
 
 def put(
@@ -172,7 +172,7 @@ def fetch(tier: SsdTier, run: PageRun[Any]) -> list[np.ndarray[Any, Any]]:
     """The blocks of a held run, after checking that the layers land in order."""
     blocks = [np.zeros(size, dtype=np.uint8) for size in run.segment.manifest.layer_num_bytes]
     landed: list[int] = []
-    tier.fetch(run, blocks, landed.append)
+    read_tail(tier, run, blocks, landed.append)
     assert landed == list(range(len(blocks)))
     return blocks
 

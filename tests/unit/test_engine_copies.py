@@ -101,7 +101,7 @@ class Bench:
             max_waiting_bytes=max_waiting_bytes,
             keeps_copies=keeps_copies,
         )
-        self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), timeout_s=PATIENCE_S)
+        self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), patience_s=PATIENCE_S)
 
     def close(self) -> None:
         self.offloader.close()

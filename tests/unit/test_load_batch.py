@@ -59,7 +59,7 @@ def begins_to_wait(batch: LoadBatch, monkeypatch: pytest.MonkeyPatch) -> threadi
 
 
 def test_a_layer_that_has_landed_is_not_waited_for() -> None:
-    batch = make_batch(timeout_s=0.0)
+    batch = make_batch(patience_s=0.0)
     for _ in range(2):
         batch.landed(layer_times())
     batch.wait_layer(0)
@@ -121,7 +121,7 @@ def test_the_deadline_counts_from_the_last_layer_that_landed(monkeypatch: pytest
     # Made, landed, waiting from shortly before the deadline of 9 + 10 on, and still waiting after it.
     clock = ScriptedTime(0.0, 9.0, 18.99, 19.01)
     monkeypatch.setattr(load_batch, "time", clock)
-    batch = make_batch(timeout_s=10.0)
+    batch = make_batch(patience_s=10.0)
     batch.landed(layer_times())
     with pytest.raises(LoadFailedError, match="10 s"):
         batch.wait_layer(1)
@@ -132,7 +132,7 @@ def test_every_layer_that_lands_moves_the_deadline(monkeypatch: pytest.MonkeyPat
     # Three times 9 s of a deadline of 10 s pass, then nothing comes any more.
     clock = ScriptedTime(0.0, 9.0, 18.0, 27.0, 37.0)
     monkeypatch.setattr(load_batch, "time", clock)
-    batch = LoadBatch({}, NUM_LAYERS + 1, Device(torch.device("cpu")), timeout_s=10.0)
+    batch = LoadBatch({}, NUM_LAYERS + 1, Device(torch.device("cpu")), patience_s=10.0)
     for layer in range(NUM_LAYERS):
         batch.landed(layer_times())
         batch.wait_layer(layer)
@@ -144,12 +144,12 @@ def test_every_layer_that_lands_moves_the_deadline(monkeypatch: pytest.MonkeyPat
 def test_a_plan_that_takes_long_gets_its_time_and_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two loads that should take 3 s and 4 s: the first layer may come with the last of them."""
     loads = {
-        str(load_s): bare_load(0, 8, (0,) * NUM_LAYERS, forecast=Forecast(0.5, load_s))
+        str(load_s): bare_load(0, 8, (0,) * NUM_LAYERS, forecast=Forecast(0.5, load_s, 0.0))
         for load_s in (3.0, 4.0)
     }
     clock = ScriptedTime(0.0, 8.99, 9.01)
     monkeypatch.setattr(load_batch, "time", clock)
-    batch = LoadBatch(loads, NUM_LAYERS, CPU, timeout_s=2.0)
+    batch = LoadBatch(loads, NUM_LAYERS, CPU, patience_s=2.0)
     with pytest.raises(LoadFailedError, match="no layer has landed for 9 s"):
         batch.wait_layer(0)
     assert clock.left == []
@@ -389,7 +389,7 @@ def test_giving_up_waits_for_the_write_under_way_and_forbids_the_next() -> None:
 
 
 def test_a_batch_that_was_given_up_is_not_waited_for() -> None:
-    batch = make_batch(timeout_s=0.0)
+    batch = make_batch(patience_s=0.0)
     batch.abandon(is_refilled=False)
     for layer in range(NUM_LAYERS):
         batch.wait_layer(layer)

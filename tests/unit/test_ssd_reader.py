@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from krul_backend.tiers.ssd.reader import PieceReader
+from krul_backend.tiers.ssd.reader import FileRange, PieceReader
 from tests.support.ssd_builders import FaultyDisk
 from tests.support.store_builders import Clock
 
@@ -60,14 +60,14 @@ class Reading(threading.Thread):
         self.pieces: list[int] = []
         self.error: OSError | None = None
         self.is_released = threading.Event()
-        self._read = lambda: reader.read(
-            fd, first * PIECE, num_pieces * PIECE, self._take, self.is_released.set
-        )
+        ranges = [FileRange(fd, first * PIECE, num_pieces * PIECE)]
+        self._read = lambda: reader.read(ranges, self._take, self.is_released.set)
         self._before_take = before_take
         self.start()
 
-    def _take(self, piece: memoryview) -> None:
+    def _take(self, index: int, offset: int, piece: memoryview) -> None:
         self._before_take()
+        assert (index, offset) == (0, PIECE * piece[0])
         assert len(set(piece)) == 1
         self.pieces.append(piece[0])
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from krul_backend.errors import DaemonError, TierReadError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
-from krul_backend.tiers.common.interface import block_checksum
-from krul_backend.tiers.common.record import SegmentRecord, encode_metadata, encode_segment
+from krul_backend.tiers.common.interface import block_checksums
+from krul_backend.tiers.common.record import SegmentRecord, encode_metadata, encode_segment, no_checksums
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import FaultyDisk, disk_bytes, has, open_tier, put
 from tests.support.store_builders import make_manifest, make_model
@@ -147,14 +147,15 @@ def test_what_is_damaged_is_written_over_and_the_rest_kept(log: Path) -> None:
 def first_block_at(conversation: str, num_bytes: int, model: ModelIdentity) -> int:
     """Where the block starts in the record of ``put_block``."""
     manifest = make_manifest(conversation, 0, 2, (num_bytes,), model)
-    return SegmentRecord.of(0, manifest, (0,), encode_metadata(manifest, (0,))).block_offsets[0]
+    zeros = no_checksums(manifest)
+    return SegmentRecord.of(0, manifest, zeros, encode_metadata(manifest, zeros)).block_offsets[0]
 
 
 def put_block(tier: SsdTier, conversation: str, content: bytes) -> None:
     block = np.frombuffer(content, np.uint8)
     model = make_model("tiny", num_layers=1)
     manifest = make_manifest(conversation, 0, 2, (len(content),), model)
-    assert tier.put(manifest, [block], [block_checksum(block)], lambda: None)
+    assert tier.put(manifest, [block], block_checksums([block]), lambda: None)
     assert tier.flush(20)
 
 
@@ -170,7 +171,7 @@ def test_headers_within_somebodys_kv_are_not_found(tmp_path: Path) -> None:
     put(tier, "before", sizes=(600,), model=model)
     (start,) = offsets_of_headers((path.parent / "00000002.log").read_bytes())
     forged_manifest = make_manifest("forged", 0, 2, (600,), model)
-    forged = encode_segment(forged_manifest, encode_metadata(forged_manifest, (5,)), 1 << 40)
+    forged = encode_segment(forged_manifest, encode_metadata(forged_manifest, (b"55555555",)), 1 << 40)
     # They lie at multiples of 4096 of the file, as if they were headers.
     pages = b"".join(header.ljust(PAGE, b"\0") for header in (forged, second, first))
     put_block(tier, "imitation", bytes(PAGE - first_block_at("imitation", 4 * PAGE, model)) + pages)

@@ -81,8 +81,7 @@ class SharedBases:
         try:
             (source,) = lease.slices if lease.is_in_dram else self._store.fetch(lease)
             if source.status is not None:
-                end_s = time.monotonic() + _READ_TIMEOUT_S
-                source.status.wait(0, lambda: end_s)
+                source.status.wait(0, _READ_TIMEOUT_S)
             block, range_bytes = source.blocks[0], source.header.range_bytes
             if not tail_is_right(block, source.checksums[0], block.nbytes, range_bytes):
                 # This copy goes. A lower tier may have a sound one.

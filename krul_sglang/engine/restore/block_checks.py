@@ -94,7 +94,7 @@ class BlockChecks:
     def _check(self, blocks: Sequence[LayerBlock]) -> None:
         for source, layer, num_bytes in blocks:
             if source.status is not None:
-                source.status.wait(layer, self._deadline_s)
+                source.status.wait_until(layer, self._deadline_s)
             block, checksum = source.blocks[layer], source.checksums[layer]
             if not tail_is_right(block, checksum, num_bytes, source.header.range_bytes):
                 if not self._is_closed:

@@ -76,7 +76,12 @@ class LayerStatus:
     def has_landed(self, layer: int) -> bool:
         return bool(self.flags[layer] == LANDED)
 
-    def wait(self, layer: int, deadline_s: Callable[[], float]) -> None:
+    def wait(self, layer: int, timeout_s: float) -> None:
+        """Block until a layer has landed. Errors as for ``wait_until``."""
+        end_s = time.monotonic() + timeout_s
+        self.wait_until(layer, lambda: end_s)
+
+    def wait_until(self, layer: int, deadline_s: Callable[[], float]) -> None:
         """Block until a layer has landed. ``deadline_s()``, on ``time.monotonic``, may move meanwhile.
 
         Raises:
@@ -365,7 +370,7 @@ def block_checksum(block: Block, range_bytes: int = MIN_RANGE_BYTES) -> bytes:
 
 
 def block_checksums(blocks: Sequence[Block], range_bytes: int | None = None) -> Checksums:
-    """The checksums of the ranges of each layer's block; None: of those that ``SegmentManifest`` chooses.
+    """The checksums of the ranges of each layer's block; None: those that ``SegmentManifest`` chooses.
 
     A writer takes them right after it has written the last byte. A stray write after that is found by the
     block's readers, whether it comes before the commit or after it.

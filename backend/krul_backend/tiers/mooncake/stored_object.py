@@ -223,6 +223,7 @@ def _has_right_types(manifest: SegmentManifest) -> bool:
         and isinstance(manifest.recompute_s, float | int)
         and math.isfinite(manifest.recompute_s)
         and type(manifest.start_token) is int
+        and type(manifest.range_bytes) is int
         and all(type(first) is int for first in manifest.layer_first_token)
         and all(size < _MAX_BLOCK_BYTES for size in manifest.layer_num_bytes)
     )
