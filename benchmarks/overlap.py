@@ -299,9 +299,9 @@ def overlap_tables(result: Mapping[str, Any], path: Path) -> str:
         tables.append(f"{heading}\n\n{table(COLUMNS, map(table_cells, rows))}")
     notes = (
         "Medians; largest: of all turns. ideal: both streams busy to the end, from the medians of recompute",
-        "and full-load. predicted and measured: to the end of the forward. heads: tokens of the first layer. Two",
-        "users ask together, and the later of their answers counts. After each answer a server ends what it",
-        f"stores. Machine: {machine['cpu']}, {machine['cores']} cores;",
+        "and full-load. predicted and measured: to the end of the forward. heads: tokens of the first layer.",
+        "Two users ask together, and the later of their answers counts. After each answer a server ends what",
+        f"it stores. Machine: {machine['cpu']}, {machine['cores']} cores;",
         f"SGLang {result['versions']['sglang']}; {result['duration_s'] / 60:.0f} minutes. {source(path)}",
     )
     return "\n\n".join((*tables, " ".join(notes)))

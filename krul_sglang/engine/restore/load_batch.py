@@ -145,6 +145,7 @@ class LoadBatch:
         self._device = device
         self._planned_s = sum(load.forecast.load_s for load in loads.values())
         self._recompute_s = sum(load.forecast.recompute_s for load in loads.values())
+        self._counts_the_rest = patience_s is None
         if patience_s is None:
             share = _DRAM_PATIENCE if all(load.lease.is_in_dram for load in loads.values()) else _PATIENCE
             patience_s = max(share.least_s, share.of_recompute * self._recompute_s)
@@ -212,8 +213,8 @@ class LoadBatch:
         """Until when, on ``time.monotonic``, it is worth waiting for the next layer.
 
         At first that is the planned time of all loading, and some patience. A load that comes more slowly is
-        waited for as long as layers go on landing, and computing everything would take longer than the rest
-        at this pace.
+        waited for as long as layers go on landing, and, unless patience was given, computing everything would
+        take longer than the rest at this pace.
         """
         with self._changed:
             if self._is_standing:
@@ -221,7 +222,8 @@ class LoadBatch:
             planned_s = self._start_s + self._planned_s + self._patience_s
             num_landed = len(self._landed)
             pace_s = (self._progress_s - self._start_s) / max(1, num_landed)
-            if not num_landed or (self.num_layers - num_landed) * pace_s > self._recompute_s:
+            rest_s = (self.num_layers - num_landed) * pace_s
+            if not num_landed or (self._counts_the_rest and rest_s > self._recompute_s):
                 return planned_s
             return max(planned_s, self._progress_s + max(self._patience_s, _STALLED_LAYERS * pace_s))
 
