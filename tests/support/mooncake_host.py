@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -57,20 +58,20 @@ class Host:
         took_s = time.monotonic() - started_s
         return [sum(run.end_page - run.first_page for run in runs), int(1000 * took_s)]
 
-    def fetch(self, conversation: str, end: int, seed: int) -> str:
-        """``right``, ``wrong``, or the message of the error."""
+    def fetch(self, conversation: str, end: int, seed: int, sizes: Sequence[int] = SIZES) -> str:
+        """``right``, ``wrong``, or the message of the error. ``sizes``: of the ends that are read."""
         keys = page_keys(conversation, 0, end)
         runs = self.tier.match(MODEL, keys, tokens_of(keys), 0)
         if not runs:
             return "miss"
-        blocks = self._blocks()
+        blocks = self._blocks(sizes)
         landed: list[int] = []
         try:
             read_tail(self.tier, runs[0], blocks, landed.append)
         except TierReadError as error:
             return str(error)
         same = (
-            np.array_equal(block, value)
+            np.array_equal(block, value[value.nbytes - block.nbytes :])
             for block, value in zip(blocks, random_bytes(runs[0].segment.manifest, seed), strict=True)
         )
         return "right" if all(same) and landed == [0, 1] else "wrong"
@@ -85,8 +86,8 @@ class Host:
         """Milliseconds in which this process's other threads could run."""
         return self.num_ticks
 
-    def _blocks(self) -> list[Block]:
-        extents = self.arena.allocate_all(SIZES)
+    def _blocks(self, sizes: Sequence[int] = SIZES) -> list[Block]:
+        extents = self.arena.allocate_all(sizes)
         assert extents is not None, "the test's arena is too small"
         return [self.arena.view(extent) for extent in extents]
 

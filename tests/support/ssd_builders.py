@@ -28,7 +28,8 @@ class FaultyDisk(Disk):
 
     ``num_good_writes``: so many more calls of ``pwritev`` succeed before the next raise ENOSPC.
     ``is_full``: no file can grow, as on a full disk; what it has can be overwritten.
-    ``unreadable``: names of files that cannot be read. ``before_read`` is called before anything is read.
+    ``unreadable``: names of files that cannot be read. ``before_read`` is called before anything is read;
+    ``num_bytes_read`` counts what was.
     Without ``gate`` reads stall, without ``writes_go_on`` writes do; ``is_writing`` says that one does.
     """
 
@@ -39,6 +40,8 @@ class FaultyDisk(Disk):
         self.is_full = False
         self.unreadable: set[str] = set()
         self.before_read: Callable[[], None] = lambda: None
+        self.num_bytes_read = 0
+        self._counting = threading.Lock()
         self._names: dict[int, str] = {}
         self.num_free_bytes: int | None = None
         self.flipped_read_offset: int | None = None
@@ -67,6 +70,8 @@ class FaultyDisk(Disk):
             self.num_stalled += 1
             self.gate.wait(20)
         num_read = super().preadv(fd, buffers, offset)
+        with self._counting:
+            self.num_bytes_read += num_read
         if self.max_step_bytes is not None and num_read > self.max_step_bytes:
             # As if the rest had never come.
             buffers[0][self.max_step_bytes :] = bytes(len(buffers[0]) - self.max_step_bytes)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.errors import ManifestError, RecordError
-from krul_backend.segment import SegmentManifest
+from krul_backend.segment import FORMAT_VERSION, SegmentManifest
 from krul_backend.tiers.common.interface import CHECKSUM_BYTES, Checksums
 from krul_backend.tiers.common.record import (
     BLOCK_ALIGN,
@@ -112,6 +112,15 @@ def test_a_forged_header_is_refused_or_makes_a_manifest(data: st.DataObject) -> 
         return
     assert len(record.checksums) == len(record.manifest.layer_num_bytes) == len(record.block_offsets)
     assert record.block_offsets[0] >= num_bytes
+
+
+def test_a_record_of_the_format_before_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = make_manifest("a", 2, 5, (100, 60))
+    with monkeypatch.context() as older:
+        older.setattr("krul_backend.tiers.common.record.FORMAT_VERSION", FORMAT_VERSION - 1)
+        header = encode(manifest, CHECKSUMS)
+    with pytest.raises(RecordError, match=f"a record of format {FORMAT_VERSION - 1}"):
+        decode_header(header)
 
 
 def test_a_header_in_another_place_is_refused() -> None:
