@@ -418,7 +418,7 @@ class KrulConfig:
     def as_dict(self) -> dict[str, Any]:
         """Plain values that ``from_mapping`` accepts again."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}
-        for name in ("host_memory", "ssd_capacity", "query_memory", "max_head_tokens"):
+        for name in ("host_memory", "ssd_capacity", "query_memory", "max_head_tokens", "load_timeout"):
             if values[name] is None:
                 values[name] = "auto"
         return values

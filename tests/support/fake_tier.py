@@ -16,7 +16,7 @@ from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats, tail_is_right
 from krul_backend.tiers.common.lower_tier import LowerTier, TailRead
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.common.read_queue import ReadQueue
+from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 
 NUM_READ_THREADS = 4
 
@@ -125,7 +125,7 @@ class FakeTier(LowerTier):
             assert self.num_holds > 0, "released more often than matched"
             self.num_holds -= 1
 
-    def fetch(self, reads: Sequence[TailRead]) -> None:
+    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
         with self._lock:
             self.num_fetches += 1
             self.num_reads += len(reads)

@@ -18,6 +18,7 @@ from krul_backend.device import Device
 from krul_backend.errors import CodecError, TierReadError
 from krul_backend.tiers.common.interface import DRAM_TIER, Lease, SegmentSlice
 from krul_backend.tiers.common.lower_tier import TailRead
+from krul_backend.tiers.common.read_queue import ReadPriority, of_a_load
 from krul_sglang.engine.restore import loading
 from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
@@ -46,10 +47,10 @@ class SteppedTier(FakeTier):
         super().__init__()
         self.before_layer: Callable[[int], None] = lambda layer: None
 
-    def fetch(self, reads: Sequence[TailRead]) -> None:
+    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
         for read in reads:
             read.landed = partial(self._land, read.landed)
-        super().fetch(reads)
+        super().fetch(reads, priority)
 
     def _land(self, landed: Callable[[int], None], layer: int) -> None:
         self.before_layer(layer)

@@ -326,9 +326,10 @@ class LayerWiseLoader:
                         self._device.wait_for(event)
                 if not self._load_layer(batch, groups.popleft(), checks) or not self._turn_keys(batch, layer):
                     return False
-                if layer == self._pool.num_layers - 1 and tails.has_decoded:
+                if layer == self._pool.num_layers - 1:
+                    # The check waits for what was decoded, and that for the forward before.
                     with batch.standing_still():
-                        for event in free:
+                        for event in free if tails.has_decoded else ():
                             event.synchronize()
                     # Before the last layer lands: a failed load fails the forward, and it runs again.
                     tails.check()
