@@ -340,13 +340,22 @@ class KrulConfig:
         'wait for them. "auto" takes as many as the server prefills at once (--chunked-prefill-size). Raise '
         "it where long conversations return and decoding may pause.",
     )
-    load_timeout: float = _option(
-        2.0,
-        *_POSITIVE,
-        "A load that makes no progress for its planned time and this many seconds is given up, and the KV is "
-        "recomputed. Raise it where a disk or a network may pause for longer.",
+    load_timeout: float | None = _option(
+        None,
+        _auto_or(_POSITIVE[0]),
+        '"auto", or a positive number',
+        "A load that stands still for its planned time and this many seconds is given up, and what is "
+        'missing is computed. "auto" takes a twentieth of the time that computing all of it takes. Raise it '
+        "where a disk or a network may pause for longer, and loads should be waited for all the same.",
     )
 
+    link_mbs: float = _option(
+        0.0,
+        _number(0.0, 1e9),
+        "a number that is not negative",
+        "For measurements, never for serving: loads into the device pool take as long as through a bus or a "
+        "network of so many megabytes (1e6 bytes) per second; 0: as fast as they are.",
+    )
     fault_injection: str = _choice(
         "none",
         FAULTS,
@@ -409,7 +418,7 @@ class KrulConfig:
     def as_dict(self) -> dict[str, Any]:
         """Plain values that ``from_mapping`` accepts again."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}
-        for name in ("host_memory", "ssd_capacity", "query_memory", "max_head_tokens"):
+        for name in ("host_memory", "ssd_capacity", "query_memory", "max_head_tokens", "load_timeout"):
             if values[name] is None:
                 values[name] = "auto"
         return values

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,11 +17,28 @@ from krul_backend.errors import ManifestError
 
 TokenIds = npt.NDArray[np.int32]
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Version of the manifest, every codec's block layout and the SSD's files; part of models' fingerprints."""
 
 MAX_CODEC_PARAMS_BYTES = 256 << 10
 """Of a segment's codec parameters as JSON. Every lookup that finds the segment carries them."""
+
+MIN_RANGE_BYTES = 16 << 10
+"""The smallest ranges of blocks that have a checksum each."""
+_MAX_RANGES = 64
+"""Of the largest block of a segment: its ranges are so long that it has no more."""
+
+
+def range_bytes_for(layer_num_bytes: Sequence[int]) -> int:
+    """How long the ranges of a segment's blocks are that have a checksum each: a power of two."""
+    least = max(MIN_RANGE_BYTES, -(-max(layer_num_bytes, default=0) // _MAX_RANGES))
+    return 1 << (least - 1).bit_length()
+
+
+def tail_num_bytes(block_num_bytes: int, wanted_num_bytes: int, range_bytes: int) -> int:
+    """The size of the end of a block that has its last ``wanted_num_bytes`` in whole ranges. Ranges are
+    counted from the block's end, so that only the first one may be shorter."""
+    return min(block_num_bytes, -(-wanted_num_bytes // range_bytes) * range_bytes)
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,7 @@ class SegmentHeader:
     codec_params: dict[str, Any]
     layer_num_bytes: tuple[int, ...]
     layer_first_token: tuple[int, ...]
+    range_bytes: int = MIN_RANGE_BYTES
 
     @property
     def end_token(self) -> int:
@@ -89,7 +108,11 @@ class SegmentManifest:
     ``layer_first_token[l]`` (a position in the conversation) is where a group of the codec starts, or the
     segment's end: then the block is empty. Even a segment of empty blocks keeps its pages in the chain of the
     conversation. Given as ``()``, every layer holds every token. ``layer_num_bytes[l]`` is the exact size of
-    layer ``l``'s block as it is stored. Trimming a segment gives it another manifest; pages and tokens stay.
+    layer ``l``'s block as it is stored: the end of the block as it was encoded, which may begin with some
+    bytes of earlier tokens. Trimming a segment gives it another manifest; pages and tokens stay.
+
+    Blocks are checked, cut and read in ranges of ``range_bytes``, counted from their ends, so that these
+    stay the same whatever is cut off before them. Given as 0, it is ``range_bytes_for`` the blocks.
 
     ``tenant`` names whom the segment's bytes count for (the page keys already keep tenants apart).
     ``recompute_s``: seconds that computing the segment takes on the engine that stored it, 0 if not known.
@@ -109,8 +132,13 @@ class SegmentManifest:
     layer_first_token: tuple[int, ...] = ()
     tenant: str = ""
     recompute_s: float = 0.0
+    range_bytes: int = 0
 
     def __post_init__(self) -> None:
+        if not self.range_bytes:
+            object.__setattr__(self, "range_bytes", range_bytes_for(self.layer_num_bytes))
+        if self.range_bytes < 1:
+            raise ManifestError(f"blocks have no ranges of {self.range_bytes} bytes")
         if not self.layer_first_token:
             object.__setattr__(self, "layer_first_token", (self.start_token,) * self.model.num_layers)
         page_size = self.model.page_size
@@ -164,7 +192,41 @@ class SegmentManifest:
             codec_params=self.codec_params,
             layer_num_bytes=self.layer_num_bytes,
             layer_first_token=self.layer_first_token,
+            range_bytes=self.range_bytes,
         )
+
+    def trimmed(self, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> SegmentManifest:
+        """The manifest of this segment without the beginnings of its blocks: itself if nothing can go.
+
+        Of layer ``l`` the tokens from ``layer_first_token[l]`` on are needed, which its block's last
+        ``layer_num_bytes[l]`` bytes hold; it keeps these in whole ranges. Layers that start there or later
+        already stay as they are.
+
+        Raises:
+            ManifestError: other numbers of layers, tokens beyond the segment, or sizes that no such blocks
+                have.
+        """
+        num_layers = self.model.num_layers
+        if len(layer_first_token) != num_layers or len(layer_num_bytes) != num_layers:
+            raise ManifestError(
+                f"{len(layer_first_token)} first tokens and {len(layer_num_bytes)} sizes "
+                f"for a segment of {num_layers} layers"
+            )
+        first_tokens, sizes = list(self.layer_first_token), list(self.layer_num_bytes)
+        for layer, (first, size) in enumerate(zip(layer_first_token, layer_num_bytes, strict=True)):
+            if first <= first_tokens[layer]:
+                continue
+            if size >= sizes[layer]:
+                raise ManifestError(
+                    f"layer {layer} cannot hold the tokens from {first} on in {size} bytes: "
+                    f"those from {first_tokens[layer]} on take {sizes[layer]}"
+                )
+            kept = tail_num_bytes(sizes[layer], size, self.range_bytes)
+            if kept < sizes[layer]:
+                first_tokens[layer], sizes[layer] = first, kept
+        if tuple(sizes) == self.layer_num_bytes:
+            return self
+        return replace(self, layer_first_token=tuple(first_tokens), layer_num_bytes=tuple(sizes))
 
     def shares_encoded_pages(self, other: SegmentManifest) -> bool:
         """Whether both hold a common page with the same encoding: a reader can decode both or neither."""

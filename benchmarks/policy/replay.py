@@ -10,6 +10,7 @@ from benchmarks.policy.workload import Cost, Future, Turn, Workload
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.eviction import EvictionPolicy
 from krul_backend.tiers.common.interface import Clock, Lease
+from krul_backend.tiers.common.record import no_checksums
 from krul_backend.tiers.dram.host_store import HostStore
 
 # A page counts as one token here: nothing in a store depends on how many tokens a page has.
@@ -143,6 +144,6 @@ class Replay:
                     (num_bytes,),
                     recompute_s=self._cost.pages_s(first, end),
                 )
-                # The bytes are never read, so their checksum may be any number.
-                self._store.commit(reservation, manifest, (0,))
+                # The bytes are never read, so their checksums may be any.
+                self._store.commit(reservation, manifest, no_checksums(manifest))
                 self._outcome.stored_pages += end - first

@@ -156,7 +156,7 @@ class _Bench:
         )
         # As the engine's: it knows the pool by what it does.
         pool: Any = self._pool
-        self._loader = LayerWiseLoader(self._store, pool, TransferGate(), timeout_s=60.0)
+        self._loader = LayerWiseLoader(self._store, pool, TransferGate(), patience_s=60.0)
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each number of segments; in each repeat all of them once, so that drift meets all."""
@@ -232,7 +232,7 @@ class _Bench:
             buffer.zero_()
 
         def load() -> bool:
-            self._loader.queue("r", Load(lease, readers, self._slots, 0, plan, Forecast(0.0, 0.0)))
+            self._loader.queue("r", Load(lease, readers, self._slots, 0, plan, Forecast(0.0, 0.0, 0.0)))
             return self._loader.finish(self._loader.start())
 
         cpu_s = time.process_time()
@@ -252,7 +252,7 @@ class _Bench:
     def _copy_bytes(self, slices: Sequence[Any]) -> None:
         for layer in range(self._num_layers):
             for part in slices:
-                block_checksum(part.blocks[layer])
+                block_checksum(part.blocks[layer], part.header.range_bytes)
             np.concatenate([part.blocks[layer] for part in slices])
 
     def _check(self, has_landed: bool) -> None:

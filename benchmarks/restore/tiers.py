@@ -37,7 +37,7 @@ class Tier(ABC):
         self.bandwidth_gbs = bandwidth_gbs
         self._device = device
         self._link = Link(bandwidth_gbs)
-        self._checksums: dict[tuple[tuple[object, ...], int], int] = {}
+        self._checksums: dict[tuple[tuple[object, ...], int], bytes] = {}
 
     @abstractmethod
     def add(self, key: tuple[object, ...], block: torch.Tensor) -> None:

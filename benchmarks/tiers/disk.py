@@ -30,8 +30,8 @@ from benchmarks.tiers.segments import (
 )
 from benchmarks.tiers.timing import byte_row, interleaved, seconds_of
 from krul_backend.errors import KrulError
-from krul_backend.tiers.common.interface import block_checksums
-from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.common.interface import Checksums, block_checksums
+from krul_backend.tiers.common.lower_tier import LowerTier, TailRead
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 
 _DEVICE_BLOCK_BYTES = 4096
@@ -157,7 +157,10 @@ class TierOperations(Operations):
             if not runs:
                 raise TiersBenchmarkError(f"{self._tier.name}: segment {number} was not found")
             try:
-                self._tier.fetch(runs[0], target, landed.append)
+                read = TailRead(runs[0], target, landed.append, lambda error: None)
+                self._tier.fetch([read])
+                if read.error is not None:
+                    raise read.error
             finally:
                 self._tier.release(runs[0])
 
@@ -215,7 +218,7 @@ class _BareFile:
             raise TiersBenchmarkError(f"the bare disk moved {num_bytes} of {self._block_bytes} bytes")
 
 
-def _put(tier: LowerTier, manifest: Any, blocks: list[Bytes], checksums: tuple[int, ...]) -> None:
+def _put(tier: LowerTier, manifest: Any, blocks: list[Bytes], checksums: Checksums) -> None:
     is_done = threading.Event()
     if not tier.put(manifest, blocks, checksums, is_done.set):
         raise TiersBenchmarkError(f"{tier.name} refused a segment")

@@ -26,6 +26,7 @@ from krul_backend.daemon.server.serve import tune_garbage_collection
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import Lease, block_checksum, block_checksums
+from krul_backend.tiers.common.record import no_checksums
 from krul_backend.tiers.dram.host_store import HostStore
 
 _RING_BYTES = 256 << 20
@@ -114,7 +115,7 @@ class _DramOperations(Operations):
             lease = self._lease(number)
             part = lease.slices[0]
             for block, checksum, to in zip(part.blocks, part.checksums, target, strict=True):
-                if verifies and block_checksum(block) != checksum:
+                if verifies and block_checksum(block, part.header.range_bytes) != checksum:
                     raise TiersBenchmarkError(f"segment {number} has a wrong checksum")
                 to[:] = block
             self._store.release(lease)
@@ -151,7 +152,8 @@ def fragmentation_row(configuration: Configuration) -> dict[str, Any]:
             if reservation is None:
                 raise TiersBenchmarkError(f"an idle arena had no room for {sum(sizes)} bytes")
             # Nobody reads it.
-            store.commit(reservation, make_manifest(model, number, 0, 1, sizes), (0,) * _NUM_BLOCKS)
+            manifest = make_manifest(model, number, 0, 1, sizes)
+            store.commit(reservation, manifest, no_checksums(manifest))
             if store.stats().evicted_segments > before.evicted_segments:
                 shares.append(before.free_bytes / before.capacity_bytes)
     finally:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from krul_backend.daemon.protocol.frames import REQUESTS
 from krul_backend.daemon.protocol.messages import PROTOCOL_VERSION, op_of
+from krul_backend.segment import FORMAT_VERSION
+from krul_backend.tiers.common.record import no_checksums
 from tests.crash.conversations import PAGE_SIZE, Turn, model_of
 
 Frames = list[bytes]
@@ -41,12 +43,12 @@ def right_fields(op: str) -> dict[str, Any]:
     about_pages = {"fingerprint": MODEL.fingerprint, "page_keys": list(_TURN.keys)}
     fields: dict[str, dict[str, Any]] = {
         "hello": {
-            "format": 3,
+            "format": FORMAT_VERSION,
             "model": msgspec.to_builtins(MODEL),
             "fingerprint": MODEL.fingerprint,
         },
         "lease": {**about_pages, "lease_id": 1},
-        "fetch": {"lease_id": 1},
+        "fetch": {"lease_id": 1, "tails": [[list(manifest.layer_first_token), [1, 1, 1]], None]},
         "release": {"lease_id": 1},
         "reserve": {"reservation_id": 1, "layer_num_bytes": list(_TURN.layer_num_bytes), "tenant": ""},
         "commit": {
@@ -62,8 +64,9 @@ def right_fields(op: str) -> dict[str, Any]:
                 "layer_first_token": list(manifest.layer_first_token),
                 "tenant": "",
                 "recompute_s": 0.0,
+                "range_bytes": manifest.range_bytes,
             },
-            "checksums": [0] * len(manifest.layer_num_bytes),
+            "checksums": msgspec.to_builtins(no_checksums(manifest)),
         },
         "abort": {"reservation_id": 1},
         "trim": {"segment_id": 1, "layer_first_token": [0, 0, 0], "layer_num_bytes": [1, 1, 1]},

@@ -54,6 +54,7 @@ from krul_backend.daemon.server.server import NEVER_USED_S, UNUSED_S
 from krul_backend.segment import FORMAT_VERSION
 from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import StoreStats, block_checksum
+from krul_backend.tiers.common.record import no_checksums
 from tests.support.daemon_client import (
     MODEL,
     SIZES,
@@ -184,7 +185,8 @@ def test_a_commit_that_is_refused_gives_its_space_back(client: RawClient) -> Non
     client.say_hello(MODEL)
     used_bytes = stats(client).used_bytes
     manifest = make_manifest("refused", 0, 2, SIZES, MODEL)
-    wire = {"fingerprint": MODEL.fingerprint, "manifest": ManifestFields.of(manifest), "checksums": (0, 0)}
+    fields = ManifestFields.of(manifest)
+    wire = {"fingerprint": MODEL.fingerprint, "manifest": fields, "checksums": no_checksums(manifest)}
     for number, sizes, token_ids in ((1, SIZES, manifest.token_ids[1:]), (2, (100, 61), manifest.token_ids)):
         reserve = {"reservation_id": number, "layer_num_bytes": sizes, "tenant": ""}
         client.ask(ReserveRequest, **reserve)

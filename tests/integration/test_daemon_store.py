@@ -233,7 +233,7 @@ def test_codec_parameters_and_partial_blocks_come_back(store: WatchedStore) -> N
 
 
 def test_trimming_drops_the_front(store: WatchedStore) -> None:
-    segment_id, written = put(store, "c", 0, 3, sizes=(1000, 600))
+    segment_id, written = put(store, "c", 0, 3, sizes=(1000, 600), range_bytes=50)
     (path,) = store.path_segments(MODEL, page_keys("c", 0, 3))
     assert (path.segment_id, path.header.layer_first_token) == (segment_id, (0, 0))
     assert store.trim(segment_id, (8, 0), (400, 600)) == 600

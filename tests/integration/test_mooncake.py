@@ -14,11 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import DaemonError
+from krul_backend.tiers.dram.arena import Arena
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, MooncakeOptions, require_mooncake
 from krul_backend.tiers.mooncake.stored_object import EPOCH_AGE_S
 from krul_backend.tiers.mooncake.stored_object import ROOT as EPOCH_ROOT
@@ -184,6 +186,54 @@ def test_two_hosts_share_segments(master: Master, tmp_path: Path) -> None:
         assert other.call("put", "c", 3, 9)
         time.sleep(1.0)
         assert one.call("fetch", "c", 3, 9) == "right"
+
+
+def test_the_ends_of_blocks_are_read_from_another_host(master: Master, tmp_path: Path) -> None:
+    """Only they cross the network, in whole ranges; damage before them is nobody's concern."""
+    first, second = (1 << 20) + (64 << 10), 128 << 10
+    with two_hosts(master, tmp_path) as (one, other):
+        assert one.call("put", "c", 3, 7)
+        assert one.call("put", "damaged", 3, 8, 0)
+        time.sleep(1.0)
+        assert other.call("fetch", "c", 3, 7, [first, second]) == "right"
+        assert other.call("stats")["read_bytes"] == first + second
+        assert one.call("fetch", "c", 3, 7, [64 << 10, 1 << 20]) == "right"
+        assert other.call("fetch", "damaged", 3, 8, [first, second]) == "right"
+        stats = other.call("stats")
+        assert (stats["read_bytes"], stats["corrupted_segments"]) == (2 * (first + second), 0)
+        assert "layer 0 came from the Mooncake cluster with a wrong checksum" in other.call(
+            "fetch", "damaged", 3, 8
+        )
+
+
+def test_a_client_reads_the_ends_of_objects_into_its_arena(master: Master) -> None:
+    """Right bytes, none beside them; an object that is missing, or shorter, is no error."""
+    options = MooncakeOptions(
+        f"127.0.0.1:{master.rpc_port}",
+        f"http://127.0.0.1:{master.metadata_port}/metadata",
+        segment_bytes=64 << 20,
+        buffer_bytes=16 << 20,
+    )
+    arena = Arena(16 << 20).buffer
+    client = MooncakeClient(options, arena)
+    try:
+        for size in (1, 100, 70_000, 3 << 20):
+            value = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+            client.put(f"o{size}", value)
+            for num_bytes in sorted({1, min(size, 99), -(-size // 2), size}):
+                for block in (arena[64 : 64 + num_bytes], np.empty(num_bytes, np.uint8)):
+                    arena[:] = 7
+                    assert client.get_into(f"o{size}", block, size)
+                    assert np.array_equal(block, value[size - num_bytes :])
+                    assert (arena[:64] == 7).all()
+                    assert (arena[64 + num_bytes :] == 7).all()
+        for num_bytes in (50, 100):
+            for block in (arena[:num_bytes], np.empty(num_bytes, np.uint8)):
+                assert not client.get_into("no such object", block, 100)
+        assert not client.get_into("o100", arena[:50], 1000)
+        assert not client.get_into("o100", arena[:1000], 1000)
+    finally:
+        client.close()
 
 
 def test_the_epoch_outlives_the_host_that_stored_first(master: Master, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Stops a trim or a check while it reads blocks, so that a test can do something else meanwhile."""
+"""Stops a check while it reads blocks, so that a test can do something else meanwhile."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class ChecksumGate:
 
     def __init__(self) -> None:
         self.entered, self.go_on = threading.Event(), threading.Event()
-        self.checksum: int | None = None
+        self.checksum: bytes | None = None
 
-    def __call__(self, block: Block) -> int:
+    def __call__(self, block: Block, range_bytes: int) -> bytes:
         if not self.entered.is_set():
             self.entered.set()
             assert self.go_on.wait(10)
-        return block_checksum(block) if self.checksum is None else self.checksum
+        return block_checksum(block, range_bytes) if self.checksum is None else self.checksum
 
 
 def install_gate(monkeypatch: pytest.MonkeyPatch) -> ChecksumGate:

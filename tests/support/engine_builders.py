@@ -25,7 +25,7 @@ from krul_sglang.engine.restore.tail_groups import TailGroups
 
 T = TypeVar("T")
 
-NO_FORECAST = Forecast(0.0, 0.0)
+NO_FORECAST = Forecast(0.0, 0.0, 0.0)
 PATIENCE_S = 30.0
 """How long a test waits for what must happen. No test waits so long unless it fails."""
 

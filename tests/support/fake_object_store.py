@@ -13,7 +13,8 @@ from krul_backend.tiers.mooncake.mooncake_client import ObjectStoreError, StoreF
 
 
 class FakeCluster:
-    """What all its clients share. Faults: ``is_down``, ``capacity_bytes``; ``gate`` holds every call."""
+    """What all its clients share. Faults: ``is_down``, ``capacity_bytes``; ``gate`` holds every call.
+    ``num_bytes_read``: of blocks."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -22,6 +23,7 @@ class FakeCluster:
         self.gate = threading.Event()
         self.gate.set()
         self.calls: list[tuple[str, str]] = []
+        self.num_bytes_read = 0
 
     def names(self, part: str) -> list[str]:
         return sorted(name for name in self.objects if part in name)
@@ -57,11 +59,12 @@ class FakeObjectStore:
         value = self._objects("get", key).get(key)
         return value if value is not None and len(value) <= max_num_bytes else None
 
-    def get_into(self, key: str, block: Block) -> bool:
+    def get_into(self, key: str, block: Block, num_bytes: int) -> bool:
         value = self._objects("get_into", key).get(key)
-        if value is None or len(value) != block.nbytes:
+        if value is None or len(value) != num_bytes:
             return False
-        block[:] = np.frombuffer(value, dtype=np.uint8)
+        block[:] = np.frombuffer(value, dtype=np.uint8)[num_bytes - block.nbytes :]
+        self._cluster.num_bytes_read += block.nbytes
         return True
 
     def have_all(self, keys: Sequence[str]) -> bool:

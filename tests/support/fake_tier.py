@@ -13,10 +13,10 @@ import numpy as np
 from krul_backend.errors import TierReadError
 from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats, tail_is_right
+from krul_backend.tiers.common.lower_tier import LowerTier, TailRead
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.common.read_queue import ReadQueue
+from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 
 NUM_READ_THREADS = 4
 
@@ -25,16 +25,17 @@ NUM_READ_THREADS = 4
 class Record:
     manifest: SegmentManifest
     content: tuple[bytes, ...]
-    checksums: tuple[int, ...]
+    checksums: tuple[bytes, ...]
 
 
 class FakeTier(LowerTier):
     """Keeps copies by page key. ``num_holds`` counts runs that were matched and not released. ``puts`` was
-    taken to be written, in its order; each is written in a thread of its own.
+    taken to be written, in its order; each is written in a thread of its own. ``num_reads`` counts the
+    segments that were asked for, ``num_fetches`` the calls, ``num_bytes_read`` what was read.
 
     ``reads_go_on`` holds reads up after ``num_free_layers`` layers; ``fail_after`` makes a read fail after so
-    many; ``writes_go_on`` holds up the calls of ``done``, which come from a thread. ``refuses`` makes ``put``
-    answer False, ``put_error`` makes it raise.
+    many; without ``checks_bytes`` wrong bytes land, too. ``writes_go_on`` holds up the calls of ``done``,
+    which come from a thread. ``refuses`` makes ``put`` answer False, ``put_error`` makes it raise.
     """
 
     def __init__(self, name: str = "ssd", cost: TierCost | None = None) -> None:
@@ -44,6 +45,7 @@ class FakeTier(LowerTier):
         self.num_free_layers = 0
         self.fail_after: int | None = None
         self.read_error: Exception | None = None
+        self.checks_bytes = True
         self.refuses = False
         self.put_error: Exception | None = None
         self.writes_go_on = threading.Event()
@@ -51,6 +53,8 @@ class FakeTier(LowerTier):
         self.reads = ReadQueue(NUM_READ_THREADS, f"krul-read-{name}")
         self.num_holds = 0
         self.num_reads = 0
+        self.num_fetches = 0
+        self.num_bytes_read = 0
         self.puts: list[SegmentManifest] = []
         self.is_closed = False
         self.records: dict[int, Record] = {}
@@ -59,7 +63,7 @@ class FakeTier(LowerTier):
         self._ids = itertools.count(1)
         self._writers: list[threading.Thread] = []
 
-    def add(self, manifest: SegmentManifest, content: Sequence[bytes], checksums: Sequence[int]) -> None:
+    def add(self, manifest: SegmentManifest, content: Sequence[bytes], checksums: Sequence[bytes]) -> None:
         """Another daemon, or an earlier life of this one, wrote a segment."""
         with self._lock:
             self.records[next(self._ids)] = Record(manifest, tuple(content), tuple(checksums))
@@ -121,23 +125,36 @@ class FakeTier(LowerTier):
             assert self.num_holds > 0, "released more often than matched"
             self.num_holds -= 1
 
-    def fetch(self, run: PageRun[Any], blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
-        record: Record = run.segment
+    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
         with self._lock:
-            self.num_reads += 1
-        for layer, (block, content) in enumerate(zip(blocks, record.content, strict=True)):
+            self.num_fetches += 1
+            self.num_reads += len(reads)
+        for layer in range(max(len(read.blocks) for read in reads)):
             if layer >= self.num_free_layers:
                 assert self.reads_go_on.wait(20)
             if layer == self.fail_after:
                 raise self.read_error if self.read_error is not None else TierReadError("a broken disk")
-            block[:] = np.frombuffer(content, dtype=np.uint8)
-            landed(layer)
+            for read in reads:
+                if read.error is None:
+                    self._read_layer(read, layer)
+
+    def _read_layer(self, read: TailRead, layer: int) -> None:
+        record: Record = read.run.segment
+        block, content = read.blocks[layer], record.content[layer]
+        block[:] = np.frombuffer(content, dtype=np.uint8)[len(content) - block.nbytes :]
+        checksum, range_bytes = record.checksums[layer], record.manifest.range_bytes
+        if self.checks_bytes and not tail_is_right(block, checksum, block.nbytes, range_bytes):
+            read.fail(TierReadError("wrong bytes"))
+            return
+        with self._lock:
+            self.num_bytes_read += block.nbytes
+        read.landed(layer)
 
     def put(
         self,
         manifest: SegmentManifest,
         blocks: Sequence[Block],
-        checksums: Sequence[int],
+        checksums: Sequence[bytes],
         done: Callable[[], None],
     ) -> bool:
         if self.put_error is not None:
@@ -224,7 +241,7 @@ class FakeTier(LowerTier):
                 written_bytes=num_bytes,
                 skipped_segments={},
                 read_segments=self.num_reads,
-                read_bytes=0,
+                read_bytes=self.num_bytes_read,
                 evicted_segments=0,
                 evicted_bytes=0,
                 corrupted_segments=0,

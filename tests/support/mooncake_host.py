@@ -9,17 +9,18 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from krul_backend.errors import TierReadError
 from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.common.interface import Block, block_checksum
+from krul_backend.tiers.common.interface import Block, block_checksums
 from krul_backend.tiers.dram.arena import Arena
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
 from krul_backend.tiers.mooncake.tier import MooncakeTier
-from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
+from tests.support.store_builders import make_manifest, make_model, page_keys, read_tail, tokens_of
 
 SIZES = (3 << 20, 1 << 20)
 MODEL = make_model()
@@ -43,7 +44,7 @@ class Host:
         blocks = self._blocks()
         for block, value in zip(blocks, random_bytes(manifest, seed), strict=True):
             block[:] = value
-        checksums = [block_checksum(block) for block in blocks]
+        checksums = block_checksums(blocks)
         if damaged_layer is not None:
             blocks[damaged_layer][0] ^= 1
         done = threading.Event()
@@ -57,20 +58,20 @@ class Host:
         took_s = time.monotonic() - started_s
         return [sum(run.end_page - run.first_page for run in runs), int(1000 * took_s)]
 
-    def fetch(self, conversation: str, end: int, seed: int) -> str:
-        """``right``, ``wrong``, or the message of the error."""
+    def fetch(self, conversation: str, end: int, seed: int, sizes: Sequence[int] = SIZES) -> str:
+        """``right``, ``wrong``, or the message of the error. ``sizes``: of the ends that are read."""
         keys = page_keys(conversation, 0, end)
         runs = self.tier.match(MODEL, keys, tokens_of(keys), 0)
         if not runs:
             return "miss"
-        blocks = self._blocks()
+        blocks = self._blocks(sizes)
         landed: list[int] = []
         try:
-            self.tier.fetch(runs[0], blocks, landed.append)
+            read_tail(self.tier, runs[0], blocks, landed.append)
         except TierReadError as error:
             return str(error)
         same = (
-            np.array_equal(block, value)
+            np.array_equal(block, value[value.nbytes - block.nbytes :])
             for block, value in zip(blocks, random_bytes(runs[0].segment.manifest, seed), strict=True)
         )
         return "right" if all(same) and landed == [0, 1] else "wrong"
@@ -85,8 +86,8 @@ class Host:
         """Milliseconds in which this process's other threads could run."""
         return self.num_ticks
 
-    def _blocks(self) -> list[Block]:
-        extents = self.arena.allocate_all(SIZES)
+    def _blocks(self, sizes: Sequence[int] = SIZES) -> list[Block]:
+        extents = self.arena.allocate_all(sizes)
         assert extents is not None, "the test's arena is too small"
         return [self.arena.view(extent) for extent in extents]
 

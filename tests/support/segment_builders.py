@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -87,6 +88,11 @@ def whole_segments(kind: str) -> tuple[Stored, ...]:
     return tuple(stored(kind, start, end) for start, end in pairwise(BOUNDS))
 
 
+def in_ranges(segment: Stored, range_bytes: int) -> Stored:
+    """A segment whose blocks are checked, cut and read in ranges of this size."""
+    return segment._replace(manifest=replace(segment.manifest, range_bytes=range_bytes))
+
+
 def store_in(store: KVStore, segment: Stored) -> None:
     """Reserve room for a segment, copy its blocks there and commit it."""
     reservation = store.reserve(segment.manifest.layer_num_bytes)
@@ -114,7 +120,7 @@ def lease_of(segments: tuple[Stored, ...], device_tokens: int) -> Lease:
                     Span(int(end) - array.nbytes, array.nbytes)
                     for end, array in zip(ends, arrays, strict=True)
                 ),
-                checksums=block_checksums(arrays),
+                checksums=block_checksums(arrays, manifest.range_bytes),
                 first_page=first_page,
                 end_page=len(manifest.page_keys),
             )

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.tiers.common.interface import block_checksum
+from krul_backend.tiers.common.interface import block_checksums
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
-from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
+from tests.support.store_builders import make_manifest, make_model, page_keys, read_tail, tokens_of
 
 FILE_BYTES = 64 << 10
 CAPACITY_BYTES = 8 * FILE_BYTES
@@ -28,7 +28,8 @@ class FaultyDisk(Disk):
 
     ``num_good_writes``: so many more calls of ``pwritev`` succeed before the next raise ENOSPC.
     ``is_full``: no file can grow, as on a full disk; what it has can be overwritten.
-    ``unreadable``: names of files that cannot be read. ``before_read`` is called before anything is read.
+    ``unreadable``: names of files that cannot be read. ``before_read`` is called before anything is read;
+    ``num_bytes_read`` counts what was.
     Without ``gate`` reads stall, without ``writes_go_on`` writes do; ``is_writing`` says that one does.
     """
 
@@ -39,6 +40,8 @@ class FaultyDisk(Disk):
         self.is_full = False
         self.unreadable: set[str] = set()
         self.before_read: Callable[[], None] = lambda: None
+        self.num_bytes_read = 0
+        self._counting = threading.Lock()
         self._names: dict[int, str] = {}
         self.num_free_bytes: int | None = None
         self.flipped_read_offset: int | None = None
@@ -67,6 +70,8 @@ class FaultyDisk(Disk):
             self.num_stalled += 1
             self.gate.wait(20)
         num_read = super().preadv(fd, buffers, offset)
+        with self._counting:
+            self.num_bytes_read += num_read
         if self.max_step_bytes is not None and num_read > self.max_step_bytes:
             # As if the rest had never come.
             buffers[0][self.max_step_bytes :] = bytes(len(buffers[0]) - self.max_step_bytes)
@@ -142,7 +147,7 @@ def random_blocks(sizes: Sequence[int], seed: int) -> list[np.ndarray[Any, Any]]
 
 def put_manifest(tier: SsdTier, manifest: SegmentManifest, seed: int = 0) -> bool:
     blocks = random_blocks(manifest.layer_num_bytes, seed)
-    return tier.put(manifest, blocks, [block_checksum(block) for block in blocks], lambda: None)
+    return tier.put(manifest, blocks, block_checksums(blocks, manifest.range_bytes), lambda: None)
 
 
 def put(
@@ -172,7 +177,7 @@ def fetch(tier: SsdTier, run: PageRun[Any]) -> list[np.ndarray[Any, Any]]:
     """The blocks of a held run, after checking that the layers land in order."""
     blocks = [np.zeros(size, dtype=np.uint8) for size in run.segment.manifest.layer_num_bytes]
     landed: list[int] = []
-    tier.fetch(run, blocks, landed.append)
+    read_tail(tier, run, blocks, landed.append)
     assert landed == list(range(len(blocks)))
     return blocks
 

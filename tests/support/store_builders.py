@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import Lease, Reservation, block_checksums
+from krul_backend.tiers.common.interface import Block, Lease, Reservation, block_checksums
+from krul_backend.tiers.common.lower_tier import LowerTier, TailRead
+from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram.host_store import HostStore
 
 PAGE_SIZE = 4
@@ -60,6 +64,7 @@ def make_manifest(
     model: ModelIdentity | None = None,
     tenant: str = "",
     recompute_s: float = 0.0,
+    range_bytes: int = 0,
 ) -> SegmentManifest:
     model = model if model is not None else make_model(num_layers=len(layer_num_bytes))
     keys = page_keys(conversation, first, end)
@@ -73,6 +78,7 @@ def make_manifest(
         layer_num_bytes=layer_num_bytes,
         tenant=tenant,
         recompute_s=recompute_s,
+        range_bytes=range_bytes,
     )
 
 
@@ -86,7 +92,7 @@ def fill(reservation: Reservation, seed: int) -> tuple[bytes, ...]:
 
 def commit_to(store: KVStore, reservation: Reservation, manifest: SegmentManifest) -> int:
     """Commit what the blocks hold by now."""
-    return store.commit(reservation, manifest, block_checksums(reservation.blocks))
+    return store.commit(reservation, manifest, block_checksums(reservation.blocks, manifest.range_bytes))
 
 
 def put(
@@ -101,13 +107,24 @@ def put(
     recompute_s: float = 0.0,
     *,
     is_fast_copy: bool = False,
+    range_bytes: int = 0,
 ) -> tuple[int, tuple[bytes, ...]]:
     """Reserve, fill and commit one segment; returns its id and its bytes."""
     reservation = store.reserve(sizes, tenant, is_fast_copy=is_fast_copy)
     assert reservation is not None
     written = fill(reservation, seed)
-    manifest = make_manifest(conversation, first, end, sizes, model, tenant, recompute_s)
+    manifest = make_manifest(conversation, first, end, sizes, model, tenant, recompute_s, range_bytes)
     return commit_to(store, reservation, manifest), written
+
+
+def read_tail(
+    tier: LowerTier, run: PageRun[Any], blocks: Sequence[Block], landed: Callable[[int], None]
+) -> None:
+    """Let a tier read the ends of a run's blocks into ``blocks``; raises what the read fails with."""
+    read = TailRead(run, blocks, landed, lambda error: None)
+    tier.fetch([read])
+    if read.error is not None:
+        raise read.error
 
 
 def lease_pages(
@@ -116,6 +133,12 @@ def lease_pages(
     model = model if model is not None else make_model()
     keys = page_keys(conversation, first, end)
     return store.lease(model, keys, tokens_of(keys, model.page_size))
+
+
+def shorten_ranges(monkeypatch: pytest.MonkeyPatch, num_bytes: int = 16) -> None:
+    """Let segments have ranges so short, as far as nothing else is said, that small blocks have many."""
+    monkeypatch.setattr("krul_backend.segment.MIN_RANGE_BYTES", num_bytes)
+    monkeypatch.setattr("krul_backend.segment._MAX_RANGES", 1 << 20)
 
 
 def stored_ids(store: KVStore) -> list[int]:

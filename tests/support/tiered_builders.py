@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
-import xxhash
 
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.eviction import LruPolicy
-from krul_backend.tiers.common.interface import Lease, SegmentSlice
+from krul_backend.tiers.common.interface import (
+    Checksums,
+    Lease,
+    SegmentSlice,
+    block_checksum,
+    block_checksums,
+)
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_sglang.engine.common.asking import AskingThread, DaemonPatience, Question
 from tests.support.fake_tier import FakeTier
@@ -62,18 +67,35 @@ def content_of(conversation: str, first: int, end: int, sizes: tuple[int, ...] =
     return tuple(rng.integers(0, 256, size, dtype=np.uint8).tobytes() for size in sizes)
 
 
+def checksums_in(manifest: SegmentManifest, content: Sequence[bytes]) -> Checksums:
+    """The checksums of blocks of this content."""
+    blocks = [np.frombuffer(block, dtype=np.uint8) for block in content]
+    return block_checksums(blocks, manifest.range_bytes)
+
+
 def put_below(
-    tier: FakeTier, conversation: str, first: int, end: int, sizes: tuple[int, ...] = SIZES, tenant: str = ""
+    tier: FakeTier,
+    conversation: str,
+    first: int,
+    end: int,
+    sizes: tuple[int, ...] = SIZES,
+    tenant: str = "",
+    range_bytes: int = 0,
 ) -> tuple[SegmentManifest, tuple[bytes, ...]]:
     """A segment that a tier alone has."""
-    manifest = make_manifest(conversation, first, end, sizes, MODEL, tenant)
+    manifest = make_manifest(conversation, first, end, sizes, MODEL, tenant, range_bytes=range_bytes)
     content = content_of(conversation, first, end, sizes)
-    tier.add(manifest, content, [xxhash.xxh3_64_intdigest(block) for block in content])
+    tier.add(manifest, content, checksums_in(manifest, content))
     return manifest, content
 
 
 def put_in_dram(
-    rig: Rig, conversation: str, first: int, end: int, sizes: tuple[int, ...] = SIZES
+    rig: Rig,
+    conversation: str,
+    first: int,
+    end: int,
+    sizes: tuple[int, ...] = SIZES,
+    range_bytes: int = 0,
 ) -> tuple[int, tuple[bytes, ...]]:
     """A segment that DRAM alone has: committed past the lower tiers."""
     reservation = rig.host.reserve(sizes)
@@ -81,7 +103,7 @@ def put_in_dram(
     content = content_of(conversation, first, end, sizes)
     for block, wanted in zip(reservation.blocks, content, strict=True):
         block[:] = np.frombuffer(wanted, dtype=np.uint8)
-    manifest = make_manifest(conversation, first, end, sizes, MODEL)
+    manifest = make_manifest(conversation, first, end, sizes, MODEL, range_bytes=range_bytes)
     return commit_to(rig.host, reservation, manifest), content
 
 
@@ -92,7 +114,7 @@ def wait_for(pieces: tuple[SegmentSlice, ...]) -> list[tuple[bytes, ...]]:
         for layer, (block, checksum) in enumerate(zip(piece.blocks, piece.checksums, strict=True)):
             if piece.status is not None:
                 piece.status.wait(layer, 20)
-            assert xxhash.xxh3_64_intdigest(block.tobytes()) == checksum
+            assert block_checksum(block, piece.header.range_bytes) == checksum
         contents.append(tuple(block.tobytes() for block in piece.blocks))
     return contents
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import socket
@@ -47,7 +48,7 @@ DETAILS = SegmentDetails(
     last_page_key="aa07",
     layer_first_token=(64, 64, 96, 128),
     layer_num_bytes=(2048, 1024, 512, 0),
-    checksums=(1, 2, 3, 0xABC),
+    checksums=(bytes(15) + b"\1", bytes(7) + b"\2", bytes(6) + b"\xab\xcd", b""),
 )
 
 
@@ -168,7 +169,10 @@ def test_json_has_every_field(daemon: FakeDaemon) -> None:
     assert answer["store"]["tiers"][0]["name"] == "ssd"
     assert answer["store"]["tier_hit_pages"] == {"dram": 60, "ssd": 40}
     assert answer["daemon"]["bad_messages"] == {"frames": 4}
-    assert run_json("inspect", 7)["layer_num_bytes"] == [2048, 1024, 512, 0]
+    details = run_json("inspect", 7)
+    assert details["layer_num_bytes"] == [2048, 1024, 512, 0]
+    checksums = [base64.b64decode(checksum) for checksum in details["checksums"]]
+    assert tuple(checksums) == DETAILS.checksums
     assert run_json("verify") == {"num_blocks": 12, "num_bytes": 3 << 20, "bad_segments": []}
     assert run_json("flush") == {"is_durable": True}
 
@@ -205,13 +209,14 @@ def test_list_shows_who_holds_a_segment(daemon: FakeDaemon) -> None:
 
 
 def test_inspect_shows_each_layer(daemon: FakeDaemon) -> None:
+    """With the checksum of its last range, which no trim cuts off."""
     lines = lines_of("inspect", 7)
     layers = [line for line in lines if line and line[0].isdigit()]
     assert layers == [
         ["0", "0+3", "int4", "64", "64", "2.0", "KiB", "0000000000000001"],
         ["1", "-", "int8", "64", "64", "1.0", "KiB", "0000000000000002"],
-        ["2", "-", "native", "96", "32", "512", "B", "0000000000000003"],
-        ["3", "0+3", "int4", "128", "0", "0", "B", "0000000000000abc"],
+        ["2", "-", "native", "96", "32", "512", "B", "000000000000abcd"],
+        ["3", "0+3", "int4", "128", "0", "0", "B", "-"],
     ]
     assert ["tokens", "[64,", "128),", "pages", "of", "16"] in lines
     assert ["after", "aa03"] in lines

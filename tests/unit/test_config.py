@@ -153,7 +153,7 @@ def test_heads_of_a_batch_are_at_most_what_the_server_prefills_at_once() -> None
     for given in (0, 100_000):
         config = KrulConfig.load({"max_head_tokens": given}, env={})
         assert config.head_token_limit(prefill_tokens=2048) == given
-    assert KrulConfig().load_timeout == 2.0
+    assert KrulConfig.load({"load_timeout": "auto"}, env={}) == KrulConfig()
 
 
 def test_options_of_the_daemon() -> None:

@@ -20,6 +20,7 @@ from krul_backend.daemon.protocol.frames import (
     encode_token_ids,
 )
 from krul_backend.daemon.protocol.messages import (
+    MAX_CHECKSUM_BYTES,
     MAX_FRAME_BYTES,
     MAX_LAYERS,
     PROTOCOL_VERSION,
@@ -37,6 +38,7 @@ from krul_backend.daemon.protocol.messages import (
     Reply,
     Request,
     ReserveRequest,
+    TailFields,
     op_of,
     result_type,
 )
@@ -58,6 +60,7 @@ MANIFEST = SegmentManifest(
     layer_first_token=(8, 12),
     tenant="t",
     recompute_s=0.25,
+    range_bytes=64,
 )
 HELLO = HelloRequest(token="s", id=1, format=3, model=MODEL, fingerprint=MODEL.fingerprint)
 LEASE = LeaseRequest(token="s", id=2, fingerprint="f", page_keys=("a", "b"), lease_id=7)
@@ -67,15 +70,17 @@ COMMIT = CommitRequest(
     reservation_id=9,
     fingerprint="f",
     manifest=ManifestFields.of(MANIFEST),
-    checksums=(0, (1 << 64) - 1),
+    checksums=(bytes(range(248, 256)), b""),
 )
 RESERVE = ReserveRequest(token="s", id=4, reservation_id=9, layer_num_bytes=(1, 2), tenant="t")
+FETCH = FetchRequest(token="s", id=9, lease_id=7, tails=(None, TailFields((8, 12), (60, 0))))
 CLEAR = ClearRequest(token="s", id=5, fingerprint=None)
 DROP_COPIES = DropFastCopiesRequest(token="s", id=8, fingerprint="f", page_keys=("a", "b"))
 ADVISE = AdviseRequest(token="s", id=7, hint=Hint(ttl_s=1.0), session=SessionName("t", "agent"))
 EXAMPLES: tuple[Request, ...] = (
     HELLO,
     LEASE,
+    FETCH,
     COMMIT,
     RESERVE,
     CLEAR,
@@ -139,6 +144,17 @@ def test_an_operation_of_another_version_still_has_an_id() -> None:
         changed(DROP_COPIES, page_keys=["k" * 129]),
         changed(DROP_COPIES, page_keys=None),
         changed(LEASE, token="t" * 129),
+        changed(FETCH, tails=[[[-1], [1]]]),
+        changed(FETCH, tails=[[[0], [-1]]]),
+        changed(FETCH, tails=[[[0], [1 << 60]]]),
+        changed(FETCH, tails=[[[0] * (MAX_LAYERS + 1), [1]]]),
+        changed(FETCH, tails=[[[0]]]),
+        changed(FETCH, tails=[7]),
+        changed(COMMIT, checksums=[0, 0]),
+        changed(COMMIT, checksums=["no base64"]),
+        changed(COMMIT, checksums=["A" * (2 * MAX_CHECKSUM_BYTES)]),
+        changed(COMMIT, checksums=[""] * (MAX_LAYERS + 1)),
+        changed(COMMIT, manifest={**json.loads(encode(COMMIT))["manifest"], "range_bytes": -1}),
         changed(RESERVE, layer_num_bytes=[1] * (MAX_LAYERS + 1)),
         changed(RESERVE, layer_num_bytes=[-1]),
         changed(RESERVE, layer_num_bytes=[1 << 60]),
@@ -225,7 +241,7 @@ def test_replies_come_back_as_they_were() -> None:
         tier="ssd",
         blocks=(np.zeros(100, np.uint8), np.zeros(0, np.uint8)),
         spans=(Span(0, 100), Span(0, 0)),
-        checksums=((1 << 64) - 1, 0),
+        checksums=(bytes(range(248, 256)) * 2, b""),
         first_page=0,
         end_page=2,
         status=LayerStatus(np.zeros(2, np.uint8)),
@@ -302,12 +318,16 @@ def test_codec_params_on_the_wire_are_bounded_before_they_are_decoded(params: by
         sent.manifest.manifest(MODEL, MANIFEST.token_ids)
 
 
-def test_a_fetch_names_only_its_lease() -> None:
-    frame = encode(FetchRequest(token="s", id=1, lease_id=2))
+@pytest.mark.parametrize(
+    ("tails", "sent"), [(None, None), ((None, TailFields((8, 12), (60, 0))), [None, [[8, 12], [60, 0]]])]
+)
+def test_a_fetch_names_its_lease_and_what_is_read_of_it(tails: Any, sent: Any) -> None:
+    frame = encode(FetchRequest(token="s", id=1, lease_id=2, tails=tails))
     assert json.loads(frame) == {
         "op": "fetch",
         "version": PROTOCOL_VERSION,
         "token": "s",
         "id": 1,
         "lease_id": 2,
+        "tails": sent,
     }

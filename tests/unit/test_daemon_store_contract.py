@@ -12,7 +12,7 @@ from test_fast_copies import (  # noqa: F401
 )
 from test_host_store import (  # noqa: F401
     test_a_cleared_segment_keeps_its_bytes_until_the_last_release,
-    test_a_commit_needs_a_checksum_for_each_layer,
+    test_a_commit_needs_a_checksum_for_each_range,
     test_a_lease_can_start_and_end_inside_segments,
     test_a_lease_crosses_segments_and_ends_at_the_first_gap,
     test_a_miss_is_none_and_counted,

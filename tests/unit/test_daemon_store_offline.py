@@ -22,7 +22,7 @@ from krul_backend.errors import (
 )
 from krul_backend.segment import SegmentHeader
 from krul_backend.tiers.common.hint import Hint
-from krul_backend.tiers.common.interface import Lease, SegmentSlice, Span
+from krul_backend.tiers.common.interface import Checksums, Lease, SegmentSlice, Span
 from tests.support.fake_daemon import CAPACITY_BYTES, NO_REPLY, FakeDaemon
 from tests.support.stats_builders import make_segment_info
 from tests.support.store_builders import (
@@ -47,7 +47,7 @@ def slice_of(
     tier: str,
     spans: tuple[Span, ...],
     *,
-    checksums: tuple[int, ...] = (1, 2),
+    checksums: Checksums = (b"11111111", b"22222222"),
     end_page: int = 3,
     status_span: Span | None = None,
 ) -> SegmentSlice:
@@ -279,7 +279,7 @@ def test_leased_blocks_are_read_only_views(daemon: FakeDaemon, make_store: Make)
         (slice_of("dram", (Span(-1, 100), Span(128, 60))),),
         (slice_of("dram", (Span(0, 100), Span(128, 61))),),
         (slice_of("dram", ()),),
-        (slice_of("dram", SPANS, checksums=(1,)),),
+        (slice_of("dram", SPANS, checksums=(b"11111111",)),),
         (slice_of("dram", SPANS, end_page=4),),
         (slice_of("ssd", SPANS, status_span=Span(0, 1)),),
     ],

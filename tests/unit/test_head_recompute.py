@@ -219,7 +219,7 @@ def test_lengths_of_all_cuts_come_to_the_device_in_one_copy(
 
 def test_token_ids_of_a_head_come_to_the_device_by_the_staging(from_list: list[list[int]]) -> None:
     load = bare_load(10, 20, (25, 25, 20, 10))
-    prefix = _Prefix(load, 0, list(range(100, 160)), torch.empty(64, dtype=torch.int32, device="meta"))
+    prefix = _Prefix("r", load, 0, list(range(100, 160)), torch.empty(64, dtype=torch.int32, device="meta"))
     with NoHiddenCopies():
         head = prefix.head()
     assert from_list == [list(range(110, 125))]

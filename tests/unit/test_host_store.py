@@ -35,6 +35,8 @@ from tests.support.store_builders import (
 )
 
 MODEL = make_model()
+SUM = b"12345678"
+"""As long as the checksum of a range."""
 
 
 @pytest.fixture
@@ -653,8 +655,8 @@ def test_a_stray_write_after_the_copy_is_found_by_the_reader(store: HostStore, i
     assert (store.stats().corrupted_segments, store.stats().used_bytes) == (1, 0)
 
 
-@pytest.mark.parametrize("checksums", [(), (1,), (1, 2, 3), (1, -1), (1, 1 << 64)])
-def test_a_commit_needs_a_checksum_for_each_layer(store: HostStore, checksums: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("checksums", [(), (SUM,), (SUM, SUM, SUM), (SUM, SUM[1:]), (SUM, SUM + SUM)])
+def test_a_commit_needs_a_checksum_for_each_range(store: HostStore, checksums: tuple[bytes, ...]) -> None:
     reservation = store.reserve((100, 60))
     assert reservation is not None
     with pytest.raises(ManifestError, match="checksum"):
@@ -687,10 +689,10 @@ def test_a_commit_and_a_lease_read_no_block(store: HostStore, monkeypatch: pytes
     num_threads = threading.active_count()
     for module in ("common.interface", "dram.stored_segment"):
         monkeypatch.setattr(f"krul_backend.tiers.{module}.block_checksum", None)
-    store.commit(reservation, make_manifest("c", 0, 2, (100, 60)), (5, 6))
+    store.commit(reservation, make_manifest("c", 0, 2, (100, 60)), (SUM, SUM[::-1]))
     lease = lease_pages(store, "c", 0, 2)
     assert lease is not None
-    assert lease.slices[0].checksums == (5, 6)
+    assert lease.slices[0].checksums == (SUM, SUM[::-1])
     assert threading.active_count() == num_threads
 
 
@@ -710,7 +712,7 @@ def test_a_lease_tells_the_checksums_of_what_was_written(store: HostStore, num_t
     lease = lease_pages(store, "c", 0, num_tokens)
     assert lease is not None
     (piece,) = lease.slices
-    assert piece.checksums == tuple(xxhash.xxh3_64_intdigest(block) for block in written)
+    assert piece.checksums == tuple(xxhash.xxh3_64_digest(block) for block in written)
     for (offset, num_bytes), block in zip(piece.spans, written, strict=True):
         assert store.buffer[offset : offset + num_bytes].tobytes() == block
     assert (piece.tier, piece.status, lease.is_in_dram) == ("dram", None, True)
@@ -770,7 +772,7 @@ def test_close_during_a_verification(store: HostStore, gate: ChecksumGate, call:
     calls = {"verify": store.verify, "report": lambda: store.report_damage(segment_id)}
     thread, results = run_until_gate(gate, calls[call])
     store.close()
-    gate.checksum = 1
+    gate.checksum = SUM
     let_go(gate, thread)
     assert isinstance(results[0], StoreClosedError)
 
@@ -778,7 +780,7 @@ def test_close_during_a_verification(store: HostStore, gate: ChecksumGate, call:
 def test_an_interrupted_verification_leaves_no_pin(store: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
     segment_id, _ = put(store, "c", 0, 1)
 
-    def interrupt(block: object) -> int:
+    def interrupt(block: object, range_bytes: int) -> bytes:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -137,7 +137,7 @@ def test_pins_take_half_of_the_arena_at_most(store: HostStore) -> None:
 
 
 def test_what_leaves_the_index_is_not_pinned_any_more(store: HostStore) -> None:
-    segment_id, _ = put(store, "c", 0, 4)
+    segment_id, _ = put(store, "c", 0, 4, range_bytes=1)
     store.advise(MODEL, page_keys("c", 0, 4), Hint(ttl_s=10.0))
     assert store.stats().pinned_bytes == 192
     assert store.trim(segment_id, (8, 16), (30, 0)) == 130
@@ -221,7 +221,7 @@ def test_what_a_tenant_gave_back_it_may_take_again(shared: HostStore) -> None:
         reservation = shared.reserve((1024,), "a")
         assert reservation is not None
         shared.abort(reservation)
-    segment_id, _ = put(shared, "a", 0, 4, sizes=(960, 64), tenant="a")
+    segment_id, _ = put(shared, "a", 0, 4, sizes=(960, 64), tenant="a", range_bytes=64)
     assert shared.trim(segment_id, (8, 0), (448, 64)) == 512
     reservation = shared.reserve((512,), "a")
     assert reservation is not None
@@ -250,7 +250,7 @@ def test_a_quota_is_a_share(quota: float) -> None:
 
 def admit(store: HostStore, name: str = "c", first: int = 0, end: int = 2) -> Arrival:
     manifest = make_manifest(name, first, end, (100, 60))
-    checksums = [xxhash.xxh3_64_intdigest(block) for block in BLOCKS]
+    checksums = [xxhash.xxh3_64_digest(block) for block in BLOCKS]
     arrival = store.admit(manifest, checksums, "ssd", 0.5)
     assert arrival is not None
     return arrival
@@ -271,14 +271,11 @@ def test_an_arrival_is_leased_from_its_tier_until_it_is_whole(store: HostStore) 
     waiting = threading.Thread(target=piece.status.wait, args=(1, 20))
     waiting.start()
     land(arrival, 0)
-    with pytest.raises(RuntimeError, match="cannot finish"):
-        arrival.finish()
     land(arrival, 1)
     waiting.join(20)
-    arrival.finish()
+    assert arrival.end()
     assert tuple(block.tobytes() for block in piece.blocks) == BLOCKS
-    with pytest.raises(RuntimeError, match="cannot finish"):
-        arrival.finish()
+    assert not arrival.end(), "it ends once"
     arrival.fail()
     ordinary = lease_pages(store, "c", 0, 2)
     assert ordinary is not None
@@ -290,14 +287,18 @@ def test_an_arrival_is_leased_from_its_tier_until_it_is_whole(store: HostStore) 
     assert store.reserve((4096,)) is not None
 
 
-def test_a_failed_arrival_is_gone_at_once(store: HostStore) -> None:
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_a_failed_arrival_is_gone_at_once(store: HostStore, ends_early: bool) -> None:
     arrival = admit(store)
     lease = lease_pages(store, "c", 0, 2)
     assert lease is not None
     (piece,) = store.fetch(lease)
     land(arrival, 0)
+    if ends_early:
+        assert not arrival.end()
     arrival.fail()
     arrival.fail()
+    assert not arrival.end()
     assert piece.status is not None
     assert piece.status.has_landed(0)
     with pytest.raises(TierReadError):
@@ -324,7 +325,7 @@ def test_an_arrival_of_what_dram_holds_is_its_readers_alone(store: HostStore) ->
     lease = store.lease_arrival(arrival, 0, 2)
     for layer in range(2):
         land(arrival, layer)
-    arrival.finish()
+    assert arrival.end()
     assert tuple(block.tobytes() for block in store.fetch(lease)[0].blocks) == BLOCKS
     store.release(lease)
     assert (stored_ids(store), store.stats().used_bytes) == ([first], 192)
@@ -337,7 +338,7 @@ def test_an_arrival_without_room_is_refused(store: HostStore) -> None:
     # There would be room for one of 100 and 60 bytes, but for its flags.
     reservation = store.reserve((64,))
     assert reservation is not None
-    assert store.admit(make_manifest("d", 0, 1, (10,)), (0,), "ssd", 0.5) is None
+    assert store.admit(make_manifest("d", 0, 1, (10,)), (bytes(8),), "ssd", 0.5) is None
     assert store.stats().rejected_reservations == 1
 
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.eviction import LruPolicy
-from krul_backend.tiers.common.interface import Lease, Reservation, block_checksum
+from krul_backend.tiers.common.interface import Lease, Reservation, block_checksum, tail_is_right
 from krul_backend.tiers.dram.arena import ALIGNMENT_BYTES, aligned_num_bytes
 from krul_backend.tiers.dram.host_store import HostStore
 from tests.support.store_builders import (
@@ -56,12 +56,14 @@ class ModelSegment:
     first_tokens: tuple[int, ...]
     end_token: int
     num_leases: int = 0
-    damaged_layers: set[int] = dataclasses.field(default_factory=set)
+    range_bytes: int = 1
+    damage: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Of each damaged layer how far before its block's end the wrong byte lies."""
     is_zombie: bool = False
 
     @property
     def is_damaged(self) -> bool:
-        return bool(self.damaged_layers)
+        return bool(self.damage)
 
 
 @dataclasses.dataclass
@@ -81,6 +83,7 @@ def keys_of(conversation: int, is_branch: bool, first: int, end: int) -> tuple[s
 
 paths = st.tuples(st.integers(0, 1), st.booleans(), st.integers(0, 5), st.integers(1, 5))
 models = st.sampled_from(MODELS)
+range_sizes = st.sampled_from([0, 1, 7, 64])
 choices = st.integers(0, 10**6)
 
 
@@ -143,8 +146,10 @@ class HostStoreMachine(RuleBasedStateMachine):
         self.pending.append(ModelReservation(reservation, self.locate(reservation)))
 
     @precondition(lambda self: self.pending)
-    @rule(choice=choices, model=models, path=paths)
-    def commit(self, choice: int, model: ModelIdentity, path: tuple[int, bool, int, int]) -> None:
+    @rule(choice=choices, model=models, path=paths, range_bytes=range_sizes)
+    def commit(
+        self, choice: int, model: ModelIdentity, path: tuple[int, bool, int, int], range_bytes: int
+    ) -> None:
         pending = self.pending.pop(choice % len(self.pending))
         conversation, is_branch, first, num_pages = path
         keys = keys_of(conversation, is_branch, first, first + num_pages)
@@ -161,6 +166,7 @@ class HostStoreMachine(RuleBasedStateMachine):
             codec="raw",
             layer_num_bytes=sizes,
             layer_first_token=first_tokens,
+            range_bytes=range_bytes,
         )
         segment_id = commit_to(self.store, pending.reservation, manifest)
         assert segment_id not in self.segments
@@ -168,16 +174,29 @@ class HostStoreMachine(RuleBasedStateMachine):
         new_keys = [key for key in full_keys if key not in self.index]
         if new_keys and model.fingerprint not in pending.cleared:
             parent = (model.fingerprint, before[0]) if before else None
-            self.segments[segment_id] = ModelSegment(pending.data, full_keys, parent, first_tokens, end_token)
+            self.segments[segment_id] = ModelSegment(
+                pending.data, full_keys, parent, first_tokens, end_token, range_bytes=manifest.range_bytes
+            )
             self.index.update((key, segment_id) for key in new_keys)
 
-    @rule(sizes=st.tuples(st.integers(0, 200), st.integers(0, 200)), model=models, path=paths)
-    def put(self, sizes: tuple[int, int], model: ModelIdentity, path: tuple[int, bool, int, int]) -> None:
+    @rule(
+        sizes=st.tuples(st.integers(0, 200), st.integers(0, 200)),
+        model=models,
+        path=paths,
+        range_bytes=range_sizes,
+    )
+    def put(
+        self,
+        sizes: tuple[int, int],
+        model: ModelIdentity,
+        path: tuple[int, bool, int, int],
+        range_bytes: int,
+    ) -> None:
         """Both in one step, so that most histories have segments enough to overlap and to be evicted."""
         num_pending = len(self.pending)
         self.reserve(sizes)
         if len(self.pending) > num_pending:
-            self.commit(num_pending, model, path)
+            self.commit(num_pending, model, path, range_bytes)
 
     @precondition(lambda self: self.pending)
     @rule(choice=choices)
@@ -210,9 +229,15 @@ class HostStoreMachine(RuleBasedStateMachine):
             stored = segment.keys[piece.first_page : piece.end_page]
             assert stored == tuple((model.fingerprint, key) for key in keys[position : position + num_pages])
             for layer, (block, content) in enumerate(zip(piece.blocks, segment.data.content, strict=True)):
-                is_right = layer not in segment.damaged_layers
+                is_right = layer not in segment.damage
                 assert (block.tobytes() == content) == is_right
-                assert (block_checksum(block) == piece.checksums[layer]) == is_right
+                checksum = piece.checksums[layer]
+                assert (block_checksum(block, segment.range_bytes) == checksum) == is_right
+                # The ranges behind the damage are right.
+                num_right = (
+                    (segment.damage.get(layer, 10**6) - 1) // segment.range_bytes * segment.range_bytes
+                )
+                assert tail_is_right(block, checksum, min(num_right, block.nbytes), segment.range_bytes)
             assert [span.offset for span in piece.spans if span.num_bytes] == [
                 offset
                 for offset, num_bytes in zip(
@@ -256,7 +281,8 @@ class HostStoreMachine(RuleBasedStateMachine):
                 first = segment.first_tokens[layer]
             wanted_tokens.append(first)
             wanted_sizes.append(size)
-            drops.append(len(content) - size if first > segment.first_tokens[layer] else 0)
+            kept = min(len(content), -(-size // segment.range_bytes) * segment.range_bytes)
+            drops.append(len(content) - kept if first > segment.first_tokens[layer] else 0)
         before = self.store.stats()
         num_trimmed = self.store.trim(segment_id, wanted_tokens, wanted_sizes)
         after = self.store.stats()
@@ -265,18 +291,20 @@ class HostStoreMachine(RuleBasedStateMachine):
         if segment.is_zombie or segment.num_leases or self.is_shared(segment_id) or not any(drops):
             assert num_trimmed == 0
             return
-        parts = {layer for layer, drop in enumerate(drops) if 0 < drop < len(segment.data.content[layer])}
-        if parts & segment.damaged_layers:
-            assert num_trimmed == 0
-            self.remove(segment_id)
-            return
         assert num_trimmed == sum(drops)
         segment.data = Bytes(
             tuple(offset + drop for offset, drop in zip(segment.data.offsets, drops, strict=True)),
             tuple(content[drop:] for content, drop in zip(segment.data.content, drops, strict=True)),
         )
-        segment.first_tokens = tuple(map(max, segment.first_tokens, wanted_tokens))
-        segment.damaged_layers -= {layer for layer in (0, 1) if not segment.data.content[layer]}
+        segment.first_tokens = tuple(
+            wanted if drop else first
+            for first, wanted, drop in zip(segment.first_tokens, wanted_tokens, drops, strict=True)
+        )
+        segment.damage = {
+            layer: from_end
+            for layer, from_end in segment.damage.items()
+            if from_end <= len(segment.data.content[layer])
+        }
 
     @rule(model=st.none() | models)
     def clear(self, model: ModelIdentity | None) -> None:
@@ -302,7 +330,7 @@ class HostStoreMachine(RuleBasedStateMachine):
             segment = idle[choice % len(idle)]
             content = bytearray(segment.data.content[layer])
             flip_byte(self.store, segment.data.offsets[layer] + byte % len(content))
-            segment.damaged_layers.add(layer)
+            segment.damage[layer] = len(content) - byte % len(content)
 
     @precondition(lambda self: self.segments)
     @rule(choice=choices)

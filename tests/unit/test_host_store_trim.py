@@ -4,12 +4,15 @@ import dataclasses
 import threading
 import zlib
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 
-from krul_backend.errors import ManifestError, StoreClosedError
+from krul_backend.errors import ManifestError
+from krul_backend.segment import tail_num_bytes
 from krul_backend.tiers.common.eviction import LruPolicy
+from krul_backend.tiers.common.interface import CHECKSUM_BYTES, block_checksum, block_checksums
 from krul_backend.tiers.dram.host_store import HostStore
 from tests.support.checksum_gate import ChecksumGate, install_gate, let_go, run_until_gate
 from tests.support.store_builders import (
@@ -22,10 +25,16 @@ from tests.support.store_builders import (
     make_model,
     offset_in,
     page_keys,
-    put,
+)
+from tests.support.store_builders import (
+    put as put_segment,
 )
 
+put = partial(put_segment, range_bytes=1)
+"""Of ranges so short that a trim keeps exactly what it is told to."""
+
 MODEL = make_model()
+RANGE_BYTES = 64
 
 
 @pytest.fixture
@@ -184,7 +193,7 @@ def put_branch(store: HostStore, name: str, at_page: int, seed: int = 9) -> int:
     reservation = store.reserve((100, 60))
     assert reservation is not None
     fill(reservation, seed)
-    manifest = make_manifest(name, at_page, at_page + 1, (100, 60))
+    manifest = make_manifest(name, at_page, at_page + 1, (100, 60), range_bytes=1)
     return commit_to(store, reservation, dataclasses.replace(manifest, parent_key=f"c/{at_page - 1}"))
 
 
@@ -274,23 +283,74 @@ def test_a_path_names_its_segments_once_and_in_order(store: HostStore) -> None:
     assert store.path_segments(make_model("another"), page_keys("c", 0, 8)) == []
 
 
+# Ranges
+
+
+def test_a_trim_keeps_whole_ranges_from_the_end(store: HostStore) -> None:
+    """Of each block what is needed stays in ranges that are counted from its end, with their checksums."""
+    segment_id, written = put_segment(store, "c", 0, 4, sizes=(200, 120), range_bytes=64)
+    lease = lease_pages(store, "c", 0, 4)
+    assert lease is not None
+    before = lease.slices[0].checksums
+    store.release(lease)
+    assert [len(checksum) // CHECKSUM_BYTES for checksum in before] == [4, 2]
+    # 150 of 200 take three ranges, 40 of 120 take one.
+    assert store.trim(segment_id, (4, 8), (150, 40)) == (200 - 192) + (120 - 64)
+    lease = lease_pages(store, "c", 0, 4)
+    assert lease is not None
+    (piece,) = lease.slices
+    assert (piece.header.layer_first_token, piece.header.layer_num_bytes) == ((4, 8), (192, 64))
+    assert piece.header.range_bytes == 64
+    assert [block.tobytes() for block in piece.blocks] == [written[0][-192:], written[1][-64:]]
+    assert piece.checksums == (before[0][CHECKSUM_BYTES:], before[1][CHECKSUM_BYTES:])
+    assert piece.checksums == block_checksums(piece.blocks, 64)
+    store.release(lease)
+    assert store.verify().bad_segments == ()
+
+
+def test_a_trim_that_would_cut_a_range_drops_nothing(store: HostStore) -> None:
+    """Where the first range of a block is still needed, the block and its first token stay as they are."""
+    segment_id, written = put_segment(store, "c", 0, 4, sizes=(200, 120), range_bytes=64)
+    assert store.trim(segment_id, (4, 4), (193, 65)) == 0
+    assert store.stats().trimmed_segments == 0
+    # One layer drops a range, the other one none.
+    assert store.trim(segment_id, (8, 8), (193, 64)) == 56
+    lease = lease_pages(store, "c", 0, 4)
+    assert lease is not None
+    assert lease.slices[0].header.layer_first_token == (0, 8)
+    assert [block.tobytes() for block in lease.slices[0].blocks] == [written[0], written[1][-64:]]
+    store.release(lease)
+    assert store.trim(segment_id, (16, 16), (0, 0)) == 200 + 64
+
+
+def test_the_default_ranges_are_sixteen_kibibytes_or_more(store: HostStore) -> None:
+    """A segment of small blocks has one range each: a trim drops all of a block, or nothing."""
+    segment_id, _ = put_segment(store, "c", 0, 4, sizes=(2000, 1000))
+    assert store.trim(segment_id, (8, 8), (1000, 1)) == 0
+    assert store.trim(segment_id, (8, 16), (1000, 0)) == 1000
+
+
 # Damage
 
 
-def test_a_damaged_block_is_not_given_a_new_checksum(store: HostStore) -> None:
+def test_damage_in_what_a_trim_keeps_is_found_later(store: HostStore) -> None:
+    """A range that is kept keeps the checksum that was committed."""
     segment_id, _ = put(store, "c", 0, 3)
     damage(store, "c", 0, 3, layer=1, byte=59)
-    assert store.trim(segment_id, (0, 4), (100, 30)) == 0
+    assert store.trim(segment_id, (0, 4), (100, 30)) == 30
+    assert store.verify().bad_segments == (segment_id,)
     stats = store.stats()
     assert (stats.corrupted_segments, stats.num_segments, stats.used_bytes) == (1, 0, 0)
-    assert (stats.trimmed_segments, stats.trimmed_bytes) == (0, 0)
 
 
-def test_damage_in_what_is_dropped_whole_goes_with_it(store: HostStore) -> None:
+def test_damage_in_what_is_dropped_goes_with_it(store: HostStore) -> None:
+    """Damage in the dropped ranges hurts nobody: what is left is what was committed."""
     segment_id, written = put(store, "c", 0, 3)
     damage(store, "c", 0, 3, layer=0)
-    assert store.trim(segment_id, (12, 0), (0, 60)) == 100
-    assert leased_bytes(store, "c", 0, 3) == [(b"", written[1])]
+    damage(store, "c", 0, 3, layer=1, byte=29)
+    assert store.trim(segment_id, (12, 4), (0, 30)) == 130
+    assert leased_bytes(store, "c", 0, 3) == [(b"", written[1][30:])]
+    assert store.verify().bad_segments == ()
 
 
 def test_damage_in_a_layer_that_stays_is_found_later(store: HostStore) -> None:
@@ -301,7 +361,17 @@ def test_damage_in_a_layer_that_stays_is_found_later(store: HostStore) -> None:
     assert store.stats().used_bytes == 0
 
 
-# Races: the trim waits at its first checksum, without the lock
+def test_a_trim_reads_no_block(store: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the lock for its whole time: it cuts, and leaves the checking to the next reader."""
+    segment_id, written = put(store, "c", 0, 3)
+    with monkeypatch.context() as patched:
+        for module in ("common.interface", "dram.stored_segment"):
+            patched.setattr(f"krul_backend.tiers.{module}.block_checksum", None)
+        assert store.trim(segment_id, (8, 8), (30, 20)) == 110
+    assert leased_bytes(store, "c", 0, 3) == [(written[0][-30:], written[1][-20:])]
+
+
+# Races: a check waits at its first checksum, without the lock
 
 
 @pytest.fixture
@@ -309,22 +379,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> ChecksumGate:
     return install_gate(monkeypatch)
 
 
-def test_a_lease_given_during_a_trim_keeps_its_bytes(store: HostStore, gate: ChecksumGate) -> None:
-    segment_id, written = put(store, "c", 0, 3)
-    thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
-    lease = lease_pages(store, "c", 0, 3)
-    let_go(gate, thread)
-    assert results == [0]
-    assert lease is not None
-    assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
-    assert store.stats().used_bytes == 192
-    store.release(lease)
-    assert store.trim(segment_id, (8, 8), (30, 20)) == 110
-
-
-def test_a_trim_during_a_verification_or_another_trim_does_nothing(
-    store: HostStore, gate: ChecksumGate
-) -> None:
+def test_a_trim_during_a_check_does_nothing(store: HostStore, gate: ChecksumGate) -> None:
     segment_id, written = put(store, "c", 0, 3)
     for call in (lambda: store.report_damage(segment_id), store.verify):
         thread, results = run_until_gate(gate, call)
@@ -332,78 +387,53 @@ def test_a_trim_during_a_verification_or_another_trim_does_nothing(
         let_go(gate, thread)
         assert not isinstance(results[0], Exception)
     assert leased_bytes(store, "c", 0, 3) == [written]
-    thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
-    assert store.trim(segment_id, (4, 4), (50, 30)) == 0
+    assert store.trim(segment_id, (8, 8), (30, 20)) == 110
+
+
+def test_a_lease_given_during_a_check_keeps_its_bytes(store: HostStore, gate: ChecksumGate) -> None:
+    segment_id, written = put(store, "c", 0, 3)
+    thread, _ = run_until_gate(gate, store.verify)
+    lease = lease_pages(store, "c", 0, 3)
     let_go(gate, thread)
-    assert results == [110]
+    assert lease is not None
+    assert store.trim(segment_id, (8, 8), (30, 20)) == 0, "it is leased"
+    assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
+    assert store.stats().used_bytes == 192
+    store.release(lease)
+    assert store.trim(segment_id, (8, 8), (30, 20)) == 110
 
 
-def test_a_segment_under_a_trim_is_not_evicted(store: HostStore, gate: ChecksumGate) -> None:
-    segment_id, _ = put(store, "c", 0, 3)
-    thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
+def test_a_segment_under_a_check_is_not_evicted(store: HostStore, gate: ChecksumGate) -> None:
+    put(store, "c", 0, 3)
+    thread, results = run_until_gate(gate, store.verify)
     assert store.reserve((4096,)) is None
     let_go(gate, thread)
-    assert results == [110]
+    assert not isinstance(results[0], Exception)
     assert store.reserve((4096,)) is not None
 
 
-def test_clear_during_a_trim_frees_everything(store: HostStore, gate: ChecksumGate) -> None:
+def test_clear_during_a_check_frees_everything(store: HostStore, gate: ChecksumGate) -> None:
     segment_id, _ = put(store, "c", 0, 3)
-    thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
+    thread, results = run_until_gate(gate, lambda: store.report_damage(segment_id))
     store.clear()
     assert store.stats().used_bytes == 192
     let_go(gate, thread)
-    assert results == [0]
-    assert (store.stats().used_bytes, store.stats().trimmed_bytes) == (0, 0)
-
-
-def test_close_during_a_trim(store: HostStore, gate: ChecksumGate) -> None:
-    segment_id, _ = put(store, "c", 0, 3)
-    thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
-    store.close()
-    let_go(gate, thread)
-    assert isinstance(results[0], StoreClosedError)
-
-
-def test_a_conversation_that_branches_off_during_a_trim_keeps_its_prefix(
-    store: HostStore, gate: ChecksumGate
-) -> None:
-    segment_id, written = put(store, "c", 0, 3)
-    thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
-    put_branch(store, "b", 2)
-    let_go(gate, thread)
-    assert results == [0]
-    assert leased_bytes(store, "c", 0, 3) == [written]
+    assert results == [False]
+    assert (store.stats().used_bytes, store.stats().corrupted_segments) == (0, 0)
 
 
 def test_damage_found_under_a_lease_is_freed_at_its_release(store: HostStore, gate: ChecksumGate) -> None:
     segment_id, _ = put(store, "c", 0, 3)
-    thread, results = run_until_gate(gate, lambda: store.trim(segment_id, (8, 8), (30, 20)))
+    thread, results = run_until_gate(gate, lambda: store.report_damage(segment_id))
     lease = lease_pages(store, "c", 0, 3)
     assert lease is not None
-    gate.checksum = 1
+    gate.checksum = bytes(CHECKSUM_BYTES)
     let_go(gate, thread)
-    assert results == [0]
+    assert results == [True]
     stats = store.stats()
     assert (stats.corrupted_segments, stats.num_segments, stats.used_bytes) == (1, 0, 192)
     store.release(lease)
     assert store.stats().used_bytes == 0
-
-
-def test_an_error_while_hashing_leaves_the_segment_as_it_was(
-    store: HostStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    segment_id, written = put(store, "c", 0, 3)
-
-    def fail(block: object) -> int:
-        raise MemoryError
-
-    with monkeypatch.context() as patched:
-        patched.setattr("krul_backend.tiers.dram.stored_segment.block_checksum", fail)
-        with pytest.raises(MemoryError):
-            store.trim(segment_id, (8, 8), (30, 20))
-    assert leased_bytes(store, "c", 0, 3) == [written]
-    assert store.reserve((4096,)) is not None
 
 
 def test_many_threads_trim_lease_store_and_clear() -> None:
@@ -428,7 +458,8 @@ def test_many_threads_trim_lease_store_and_clear() -> None:
                     continue
                 for layer, block in enumerate(reservation.blocks):
                     block[:] = content(name, first, layer)
-                commit_to(store, reservation, make_manifest(name, first, first + 1, (1000, 1500)))
+                manifest = make_manifest(name, first, first + 1, (1000, 1500), range_bytes=RANGE_BYTES)
+                commit_to(store, reservation, manifest)
             elif choice < 0.41:
                 store.clear()
             elif choice < 0.7:
@@ -447,10 +478,13 @@ def test_many_threads_trim_lease_store_and_clear() -> None:
                     for layer, block in enumerate(piece.blocks):
                         written = content(name, page, layer)
                         num_kept = piece.header.end_token - piece.header.layer_first_token[layer]
-                        if len(block) != num_kept * len(written) // PAGE_SIZE:
+                        needed = num_kept * len(written) // PAGE_SIZE
+                        if len(block) != tail_num_bytes(len(written), needed, RANGE_BYTES):
                             failures.append(f"{len(block)} bytes for {num_kept} tokens")
                         if not np.array_equal(block, written[len(written) - len(block) :]):
                             failures.append(f"{name} page {page} layer {layer}")
+                        if block_checksum(block, RANGE_BYTES) != piece.checksums[layer]:
+                            failures.append(f"checksum of {name} page {page} layer {layer}")
                 store.release(lease)
             stats = store.stats()
             if stats.used_bytes + stats.free_bytes != stats.capacity_bytes:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common import transfer_gate
 from krul_sglang.engine.common.transfer_gate import IDLE_AFTER_S, TransferGate
 from krul_sglang.engine.restore import load_batch
-from krul_sglang.engine.restore.load_batch import Forecast, LoadBatch, LoadFailedError
+from krul_sglang.engine.restore.load_batch import Forecast, Load, LoadBatch, LoadFailedError
 from tests.support.engine_builders import (
     PATIENCE_S,
     MeetingPoint,
@@ -37,8 +38,8 @@ SHORT_S = 0.05
 """A deadline that passes soon; what is tested to pass it waits for an event that the test sets."""
 
 
-def make_batch(timeout_s: float = PATIENCE_S) -> LoadBatch:
-    return LoadBatch({}, NUM_LAYERS, Device(torch.device("cpu")), timeout_s)
+def make_batch(patience_s: float = PATIENCE_S) -> LoadBatch:
+    return LoadBatch({}, NUM_LAYERS, Device(torch.device("cpu")), patience_s)
 
 
 # ---- the batch alone ----
@@ -59,13 +60,13 @@ def begins_to_wait(batch: LoadBatch, monkeypatch: pytest.MonkeyPatch) -> threadi
 
 
 def test_a_layer_that_has_landed_is_not_waited_for() -> None:
-    batch = make_batch(timeout_s=0.0)
+    batch = make_batch(patience_s=0.0)
     for _ in range(2):
         batch.landed(layer_times())
     batch.wait_layer(0)
     batch.wait_layer(1)
     assert sorted(batch.wait_times) == [0, 1]
-    with pytest.raises(LoadFailedError, match="no layer has landed for 0 s"):
+    with pytest.raises(LoadFailedError, match=r"2 of . layers have landed in time"):
         batch.wait_layer(2)
     assert sorted(batch.wait_times) == [0, 1]
 
@@ -107,52 +108,104 @@ def test_a_failure_reaches_a_waiting_forward_with_its_cause(monkeypatch: pytest.
     assert batch.wait_times == {}
 
 
-class ScriptedTime:
-    """Stands for the module ``time`` in ``load_batch``: tells these seconds, one for each question."""
+class SetTime:
+    """Stands for the module ``time`` in ``load_batch``: tells ``now_s``."""
 
-    def __init__(self, *seconds: float) -> None:
-        self.left = list(seconds)
+    now_s = 0.0
 
     def monotonic(self) -> float:
-        return self.left.pop(0)
+        return self.now_s
 
 
-def test_the_deadline_counts_from_the_last_layer_that_landed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Made, landed, waiting from shortly before the deadline of 9 + 10 on, and still waiting after it.
-    clock = ScriptedTime(0.0, 9.0, 18.99, 19.01)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SetTime:
+    clock = SetTime()
     monkeypatch.setattr(load_batch, "time", clock)
-    batch = make_batch(timeout_s=10.0)
-    batch.landed(layer_times())
-    with pytest.raises(LoadFailedError, match="10 s"):
-        batch.wait_layer(1)
-    assert clock.left == []
+    return clock
 
 
-def test_every_layer_that_lands_moves_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Three times 9 s of a deadline of 10 s pass, then nothing comes any more.
-    clock = ScriptedTime(0.0, 9.0, 18.0, 27.0, 37.0)
-    monkeypatch.setattr(load_batch, "time", clock)
-    batch = LoadBatch({}, NUM_LAYERS + 1, Device(torch.device("cpu")), timeout_s=10.0)
-    for layer in range(NUM_LAYERS):
+def planned_batch(
+    load_s: float, recompute_s: float, patience_s: float | None = None, num_loads: int = 1
+) -> LoadBatch:
+    """Loads from an SSD that should take so long each, and computing what they bring ``recompute_s``."""
+    load = planned_load(load_s, recompute_s, is_in_dram=False)
+    return LoadBatch({str(n): load for n in range(num_loads)}, NUM_LAYERS, CPU, patience_s)
+
+
+def planned_load(load_s: float, recompute_s: float, *, is_in_dram: bool) -> Load:
+    load = bare_load(0, 8, (0,) * NUM_LAYERS, forecast=Forecast(0.5, load_s, recompute_s))
+    lease: Any = SimpleNamespace(is_in_dram=is_in_dram)
+    return replace(load, lease=lease)
+
+
+def land_at(batch: LoadBatch, clock: SetTime, *seconds: float) -> None:
+    for clock.now_s in seconds:
         batch.landed(layer_times())
-        batch.wait_layer(layer)
-    with pytest.raises(LoadFailedError):
-        batch.wait_layer(NUM_LAYERS)
-    assert clock.left == []
 
 
-def test_a_plan_that_takes_long_gets_its_time_and_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two loads that should take 3 s and 4 s: the first layer may come with the last of them."""
-    loads = {
-        str(load_s): bare_load(0, 8, (0,) * NUM_LAYERS, forecast=Forecast(0.5, load_s))
-        for load_s in (3.0, 4.0)
-    }
-    clock = ScriptedTime(0.0, 8.99, 9.01)
-    monkeypatch.setattr(load_batch, "time", clock)
-    batch = LoadBatch(loads, NUM_LAYERS, CPU, timeout_s=2.0)
-    with pytest.raises(LoadFailedError, match="no layer has landed for 9 s"):
+def test_given_patience_counts_from_the_plan_and_from_each_layer_that_lands(clock: SetTime) -> None:
+    batch = planned_batch(3.0, 0.0, patience_s=10.0, num_loads=2)
+    assert batch.deadline_s() == 6 + 10
+    land_at(batch, clock, 9.0)
+    # Three times the pace so far.
+    assert batch.deadline_s() == 9 + 27
+    land_at(batch, clock, 9.5)
+    assert batch.deadline_s() == pytest.approx(9.5 + 3 * 9.5 / 2)
+
+
+def test_a_load_that_brings_nothing_gets_its_plan_and_a_twentieth_of_computing(clock: SetTime) -> None:
+    batch = planned_batch(2.0, 40.0)
+    assert batch.deadline_s() == 2 + 2
+    assert planned_batch(2.0, 0.1).deadline_s() == pytest.approx(2.05)
+
+
+def test_a_load_from_memory_is_given_more_patience(clock: SetTime) -> None:
+    loads = {"r": planned_load(2.0, 40.0, is_in_dram=True)}
+    assert LoadBatch(loads, NUM_LAYERS, CPU, None).deadline_s() == 2 + 10
+
+
+def test_a_slow_load_is_waited_for_while_its_rest_is_sooner_than_computing(clock: SetTime) -> None:
+    batch = planned_batch(1.0, 10.0)
+    land_at(batch, clock, 1.0, 2.0)
+    # One layer a second: the rest takes less than computing, the next one is due after three at the latest.
+    assert NUM_LAYERS - 2 < 10
+    assert batch.deadline_s() == 2 + 3
+    slow = planned_batch(1.0, 0.5 * (NUM_LAYERS - 2))
+    slow._start_s = 2 - 2.0
+    land_at(slow, clock, 1.0, 2.0)
+    assert slow.deadline_s() < 1.6, "the rest would take longer than computing everything"
+
+
+def test_a_forward_that_an_earlier_one_holds_up_does_not_lose_its_patience(clock: SetTime) -> None:
+    batch = planned_batch(1.0, 10.0)
+    land_at(batch, clock, 0.25, 0.5)
+    before_s = batch.deadline_s()
+    with batch.standing_still():
+        clock.now_s = 100.5
+        assert batch.deadline_s() > clock.now_s + 1
+    assert batch.deadline_s() == pytest.approx(before_s + 100)
+
+
+def test_a_forward_gives_up_after_its_loader_should_have(clock: SetTime) -> None:
+    batch = planned_batch(2.0, 40.0)
+    clock.now_s = 6.1
+    with pytest.raises(LoadFailedError, match=r"0 of .* layers have landed in time"):
         batch.wait_layer(0)
-    assert clock.left == []
+
+
+def test_heads_are_not_begun_before_there_is_room_for_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch()
+    is_waiting = begins_to_wait(batch, monkeypatch)
+    with in_threads() as start:
+        waiting = start(batch.wait_begun)
+        assert is_waiting.wait(PATIENCE_S)
+        assert not waiting.done()
+        batch.begun()
+        waiting.result(PATIENCE_S)
+    refused = make_batch()
+    refused.fail(OSError("no room"))
+    with pytest.raises(LoadFailedError, match="no room"):
+        refused.wait_begun()
 
 
 def test_a_failed_load_does_not_keep_what_its_frames_hold() -> None:
@@ -327,17 +380,15 @@ def test_a_forward_that_shares_its_cores_with_the_load_waits_once_for_all_of_it(
     batch.wait_layer(NUM_LAYERS - 1)
 
 
-def test_a_load_that_lands_whole_is_given_up_when_no_layer_lands(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Each layer moves the deadline of 10 s, though the forward waits for the last one.
-    clock = ScriptedTime(0.0, 9.0, 18.0, 27.9, 28.1)
-    monkeypatch.setattr(load_batch, "time", clock)
+def test_a_load_that_lands_whole_is_given_up_when_no_layer_lands(clock: SetTime) -> None:
+    """Each layer moves the deadline, though the forward waits for the last one."""
     batch = LoadBatch({}, NUM_LAYERS, CPU, 10.0, lands_whole=True)
-    monkeypatch.setattr(batch._changed, "wait", lambda timeout: None)
-    for _ in range(NUM_LAYERS - 1):
-        batch.landed(layer_times())
-    with pytest.raises(LoadFailedError, match="no layer has landed for 10 s"):
+    land_at(batch, clock, 9.0, 18.0)
+    clock.now_s = 18 + 27 + 9.9
+    assert batch._left_s() == pytest.approx(0.1)
+    clock.now_s += 0.2
+    with pytest.raises(LoadFailedError, match="landed in time"):
         batch.wait_layer(0)
-    assert clock.left == []
 
 
 def test_a_replayed_graph_asks_for_the_last_layer_alone() -> None:
@@ -389,7 +440,7 @@ def test_giving_up_waits_for_the_write_under_way_and_forbids_the_next() -> None:
 
 
 def test_a_batch_that_was_given_up_is_not_waited_for() -> None:
-    batch = make_batch(timeout_s=0.0)
+    batch = make_batch(patience_s=0.0)
     batch.abandon(is_refilled=False)
     for layer in range(NUM_LAYERS):
         batch.wait_layer(layer)
@@ -474,7 +525,11 @@ def test_loads_wait_for_what_the_engine_still_does_with_their_slots(
     ready = [strict.record(strict.new_stream()).of_torch for _ in ("schedule", "forward")]
     strict_rig.loader.queue("r", strict_rig.load(FIRST_SLOTS))
     assert strict_rig.loader.finish(strict_rig.loader.start(ready))
-    assert strict.module.waits_before("upload", strict_rig.loader._stream) == ready
+    # Staged after the schedule, written after the forward.
+    stream = strict_rig.loader._stream
+    assert strict.module.waits_before("upload", stream) == ready[:1]
+    waits = [entry.event for entry in strict.module.log if entry.stream is stream and entry.kind == "wait"]
+    assert waits[:2] == ready
     assert strict.module.pageable_copies == 0
 
 
@@ -705,7 +760,7 @@ def test_a_stuck_load_is_given_up_and_writes_nothing_later(
     assert stuck.has_come.wait(PATIENCE_S)
     if not rig.device.shares_cores:
         batch.wait_layer(0)
-    with pytest.raises(LoadFailedError, match="no layer has landed"):
+    with pytest.raises(LoadFailedError, match="layers have landed in time"):
         batch.wait_layer(1)
     batch.abandon(is_refilled=is_refilled)
     # What the engine writes now, in place of the load:

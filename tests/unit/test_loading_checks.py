@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from krul_backend.codec.parameters import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
 from krul_backend.errors import CodecError, TierReadError
-from krul_backend.tiers.common.interface import DRAM_TIER, Block, Lease, SegmentSlice
-from krul_backend.tiers.common.page_index import PageRun
+from krul_backend.tiers.common.interface import DRAM_TIER, Lease, SegmentSlice
+from krul_backend.tiers.common.lower_tier import TailRead
+from krul_backend.tiers.common.read_queue import ReadPriority, of_a_load
 from krul_sglang.engine.restore import loading
 from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
@@ -45,12 +47,14 @@ class SteppedTier(FakeTier):
         super().__init__()
         self.before_layer: Callable[[int], None] = lambda layer: None
 
-    def fetch(self, run: PageRun[Any], blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
-        def land(layer: int) -> None:
-            self.before_layer(layer)
-            landed(layer)
+    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
+        for read in reads:
+            read.landed = partial(self._land, read.landed)
+        super().fetch(reads, priority)
 
-        super().fetch(run, blocks, land)
+    def _land(self, landed: Callable[[int], None], layer: int) -> None:
+        self.before_layer(layer)
+        landed(layer)
 
 
 class SunkRig(Rig):
@@ -206,8 +210,8 @@ def test_a_fetch_that_fails_half_way_fails_the_load(
 ) -> None:
     fetch, has_begun = sunk.store.fetch, threading.Event()
 
-    def begin(lease: Lease) -> tuple[SegmentSlice, ...]:
-        slices = fetch(lease)
+    def begin(lease: Lease, tails: Any) -> tuple[SegmentSlice, ...]:
+        slices = fetch(lease, tails)
         has_begun.set()
         return slices
 
@@ -250,6 +254,7 @@ def test_bytes_that_arrive_wrong_are_no_kv(sunk: SunkRig) -> None:
     damaged = bytearray(record.content[1])
     damaged[3] ^= 0x10
     record.content = (record.content[0], bytes(damaged), record.content[2])
+    sunk.tier.checks_bytes = False
     assert_load_fails(sunk, sunk.load(SLOTS), "layer 1 of segment .* has a wrong checksum", first_wrong=1)
 
 
@@ -270,8 +275,8 @@ def test_other_kv_of_the_same_tokens_is_not_decoded_as_what_was_leased(
     load = sunk.load(SLOTS)
     fetch = sunk.store.fetch
 
-    def fetch_other(lease: Any) -> Any:
-        (piece,) = fetch(lease)
+    def fetch_other(lease: Any, tails: Any) -> Any:
+        (piece,) = fetch(lease, tails)
         other = SegmentCodec(SHAPE, NUM_LAYERS, None, CodecOptions(group_size=32))
         params = {**piece.header.codec_params, "group_size": 32}
         assert params != piece.header.codec_params

@@ -14,8 +14,9 @@ import pytest
 
 from krul_backend.errors import ConfigError, DaemonError, TierReadError
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.tiers.common.interface import Block, block_checksum
+from krul_backend.tiers.common.interface import Block, block_checksums
 from krul_backend.tiers.common.page_index import PageRun
+from krul_backend.tiers.common.record import no_checksums
 from krul_backend.tiers.mooncake.cluster_connection import TimedCalls
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
 from krul_backend.tiers.mooncake.stored_object import EPOCH_AGE_S, MAX_POINTERS, decode_object, encode_object
@@ -26,6 +27,7 @@ from tests.support.store_builders import (
     make_manifest,
     make_model,
     page_keys,
+    read_tail,
     tokens_of,
     wait_until,
 )
@@ -88,7 +90,8 @@ def put(tier: MooncakeTier, manifest: SegmentManifest, seed: int = 0) -> list[Bl
     """Store a segment and wait for it; ``done`` is called exactly once."""
     blocks = blocks_of(manifest, seed)
     num_done: list[int] = []
-    assert tier.put(manifest, blocks, [block_checksum(block) for block in blocks], lambda: num_done.append(1))
+    checksums = block_checksums(blocks, manifest.range_bytes)
+    assert tier.put(manifest, blocks, checksums, lambda: num_done.append(1))
     assert tier.flush(5.0)
     assert num_done == [1]
     return blocks
@@ -106,7 +109,7 @@ def match(
 def fetch(tier: MooncakeTier, run: PageRun[Any]) -> tuple[list[Block], list[int]]:
     blocks = [np.zeros(size, dtype=np.uint8) for size in run.segment.manifest.layer_num_bytes]
     landed: list[int] = []
-    tier.fetch(run, blocks, landed.append)
+    read_tail(tier, run, blocks, landed.append)
     return blocks, landed
 
 
@@ -266,7 +269,7 @@ def test_a_damaged_or_foreign_object_is_a_miss(host: Host, cluster: FakeCluster)
 
 def test_no_flipped_bit_makes_another_manifest() -> None:
     manifest = make_manifest("c", 0, 2, SIZES)
-    digest, metadata = encode_object(manifest, (1, 2))
+    digest, metadata = encode_object(manifest, no_checksums(manifest))
     assert decode_object(digest, metadata, MODEL) is not None
     assert decode_object(digest, metadata, make_model("another")) is None
     for at in range(len(metadata)):
@@ -277,13 +280,20 @@ def test_no_flipped_bit_makes_another_manifest() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"codec": 1}, {"tenant": 7}, {"codec_params": []}, {"start_token": 0.0}, {"recompute_s": "1"}],
+    [
+        {"codec": 1},
+        {"tenant": 7},
+        {"codec_params": []},
+        {"start_token": 0.0},
+        {"recompute_s": "1"},
+        {"range_bytes": True},
+    ],
 )
 def test_a_sound_object_with_wrong_types_is_refused(changes: dict[str, object]) -> None:
     manifest = make_manifest("c", 0, 2, SIZES)
     for name, value in changes.items():
         object.__setattr__(manifest, name, value)
-    digest, metadata = encode_object(manifest, (1, 2))
+    digest, metadata = encode_object(manifest, no_checksums(manifest))
     assert decode_object(digest, metadata, MODEL) is None
 
 
@@ -295,7 +305,7 @@ def test_wrong_bytes_are_an_error_and_leave_the_cluster(host: Host, cluster: Fak
     (run,) = match(other, page_keys("c", 0, 3))
     landed: list[int] = []
     with pytest.raises(TierReadError, match="checksum"):
-        other.fetch(run, [np.zeros(size, np.uint8) for size in SIZES], landed.append)
+        read_tail(other, run, [np.zeros(size, np.uint8) for size in SIZES], landed.append)
     assert landed == [0]
     assert other.stats().corrupted_segments == 1
     assert match(other, page_keys("c", 0, 3)) == ()
@@ -372,7 +382,7 @@ def test_a_cluster_that_is_down_suspends_the_tier(
     cluster.calls.clear()
     assert match(tier, page_keys("c", 0, 3)) == ()
     other = make_manifest("d", 0, 3, SIZES)
-    assert not tier.put(other, blocks_of(other), (0, 0), lambda: pytest.fail("it was not taken"))
+    assert not tier.put(other, blocks_of(other), no_checksums(other), lambda: pytest.fail("it was not taken"))
     assert cluster.calls == []
     assert tier.stats().skipped_segments == {}, "it can be offered again"
     # Again after 30 s, then after 60.
@@ -419,7 +429,7 @@ def test_a_slow_read_is_given_up_between_layers(host: Host, clock: Clock) -> Non
         clock.now_s += 100
 
     with pytest.raises(TierReadError, match="too long"):
-        tier.fetch(run, [np.zeros(size, np.uint8) for size in SIZES], land)
+        read_tail(tier, run, [np.zeros(size, np.uint8) for size in SIZES], land)
     assert tier.stats().slow_reads == 1
 
 
@@ -442,7 +452,7 @@ def test_the_queue_is_bounded_and_each_segment_is_done_once(host: Host, cluster:
     manifests = [make_manifest(f"c{i}", 0, 1, SIZES) for i in range(5)]
     done: list[int] = []
     taken = [
-        tier.put(manifest, blocks_of(manifest), [0, 0], lambda i=i: done.append(i))  # type: ignore[misc]
+        tier.put(manifest, blocks_of(manifest), no_checksums(manifest), lambda i=i: done.append(i))  # type: ignore[misc]
         for i, manifest in enumerate(manifests)
     ]
     assert taken == [True, True, False, False, False]
@@ -555,8 +565,7 @@ def test_a_clear_drops_what_is_queued(host: Host, cluster: FakeCluster) -> None:
     for name in ("b", "c"):
         manifest = make_manifest(name, 0, 1, SIZES)
         blocks = blocks_of(manifest)
-        sums = [block_checksum(block) for block in blocks]
-        assert tier.put(manifest, blocks, sums, lambda name=name: done.append(name))  # type: ignore[misc]
+        assert tier.put(manifest, blocks, block_checksums(blocks), lambda name=name: done.append(name))  # type: ignore[misc]
     clearing = threading.Thread(target=tier.clear, args=(MODEL,))
     clearing.start()
     deadline_s = time.monotonic() + 5
@@ -665,7 +674,8 @@ def test_what_cannot_be_decoded_is_not_written_if_it_waits(host: Host, cluster: 
     manifests = [encoded(make_manifest(name, 0, 1, SIZES), "old") for name in "abc"]
     for manifest in manifests:
         name = manifest.page_keys[0]
-        assert tier.put(manifest, blocks_of(manifest), (0, 0), lambda name=name: done.append(name))  # type: ignore[misc]
+        blocks, checksums = blocks_of(manifest), no_checksums(manifest)
+        assert tier.put(manifest, blocks, checksums, lambda name=name: done.append(name))  # type: ignore[misc]
     tier.discard(manifests[2])
     assert done == ["c/0"]
     cluster.gate.set()

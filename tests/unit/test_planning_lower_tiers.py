@@ -83,15 +83,15 @@ def test_what_lies_in_a_lower_tier_is_planned_by_its_costs() -> None:
     assert planned.forecast.load_s == pytest.approx(in_dram + 3.0 * on_ssd + on_mooncake + latencies_s)
 
 
-def test_a_lower_tier_reads_whole_segments_however_few_tokens_are_wanted() -> None:
+def test_blocks_are_read_to_their_ends_however_few_tokens_are_wanted() -> None:
     planner = HeadsPlanner(no_heads)
     planning = planning_of(planner, tier_costs=AskedTiers({"ssd": TierCost(0.0, 1.0)}))
     few = leased(planning, num_tokens=40)
     assert (few[-1].num_tokens, few[-1].source.header.num_tokens) == (4, 12)
-    for slices, num_read in ((few, 4), (sunk(few, first=2), 12)):
+    for slices in (few, sunk(few, first=2)):
         assert planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1) is not None
         last = planner.problems[-1].runs[-1]
-        assert 4 * sum(last.layer_token_bytes) == pytest.approx(NUM_LAYERS * TOKEN_BYTES * num_read)
+        assert 4 * sum(last.layer_token_bytes) == pytest.approx(NUM_LAYERS * TOKEN_BYTES * 12)
 
 
 @pytest.mark.parametrize(("byte_s", "is_loaded"), [(1e-6, True), (1.0, False)])

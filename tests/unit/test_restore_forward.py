@@ -134,9 +134,12 @@ class Rig:
         has_heads: bool = True,
         chunk_tokens: int = MAX_TOKENS,
         agreement: RankAgreement | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.log: list[str] = []
-        self.batch = LoadBatch(loads, NUM_LAYERS, Device(torch.device("cpu")), PATIENCE_S)
+        self.before_forward: Callable[[], None] = lambda: None
+        self.batch = LoadBatch(loads, NUM_LAYERS, Device(torch.device("cpu")), patience_s)
+        self.batch.begun()
         self.heads = FakeHeads(self.log)
         self.prefill = FakePrefill(self.log)
         self.entered: list[int] = []
@@ -161,6 +164,8 @@ class Rig:
 
     def forward(self) -> str:
         self.log.append("forward")
+        if self.log.count("forward") == 1:
+            self.before_forward()
         for layer in range(NUM_LAYERS):
             self.batch.wait_layer(layer)
             self.entered.append(layer)
@@ -276,7 +281,8 @@ def test_a_failed_load_is_computed_and_the_forward_runs_again() -> None:
     loads = {"r1": load_of(1, 8, 24, (20, 16, 8, 8)), "r2": load_of(2, 0, 16, (0, 0, 0, 0))}
     rig = Rig(loads, chunk_tokens=20)
     rig.land(2)
-    rig.batch.fail(OSError("injected"))
+    # After its heads: a load that has failed before has none computed.
+    rig.before_forward = lambda: rig.batch.fail(OSError("injected"))
     # Request 4 restores nothing, and request 3 only decodes: nobody touches their slots.
     assert rig.run([4, 1, 2, 3]) == "result"
     assert rig.log == ["heads", "forward", *["prefill"] * 3, "forward", "done"]
@@ -381,13 +387,39 @@ def test_a_second_failure_is_not_rescued_again() -> None:
 
 def test_heads_wait_for_no_load() -> None:
     """Models that write KV themselves ask the pool's getters for buffers while heads run."""
-    rig = Rig({"r1": load_of(1, 0, 8, (4,) * NUM_LAYERS)})
+    rig = Rig({"r1": load_of(1, 0, 8, (4,) * NUM_LAYERS)}, patience_s=0.0)
     rig.loader.counter.batches[INDEX] = rig.batch
     rig.loader.counter.set_consumer(INDEX)
+    # A wait would be in vain, and raise.
     rig.heads.before_run = lambda: rig.loader.counter.wait_until(0)
-    rig.batch.fail(OSError("would be raised by a wait"))
+    rig.before_forward = rig.land
     rig.run([1])
-    assert rig.log == ["heads", "forward", "prefill", "forward", "done"]
+    assert rig.log == ["heads", "forward", "done"]
+
+
+def test_no_head_is_computed_for_a_load_that_has_no_room() -> None:
+    rig = Rig({"r1": load_of(1, 0, 8, (4,) * NUM_LAYERS)})
+    rig.batch.fail(OSError("no room"))
+    assert rig.run([1]) == "result"
+    assert rig.log == ["prefill", "forward", "done"]
+    assert rig.prefill.runs == [("r1", range(8))]
+
+
+def test_heads_end_when_their_load_fails() -> None:
+    rig = Rig({"r1": load_of(1, 0, 8, (4,) * NUM_LAYERS)})
+    rig.heads.before_run = lambda: rig.batch.fail(OSError("the disk is gone"), {"r1": 6})
+    rig.run([1])
+    # What a salvaged segment needs before it, its head, is not complete.
+    assert rig.prefill.runs == [("r1", range(8))]
+
+
+def test_what_has_come_of_a_failed_load_is_not_computed_again() -> None:
+    loads = {"r1": load_of(1, 8, 24, (20, 16, 8, 8)), "r2": load_of(2, 0, 16, (0, 0, 0, 0))}
+    rig = Rig(loads)
+    rig.before_forward = lambda: rig.batch.fail(OSError("injected"), {"r1": 16})
+    assert rig.run([1, 2]) == "result"
+    assert rig.prefill.runs == [("r1", range(24, 32)), ("r2", range(16))]
+    assert rig.restore.counters.rescued_tokens == 8 + 16
 
 
 # ---- out of memory ----
@@ -487,12 +519,12 @@ def test_a_rescue_has_the_memory_of_the_forward_that_failed() -> None:
     def forward() -> str:
         hidden = torch.empty(1)
         hidden_states.append(weakref.ref(hidden))
+        rig.batch.fail(OSError("injected"))
         rig.batch.wait_layer(0)
         return f"result of {len(hidden)} row"
 
     are_gone: list[bool] = []
     rig.prefill.before_run = lambda: are_gone.append(hidden_states[0]() is None)
-    rig.batch.fail(OSError("injected"))
     assert rig.restore.run(FakeScheduleBatch([1]), forward) == "result of 1 row"
     assert are_gone == [True]
 

@@ -55,8 +55,10 @@ def test_a_problem_says_what_is_stored_and_where() -> None:
         assert run.last_use == (2, 3, 2, 3)
         assert run.decode_token_s == (0.5,) * NUM_LAYERS
         assert run.stored_from == (run.first_token,) * NUM_LAYERS
-        num_bytes = [per_token * header.num_tokens for per_token in run.layer_token_bytes]
-        assert num_bytes == pytest.approx(header.layer_num_bytes)
+        # From its first token on, a block is read to its end.
+        share = (header.end_token - run.first_token) / header.num_tokens
+        num_bytes = [(run.end_token - run.first_token) * each for each in run.layer_token_bytes]
+        assert num_bytes == pytest.approx([share * each for each in header.layer_num_bytes])
 
 
 def test_a_lease_that_there_is_no_memory_to_open_is_computed(

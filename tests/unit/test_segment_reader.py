@@ -35,6 +35,7 @@ from tests.support.segment_builders import (
     PAGE_SIZE,
     SHAPE,
     Heads,
+    in_ranges,
     lease_of,
     store_in,
     stored,
@@ -165,13 +166,14 @@ def test_tails_are_read_from_segments_that_lack_their_first_tokens(
         assert reader.num_bytes <= sum(reader.source.header.layer_num_bytes)
 
 
+@pytest.mark.parametrize("range_bytes", [1, 100])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str) -> None:
+def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str, range_bytes: int) -> None:
     """Stored whole, leased once to prove it, then trimmed by the store and leased again."""
     kept_heads = (36, 32, 16, 12)
     store = make_store(1 << 20)
     for segment in whole_segments(kind):
-        store_in(store, segment)
+        store_in(store, in_ranges(segment, range_bytes))
     keys = [f"page-{page}" for page in range(END // PAGE_SIZE)]
     for segment in store.path_segments(MODEL, keys):
         header = segment.header
@@ -190,8 +192,9 @@ def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str) -> None
     readers = open_segments(lease, CODEC, len(slots))
     read_all(lease, readers, kept_heads, slots, pool)
     check_restored(kind, before, pool, slots, kept_heads)
-    # Nothing more than what the trim kept is there, and all of it is needed.
-    assert sum(reader.num_bytes for reader in readers) == store.stats().stored_bytes
+    # Nothing more than what the trim kept is there, and all of it is needed, but for the rest of a range.
+    unused_bytes = store.stats().stored_bytes - sum(reader.num_bytes for reader in readers)
+    assert 0 <= unused_bytes <= (range_bytes - 1) * len(readers) * NUM_LAYERS
     store.release(lease)
     store.close()
 

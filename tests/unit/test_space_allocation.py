@@ -22,6 +22,7 @@ from krul_sglang.engine.save.offload import TurnOffloader
 from krul_sglang.engine.save.turn import Turn
 from krul_sglang.engine.save.turn_encoding import TurnEncoding
 from tests.support.engine_builders import make_store
+from tests.support.store_builders import shorten_ranges
 
 GROUP = 8
 LAYER_TOKEN_BYTES = 2 * 2 * 16 * 4  # (K, V) x heads x channels x float32
@@ -122,7 +123,12 @@ class AllocatingBench:
             for unit in strategy.units:
                 encoded = self.codec.encode_unit(encoding, unit, [kv[layer] for layer in unit])
                 whole.update(zip(unit, encoded, strict=True))
-            kept = {layer: torch.from_numpy(block.copy()) for layer, block in enumerate(piece.blocks)}
+            # Before what is kept may lie the end of an earlier record: blocks are cut in whole ranges.
+            sizes = decoder.kept_num_bytes(header.layer_first_token)
+            kept = {
+                layer: torch.from_numpy(block[block.nbytes - size :].copy())
+                for layer, (block, size) in enumerate(zip(piece.blocks, sizes, strict=True))
+            }
             for layer, first in enumerate(decoder.decodable_from(header.layer_first_token)):
                 if first > start:
                     decoded_from[layer] = first
@@ -135,7 +141,8 @@ class AllocatingBench:
 
 
 @pytest.fixture
-def bench() -> Iterator[AllocatingBench]:
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[AllocatingBench]:
+    shorten_ranges(monkeypatch)
     bench = AllocatingBench()
     yield bench
     bench.close()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from krul_backend.errors import TierReadError
-from krul_backend.tiers.common.interface import block_checksum
+from krul_backend.tiers.common.interface import block_checksums
 from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
 from krul_backend.tiers.ssd import segment_writes
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
@@ -30,7 +30,7 @@ from tests.support.ssd_builders import (
     put,
     random_blocks,
 )
-from tests.support.store_builders import Clock, make_manifest, make_model, page_keys
+from tests.support.store_builders import Clock, make_manifest, make_model, page_keys, read_tail
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_flipped_bit_is_never_handed_out(tier: SsdTier, disk: FaultyDisk) -> N
     blocks = [np.zeros(size, dtype=np.uint8) for size in SIZES]
     landed: list[int] = []
     with pytest.raises(TierReadError, match="layer 1"):
-        tier.fetch(run, blocks, landed.append)
+        read_tail(tier, run, blocks, landed.append)
     assert landed == [0]
     np.testing.assert_array_equal(blocks[0], random_blocks(SIZES, 1)[0])
     tier.release(run)
@@ -113,7 +113,7 @@ def test_a_stalled_read_fails_and_never_writes_into_the_blocks(tier: SsdTier, di
     blocks = [np.full(size, 0xAA, dtype=np.uint8) for size in SIZES]
     disk.gate.clear()
     with pytest.raises(TierReadError, match="too slow"):
-        tier.fetch(run, blocks, lambda layer: None)
+        read_tail(tier, run, blocks, lambda layer: None)
     stats = tier.stats()
     assert (stats.slow_reads, stats.is_suspended) == (1, True)
     assert match(tier, "a") == ()
@@ -139,7 +139,7 @@ def test_a_small_fetch_beside_a_large_one_that_copies_slowly(tmp_path: Path) -> 
         (run,) = match(tier, "large")
         blocks = [np.zeros(size, dtype=np.uint8) for size in run.segment.manifest.layer_num_bytes]
         try:
-            tier.fetch(run, blocks, landed)
+            read_tail(tier, run, blocks, landed)
         except TierReadError as error:
             errors.append(error)
         tier.release(run)
@@ -353,7 +353,7 @@ def test_a_clear_does_not_wait_for_a_disk_that_hangs(
         assert not has(tier, "a")
         assert has(tier, "a", model=other, seed=2)
         blocks = random_blocks(SIZES, 3)
-        checksums = [block_checksum(block) for block in blocks]
+        checksums = block_checksums(blocks)
         assert tier.put(make_manifest("later", 0, 2, SIZES), blocks, checksums, lambda: None)
     assert tier.flush(20)
     assert not has(tier, "busy"), "it was put before the clear, and written after it"
@@ -527,7 +527,7 @@ def test_the_disk_is_measured_with_half_of_what_is_free_at_most(tmp_path: Path) 
 
 def test_done_is_called_once_whatever_happens(tier: SsdTier, disk: FaultyDisk) -> None:
     blocks = random_blocks(SIZES, 0)
-    checksums = [block_checksum(block) for block in blocks]
+    checksums = block_checksums(blocks)
     calls: list[int] = []
     disk.errors["pwritev"] = errno.EIO
     for number in range(3):

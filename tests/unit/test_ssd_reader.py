@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from krul_backend.tiers.ssd.reader import PieceReader
+from krul_backend.tiers.ssd.reader import FileRange, PieceReader
 from tests.support.ssd_builders import FaultyDisk
 from tests.support.store_builders import Clock
 
@@ -60,14 +62,14 @@ class Reading(threading.Thread):
         self.pieces: list[int] = []
         self.error: OSError | None = None
         self.is_released = threading.Event()
-        self._read = lambda: reader.read(
-            fd, first * PIECE, num_pieces * PIECE, self._take, self.is_released.set
-        )
+        ranges = [FileRange(fd, first * PIECE, num_pieces * PIECE)]
+        self._read = lambda: reader.read(ranges, self._take, self.is_released.set)
         self._before_take = before_take
         self.start()
 
-    def _take(self, piece: memoryview) -> None:
+    def _take(self, index: int, offset: int, piece: memoryview) -> None:
         self._before_take()
+        assert (index, offset) == (0, PIECE * piece[0])
         assert len(set(piece)) == 1
         self.pieces.append(piece[0])
 
@@ -189,3 +191,96 @@ def test_nobody_waits_for_a_reader_that_was_closed(fd: int) -> None:
     assert late.pieces == []
     assert late.error is not None
     assert "closed" in str(late.error)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    ranges=st.lists(
+        st.tuples(st.booleans(), st.integers(0, NUM_LARGE_PIECES), st.integers(0, 12)), max_size=12
+    ),
+    piece_num_bytes=st.sampled_from([PIECE, 3 * PIECE, 64 * PIECE]),
+)
+def test_ranges_of_several_files_come_in_order(
+    fd: int, tmp_path: Path, ranges: list[tuple[bool, int, int]], piece_num_bytes: int
+) -> None:
+    """Each with its number and its place in its file, whatever the pieces are."""
+    disk = FaultyDisk()
+    other_path = tmp_path / "other"
+    other_path.write_bytes((tmp_path / "data").read_bytes()[::-1])
+    files = [open_data(disk, fd), disk.open(other_path, os.O_RDONLY)]
+    contents = [(tmp_path / name).read_bytes() for name in ("data", "other")]
+    wanted = [
+        (is_other, first * PIECE, min(num_pieces, NUM_LARGE_PIECES + 1 - first) * PIECE)
+        for is_other, first, num_pieces in ranges
+    ]
+    reader = PieceReader(disk, TIMEOUT_S, piece_num_bytes=piece_num_bytes)
+    taken: list[list[bytes]] = [[] for _ in wanted]
+    order: list[int] = []
+    released: list[int] = []
+
+    def take(index: int, offset: int, piece: memoryview) -> None:
+        assert offset == wanted[index][1] + sum(map(len, taken[index]))
+        taken[index].append(bytes(piece))
+        order.append(index)
+
+    reader.read(
+        [FileRange(files[is_other], offset, num_bytes) for is_other, offset, num_bytes in wanted],
+        take,
+        lambda: released.append(1),
+    )
+    assert order == sorted(order)
+    for parts, (is_other, offset, num_bytes) in zip(taken, wanted, strict=True):
+        assert b"".join(parts) == contents[is_other][offset : offset + num_bytes]
+    assert released == [1]
+    reader.close()
+    for file in files:
+        disk.close(file)
+
+
+def test_ranges_are_asked_for_when_there_is_a_buffer(fd: int) -> None:
+    """So that whoever gives them can leave out what is of no use any more."""
+    disk = FaultyDisk()
+    data = open_data(disk, fd)
+    reader = PieceReader(disk, TIMEOUT_S, piece_num_bytes=PIECE)
+    num_taken, ahead = 0, []
+
+    def ranges() -> Iterator[FileRange]:
+        for number in range(NUM_LARGE_PIECES):
+            ahead.append(number - num_taken)
+            yield FileRange(data, number * PIECE, PIECE)
+
+    def take(index: int, offset: int, piece: memoryview) -> None:
+        nonlocal num_taken
+        num_taken += 1
+
+    reader.read(ranges(), take, lambda: None)
+    assert num_taken == NUM_LARGE_PIECES
+    assert max(ahead) <= 8
+    reader.close()
+
+
+@pytest.mark.parametrize("is_at_take", [True, False])
+def test_an_error_of_the_caller_ends_the_read_and_releases_it(fd: int, is_at_take: bool) -> None:
+    disk = FaultyDisk()
+    data = open_data(disk, fd)
+    reader = PieceReader(disk, TIMEOUT_S, piece_num_bytes=PIECE)
+    released = threading.Semaphore(0)
+
+    def ranges() -> Iterator[FileRange]:
+        yield FileRange(data, 0, 4 * PIECE)
+        if not is_at_take:
+            raise ValueError("a bug")
+
+    def take(index: int, offset: int, piece: memoryview) -> None:
+        if is_at_take:
+            raise ValueError("a bug")
+
+    for _ in range(5):
+        with pytest.raises(ValueError, match="a bug"):
+            reader.read(ranges(), take, released.release)
+        assert released.acquire(timeout=20)
+    # No buffer is lost.
+    again = Reading(reader, data, 0, NUM_LARGE_PIECES)
+    again.join(20)
+    assert (again.pieces, again.error) == (list(range(NUM_LARGE_PIECES)), None)
+    reader.close()

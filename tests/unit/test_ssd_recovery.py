@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from krul_backend.errors import DaemonError, TierReadError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
-from krul_backend.tiers.common.interface import block_checksum
-from krul_backend.tiers.common.record import SegmentRecord, encode_metadata, encode_segment
+from krul_backend.tiers.common.interface import block_checksums
+from krul_backend.tiers.common.record import SegmentRecord, encode_metadata, encode_segment, no_checksums
+from krul_backend.tiers.ssd.own_files import encode_file_header
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import FaultyDisk, disk_bytes, has, open_tier, put
 from tests.support.store_builders import make_manifest, make_model
@@ -93,13 +94,18 @@ def restore_files(files: dict[str, bytes], directory: Path) -> Path:
         pytest.param(28, id="record_num_bytes, past the end"),
         pytest.param(32, id="sequence"),
         pytest.param(42, id="number of layers"),
-        pytest.param(65, id="a block's checksum"),
+        pytest.param(65, id="a block's size"),
         pytest.param(200, id="the rest"),
+        pytest.param(None, id="a block's checksum"),
         pytest.param(5000, id="a block"),
     ],
 )
-def test_a_flipped_bit_costs_the_record_that_it_hits(log: Path, damaged: int, at: int) -> None:
-    flip(log, offsets_of_headers(log.read_bytes())[damaged] + at)
+def test_a_flipped_bit_costs_the_record_that_it_hits(log: Path, damaged: int, at: int | None) -> None:
+    data = log.read_bytes()
+    offset = offsets_of_headers(data)[damaged]
+    if at is None:  # The header ends with them.
+        at = int.from_bytes(data[offset + 16 : offset + 24], "little") - 1
+    flip(log, offset + at)
     assert found_of(log.parents[1]) == [number != damaged for number in range(NUM_RECORDS)]
 
 
@@ -147,14 +153,15 @@ def test_what_is_damaged_is_written_over_and_the_rest_kept(log: Path) -> None:
 def first_block_at(conversation: str, num_bytes: int, model: ModelIdentity) -> int:
     """Where the block starts in the record of ``put_block``."""
     manifest = make_manifest(conversation, 0, 2, (num_bytes,), model)
-    return SegmentRecord.of(0, manifest, (0,), encode_metadata(manifest, (0,))).block_offsets[0]
+    zeros = no_checksums(manifest)
+    return SegmentRecord.of(0, manifest, zeros, encode_metadata(manifest, zeros)).block_offsets[0]
 
 
 def put_block(tier: SsdTier, conversation: str, content: bytes) -> None:
     block = np.frombuffer(content, np.uint8)
     model = make_model("tiny", num_layers=1)
     manifest = make_manifest(conversation, 0, 2, (len(content),), model)
-    assert tier.put(manifest, [block], [block_checksum(block)], lambda: None)
+    assert tier.put(manifest, [block], block_checksums([block]), lambda: None)
     assert tier.flush(20)
 
 
@@ -170,7 +177,7 @@ def test_headers_within_somebodys_kv_are_not_found(tmp_path: Path) -> None:
     put(tier, "before", sizes=(600,), model=model)
     (start,) = offsets_of_headers((path.parent / "00000002.log").read_bytes())
     forged_manifest = make_manifest("forged", 0, 2, (600,), model)
-    forged = encode_segment(forged_manifest, encode_metadata(forged_manifest, (5,)), 1 << 40)
+    forged = encode_segment(forged_manifest, encode_metadata(forged_manifest, (b"55555555",)), 1 << 40)
     # They lie at multiples of 4096 of the file, as if they were headers.
     pages = b"".join(header.ljust(PAGE, b"\0") for header in (forged, second, first))
     put_block(tier, "imitation", bytes(PAGE - first_block_at("imitation", 4 * PAGE, model)) + pages)
@@ -302,6 +309,35 @@ def test_files_of_an_older_format_are_removed_with_their_directory(tmp_path: Pat
     open_tier(tmp_path).close()
     assert not older.exists()
     assert newer.exists()
+
+
+def test_what_the_format_before_wrote_is_removed_and_never_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in its own directory nor, moved by somebody, in this format's."""
+    with monkeypatch.context() as older_version:
+        for module in ("common.record", "ssd.own_files"):
+            older_version.setattr(f"krul_backend.tiers.{module}.FORMAT_VERSION", FORMAT_VERSION - 1)
+        tier = open_tier(tmp_path)
+        for number in range(3):
+            put(tier, f"c{number}", seed=number)
+        tier.close()
+    (older,) = tmp_path.iterdir()
+    assert older.name == f"krul-v{FORMAT_VERSION - 1}"
+    own = tmp_path / f"krul-v{FORMAT_VERSION}"
+    own.mkdir()
+    moved = own / "00000001.log"
+    moved.write_bytes((older / "00000001.log").read_bytes())
+    # With a header that says that the file is of this format, its records still are not.
+    data = moved.read_bytes()
+    file_id = int.from_bytes(data[32:40], "little")
+    (own / "00000002.log").write_bytes(encode_file_header(2, file_id) + data[PAGE:])
+    tier = open_tier(tmp_path)
+    assert (tier.list_segments(), tier.stats().corrupted_segments) == ([], 0)
+    assert not older.exists()
+    assert put(tier, "c1", seed=7)
+    assert has(tier, "c1", seed=7)
+    tier.close()
 
 
 def test_an_older_directory_that_is_in_use_stays(tmp_path: Path) -> None:

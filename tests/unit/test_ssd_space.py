@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.eviction import LruPolicy
-from krul_backend.tiers.common.interface import block_checksum
+from krul_backend.tiers.common.interface import Checksums, block_checksums
 from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.ssd import room
@@ -35,7 +35,7 @@ from tests.support.ssd_builders import (
     put,
     random_blocks,
 )
-from tests.support.store_builders import Clock, make_model, page_keys
+from tests.support.store_builders import Clock, make_model, page_keys, read_tail
 
 SIZES = (9000, 5000)
 RECORD_BYTES = 16384
@@ -354,8 +354,8 @@ class SsdTierMachine(RuleBasedStateMachine):
                 for seed in seeds
             )
             blocks = [np.zeros(size, dtype=np.uint8) for size in run.segment.manifest.layer_num_bytes]
-            self.tier.fetch(run, blocks, lambda layer: None)
-            assert tuple(block_checksum(block) for block in blocks) == run.segment.checksums
+            read_tail(self.tier, run, blocks, lambda layer: None)
+            assert block_checksums(blocks) == run.segment.checksums
 
     @rule(model=which_model)
     def clear_model(self, model: int) -> None:
@@ -389,8 +389,8 @@ def has_any(tier: SsdTier, model: ModelIdentity, conversation: int) -> bool:
     return not tier.find_missing(model, page_keys(f"c{conversation}", 0, 2))
 
 
-def is_of_seed(checksums: tuple[int, ...], sizes: tuple[int, ...], seed: int) -> bool:
-    return checksums == tuple(block_checksum(block) for block in random_blocks(sizes, seed))
+def is_of_seed(checksums: Checksums, sizes: tuple[int, ...], seed: int) -> bool:
+    return checksums == block_checksums(random_blocks(sizes, seed))
 
 
 TestSsdTierAgainstADictionary = SsdTierMachine.TestCase

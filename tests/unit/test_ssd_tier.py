@@ -14,8 +14,9 @@ import pytest
 
 from krul_backend.errors import ConfigError, DaemonError, TierReadError
 from krul_backend.segment import SegmentManifest
-from krul_backend.tiers.common.interface import block_checksum
+from krul_backend.tiers.common.interface import block_checksums
 from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
+from krul_backend.tiers.common.record import no_checksums
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import (
     SIZES,
@@ -47,7 +48,7 @@ def test_what_was_put_is_found_with_its_bytes(tier: SsdTier) -> None:
     assert [(run.first_page, run.end_page) for run in runs] == [(0, 2), (0, 3)]
     for run, seed in zip(runs, (1, 2), strict=True):
         right = random_blocks(SIZES, seed)
-        assert run.segment.checksums == tuple(block_checksum(block) for block in right)
+        assert run.segment.checksums == block_checksums(right)
         for block, expected in zip(fetch(tier, run), right, strict=True):
             np.testing.assert_array_equal(block, expected)
         tier.release(run)
@@ -97,7 +98,7 @@ def test_a_segment_is_not_written_twice(tier: SsdTier) -> None:
     used_bytes = tier.stats().used_bytes
     done = threading.Event()
     blocks = random_blocks(SIZES, 0)
-    checksums = [block_checksum(block) for block in blocks]
+    checksums = block_checksums(blocks)
     assert tier.put(make_manifest("a", 0, 2, SIZES), blocks, checksums, done.set)
     assert tier.flush(20)
     assert done.is_set()
@@ -283,7 +284,7 @@ def test_a_clear_drops_what_is_queued_and_stops_what_is_read(tmp_path: Path) -> 
     with busy_writer(tier, disk):
         done = threading.Event()
         blocks = random_blocks(SIZES, 0)
-        checksums = [block_checksum(block) for block in blocks]
+        checksums = block_checksums(blocks)
         tier.put(make_manifest("queued", 0, 2, SIZES), blocks, checksums, done.set)
         clearing = threading.Thread(target=tier.clear)
         clearing.start()
@@ -349,7 +350,7 @@ def test_what_cannot_be_decoded_is_not_written_if_it_waits(tmp_path: Path) -> No
     manifest = encoded(make_manifest("a", 0, 2, SIZES), "old")
     done: list[None] = []
     with busy_writer(tier, disk):
-        assert tier.put(manifest, random_blocks(SIZES, 0), (0, 0), lambda: done.append(None))
+        assert tier.put(manifest, random_blocks(SIZES, 0), no_checksums(manifest), lambda: done.append(None))
         tier.discard(manifest)
         assert done == [None]
     assert tier.flush(20)

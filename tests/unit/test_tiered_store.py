@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 
 from krul_backend.errors import StoreClosedError, TierReadError
 from krul_backend.planner.interface import TierCost
@@ -34,6 +33,7 @@ from tests.support.tiered_builders import (
     SIZES,
     TAKEN_BYTES,
     Rig,
+    checksums_in,
     content_of,
     is_in_dram,
     put_below,
@@ -245,7 +245,7 @@ def test_a_copy_that_holds_less_than_was_promised_is_not_used(rig: Rig) -> None:
     _, content = put_below(rig.ssd, "c", 0, 3)
     lease = lease_pages(rig.store, "c", 0, 3)
     assert lease is not None
-    stored, _ = put_in_dram(rig, "c", 0, 3)
+    stored, _ = put_in_dram(rig, "c", 0, 3, range_bytes=20)
     assert rig.host.trim(stored, (4, 4), (60, 40)) == 60
     (piece,) = rig.store.fetch(lease)
     assert piece.segment_id != stored
@@ -531,7 +531,7 @@ def encoded(manifest: SegmentManifest, kind: str) -> SegmentManifest:
 def add_encoded(tier: FakeTier, conversation: str, first: int, end: int, kind: str) -> SegmentManifest:
     manifest = encoded(make_manifest(conversation, first, end, SIZES, MODEL), kind)
     content = content_of(conversation, first, end)
-    tier.add(manifest, content, [xxhash.xxh3_64_intdigest(block) for block in content])
+    tier.add(manifest, content, checksums_in(manifest, content))
     return manifest
 
 

@@ -121,7 +121,7 @@ def test_sums_over_the_requests_of_a_restore() -> None:
     assert restore.prefix_tokens == 96
     assert [restore.head_tokens(layer) for layer in range(3)] == [48, 32, 0]
     assert [restore.tail_tokens(layer) for layer in range(3)] == [48, 64, 96]
-    assert restore.planned_s == pytest.approx(0.0019)
+    assert restore.planned_s == pytest.approx(0.0015)
     assert restore.load_busy == pytest.approx(0.75)
     assert restore.compute_busy == pytest.approx((0.3 + 1.1) / 2.0)
 
@@ -197,7 +197,7 @@ def test_a_rescue_shows_the_heads_of_the_plan() -> None:
 def test_the_table() -> None:
     header, first, second = format_table(restores(RECORDED, RESCUED)).splitlines()
     assert header.split("  ")[0] == "restore"
-    assert first.split() == ["0", "96", "48", "/", "0", "1.9", "2.0", "75%", "70%", "2", "requests"]
+    assert first.split() == ["0", "96", "48", "/", "0", "1.5", "2.0", "75%", "70%", "2", "requests"]
     assert second.split()[:9] == ["1", "64", "32", "/", "0", "1.5", "10.0", "0%", "20%"]
     assert second.endswith("beside requests with nothing to restore; the load failed, all was computed")
     assert first.index("2.0") + len("2.0") == header.index("measured ms") + len("measured ms")

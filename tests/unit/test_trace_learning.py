@@ -84,15 +84,15 @@ def lie_in(trace: RestoreTrace, *tiers: str) -> None:
 
 def test_costs_learn_the_work_of_each_stream_without_its_waits() -> None:
     log, costs = make_log()
-    log.add(make_trace(Forecast(1.0, 2.0), Forecast(0.5, 0.25)))
+    log.add(make_trace(Forecast(1.0, 2.0, 0.0), Forecast(0.5, 0.25, 0.0)))
     log.settle()
     assert costs.observed == [("head", 1.5, 4.0), (DRAM_TIER, 2.25, 5.0)]
 
 
 def test_a_request_that_came_alone_tells_what_a_restore_takes_beyond_its_plan() -> None:
     log, costs = make_log()
-    log.add(make_trace(Forecast(0.0, 0.0)))
-    mixed = make_trace(Forecast(0.0, 0.0))
+    log.add(make_trace(Forecast(0.0, 0.0, 0.0)))
+    mixed = make_trace(Forecast(0.0, 0.0, 0.0))
     mixed.is_mixed = True
     log.add(mixed)
     log.settle()
@@ -110,7 +110,7 @@ def test_the_own_forward_is_learned_from_prefills_that_restore_nothing() -> None
 
 def test_what_a_plan_did_not_have_teaches_nothing() -> None:
     log, costs = make_log()
-    log.add(make_trace(Forecast(0.0, 2.0), has_heads=False))
+    log.add(make_trace(Forecast(0.0, 2.0, 0.0), has_heads=False))
     log.settle()
     assert [name for name, *_ in costs.observed] == [DRAM_TIER, "overhead"]
 
@@ -119,7 +119,7 @@ def test_a_load_from_a_lower_tier_teaches_about_that_tier_alone() -> None:
     """Nothing about the overhead either: how long a tier takes to answer is not the restore's."""
     log, costs = make_log()
     for tiers in ((DRAM_TIER, "ssd"), ("ssd",), (DRAM_TIER,)):
-        trace = make_trace(Forecast(0.0, 2.0))
+        trace = make_trace(Forecast(0.0, 2.0, 0.0))
         lie_in(trace, *tiers)
         log.add(trace)
     log.settle()
@@ -134,7 +134,7 @@ def test_a_load_from_a_lower_tier_teaches_about_that_tier_alone() -> None:
 
 def test_a_load_from_two_lower_tiers_teaches_about_neither() -> None:
     log, costs = make_log()
-    trace = make_trace(Forecast(1.0, 2.0))
+    trace = make_trace(Forecast(1.0, 2.0, 0.0))
     lie_in(trace, "mooncake", DRAM_TIER, "ssd")
     log.add(trace)
     log.settle()
@@ -143,9 +143,9 @@ def test_a_load_from_two_lower_tiers_teaches_about_neither() -> None:
 
 def test_restores_settle_in_order_when_the_device_has_come_by() -> None:
     log, costs = make_log()
-    running = make_trace(Forecast(1.0, 0.0), end_s=None)
+    running = make_trace(Forecast(1.0, 0.0, 0.0), end_s=None)
     log.add(running)
-    log.add(make_trace(Forecast(2.0, 0.0)))
+    log.add(make_trace(Forecast(2.0, 0.0, 0.0)))
     log.settle()
     assert (costs.observed, log.as_list()) == ([], [])
     running.end = lambda: 9.0
@@ -158,7 +158,7 @@ def test_restores_settle_in_order_when_the_device_has_come_by() -> None:
 def test_only_the_last_restores_are_kept() -> None:
     log, costs = make_log()
     for number in range(MAX_TRACES + 3):
-        log.add(make_trace(Forecast(1.0 + number, 0.0)))
+        log.add(make_trace(Forecast(1.0 + number, 0.0, 0.0)))
         log.settle()
     assert len(log.as_list()) == MAX_TRACES
     assert [name for name, *_ in costs.observed].count("head") == MAX_TRACES + 3

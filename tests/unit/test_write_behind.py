@@ -17,7 +17,7 @@ from tests.support.ssd_builders import FILE_BYTES, FaultyDisk, busy_writer, open
 from tests.support.ssd_builders import SIZES as SSD_SIZES
 from tests.support.ssd_builders import match as ssd_match
 from tests.support.ssd_builders import put as put_on_ssd
-from tests.support.store_builders import make_manifest, page_keys, put, tokens_of
+from tests.support.store_builders import commit_to, make_manifest, page_keys, put, tokens_of
 from tests.support.tiered_builders import MODEL, SIZES, Rig, put_below
 
 MIB = 1 << 20
@@ -194,7 +194,7 @@ def test_segments_that_name_each_other_are_taken(rig: Rig) -> None:
         manifest = make_manifest("a", first, first + 2, SIZES, MODEL)
         object.__setattr__(manifest, "parent_key", parent)
         assert manifest.page_keys == keys
-        rig.store.commit(reservation, manifest, (0, 0))
+        commit_to(rig.store, reservation, manifest)
     rig.ssd.refuses = False
     assert rig.store.flush(10)
     assert sorted(ranges_of(rig)) == [("a/2", 2), ("a/4", 2)]

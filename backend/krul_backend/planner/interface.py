@@ -94,6 +94,7 @@ class RestoreProblem:
 
     ``max_head_tokens``: a head must not have more tokens than this; None for no limit. ``max_lengths``: how
     many different ``h_l > device_tokens`` there may be in a plan (each costs a cut of the hidden states).
+    ``compute_delay_s`` and ``load_delay_s``: so long each stream works for other requests of the batch first.
     """
 
     num_layers: int
@@ -105,12 +106,15 @@ class RestoreProblem:
     costs: RestoreCosts
     max_head_tokens: int | None = None
     max_lengths: int = 8
+    compute_delay_s: float = 0.0
+    load_delay_s: float = 0.0
 
     @property
     def recompute_s(self) -> float:
         """Seconds until the request's last layer if the engine computes everything and nothing is loaded."""
         num_tokens = self.total_tokens - self.device_tokens + self.new_tokens
-        return self.num_layers * self.costs.own.layer_s(num_tokens, self.device_tokens)
+        own_s = self.num_layers * self.costs.own.layer_s(num_tokens, self.device_tokens)
+        return self.compute_delay_s + own_s
 
     @property
     def is_serial(self) -> bool:

@@ -5,8 +5,9 @@ A plan is judged by a model of the restore::
     compute stream   head 0 | head 1 | ... | head L-1 | own 0 | own 1 | ... | own L-1
     load stream      load 0 | load 1 | ... | load L-1
 
-Both streams start at 0 and never pause by themselves, but for one rule: own layer ``l``, of the request's own
-forward, starts when load ``l`` has ended. Head ``l`` computes tokens ``[device_tokens, h_l)`` of layer ``l``.
+Both streams start at 0, or after their delays, and never pause by themselves, but for one rule: own layer
+``l``, of the request's own forward, starts when load ``l`` has ended. Head ``l`` computes tokens
+``[device_tokens, h_l)`` of layer ``l``.
 Load ``l`` copies block ``l`` of each run, one copy each, and decodes the rows ``[h_l, total_tokens)``. If
 the problem ``is_serial``, loads start when all heads have ended, and own layers when all loads have.
 """
@@ -134,8 +135,9 @@ class RestoreTiming:
     def evaluate(self, head_ends: Tokens) -> PlanTimes:
         """Times of head ends [C, L], whether they are allowed or not."""
         heads_s = self.head_s(head_ends).sum(axis=1)
-        compute_s = heads_s + self.problem.num_layers * self.own_layer_s
-        loaded_s = self.load_layer_s(head_ends).cumsum(axis=1)
+        own_s = self.problem.num_layers * self.own_layer_s
+        compute_s = self.problem.compute_delay_s + heads_s + own_s
+        loaded_s = self.problem.load_delay_s + self.load_layer_s(head_ends).cumsum(axis=1)
         if self.problem.is_serial:
             return PlanTimes(compute_s, loaded_s, compute_s + loaded_s[:, -1])
         end_s = np.maximum(compute_s, (loaded_s + self.own_after_s).max(axis=1))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from krul_backend.errors import NotAdmittedError, Refusal, StoreClosedError, TierReadError
+from krul_backend.segment import SegmentManifest
 from krul_backend.store.tiered_lease import LowerPart
-from krul_backend.tiers.common.interface import Lease
-from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.common.interface import Lease, SegmentTail, checksums_of
+from krul_backend.tiers.common.lower_tier import LowerTier, TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import QueuedRead, ReadPriority
 from krul_backend.tiers.dram.host_store import HostStore
@@ -21,6 +23,26 @@ logger = logging.getLogger(__name__)
 
 MAX_PREFETCHED_SHARE = 1 / 4
 """Share of the arena that prefetched segments may take while they arrive: until then they are not evicted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Coming:
+    """A segment of a lower tier, or a part of one, for which there is room in DRAM, to be read."""
+
+    tier: LowerTier
+    run: PageRun[Any]
+    arrival: Arrival
+    is_prefetch: bool
+
+    def fail(self, error: TierReadError) -> None:
+        """The tier cannot read it."""
+        logger.info(
+            "a segment of %d tokens did not come from %s: %s",
+            self.run.segment.manifest.num_tokens,
+            self.tier.name,
+            error,
+        )
+        self.arrival.fail()
 
 
 class Fetcher:
@@ -51,42 +73,49 @@ class Fetcher:
         self.num_fetched = 0
         self.num_failed = 0
 
-    def bring(self, part: LowerPart, began_at: int, *, is_prefetch: bool = False) -> Lease:
-        """Start to read a part into DRAM, and turn the tier's hold of it into a lease on the segment there.
+    def admit(
+        self, part: LowerPart, began_at: int, tail: SegmentTail | None = None, *, is_prefetch: bool = False
+    ) -> tuple[Lease, Coming | None]:
+        """Make room for a part in DRAM, and turn the tier's hold of it into a lease on the segment there.
 
-        Does not wait for bytes. ``began_at`` is the tiered lease's. ``is_prefetch``: no load has asked yet.
+        It comes when the caller gives what this returns to ``start``; None if it is there, or on its way.
+        ``began_at`` is the tiered lease's. ``tail``: what of the segment is read, None for all of it.
+        ``is_prefetch``: no load has asked yet.
 
         Raises:
             NotAdmittedError: there is no room in DRAM, or too much on its way. The tier still holds the part.
-            StoreClosedError: the fetcher was closed. The tier still holds the part.
         """
+        whole = part.run.segment.manifest
+        manifest = whole if tail is None else whole.trimmed(*tail)
         # One at a time: of two that miss the same segment in DRAM, the second finds the first one's.
         with self._admission:
-            copy = self._lease_copy(part, began_at)
+            copy = self._lease_copy(part, manifest, began_at)
             if copy is None:
-                prefetched_bytes = part.run.segment.manifest.num_bytes if is_prefetch else 0
+                prefetched_bytes = manifest.num_bytes if is_prefetch else 0
                 self._check_prefetched(prefetched_bytes)
-                arrival, lease = self._admit(part, began_at)
+                arrival, lease = self._admit(part, manifest, began_at)
                 arrival.segment.is_prefetched = is_prefetch
                 self._count_prefetched(prefetched_bytes)
-        if copy is not None:
-            part.tier.release(part.run)
-            if not is_prefetch:
-                self.hurry(copy)
-            return copy
-        read = partial(self._read, part.tier, part.run, arrival, prefetched_bytes)
-        priority = ReadPriority.PREFETCH if is_prefetch else ReadPriority.LOAD
-        try:
-            with self._counting:
-                if self._is_closing.is_set():
-                    raise StoreClosedError("the KV store was closed")
-                self._reads[arrival.segment.segment_id] = part.tier.reads.submit(read, priority)
-        except BaseException:
-            arrival.fail()
-            self._count_prefetched(-prefetched_bytes)
-            self._host.release(lease)
-            raise
-        return lease
+                return lease, Coming(part.tier, part.run, arrival, is_prefetch)
+        part.tier.release(part.run)
+        if not is_prefetch:
+            self.hurry(copy)
+        return copy, None
+
+    def start(self, coming: Sequence[Coming]) -> None:
+        """Read what was admitted: of each tier in one go, layer 0 of all segments before layer 1 of any."""
+        for tier in dict.fromkeys(each.tier for each in coming):
+            together = [each for each in coming if each.tier is tier]
+            priority = ReadPriority.PREFETCH if together[0].is_prefetch else ReadPriority.LOAD
+            try:
+                with self._counting:
+                    if self._is_closing.is_set():
+                        raise StoreClosedError("the KV store was closed")
+                    read = tier.reads.submit(partial(self._read, tier, together), priority)
+                    self._reads.update((each.arrival.segment.segment_id, read) for each in together)
+            except StoreClosedError:
+                for each in together:
+                    self._end(each)
 
     def hurry(self, lease: Lease) -> None:
         """Read what of a lease is still on its way before all that only was prefetched."""
@@ -102,13 +131,13 @@ class Fetcher:
         with self._counting:
             self._counting.wait_for(lambda: not self._reads)
 
-    def _lease_copy(self, part: LowerPart, began_at: int) -> Lease | None:
-        """A lease on a segment in DRAM with the same pages, of which no layer holds less; None if none is.
+    def _lease_copy(self, part: LowerPart, manifest: SegmentManifest, began_at: int) -> Lease | None:
+        """A lease on a segment in DRAM with a part's pages, of which no layer holds less than ``manifest``
+        says; None if none is.
 
         Somebody else may have fetched or stored it since the part was matched.
         """
-        run, manifest = part.run, part.run.segment.manifest
-        size = manifest.model.page_size
+        run, size = part.run, manifest.model.page_size
         if self._host.was_cleared(manifest.model, began_at):
             return None
         start_token = manifest.start_token + run.first_page * size
@@ -130,10 +159,10 @@ class Fetcher:
         self._host.release(lease)
         return None
 
-    def _admit(self, part: LowerPart, began_at: int) -> tuple[Arrival, Lease]:
-        """Make room for a part's segment, and lease its pages."""
+    def _admit(self, part: LowerPart, manifest: SegmentManifest, began_at: int) -> tuple[Arrival, Lease]:
+        """Make room for what ``manifest`` says of a part's segment, and lease the part's pages."""
         tier, run = part.tier, part.run
-        manifest, checksums = run.segment.manifest, run.segment.checksums
+        checksums = checksums_of(manifest, run.segment.checksums)
         arrival = self._host.admit(manifest, checksums, tier.name, tier.load_s(manifest), began_at)
         if arrival is None:
             self._count(has_arrived=False)
@@ -147,38 +176,38 @@ class Fetcher:
             arrival.fail()
             raise
 
-    def _read(self, tier: LowerTier, run: PageRun[Any], arrival: Arrival, prefetched_bytes: int) -> None:
-        has_arrived = False
+    def _read(self, tier: LowerTier, together: Sequence[Coming]) -> None:
+        """Read, then end the arrivals and the holds whatever happened."""
+        reads = [TailRead(each.run, each.arrival.blocks, each.arrival.landed, each.fail) for each in together]
         try:
-            has_arrived = self._fill(tier, run, arrival)
+            with self._counting:
+                queued = self._reads[together[0].arrival.segment.segment_id]
+            if not self._is_closing.is_set():
+                tier.fetch(reads, lambda: queued.priority)
+        except TierReadError as error:
+            logger.info("%d segments did not come from %s: %s", len(together), tier.name, error)
+        except Exception:
+            logger.exception("reading %d segments from %s failed", len(together), tier.name)
         finally:
-            self._count_prefetched(-prefetched_bytes)
+            for each in together:
+                self._end(each)
+
+    def _end(self, coming: Coming) -> None:
+        """End an arrival, and the tier's hold of its segment."""
+        arrival, has_arrived = coming.arrival, False
+        try:
+            has_arrived = arrival.end()
+        finally:
+            coming.tier.release(coming.run)
+            if coming.is_prefetch:
+                self._count_prefetched(-arrival.segment.manifest.num_bytes)
             self._count(has_arrived=has_arrived)
             with self._counting:
-                del self._reads[arrival.segment.segment_id]
+                self._reads.pop(arrival.segment.segment_id, None)
                 self._counting.notify_all()
-
-    def _fill(self, tier: LowerTier, run: PageRun[Any], arrival: Arrival) -> bool:
-        """Read, then end the arrival and the hold whatever happened; returns whether the segment arrived."""
-        num_tokens = run.segment.manifest.num_tokens
-        try:
-            if self._is_closing.is_set():
-                return False
-            tier.fetch(run, arrival.blocks, arrival.landed)
-            arrival.finish()
-        except TierReadError as error:
-            logger.info("a segment of %d tokens did not come from %s: %s", num_tokens, tier.name, error)
-            return False
-        except Exception:
-            logger.exception("reading a segment of %d tokens from %s failed", num_tokens, tier.name)
-            return False
-        finally:
-            try:
-                arrival.fail()
-            finally:
-                tier.release(run)
-        self._arrived(arrival, tier)
-        return True
+        # What has come in part would be a part there, too.
+        if has_arrived and arrival.segment.manifest.num_bytes == coming.run.segment.manifest.num_bytes:
+            self._arrived(arrival, coming.tier)
 
     def _check_prefetched(self, num_bytes: int) -> None:
         """Refuse a prefetch of ``num_bytes`` if too much is on its way; a single one may be of any size."""

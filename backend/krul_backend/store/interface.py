@@ -17,6 +17,7 @@ from krul_backend.tiers.common.interface import (
     Prefetched,
     Reservation,
     SegmentSlice,
+    SegmentTail,
     StoreStats,
 )
 
@@ -52,11 +53,12 @@ class KVStore(Protocol):
         """
 
     @abstractmethod
-    def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
+    def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[bytes]) -> int:
         """Publish a written reservation: its pages become visible at once.
 
-        ``checksums[l]`` is the ``block_checksum`` of ``blocks[l]``, taken by the writer right after it has
-        written the block. The store does not read the blocks; the next reader finds a stray write.
+        ``checksums[l]`` is the ``block_checksum`` of ``blocks[l]`` in the manifest's ranges, taken by the
+        writer right after it has written the block. The store does not read the blocks; the next reader finds
+        a stray write.
 
         Pages that somebody else committed in the meantime keep their first copy; a segment that brings no
         new page at all is dropped and its space freed. The blocks must not be written from the call on: an
@@ -101,11 +103,17 @@ class KVStore(Protocol):
         """
 
     @abstractmethod
-    def fetch(self, lease: Lease) -> tuple[SegmentSlice, ...]:
-        """The lease's slices, all with blocks: what lies in a lower tier starts to come into DRAM.
+    def fetch(
+        self, lease: Lease, tails: Sequence[SegmentTail | None] | None = None
+    ) -> tuple[SegmentSlice, ...]:
+        """The lease's slices, with blocks: what lies in a lower tier starts to come into DRAM.
 
-        Does not wait for bytes. Layers land in ascending order; ``SegmentSlice.status`` tells. What was
-        fetched stays in DRAM as an ordinary segment, pinned by the lease until it is released.
+        ``tails[i]`` says what of slice ``i`` is read if it lies there; None is all of it. Slices after the
+        last of ``tails`` are left where they are, and not returned; without ``tails`` all come whole.
+
+        Does not wait for bytes. Layers land in ascending order, layer 0 of all slices before layer 1 of any,
+        about; ``SegmentSlice.status`` tells. What was fetched stays in DRAM as an ordinary segment, pinned by
+        the lease until it is released; one of which only a part was read is like one that was trimmed.
 
         Raises:
             TierReadError: there is no room in DRAM, or the tier cannot be read.
@@ -149,8 +157,7 @@ class KVStore(Protocol):
 
         Nothing changes, and 0 is returned, when the segment is gone, pinned by a lease or another reader, or
         shared: another indexed segment holds one of its pages, more than one continues it, or one does so
-        before its last page. A block that loses a part has its checksum verified first; if it is wrong, the
-        segment leaves the index.
+        before its last page. A block keeps whole ranges (``SegmentManifest.range_bytes``).
 
         Raises:
             ManifestError: there are no such layers, tokens or sizes in the segment.

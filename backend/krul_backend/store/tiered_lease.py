@@ -15,8 +15,8 @@ from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram.host_store import HostStore
 
 LEAST_USED_SHARE = 1 / 8
-"""Lower tiers read segments whole. None is read of which less would be used, all that follows it included:
-many prompts share their first page, and computing it is sooner than reading a whole conversation."""
+"""Lower tiers read blocks to their ends. No segment is read of which less would be used, all that follows it
+included: many prompts share their first page, and computing it is sooner than reading a conversation."""
 
 
 @dataclass(frozen=True, eq=False)

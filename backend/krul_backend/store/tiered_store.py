@@ -16,7 +16,7 @@ from krul_backend.errors import NotAdmittedError, Refusal, StoreClosedError
 from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.advice import Advisor
-from krul_backend.store.fetcher import Fetcher
+from krul_backend.store.fetcher import Coming, Fetcher
 from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_lease import LowerPart, Part, PrefixWalk, TieredLease, release_parts
 from krul_backend.store.write_behind import WriteBehind
@@ -33,6 +33,7 @@ from krul_backend.tiers.common.interface import (
     SegmentDetails,
     SegmentInfo,
     SegmentSlice,
+    SegmentTail,
     StoreStats,
 )
 from krul_backend.tiers.common.lower_tier import LowerTier
@@ -95,7 +96,7 @@ class TieredStore(KVStore):
         self._write_behind.offer()
         return self._host.reserve(layer_num_bytes, tenant, is_fast_copy=is_fast_copy)
 
-    def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
+    def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[bytes]) -> int:
         # Held until the tiers hold it: else it might be evicted before they are offered it.
         segment = self._host.commit_held(reservation, manifest, checksums)
         try:
@@ -136,36 +137,51 @@ class TieredStore(KVStore):
             raise StoreClosedError("the KV store was closed")
         return lease if parts else None
 
-    def fetch(self, lease: Lease) -> tuple[SegmentSlice, ...]:
+    def fetch(
+        self, lease: Lease, tails: Sequence[SegmentTail | None] | None = None
+    ) -> tuple[SegmentSlice, ...]:
         with self._lock:
             held = self._leases.get(lease.lease_id)
         if held is None:
             raise KeyError(f"lease {lease.lease_id} is unknown or was released")
         slices: list[SegmentSlice] = []
+        coming: list[Coming] = []
+        wanted = [None] * len(lease.slices) if tails is None else list(tails)
         self._write_behind.offer()
         with held.lock:
             if held.is_released:
                 raise KeyError(f"lease {lease.lease_id} was released")
-            for i, part in enumerate(held.parts):
-                if isinstance(part, LowerPart):
-                    # If a later part finds no room, those before it are in DRAM all the same.
-                    part = held.parts[i] = self._fetcher.bring(part, held.began_at)
-                else:
-                    self._fetcher.hurry(part)
-                slices.extend(self._host.fetch(part))
-        return tuple(slices)
+            try:
+                for i, part in enumerate(held.parts):
+                    if len(slices) == len(wanted):
+                        break
+                    if isinstance(part, LowerPart):
+                        # If a later part finds no room, those before it come to DRAM all the same.
+                        tail = wanted[len(slices)]
+                        part, read = self._fetcher.admit(part, held.began_at, tail)
+                        held.parts[i] = part
+                        coming += [] if read is None else [read]
+                    else:
+                        self._fetcher.hurry(part)
+                    slices += self._host.fetch(part)
+            finally:
+                self._fetcher.start(coming)
+        return tuple(slices[: len(wanted)])
 
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Prefetched:
         refusal: Refusal | None = None
         self._write_behind.offer()
         began_at, parts = self._match(model, page_keys, token_ids)
+        coming: list[Coming] = []
         try:
             for i, part in enumerate(parts):
                 if isinstance(part, LowerPart):
-                    parts[i] = self._fetcher.bring(part, began_at, is_prefetch=True)
+                    parts[i], read = self._fetcher.admit(part, began_at, is_prefetch=True)
+                    coming += [] if read is None else [read]
         except NotAdmittedError as error:
             refusal = error.refusal
         finally:
+            self._fetcher.start(coming)
             # Later pages of the conversation are of no use without those that were refused.
             release_parts(self._host, parts)
         leases = (part for part in parts if isinstance(part, Lease))

@@ -15,7 +15,7 @@ from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.device import Device
 from krul_backend.memory import format_bytes
 from krul_backend.planner.calibration import OnlineCosts, load_costs, save_costs
-from krul_backend.planner.interface import RestoreCosts
+from krul_backend.planner.interface import RestoreCosts, TierCost
 from krul_backend.planner.planners import make_planner
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
@@ -122,7 +122,8 @@ def attach_restore(
     heads, proof, mode = _proven_heads(runtime)
     calibration = CostCalibration(runner, runtime.cache, pool, heads, runtime.restore_agreement)
     # A property of the machine, not a measurement: the forward of a CPU waits until a load has landed whole.
-    serial_tiers = (DRAM_TIER,) if pool.streams.shares_cores else ()
+    # A slower link takes no cores.
+    serial_tiers = (DRAM_TIER,) if pool.streams.shares_cores and not config.link_mbs else ()
     costs = replace(_costs(calibration, runtime), serial_tiers=serial_tiers)
     linker, store = runtime.linker, runtime.connection.store
     tier_costs = LatestAnswer(linker.asking, store.tier_costs, before=store.tier_costs())
@@ -143,7 +144,7 @@ def attach_restore(
         )
     if runtime.bases is not None and runtime.bases.subspace is not None:
         make_ready(runtime.bases.subspace)
-    online = OnlineCosts(costs)
+    online = OnlineCosts(_through_link(costs, config.link_mbs))
     planner = make_planner(mode.planner)
     chunk_tokens = _chunk_tokens(chunked_prefill_size)
     # What another server has stored without its first tokens is computed, if this one has no heads.
@@ -252,6 +253,15 @@ def _costs(calibration: CostCalibration, runtime: KrulRuntime) -> RestoreCosts:
     except OSError as error:
         logger.warning("krul: what was measured cannot be kept, and is measured again next time: %s", error)
     return measured
+
+
+def _through_link(costs: RestoreCosts, link_mbs: float) -> RestoreCosts:
+    """The costs if loads go through a link of so many megabytes per second; 0: none."""
+    if not link_mbs:
+        return costs
+    tier = costs.tiers[DRAM_TIER]
+    slower = TierCost(tier.latency_s, max(tier.byte_s, 1e-6 / link_mbs))
+    return replace(costs, tiers={**costs.tiers, DRAM_TIER: slower})
 
 
 def _chunk_tokens(chunked_prefill_size: int | None) -> int:

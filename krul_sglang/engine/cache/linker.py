@@ -29,7 +29,7 @@ from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.common.asking import AskingThread, DaemonPatience, LatestAnswer
 from krul_sglang.engine.common.moved_runs import FindRun, RunIndex
 from krul_sglang.engine.common.step_times import StepTimes, timed
-from krul_sglang.engine.restore.loading import FaultInjection, LayerWiseLoader
+from krul_sglang.engine.restore.loading import FaultInjection, LayerWiseLoader, Link
 from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
 from krul_sglang.engine.restore.waiting_leases import WaitingLeases
 from krul_sglang.engine.save.offload import TurnOffloader
@@ -118,7 +118,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._store,
             self._pool,
             runtime.gate,
-            timeout_s=runtime.config.load_timeout,
+            patience_s=runtime.config.load_timeout,
+            link=None if not runtime.config.link_mbs else Link(runtime.config.link_mbs),
             before_layer=faults.before_layer,
         )
         self._restore_path: RestorePath | None = None

@@ -1,17 +1,27 @@
-"""Compares every block with its checksum before its first byte is used, ahead of the copies."""
+"""Compares what is read of every block with its checksums before it is used, ahead of the copies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from krul_backend.device import Device
 from krul_backend.errors import KrulError
-from krul_backend.tiers.common.interface import SegmentSlice, block_checksum
+from krul_backend.tiers.common.interface import SegmentSlice, tail_is_right
 
-LayerBlock = tuple[SegmentSlice, int]
-"""A segment, and the layer whose block is meant."""
+
+class LayerBlock(NamedTuple):
+    """The last ``num_bytes`` of a layer's block in a segment."""
+
+    source: SegmentSlice
+    layer: int
+    num_bytes: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.source.segment_id, self.layer, self.num_bytes
+
 
 _NUM_THREADS = 4
 _LAYERS_AHEAD = 8
@@ -20,7 +30,11 @@ of blocks are announced."""
 
 
 class DamagedBlockError(KrulError):
-    """A stored block is not what was committed."""
+    """A block of the segment ``segment_id`` is not what was committed."""
+
+    def __init__(self, segment_id: int, layer: int, tier: str) -> None:
+        super().__init__(f"layer {layer} of segment {segment_id} has a wrong checksum in {tier}")
+        self.segment_id = segment_id
 
 
 class BlockChecks:
@@ -28,14 +42,17 @@ class BlockChecks:
 
     On a GPU threads of its own check them: hashing releases the GIL and is faster than most buses, so that
     copies seldom wait for it. On a CPU the thread that announces does it at once, since all compete for the
-    cores. A block that is still on its way to DRAM is waited for, at most ``timeout_s``. A wrong block is
-    reported with ``report_damage(segment_id)``.
+    cores. A block that is still on its way to DRAM is waited for until ``deadline_s()`` on
+    ``time.monotonic``, which may move meanwhile. A wrong block is reported with
+    ``report_damage(segment_id)``.
     """
 
-    def __init__(self, device: Device, timeout_s: float, report_damage: Callable[[int], object]) -> None:
-        self._timeout_s = timeout_s
+    def __init__(
+        self, device: Device, deadline_s: Callable[[], float], report_damage: Callable[[int], object]
+    ) -> None:
+        self._deadline_s = deadline_s
         self._report_damage = report_damage
-        self._checks: dict[tuple[int, int], Future[None]] = {}
+        self._checks: dict[tuple[int, int, int], Future[None]] = {}
         self._is_closed = False
         self._workers: Executor
         if device.shares_cores:
@@ -46,11 +63,7 @@ class BlockChecks:
 
     def announce(self, blocks: Iterable[LayerBlock]) -> None:
         """Start to check blocks one after another, without those for which that was started before."""
-        fresh = {
-            key: (source, layer)
-            for source, layer in blocks
-            if (key := (source.segment_id, layer)) not in self._checks
-        }
+        fresh = {block.key: block for block in blocks if block.key not in self._checks}
         if fresh:
             check = self._workers.submit(self._check, list(fresh.values()))
             self._checks.update(dict.fromkeys(fresh, check))
@@ -62,8 +75,12 @@ class BlockChecks:
             DamagedBlockError: one of them, or of those announced with it, is not what was committed.
             TierReadError: the same for one that did not arrive from its tier.
         """
-        for check in dict.fromkeys([self._checks[source.segment_id, layer] for source, layer in blocks]):
+        for check in dict.fromkeys([self._checks[block.key] for block in blocks]):
             check.result()
+
+    def are_done(self, blocks: Iterable[LayerBlock]) -> bool:
+        """Whether announced blocks have been checked, with whatever result: ``wait`` would not wait."""
+        return all(self._checks[block.key].done() for block in blocks)
 
     def close(self) -> None:
         """Start no more checks, and report no damage.
@@ -75,15 +92,14 @@ class BlockChecks:
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, blocks: Sequence[LayerBlock]) -> None:
-        for source, layer in blocks:
+        for source, layer, num_bytes in blocks:
             if source.status is not None:
-                source.status.wait(layer, self._timeout_s)
-            if block_checksum(source.blocks[layer]) != source.checksums[layer]:
+                source.status.wait_until(layer, self._deadline_s)
+            block, checksum = source.blocks[layer], source.checksums[layer]
+            if not tail_is_right(block, checksum, num_bytes, source.header.range_bytes):
                 if not self._is_closed:
                     self._report_damage(source.segment_id)
-                raise DamagedBlockError(
-                    f"layer {layer} of segment {source.segment_id} has a wrong checksum in {source.tier}"
-                )
+                raise DamagedBlockError(source.segment_id, layer, source.tier)
 
 
 class _CallingThread(Executor):

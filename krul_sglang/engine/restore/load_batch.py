@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,20 @@ _AGREEMENTS = 8
 """How often ranks exchange, during one load, which layers have landed everywhere; once if all have."""
 
 
+class _Patience(NamedTuple):
+    """How long a load may stand still beyond its plan: a share of the time that computing takes, or least_s
+    if that is more."""
+
+    of_recompute: float
+    least_s: float
+
+
+_PATIENCE = _Patience(0.05, 0.05)
+_DRAM_PATIENCE = _Patience(0.25, 0.25)
+"""What lies in memory comes, if only this machine lets it."""
+_STALLED_LAYERS = 3
+"""A load stands still if the next layer takes so many times as long as those before."""
+
 _TURNED_AT_ONCE = 4096
 """Tokens whose keys are turned together: it is done in float32, in memory beside SGLang's own budget."""
 
@@ -34,10 +48,12 @@ class LoadFailedError(KrulError):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds that heads and loads of a restore should take, each without waiting for the other."""
+    """Seconds that heads and loads of a restore should take, each without waiting for the other, and those
+    that computing all of it with the new tokens would take."""
 
     head_s: float
     load_s: float
+    recompute_s: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,10 +119,9 @@ class LoadBatch:
     ``wait_layer``. After ``abandon`` the batch no longer writes to the pool: on a GPU, not after that
     point of the stream which called it.
 
-    The batch fails when no further layer lands for ``timeout_s`` and the time that the loads should take
-    together: a prefix of many segments on a slow disk brings its first layer when most of it has been read.
-    If it ``lands_whole``, the forward waits for the last layer before it enters the first: for a load that
-    only takes cores from the forward, and hides nothing.
+    It fails when waiting is not worth it any more (``deadline_s``). If it ``lands_whole``, the forward waits
+    for the last layer before it enters the first: for a load that only takes cores from the forward, and
+    hides nothing.
     ``agreement`` joins the threads of the ranks whose forwards wait.
     """
 
@@ -115,10 +130,12 @@ class LoadBatch:
         loads: Mapping[str, Load],
         num_layers: int,
         device: Device,
-        timeout_s: float,
+        patience_s: float | None,
         *,
         lands_whole: bool = False,
     ) -> None:
+        """``patience_s``: so long a load may stand still beyond its plan; None for a share of the time that
+        computing it takes."""
         self.loads = loads
         self.clock = StreamClock(device)
         self.load_times: list[LayerTimes] = []
@@ -126,14 +143,23 @@ class LoadBatch:
         self.num_layers = num_layers
         self.lands_whole = lands_whole
         self._device = device
-        self.timeout_s = timeout_s + sum(load.forecast.load_s for load in loads.values())
+        self._planned_s = sum(load.forecast.load_s for load in loads.values())
+        self._recompute_s = sum(load.forecast.recompute_s for load in loads.values())
+        self._counts_the_rest = patience_s is None
+        if patience_s is None:
+            share = _DRAM_PATIENCE if all(load.lease.is_in_dram for load in loads.values()) else _PATIENCE
+            patience_s = max(share.least_s, share.of_recompute * self._recompute_s)
+        self._patience_s = patience_s
+        self.salvaged: dict[str, int] = {}
         self.agreement = RankAgreement(None, num_ranks=1)
         self._num_agreed = 0
         self._changed = threading.Condition()
         self._pool_lock = threading.Lock()
         self._landed: list[Event] = []
         self._write_stream: Any | None = None
-        self._progress_s = time.monotonic()
+        self._start_s = self._progress_s = time.monotonic()
+        self._has_begun = False
+        self._is_standing = False
         self._error: BaseException | None = None
         self._is_abandoned = False
         self.is_refilled = False
@@ -162,8 +188,50 @@ class LoadBatch:
             if not self.lands_whole or len(self._landed) == self.num_layers:
                 self._changed.notify_all()
 
-    def fail(self, error: BaseException) -> None:
+    def begun(self) -> None:
+        """There is room for all that comes from lower tiers, and it is on its way."""
         with self._changed:
+            self._has_begun = True
+            self._changed.notify_all()
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Held while the loader waits for an earlier forward: that time does not count."""
+        begin_s = time.monotonic()
+        with self._changed:
+            self._is_standing = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_standing = False
+                waited_s = time.monotonic() - begin_s
+                self._start_s += waited_s
+                self._progress_s += waited_s
+
+    def deadline_s(self) -> float:
+        """Until when, on ``time.monotonic``, it is worth waiting for the next layer.
+
+        At first that is the planned time of all loading, and some patience. A load that comes more slowly is
+        waited for as long as layers go on landing, and, unless patience was given, computing everything would
+        take longer than the rest at this pace.
+        """
+        with self._changed:
+            if self._is_standing:
+                return time.monotonic() + self._planned_s + self._patience_s
+            planned_s = self._start_s + self._planned_s + self._patience_s
+            num_landed = len(self._landed)
+            pace_s = (self._progress_s - self._start_s) / max(1, num_landed)
+            rest_s = (self.num_layers - num_landed) * pace_s
+            if not num_landed or (self._counts_the_rest and rest_s > self._recompute_s):
+                return planned_s
+            return max(planned_s, self._progress_s + max(self._patience_s, _STALLED_LAYERS * pace_s))
+
+    def fail(self, error: BaseException, salvaged: Mapping[str, int] | None = None) -> None:
+        """Nothing more lands. ``salvaged``: of each request, how many tokens of what should have been
+        restored are complete in all layers, once the heads of the plan are."""
+        with self._changed:
+            self.salvaged.update(salvaged or {})
             # Frames of the traceback hold what was fetched: memory that recomputing may need.
             self._error = error.with_traceback(None)
             self._changed.notify_all()
@@ -198,16 +266,39 @@ class LoadBatch:
         self._device.wait_for(event)
         self.wait_times[layer] = LayerTimes(begin, self.clock.mark())
 
+    def wait_begun(self) -> None:
+        """Wait until it is known whether there is room for the load: if not, no head is worth computing.
+
+        Raises:
+            LoadFailedError: it has failed.
+        """
+        with self._changed:
+            while not self._has_begun and self._error is None:
+                self._changed.wait(self._left_s())
+        self.check()
+
+    def check(self) -> None:
+        """Raises LoadFailedError if it has failed."""
+        if self._error is not None:
+            raise LoadFailedError(f"loading failed: {self._error}") from self._error
+
+    def _left_s(self) -> float:
+        """Seconds for which the forward still waits: longer than the loader, which then says what is there.
+
+        Raises:
+            LoadFailedError: none.
+        """
+        left_s = self.deadline_s() + self._patience_s - time.monotonic()
+        if left_s <= 0:
+            raise LoadFailedError(f"{len(self._landed)} of {self.num_layers} layers have landed in time")
+        return left_s
+
     def _wait_landed(self, layer: int) -> Event:
         last = self.num_layers - 1 if self.lands_whole else layer
         with self._changed:
             while len(self._landed) <= last and self._error is None:
-                left_s = self._progress_s + self.timeout_s - time.monotonic()
-                if left_s <= 0:
-                    raise LoadFailedError(f"no layer has landed for {self.timeout_s:g} s")
-                self._changed.wait(left_s)
-            if self._error is not None:
-                raise LoadFailedError(f"loading failed: {self._error}") from self._error
+                self._changed.wait(self._left_s())
+            self.check()
             return self._landed[last]
 
     def _agree(self, layer: int) -> int:

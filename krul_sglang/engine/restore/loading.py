@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,12 +20,19 @@ from krul_backend.store.interface import KVStore
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
-from krul_sglang.engine.restore.block_checks import BlockChecks
+from krul_sglang.engine.restore.block_checks import BlockChecks, DamagedBlockError
 from krul_sglang.engine.restore.load_batch import LayerTimes, Load, LoadBatch
 from krul_sglang.engine.restore.segment_reader import GroupReader, KeptRoom
-from krul_sglang.engine.restore.tail_groups import TailGroup, TailGroups
+from krul_sglang.engine.restore.tail_groups import Part, TailGroup, TailGroups
 
 logger = logging.getLogger(__name__)
+
+
+MAX_STAGED_BYTES = 128 << 20
+"""Of tails that are copied to the device while the forward before them runs."""
+
+_STALL_S = 6.0
+"""Of an injected fault: longer than any load is waited for in tests."""
 
 
 @dataclass
@@ -69,7 +78,7 @@ class FaultInjection:
 
     def __init__(self, config: KrulConfig, rank: int, num_ranks: int, num_layers: int) -> None:
         self._fault = config.fault_injection
-        self._stall_s = 3 * config.load_timeout
+        self._stall_s = _STALL_S if config.load_timeout is None else 3 * config.load_timeout
         self._rank = rank
         self._num_ranks = num_ranks
         self._num_layers = num_layers
@@ -87,11 +96,31 @@ class FaultInjection:
             time.sleep(self._stall_s)
 
 
+class Link:
+    """Lets loads into the pool take as long as they would through a slower bus, or a network: for
+    measurements on a machine whose memory is faster than these. For one thread.
+
+    ``mbs``: in 1e6 bytes per second.
+    """
+
+    def __init__(self, mbs: float) -> None:
+        self.byte_s = 1e-6 / mbs
+        self._free_from_s = 0.0
+
+    def carry(self, num_bytes: int) -> None:
+        """Wait until so many bytes have passed, after those before."""
+        now_s = time.monotonic()
+        self._free_from_s = max(self._free_from_s, now_s) + num_bytes * self.byte_s
+        time.sleep(max(0.0, self._free_from_s - now_s))
+
+
 class LayerWiseLoader:
     """Fills the slots of queued loads; the forward waits for each layer through ``counter``.
 
     A load owns its lease, which is released when the load has ended, failed or been cancelled. Segments in a
-    lower tier are fetched while the first layers are copied.
+    lower tier are fetched while the first layers are copied. If a part of a load does not come, the segments
+    before it are loaded all the same, so that only the rest has to be computed.
+    ``patience_s``: see ``LoadBatch``. ``link``: slows loads down.
     ``before_layer(index, layer)`` is called in the loading thread before a layer of a batch is read; what it
     raises fails the batch.
     """
@@ -101,7 +130,8 @@ class LayerWiseLoader:
         store: KVStore,
         pool: DevicePool,
         gate: TransferGate,
-        timeout_s: float,
+        patience_s: float | None = None,
+        link: Link | None = None,
         before_layer: Callable[[int, int], None] = lambda index, layer: None,
     ) -> None:
         self.counters = LoadCounters()
@@ -109,7 +139,8 @@ class LayerWiseLoader:
         self._store = store
         self._pool = pool
         self._gate = gate
-        self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._link = link
         self._before_layer = before_layer
         self._queued: dict[str, Load] = {}
         self._running: dict[int, Future[None]] = {}
@@ -137,7 +168,8 @@ class LayerWiseLoader:
     def start(self, ready: Sequence[Any] = ()) -> int:
         """Start everything queued as one batch. Returns its counter index, -1 if nothing was queued.
 
-        ``ready``: events after which the slot indices are computed and their earlier owners' KV is not used.
+        ``ready``: events after which the slot indices are computed (the first one), and their earlier owners'
+        KV is not used any more (the others): until then nothing is written, but the first copies are staged.
         """
         if not self._queued:
             return -1
@@ -147,8 +179,10 @@ class LayerWiseLoader:
             loads,
             self._pool.num_layers,
             self._device,
-            self._timeout_s,
-            lands_whole=self._device.shares_cores and all(load.lease.is_in_dram for load in loads.values()),
+            self._patience_s,
+            lands_whole=self._device.shares_cores
+            and self._link is None
+            and all(load.lease.is_in_dram for load in loads.values()),
         )
         self._queued.clear()
         self.counter.batches[index] = batch
@@ -235,7 +269,7 @@ class LayerWiseLoader:
                 error,
                 exc_info=not is_expected,
             )
-            batch.fail(error)
+            batch.fail(error, self._salvage(batch, error))
         finally:
             batch.end()
             for load in loads:
@@ -244,20 +278,38 @@ class LayerWiseLoader:
     def _load(self, index: int, batch: LoadBatch, ready: Sequence[Any]) -> None:
         """Copy all layers of a batch, until it is abandoned."""
         loads = tuple(batch.loads.values())
-        checks = BlockChecks(self._device, batch.timeout_s, self._store.report_damage)
         room = KeptRoom()
-        groups: deque[list[TailGroup]] = deque()
         with (
-            closing(checks),
             self._gate.restoring(lambda: not batch.is_abandoned),
-            self._device.working_on(self._stream, ready),
+            self._device.working_on(self._stream, ready[:1]),
             # A forward that waits for the whole load leaves its cores to decoders that can use them.
             self._device.on_cores(self._num_cores if batch.lands_whole and _any_decoded(loads) else 1),
         ):
             for load in loads:
                 self._begin(load, room)
-            tails = TailGroups([part for load in loads for part in load.parts()], self._device)
-            num_announced = 0
+            batch.begun()
+            parts = [part for load in loads for part in load.parts()]
+            before_layer = partial(self._before_layer, index)
+            # What a CPU was told to do is done.
+            free = () if self._device.shares_cores else ready[1:]
+            if not self._copy(batch, parts, batch.landed, before_layer, free):
+                return
+        self._count(loads)
+
+    def _copy(
+        self,
+        batch: LoadBatch,
+        parts: Sequence[Part],
+        landed: Callable[[LayerTimes], None],
+        before_layer: Callable[[int], None] = lambda layer: None,
+        free: Sequence[Any] = (),
+    ) -> bool:
+        """Copy all layers of these segments, and say of each layer when it has ``landed``; False if the batch
+        was abandoned. The slots may be written after the events ``free``."""
+        checks = BlockChecks(self._device, batch.deadline_s, self._store.report_damage)
+        tails, groups = TailGroups(parts, self._device), deque[list[TailGroup]]()
+        num_announced = 0
+        with closing(checks):
             for layer in range(self._pool.num_layers):
                 # On a CPU announcing a block waits for it, and checks it: that is part of its load.
                 begin = batch.clock.mark()
@@ -266,33 +318,78 @@ class LayerWiseLoader:
                     for group in groups[-1]:
                         checks.announce(group.blocks)
                     num_announced += 1
-                self._before_layer(index, layer)
+                before_layer(layer)
+                if layer == 0:
+                    if not all(event.query() for event in free):
+                        self._stage(chain.from_iterable(groups), checks)
+                    for event in free:
+                        self._device.wait_for(event)
                 if not self._load_layer(batch, groups.popleft(), checks) or not self._turn_keys(batch, layer):
-                    return
+                    return False
                 if layer == self._pool.num_layers - 1:
+                    # The check waits for what was decoded, and that for the forward before.
+                    with batch.standing_still():
+                        for event in free if tails.has_decoded else ():
+                            event.synchronize()
                     # Before the last layer lands: a failed load fails the forward, and it runs again.
                     tails.check()
                 with batch.writing() as is_wanted:
                     if not is_wanted:
-                        return
-                    batch.landed(LayerTimes(begin, batch.clock.mark()))
-        self._count(loads)
+                        return False
+                    landed(LayerTimes(begin, batch.clock.mark()))
+        return True
+
+    def _salvage(self, batch: LoadBatch, error: Exception) -> dict[str, int]:
+        """Load the segments before those that have not come; returns how many tokens of each request they
+        complete. Nothing if memory ran out, or on any other error."""
+        room, parts, salvaged = KeptRoom(), list[Part](), dict[str, int]()
+        damaged_id = error.segment_id if isinstance(error, DamagedBlockError) else None
+        try:
+            if not isinstance(error, KrulError) or batch.is_abandoned:
+                return {}
+            for rid, load in batch.loads.items():
+                # Turned keys would be turned twice.
+                for reader, slots in load.parts() if load.moved is None else ():
+                    again = reader.again(load.plan.head_ends, room)
+                    if again is None or again.block(0).source.segment_id == damaged_id:
+                        break
+                    parts.append((again, slots))
+                    salvaged[rid] = again.end_token - load.device_tokens
+            with self._device.working_on(self._stream):
+                return salvaged if parts and self._copy(batch, parts, lambda times: None) else {}
+        except Exception as again_failed:
+            logger.info("krul: nothing of a failed load can be used: %s", again_failed)
+            return {}
+        finally:
+            for reader, _ in parts:
+                reader.end()
 
     def _begin(self, load: Load, room: KeptRoom) -> None:
         """Make a load's readers ready; what is in a lower tier is on its way from here on."""
-        if not load.lease.is_in_dram:
-            # Fewer may be loaded than were leased: ranks agree on the shortest prefix.
-            fetched = self._store.fetch(load.lease)[: len(load.readers)]
-            for reader, source in zip(load.readers, fetched, strict=True):
-                reader.take_blocks_of(source)
         for reader in load.readers:
             reader.begin(load.plan.head_ends, room)
+        if not load.lease.is_in_dram:
+            # Fewer may be loaded than were leased: ranks agree on the shortest prefix.
+            fetched = self._store.fetch(load.lease, [reader.tail() for reader in load.readers])
+            for reader, source in zip(load.readers, fetched, strict=True):
+                reader.take_blocks_of(source)
+
+    def _stage(self, groups: Iterable[TailGroup], checks: BlockChecks) -> None:
+        """Upload what has been checked, as far as it may lie on the device before it is written."""
+        num_bytes = 0
+        for group in groups:
+            num_bytes += sum(block.num_bytes for block in group.blocks)
+            if num_bytes > MAX_STAGED_BYTES or not checks.are_done(group.blocks):
+                return
+            group.fetch(self._device)
 
     def _load_layer(self, batch: LoadBatch, groups: Sequence[TailGroup], checks: BlockChecks) -> bool:
         """Group after group, so that the device never holds the blocks of several; False if given up."""
         for group in groups:
             checks.wait(group.blocks)
             group.fetch(self._device)
+            if self._link is not None:
+                self._link.carry(sum(block.num_bytes for block in group.blocks))
             with batch.writing() as is_wanted:
                 if not is_wanted:
                     return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -96,9 +95,12 @@ class RestoreForward:
         batch.agreement = self._agreement
         # Models that write KV themselves ask SGLang's pool for its buffers: heads wait for no load.
         self._loader.counter.set_consumer(_NO_CONSUMER)
-        has_failed = False
+        has_failed = has_heads = False
         try:
+            if self._agreement.num_ranks == 1:
+                batch.wait_begun()
             self._recompute(prefixes, trace)
+            has_heads = True
             if self._heads is None:
                 for layer in range(batch.num_layers):
                     batch.wait_layer(layer)
@@ -112,7 +114,7 @@ class RestoreForward:
             self._warn_once("krul: %s; %s request(s) are tried without their loads", error, len(prefixes))
         if has_failed:
             # Outside of the handlers: with the exception everything that the failed forward held is gone.
-            self._rescue(schedule_batch, batch, prefixes)
+            self._rescue(schedule_batch, batch, prefixes, has_heads=has_heads)
             result = forward()
         trace.end = batch.clock.mark()
         self._traces.add(trace)
@@ -135,7 +137,8 @@ class RestoreForward:
         for index, (req, request_slot) in enumerate(zip(schedule_batch.reqs, slots, strict=True)):
             load = batch.loads.get(req.rid)
             if load is not None:
-                yield _Prefix(load, index, req.full_untruncated_fill_ids, self._req_to_token[request_slot])
+                row = self._req_to_token[request_slot]
+                yield _Prefix(req.rid, load, index, req.full_untruncated_fill_ids, row)
 
     def _recompute(self, prefixes: Sequence[_Prefix], trace: RestoreTrace) -> None:
         """Recompute the heads of the plans, in steps of at most ``chunk_tokens`` tokens for all together.
@@ -143,6 +146,7 @@ class RestoreForward:
         Raises:
             NoMemoryError: there is not enough for the smallest step, or for the heads' indices. On every rank
                 or none.
+            LoadFailedError: the loads have failed meanwhile.
         """
         wanted = [prefix for prefix in prefixes if prefix.head_ends[0] > prefix.load.device_tokens]
         if not wanted:
@@ -151,9 +155,15 @@ class RestoreForward:
         assert recompute is not None, [prefix.head_ends for prefix in wanted]
         heads = self._heads_on_device(wanted)
 
+        def on_layer(layer: int) -> None:
+            trace.mark_head_layer(layer)
+            # Of several ranks none may leave the others inside of a layer.
+            if self._agreement.num_ranks == 1:
+                trace.batch.check()
+
         def run(first: int, end: int) -> None:
             parts = [part for head in heads if (part := head.part(first, end)) is not None]
-            recompute.run(parts, trace.mark_head_layer)
+            recompute.run(parts, on_layer)
 
         self._in_steps(max(head.ends[0] - head.start for head in heads), len(heads), run)
         self.counters.head_tokens += sum(head.ends[0] - head.start for head in heads)
@@ -221,19 +231,35 @@ class RestoreForward:
         self._warned.add(text)
         logger.log(level, text, *map(str, values))
 
-    def _rescue(self, schedule_batch: Any, batch: LoadBatch, prefixes: Sequence[_Prefix]) -> None:
-        """Compute all that a failed batch should have loaded; if that fails, SGLang ends its requests."""
+    def _rescue(
+        self, schedule_batch: Any, batch: LoadBatch, prefixes: Sequence[_Prefix], *, has_heads: bool
+    ) -> None:
+        """Compute what a failed batch should have restored, after the tokens that are complete in all layers;
+        if that fails, SGLang ends its requests. ``has_heads``: the heads of the plans are in the pool."""
         batch.abandon(is_refilled=False)
+        complete = self._complete_tokens(batch, prefixes) if has_heads else [0] * len(prefixes)
+        num_tokens = [len(prefix.load.slots) - done for prefix, done in zip(prefixes, complete, strict=True)]
         try:
-            for prefix in prefixes:
-                self._in_steps(len(prefix.load.slots), 1, partial(self._prefill_part, schedule_batch, prefix))
+            for prefix, done, num_missing in zip(prefixes, complete, num_tokens, strict=True):
+
+                def run(first: int, end: int, prefix: _Prefix = prefix, done: int = done) -> None:
+                    self._prefill_part(schedule_batch, prefix, done + first, done + end)
+
+                self._in_steps(num_missing, 1, run)
         except NoMemoryError as error:
             self.counters.lost_requests += len(prefixes)
             self._warn_once("krul: %s; %s request(s) end with an error", error, len(prefixes))
             return
         batch.is_refilled = True
         self.counters.rescued_requests += len(prefixes)
-        self.counters.rescued_tokens += sum(len(prefix.load.slots) for prefix in prefixes)
+        self.counters.rescued_tokens += sum(num_tokens)
+
+    def _complete_tokens(self, batch: LoadBatch, prefixes: Sequence[_Prefix]) -> list[int]:
+        """Of each prefix, how many tokens from its beginning a failed load has completed on every rank."""
+        mine = torch.tensor([batch.salvaged.get(prefix.rid, 0) for prefix in prefixes], dtype=torch.float64)
+        of_ranks = self._agreement.gather(mine, (len(prefixes),))
+        assert of_ranks is not None
+        return [int(least) for least in torch.stack(of_ranks).amin(0).tolist()]
 
     def _prefill_part(self, schedule_batch: Any, prefix: _Prefix, first: int, end: int) -> None:
         start = prefix.load.device_tokens
@@ -245,6 +271,7 @@ class _Prefix:
     """A request whose prefix is loaded. ``index``: its place in SGLang's batch; ``row``: its slots by
     position, as SGLang keeps them."""
 
+    rid: str
     load: Load
     index: int
     fill_ids: Sequence[int]

@@ -114,6 +114,7 @@ class RestorePath:
         return {
             "mode": asdict(self.mode),
             "plans": asdict(self.planning.counters),
+            "forecasts": self.traces.accuracy(),
             "forward": asdict(self.forward.counters),
             "costs": asdict(self.planning.costs.current()),
             "proof": None if self.proof is None else asdict(self.proof),

@@ -137,7 +137,9 @@ class RestorePlanning:
         self._page_size = page_size
         self.max_head_tokens = max_head_tokens
         self._max_new_tokens = max_new_tokens
+        # What the requests of the batch take that were planned so far.
         self._batch_head_tokens = 0
+        self._batch_compute_s = self._batch_load_s = 0.0
         self._tier_costs = tier_costs
         self._known_tiers: frozenset[str] = frozenset({DRAM_TIER})
         self._tiers_asked_s = float("-inf")
@@ -194,26 +196,34 @@ class RestorePlanning:
             runs=runs,
             costs=self.costs.current(),
             max_head_tokens=max(0, self.max_head_tokens - self._batch_head_tokens),
+            compute_delay_s=self._batch_compute_s,
+            load_delay_s=self._batch_load_s,
         )
         plan = self._unless_out_of_memory(lambda: self._planner.plan(problem))
         plan = self._agreed_plan(RestorePlan.recompute(problem) if plan is None else plan)
         if plan.is_recompute:
             self.counters.refused += 1
             self.costs.fade_overhead()
+            self._batch_compute_s = problem.recompute_s
             return None
         head_tokens = plan.head_ends[0] - device_tokens
+        head_s, load_s = RestoreTiming(problem).work_s(plan.head_ends)
+        recompute_s = problem.recompute_s - self._batch_compute_s
         self._batch_head_tokens += head_tokens
+        self._batch_compute_s += head_s + problem.num_layers * problem.own_layer_s
+        self._batch_load_s += load_s
         self.counters.loads += 1
         if load_from is not None:
             self.counters.moved_loads += 1
             self.counters.moved_tokens += total_tokens - plan.head_ends[-1]
         self.counters.head_tokens += head_tokens
         self.counters.prefix_tokens += total_tokens - device_tokens
-        return PlannedRestore(plan, Forecast(*RestoreTiming(problem).work_s(plan.head_ends)))
+        return PlannedRestore(plan, Forecast(head_s, load_s, recompute_s))
 
     def start_batch(self) -> None:
         """Begin another batch: what was planned so far runs now."""
         self._batch_head_tokens = 0
+        self._batch_compute_s = self._batch_load_s = 0.0
 
     def _unless_out_of_memory(self, compute: Callable[[], T]) -> T | None:
         """``compute()``, or None: the error would end the scheduler, and leave other ranks waiting."""
@@ -246,13 +256,14 @@ class RestorePlanning:
     def _run(self, reader: SegmentReader) -> StoredRun:
         header, decoder = reader.source.header, reader.decoder
         first_token, end_token = reader.first_token, reader.end_token
-        # A lower tier reads whole segments, however few tokens of one are wanted.
-        num_read_for = header.num_tokens if reader.source.tier == DRAM_TIER else reader.num_tokens
+        # A block is read to its end: of a segment that goes on otherwise, more than is wanted.
+        num_read = header.end_token + reader.shift - first_token
+        read_share = num_read / reader.num_tokens / header.num_tokens
         return StoredRun(
             tier=reader.source.tier,
             first_token=first_token,
             end_token=end_token,
-            layer_token_bytes=tuple(num_bytes / num_read_for for num_bytes in decoder.layer_num_bytes),
+            layer_token_bytes=tuple(num_bytes * read_share for num_bytes in decoder.layer_num_bytes),
             decode_token_s=self._decode_costs.token_s(decoder.stored_as),
             last_use=decoder.last_use,
             stored_from=tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from krul_sglang.traced_restore import Part
 
 MAX_TRACES = 16
 """How many restores are kept for ``krul-sglang trace``."""
+_MAX_FORECASTS = 512
+"""Of so many restores it is known how far they were from their plans."""
 
 
 class RestoreTrace:
@@ -100,6 +103,8 @@ class TraceLog:
         self._prefills: deque[_Prefill] = deque(maxlen=MAX_TRACES)
         self._fresh: deque[RestoreTrace] = deque(maxlen=MAX_TRACES)
         self._done: deque[dict[str, Any]] = deque(maxlen=MAX_TRACES)
+        # What restores took, over what was planned: of those that had a forward for themselves.
+        self._ratios: deque[float] = deque(maxlen=_MAX_FORECASTS)
 
     def add(self, trace: RestoreTrace) -> None:
         self._fresh.append(trace)
@@ -122,9 +127,25 @@ class TraceLog:
             self._done.append(trace.as_dict())
             if not trace.batch.is_abandoned:
                 self._learn(trace)
+                if not trace.is_mixed:
+                    planned_s = max(load.plan.end_s for load in trace.batch.loads.values())
+                    assert trace.end is not None
+                    self._ratios.append(_seconds(trace.end)[0] / planned_s)
 
     def as_list(self) -> list[dict[str, Any]]:
         return list(self._done)
+
+    def accuracy(self) -> dict[str, Any]:
+        """How far restores were from their plans: plain values for ``/server_info``. Mixed batches are left
+        out, and those whose load failed."""
+        errors = sorted(abs(ratio - 1) for ratio in self._ratios)
+        if not errors:
+            return {"restores": 0}
+        return {
+            "restores": len(errors),
+            "median_ratio": statistics.median(self._ratios),
+            **{f"error_p{share}": errors[share * (len(errors) - 1) // 100] for share in (50, 95)},
+        }
 
     def _learn(self, trace: RestoreTrace) -> None:
         loads = list(trace.batch.loads.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -12,7 +12,7 @@ from krul_backend.codec.segment_codec import OpenedSegment, SegmentCodec, Segmen
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.device import Device
 from krul_backend.errors import CodecError, TierReadError
-from krul_backend.tiers.common.interface import Block, Lease, SegmentSlice
+from krul_backend.tiers.common.interface import Block, Lease, SegmentSlice, SegmentTail
 from krul_sglang.engine.restore.block_checks import LayerBlock
 
 MAX_KEPT_BYTES = 128 << 20
@@ -101,6 +101,19 @@ class SegmentReader:
             )
         self._fetched = fetched
 
+    def again(self, head_ends: Sequence[int], room: KeptRoom) -> Self | None:
+        """A reader that begins anew with the same blocks, if all that is to be read of them is in DRAM."""
+        status = self._fetched.status
+        layers = {source for layer, _ in enumerate(head_ends) for source in self.decoder.sources(layer)}
+        if not self._fetched.blocks or (
+            status is not None and not all(status.has_landed(layer) for layer in layers)
+        ):
+            return None
+        reader = type(self)(self.source, self.decoder, self.num_tokens, self.shift)
+        reader._fetched = self._fetched
+        reader.begin(head_ends, room)
+        return reader
+
     def end(self) -> None:
         """Free what is still kept in device memory. Nothing is read afterwards."""
 
@@ -113,8 +126,17 @@ class SegmentReader:
         return self._first_rows[layer] - self._row
 
     def block(self, source: int) -> LayerBlock:
-        """The block of a layer."""
-        return self._fetched, source
+        """The part of a layer's block that is read: for the layer that needs it last, or for itself."""
+        return LayerBlock(self._fetched, source, self._num_tail_bytes(source, self.decoder.last_use[source]))
+
+    def tail(self) -> SegmentTail:
+        """What of the segment is read, whole records."""
+        header = self.source.header
+        first_tokens = [
+            header.start_token + row if row < self._end_row else header.end_token for row in self._first_rows
+        ]
+        kept = tuple(map(max, self.decoder.kept_from(first_tokens), header.layer_first_token))
+        return SegmentTail(kept, self.decoder.kept_num_bytes(kept))
 
     def native_tail(self, layer: int) -> NativeTail | None:
         """The layer's tail, if it is stored natively and alone; None for any other."""
@@ -127,25 +149,25 @@ class SegmentReader:
         Raises:
             CodecError: so much of it is not stored.
         """
-        block = self._fetched.blocks[layer]
-        if block.nbytes < num_bytes:
-            raise CodecError(
-                f"layer {layer} has a block of {block.nbytes} bytes, {num_bytes} are needed of it"
-            )
         self.num_bytes += num_bytes
-        return block[block.nbytes - num_bytes :]
+        return self._end_of_block(layer, num_bytes)
 
     def _tail(self, source: int, layer: int) -> Block:
         """The part of a block from the record on in which the tail of ``layer`` begins."""
-        header = self._fetched.header
-        stored_from = header.layer_first_token[source] - header.start_token
-        # The block as it was encoded, in bytes:
-        # [0, stored)    left out when it was stored
-        # [stored, first)  stored, not needed now
-        # [first, ...)   the tail
-        stored = self.decoder.tail_start(source, stored_from)
+        return self._end_of_block(source, self._num_tail_bytes(source, layer))
+
+    def _num_tail_bytes(self, source: int, layer: int) -> int:
         first = self.decoder.tail_start(source, self._first_rows[layer])
-        return self._fetched.blocks[source][first - stored :]
+        return self.decoder.layer_num_bytes[source] - first if self.has_tail(layer) else 0
+
+    def _end_of_block(self, source: int, num_bytes: int) -> Block:
+        # What was left out when it was stored, or not fetched, is the beginning of a block.
+        block = self._fetched.blocks[source]
+        if block.nbytes < num_bytes:
+            raise CodecError(
+                f"layer {source} has a block of {block.nbytes} bytes, {num_bytes} are needed of it"
+            )
+        return block[block.nbytes - num_bytes :]
 
 
 class UnitReader(SegmentReader):

@@ -25,8 +25,7 @@ Part = tuple[SegmentReader, torch.Tensor]
 
 
 class TailGroup(Protocol):
-    """Tails of one layer, for which ``fetch`` and then ``restore`` is called, once each.
-
+    """Tails of one layer. ``fetch`` and then ``restore`` are called; a second ``fetch`` does nothing.
     ``blocks`` must have been checked before ``fetch``.
     """
 
@@ -63,6 +62,11 @@ class TailGroups:
         if key not in self._grouped:
             self._grouped[key] = self._group(layer)
         return [make_group(layer) for make_group in self._grouped[key]]
+
+    @property
+    def has_decoded(self) -> bool:
+        """Whether anything was decoded, so that ``check`` may find something."""
+        return bool(self._begun)
 
     def check(self) -> None:
         """After the last layer: raise what ``restore`` could not know yet, because a GPU finds it.
@@ -152,6 +156,7 @@ class _CodedGroups:
         self._restore: GroupRestore | None = None
 
     def fetch(self, device: Device) -> None:
+        # Asked again, readers have no targets.
         found = [reader.target(self._layer, slots) for reader, slots in self._parts]
         targets = [target for target in found if target is not None]
         if targets:
@@ -187,9 +192,10 @@ class _Joined:
         self._bytes: torch.Tensor | None = None
 
     def fetch(self, device: Device) -> None:
-        self._bytes = device.upload_joined(
-            [reader.native_bytes(self._layer, num_bytes) for reader, num_bytes in self._joint.tails]
-        )
+        if self._bytes is None:
+            self._bytes = device.upload_joined(
+                [reader.native_bytes(self._layer, num_bytes) for reader, num_bytes in self._joint.tails]
+            )
 
     def restore(self, pool: KVBuffers) -> None:
         assert self._bytes is not None

@@ -13,7 +13,14 @@ from krul_backend.daemon.protocol.messages import DaemonStats
 from krul_backend.errors import StrategyError
 from krul_backend.memory import format_bytes
 from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
-from krul_backend.tiers.common.interface import DRAM_TIER, SegmentDetails, SegmentInfo, StoreStats, TierStats
+from krul_backend.tiers.common.interface import (
+    CHECKSUM_BYTES,
+    DRAM_TIER,
+    SegmentDetails,
+    SegmentInfo,
+    StoreStats,
+    TierStats,
+)
 
 _NO_VALUE = "-"
 
@@ -216,7 +223,8 @@ def _layer_table(details: SegmentDetails) -> Table:
             str(first),
             str(end_token - first),
             format_bytes(num_bytes),
-            f"{details.checksums[layer]:016x}",
+            # Of the last range, which no trim cuts off.
+            details.checksums[layer][-CHECKSUM_BYTES:].hex() or _NO_VALUE,
         )
     return table
 

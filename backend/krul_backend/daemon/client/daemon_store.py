@@ -33,6 +33,7 @@ from krul_backend.daemon.protocol.messages import (
     Request,
     ReserveRequest,
     StatsRequest,
+    TailFields,
     TierCostsRequest,
     TrimRequest,
     op_of,
@@ -51,6 +52,7 @@ from krul_backend.tiers.common.interface import (
     Prefetched,
     Reservation,
     SegmentSlice,
+    SegmentTail,
     StoreStats,
     checked_checksums,
 )
@@ -158,7 +160,7 @@ class DaemonStore(KVStore):
             self._reservations[reservation_id] = connection
         return Reservation(reservation_id, blocks, spans)
 
-    def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
+    def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[bytes]) -> int:
         reservation_id = reservation.reservation_id
         connection = self._settle(reservation)
         if connection is None:
@@ -170,7 +172,9 @@ class DaemonStore(KVStore):
                 reservation_id=reservation_id,
                 fingerprint=manifest.model.fingerprint,
                 manifest=ManifestFields.of(manifest),
-                checksums=checked_checksums(checksums, len(reservation.blocks)),
+                checksums=checked_checksums(
+                    checksums, [block.nbytes for block in reservation.blocks], manifest.range_bytes
+                ),
             )
             return self._ask(
                 connection,
@@ -233,16 +237,23 @@ class DaemonStore(KVStore):
             self._leases[lease_id] = connection
         return Lease(lease_id, num_pages, slices)
 
-    def fetch(self, lease: Lease) -> tuple[SegmentSlice, ...]:
+    def fetch(
+        self, lease: Lease, tails: Sequence[SegmentTail | None] | None = None
+    ) -> tuple[SegmentSlice, ...]:
         with self._lock:
             self._check_open()
             connection = self._leases[lease.lease_id]
         if lease.is_in_dram:
-            return lease.slices
+            return lease.slices if tails is None else lease.slices[: len(tails)]
         try:
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon that gave the lease is gone, or does not answer")
-            request = FetchRequest(lease_id=lease.lease_id)
+            wanted = (
+                None
+                if tails is None
+                else tuple(None if tail is None else TailFields(*tail) for tail in tails)
+            )
+            request = FetchRequest(lease_id=lease.lease_id, tails=wanted)
             fetched = self._ask(connection, request, timeout_s=SLOW_TIMEOUT_S)
             slices = with_views(fetched, connection.arena)
             if any(len(part.blocks) != len(part.checksums) for part in slices):

@@ -32,10 +32,12 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_FRAME_BYTES = 64 << 20
 MAX_PAGES = 1_000_000
 MAX_LAYERS = 1024
+MAX_CHECKSUM_BYTES = 1 << 16
+"""Of the checksums of one block."""
 MAX_LISTED_SEGMENTS = 10_000
 MAX_MODELS = 64
 """Of one session the daemon knows this many models, the latest; a client relies on half of them."""
@@ -56,7 +58,9 @@ _NumBytes = Annotated[int, Meta(ge=0, le=1 << 48)]
 _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 _PageKeys = Annotated[tuple[_Key, ...], Meta(max_length=MAX_PAGES)]
 _LayerBytes = Annotated[tuple[_NumBytes, ...], Meta(max_length=MAX_LAYERS)]
-_LayerChecksums = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_LAYERS)]
+_LayerChecksums = Annotated[
+    tuple[Annotated[bytes, Meta(max_length=MAX_CHECKSUM_BYTES)], ...], Meta(max_length=MAX_LAYERS)
+]
 _LayerTokens = Annotated[tuple[_Position, ...], Meta(max_length=MAX_LAYERS)]
 
 R = TypeVar("R")
@@ -176,10 +180,21 @@ class LeaseRequest(_PagesRequest[tuple[SegmentSlice, ...]], frozen=True, kw_only
     fast_copies: FastCopies = "prefer"
 
 
+class TailFields(Struct, frozen=True, array_like=True):
+    """A ``SegmentTail``, within bounds."""
+
+    layer_first_token: _LayerTokens
+    layer_num_bytes: _LayerBytes
+
+
 class FetchRequest(Request[tuple[SegmentSlice, ...]], frozen=True, kw_only=True, tag="fetch"):
-    """Asks for the lease's slices, all with spans."""
+    """Asks for the lease's slices, with spans: one for each of ``tails``, None for all of a segment.
+
+    Without ``tails`` all slices come whole.
+    """
 
     lease_id: _Id
+    tails: Annotated[tuple[TailFields | None, ...], Meta(max_length=MAX_PAGES)] | None = None
 
 
 class ReleaseRequest(Request[None], frozen=True, kw_only=True, tag="release"):
@@ -216,6 +231,7 @@ class ManifestFields(Struct, frozen=True, forbid_unknown_fields=True):
     layer_first_token: _LayerTokens
     tenant: _Tenant
     recompute_s: _Seconds
+    range_bytes: _NumBytes
 
     @classmethod
     def of(cls, manifest: SegmentManifest) -> ManifestFields:
@@ -245,7 +261,7 @@ class ManifestFields(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CommitRequest(Request[int], frozen=True, kw_only=True, tag="commit"):
-    """``checksums``: one per layer, of what the client wrote. The token ids are the manifest's.
+    """``checksums``: of what the client wrote, by layer. The token ids are the manifest's.
 
     The result is the segment's id.
     """

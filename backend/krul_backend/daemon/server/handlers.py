@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from msgspec.structs import astuple
+
 from krul_backend.daemon.protocol.messages import (
     MAX_MODELS,
     AbortRequest,
@@ -46,6 +48,7 @@ from krul_backend.tiers.common.interface import (
     Reservation,
     SegmentInfo,
     SegmentSlice,
+    SegmentTail,
     Span,
 )
 
@@ -169,7 +172,10 @@ class SessionHandlers:
                 raise KeyError(f"lease {lease_id} was released")
             return _without_views(future.result())
 
-        return Deferred(lambda: self._store.fetch(lease), finish, Lane.ROOM)
+        tails: list[SegmentTail | None] | None = None
+        if request.tails is not None:
+            tails = [None if tail is None else SegmentTail(*astuple(tail)) for tail in request.tails]
+        return Deferred(lambda: self._store.fetch(lease, tails), finish, Lane.ROOM)
 
     def _release(self, session: Session, request: ReleaseRequest) -> None:
         lease = session.leases.take(request.lease_id)

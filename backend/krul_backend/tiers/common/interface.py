@@ -12,17 +12,29 @@ import numpy.typing as npt
 import xxhash
 
 from krul_backend.errors import ManifestError, Refusal, TierReadError
-from krul_backend.segment import SegmentHeader, SegmentManifest
+from krul_backend.segment import (
+    MIN_RANGE_BYTES,
+    SegmentHeader,
+    SegmentManifest,
+    range_bytes_for,
+    tail_num_bytes,
+)
 
 PENDING, LANDED, FAILED = 0, 1, 2
 
-_POLL_S = 0.0002
+_POLL_S = 0.0005
 
 Block = npt.NDArray[np.uint8]
 """A writable or read-only view of ``[num_bytes]`` bytes inside the arena, or an array of no bytes."""
 
 Clock = Callable[[], float]
 """Returns seconds that never go back, as ``time.monotonic`` does."""
+
+Checksums = tuple[bytes, ...]
+"""The checksums of all ranges of each layer's block: see ``block_checksum``."""
+
+CHECKSUM_BYTES = 8
+"""Of one range."""
 
 DRAM_TIER = "dram"
 
@@ -43,6 +55,14 @@ class Span(NamedTuple):
     num_bytes: int
 
 
+class SegmentTail(NamedTuple):
+    """The end of a segment that a load reads: layer ``l`` from token ``layer_first_token[l]`` (a position in
+    the conversation) on, which the last ``layer_num_bytes[l]`` bytes of its block hold."""
+
+    layer_first_token: tuple[int, ...]
+    layer_num_bytes: tuple[int, ...]
+
+
 class LayerStatus:
     """Says which layers of a segment have landed in DRAM. One process writes the flags, all may read them.
 
@@ -57,15 +77,19 @@ class LayerStatus:
         return bool(self.flags[layer] == LANDED)
 
     def wait(self, layer: int, timeout_s: float) -> None:
-        """Block until a layer has landed.
+        """Block until a layer has landed. Errors as for ``wait_until``."""
+        end_s = time.monotonic() + timeout_s
+        self.wait_until(layer, lambda: end_s)
+
+    def wait_until(self, layer: int, deadline_s: Callable[[], float]) -> None:
+        """Block until a layer has landed. ``deadline_s()``, on ``time.monotonic``, may move meanwhile.
 
         Raises:
             TierReadError: it cannot be read, or did not land in time.
         """
-        deadline_s = time.monotonic() + timeout_s
         while (flag := self.flags[layer]) == PENDING:
-            if time.monotonic() >= deadline_s:
-                raise TierReadError(f"layer {layer} did not arrive from its tier within {timeout_s:g} s")
+            if time.monotonic() >= deadline_s():
+                raise TierReadError(f"layer {layer} did not arrive from its tier in time")
             time.sleep(_POLL_S)
         if flag != LANDED:
             raise TierReadError(f"layer {layer} could not be read from its tier")
@@ -90,9 +114,9 @@ class SegmentSlice:
 
     ``blocks[l]`` is all that is stored of layer ``l``: the segment's tokens from
     ``header.layer_first_token[l]`` on, which may lack some of these pages. The codec knows where in the block
-    a page lies. ``spans[l]`` is where the block lies. Neither changes while leased. ``checksums[l]`` is its
-    XXH3 (64 bit): **the reader compares it** before it uses a byte of the block (see ``block_checksum``), and
-    reports a difference with ``report_damage``.
+    a page lies. ``spans[l]`` is where the block lies. Neither changes while leased. ``checksums[l]`` are
+    those of its ranges: **the reader compares them** before it uses a byte of a range (see
+    ``tail_is_right``), and reports a difference with ``report_damage``.
 
     ``tier`` is where the bytes come from. If it is not DRAM, there are no blocks and no spans before
     ``KVStore.fetch``; after it, ``status`` says which layers have landed (None: all have).
@@ -106,7 +130,7 @@ class SegmentSlice:
     tier: str
     blocks: Sequence[Block]
     spans: tuple[Span, ...]
-    checksums: tuple[int, ...]
+    checksums: Checksums
     first_page: int
     end_page: int
     status: LayerStatus | None = None
@@ -316,7 +340,7 @@ class SegmentInfo:
 class SegmentDetails:
     """One segment in DRAM in full: its line of the listing, and what is stored of each layer.
 
-    ``checksums[l]`` is the XXH3 (64 bit) of layer ``l``'s block.
+    ``checksums[l]``: of the ranges of layer ``l``'s block.
     """
 
     info: SegmentInfo
@@ -325,7 +349,7 @@ class SegmentDetails:
     last_page_key: str
     layer_first_token: tuple[int, ...]
     layer_num_bytes: tuple[int, ...]
-    checksums: tuple[int, ...]
+    checksums: Checksums
 
 
 @dataclass(frozen=True)
@@ -337,32 +361,60 @@ class DamageReport:
     bad_segments: tuple[int, ...]
 
 
-Checksums = tuple[int, ...]
+def block_checksum(block: Block, range_bytes: int = MIN_RANGE_BYTES) -> bytes:
+    """XXH3 (64 bit, big endian) of each range of a block, one after another. Ranges are counted from the
+    block's end: only the first one may be shorter than ``range_bytes``. Belongs outside every lock."""
+    data, num_bytes = block.data, block.nbytes
+    ends = range(num_bytes % range_bytes or range_bytes, num_bytes + 1, range_bytes)
+    return b"".join(xxhash.xxh3_64_digest(data[max(0, end - range_bytes) : end]) for end in ends)
 
 
-def block_checksum(block: Block) -> int:
-    """XXH3 (64 bit) of a block's bytes. Releases the GIL, so it belongs outside every lock."""
-    return xxhash.xxh3_64_intdigest(block.data)
-
-
-def block_checksums(blocks: Sequence[Block]) -> Checksums:
-    """The checksum of each block, by layer.
+def block_checksums(blocks: Sequence[Block], range_bytes: int | None = None) -> Checksums:
+    """The checksums of the ranges of each layer's block; None: those that ``SegmentManifest`` chooses.
 
     A writer takes them right after it has written the last byte. A stray write after that is found by the
     block's readers, whether it comes before the commit or after it.
     """
-    return tuple(block_checksum(block) for block in blocks)
+    if range_bytes is None:
+        range_bytes = range_bytes_for([block.nbytes for block in blocks])
+    return tuple(block_checksum(block, range_bytes) for block in blocks)
 
 
-def checked_checksums(checksums: Sequence[int], num_layers: int) -> Checksums:
+def checksum_of_tail(checksum: bytes, num_bytes: int, range_bytes: int) -> bytes:
+    """The checksums of the last ranges of a block, which have ``num_bytes`` together."""
+    return checksum[len(checksum) - CHECKSUM_BYTES * -(-num_bytes // range_bytes) :]
+
+
+def checksums_of(trimmed: SegmentManifest, checksums: Checksums) -> Checksums:
+    """The checksums of a segment of which ``trimmed`` is left, from those that it had before."""
+    return tuple(
+        checksum_of_tail(checksum, num_bytes, trimmed.range_bytes)
+        for checksum, num_bytes in zip(checksums, trimmed.layer_num_bytes, strict=True)
+    )
+
+
+def tail_is_right(block: Block, checksum: bytes, num_bytes: int, range_bytes: int) -> bool:
+    """Whether the ranges of a block that hold its last ``num_bytes`` are what was committed."""
+    num_bytes = tail_num_bytes(block.nbytes, num_bytes, range_bytes)
+    wanted = checksum_of_tail(checksum, num_bytes, range_bytes)
+    return block_checksum(block[block.nbytes - num_bytes :], range_bytes) == wanted
+
+
+def checked_checksums(
+    checksums: Sequence[bytes], layer_num_bytes: Sequence[int], range_bytes: int
+) -> Checksums:
     """Check the checksums that came with a commit, and return them as a tuple.
 
     Raises:
-        ManifestError: there is not one for each layer, or one has more than 64 bits.
+        ManifestError: there is not one for each range of each layer's block.
     """
-    if len(checksums) != num_layers:
-        raise ManifestError(f"{len(checksums)} checksums for {num_layers} layer blocks")
-    for layer, checksum in enumerate(checksums):
-        if not 0 <= checksum < 1 << 64:
-            raise ManifestError(f"layer {layer} has checksum {checksum}, which is not a number of 64 bits")
+    if len(checksums) != len(layer_num_bytes):
+        raise ManifestError(f"checksums of {len(checksums)} blocks for {len(layer_num_bytes)} layers")
+    for layer, (checksum, num_bytes) in enumerate(zip(checksums, layer_num_bytes, strict=True)):
+        num_ranges = -(-num_bytes // range_bytes)
+        if len(checksum) != CHECKSUM_BYTES * num_ranges:
+            raise ManifestError(
+                f"layer {layer} has {len(checksum)} bytes of checksums for {num_ranges} ranges of "
+                f"{range_bytes} bytes"
+            )
     return tuple(checksums)

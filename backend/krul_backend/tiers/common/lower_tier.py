@@ -15,11 +15,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from krul_backend.errors import TierReadError
 from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
+from krul_backend.tiers.common.interface import (
+    Block,
+    Checksums,
+    Clock,
+    DamageReport,
+    SegmentInfo,
+    TierStats,
+)
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.common.read_queue import ReadQueue
+from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +69,33 @@ class TierCounters:
             return {**self._counts, "skipped_segments": dict(+self._skipped)}
 
 
+class TailRead:
+    """Asks a tier for the end of each block of a held run's segment: the last ``blocks[l].nbytes`` bytes of
+    layer ``l``'s, whole ranges, are read into ``blocks[l]``.
+
+    The tier calls ``landed(layer)`` for each layer, in ascending order, when its bytes are written and their
+    checksums are right, for layers of no bytes, too; or once ``fail(error)``, after which nothing lands.
+    """
+
+    def __init__(
+        self,
+        run: PageRun[Any],
+        blocks: Sequence[Block],
+        landed: Callable[[int], None],
+        failed: Callable[[TierReadError], None],
+    ) -> None:
+        self.run = run
+        self.blocks = blocks
+        self.landed = landed
+        self.error: TierReadError | None = None
+        self._failed = failed
+
+    def fail(self, error: TierReadError) -> None:
+        if self.error is None:
+            self.error = error
+            self._failed(error)
+
+
 class LowerTier(ABC):
     """Keeps copies of segments on a medium below DRAM. Thread-safe.
 
@@ -85,7 +120,7 @@ class LowerTier(ABC):
         """Hold the longest prefix of ``page_keys`` that this tier has, for these tokens; ``()`` if none.
 
         The segment of a run is the tier's own object; callers may read ``manifest`` and ``checksums`` of it
-        (``checksums[l]``: XXH3, 64 bit, of layer ``l``'s block). The first page is at position ``next_token``
+        (``checksums[l]``: of the ranges of layer ``l``'s block). The first page is at position ``next_token``
         of its conversation (None: not known). As ``KVStore.lease``: each run starts where the one before it
         ended, tokens are compared, bytes are not read.
         """
@@ -95,14 +130,15 @@ class LowerTier(ABC):
         """End the hold of ``match``; once for each run."""
 
     @abstractmethod
-    def fetch(self, run: PageRun[Any], blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
-        """Read all blocks of a held run's segment into ``blocks`` (writable, of the manifest's sizes).
+    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
+        """Read what is asked for of held runs: layer 0 of all, about, then layer 1 of all.
 
-        Calls ``landed(layer)`` for each layer, in ascending order, when its block is written and its checksum
-        is right; layers of no bytes, too. Called in a thread of ``reads``; several fetches may run at once.
+        Says of each read what has landed, or that it has failed: wrong bytes of one do not fail the others.
+        ``priority()`` may become more urgent meanwhile.
+        Called in a thread of ``reads``; several fetches may run at once.
 
         Raises:
-            TierReadError: an error, a wrong checksum (the record is quarantined), or too slow.
+            TierReadError: the medium fails, or is too slow: what has not landed does not come.
         """
 
     @abstractmethod
@@ -110,7 +146,7 @@ class LowerTier(ABC):
         self,
         manifest: SegmentManifest,
         blocks: Sequence[Block],
-        checksums: Sequence[int],
+        checksums: Sequence[bytes],
         done: Callable[[], None],
     ) -> bool:
         """Queue a committed segment for writing; False if the tier is behind or suspended, or cannot hold it.
@@ -275,7 +311,7 @@ class QueuedSegment:
 
     manifest: SegmentManifest
     blocks: tuple[Block, ...]
-    checksums: tuple[int, ...]
+    checksums: Checksums
     metadata: bytes
     done: Callable[[], None]
 

@@ -31,6 +31,11 @@ class ReadPriority(IntEnum):
     """The tier's own verify or compaction."""
 
 
+def of_a_load() -> ReadPriority:
+    """The priority of a read for which somebody waits."""
+    return ReadPriority.LOAD
+
+
 class QueuedRead:
     """One call in a ``ReadQueue``; guarded by its lock."""
 
@@ -41,7 +46,7 @@ class QueuedRead:
         self.has_begun = False
 
     def hurry(self) -> None:
-        """Make it a load's: somebody waits for it now. Does nothing if it has begun."""
+        """Make it a load's: somebody waits for it now."""
         self._queue.move_up(self, ReadPriority.LOAD)
 
 
@@ -49,7 +54,8 @@ class ReadQueue:
     """Calls what was submitted, in a few threads: the most urgent first, of these the first submitted.
 
     A strict order: upkeep waits as long as there is anything else to do. Loads and prefetches are bounded by
-    the room in DRAM, so that there is not always something. Thread-safe.
+    the room in DRAM, so that there is not always something. One thread of several is kept for loads.
+    Thread-safe.
 
     Args:
         num_threads: how many calls run at once.
@@ -61,6 +67,9 @@ class ReadQueue:
         self._waiting: list[tuple[ReadPriority, int, QueuedRead]] = []
         self._numbers = itertools.count()
         self._is_closed = False
+        # Of calls that nobody waits for.
+        self._num_running = 0
+        self._max_running = max(1, num_threads - 1)
         # Daemons: a disk that never answers must not keep the process from ending.
         self._threads = [
             threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
@@ -99,11 +108,12 @@ class ReadQueue:
         return future.result()
 
     def move_up(self, read: QueuedRead, priority: ReadPriority) -> None:
-        """Give a call that has not begun a more urgent priority; it is the last of these."""
+        """Give a call a more urgent priority; if it has not begun, it is the last of these."""
         with self._changed:
-            if not read.has_begun and priority < read.priority:
+            if priority < read.priority:
                 read.priority = priority
-                self._push(read)
+                if not read.has_begun:
+                    self._push(read)
 
     def close(self) -> None:
         """Accept nothing more; wait until all that was submitted has ended."""
@@ -117,22 +127,31 @@ class ReadQueue:
         heapq.heappush(self._waiting, (read.priority, next(self._numbers), read))
         self._changed.notify()
 
-    def _take(self) -> QueuedRead | None:
-        """Wait for the next call; None when the queue is closed and empty."""
+    def _take(self) -> tuple[QueuedRead, bool] | None:
+        """Wait for the next call, and say whether it is a load's; None when the queue is closed and empty."""
         with self._changed:
             while True:
-                while self._waiting:
-                    read = heapq.heappop(self._waiting)[2]
-                    if not read.has_begun:
+                while self._waiting and self._waiting[0][2].has_begun:
+                    heapq.heappop(self._waiting)
+                if self._waiting:
+                    priority, _, read = self._waiting[0]
+                    is_load = priority == ReadPriority.LOAD
+                    if is_load or self._num_running < self._max_running:
+                        heapq.heappop(self._waiting)
                         read.has_begun = True
-                        return read
-                if self._is_closed:
+                        self._num_running += not is_load
+                        return read, is_load
+                elif self._is_closed:
                     return None
                 self._changed.wait()
 
     def _serve(self) -> None:
-        while (read := self._take()) is not None:
+        while (taken := self._take()) is not None:
+            read, is_load = taken
             try:
                 read.call()
             except Exception:
                 logger.exception("a read failed in a way that nobody handles")
+            with self._changed:
+                self._num_running -= not is_load
+                self._changed.notify_all()

@@ -14,12 +14,12 @@ All numbers are little endian. A record starts at a multiple of 4096 bytes and t
     52      4     J, bytes of JSON
     56      4     K, bytes of page keys
     60      4     FORMAT_VERSION of the manifest
-    64      8 L   checksum of each layer's block (XXH3-64)
-    ..      8 L   size of each layer's block in bytes
+    64      8 L   size of each layer's block in bytes
     ..      4 T   token ids (int32)
     ..      2 P   bytes of each page key
     ..      K     page keys, UTF-8, one after the other
     ..      J     the manifest's other fields as JSON
+    ..      ..    checksums of the ranges of each layer's block (XXH3-64, see ``block_checksum``)
     then zeros to the next multiple of 64: layer 0's block; each block starts at a multiple of 64.
 
 No field of a header is used before its checksum was found right. In a log file the place is the file's
@@ -43,7 +43,7 @@ import xxhash
 
 from krul_backend.errors import ManifestError, RecordError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, SegmentManifest
-from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.common.interface import CHECKSUM_BYTES, Block, Checksums, checked_checksums
 
 RECORD_ALIGN = 4096
 """Records begin and end at multiples of this: O_DIRECT needs that, and pages of the cache are not shared."""
@@ -63,6 +63,7 @@ _SCALARS = (
     "layer_first_token",
     "tenant",
     "recompute_s",
+    "range_bytes",
 )
 
 
@@ -81,12 +82,12 @@ class SegmentRecord:
     sequence: int
     num_bytes: int
     manifest: SegmentManifest
-    checksums: tuple[int, ...]
+    checksums: Checksums
     block_offsets: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, sequence: int, manifest: SegmentManifest, checksums: tuple[int, ...], metadata: bytes
+        cls, sequence: int, manifest: SegmentManifest, checksums: Checksums, metadata: bytes
     ) -> SegmentRecord:
         """Describe the record that a segment is written as; ``metadata`` is from ``encode_metadata``."""
         offsets, num_bytes = _layout(FIXED_NUM_BYTES + len(metadata), manifest.layer_num_bytes)
@@ -98,14 +99,14 @@ def segment_num_bytes(manifest: SegmentManifest, metadata: bytes) -> int:
     return _layout(FIXED_NUM_BYTES + len(metadata), manifest.layer_num_bytes)[1]
 
 
-def encode_metadata(manifest: SegmentManifest, checksums: tuple[int, ...]) -> bytes:
+def encode_metadata(manifest: SegmentManifest, checksums: Checksums) -> bytes:
     """Encode a header's part after the first 64 bytes, which does not depend on where it is written.
 
     Raises:
-        ManifestError: there is something in the manifest that JSON, or a field of this size, cannot hold.
+        ManifestError: there is something in the manifest that JSON, or a field of this size, cannot hold, or
+            there is not one checksum for each range.
     """
-    if len(checksums) != len(manifest.layer_num_bytes):
-        raise ManifestError(f"{len(checksums)} checksums for {len(manifest.layer_num_bytes)} blocks")
+    checked_checksums(checksums, manifest.layer_num_bytes, manifest.range_bytes)
     keys = [key.encode() for key in manifest.page_keys]
     if max(map(len, keys)) >= 1 << 16:
         raise ManifestError("a page key of 64 KiB or more cannot be written")
@@ -117,14 +118,20 @@ def encode_metadata(manifest: SegmentManifest, checksums: tuple[int, ...]) -> by
         raise ManifestError(f"the manifest cannot be written as JSON: {error}") from error
     return b"".join(
         [
-            np.array(checksums, "<u8").tobytes(),
             np.array(manifest.layer_num_bytes, "<u8").tobytes(),
             manifest.token_ids.astype("<i4").tobytes(),
             np.array([len(key) for key in keys], "<u2").tobytes(),
             *keys,
             json,
+            *checksums,
         ]
     )
+
+
+def no_checksums(manifest: SegmentManifest) -> Checksums:
+    """Zeros in place of a segment's checksums: its record is as long with them."""
+    ranges = _num_ranges(manifest.layer_num_bytes, manifest.range_bytes)
+    return tuple(bytes(CHECKSUM_BYTES * num_ranges) for num_ranges in ranges)
 
 
 def encode_segment(manifest: SegmentManifest, metadata: bytes, sequence: int, place: int = 0) -> bytes:
@@ -137,7 +144,9 @@ def encode_segment(manifest: SegmentManifest, metadata: bytes, sequence: int, pl
         len(manifest.page_keys),
         manifest.num_tokens,
     )
-    num_json_bytes = len(metadata) - 16 * num_layers - 4 * num_tokens - 2 * num_pages - num_keys_bytes
+    num_checksum_bytes = CHECKSUM_BYTES * sum(_num_ranges(manifest.layer_num_bytes, manifest.range_bytes))
+    num_json_bytes = len(metadata) - num_checksum_bytes
+    num_json_bytes -= 8 * num_layers + 4 * num_tokens + 2 * num_pages + num_keys_bytes
     counts = (num_layers, num_pages, num_tokens, num_json_bytes, num_keys_bytes)
     fields = (header_num_bytes, record_num_bytes, sequence, *counts, FORMAT_VERSION)
     unsealed = _FIXED.pack(MAGIC, 0, *fields) + metadata
@@ -205,6 +214,10 @@ def decode_header(header: bytes, place: int = 0) -> SegmentRecord:
     return SegmentRecord(sequence, record_num_bytes, manifest, checksums, offsets)
 
 
+def _num_ranges(layer_num_bytes: Sequence[int], range_bytes: int) -> list[int]:
+    return [-(-num_bytes // range_bytes) for num_bytes in layer_num_bytes]
+
+
 def _layout(header_num_bytes: int, layer_num_bytes: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     """Where each block starts in its record, and the record's bytes."""
     taken = (aligned(num_bytes, BLOCK_ALIGN) for num_bytes in layer_num_bytes)
@@ -212,20 +225,18 @@ def _layout(header_num_bytes: int, layer_num_bytes: tuple[int, ...]) -> tuple[tu
     return tuple(offsets), aligned(end, RECORD_ALIGN)
 
 
-def _decode_metadata(metadata: memoryview, counts: list[int]) -> tuple[SegmentManifest, tuple[int, ...]]:
+def _decode_metadata(metadata: memoryview, counts: list[int]) -> tuple[SegmentManifest, Checksums]:
     num_layers, num_pages, num_tokens, num_json_bytes, num_keys_bytes = counts
     parts: list[memoryview] = []
     at = 0
-    for num_bytes in (8 * num_layers, 8 * num_layers, 4 * num_tokens, 2 * num_pages, num_keys_bytes):
+    for num_bytes in (8 * num_layers, 4 * num_tokens, 2 * num_pages, num_keys_bytes, num_json_bytes):
         parts.append(metadata[at : at + num_bytes])
         at += num_bytes
-    if at + num_json_bytes != len(metadata):
-        raise ValueError(f"parts of {at + num_json_bytes} bytes in {len(metadata)}")
-    checksums, sizes, token_ids, key_sizes, keys = parts
+    sizes, token_ids, key_sizes, keys, json = parts
     ends = list(accumulate(np.frombuffer(key_sizes, "<u2").tolist(), initial=0))
     if ends[-1] != num_keys_bytes:
         raise ValueError(f"page keys of {ends[-1]} bytes in {num_keys_bytes}")
-    scalars: dict[str, Any] = orjson.loads(metadata[at:])
+    scalars: dict[str, Any] = orjson.loads(json)
     tokens = np.frombuffer(token_ids, "<i4").astype(np.int32)
     tokens.flags.writeable = False
     manifest = SegmentManifest(
@@ -236,4 +247,10 @@ def _decode_metadata(metadata: memoryview, counts: list[int]) -> tuple[SegmentMa
         layer_first_token=tuple(scalars.pop("layer_first_token")),
         **scalars,
     )
-    return manifest, tuple(np.frombuffer(checksums, "<u8").tolist())
+    checksums = []
+    for num_ranges in _num_ranges(manifest.layer_num_bytes, manifest.range_bytes):
+        checksums.append(bytes(metadata[at : at + CHECKSUM_BYTES * num_ranges]))
+        at += CHECKSUM_BYTES * num_ranges
+    if at != len(metadata):
+        raise ValueError(f"parts of {at} bytes in {len(metadata)}")
+    return manifest, tuple(checksums)

@@ -30,7 +30,7 @@ from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram.dram_books import BREATH_S, DramBooks, LockedBooks
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED
 from krul_backend.tiers.dram.reservations import Arrival, Reservations, arrival_sizes
-from krul_backend.tiers.dram.stored_segment import StoredSegment, plan_trim
+from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class HostStore:
     """Keeps segments in one arena: an extent per layer block, an index by page keys, whole segments evicted.
 
     Thread-safe; ``LockedBooks`` states the rules of the lock. A pinned segment is neither evicted nor
-    trimmed, except by a trim whose own pin is the only one.
+    trimmed.
 
     It does what ``KVStore`` says for this one tier, under the same names, and what a ``TieredStore`` over it
     needs: segments of lower tiers are let in (``admit``), and segments are held while they are copied to
@@ -97,13 +97,13 @@ class HostStore:
     ) -> Reservation | None:
         return self._reservations.reserve(layer_num_bytes, tenant, is_fast_copy=is_fast_copy)
 
-    def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]) -> int:
+    def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[bytes]) -> int:
         segment = self.commit_held(reservation, manifest, checksums)
         self.unhold(segment)
         return segment.segment_id
 
     def commit_held(
-        self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]
+        self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[bytes]
     ) -> StoredSegment:
         """As ``commit``; the segment is held until ``unhold``, also if it was dropped."""
         return self._reservations.commit(reservation, manifest, checksums)
@@ -190,7 +190,7 @@ class HostStore:
     def admit(
         self,
         manifest: SegmentManifest,
-        checksums: Sequence[int],
+        checksums: Sequence[bytes],
         origin: str,
         lower_load_s: float,
         began_at: int | None = None,
@@ -211,30 +211,18 @@ class HostStore:
             return [PathSegment(segment.segment_id, segment.manifest.header) for segment in segments]
 
     def trim(self, segment_id: int, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]) -> int:
-        """As ``KVStore.trim``: plan under the lock, take checksums outside of it, apply under it again."""
         with self._locked.open() as books:
             segment = books.segments.get(segment_id)
             if segment is None:
                 return 0
-            trim = plan_trim(segment.manifest, layer_first_token, layer_num_bytes)
-            if trim is None or segment.num_pins or books.is_shared(segment):
+            manifest = segment.manifest.trimmed(layer_first_token, layer_num_bytes)
+            num_bytes = segment.manifest.num_bytes - manifest.num_bytes
+            if not num_bytes or segment.num_pins or books.is_shared(segment):
                 return 0
-            segment.num_pins += 1
-        try:
-            # Somebody who pins the segment meanwhile is handed the old blocks: then the trim gives up.
-            checksums = trim.checksums(segment)
-            with self._locked.open() as books:
-                if checksums is None:
-                    books.quarantine(segment)
-                    return 0
-                if not segment.is_indexed or segment.num_pins > 1 or books.is_shared(segment):
-                    return 0
-                taken_before = segment.taken_bytes
-                trim.apply(segment, books.arena, checksums)
-                books.note_trim(segment, taken_before, trim.num_bytes)
-                return trim.num_bytes
-        finally:
-            self._locked.unhold(segment)
+            taken_before = segment.taken_bytes
+            segment.trim(manifest, books.arena)
+            books.note_trim(segment, taken_before, num_bytes)
+            return num_bytes
 
     def report_damage(self, segment_id: int) -> bool:
         """Take a segment out of use if a check here finds it damaged, too; see ``KVStore.report_damage``."""

@@ -38,7 +38,7 @@ T = TypeVar("T")
 class Arrival:
     """The writer's end of one arriving segment. Leases may be given on the segment from the start.
 
-    The segment stays pinned until ``finish`` or ``fail``, one of which must be called. A segment that fails
+    The segment stays pinned until ``end`` or ``fail``, one of which must be called. A segment that fails
     leaves the index at once, and whoever waits for one of its layers is told.
 
     Args:
@@ -63,16 +63,16 @@ class Arrival:
         """Tell readers that a layer's block is written and its checksum is right."""
         self._flags[layer] = LANDED
 
-    def finish(self) -> None:
-        """End the arrival; all layers have landed, and the segment is an ordinary one from here on.
-
-        Raises:
-            RuntimeError: a layer has not landed, or the arrival ended before.
-        """
-        if self._is_over or not (self._flags == LANDED).all():
-            raise RuntimeError(f"segment {self.segment.segment_id} cannot finish: {self._flags.tolist()}")
-        self._is_over = True
-        self._end(self.segment, True)
+    def end(self) -> bool:
+        """End the arrival; whether all layers have landed. Then the segment is an ordinary one from here on,
+        else it has failed."""
+        has_arrived = not self._is_over and bool((self._flags == LANDED).all())
+        if has_arrived:
+            self._is_over = True
+            self._end(self.segment, True)
+        else:
+            self.fail()
+        return has_arrived
 
     def fail(self) -> None:
         """End the arrival; layers that have not landed never will. Does nothing if it ended before."""
@@ -182,14 +182,14 @@ class Reservations:
         return self._take(sizes, tenant, use, is_fast_copy=is_fast_copy)
 
     def commit(
-        self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[int]
+        self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[bytes]
     ) -> StoredSegment:
         """As ``KVStore.commit``; the segment is held until ``unhold``, also if it was dropped."""
         with self._locked.open() as books:
             pending = _settle(books, reservation)
             try:
                 manifest = _checked_manifest(pending.reservation, manifest)
-                checksums = checked_checksums(checksums, len(pending.extents))
+                checksums = checked_checksums(checksums, manifest.layer_num_bytes, manifest.range_bytes)
             except BaseException:
                 books.give(pending.extents, pending.tenant)
                 raise
@@ -220,7 +220,7 @@ class Reservations:
     def admit(
         self,
         manifest: SegmentManifest,
-        checksums: Sequence[int],
+        checksums: Sequence[bytes],
         origin: str,
         lower_load_s: float,
         began_at: int | None,

@@ -1,12 +1,10 @@
-"""A segment as the DRAM tier keeps it, and trims of it: dropping the first tokens of its blocks."""
+"""A segment as the DRAM tier keeps it."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from krul_backend.errors import ManifestError, TierReadError
+from krul_backend.errors import TierReadError
 from krul_backend.free_extents import joined
 from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.interface import (
@@ -18,6 +16,7 @@ from krul_backend.tiers.common.interface import (
     SegmentSlice,
     Span,
     block_checksum,
+    checksums_of,
 )
 from krul_backend.tiers.dram.arena import Arena, Extent
 
@@ -28,14 +27,14 @@ class StoredSegment:
 
     ``extents[l]`` is None where layer ``l`` has no bytes. A block is the end of its extent: before it may lie
     bytes that a trim could not free for alignment. ``num_pins`` counts who reads or writes the blocks:
-    leases, arrivals, copies to lower tiers, running verifications and trims; ``num_leases`` counts the leases
-    among them. ``last_used_s`` is on the store's clock.
+    leases, arrivals, copies to lower tiers and running verifications; ``num_leases`` counts the leases among
+    them. ``last_used_s`` is on the store's clock.
 
-    ``checksums[l]`` is the XXH3 (64 bit) of what was written into block ``l``; damage shows as a difference.
+    ``checksums[l]`` are those of what was written into block ``l``; damage shows as a difference.
 
     Only a trim changes ``manifest``, ``extents``, ``blocks``, ``spans`` and ``checksums``: all at once, under
-    the store's lock, and only if no other pin is on the segment. So whoever has pinned a segment can read
-    these fields without the lock.
+    the store's lock, and only if no pin is on the segment. So whoever has pinned a segment can read these
+    fields without the lock.
 
     ``is_fast_copy``: see ``KVStore.reserve``. ``is_prefetched``: it was read ahead of a load, and no
     lookup has found it here since.
@@ -135,6 +134,29 @@ class StoredSegment:
             status_span=self.status_span if has_blocks and status is not None else None,
         )
 
+    def trim(self, manifest: SegmentManifest, arena: Arena) -> None:
+        """Keep of each block what ``manifest`` says, a trimmed one, and free the bytes before.
+
+        Call it with the lock held, and with no pin on the segment.
+        """
+        extents: list[Extent | None] = []
+        blocks: list[Block] = []
+        for extent, block, kept in zip(self.extents, self.blocks, manifest.layer_num_bytes, strict=True):
+            drop = block.nbytes - kept
+            if extent is None or not drop:
+                extents.append(extent)
+            elif not kept:
+                arena.free(extent)
+                extents.append(None)
+            else:
+                # Bytes that an earlier trim could not free for alignment lie before the block.
+                unused = extent.num_bytes - block.nbytes
+                extents.append(arena.free_front(extent, unused + drop))
+            blocks.append(block[drop:])
+        self.checksums = checksums_of(manifest, self.checksums)
+        self.manifest = manifest
+        self.place(tuple(extents), tuple(blocks))
+
     def num_damaged(self) -> int:
         """Count the landed blocks whose checksums differ from the committed ones.
 
@@ -142,7 +164,7 @@ class StoredSegment:
         """
         status = self.status
         return sum(
-            block_checksum(block) != checksum
+            block_checksum(block, self.manifest.range_bytes) != checksum
             for layer, (block, checksum) in enumerate(zip(self.blocks, self.checksums, strict=True))
             if status is None or status.has_landed(layer)
         )
@@ -151,85 +173,3 @@ class StoredSegment:
 def block_in(arena: Arena, extent: Extent | None) -> Block:
     """A writable view of an extent's bytes; of no bytes for None."""
     return arena.buffer[:0] if extent is None else arena.view(extent)
-
-
-@dataclass(frozen=True, eq=False)
-class Trim:
-    """One trim of one segment: its manifest afterwards, and the bytes that each block loses at its front."""
-
-    manifest: SegmentManifest
-    drop_num_bytes: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that all blocks lose."""
-        return sum(self.drop_num_bytes)
-
-    def checksums(self, segment: StoredSegment) -> Checksums | None:
-        """The blocks' checksums after the trim; None if a block of which a part stays is damaged.
-
-        Only blocks that change are read. Call it with the segment pinned, and outside the lock.
-        """
-        checksums = []
-        for block, checksum, drop in zip(segment.blocks, segment.checksums, self.drop_num_bytes, strict=True):
-            if drop and drop < block.nbytes and block_checksum(block) != checksum:
-                return None
-            checksums.append(block_checksum(block[drop:]) if drop else checksum)
-        return tuple(checksums)
-
-    def apply(self, segment: StoredSegment, arena: Arena, checksums: Checksums) -> None:
-        """Cut the segment, and free the bytes that its blocks lost.
-
-        Call it with the lock held, and with no pin on the segment but the trim's own.
-        """
-        extents: list[Extent | None] = []
-        blocks: list[Block] = []
-        for extent, block, drop in zip(segment.extents, segment.blocks, self.drop_num_bytes, strict=True):
-            if extent is None or not drop:
-                extents.append(extent)
-            elif drop == block.nbytes:
-                arena.free(extent)
-                extents.append(None)
-            else:
-                # Bytes that an earlier trim could not free for alignment lie before the block.
-                unused = extent.num_bytes - block.nbytes
-                extents.append(arena.free_front(extent, unused + drop))
-            blocks.append(block[drop:])
-        segment.manifest = self.manifest
-        segment.place(tuple(extents), tuple(blocks))
-        segment.checksums = checksums
-
-
-def plan_trim(
-    manifest: SegmentManifest, layer_first_token: Sequence[int], layer_num_bytes: Sequence[int]
-) -> Trim | None:
-    """Plan the trim after which layer ``l`` holds no token before ``layer_first_token[l]``.
-
-    ``layer_num_bytes[l]``: size of the block that holds exactly the tokens from there on. Layers that start
-    there or later already stay as they are; None if all do.
-
-    Raises:
-        ManifestError: other numbers of layers, tokens beyond the segment, or sizes that no such blocks have.
-    """
-    num_layers = manifest.model.num_layers
-    if len(layer_first_token) != num_layers or len(layer_num_bytes) != num_layers:
-        raise ManifestError(
-            f"{len(layer_first_token)} first tokens and {len(layer_num_bytes)} sizes "
-            f"for a segment of {num_layers} layers"
-        )
-    first_tokens, sizes = list(manifest.layer_first_token), list(manifest.layer_num_bytes)
-    for layer, (first, size) in enumerate(zip(layer_first_token, layer_num_bytes, strict=True)):
-        if first <= first_tokens[layer]:
-            continue
-        if size >= sizes[layer]:
-            raise ManifestError(
-                f"layer {layer} cannot hold the tokens from {first} on in {size} bytes: "
-                f"those from {first_tokens[layer]} on take {sizes[layer]}"
-            )
-        first_tokens[layer], sizes[layer] = first, size
-    if tuple(first_tokens) == manifest.layer_first_token:
-        return None
-    return Trim(
-        dataclasses.replace(manifest, layer_first_token=tuple(first_tokens), layer_num_bytes=tuple(sizes)),
-        tuple(before - after for before, after in zip(manifest.layer_num_bytes, sizes, strict=True)),
-    )

@@ -173,18 +173,24 @@ class MooncakeClient:
         value: bytes = self._store.get(key)
         return value or None
 
-    def get_into(self, key: str, block: Block) -> bool:
-        """Fill ``block`` with an object of exactly its size; False if there is no such object.
+    def get_into(self, key: str, block: Block, num_bytes: int) -> bool:
+        """Fill ``block`` with the end of an object of ``num_bytes``; False if there is no such object.
 
         Returns when nothing writes to ``block`` any more, also after an error.
         """
         if not self._is_registered(block):
-            value = self.get(key, block.nbytes)
-            if value is None or len(value) != block.nbytes:
+            value = self.get(key, num_bytes)
+            if value is None or len(value) != num_bytes:
                 return False
-            block[:] = np.frombuffer(value, dtype=np.uint8)
+            block[:] = np.frombuffer(value, dtype=np.uint8)[num_bytes - block.nbytes :]
             return True
-        code = self._store.get_into(key, block.ctypes.data, block.nbytes)
+        address = block.ctypes.data
+        if block.nbytes == num_bytes:
+            code = self._store.get_into(key, address, num_bytes)
+        else:
+            first = num_bytes - block.nbytes
+            codes = self._store.get_into_ranges([address], [[key]], [[[0]]], [[[first]]], [[[block.nbytes]]])
+            code = codes[0][0][0]
         # INVALID_PARAMS: the object is larger than the block.
         if code in (_OBJECT_NOT_FOUND, _INVALID_PARAMS):
             return False

@@ -17,7 +17,7 @@ import xxhash
 
 from krul_backend.errors import RecordError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, SegmentManifest
-from krul_backend.tiers.common.interface import Clock
+from krul_backend.tiers.common.interface import Checksums, Clock
 from krul_backend.tiers.common.record import decode_header, encode_metadata, encode_segment
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient
 
@@ -149,7 +149,7 @@ class StoredObject:
     prefix: str
     place: str
     manifest: SegmentManifest
-    checksums: tuple[int, ...]
+    checksums: Checksums
     confirmed_at_s: float
     segment_id: int = field(default_factory=itertools.count(1).__next__)
 
@@ -171,7 +171,7 @@ def pointer_key(prefix: str, first_page_key: str, n: int) -> str:
     return f"{prefix}/f/{first_page_key}/{n}"
 
 
-def encode_object(manifest: SegmentManifest, checksums: tuple[int, ...]) -> tuple[str, bytes]:
+def encode_object(manifest: SegmentManifest, checksums: Checksums) -> tuple[str, bytes]:
     """The segment's digest, and its metadata object.
 
     The digest covers the metadata and, by the checksums, the blocks: objects of one name have one content,
@@ -186,7 +186,7 @@ def encode_object(manifest: SegmentManifest, checksums: tuple[int, ...]) -> tupl
 
 def decode_object(
     digest: str, metadata: bytes, model: ModelIdentity
-) -> tuple[SegmentManifest, tuple[int, ...]] | None:
+) -> tuple[SegmentManifest, Checksums] | None:
     """Decode a metadata object; None if it is damaged, of another model, or has fields of wrong types."""
     if xxhash.xxh3_128_hexdigest(metadata) != digest:
         return None
@@ -223,6 +223,7 @@ def _has_right_types(manifest: SegmentManifest) -> bool:
         and isinstance(manifest.recompute_s, float | int)
         and math.isfinite(manifest.recompute_s)
         and type(manifest.start_token) is int
+        and type(manifest.range_bytes) is int
         and all(type(first) is int for first in manifest.layer_first_token)
         and all(size < _MAX_BLOCK_BYTES for size in manifest.layer_num_bytes)
     )

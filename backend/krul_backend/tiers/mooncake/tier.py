@@ -18,17 +18,18 @@ from krul_backend.tiers.common.interface import (
     DamageReport,
     SegmentInfo,
     TierStats,
-    block_checksum,
+    tail_is_right,
 )
 from krul_backend.tiers.common.lower_tier import (
     LowerTier,
     MeasuredCost,
     QueuedSegment,
     Suspension,
+    TailRead,
     TierCounters,
 )
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.common.read_queue import ReadQueue
+from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 from krul_backend.tiers.mooncake.cluster_connection import (
     UNMEASURED,
     ClusterConnection,
@@ -137,37 +138,48 @@ class MooncakeTier(LowerTier):
     def release(self, run: PageRun[StoredObject]) -> None:
         """Does nothing: a hold cannot keep the cluster from evicting."""
 
-    def fetch(
-        self, run: PageRun[StoredObject], blocks: Sequence[Block], landed: Callable[[int], None]
-    ) -> None:
-        segment = run.segment
-        sizes = tuple(block.nbytes for block in blocks)
-        if sizes != segment.manifest.layer_num_bytes:
-            raise ValueError(f"blocks of {sizes} bytes for layers of {segment.manifest.layer_num_bytes}")
+    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
+        started_s = self._clock()
+        num_layers = max((len(read.blocks) for read in reads), default=0)
         try:
             store = self._connection.store()
-            self._check_epoch(store, segment)
-            started_s = self._clock()
-            for layer, block in enumerate(blocks):
-                if block.nbytes:
-                    self._read_block(store, segment, layer, block)
+            for read in reads:
+                self._unless_wrong(read, lambda read: self._check_epoch(store, read.run.segment))
+            for layer in range(num_layers):
+                for read in reads:
+                    if layer < len(read.blocks):
+                        self._unless_wrong(read, lambda read: self._read_layer(store, read, layer))  # noqa: B023
                 if self._clock() - started_s > self._options.read_timeout_s:
                     self._counters.add(slow_reads=1)
                     self._suspension.failed("slow reads", f"more than {self._options.read_timeout_s:g} s")
-                    raise TierReadError("a segment took too long to come from the Mooncake cluster")
-                landed(layer)
+                    raise TierReadError("segments took too long to come from the Mooncake cluster")
         except ObjectStoreError as error:
             self._counters.add(failed_reads=1)
             self._suspension.failed("reads fail", error)
             raise TierReadError(f"the Mooncake cluster cannot be read: {error}") from error
         self._suspension.succeeded()
-        self._counters.add(read_segments=1, read_bytes=segment.manifest.num_bytes)
+        good = [read for read in reads if read.error is None]
+        num_bytes = sum(block.nbytes for read in good for block in read.blocks)
+        self._counters.add(read_segments=len(good), read_bytes=num_bytes)
+
+    def _unless_wrong(self, read: TailRead, work: Callable[[TailRead], None]) -> None:
+        """Go on with a read unless it has failed; note it if it fails now."""
+        if read.error is None:
+            try:
+                work(read)
+            except TierReadError as error:
+                read.fail(error)
+
+    def _read_layer(self, store: MooncakeClient, read: TailRead, layer: int) -> None:
+        if read.blocks[layer].nbytes:
+            self._read_block(store, read.run.segment, layer, read.blocks[layer])
+        read.landed(layer)
 
     def put(
         self,
         manifest: SegmentManifest,
         blocks: Sequence[Block],
-        checksums: Sequence[int],
+        checksums: Sequence[bytes],
         done: Callable[[], None],
     ) -> bool:
         if not self.find_missing(manifest.model, manifest.page_keys):
@@ -302,14 +314,15 @@ class MooncakeTier(LowerTier):
             raise TierReadError("the segment was cleared")
 
     def _read_block(self, store: MooncakeClient, segment: StoredObject, layer: int, block: Block) -> None:
-        started_s = self._clock()
-        if not store.get_into(segment.block_key(layer), block):
+        """Read the end of a layer's block, whole ranges."""
+        manifest, started_s = segment.manifest, self._clock()
+        if not store.get_into(segment.block_key(layer), block, manifest.layer_num_bytes[layer]):
             if self._known.forget(segment):
                 self._counters.add(evicted_segments=1, evicted_bytes=segment.manifest.num_bytes)
             raise TierReadError(f"layer {layer} is not in the Mooncake cluster any more")
         took_s = self._clock() - started_s
         self._cost.correct(lambda cost: seen_cost(cost, block.nbytes, took_s))
-        if block_checksum(block) != segment.checksums[layer]:
+        if not tail_is_right(block, segment.checksums[layer], block.nbytes, manifest.range_bytes):
             self._counters.add(corrupted_segments=1)
             self._known.forget(segment)
             self._remove(segment)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.eviction import EvictionPolicy
-from krul_backend.tiers.common.interface import Clock
+from krul_backend.tiers.common.interface import Checksums, Clock
 from krul_backend.tiers.common.lower_tier import Suspension, TierCounters
 from krul_backend.tiers.common.page_index import PageIndex, PageRun
 from krul_backend.tiers.common.record import SegmentRecord
@@ -42,7 +42,7 @@ class SsdSegment:
         return self.record.manifest
 
     @property
-    def checksums(self) -> tuple[int, ...]:
+    def checksums(self) -> Checksums:
         return self.record.checksums
 
     @property

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import mmap
 import queue
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.record import RECORD_ALIGN
@@ -27,11 +30,18 @@ Bounce = memoryview
 """A page-aligned buffer of this reader, as O_DIRECT wants it."""
 
 
+class FileRange(NamedTuple):
+    """Bytes ``[offset, offset + num_bytes)`` of an open file; both are multiples of 4096."""
+
+    fd: int
+    offset: int
+    num_bytes: int
+
+
 @dataclass(eq=False)
 class _Read:
     """A call of ``read``. ``released`` is called when it is over and none of its pieces is being read."""
 
-    fd: int
     released: Callable[[], None]
     num_unfinished: int = 0
     is_over: bool = False
@@ -39,12 +49,12 @@ class _Read:
 
 @dataclass(eq=False)
 class _Piece:
-    """Bytes ``[offset, offset + num_bytes)`` of the file on their way into ``bounce``."""
+    """A part of range number ``index`` of a read, on its way into ``bounce``."""
 
     read: _Read
     bounce: Bounce
-    offset: int
-    num_bytes: int
+    index: int
+    part: FileRange
     is_done: bool = False
     error: OSError | None = None
 
@@ -86,7 +96,8 @@ class PieceReader:
         # Pieces that a thread is reading, and since when.
         self._started_s: dict[_Piece, float] = {}
         self._is_closed = False
-        self._jobs: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        self._numbers = itertools.count()
+        self._jobs: queue.PriorityQueue[tuple[int, int, _Piece | None]] = queue.PriorityQueue()
         # Daemons: a disk that never answers must not keep the process from ending.
         self._threads = [
             threading.Thread(target=self._serve, name=f"ssd-read-{i}", daemon=True)
@@ -97,46 +108,55 @@ class PieceReader:
 
     def read(
         self,
-        fd: int,
-        offset: int,
-        num_bytes: int,
-        take: Callable[[memoryview], None],
+        ranges: Iterable[FileRange],
+        take: Callable[[int, int, memoryview], None],
         released: Callable[[], None],
+        priority: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Call ``take`` in this thread with bytes ``[offset, offset + num_bytes)``, piece by piece, in order.
+        """Call ``take(index, offset, piece)`` in this thread with the bytes of ``ranges``, in order: those of
+        the file of range number ``index`` from ``offset`` on.
 
-        Offset and length are multiples of 4096; a piece is valid during ``take`` only. ``released`` is called
-        exactly once, perhaps later and in another thread.
+        A piece is valid during ``take`` only. ``ranges`` is asked for the next one when there is a buffer for
+        it. ``released`` is called exactly once, perhaps later and in another thread. Of pieces that wait
+        those with the smallest ``priority()`` are read first.
 
         Raises:
             TimeoutError: a piece took longer than ``timeout_s``, or all threads are stuck in such pieces.
-            OSError: the medium failed, the file ends before the range does, or the reader was closed.
+            OSError: the medium failed, a file ends before its range does, or the reader was closed.
         """
-        read = _Read(fd, released)
+        read = _Read(released)
         pieces: deque[_Piece] = deque()
-        next_offset, end = offset, offset + num_bytes
+        parts = self._parts(ranges)
         try:
-            while next_offset < end or pieces:
-                while next_offset < end:
+            waiting = next(parts, None)
+            while waiting is not None or pieces:
+                while waiting is not None:
                     bounce = self._take_bounce(len(pieces))
                     if bounce is None:
                         break
-                    piece = _Piece(read, bounce, next_offset, min(self._piece_num_bytes, end - next_offset))
+                    piece = _Piece(read, bounce, *waiting)
                     with self._changed:
                         read.num_unfinished += 1
                     pieces.append(piece)
-                    self._jobs.put(piece)
-                    next_offset += piece.num_bytes
+                    self._jobs.put((priority(), next(self._numbers), piece))
+                    waiting = next(parts, None)
                 piece = pieces[0]
                 with self._changed:
                     self._wait(piece)
                 if piece.error is not None:
                     raise piece.error
-                take(piece.bounce[: piece.num_bytes])
+                take(piece.index, piece.part.offset, piece.bounce[: piece.part.num_bytes])
                 pieces.popleft()
                 self._give_back(piece)
         finally:
             self._give_up(read, pieces)
+
+    def _parts(self, ranges: Iterable[FileRange]) -> Iterator[tuple[int, FileRange]]:
+        """The ranges in parts that fit into a buffer, with the number of the range."""
+        for index, (fd, offset, num_bytes) in enumerate(ranges):
+            for first in range(0, num_bytes, self._piece_num_bytes):
+                size = min(self._piece_num_bytes, num_bytes - first)
+                yield index, FileRange(fd, offset + first, size)
 
     def close(self) -> None:
         """End the threads; those that are stuck end when the disk answers."""
@@ -144,7 +164,7 @@ class PieceReader:
             self._is_closed = True
             self._changed.notify_all()
         for _ in self._threads:
-            self._jobs.put(None)
+            self._jobs.put((sys.maxsize, next(self._numbers), None))
         for thread in self._threads:
             thread.join(timeout=self._timeout_s)
 
@@ -197,7 +217,7 @@ class PieceReader:
             read.released()
 
     def _serve(self) -> None:
-        while (piece := self._jobs.get()) is not None:
+        while (piece := self._jobs.get()[2]) is not None:
             read = piece.read
             with self._changed:
                 is_wanted = not read.is_over
@@ -219,17 +239,17 @@ class PieceReader:
                 read.released()
 
     def _fill(self, piece: _Piece) -> None:
-        num_read = 0
-        while num_read < piece.num_bytes:
-            rest = piece.bounce[num_read : piece.num_bytes]
-            step = self._disk.preadv(piece.read.fd, [rest], piece.offset + num_read)
+        num_read, (fd, offset, num_bytes) = 0, piece.part
+        while num_read < num_bytes:
+            rest = piece.bounce[num_read:num_bytes]
+            step = self._disk.preadv(fd, [rest], offset + num_read)
             # Reading past the page cache can only go on at a multiple of the sector size.
             num_whole = step // RECORD_ALIGN * RECORD_ALIGN
             if num_whole <= 0:
                 raise OSError(errno.EIO, f"the read ended {len(rest)} bytes too soon")
             num_read += num_whole
         # For file systems that cannot read past the page cache.
-        self._disk.drop_cache(piece.read.fd, piece.offset, piece.num_bytes)
+        self._disk.drop_cache(fd, offset, num_bytes)
 
 
 def _make_buffers(num_bytes: int) -> list[Bounce]:

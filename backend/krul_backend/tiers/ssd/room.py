@@ -6,8 +6,6 @@ import logging
 import time
 from functools import partial
 
-import numpy as np
-
 from krul_backend.errors import TierReadError
 from krul_backend.tiers.common.record import encode_metadata
 from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
@@ -147,9 +145,8 @@ class Room:
             if self._state.pending_clears:
                 break
             manifest = segment.manifest
-            blocks = [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.layer_num_bytes]
             try:
-                self._reads.read_for_upkeep(segment, blocks)
+                blocks = self._reads.read_for_upkeep(segment)
             except TierReadError as error:
                 cause = error.__cause__
                 if isinstance(cause, OSError):

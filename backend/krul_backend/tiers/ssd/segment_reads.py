@@ -1,27 +1,30 @@
-"""Reading whole segments from the log files, and what that costs."""
+"""Reading the ends of segments' blocks from the log files, and what that costs."""
 
 from __future__ import annotations
 
 import os
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from krul_backend.errors import RecordError, StoreClosedError, TierReadError
 from krul_backend.planner.interface import TierCost
-from krul_backend.tiers.common.interface import Block
-from krul_backend.tiers.common.lower_tier import MeasuredCost
-from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue
-from krul_backend.tiers.common.record import RECORD_ALIGN
+from krul_backend.tiers.common.interface import Block, tail_is_right
+from krul_backend.tiers.common.lower_tier import MeasuredCost, TailRead
+from krul_backend.tiers.common.page_index import PageRun
+from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
+from krul_backend.tiers.common.record import RECORD_ALIGN, aligned
 from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
 from krul_backend.tiers.ssd.disk import Disk, open_for_reading, write_all
+from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import LogWriter
-from krul_backend.tiers.ssd.reader import NUM_THREADS, PieceReader
+from krul_backend.tiers.ssd.reader import NUM_THREADS, FileRange, PieceReader
 
 PROBE_NUM_BYTES = 32 << 20
 
@@ -29,6 +32,12 @@ _NUM_LATENCY_READS = 5
 
 _LEAST_RATE_NUM_BYTES = 1 << 20
 """Smaller reads say nothing of the disk's rate."""
+_RATE_NUM_BYTES = 8 << 20
+"""After so many bytes it is known anew."""
+
+_CHUNK_NUM_BYTES = 1 << 20
+"""Layers of a segment that lie side by side are read together up to this size, so that none waits long for
+those of another segment."""
 
 _UNMEASURED = TierCost(latency_s=1e-3, byte_s=1e-8)
 """The cost of a slow disk."""
@@ -37,74 +46,130 @@ MAX_READS_AT_ONCE = 2
 """Enough to keep the disk busy while one of them copies; more would only make each of them look slow."""
 
 
-class BlockSink:
-    """Copies consecutive pieces of a record into blocks, and checks each block as its last byte comes.
+class _TailOfSegment:
+    """A read of a segment's blocks: where their ends lie in the log file, and how far they have come."""
 
-    Args:
-        at: where in the record the first piece starts, in bytes.
-        block_offsets, block_sizes, checksums: of each layer's block; offsets from the record's start.
-        blocks: where to copy to, writable; None to check only.
-        landed: called for each layer, in ascending order, when its block is written and its checksum right.
-    """
+    def __init__(self, read: TailRead, file: LogFile, record_offset: int) -> None:
+        self.read = read
+        self.file = file
+        self.segment: SsdSegment = read.run.segment
+        record, sizes = self.segment.record, self.segment.manifest.layer_num_bytes
+        # [begin, end) of the file has the end of each layer's block.
+        self._ends = [record_offset + at + size for at, size in zip(record.block_offsets, sizes, strict=True)]
+        self._begins = [end - block.nbytes for end, block in zip(self._ends, read.blocks, strict=True)]
+        self._next_layer = 0
 
-    def __init__(
-        self,
-        at: int,
-        block_offsets: Sequence[int],
-        block_sizes: Sequence[int],
-        checksums: Sequence[int],
-        blocks: Sequence[Block] | None,
-        landed: Callable[[int], None],
-    ) -> None:
-        self._at = at
-        self._offsets = block_offsets
-        self._sizes = block_sizes
-        self._checksums = checksums
-        self._blocks = blocks
-        self._landed = landed
-        self._layer = 0
-        self._hash = xxhash.xxh3_64()
+    def chunks(self) -> Iterator[_Chunk]:
+        """The ranges of the file to be read, in the order of the layers: what lies side by side is one range,
+        up to ``_CHUNK_NUM_BYTES``."""
+        chunk: _Chunk | None = None
+        for layer, (begin, end) in enumerate(zip(self._begins, self._ends, strict=True)):
+            if begin == end:
+                continue
+            first, last = begin // RECORD_ALIGN * RECORD_ALIGN, aligned(end, RECORD_ALIGN)
+            if chunk is not None and first <= chunk.end and chunk.num_bytes < _CHUNK_NUM_BYTES:
+                chunk = chunk._replace(end=max(last, chunk.end))
+                continue
+            if chunk is not None:
+                yield chunk
+            chunk = _Chunk(layer, self, first, last)
+        if chunk is not None:
+            yield chunk
 
-    def take(self, piece: memoryview) -> None:
-        """Process the next bytes of the record. ``piece`` is not kept.
+    def take(self, offset: int, piece: memoryview) -> None:
+        """Copy what is wanted of the file's bytes from ``offset`` on, and check each block that is complete.
 
         Raises:
             RecordError: a block has a wrong checksum.
         """
-        # piece: [at, end) of the record; block: [start, block_end)
-        end = self._at + len(piece)
-        while self._layer < len(self._offsets):
-            start = self._offsets[self._layer]
-            block_end = start + self._sizes[self._layer]
-            first, last = max(start, self._at), min(block_end, end)
+        end = offset + len(piece)
+        layer = self._next_layer
+        while layer < len(self._ends):
+            first, last = max(self._begins[layer], offset), min(self._ends[layer], end)
             if first < last:
-                self._copy(piece[first - self._at : last - self._at], first - start)
-            if end < block_end:
-                break
-            self._finish_block()
-        self._at = end
+                to = first - self._begins[layer]
+                part = np.frombuffer(piece[first - offset : last - offset], np.uint8)
+                self.read.blocks[layer][to : to + last - first] = part
+            if end < self._ends[layer]:
+                return
+            self._finish(layer)
+            layer = self._next_layer
 
-    def _copy(self, part: memoryview, offset: int) -> None:
-        # Hashing and copying release the GIL, so that other reads go on meanwhile.
-        self._hash.update(part)
-        if self._blocks is not None:
-            block = self._blocks[self._layer]
-            block[offset : offset + len(part)] = np.frombuffer(part, np.uint8)
+    def finish_empty(self) -> None:
+        """Let layers land that come next and of which nothing is read."""
+        while self._next_layer < len(self._ends) and not self.read.blocks[self._next_layer].nbytes:
+            self._finish(self._next_layer)
 
-    def _finish_block(self) -> None:
-        layer = self._layer
-        if self._hash.intdigest() != self._checksums[layer]:
+    def _finish(self, layer: int) -> None:
+        block, segment = self.read.blocks[layer], self.segment
+        if not tail_is_right(block, segment.checksums[layer], block.nbytes, segment.manifest.range_bytes):
             raise RecordError(f"the block of layer {layer} has a wrong checksum")
-        self._hash.reset()
-        self._layer += 1
-        self._landed(layer)
+        # After a clear no further layer may be used: the model's weights may have changed.
+        if not segment.is_indexed:
+            raise TierReadError("the segment left the SSD tier while it was read")
+        self._next_layer = layer + 1
+        self.read.landed(layer)
+
+
+class _Chunk(NamedTuple):
+    """Bytes ``[begin, end)`` of a log file, which begin with those of a layer: multiples of 4096."""
+
+    layer: int
+    tail: _TailOfSegment
+    begin: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+
+class BusyRate:
+    """Measures how long bytes take while any read runs, however many run at once: what a tier delivers.
+    Thread-safe."""
+
+    def __init__(self, cost: MeasuredCost, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cost = cost
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_reads = 0
+        self._num_bytes = 0
+        self._since_s = 0.0
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """To be held by each read."""
+        with self._lock:
+            if not self._num_reads:
+                self._num_bytes, self._since_s = 0, self._clock()
+            self._num_reads += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_reads -= 1
+                if self._num_bytes >= _LEAST_RATE_NUM_BYTES:
+                    self._settle()
+
+    def came(self, num_bytes: int) -> None:
+        """So many bytes more have come."""
+        with self._lock:
+            self._num_bytes += num_bytes
+            if self._num_bytes >= _RATE_NUM_BYTES:
+                self._settle()
+
+    def _settle(self) -> None:
+        now_s = self._clock()
+        byte_s = (now_s - self._since_s) / self._num_bytes
+        self._cost.correct(lambda cost: TierCost(cost.latency_s, byte_s))
+        self._num_bytes, self._since_s = 0, now_s
 
 
 class SegmentReads:
-    """Reads whole segments, checks their bytes, and measures what that costs. Thread-safe.
+    """Reads the ends of blocks, checks their bytes, and measures what that costs. Thread-safe.
 
-    A record is read as one sequential range with several pieces in flight, so a layer in it costs only its
-    share of a request's latency.
+    What lies side by side in a record is one range, and several pieces of it are in flight, so a layer in it
+    costs only its share of a request's latency.
 
     Args:
         reader: reads pieces; blocks are written by the calling thread alone, so never after ``read`` ended.
@@ -116,6 +181,7 @@ class SegmentReads:
         self._writer = writer
         self._reader = reader
         self._cost = MeasuredCost(_UNMEASURED)
+        self._rate = BusyRate(self._cost)
         self._queue = queue
 
     @property
@@ -148,44 +214,41 @@ class SegmentReads:
             disk.unlink(path)
         self._cost.set(TierCost(statistics.median(small_s) / NUM_THREADS, all_s / num_bytes))
 
-    def read(
-        self, segment: SsdSegment, blocks: Sequence[Block] | None, landed: Callable[[int], None]
-    ) -> None:
-        """Read a segment into ``blocks`` (None: only check it); see ``LowerTier.fetch``.
+    def read(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
+        """Read the ends of blocks; see ``LowerTier.fetch``.
+
+        A read whose bytes are wrong fails with a TierReadError whose cause is a RecordError.
 
         Raises:
-            TierReadError: its cause is a RecordError if bytes are wrong, an OSError if they cannot be read.
+            TierReadError: its cause is an OSError if the medium fails.
         """
+        tails = list(self._hold(reads))
+
+        def release() -> None:
+            for tail in tails:
+                self._writer.release(tail.file)
+
+        chunks = sorted((chunk for tail in tails for chunk in tail.chunks()), key=lambda chunk: chunk.layer)
+        asked: list[_Chunk] = []
+
+        def ranges() -> Iterator[FileRange]:
+            for chunk in chunks:
+                if chunk.tail.read.error is None:
+                    asked.append(chunk)
+                    yield FileRange(chunk.tail.file.read_fd, chunk.begin, chunk.num_bytes)
+
+        def take(index: int, offset: int, piece: memoryview) -> None:
+            self._rate.came(len(piece))
+            self._unless_wrong(asked[index].tail, lambda tail: tail.take(offset, piece))
+
         state = self._state
-        with state.lock:
-            if not state.is_usable:
-                raise TierReadError("the SSD tier is closed, or left alone after an error")
-            if not segment.is_indexed:
-                raise TierReadError("the segment has left the SSD tier")
-            file, offset = segment.file, segment.offset
-            file.num_holds += 1
-
-        def land(layer: int) -> None:
-            # After a clear no further layer may be used: the model's weights may have changed.
-            if not segment.is_indexed:
-                raise TierReadError("the segment left the SSD tier while it was read")
-            landed(layer)
-
-        # [first, taken_bytes) of the record: from the sector in which layer 0's block starts.
-        first = segment.record.block_offsets[0] // RECORD_ALIGN * RECORD_ALIGN
-        num_bytes = segment.taken_bytes - first
-        sizes = segment.manifest.layer_num_bytes
-        sink = BlockSink(first, segment.record.block_offsets, sizes, segment.checksums, blocks, land)
-        started_s = time.monotonic()
         try:
-            self._reader.read(
-                file.read_fd, offset + first, num_bytes, sink.take, partial(self._writer.release, file)
-            )
-            # If the last blocks have no bytes, no piece was read for them.
-            sink.take(memoryview(b""))
-        except RecordError as error:
-            state.quarantine(segment, error)
-            raise TierReadError(f"wrong bytes on the SSD: {error}") from error
+            for tail in tails:
+                self._unless_wrong(tail, _TailOfSegment.finish_empty)
+            with self._rate.reading():
+                self._reader.read(ranges(), take, release, priority)
+            for tail in tails:
+                self._unless_wrong(tail, _TailOfSegment.finish_empty)
         except TimeoutError as error:
             state.counters.add(slow_reads=1)
             state.suspension.failed("slow read", error)
@@ -195,23 +258,57 @@ class SegmentReads:
             state.suspension.failed("failed read", error)
             raise TierReadError(f"the SSD cannot be read: {error}") from error
         state.suspension.succeeded()
-        took_s = time.monotonic() - started_s
-        if num_bytes >= _LEAST_RATE_NUM_BYTES:
-            self._cost.correct(lambda cost: TierCost(cost.latency_s, took_s / num_bytes))
-        state.counters.add(read_segments=1, read_bytes=segment.manifest.num_bytes)
+        good = [tail.read for tail in tails if tail.read.error is None]
+        read_bytes = sum(chunk.num_bytes for chunk in asked)
+        state.counters.add(read_segments=len(good), read_bytes=read_bytes)
 
-    def read_for_upkeep(self, segment: SsdSegment, blocks: Sequence[Block] | None) -> None:
-        """``read``, when no load and no prefetch waits. From any thread but those of the queue.
+    def _hold(self, reads: Sequence[TailRead]) -> Iterator[_TailOfSegment]:
+        """The reads of what is still here. Their files are held."""
+        with self._state.lock:
+            if not self._state.is_usable:
+                raise TierReadError("the SSD tier is closed, or left alone after an error")
+            for read in reads:
+                segment: SsdSegment = read.run.segment
+                if segment.is_indexed:
+                    segment.file.num_holds += 1
+                    yield _TailOfSegment(read, segment.file, segment.offset)
+                else:
+                    read.fail(TierReadError("the segment has left the SSD tier"))
+
+    def _unless_wrong(self, tail: _TailOfSegment, work: Callable[[_TailOfSegment], None]) -> None:
+        """Go on with a read unless it has failed; note it if it fails now."""
+        if tail.read.error is not None:
+            return
+        try:
+            work(tail)
+        except RecordError as error:
+            self._state.quarantine(tail.segment, error)
+            failure = TierReadError(f"wrong bytes on the SSD: {error}")
+            failure.__cause__ = error
+            tail.read.fail(failure)
+        except TierReadError as error:
+            tail.read.fail(error)
+
+    def read_for_upkeep(self, segment: SsdSegment) -> list[Block]:
+        """All blocks of a segment, read when no load and no prefetch waits. From any thread but those of the
+        queue.
 
         Raises:
-            TierReadError: as ``read``; the tier was closed.
+            TierReadError: as ``read``, or what a read fails with; the tier was closed.
         """
+        blocks = [np.empty(num_bytes, np.uint8) for num_bytes in segment.manifest.layer_num_bytes]
+        run = PageRun(segment, 0, len(segment.manifest.page_keys))
+        read = TailRead(run, blocks, lambda layer: None, lambda error: None)
         try:
-            self._queue.run(lambda: self.read(segment, blocks, lambda layer: None), ReadPriority.UPKEEP)
+            priority = ReadPriority.UPKEEP
+            self._queue.run(lambda: self.read([read], lambda: priority), priority)
         except StoreClosedError as error:
             raise TierReadError("the SSD tier is closed") from error
+        if read.error is not None:
+            raise read.error
+        return blocks
 
     def _seconds_to_read(self, fd: int, offset: int, num_bytes: int) -> float:
         started_s = time.monotonic()
-        self._reader.read(fd, offset, num_bytes, lambda piece: None, lambda: None)
+        self._reader.read([FileRange(fd, offset, num_bytes)], lambda *piece: None, lambda: None)
         return time.monotonic() - started_s

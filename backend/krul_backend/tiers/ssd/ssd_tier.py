@@ -13,10 +13,10 @@ from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.eviction import EvictionPolicy, LruPolicy
 from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import LowerTier, QueuedSegment, Suspension
+from krul_backend.tiers.common.lower_tier import LowerTier, QueuedSegment, Suspension, TailRead
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.common.read_queue import ReadQueue
-from krul_backend.tiers.common.record import RECORD_ALIGN, encode_metadata
+from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
+from krul_backend.tiers.common.record import RECORD_ALIGN, encode_metadata, no_checksums
 from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment, TierState
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.log_writer import LogWriter
@@ -208,14 +208,14 @@ class SsdTier(LowerTier):
         with self._state.lock:
             run.segment.num_holds -= 1
 
-    def fetch(self, run: PageRun[SsdSegment], blocks: Sequence[Block], landed: Callable[[int], None]) -> None:
-        self._reads.read(run.segment, blocks, landed)
+    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
+        self._reads.read(reads, priority)
 
     def put(
         self,
         manifest: SegmentManifest,
         blocks: Sequence[Block],
-        checksums: Sequence[int],
+        checksums: Sequence[bytes],
         done: Callable[[], None],
     ) -> bool:
         if not self._writes.has_room(manifest):
@@ -225,7 +225,7 @@ class SsdTier(LowerTier):
         return self._writes.put(QueuedSegment(manifest, tuple(blocks), tuple(checksums), metadata, done))
 
     def can_hold(self, manifest: SegmentManifest) -> bool:
-        metadata = encode_metadata(manifest, (0,) * len(manifest.layer_num_bytes))
+        metadata = encode_metadata(manifest, no_checksums(manifest))
         return self._writes.can_hold(manifest, metadata)
 
     def may_hold(self, model: ModelIdentity, page_key: str) -> bool:
@@ -288,7 +288,7 @@ class SsdTier(LowerTier):
             segments = self._state.catalog.segments
         for segment in segments:
             try:
-                self._reads.read_for_upkeep(segment, None)
+                self._reads.read_for_upkeep(segment)
             except TierReadError as error:
                 if isinstance(error.__cause__, RecordError):
                     bad.append(segment.segment_id)

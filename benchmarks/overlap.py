@@ -1,0 +1,386 @@
+"""``python -m benchmarks.overlap --json FILE``: heads that are computed while tails load, on real servers.
+
+Each method has a server of its own, which is asked the same turns: prompts of several lengths, each of which
+returns after it has left the device, and two that return together. They come back from host memory through a
+link that is slowed down (``dram:MBS``), or from an SSD that is (``ssd:MBS``). After each answer a server ends
+what it stores, so that nothing but the restore is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import source, table
+from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
+from benchmarks.serving.conversations import generated_conversation
+from benchmarks.serving.servers import Server, make_server
+from krul_backend.errors import KrulError
+from krul_backend.tiers.common.interface import DRAM_TIER
+from krul_sglang.cli.trace import fetch_restores
+from krul_sglang.demo.conversations import Conversation
+from krul_sglang.demo.environment import about_run
+from krul_sglang.demo.player import Player, TurnResult
+from krul_sglang.demo.sizing import PoolSizes, load_token_encoder, plan_pools
+from krul_sglang.engine.attach.attach import COSTS_FILE
+from krul_sglang.json_file import quantiles, write_result
+from krul_sglang.models.find import find_model
+from krul_sglang.traced_restore import TracedRestore
+
+logger = logging.getLogger(__name__)
+
+_LOSSY = {"fast_copies": "never"}
+METHODS: dict[str, dict[str, Any]] = {
+    "recompute": {"planner": "full-recompute"},
+    "full-load": {"planner": "full-load"},
+    "minicache-full-load": {"planner": "full-load", "strategy": "minicache", **_LOSSY},
+    "partial-recompute": {"planner": "uniform"},
+    "pyramid": {"planner": "pyramid"},
+    "native-planned": {},
+    "krul-planned": {"strategy": "krul", **_LOSSY},
+    "subspace-planned": {"strategy": "subspace", **_LOSSY},
+}
+"""krul's options by the name of the method; ``partial-recompute`` has one ratio for all layers, ``pyramid``
+linear heads, and what is planned has heads of searched lengths."""
+
+_SSD_BYTES = "8GiB"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where prefixes come back from, and at how many 1e6 bytes per second."""
+
+    tier: str
+    mbs: float
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        tier, _, mbs = text.partition(":")
+        if tier not in (DRAM_TIER, "ssd"):
+            raise ServingBenchmarkError(f"--settings: no tier {tier!r}; accepted are dram:MBS and ssd:MBS")
+        try:
+            return cls(tier, float(mbs))
+        except ValueError:
+            raise ServingBenchmarkError(f"--settings: {text!r} has no number of MB per second") from None
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A returning turn, or several that were asked together, and how its restore went.
+
+    ``restore`` is None if nothing was restored. ``num_read`` bytes were read of the tier, ``num_planned`` are
+    what the plan loads.
+    """
+
+    tokens: int
+    turns: tuple[TurnResult, ...]
+    restore: TracedRestore | None
+    num_read: int
+    num_planned: int
+
+    @property
+    def ttft_s(self) -> float:
+        """Of the last one of them."""
+        return max(turn.ttft_s for turn in self.turns)
+
+
+def run(
+    base: Configuration, settings: Sequence[Setting], methods: Sequence[str], pair_tokens: int
+) -> dict[str, Any]:
+    """Measure every method in each setting, and make rows.
+
+    Raises:
+        KrulError: the options fit nothing, or a server fails.
+    """
+    started = time.monotonic()
+    encode, context_length = load_token_encoder(base.model_path)
+    lengths = base.history_tokens
+    one = replace(base, history_tokens=(*lengths, pair_tokens, pair_tokens))
+    conversations = [
+        generated_conversation(number, one, lambda messages: len(encode(messages)))
+        for number in range(len(one.history_tokens))
+    ]
+    groups = [(conversation,) for conversation in conversations[:-2]] + [tuple(conversations[-2:])]
+    pools = plan_pools(
+        conversations,
+        lambda messages: len(encode(messages)),
+        max_tokens=base.max_tokens,
+        page_size=base.page_size,
+        device_tokens=base.device_tokens,
+        context_length=context_length,
+    )
+    rows: list[dict[str, Any]] = []
+    chart: TracedRestore | None = None
+    for setting in settings:
+        returned: dict[str, list[Returned]] = {}
+        with tempfile.TemporaryDirectory(prefix="krul-overlap-") as name:
+            for method in methods:
+                logger.info("%s at %g MB/s: %s", setting.tier, setting.mbs, method)
+                server = _make(method, setting, base, pools, Path(name))
+                returned[method] = list(_play(server, setting, groups, [*lengths, pair_tokens], base))
+        rows += _rows(setting, returned)
+        if setting == settings[-1]:
+            chart = _longest(returned.get("native-planned", ()))
+    return {
+        **about_run(("torch", "sglang", "transformers")),
+        "configuration": {**base.to_json(), "settings": [asdict(each) for each in settings]},
+        "duration_s": round(time.monotonic() - started, 1),
+        "rows": rows,
+        "restore": None if chart is None else _as_dict(chart),
+    }
+
+
+def _make(method: str, setting: Setting, base: Configuration, pools: PoolSizes, folder: Path) -> Server:
+    """A server of one method. Those after the first plan with the costs that it has measured."""
+    options = {**METHODS[method], **base.krul_options}
+    if setting.tier == DRAM_TIER:
+        own = replace(base, krul_options={"link_mbs": setting.mbs, **options})
+    else:
+        own = replace(
+            base, krul_options=options, ssd=_SSD_BYTES, ssd_read_mbs=setting.mbs, host_memory=base.host_memory
+        )
+    if setting.tier == DRAM_TIER:
+        own = replace(own, host_memory=None)
+    place = folder / method
+    server = make_server("native", own, pools, place)
+    measured = sorted(folder.glob(f"*/native/{COSTS_FILE}"))
+    target = place / "native" / COSTS_FILE
+    if measured and not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(measured[0], target)
+    return replace(server, name=method)
+
+
+def _play(
+    server: Server,
+    setting: Setting,
+    groups: Sequence[tuple[Conversation, ...]],
+    tokens: Sequence[int],
+    configuration: Configuration,
+) -> Iterator[Returned]:
+    """Ask all turns, the first of all conversations first; those of a group are asked together."""
+    answers: dict[tuple[str, int], str] = {}
+    with ExitStack() as stack:
+        if server.daemon is not None:
+            stack.enter_context(server.daemon)
+        stack.enter_context(server.process)
+        url, most = server.process.url, max(map(len, groups))
+        players = [stack.enter_context(Player(url, max_tokens=configuration.max_tokens)) for _ in range(most)]
+        threads = stack.enter_context(ThreadPoolExecutor(most))
+        players[0].warm_up()
+        server.settle()
+        for turn in range(1, configuration.rounds + 1):
+            for group, num_tokens in zip(groups, tokens, strict=True):
+                before = _amounts(server, setting)
+                asked = [
+                    threads.submit(player.ask, conversation, turn, answers)
+                    for player, conversation in zip(players, group, strict=False)
+                ]
+                results = tuple(each.result() for each in asked)
+                answers.update({(result.conversation, turn): result.answer for result in results})
+                num_loads, num_read, num_planned = map(int.__sub__, _amounts(server, setting), before)
+                server.settle()
+                if turn > 1:
+                    restore = fetch_restores(url)[-1] if num_loads else None
+                    yield Returned(num_tokens, results, restore, num_read, num_planned)
+
+
+def _amounts(server: Server, setting: Setting) -> tuple[int, int, int]:
+    """Loads so far, bytes that were read of the tier, and bytes that plans have loaded."""
+    (state,) = server.krul_states()
+    planned = state["load"]["num_bytes"]
+    tiers = {tier["name"]: tier["read_bytes"] for tier in state["tiers"]}
+    return state["load"]["requests"], tiers.get(setting.tier, planned), planned
+
+
+def _rows(setting: Setting, returned: Mapping[str, Sequence[Returned]]) -> list[dict[str, Any]]:
+    """A row for each method and length, one user first, then two."""
+    kinds = dict.fromkeys((each.tokens, len(each.turns)) for turns in returned.values() for each in turns)
+
+    def of(method: str, kind: tuple[int, int]) -> list[Returned]:
+        return [each for each in returned.get(method, ()) if (each.tokens, len(each.turns)) == kind]
+
+    rows = []
+    for kind in sorted(kinds, key=lambda kind: (kind[1], kind[0])):
+        whole = {
+            method: statistics.median(each.ttft_s for each in of(method, kind))
+            for method in ("recompute", "full-load")
+            if of(method, kind)
+        }
+        for method in returned:
+            rows.append(_row(method, setting, kind, of(method, kind), whole))
+    return rows
+
+
+def _row(
+    method: str,
+    setting: Setting,
+    kind: tuple[int, int],
+    returned: Sequence[Returned],
+    whole: Mapping[str, float],
+) -> dict[str, Any]:
+    restored = [(each, each.restore) for each in returned if each.restore is not None]
+    ttft_s = quantiles([each.ttft_s for each in returned])
+
+    def median(values: list[float]) -> float | None:
+        return statistics.median(values) if values else None
+
+    ideal_s = None
+    if len(whole) == 2:
+        # Both streams busy to the end, if computing and loading take no more together than alone.
+        ideal_s = 1 / sum(1 / seconds for seconds in whole.values())
+    return {
+        "method": method,
+        **asdict(setting),
+        "tokens": kind[0],
+        "users": kind[1],
+        "turns": len(returned),
+        "restored": len(restored),
+        "ttft_s": ttft_s,
+        "times_sooner_than": {name: seconds / ttft_s["median"] for name, seconds in whole.items()},
+        "largest_over_recompute": ttft_s["max"] / whole["recompute"] if "recompute" in whole else None,
+        "bytes_read": median([each.num_read for each, _ in restored]),
+        "bytes_planned": median([each.num_planned for each, _ in restored]),
+        "head_tokens": median([restore.head_tokens(0) for _, restore in restored]),
+        "predicted_s": median([restore.planned_s for _, restore in restored]),
+        "measured_s": median([restore.end_s for _, restore in restored]),
+        "ideal_s": ideal_s,
+        "compute_busy": median([restore.compute_busy for _, restore in restored]),
+        "link_busy": median([restore.load_busy for _, restore in restored]),
+    }
+
+
+def _longest(returned: Sequence[Returned]) -> TracedRestore | None:
+    """The restore of one user with most tokens, for the chart."""
+    alone = [each.restore for each in returned if len(each.turns) == 1 and each.restore is not None]
+    return max(alone, key=lambda restore: restore.prefix_tokens, default=None)
+
+
+def _as_dict(restore: TracedRestore) -> dict[str, Any]:
+    """What ``TracedRestore.parse`` reads, without what names the request."""
+    import msgspec
+
+    value: dict[str, Any] = msgspec.to_builtins(restore)
+    streams = {"load": "loads", "head": "heads", "wait": "waits", "own": "own"}
+    value["streams"] = {stream: value.pop(name) for stream, name in streams.items()}
+    for request in value["requests"]:
+        request["rid"] = ""
+    return {name: each for name, each in value.items() if name not in ("index", "rank")}
+
+
+COLUMNS = (
+    *("method", "tokens", "users", "TTFT", "largest", "sooner than recompute", "than full load", "ideal"),
+    *("predicted", "measured", "heads", "read", "planned", "compute busy", "link busy"),
+)
+
+
+def overlap_tables(result: Mapping[str, Any], path: Path) -> str:
+    """A table for each setting."""
+    configuration, machine = result["configuration"], result["machine"]
+    tables = []
+    for setting in configuration["settings"]:
+        rows = [row for row in result["rows"] if all(row[name] == value for name, value in setting.items())]
+        place = {DRAM_TIER: "from host memory through a link of", "ssd": "from an SSD that reads"}
+        heading = (
+            f"**{Path(configuration['model_path']).name} in {configuration['dtype']}, "
+            f"{place[setting['tier']]} {setting['mbs']:g} MB/s:**"
+        )
+        tables.append(f"{heading}\n\n{table(COLUMNS, map(table_cells, rows))}")
+    notes = (
+        "Medians; largest: of all turns. ideal: both streams busy to the end, from the medians of recompute",
+        "and full-load. predicted and measured: to the end of the forward. heads: tokens of the first layer.",
+        "Two users ask together, and the later of their answers counts. After each answer a server ends what",
+        f"it stores. Machine: {machine['cpu']}, {machine['cores']} cores;",
+        f"SGLang {result['versions']['sglang']}; {result['duration_s'] / 60:.0f} minutes. {source(path)}",
+    )
+    return "\n\n".join((*tables, " ".join(notes)))
+
+
+def table_cells(row: Mapping[str, Any]) -> list[str]:
+    """A row as text."""
+
+    def cell(value: float | None, form: str, factor: float = 1.0) -> str:
+        return "-" if value is None else form.format(value * factor)
+
+    sooner = row["times_sooner_than"]
+    return [
+        row["method"],
+        str(row["tokens"]),
+        str(row["users"]),
+        cell(row["ttft_s"]["median"], "{:.0f} ms", 1e3),
+        cell(row["ttft_s"]["max"], "{:.0f} ms", 1e3),
+        cell(sooner.get("recompute"), "{:.2f}"),
+        cell(sooner.get("full-load"), "{:.2f}"),
+        cell(row["ideal_s"], "{:.0f} ms", 1e3),
+        cell(row["predicted_s"], "{:.0f} ms", 1e3),
+        cell(row["measured_s"], "{:.0f} ms", 1e3),
+        cell(row["head_tokens"], "{:.0f}"),
+        cell(row["bytes_read"], "{:.1f} MB", 1e-6),
+        cell(row["bytes_planned"], "{:.1f} MB", 1e-6),
+        cell(row["compute_busy"], "{:.0%}"),
+        cell(row["link_busy"], "{:.0%}"),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        if unknown := set(given.methods) - METHODS.keys():
+            accepted = ", ".join(METHODS)
+            raise ServingBenchmarkError(f"--methods: no {', '.join(unknown)}; accepted are {accepted}")
+        base = Configuration(
+            model_path=find_model(given.model, logger.info, option="--model"),
+            history_tokens=tuple(given.tokens),
+            rounds=given.turns,
+            dtype=given.dtype,
+            host_memory=given.host_memory,
+            max_tokens=4,
+        )
+        settings = [Setting.parse(text) for text in given.settings]
+        result = run(base, settings, given.methods, given.pair_tokens)
+    except KrulError as error:
+        print(error, file=sys.stderr)
+        return 1
+    write_result(result, result, json=given.json, raw=None)
+    print(overlap_tables(result, Path("overlap-cpu.json") if given.json is None else given.json))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__)
+    add = parser.add_argument
+    add("--json", type=Path, help="file for the result")
+    add("--model", default="smollm2", help="smollm2, bundled, a folder or a hub name (smollm2)")
+    add("--settings", type=_names, default=["dram:40", "ssd:40"], help="tier:MBS, several (dram:40,ssd:40)")
+    add("--methods", type=_names, default=[*METHODS], help=", ".join(METHODS))
+    add("--tokens", type=_numbers, default=[512, 1024, 2048], help="lengths of prompts (512,1024,2048)")
+    add("--pair-tokens", type=int, default=1024, help="length of the prompts of two users (1024)")
+    add("--turns", type=int, default=4, help="turns of each prompt, of which the first computes it (4)")
+    add("--dtype", default="float32", help="SGLang's (float32)")
+    add("--host-memory", default="160MiB", help="host memory over an SSD, for one prompt (160MiB)")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in _names(text)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
