@@ -33,14 +33,18 @@ STRICT_ON_TWO_CORES = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 def small_krul_server_args(pool_tokens: int, options: dict[str, Any]) -> tuple[str, ...]:
-    """A float32 server with a device pool of so many tokens, and krul with these options."""
+    """A float32 server with a device pool of so many tokens, and krul with these options.
+
+    Loads are waited for: computing again is sooner for so small a model whenever this machine stalls.
+    """
+    defaults = {"host_memory": "256MiB", "load_timeout": 2.0}
     return (
         *("--dtype", "float32"),
         # On a GPU SGLang's own choice may be one for 16 bits only.
         *(() if default_device_args() else ("--attention-backend", "triton")),
         *("--page-size", str(PAGE_SIZE)),
         *("--max-total-tokens", str(pool_tokens)),
-        *("--unified-cache-external-linker-config", json.dumps({"host_memory": "256MiB", **options})),
+        *("--unified-cache-external-linker-config", json.dumps(defaults | options)),
         "--enable-cache-report",
         *KRUL,
     )
