@@ -145,14 +145,11 @@ def _make(method: str, setting: Setting, base: Configuration, pools: PoolSizes, 
     """A server of one method. Those after the first plan with the costs that it has measured."""
     options = {**METHODS[method], **base.krul_options}
     if setting.tier == DRAM_TIER:
-        own = replace(base, krul_options={"link_mbs": setting.mbs, **options})
+        own = replace(base, krul_options={"link_mbs": setting.mbs, **options}, host_memory=None)
     else:
-        own = replace(
-            base, krul_options=options, ssd=_SSD_BYTES, ssd_read_mbs=setting.mbs, host_memory=base.host_memory
-        )
-    if setting.tier == DRAM_TIER:
-        own = replace(own, host_memory=None)
+        own = replace(base, krul_options=options, ssd=_SSD_BYTES, ssd_read_mbs=setting.mbs)
     place = folder / method
+    place.mkdir()
     server = make_server("native", own, pools, place)
     measured = sorted(folder.glob(f"*/native/{COSTS_FILE}"))
     target = place / "native" / COSTS_FILE
