@@ -480,7 +480,7 @@ def test_wrong_bytes_in_an_end_fail_their_segment_alone(host: Host, cluster: Fak
 
 def test_wrong_bytes_before_an_end_do_not_matter_to_it(host: Host, cluster: FakeCluster) -> None:
     tier = host()
-    stored, runs = put_three(tier)
+    _, runs = put_three(tier)
     for layer in range(2):
         cluster.damage(runs[1].segment.block_key(layer))
     tails = Tails(runs, [(40, 20)] * 3)
