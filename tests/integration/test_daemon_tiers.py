@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from krul_backend.daemon.client.admin import AdminClient
+from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.daemon.client.launcher import EmbeddedDaemon
 from krul_backend.daemon.protocol.messages import (
     FetchRequest,
@@ -18,7 +20,8 @@ from krul_backend.daemon.protocol.messages import (
     StatsRequest,
     TierCostsRequest,
 )
-from krul_backend.tiers.common.interface import LayerStatus, block_checksum
+from krul_backend.segment import tail_num_bytes
+from krul_backend.tiers.common.interface import LayerStatus, SegmentTail, block_checksum
 from tests.support.daemon_client import (
     MODEL,
     SIZES,
@@ -29,7 +32,8 @@ from tests.support.daemon_client import (
     num_pages,
     store,
 )
-from tests.support.store_builders import page_keys, tokens_of
+from tests.support.store_builders import lease_pages, make_model, page_keys, put, tokens_of, wait_until
+from tests.support.tiered_builders import wait_for
 
 DISK = ("--ssd-capacity", "256MiB")
 
@@ -72,6 +76,44 @@ def test_what_was_flushed_is_restored_by_the_next_daemon(stored: Path) -> None:
         counted = client.ask(StatsRequest)[0]
         assert dict(counted.tier_hit_pages) == {"dram": 3, "ssd": 3}
         assert counted.tiers[0].num_segments == 2
+
+
+def test_ends_of_blocks_come_from_the_disk(tmp_path: Path) -> None:
+    """Of two segments their last tokens: these bytes, and hardly others, are read."""
+    model = make_model(num_layers=3)
+    sizes = (700_000, 500_000, 500_000)
+    with with_disk(tmp_path, "first") as daemon:
+        client = DaemonStore(daemon.runtime_dir, model=model, request_timeout_s=20.0)
+        written = [put(client, "c", first, first + 4, sizes, model, seed=first)[1] for first in (0, 4)]
+        with AdminClient(daemon.runtime_dir) as admin:
+            assert admin.flush(TIMEOUT_S)
+        client.close()
+    with with_disk(tmp_path, "second") as daemon:
+        client = DaemonStore(daemon.runtime_dir, model=model, request_timeout_s=20.0)
+        lease = lease_pages(client, "c", 0, 8, model)
+        assert lease is not None
+        wanted = (100_000, 250_000, 0)
+        tails = [SegmentTail(firsts, wanted) for firsts in ((15, 12, 16), (31, 28, 32))]
+        pieces = client.fetch(lease, tails)
+        range_bytes = pieces[0].header.range_bytes
+        kept = tuple(tail_num_bytes(*each, range_bytes) for each in zip(sizes, wanted, strict=True))
+        assert wait_for(pieces) == [
+            tuple(block[len(block) - num_bytes :] for block, num_bytes in zip(content, kept, strict=True))
+            for content in written
+        ]
+        assert [piece.header.layer_first_token for piece in pieces] == [tail[0] for tail in tails]
+        wait_until(lambda: client.stats().fetched_segments == 2)
+        stats = client.stats()
+        num_read = stats.tiers[0].read_bytes
+        assert 2 * sum(kept) <= num_read <= 1.02 * 2 * sum(kept) + 4 * (8 << 10)
+        assert stats.stored_bytes == 2 * sum(kept)
+        assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes
+        client.release(lease)
+        again = lease_pages(client, "c", 0, 8, model)
+        assert again is not None
+        assert again.is_in_dram
+        assert [piece.header.layer_num_bytes for piece in again.slices] == [kept] * 2
+        client.close()
 
 
 def test_a_fetch_of_nobodys_lease_is_an_error(stored: Path) -> None:

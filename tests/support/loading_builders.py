@@ -9,17 +9,18 @@ import numpy as np
 import torch
 
 from krul_backend.codec.layout import LayerKV, LayerShape
+from krul_backend.codec.parameters import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import Strategy
-from krul_backend.tiers.common.interface import block_checksums
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.load_batch import Load, LoadBatch
 from krul_sglang.engine.restore.loading import LayerWiseLoader
 from tests.support.codec_builders import encode_all, random_layers
 from tests.support.engine_builders import PATIENCE_S, TensorPool, make_load, make_store
+from tests.support.store_builders import commit_to
 from tests.support.strict_device import check_device
 
 NUM_LAYERS = 3
@@ -33,14 +34,20 @@ class Rig:
     """A store with one conversation, a pool, and a loader whose layers can be made to wait or to fail."""
 
     def __init__(
-        self, timeout_s: float, tiers: Sequence[LowerTier] = (), device: Device | None = None
+        self,
+        timeout_s: float,
+        tiers: Sequence[LowerTier] = (),
+        device: Device | None = None,
+        *,
+        range_bytes: int = 0,
+        group_size: int = 64,
     ) -> None:
         self.gate = TransferGate(max_wait_s=PATIENCE_S)
         self.store = make_store(1 << 20, tiers)
         self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, num_slots=64, device=device)
         self.device: Device = self.pool.streams
         self.device.lock_pages(self.store.host.buffer)
-        self.codec = SegmentCodec(SHAPE, NUM_LAYERS, None)
+        self.codec = SegmentCodec(SHAPE, NUM_LAYERS, None, CodecOptions(group_size=group_size))
         self.layers = random_layers(SHAPE, NUM_LAYERS, NUM_TOKENS)
         self.before_layer: Callable[[int, int], None] = lambda index, layer: None
         self.loader = LayerWiseLoader(
@@ -58,20 +65,18 @@ class Rig:
         assert reservation is not None
         for layer, block in blocks.items():
             reservation.blocks[layer][:] = block.numpy()
-        self.store.commit(
-            reservation,
-            SegmentManifest(
-                self.model,
-                tuple(self.page_keys),
-                None,
-                0,
-                self.token_ids,
-                "krul",
-                encoding.layer_num_bytes,
-                encoding.params,
-            ),
-            block_checksums(reservation.blocks),
+        manifest = SegmentManifest(
+            self.model,
+            tuple(self.page_keys),
+            None,
+            0,
+            self.token_ids,
+            "krul",
+            encoding.layer_num_bytes,
+            encoding.params,
+            range_bytes=range_bytes,
         )
+        commit_to(self.store, reservation, manifest)
 
     def close(self) -> None:
         self.loader.close()

@@ -44,9 +44,11 @@ class AskedAtOnce(AskingThread):
 class Rig:
     """``store`` over DRAM of ``capacity_bytes``, ``ssd`` and ``mooncake``."""
 
-    def __init__(self, capacity_bytes: int = 64 * 64, tenant_quota: float = 1.0) -> None:
+    def __init__(
+        self, capacity_bytes: int = 64 * 64, tenant_quota: float = 1.0, ssd: FakeTier | None = None
+    ) -> None:
         self.host = HostStore(capacity_bytes, LruPolicy(), tenant_quota=tenant_quota)
-        self.ssd = FakeTier("ssd")
+        self.ssd = FakeTier("ssd") if ssd is None else ssd
         self.mooncake = FakeTier("mooncake")
         self.tiers = (self.ssd, self.mooncake)
         self.store = TieredStore(self.host, self.tiers)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.parameters import CodecOptions
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.device import Device
@@ -60,9 +61,9 @@ class SteppedTier(FakeTier):
 class SunkRig(Rig):
     """The conversation lies in a lower tier alone."""
 
-    def __init__(self, timeout_s: float = PATIENCE_S, device: Device | None = None) -> None:
+    def __init__(self, timeout_s: float = PATIENCE_S, device: Device | None = None, **ranges: int) -> None:
         self.tier = SteppedTier()
-        super().__init__(timeout_s, (self.tier,), device)
+        super().__init__(timeout_s, (self.tier,), device, **ranges)
         assert self.store.flush(PATIENCE_S)
         assert len(self.tier.records) == 1
         self.store.host.clear()
@@ -173,6 +174,31 @@ def test_what_lies_in_a_lower_tier_is_fetched_and_loaded(sunk: SunkRig) -> None:
     assert [part.source.tier for part in again.readers] == [DRAM_TIER]
     assert sunk.loader.finish(start(sunk, again))
     assert sunk.store.stats().fetched_segments == 1
+
+
+TOKEN_BYTES = 2 * 2 * 8 * 4
+"""Of a layer: keys and values of two heads of 8, in float32."""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("head_ends", [(8, 4, 0), (7, 5, 1), (8, 8, 4), (0, 0, 0)])
+def test_only_what_a_load_reads_is_fetched(device: str, head_ends: tuple[int, ...]) -> None:
+    """Heads are recomputed: of their tokens nothing comes from the tier, but for the rest of a range."""
+    sunk = SunkRig(device=make_device(device), range_bytes=TOKEN_BYTES // 2, group_size=2)
+    load = sunk.load(SLOTS)
+    load = replace(load, plan=replace(load.plan, head_ends=head_ends))
+    assert sunk.loader.finish(start(sunk, load))
+    num_rows = [NUM_TOKENS - end // 2 * 2 for end in head_ends]
+    assert sunk.tier.num_bytes_read == sum(num_rows) * TOKEN_BYTES
+    for layer, (end, kv) in enumerate(zip(head_ends, sunk.layers, strict=True)):
+        assert is_equal(sunk.pool.gather(layer, SLOTS[end:]), LayerKV(kv.k[end:], kv.v[end:]))
+    assert sunk.num_leases() == 0
+    # What was left out is left out for the next one, too, which is told so.
+    assert sunk.store.flush(PATIENCE_S)
+    (part,) = sunk.load(SLOTS).readers
+    assert [NUM_TOKENS - first for first in part.source.header.layer_first_token] == num_rows
+    assert part.source.tier == DRAM_TIER
+    sunk.close()
 
 
 def test_layers_are_loaded_as_they_arrive(sunk: SunkRig) -> None:

@@ -15,6 +15,7 @@ import pytest
 from krul_backend.errors import ConfigError, DaemonError, TierReadError
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.interface import Block, block_checksums
+from krul_backend.tiers.common.lower_tier import TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.record import no_checksums
 from krul_backend.tiers.mooncake.cluster_connection import TimedCalls
@@ -407,6 +408,139 @@ def test_a_cluster_that_is_down_at_the_start_is_joined_later(
     cluster.is_down = False
     clock.now_s += 30.5
     assert len(match(tier, page_keys("c", 0, 3))) == 1
+
+
+class Tails:
+    """Reads of the ends of several segments in one fetch."""
+
+    def __init__(self, runs: Sequence[PageRun[Any]], sizes: Sequence[tuple[int, ...]]) -> None:
+        self.order: list[tuple[int, int]] = []
+        self.errors: dict[int, TierReadError] = {}
+        self.blocks = [[np.full(size, 0xAA, np.uint8) for size in of_layers] for of_layers in sizes]
+        self.reads = [
+            TailRead(
+                run,
+                blocks,
+                lambda layer, number=number: self.order.append((number, layer)),  # type: ignore[misc]
+                lambda error, number=number: self.errors.update({number: error}),  # type: ignore[misc]
+            )
+            for number, (run, blocks) in enumerate(zip(runs, self.blocks, strict=True))
+        ]
+
+
+def put_three(tier: MooncakeTier) -> tuple[list[list[Block]], tuple[PageRun[Any], ...]]:
+    """A conversation of three segments, in ranges of 20 bytes; what was put, and its runs."""
+    manifests = [make_manifest("c", first, first + 2, SIZES, range_bytes=20) for first in (0, 2, 4)]
+    blocks = [put(tier, manifest, seed) for seed, manifest in enumerate(manifests)]
+    runs = match(tier, page_keys("c", 0, 6))
+    assert len(runs) == 3
+    return blocks, runs
+
+
+def test_the_ends_of_several_segments_are_read_layer_by_layer(host: Host, cluster: FakeCluster) -> None:
+    tier = host()
+    stored, runs = put_three(tier)
+    sizes = [(40, 60), (0, 20), (100, 0)]
+    tails = Tails(runs, sizes)
+    tier.fetch(tails.reads)
+    assert tails.order == [(number, layer) for layer in range(2) for number in range(3)]
+    assert tails.errors == {}
+    for blocks, whole in zip(tails.blocks, stored, strict=True):
+        for block, right in zip(blocks, whole, strict=True):
+            np.testing.assert_array_equal(block, right[right.nbytes - block.nbytes :])
+    planned = sum(map(sum, sizes))
+    assert cluster.num_bytes_read == planned
+    stats = tier.stats()
+    assert (stats.read_segments, stats.read_bytes) == (3, planned)
+    # Of what nothing is read, nothing is asked.
+    asked = [key.rsplit("/", 1)[1] for operation, key in cluster.calls if operation == "get_into"]
+    assert asked == ["0", "0", "1", "1"]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_wrong_bytes_in_an_end_fail_their_segment_alone(host: Host, cluster: FakeCluster, layer: int) -> None:
+    tier = host()
+    stored, runs = put_three(tier)
+    # In the middle of the block.
+    cluster.damage(runs[1].segment.block_key(layer))
+    sizes = (60, 40)
+    tails = Tails(runs, [sizes] * 3)
+    tier.fetch(tails.reads)
+    assert list(tails.errors) == [1]
+    assert "wrong checksum" in str(tails.errors[1])
+    for number in (0, 2):
+        assert [each for of_read, each in tails.order if of_read == number] == [0, 1]
+        for block, right in zip(tails.blocks[number], stored[number], strict=True):
+            np.testing.assert_array_equal(block, right[right.nbytes - block.nbytes :])
+    assert [each for of_read, each in tails.order if of_read == 1] == list(range(layer))
+    stats = tier.stats()
+    assert (stats.corrupted_segments, stats.read_segments, stats.is_suspended) == (1, 2, False)
+    assert tier.find_missing(MODEL, page_keys("c", 0, 6)) == [range(2, 4)]
+
+
+def test_wrong_bytes_before_an_end_do_not_matter_to_it(host: Host, cluster: FakeCluster) -> None:
+    tier = host()
+    _, runs = put_three(tier)
+    for layer in range(2):
+        cluster.damage(runs[1].segment.block_key(layer))
+    tails = Tails(runs, [(40, 20)] * 3)
+    tier.fetch(tails.reads)
+    assert (tails.errors, len(tails.order)) == ({}, 6)
+    assert tier.stats().corrupted_segments == 0
+    # Who reads everything finds them.
+    report = tier.verify()
+    assert len(report.bad_segments) == 1
+
+
+def test_an_evicted_block_fails_its_segment_alone(host: Host, cluster: FakeCluster) -> None:
+    tier = host()
+    _, runs = put_three(tier)
+    del cluster.objects[runs[0].segment.block_key(1)]
+    tails = Tails(runs, [(20, 20)] * 3)
+    tier.fetch(tails.reads)
+    assert list(tails.errors) == [0]
+    assert "not in the Mooncake cluster any more" in str(tails.errors[0])
+    assert tails.order == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1)]
+    assert (tier.stats().evicted_segments, tier.stats().is_suspended) == (1, False)
+    # Nothing of it is read of which the object is not asked for.
+    cluster.objects.pop(runs[1].segment.block_key(1))
+    tails = Tails(runs[1:], [(20, 0)] * 2)
+    tier.fetch(tails.reads)
+    assert (tails.errors, len(tails.order)) == ({}, 4)
+
+
+def test_a_model_that_was_cleared_elsewhere_fails_alone(
+    host: Host, cluster: FakeCluster, clock: Clock
+) -> None:
+    tier, elsewhere = host(), host()
+    another = make_model("another")
+    put(tier, make_manifest("c", 0, 2, SIZES, range_bytes=20))
+    put(tier, make_manifest("c", 0, 2, SIZES, another, range_bytes=20), seed=1)
+    (mine,), (other,) = (match(tier, page_keys("c", 0, 2), model=model) for model in (MODEL, another))
+    elsewhere.clear(another)
+    clock.now_s += EPOCH_AGE_S
+    tails = Tails((other, mine), [(20, 20)] * 2)
+    tier.fetch(tails.reads)
+    assert list(tails.errors) == [0]
+    assert "was cleared" in str(tails.errors[0])
+    assert tails.order == [(1, 0), (1, 1)]
+
+
+def test_a_cluster_that_goes_down_ends_the_whole_fetch(host: Host, cluster: FakeCluster) -> None:
+    tier = host()
+    _, runs = put_three(tier)
+    tails = Tails(runs, [(20, 20)] * 3)
+    landed = tails.reads[1].landed
+
+    def go_down(layer: int) -> None:
+        landed(layer)
+        cluster.is_down = True
+
+    tails.reads[1].landed = go_down
+    with pytest.raises(TierReadError, match="cannot be read"):
+        tier.fetch(tails.reads)
+    assert tails.order == [(0, 0), (1, 0)]
+    assert tier.stats().is_suspended
 
 
 def test_a_failing_read_is_a_tier_error(host: Host, cluster: FakeCluster) -> None:

@@ -281,6 +281,31 @@ def test_a_turn_is_stored_even_if_its_conversation_cannot_be_trimmed(
     assert bench.decoded_from(bench.turn(10)) == [0, 0, 0]
 
 
+@pytest.mark.parametrize(("range_bytes", "num_trims"), [(16, 1), (1 << 14, 0), (1024, 1)])
+def test_the_store_is_asked_only_where_something_can_go(
+    bench: AllocatingBench, monkeypatch: pytest.MonkeyPatch, range_bytes: int, num_trims: int
+) -> None:
+    """Of a short turn not one range may be dropped; every later turn would ask again."""
+    shorten_ranges(monkeypatch, range_bytes)
+    assert bench.store_turn(bench.turn(6), None)
+    asked: list[int] = []
+    trim = bench.store.trim
+
+    def counted(segment_id: int, *args: Any) -> int:
+        asked.append(segment_id)
+        return trim(segment_id, *args)
+
+    monkeypatch.setattr(bench.store, "trim", counted)
+    for _ in range(3):
+        trim_path(bench.store, bench.model, bench.codec, bench.turn(6).page_keys, (16, 8, 0))
+    assert len(asked) == num_trims
+    assert (bench.store.stats().trimmed_bytes > 0) == (num_trims > 0)
+    # A layer of which nothing is needed goes whole.
+    trim_path(bench.store, bench.model, bench.codec, bench.turn(6).page_keys, (24, 8, 0))
+    assert len(asked) == num_trims + 1
+    assert bench.slices(bench.turn(6))[0].header.layer_num_bytes[0] == 0
+
+
 def test_segments_that_hold_no_heads_are_not_opened(
     bench: AllocatingBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

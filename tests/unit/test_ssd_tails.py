@@ -308,6 +308,23 @@ def test_a_flipped_bit_that_is_not_read_does_not_matter(disk: FaultyDisk, tmp_pa
         assert tier.verify().bad_segments == (damaged_id,)
 
 
+def test_no_more_is_read_of_a_segment_that_has_failed(
+    disk: FaultyDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has other work; only what was asked for before is still read."""
+    monkeypatch.setattr(segment_reads, "_CHUNK_NUM_BYTES", 1)
+    sizes = (64 * KIB,) * 40
+    with tier_on(disk, tmp_path) as tier:
+        put_all(tier, [sizes] * 2, 0)
+        flip_in(tmp_path, random_blocks(sizes, 0)[0].tobytes(), 5)
+        reads = Reads(tier, [sizes] * 2)
+        before = disk.num_bytes_read
+        reads.fetch()
+        assert list(reads.failures) == [0]
+        reads.assert_right(1)
+        assert disk.num_bytes_read - before < 1.3 * sum(sizes)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     damaged=st.integers(0, 2),

@@ -103,19 +103,29 @@ class Fetcher:
         return copy, None
 
     def start(self, coming: Sequence[Coming]) -> None:
-        """Read what was admitted: of each tier in one go, layer 0 of all segments before layer 1 of any."""
+        """Read what was admitted: of each tier in one go, layer 0 of all segments before layer 1 of any.
+
+        What is prefetched is read segment by segment: a load that comes meanwhile waits for no more than one.
+        """
         for tier in dict.fromkeys(each.tier for each in coming):
-            together = [each for each in coming if each.tier is tier]
-            priority = ReadPriority.PREFETCH if together[0].is_prefetch else ReadPriority.LOAD
-            try:
-                with self._counting:
-                    if self._is_closing.is_set():
-                        raise StoreClosedError("the KV store was closed")
-                    read = tier.reads.submit(partial(self._read, tier, together), priority)
-                    self._reads.update((each.arrival.segment.segment_id, read) for each in together)
-            except StoreClosedError:
-                for each in together:
-                    self._end(each)
+            loads = [each for each in coming if each.tier is tier and not each.is_prefetch]
+            if loads:
+                self._submit(tier, loads, ReadPriority.LOAD)
+            for each in coming:
+                if each.tier is tier and each.is_prefetch:
+                    self._submit(tier, [each], ReadPriority.PREFETCH)
+
+    def _submit(self, tier: LowerTier, together: Sequence[Coming], priority: ReadPriority) -> None:
+        """Let a tier read some of its segments in one call; they fail if the store was closed."""
+        try:
+            with self._counting:
+                if self._is_closing.is_set():
+                    raise StoreClosedError("the KV store was closed")
+                read = tier.reads.submit(partial(self._read, tier, together), priority)
+                self._reads.update((each.arrival.segment.segment_id, read) for each in together)
+        except StoreClosedError:
+            for each in together:
+                self._end(each)
 
     def hurry(self, lease: Lease) -> None:
         """Read what of a lease is still on its way before all that only was prefetched."""

@@ -153,7 +153,7 @@ class TieredStore(KVStore):
                 raise KeyError(f"lease {lease.lease_id} was released")
             try:
                 for i, part in enumerate(held.parts):
-                    if len(slices) == len(wanted):
+                    if len(slices) >= len(wanted):
                         break
                     if isinstance(part, LowerPart):
                         # If a later part finds no room, those before it come to DRAM all the same.

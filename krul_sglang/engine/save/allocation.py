@@ -10,7 +10,7 @@ from krul_backend.codec.segment_codec import AwaitedBasesError, SegmentCodec
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.interface import RestorePlanner, StoredRun
 from krul_backend.planner.planners import allocate
-from krul_backend.segment import ModelIdentity
+from krul_backend.segment import ModelIdentity, tail_num_bytes
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import StoredAs
 from krul_backend.tiers.common.interface import DRAM_TIER
@@ -110,5 +110,10 @@ def trim_path(
             continue
         # Heads may have become shorter since the last turn: what is gone stays gone.
         kept_from = tuple(map(max, decoder.kept_from(head_ends), header.layer_first_token))
-        if kept_from != header.layer_first_token:
-            store.trim(segment.segment_id, kept_from, decoder.kept_num_bytes(kept_from))
+        kept_num_bytes = decoder.kept_num_bytes(kept_from)
+        # Blocks keep whole ranges: of short turns nothing can go, turn after turn.
+        if any(
+            tail_num_bytes(num_bytes, kept, header.range_bytes) < num_bytes
+            for num_bytes, kept in zip(header.layer_num_bytes, kept_num_bytes, strict=True)
+        ):
+            store.trim(segment.segment_id, kept_from, kept_num_bytes)
