@@ -68,9 +68,16 @@ class RotaryTable:
     def unrotate_in_place(self, x: torch.Tensor, positions: torch.Tensor) -> None:
         """Take the embedding off ``x [T, any, D]`` fp32 itself, of any number of dimensions; see
         ``unrotate``."""
-        cos, sin = self._angles(x, positions)
+        angles = (angle.to(x.device) for angle in self.inverse(positions))
+        self._turn_in_place(x, *(angle.view(len(x), *(1,) * (x.ndim - 2), -1) for angle in angles))
+
+    def inverse(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine ``[T, rotary_dim / 2]`` of the turns that take the embedding off at ``positions
+        [T]``, over yarn's factor; on the table's device."""
+        index = positions.to(self.cos.device)
+        cos, sin = self.cos[index], self.sin[index]
         squared_factor = cos.square() + sin.square()
-        self._turn_in_place(x, cos / squared_factor, -sin / squared_factor)
+        return cos / squared_factor, -sin / squared_factor
 
     def move(self, x: torch.Tensor, positions: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Turn ``x``, which was rotated at ``positions``, as if it had been rotated at the positions ``to``.

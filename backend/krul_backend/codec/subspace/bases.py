@@ -35,6 +35,10 @@ FORMAT_VERSION = 2
 LEAST_ATTENTION = 1e-8
 """Attention below this counts as this much, since its logarithm is taken."""
 
+_SHIFT_SUMS = 128
+"""What all tokens are off by together is added up in so many sums of channels. In one group, its cost is then
+off by a tenth or so."""
+
 
 @dataclass(frozen=True, eq=False)
 class GroupBasis:
@@ -82,6 +86,24 @@ class GroupBasis:
     def scatter_costs(self) -> torch.Tensor:
         """``[R]``: ``e^2`` times this is ``shift_costs`` of an error ``e`` in one coefficient alone."""
         return self.decoder.square() @ self.shift_costs
+
+    @cached_property
+    def _shift_weights(self) -> torch.Tensor:
+        """``[D]``: the root of each channel's shift cost, with a random sign."""
+        generator = torch.Generator().manual_seed(0)
+        signs = torch.randint(2, self.shift_costs.shape, generator=generator).to(self.shift_costs) * 2 - 1
+        return self.shift_costs.sqrt() * signs
+
+    @cached_property
+    def _shift_places(self) -> torch.Tensor:
+        """``[D]``: the sum that each channel belongs to. Those that cost most are in different ones."""
+        return self.shift_costs.argsort(descending=True).argsort() % _SHIFT_SUMS
+
+    def shift_sums(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Add up channels of ``vectors [n, D]`` with random signs, so that the squares of the sums ``[n,
+        128]`` add up to about ``vectors^2 @ shift_costs``. Sums are many times faster to work with."""
+        sums = vectors.new_zeros(len(vectors), _SHIFT_SUMS)
+        return sums.index_add_(1, self._shift_places, vectors * self._shift_weights)
 
     def token_worth(self, attention: torch.Tensor) -> torch.Tensor:
         """Estimate what errors in each token's KV cost, relative to the average token: fp32 ``[T]``.
